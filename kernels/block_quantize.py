@@ -82,8 +82,10 @@ class BlockTable:
     """Slices that each lie in one block, for repeated use; checked and uploaded once.
 
     table: the slices [P, 16], as for `strided_copy` (see there for the columns), of at most 16384
-    elements each. blocks: int64 [P], the number of the block that each lies in. device: of the
-    tensors. Raises IndexError and ValueError as `strided_copy`.
+      elements each.
+    blocks: int64 [P], the number of the block that each lies in.
+    device: of the tensors.
+    Raises IndexError and ValueError as `strided_copy`.
     """
 
     def __init__(self, table: Tensor, blocks: Tensor, device: torch.device) -> None:
@@ -103,7 +105,8 @@ class BlockTable:
     def absmax(self, sources: Sequence[Tensor], absmax: Tensor, dtype: torch.dtype) -> None:
         """Raise `absmax` (int32 [B], see `block_scales`) to the largest magnitudes of the slices.
 
-        sources: bfloat16, float16 or float32. dtype: to which values are rounded first.
+        sources: bfloat16, float16 or float32.
+        dtype: to which values are rounded first.
         """
         if self._rows:
             self._absmax(sources, absmax, dtype)

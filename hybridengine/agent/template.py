@@ -77,8 +77,9 @@ class TurnTemplate:
     """A chat template and tokenizer for chats that grow.
 
     render: (chat, with a generation prompt) → text; raises DataError where the template refuses.
-    stop_token_ids: tokens that end a turn. special: hides special tokens in the messages of others
-    than the model, so that the result of a tool cannot end its turn.
+    stop_token_ids: tokens that end a turn.
+    special: hides special tokens in the messages of others than the model, so that the result of a
+      tool cannot end its turn.
     """
 
     def __init__(
@@ -141,8 +142,9 @@ class TurnTemplate:
         """Return how to continue a sequence with the messages after its last sampled turn.
 
         segments: of the sequence, the last one sampled, with `sampled_text`, which is replaced by
-        the template's rendering of that turn. chat: all of it, new messages at the end. Raises
-        DataError where the template refuses the chat, or leaves out new messages.
+          the template's rendering of that turn.
+        chat: all of it, new messages at the end.
+        Raises DataError where the template refuses the chat, or leaves out new messages.
         """
         rendered_chat = self._render(self._messages(chat, self.form), True)
         text = self._special.reveal(rendered_chat)  # of the same length

@@ -37,8 +37,8 @@ class ToolResult:
 class Toolbox:
     """The tools of one trajectory. It creates an instance of a tool at its first call.
 
-    kwargs: `extra_info.tools_kwargs` of the row: by tool, create_kwargs and so on. slots: limits
-    the calls of all trajectories that run at once.
+    kwargs: `extra_info.tools_kwargs` of the row: by tool, create_kwargs and so on.
+    slots: limits the calls of all trajectories that run at once.
     """
 
     tools: Mapping[str, Tool]

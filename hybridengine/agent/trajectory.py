@@ -29,7 +29,9 @@ class Turn:
 
     text: of the model, as sampled without the token that ended it; of others, the content.
     num_tokens: of the model, sampled; of others, with what the template writes around them, 0 where
-    the model did not read them. reward: earned by this turn of the model. calls: the model's.
+      the model did not read them.
+    reward: earned by this turn of the model.
+    calls: the model's.
     """
 
     role: str
@@ -66,8 +68,9 @@ _EMPTY = Response((), (), "stop")
 class TokenSequence:
     """Tokens that one forward pass reads: a prompt, then a response with sampled and other tokens.
 
-    context_ids: the prompt, None for the sample's own. response: its tokens; the log-probs of
-    those that were not sampled are 0. turn_ends: (index of a turn's last token, the turn).
+    context_ids: the prompt, None for the sample's own.
+    response: its tokens; the log-probs of those that were not sampled are 0.
+    turn_ends: (index of a turn's last token, the turn).
     """
 
     segments: list[Segment]
@@ -102,10 +105,13 @@ class TokenSequence:
 class Trajectory:
     """What an agent loop works on: `messages`, `generate`, `run_tools`.
 
-    sample: the row. number: which of the responses to its prompt. messages: the chat so far;
-    append to it, the model reads it at the next `generate`. A turn of the model is added by
-    `generate`; messages that are there may not be changed then. turns: all turns, in order.
-    state: free for the loop. max_tokens: of prompt and response.
+    sample: the row.
+    number: which of the responses to its prompt.
+    messages: the chat so far; append to it, the model reads it at the next `generate`. A turn of
+      the model is added by `generate`; messages that are there may not be changed then.
+    turns: all turns, in order.
+    state: free for the loop.
+    max_tokens: of prompt and response.
     """
 
     def __init__(

@@ -96,13 +96,13 @@ class Step:
 class Trainer:
     """One training run: a loop over steps, or `fit()`.
 
-    config: a YAML file, a mapping (nested, or with dotted keys), a RLConfig or an SFTConfig;
-        None: all settings are in `overrides`.
+    config: a YAML file, a mapping (nested, or with dotted keys), a RLConfig or an SFTConfig; None:
+      all settings are in `overrides`.
     model: a folder or name, in place of model.path; or a loaded transformers model, which is
-        written to <run>/initial_model together with `tokenizer` (default: that of its name).
+      written to <run>/initial_model together with `tokenizer` (default: that of its name).
     reward: a function, or several, called as `compute_score(data_source, solution_str,
-        ground_truth, extra_info)` with those of these arguments, and of `prompt`, that it takes.
-        It runs in a thread of this process; reward.timeout_s and reward.weights apply.
+      ground_truth, extra_info)` with those of these arguments, and of `prompt`, that it takes. It
+      runs in a thread of this process; reward.timeout_s and reward.weights apply.
     overrides: `{"actor.optim.lr": 1e-6}`, or a list of `key=value`.
     task: "grpo" (default), "ppo" or "sft"; a RLConfig or SFTConfig names it already.
     on_step_end, on_validation, on_save: see `Callbacks`.

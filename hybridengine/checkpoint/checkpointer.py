@@ -70,8 +70,8 @@ class Checkpointer:
     def save(self, step: int, score: float | None, write_extra: Callable[[Path], None]) -> None:
         """Start a save; return when all tensors are copied to host memory.
 
-        score: of the validation at this step, larger is better. write_extra: writes further files
-        into the folder.
+        score: of the validation at this step, larger is better.
+        write_extra: writes further files into the folder.
 
         Raises:
             CheckpointError: this save cannot start, or the previous one failed.

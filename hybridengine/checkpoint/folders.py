@@ -93,7 +93,8 @@ def publish(
 ) -> None:
     """Complete the partial checkpoint of `step`, all files of which are written, and rename it.
 
-    score: a score that is not finite counts as None. records: see `storage.write_manifest`.
+    score: a score that is not finite counts as None.
+    records: see `storage.write_manifest`.
     """
     written = partial_folder(root, step)
     score = score if score is not None and math.isfinite(score) else None
@@ -116,7 +117,8 @@ class ResumePlan:
     """Checkpoints to resume from.
 
     candidates: newest first; a run resumes from the first whose checksums are correct. Empty: it
-    starts anew. skipped: why newer checkpoints cannot be used.
+      starts anew.
+    skipped: why newer checkpoints cannot be used.
     """
 
     candidates: Sequence[SavedCheckpoint] = ()
@@ -205,9 +207,9 @@ def check_resume(
 ) -> ResumePlan:
     """Return what the run of `config` would resume from, after checking that it fits.
 
-    loader: of the training data; it is moved to the position of the checkpoint. parameters: the
-    shape of every parameter of the trained model, by name. states: names of the states that the run
-    resumes, besides the loader's.
+    loader: of the training data; it is moved to the position of the checkpoint.
+    parameters: the shape of every parameter of the trained model, by name.
+    states: names of the states that the run resumes, besides the loader's.
 
     Raises:
         CheckpointError: the checkpoint is of another model or another kind of training.

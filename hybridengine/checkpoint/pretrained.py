@@ -111,8 +111,8 @@ def write_pretrained(
 ) -> None:
     """Write full tensors, named as by `parameter_shards`, then read them back and compare.
 
-    model: gives the class and the configs only. origin: further entries of the folder's manifest,
-    see `storage.write_manifest`.
+    model: gives the class and the configs only.
+    origin: further entries of the folder's manifest, see `storage.write_manifest`.
 
     Raises:
         ModelError: transformers loads other values than were written; no folder is left.

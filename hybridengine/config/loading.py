@@ -60,10 +60,10 @@ def load_config(
     """Read a YAML file (None: defaults only), apply `key=value` overrides, check everything.
 
     path, overrides: may also be mappings, nested or with dotted keys, of Python values.
-    defaults: native key → value, replaces the schema's own default. A key of verl without effect
-    here is a ConfigNote warning. Raises ConfigError for an unreadable file, and InvalidConfigError
-    with every other fault at once: unknown keys, wrong types or ranges, and settings that
-    contradict each other.
+    defaults: native key → value, replaces the schema's own default.
+    A key of verl without effect here is a ConfigNote warning. Raises ConfigError for an unreadable
+    file, and InvalidConfigError with every other fault at once: unknown keys, wrong types or
+    ranges, and settings that contradict each other.
     """
     return _load(RLConfig, path, overrides, defaults)
 
@@ -183,8 +183,10 @@ class _Settings:
     """What files and overrides set, by native key, and what is wrong with it.
 
     known: all native keys; free: those whose value is a mapping with keys of any name.
-    values: native key → value. faults: one line each. faulty_keys: native keys that a fault is
-    about; further faults about them would only repeat it. notes: reason → keys without effect.
+    values: native key → value.
+    faults: one line each.
+    faulty_keys: native keys that a fault is about; further faults about them would only repeat it.
+    notes: reason → keys without effect.
     """
 
     kind: str

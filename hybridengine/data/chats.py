@@ -77,8 +77,9 @@ class ChatTemplate:
     """The chat template of a run, with its variables.
 
     data: chat_template is Jinja text, a file with it, or None for the tokenizer's own;
-    apply_chat_template_kwargs are further variables of the template; special_tokens is the policy
-    of `SpecialTokens`. tools: schemas of the tools that the model may call.
+      apply_chat_template_kwargs are further variables of the template; special_tokens is the policy
+      of `SpecialTokens`.
+    tools: schemas of the tools that the model may call.
     """
 
     def __init__(

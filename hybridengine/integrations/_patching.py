@@ -34,8 +34,8 @@ class Replacement:
     """One function or class of another package, and ours.
 
     target: dotted path of a module's function or class, or of a method.
-    function: accepts every call that the target's signature accepts; an object of its own for
-        every replacement, since bindings are found by identity.
+    function: accepts every call that the target's signature accepts; an object of its own for every
+      replacement, since bindings are found by identity.
     group: what it belongs to; groups are chosen in `Patches.patch`.
     """
 

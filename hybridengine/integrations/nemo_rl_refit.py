@@ -46,8 +46,8 @@ class ReshardEngine(CheckpointEngine):
 
     bucket_size: bytes, of update_weights_bucket_memory_ratio; two buckets are in use at a time.
       None: by the memory that is free.
-    release_after_refit: NeMo RL's; ends the connections after every refit. timeout_s: as
-    `WeightSender`.
+    release_after_refit: NeMo RL's; ends the connections after every refit.
+    timeout_s: as `WeightSender`.
 
     Attributes:
         report: of the policy's last sync.

@@ -188,7 +188,8 @@ def packed_distillation_loss(
     gathered for `linear_distillation_loss`; no logits or hidden states are copied. Where one of the
     vocabularies is padded to more entries than the other, both are those of the smaller one.
 
-    response_mask: bool [R], of the full batch. arguments: of `linear_distillation_loss`.
+    response_mask: bool [R], of the full batch.
+    arguments: of `linear_distillation_loss`.
     """
     from hybridengine.kernels import linear_distillation_loss
 

@@ -32,10 +32,10 @@ def apply_lora(
     """Freeze `model` and add an adapter, scaled by alpha / rank, to each target; in place.
 
     target_modules: "all-linear" (every linear layer except the output head) or module names, of
-    which the last part is enough. Call it before sharding; the model may be on the meta device.
+      which the last part is enough. Call it before sharding; the model may be on the meta device.
     adapter_path: PEFT folder with the initial factors (safetensors), which a model on the meta
-    device does not read; None: the update starts at zero. Adapters have the dtype of the weights
-    (float32 in `load_causal_lm`).
+      device does not read; None: the update starts at zero. Adapters have the dtype of the weights
+      (float32 in `load_causal_lm`).
 
     Raises:
         ModelError: a rank below 1, a target that matches no module, one that is no linear layer, a

@@ -116,8 +116,9 @@ class Optimizer:
     def observe_loss(self, loss: torch.Tensor, outputs: torch.Tensor | None = None) -> None:
         """Note this rank's part of the next update's loss; `step` skips one that is not finite.
 
-        loss: 0-d, not multiplied by `loss_scale`. outputs: what the loss was computed from, to name
-        the cause. All ranks observe losses, or none does.
+        loss: 0-d, not multiplied by `loss_scale`.
+        outputs: what the loss was computed from, to name the cause.
+        All ranks observe losses, or none does.
         """
         count = loss.new_zeros(()) if outputs is None else (~outputs.isfinite()).sum()
         part = torch.stack([loss.detach().double(), count.double()])

@@ -135,7 +135,7 @@ def pack_batch(
     """Pack sequences; tokens with `loss_mask` 1 are predicted.
 
     loss_mask: for each sequence one 0 or 1 per token; 0 at the first token. It may differ between
-    equal prefixes: rows belong to sequences, not to packed tokens.
+      equal prefixes: rows belong to sequences, not to packed tokens.
     shared_prefix: pack common prefixes once; plain packing where there are none.
     """
     from hybridengine.kernels import pack_sequences

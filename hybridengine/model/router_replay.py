@@ -57,8 +57,10 @@ class Router(NamedTuple):
 class RoutingCounts(NamedTuple):
     """Numbers of tokens in replayed calls, float64 scalars.
 
-    total: all. tokens: with a record. differing_tokens: whose natural choice is another set of
-    experts in some layer. pairs, differing_pairs: the same of (token, layer).
+    total: all.
+    tokens: with a record.
+    differing_tokens: whose natural choice is another set of experts in some layer.
+    pairs, differing_pairs: the same of (token, layer).
     """
 
     total: Tensor
@@ -246,8 +248,9 @@ def pad_routes(routes: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
 def merge_routes(routes: Tensor, token_index: Tensor) -> Tensor:
     """Return the routes of a batch whose common prefixes are there once.
 
-    routes: [T, layers, k], of plainly packed tokens. token_index: int64 [T], where each of them is.
-    A token of several sequences has the routes of the first one with a record.
+    routes: [T, layers, k], of plainly packed tokens.
+    token_index: int64 [T], where each of them is. A token of several sequences has the routes of
+      the first one with a record.
     """
     num_tokens = len(routes)
     rank = torch.arange(num_tokens) + num_tokens * (routes < 0).all(2).all(1)

@@ -36,9 +36,10 @@ class Option:
     """One way to group TP ranks and to shard parameters, with the plan of its sync.
 
     grouping: TP groups are "strided" over all ranks ({j, j+N/t, …}), "strided in nodes", or
-    "contiguous" ({jt, jt+1, …}). tp_in_node: whether every TP group is inside a node. row_dim,
-    expert_dim: dimension on which row-parallel weights and fused experts are sharded. seconds:
-    estimated time of a sync, see `advise`.
+      "contiguous" ({jt, jt+1, …}).
+    tp_in_node: whether every TP group is inside a node.
+    row_dim, expert_dim: dimension on which row-parallel weights and fused experts are sharded.
+    seconds: estimated time of a sync, see `advise`.
     """
 
     grouping: str
@@ -100,14 +101,16 @@ def advise(
 ) -> Advice:
     """Plan every option for `world_size` ranks.
 
-    shapes: trained parameter → global shape. layouts: of every rank of an engine, in vLLM's order:
-    TP rank fastest, then DP rank. dp_size: DP ranks of an engine. fsdp_size: ranks per HSDP
-    replica, contiguous; None for all ranks. train_tp: the trainer runs FSDP2 over tensor
-    parallelism of this size, which divides the weights on the dimension that the engine slices.
-    train_ep: FSDP2 over expert parallelism, which divides fused experts. intra_gb_per_s,
-    inter_gb_per_s: what one rank can send, and at the same time receive, inside a node and across
-    nodes, in 10^9 bytes per second. latency_us: of one all-to-all, in addition to the time of its
-    bytes.
+    shapes: trained parameter → global shape.
+    layouts: of every rank of an engine, in vLLM's order: TP rank fastest, then DP rank.
+    dp_size: DP ranks of an engine.
+    fsdp_size: ranks per HSDP replica, contiguous; None for all ranks.
+    train_tp: the trainer runs FSDP2 over tensor parallelism of this size, which divides the weights
+      on the dimension that the engine slices.
+    train_ep: FSDP2 over expert parallelism, which divides fused experts.
+    intra_gb_per_s, inter_gb_per_s: what one rank can send, and at the same time receive, inside a
+      node and across nodes, in 10^9 bytes per second.
+    latency_us: of one all-to-all, in addition to the time of its bytes.
 
     The estimated time of a sync is the sum over buckets of the bytes that the busiest rank sends or
     receives inside its node and across nodes, at these speeds, and the latency.

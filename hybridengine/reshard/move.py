@@ -24,10 +24,12 @@ from hybridengine.sharding.weight_target import WeightTarget
 class Mover:
     """One rank's part in the transfers of a plan.
 
-    rank: in the plan. source: the trained tensors of this rank, None on a rank that only holds an
-    engine. engine: of this rank, None on a rank that only trains. builder: of the transport.
+    rank: in the plan.
+    source: the trained tensors of this rank, None on a rank that only holds an engine.
+    engine: of this rank, None on a rank that only trains.
+    builder: of the transport.
     checksum_growth: engine tensor → by how much a delta made its `bit_checksum` grow in the last
-    transfer; None for a dense transfer, and where it is not known.
+      transfer; None for a dense transfer, and where it is not known.
     """
 
     checksum_growth: Mapping[str, int] | None = None
@@ -63,7 +65,8 @@ class Mover:
     ) -> tuple[int, int]:
         """Move everything; return (bytes received, bytes sent). Collective.
 
-        weights: of this rank's engine; {} for none. found: what changed in this rank's shards.
+        weights: of this rank's engine; {} for none.
+        found: what changed in this rank's shards.
         """
         self.checksum_growth = None
         if self._engine is not None and order.base is None:

@@ -38,8 +38,10 @@ from hybridengine.sharding.weight_target import HasTarget, WeightTarget, target_
 class WeightReceiver:
     """Receives the weights of one engine from a `WeightSender`. On every rank of the engine.
 
-    engine: the weights of this rank. store: the sender's. index: number of this engine. timeout_s:
-    as the sender's; `receive` also waits so long for a sync to begin.
+    engine: the weights of this rank.
+    store: the sender's.
+    index: number of this engine.
+    timeout_s: as the sender's; `receive` also waits so long for a sync to begin.
 
     The ranks of the engine are those of its default process group, without one this process alone.
     New processes may take the index of an engine that has ended.

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 class SyncReport:
     """What one sync moved on this rank: bytes from and to other ranks, including adapters.
 
-    milliseconds: from the call until all ranks' devices had finished. delta: whether only what
-    changed was moved. changed: the share of the model's elements whose bits changed, over all
-    ranks; None where it was not determined. dense_bytes: received and sent by a dense sync.
+    milliseconds: from the call until all ranks' devices had finished.
+    delta: whether only what changed was moved.
+    changed: the share of the model's elements whose bits changed, over all ranks; None where it was
+      not determined.
+    dense_bytes: received and sent by a dense sync.
     """
 
     version: int

@@ -54,8 +54,8 @@ class Resharder:
       every rank. It is called at every sync, because `model.cpu().cuda()`, a cast or
       `load_state_dict(assign=True)` replaces the tensors of a model.
     engine: the rollout engine on this rank.
-    bucket_bytes: staging memory (send + receive) of one bucket; two are in use at a time. None:
-      by the memory that is free on the GPUs now, at most 1 GiB; 64 MiB on CPUs.
+    bucket_bytes: staging memory (send + receive) of one bucket; two are in use at a time. None: by
+      the memory that is free on the GPUs now, at most 1 GiB; 64 MiB on CPUs.
     adapters: function that returns parameter → LoRA adapter. With `merge`, adapters are merged when
       the parameter is packed, else the engine receives them in addition to its weights. All other
       parameters are frozen: they travel again only if their bits change, here or in the engine.

@@ -46,9 +46,10 @@ class EngineState(NamedTuple):
     ) -> EngineState:
         """Return the state of an engine after a sync.
 
-        before: its state before the sync. growth: engine tensor → by how much a delta made its
-        checksum grow; None after a dense sync. The tensors that a delta has written are not read:
-        if anything else has written to them meanwhile, the next comparison shows it.
+        before: its state before the sync.
+        growth: engine tensor → by how much a delta made its checksum grow; None after a dense sync.
+        The tensors that a delta has written are not read: if anything else has written to them
+        meanwhile, the next comparison shows it.
         """
         if before is None or growth is None:
             return cls.of(engine)
@@ -85,8 +86,9 @@ def engine_weights(
 ) -> dict[str, torch.Tensor]:
     """Return the engine's tensors by the names of its layout, and new memory for `factors`.
 
-    device: of the trained parameters. factors: of unmerged adapters, as `adapter_factors`. Raises
-    LayoutError where a tensor differs from its record.
+    device: of the trained parameters.
+    factors: of unmerged adapters, as `adapter_factors`.
+    Raises LayoutError where a tensor differs from its record.
     """
     weights = engine.weights()
     for name, spec in (engine.layout.destinations | engine.layout.scales).items():

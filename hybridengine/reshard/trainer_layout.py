@@ -19,9 +19,10 @@ class TrainerLayout:
     """Replicas (HSDP) of `fsdp_size` contiguous ranks; rank r of one has inner rank r % inner_size.
 
     inner_dims: parameter → the dimension that tensor or expert parallelism over `inner_size` ranks
-    divides before FSDP2 divides the rest. shares_inner: FSDP2 divides all other parameters over all
-    ranks of a replica (expert parallelism), else over ranks of equal inner rank (tensor
-    parallelism, where each of them holds the parameter in full).
+      divides before FSDP2 divides the rest.
+    shares_inner: FSDP2 divides all other parameters over all ranks of a replica (expert
+      parallelism), else over ranks of equal inner rank (tensor parallelism, where each of them
+      holds the parameter in full).
     """
 
     world_size: int

@@ -82,8 +82,9 @@ class Trainers:
     ) -> tuple[ReshardPlan, list[int]]:
         """Return the plan, the same on every rank, and the node of each rank. Collective.
 
-        make: plans for a bucket size and the nodes. bucket_bytes: None: the least of the ranks'
-        `default_bytes`. Raises LayoutError on every rank.
+        make: plans for a bucket size and the nodes.
+        bucket_bytes: None: the least of the ranks' `default_bytes`.
+        Raises LayoutError on every rank.
         """
         own = default_bytes, self.rank // ranks_per_node(self.world_size)
         defaults, nodes = zip(*all_gather_values(own, tuple[int, int]), strict=True)
@@ -100,7 +101,8 @@ class Trainers:
     def find_changes(self, plan: ReshardPlan, is_far: bool, pulls: bool) -> ChangeFinder | None:
         """Return what finds changes between syncs, None where all syncs are dense. Collective.
 
-        is_far: whether weights cross between machines. pulls: as `rates.measure`.
+        is_far: whether weights cross between machines.
+        pulls: as `rates.measure`.
         """
         if not is_possible(self._delta, plan) or self.model.unmerged:
             return None
@@ -124,9 +126,11 @@ class Trainers:
     ) -> tuple[int, bool]:
         """Read the model; continue only if no rank has a problem. Collective.
 
-        version: None: the highest `next_version`. check: gets whether the frozen parameters of this
-        rank are those of the last sync. remedy: for a model that differs from the plan. remembers:
-        whether a sync may leave out what has not changed; if not, no checksum is computed.
+        version: None: the highest `next_version`.
+        check: gets whether the frozen parameters of this rank are those of the last sync.
+        remedy: for a model that differs from the plan.
+        remembers: whether a sync may leave out what has not changed; if not, no checksum is
+          computed.
         Return the version, and whether `check` returned True on all ranks.
         """
         changed: str | None = None

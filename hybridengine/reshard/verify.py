@@ -36,7 +36,8 @@ def find_mismatches(
 ) -> list[Mismatch]:
     """Return all slices that differ in this rank's engine; collective.
 
-    dense: what this rank has moved. weights: of this rank's engine; {} for none.
+    dense: what this rank has moved.
+    weights: of this rank's engine; {} for none.
     """
     plan, rank, source, device = dense.plan, dense.rank, dense.source, dense.scales.scale.device
     arriving: list[_Write] = []

@@ -73,7 +73,8 @@ def import_reward_function(
 ) -> tuple[Callable[..., Any], FunctionSource]:
     """Import `name` from the file `path` into this process, and check that it takes `arguments`.
 
-    path: a Python file, or a name in BUILT_IN. arguments: None does not check the signature.
+    path: a Python file, or a name in BUILT_IN.
+    arguments: None does not check the signature.
 
     Raises RewardError for a missing file, a file that fails to import, a missing function, and a
     signature that does not take the arguments by name.

@@ -45,8 +45,9 @@ Outcome = dict[str, float | str] | Failure
 def main(connection_fd: int, stack_fd: int, parent: int, index: int) -> None:
     """Serve requests until the connection is closed.
 
-    stack_fd: file to which SIGUSR1 writes the stack of the running call. parent: process id of the
-    rank, with which this process ends. index: number of this worker, the seed of `random`.
+    stack_fd: file to which SIGUSR1 writes the stack of the running call.
+    parent: process id of the rank, with which this process ends.
+    index: number of this worker, the seed of `random`.
     """
     if hasattr(ctypes.CDLL(None), "prctl"):  # Linux; elsewhere the closed connection ends it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -40,7 +40,7 @@ class RewardResult:
     extras: N numbers for each further numeric result, by name; they become metrics.
     parts: the rewards whose weighted sum is the score, by name; gdpo normalises each separately.
     texts: N texts for each further result that is a text, None where a response has none; rollout
-        files contain them. "pred" is the answer that majority votes count.
+      files contain them. "pred" is the answer that majority votes count.
     """
 
     scores: list[float]

@@ -30,9 +30,10 @@ class VerlData:
     """N prompts with their responses, as verl's DataProto holds them.
 
     batch: `prompts` [N, P], padded on the left, `responses` [N, R], padded on the right,
-    `response_mask` [N, R], `input_ids`, `attention_mask` and `position_ids` [N, P + R]; int64.
+      `response_mask` [N, R], `input_ids`, `attention_mask` and `position_ids` [N, P + R]; int64.
     non_tensor_batch: object arrays [N], `data_source`, `reward_model`, `extra_info`, `raw_prompt`,
-    `index`. An item has rows without the first dimension, and the objects themselves.
+      `index`.
+    An item has rows without the first dimension, and the objects themselves.
     """
 
     def __init__(self, batch: dict[str, Any], non_tensor_batch: dict[str, Any]) -> None:

@@ -81,7 +81,8 @@ class RewardWorkers:
     Worker i % num_workers scores response i, in order: the state that a function keeps between
     calls does not depend on timing. Calls of a coroutine function run concurrently in one worker.
 
-    num_workers: None is cores / ranks of this machine. timeout_s: limit of one call.
+    num_workers: None is cores / ranks of this machine.
+    timeout_s: limit of one call.
     """
 
     def __init__(self, num_workers: int | None = None, timeout_s: float = 60.0) -> None:

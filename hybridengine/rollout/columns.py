@@ -38,7 +38,7 @@ class TokenColumn:
     fill: the entries of tokens that were not sampled, such as those of tools.
     in_files: whether rollout files have it.
     of_context: the first token of a completion has the entries of its prompt as well; where a
-    completion continues a sequence, those that the sequence has are dropped.
+      completion continues a sequence, those that the sequence has are dropped.
     """
 
     name: str

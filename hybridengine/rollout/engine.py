@@ -47,8 +47,10 @@ class InFlightUpdate:
     """How an engine takes new weights between the decode steps of running responses.
 
     is_due: whether new weights wait, the same answer on every rank of a replica; all of them ask
-    before the same steps. update: takes them. keep_kv: running responses go on with their cached
-    keys and values, which are of older weights; else these are recomputed with the new weights.
+      before the same steps.
+    update: takes them.
+    keep_kv: running responses go on with their cached keys and values, which are of older weights;
+      else these are recomputed with the new weights.
     """
 
     is_due: Callable[[], bool]
@@ -121,12 +123,16 @@ def local_random_state(seed: int) -> Iterator[None]:
 class RolloutEngine(ABC):
     """An inference engine whose weights the reshard writes in place.
 
-    target: the weights, None if they are in other processes. tp_size: tensor-parallel size.
-    tp_rank: rank in the tensor-parallel group. replica, replicas: index and number of engines over
-    all ranks (ranks of one replica pass the same prompts to `generate`). dtype: of the weights.
-    free_cache: whether `sleep()` frees memory. wants_weights: whether it has lost its weights, and
-    waits for new ones. in_flight: how `generate` and `stream` take new weights; None: not before
-    all requests have finished.
+    target: the weights, None if they are in other processes.
+    tp_size: tensor-parallel size.
+    tp_rank: rank in the tensor-parallel group.
+    replica, replicas: index and number of engines over all ranks (ranks of one replica pass the
+      same prompts to `generate`).
+    dtype: of the weights.
+    free_cache: whether `sleep()` frees memory.
+    wants_weights: whether it has lost its weights, and waits for new ones.
+    in_flight: how `generate` and `stream` take new weights; None: not before all requests have
+      finished.
     """
 
     target: WeightTarget | None = None

@@ -82,8 +82,9 @@ class HfWeights(WeightTarget):
 class HfEngine(RolloutEngine):
     """Generate left-padded batches with transformers.
 
-    max_num_seqs: how many sequences are generated at once. tokenizer: decodes responses to detect
-    the texts of `SamplingSpec.stop`. Other arguments: as of VllmEngine.
+    max_num_seqs: how many sequences are generated at once.
+    tokenizer: decodes responses to detect the texts of `SamplingSpec.stop`.
+    Other arguments: as of VllmEngine.
     """
 
     def __init__(

@@ -42,9 +42,9 @@ class Response:
 
     log_probs: of the sampling distribution (after temperature, top-k, top-p), one per token.
     finish_reason: "stop" (end-of-sequence token or a text of SamplingSpec.stop; token_ids includes
-        it) or "length".
+      it) or "length".
     versions: of the weights that sampled the tokens, those of tools and users left out; one run,
-        unless they were updated in between.
+      unless they were updated in between.
     columns: further numbers of each token, by the names of `rollout.columns.COLUMNS`.
 
     The trainer fills in the others once it is scored:
@@ -52,8 +52,8 @@ class Response:
     group: position of its prompt in the batch; responses of one prompt share it.
     extras, texts: further numbers and texts of the reward, by name.
     parts: by name, (weight, score) of each reward; the score is their weighted sum.
-    advantage: mean over its tokens, where it is known. trained: what training computed per token,
-        by name, for rollout files.
+    advantage: mean over its tokens, where it is known.
+    trained: what training computed per token, by name, for rollout files.
 
     Of trajectories of several turns: context_ids: the prompt; empty: the sample's. is_last: see
     `Outcomes`. turns: all turns, as rollout files have them. turn_numbers: numbers of the

@@ -50,10 +50,11 @@ class DeviceProgress:
         progress.mark("exchanging bucket 1 of 7")
         progress.wait()
 
-    guard: asks the other ranks when a phase is not finished in time. device: of the tensors.
+    guard: asks the other ranks when a phase is not finished in time.
+    device: of the tensors.
     record: returns the current point of the device's stream, None where the host has already
-    waited; default: an event on CUDA. limit_s: how long `wait` waits; default: 0.8 of the timeout
-    of the process group.
+      waited; default: an event on CUDA.
+    limit_s: how long `wait` waits; default: 0.8 of the timeout of the process group.
     """
 
     def __init__(

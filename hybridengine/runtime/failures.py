@@ -74,7 +74,7 @@ class CollectiveGuard:
                 dist.all_to_all_single(...)
 
     store: of a connection that only the guard and its `RankMonitor` use, so that a run is observed
-    all the time; default: the store of the process group, observed during an operation.
+      all the time; default: the store of the process group, observed during an operation.
     timeout_s: of collectives; None: that of their process groups.
     groups: returns the process groups of the collectives; default: the default group.
 

@@ -34,8 +34,8 @@ def launch_ranks(
     """Run `python arguments...` as `num_ranks` ranks until they end and return the exit code.
 
     run_dir: where the ranks write their status (`PhaseStatus`); the caller holds its lock.
-    how_to_resume: called after a stop without a checkpoint for the end of the message. address:
-    on which the store of the ranks listens; "" is every one of this machine.
+    how_to_resume: called after a stop without a checkpoint for the end of the message.
+    address: on which the store of the ranks listens; "" is every one of this machine.
 
     0: the run has finished. EXIT_STOPPED: SIGINT or SIGTERM ended it, and it can be resumed.
     EXIT_USER_ERROR: a UserError before the first step. 1: a rank failed. After a failure one

@@ -38,7 +38,8 @@ def encode(value: object) -> bytes:
 def decode(message: Any, expected: Any, what: str) -> Any:
     """Return the value of a message, of type `expected`.
 
-    message: bytes, or another buffer. what: names the message in a MessageError.
+    message: bytes, or another buffer.
+    what: names the message in a MessageError.
     """
     try:
         return _decoder(expected).decode(message)

@@ -45,10 +45,10 @@ class RankMonitor:
     a store or a disk have no timeout of their own if its host is unreachable or stopped.
 
     timeout_s: how long a rank may take to start, how long one that runs on this machine may be
-    without heartbeat, how long the store may take to answer, and how long a write may be without
-    progress. must_end: whether this rank was
-    told to end, as the launcher does after a failure elsewhere; it then ends as soon as the failure
-    of another rank is known.
+      without heartbeat, how long the store may take to answer, and how long a write may be without
+      progress.
+    must_end: whether this rank was told to end, as the launcher does after a failure elsewhere; it
+      then ends as soon as the failure of another rank is known.
     """
 
     def __init__(

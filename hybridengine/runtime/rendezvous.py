@@ -30,8 +30,9 @@ def register() -> None:
 def listening_store(address: str, port: int = 0) -> dist.TCPStore:
     """Return a new store of this process, which listens on `address` alone.
 
-    address: "" for all of this machine. port: 0 for a free one. Raises OSError if the address is
-    not one of this machine, or the port is in use.
+    address: "" for all of this machine.
+    port: 0 for a free one.
+    Raises OSError if the address is not one of this machine, or the port is in use.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.create_server((address, port), family=family, backlog=1024)

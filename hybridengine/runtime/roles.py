@@ -25,9 +25,9 @@ from hybridengine.runtime.signed_store import SignedStore
 class Role:
     """What one rank of the torchrun world is.
 
-    engine: number of its engine; None for other ranks. uses_device: False for a rank that leaves
-    generation to servers. rank, world_size, local_world_size: in
-    its own world, the last one of its ranks on this machine.
+    engine: number of its engine; None for other ranks.
+    uses_device: False for a rank that leaves generation to servers.
+    rank, world_size, local_world_size: in its own world, the last one of its ranks on this machine.
     """
 
     kind: Literal["trainer", "engine", "critic"]
@@ -47,8 +47,8 @@ class Role:
 class Roles:
     """How many ranks of each machine train, generate, and have the critic alone, in this order.
 
-    tp_size: consecutive engine ranks that form one engine. uses_servers: engine ranks leave
-    generation to servers, and use no device.
+    tp_size: consecutive engine ranks that form one engine.
+    uses_servers: engine ranks leave generation to servers, and use no device.
     """
 
     num_nodes: int

@@ -198,8 +198,8 @@ def rank_session(
 ) -> Iterator[Session]:
     """Open the process group and the session of one rank of a torchrun world.
 
-    timeout_s: how long a collective may wait for the other ranks. roles: of the ranks, each of
-    which then gets the process group of its own world.
+    timeout_s: how long a collective may wait for the other ranks.
+    roles: of the ranks, each of which then gets the process group of its own world.
 
     A failure inside ends in one line on stderr that names the rank at fault and the phase, and is
     raised on. A rank that fails because another one did ends its process. A rank that gets SIGTERM

@@ -21,8 +21,9 @@ _CPU_CHUNK, _GPU_CHUNK = 1 << 18, 1 << 24
 class Adapter:
     """The update `scale * left @ right` of one weight of shape [out, in].
 
-    left: [out, r] (LoRA's B). right: [r, in] (LoRA's A). Each is a DTensor, or a full tensor on
-    every rank. scale: alpha / r.
+    left: [out, r] (LoRA's B).
+    right: [r, in] (LoRA's A). Each is a DTensor, or a full tensor on every rank.
+    scale: alpha / r.
     """
 
     left: torch.Tensor
@@ -90,7 +91,8 @@ def adapters_of_factors(
 ) -> Iterator[tuple[str, Adapter]]:
     """Yield each adapter by parameter name with its factors taken (removed) from `factors`.
 
-    scales: by parameter. factors: named as `adapter_factors` names them.
+    scales: by parameter.
+    factors: named as `adapter_factors` names them.
     """
     for name, scale in scales.items():
         left, right = (factors.pop(f"{name}.{side}") for side in ("left", "right"))

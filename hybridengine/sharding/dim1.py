@@ -17,12 +17,14 @@ def dim1_parameters(
 
     FSDP2 shards dim 1 only where its size is a multiple of the number of shards.
 
-    shapes: parameter → global shape. sliced: parameter → dimension that tensor parallelism slices
-    (`EngineLayout.sliced_dims`). num_shards: FSDP shards.
+    shapes: parameter → global shape.
+    sliced: parameter → dimension that tensor parallelism slices (`EngineLayout.sliced_dims`).
+    num_shards: FSDP shards.
     row_parallel: include matrices that the engine slices on dim 1; the columns that a rank trains
-    then lie inside its own engine slice. experts: include weights of three or more dimensions that
-    the engine slices on dim 1 or that have fewer rows (experts) than there are shards; on dim 0
-    only the first ranks would hold and send them.
+      then lie inside its own engine slice.
+    experts: include weights of three or more dimensions that the engine slices on dim 1 or that
+      have fewer rows (experts) than there are shards; on dim 0 only the first ranks would hold and
+      send them.
     """
 
     def saves(name: str, shape: tuple[int, ...]) -> bool:

@@ -23,8 +23,10 @@ class NotABlock(ValueError):
 class Axis(NamedTuple):
     """One iteration axis of a Block.
 
-    size: number of steps. dim: the source dimension it follows, -1 for an axis that repeats the
-    same source elements. step: positions per step. stride: elements per step in the destination.
+    size: number of steps.
+    dim: the source dimension it follows, -1 for an axis that repeats the same source elements.
+    step: positions per step.
+    stride: elements per step in the destination.
     """
 
     size: int
@@ -38,7 +40,8 @@ class Block:
     """A strided copy, its source side given by coordinates.
 
     start: source coordinate of the first element, one entry per source dimension.
-    axes: outermost first. offset: address of the first element in the destination, in elements.
+    axes: outermost first.
+    offset: address of the first element in the destination, in elements.
     """
 
     start: tuple[int, ...]
@@ -70,7 +73,8 @@ class Block:
     def address(self, strides: tuple[int, ...], origin: tuple[int, ...]) -> tuple[int, list[int]]:
         """Return (offset, stride per axis) in a tensor that stores the source from `origin` on.
 
-        strides: of that tensor, in elements. origin: source coordinate of its first element.
+        strides: of that tensor, in elements.
+        origin: source coordinate of its first element.
         """
         offset = sum((x - o) * s for x, o, s in zip(self.start, origin, strides, strict=True))
         return offset, [0 if a.dim < 0 else a.step * strides[a.dim] for a in self.axes]

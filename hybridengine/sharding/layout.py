@@ -41,8 +41,8 @@ class TensorSpec:
 class Quantized(NamedTuple):
     """How a float8_e4m3fn engine tensor [..., N, K] is made: by `kernels.block_quantize`.
 
-    dtype: of the engine; values are rounded to it before they are quantized. scale: the engine
-    tensor that holds the scales of the blocks.
+    dtype: of the engine; values are rounded to it before they are quantized.
+    scale: the engine tensor that holds the scales of the blocks.
     """
 
     dtype: torch.dtype
@@ -53,11 +53,14 @@ class Quantized(NamedTuple):
 class EngineLayout:
     """How one engine rank's weights derive from source tensors.
 
-    destinations: engine tensor → spec. copies: from source tensors to engine tensors. constants:
-    regions that the loader fills with one value (vocabulary padding); a sync writes them before the
-    copies, which may overwrite them. fallback: source → "engine tensor: reason" for what is no
-    copy; it is gathered in full and passed to the engine's loader. by_loader: engine tensors that
-    the loader writes. quantized: destinations that hold quantized values of the sources.
+    destinations: engine tensor → spec.
+    copies: from source tensors to engine tensors.
+    constants: regions that the loader fills with one value (vocabulary padding); a sync writes them
+      before the copies, which may overwrite them.
+    fallback: source → "engine tensor: reason" for what is no copy; it is gathered in full and
+      passed to the engine's loader.
+    by_loader: engine tensors that the loader writes.
+    quantized: destinations that hold quantized values of the sources.
     """
 
     destinations: dict[str, TensorSpec]
@@ -127,9 +130,11 @@ class EngineLayout:
 class CheckpointLayout:
     """How each tensor of a model's checkpoint is cut from its trained parameters.
 
-    parameters: trained parameter (or persistent buffer) → shape. tensors: checkpoint tensor →
-    shape. copies: checkpoint tensor → the copies of parameters that fill it, contiguous. buffers:
-    which of `parameters` are persistent buffers. config: the model's configuration.
+    parameters: trained parameter (or persistent buffer) → shape.
+    tensors: checkpoint tensor → shape.
+    copies: checkpoint tensor → the copies of parameters that fill it, contiguous.
+    buffers: which of `parameters` are persistent buffers.
+    config: the model's configuration.
     """
 
     parameters: dict[str, Shape]

@@ -47,11 +47,14 @@ class Split(NamedTuple):
 class ShardSpec:
     """Placement of one trained parameter on the training ranks: a grid of boxes.
 
-    shape: global shape, (1,) for a scalar. splits: the sharded dimensions, one Split each (a
-    replicated parameter has one chunk on dimension 0). A shard is one chunk of every split; shards
-    are numbered row-major, the last split fastest. holders: for each shard, the ranks that hold it
-    (several under HSDP or replication). frozen: the parameter is sent once. merged: every sync
-    sends the sum of the parameter and its adapter; computing it takes memory of the bucket.
+    shape: global shape, (1,) for a scalar.
+    splits: the sharded dimensions, one Split each (a replicated parameter has one chunk on
+      dimension 0). A shard is one chunk of every split; shards are numbered row-major, the last
+      split fastest.
+    holders: for each shard, the ranks that hold it (several under HSDP or replication).
+    frozen: the parameter is sent once.
+    merged: every sync sends the sum of the parameter and its adapter; computing it takes memory of
+      the bucket.
     """
 
     shape: tuple[int, ...]

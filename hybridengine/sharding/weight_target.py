@@ -54,13 +54,17 @@ class HasTarget(Protocol):
 class WeightTarget(ABC):
     """One rank's engine weights, which a reshard writes in place.
 
-    tp_rank: rank in the tensor-parallel group. layout: how the weights derive from trained
-    parameters. optional_parameters: trained parameters that the engine need not read (persistent
-    buffers). config_differences: configuration keys whose values differ from the trained model's →
-    the values in words. model_config: of the engine's model, as JSON has it, for trainers in other
-    processes to compare; {} if it is not known. weight_version, discarded, updates_begun: of
-    `state`, which all targets that write to one engine share. discards_weights: whether the weights
-    are discarded between any two updates, so that each has to write all of them.
+    tp_rank: rank in the tensor-parallel group.
+    layout: how the weights derive from trained parameters.
+    optional_parameters: trained parameters that the engine need not read (persistent buffers).
+    config_differences: configuration keys whose values differ from the trained model's → the values
+      in words.
+    model_config: of the engine's model, as JSON has it, for trainers in other processes to compare;
+      {} if it is not known.
+    weight_version, discarded, updates_begun: of `state`, which all targets that write to one engine
+      share.
+    discards_weights: whether the weights are discarded between any two updates, so that each has to
+      write all of them.
     """
 
     tp_rank: int

@@ -25,7 +25,8 @@ from hybridengine.simulate.model import ModelShape
 class Generation:
     """Seconds of the slowest engine. tail: decoding with less than a quarter of the slots in use.
 
-    mean_batch: sequences decoded at once, by time. preempted: computed again, of all sequences.
+    mean_batch: sequences decoded at once, by time.
+    preempted: computed again, of all sequences.
     """
 
     prefill: float
@@ -82,8 +83,9 @@ class EngineModel:
 class _Schedule:
     """Sequences of one engine, in numbers of tokens; see the module.
 
-    done, remaining: generated and to come, of the sequences in decoding. waiting: the same pairs of
-    those that wait. own_prompt: cached tokens of a prompt per response, see `prompt_per_response`.
+    done, remaining: generated and to come, of the sequences in decoding.
+    waiting: the same pairs of those that wait.
+    own_prompt: cached tokens of a prompt per response, see `prompt_per_response`.
     """
 
     def __init__(self, lengths: np.ndarray, own_prompt: float, slots: int, capacity: int) -> None:

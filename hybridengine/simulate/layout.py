@@ -17,9 +17,10 @@ class Layout:
     """How ranks train and generate.
 
     mode: in "sync" all ranks do both, one after the other (colocated); in "one_step_off" the first
-    `trainer_ranks` train while the others generate the next batch. critic_ranks: of the trainer's
-    ranks, those that hold the critic alone, 0 where actor and critic share all. The rest of the
-    fields is explained in docs/scale.md.
+      `trainer_ranks` train while the others generate the next batch.
+    critic_ranks: of the trainer's ranks, those that hold the critic alone, 0 where actor and critic
+      share all.
+    The rest of the fields is explained in docs/scale.md.
     """
 
     mode: Mode

@@ -17,8 +17,9 @@ class Memory:
     """Bytes on a rank in each moment: moment → kind → bytes; and the logits that nobody holds.
 
     moments: of a trainer's rank "train", "optimizer" and "sync", of an engine's "generate" and
-    "sync"; a colocated rank has all four. Of a critic's own rank "train critic" and "optimizer
-    critic". kv_cache: what is left for it.
+      "sync"; a colocated rank has all four. Of a critic's own rank "train critic" and "optimizer
+      critic".
+    kv_cache: what is left for it.
     """
 
     moments: dict[str, dict[str, float]]

@@ -17,12 +17,16 @@ class ModelShape:
     """Sizes of a decoder-only model; FLOPs are of a forward and over all layers.
 
     num_parameters: all; root_parameters: those outside of the decoder layers (embedding, head),
-    which are FSDP's root group. expert_parameters: those in experts, of which a token is multiplied
-    with experts_per_token / num_experts. token_flops: of a token, without the head; pair_flops: of
-    a key that a token attends to; decode_pair_flops: the same for a cached key. head_flops: of a
-    token. kv_elements: of the KV cache of a token; kv_heads: over how many ranks it is divided.
-    heads: attention heads. attention_width, kv_width: of query, and of key or value, of a token in
-    a layer. ffn_width: inner width of the feed-forward, of all experts of a token together.
+      which are FSDP's root group.
+    expert_parameters: those in experts, of which a token is multiplied with experts_per_token /
+      num_experts.
+    token_flops: of a token, without the head; pair_flops: of a key that a token attends to;
+      decode_pair_flops: the same for a cached key.
+    head_flops: of a token.
+    kv_elements: of the KV cache of a token; kv_heads: over how many ranks it is divided.
+    heads: attention heads.
+    attention_width, kv_width: of query, and of key or value, of a token in a layer.
+    ffn_width: inner width of the feed-forward, of all experts of a token together.
     """
 
     num_parameters: int

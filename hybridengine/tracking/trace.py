@@ -49,7 +49,8 @@ class TraceSummary:
 
     span: from its first to its last event.
     computing: in which a kernel runs; where there are none, an operator.
-    communicating: in which a collective is under way. both: in which both are.
+    communicating: in which a collective is under way.
+    both: in which both are.
     phases: by name.
     """
 

@@ -112,8 +112,8 @@ def reward_parts(
 ) -> tuple[Tensor, tuple[float, ...]]:
     """Return the rewards that gdpo normalises separately: (scores [N, K], their weights).
 
-    names: declared rewards (algorithm.gdpo_reward_keys); none: all. weights: one per name; None:
-    those of the score (reward.weights).
+    names: declared rewards (algorithm.gdpo_reward_keys); none: all.
+    weights: one per name; None: those of the score (reward.weights).
     """
     names = names or list(outcomes.parts)
     scores = torch.stack([outcomes.parts[name] for name in names], dim=1)

@@ -51,10 +51,12 @@ ConfigT = TypeVar("ConfigT", bound=JobConfig)
 class BaseTrainer(ABC, Generic[ConfigT]):
     """One rank of a run. A subclass sets these attributes and implements the abstract methods.
 
-    callbacks: called at the events of the run. val: the validation data, or None. epochs_per_step:
-    how often a step trains on each token. optimizers: by the prefix of their metrics. rollout_dir:
-    the folder of rollouts, if any. saved: what shared prefixes saved in one pass over the last
-    step's tokens, over all ranks.
+    callbacks: called at the events of the run.
+    val: the validation data, or None.
+    epochs_per_step: how often a step trains on each token.
+    optimizers: by the prefix of their metrics.
+    rollout_dir: the folder of rollouts, if any.
+    saved: what shared prefixes saved in one pass over the last step's tokens, over all ranks.
     """
 
     tokenizer: Any

@@ -38,7 +38,7 @@ class RolloutBatch:
 
     mini_batches: the micro-batches of each optimizer step; their rows are these tokens.
     is_dummy: the replica trains on nothing. It holds one response of another replica, masked, for
-    the collectives of forward and backward.
+      the collectives of forward and backward.
     """
 
     outcomes: Outcomes  # of all N responses

@@ -42,7 +42,8 @@ def load_model(
 ) -> Any:
     """Load one model of the run, sharded by `config.sharding`.
 
-    path: of the weights; empty: model.path. adapters: apply LoRA if the run trains adapters.
+    path: of the weights; empty: model.path.
+    adapters: apply LoRA if the run trains adapters.
     options: further options of `load_causal_lm`.
     """
     fsdp, model = config.sharding, config.model

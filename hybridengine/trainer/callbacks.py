@@ -18,8 +18,9 @@ SaveCallback = Callable[[int, Path], object]
 class Callbacks:
     """Called on every rank, with the step and what the event is about.
 
-    on_step_end: with all metrics of the step. on_validation: with those of the validation. on_save:
-    with the folder of the checkpoint, which is complete; a run waits for it.
+    on_step_end: with all metrics of the step.
+    on_validation: with those of the validation.
+    on_save: with the folder of the checkpoint, which is complete; a run waits for it.
     """
 
     on_step_end: MetricsCallback | None = None

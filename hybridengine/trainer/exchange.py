@@ -16,8 +16,8 @@ _MAX_ELEMENTS = 1 << 24  # that a rank sends or receives at once, where one row 
 class RowLocations:
     """Where N rows lie.
 
-    held: for each rank, the rows that it holds; a row may be on several ranks. sources: int64 [N],
-    one rank of these, which passes the row on.
+    held: for each rank, the rows that it holds; a row may be on several ranks.
+    sources: int64 [N], one rank of these, which passes the row on.
     """
 
     held: Sequence[Sequence[int]]
@@ -27,8 +27,9 @@ class RowLocations:
 class RowExchange:
     """Move N ragged rows: row i lies on rank `sources[i]`; rank d receives the rows `wanted[d]`.
 
-    sources: int64 [N]. wanted: for each rank, row numbers in any order; a row may go to several
-    ranks. All ranks pass the same arguments, so the sizes of all messages are known everywhere.
+    sources: int64 [N].
+    wanted: for each rank, row numbers in any order; a row may go to several ranks. All ranks pass
+      the same arguments, so the sizes of all messages are known everywhere.
     group: of the ranks; None: the default group.
 
     Example, on both of two ranks:
@@ -51,8 +52,8 @@ class RowExchange:
     def __call__(self, values: Tensor, lengths: Tensor) -> Tensor:
         """Return the wanted rows end to end. Collective.
 
-        values: this rank's rows end to end, in ascending order. lengths: int64 [N] on the CPU, the
-        elements of every row.
+        values: this rank's rows end to end, in ascending order.
+        lengths: int64 [N] on the CPU, the elements of every row.
         """
         return torch.cat([values.new_empty(0), *self.pieces(values, lengths)])
 

@@ -24,7 +24,8 @@ def export_final(
 ) -> None:
     """Write the model to `run_dir`/final, and its adapter to final_adapter. Collective.
 
-    dtype: of the weights. saved: the last checkpoint, if there is one.
+    dtype: of the weights.
+    saved: the last checkpoint, if there is one.
 
     Raises ModelError if the export fails; the message names the checkpoint.
     """

@@ -66,7 +66,8 @@ class Actor(Learner):
     """Policy model, optimizer and, where a KL needs one, the frozen reference.
 
     reference: enters a context and returns the reference model: a copy of its own, or the policy
-    with its adapters disabled. total_steps: of the run, for the schedule of the KL coefficient.
+      with its adapters disabled.
+    total_steps: of the run, for the schedule of the KL coefficient.
     """
 
     name = "actor"

@@ -23,9 +23,9 @@ SCORE_NAMES = ("score", "reward", "seq_reward")  # of the score; the last two ar
 class Outcomes:
     """Numbers of N responses in the order of their groups.
 
-    names: of the K columns, among them those of `own_outcomes`. values: float64 [K, N] on the CPU,
-    exact for integers up to 2^53. weights: of the declared rewards, by name; their weighted sum is
-    the score.
+    names: of the K columns, among them those of `own_outcomes`.
+    values: float64 [K, N] on the CPU, exact for integers up to 2^53.
+    weights: of the declared rewards, by name; their weighted sum is the score.
 
     A trajectory of several turns is one response, or several in a row where the chat template
     rewrote its history; they have its score, and statistics count the last one.

@@ -23,7 +23,8 @@ class Rollouts:
     """N scored responses of all ranks: the numbers of all, tokens and texts of this rank's own.
 
     prompts: prompts[g] is that of group g; every rank reads those that it needs from the dataset.
-    own: what `rank` generated, in the order of `outcomes`. step: of the run, 0 outside a run.
+    own: what `rank` generated, in the order of `outcomes`.
+    step: of the run, 0 outside a run.
     """
 
     prompts: Subset[PromptSample]

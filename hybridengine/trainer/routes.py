@@ -32,8 +32,9 @@ def response_routes(
 ) -> list[Tensor] | None:
     """Return int16 [t, *shape] of the first t tokens of each response's sequence, on the CPU.
 
-    columns: `token_columns` end to end. lengths: of the responses, in tokens. None where routes are
-    not replayed, or no response has them.
+    columns: `token_columns` end to end.
+    lengths: of the responses, in tokens. None where routes are not replayed, or no response has
+      them.
     """
     if shape is None or "routed_experts" not in columns:
         return None

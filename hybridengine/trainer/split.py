@@ -74,7 +74,8 @@ def split_micro_batches(
     groups for the replicas: only if the largest load of a replica falls by it.
 
     prompts: for each sequence its group, and how many tokens all sequences of this group begin
-    with. pair_cost: cost of a key that a token attends to, relative to that of a token.
+      with.
+    pair_cost: cost of a key that a token attends to, relative to that of a token.
     """
     trees = [
         part

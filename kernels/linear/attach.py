@@ -47,7 +47,8 @@ def attach_gradients(
     """Return the scalar `loss` with these gradients with respect to `tensors`.
 
     grads: of hidden, weight and bias for an incoming gradient of grad_scale, empty where not
-    wanted; the backward scales them in place. main_grad: the weight gradient is added to it.
+      wanted; the backward scales them in place.
+    main_grad: the weight gradient is added to it.
     """
     # 0-d tensors that keep the inputs' autograd edges, for `differentiable_once`, but not their
     # memory.

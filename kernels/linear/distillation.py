@@ -291,7 +291,8 @@ def _distillation_op(
 ) -> tuple[Tensor, ...]:
     """Compute divergences [T], an unused result, and the student's gradients.
 
-    incoming: [T], the gradients of the divergences. numbers: both transforms, then beta.
+    incoming: [T], the gradients of the divergences.
+    numbers: both transforms, then beta.
     """
     if active_rows is None and mask.is_cpu and not mask.all():
         active_rows = mask.nonzero().squeeze(1)

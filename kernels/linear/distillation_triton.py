@@ -200,7 +200,8 @@ def distillation(
 ) -> None:
     """Write the divergence of every row to `losses`, its gradient to `out`, which may be `student`.
 
-    student, teacher: [n, V] logits. transforms: (scale, softcap or 0, temperature) of each.
+    student, teacher: [n, V] logits.
+    transforms: (scale, softcap or 0, temperature) of each.
     """
     if not student.numel():
         return

@@ -179,9 +179,9 @@ class LogProbGradients(LinearGradients):
     ) -> None:
         """Add the gradients of a chunk, given its `logits(rows)`.
 
-        row_results: its first four results of `rows_forward`. grad_log_probs, grad_entropy: the
-        incoming gradients of its rows. The logits are overwritten unless gradients have a buffer of
-        their own.
+        row_results: its first four results of `rows_forward`.
+        grad_log_probs, grad_entropy: the incoming gradients of its rows.
+        The logits are overwritten unless gradients have a buffer of their own.
         """
         active = active_rows(grad_log_probs, grad_entropy) if self.skip_inactive else None
         count, selected, row_index = logits.shape[0], rows, None

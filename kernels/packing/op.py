@@ -247,8 +247,8 @@ def _move_rows(
     """Compute out.flatten()[t] = source.flatten()[index[t]] per tensor, its fill for index -1.
 
     leading: the number of leading dimensions of a source that are its rows; out_shape: the leading
-    dimensions of the results. inverse: position of every source row in `index` or -1, for the
-    gradient.
+      dimensions of the results.
+    inverse: position of every source row in `index` or -1, for the gradient.
     """
     if choose_backend("move_rows", index.device, backend) == "reference":
         return [

@@ -206,7 +206,7 @@ def token_loss(
     """Compute one row of the table above; all tensors are [T].
 
     seq_log_ratio: mean over the token's sequence of x (gspo, seq_sapo; without gradient) or of
-        `gmpo_log_ratio` (gmpo; with its gradient).
+      `gmpo_log_ratio` (gmpo; with its gradient).
     seq_advantages: mean advantage of the token's sequence (gmpo).
     selected: bool, the tokens that `select_by_covariance` chose (clip_cov, kl_cov).
     """

@@ -42,8 +42,8 @@ def sync_weight_merged(
     """Publish the weights, as the `_sync_weight_merged` of TRL's trainers. Collective.
 
     t0: TRL's.
-    original, original_init: TRL's, for a server with the backend `nccl` and for transfers
-      other than TRL's own. The second one is called here, where its errors reach all ranks.
+    original, original_init: TRL's, for a server with the backend `nccl` and for transfers other
+      than TRL's own. The second one is called here, where its errors reach all ranks.
     """
     if not hasattr(self, _SERVER):
         setattr(self, _SERVER, _connect(self, original_init))

@@ -135,7 +135,8 @@ def obstacle_of(model: torch.nn.Module, distributed: Any) -> str:
 def takes_slices(url: str, obstacle: str, device: torch.device, timeout_s: float = 60.0) -> bool:
     """Return whether the server at `url` gets slices; False: TRL's own code sends. Collective.
 
-    obstacle: why this model cannot be sent so, "" if it can. device: of the trainer.
+    obstacle: why this model cannot be sent so, "" if it can.
+    device: of the trainer.
 
     Raises RolloutError on all ranks for a server, or a model, that neither can serve.
     """

@@ -18,8 +18,8 @@ __all__ = ["ServerSender"]
 class ServerSender:
     """Sends the weights of verl's training engine to vLLM servers; every trainer rank has one.
 
-    servers: names of their Ray actors, the first of each replica. master_address: of trainer rank
-    0, as the workers of the servers reach it.
+    servers: names of their Ray actors, the first of each replica.
+    master_address: of trainer rank 0, as the workers of the servers reach it.
     """
 
     def __init__(self, servers: Sequence[str], master_address: str) -> None:

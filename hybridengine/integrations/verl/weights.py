@@ -24,7 +24,8 @@ _TARGET = "verl.workers.engine.fsdp.transformer_impl.FSDPEngine.get_per_tensor_p
 class ShardedWeights:
     """The current weights of a training engine of verl.
 
-    engine: verl's `FSDPEngine`. gather: returns verl's own iterator of names and full tensors.
+    engine: verl's `FSDPEngine`.
+    gather: returns verl's own iterator of names and full tensors.
     """
 
     def __init__(

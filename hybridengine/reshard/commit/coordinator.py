@@ -36,8 +36,9 @@ Absent = Callable[[int], str | None]  # engine → why it does not come to the s
 class EngineStatus:
     """What the trainers know of one engine.
 
-    state: "absent" until it joins, "live", or "dropped". version: of its last commit. reason: why
-    it was dropped.
+    state: "absent" until it joins, "live", or "dropped".
+    version: of its last commit.
+    reason: why it was dropped.
     """
 
     state: str = "absent"
@@ -52,7 +53,8 @@ class EngineStatus:
 class Coordinator:
     """Invites the engines to a sync and waits for them.
 
-    engines: status by number. trainers: processes of the trainer ranks, as `this_process`.
+    engines: status by number.
+    trainers: processes of the trainer ranks, as `this_process`.
     timeout_s: how long an engine may take to come to a sync, and to finish one.
     """
 

@@ -48,9 +48,14 @@ class Member(NamedTuple):
 class EngineInfo:
     """What an engine tells as it joins; the lists have one entry per rank.
 
-    index: its number among the engines. incarnation: counts the process groups that were this
-    engine. processes: as `this_process`. layouts: digests. model_config: as of `WeightTarget`.
-    device: type. devices: as `device_id`. bucket_bytes: its default.
+    index: its number among the engines.
+    incarnation: counts the process groups that were this engine.
+    processes: as `this_process`.
+    layouts: digests.
+    model_config: as of `WeightTarget`.
+    device: type.
+    devices: as `device_id`.
+    bucket_bytes: its default.
     """
 
     index: int
@@ -95,7 +100,8 @@ class Holding(NamedTuple):
 class Generations(NamedTuple):
     """What the trainers have sent: counts of the times when it changed, from 1 on.
 
-    frozen: of the frozen parameters. trained: of those that deltas can update.
+    frozen: of the frozen parameters.
+    trained: of those that deltas can update.
     """
 
     frozen: int
@@ -106,10 +112,12 @@ class Generations(NamedTuple):
 class PlanInputs:
     """All that the plan is made from; every trainer and engine rank computes the plan itself.
 
-    shards: parameter → its placement, without holders. holders, holders_of: the holders, once for
-    all parameters that have the same ones, and parameter → their index. layouts: digest by TP rank.
+    shards: parameter → its placement, without holders.
+    holders, holders_of: the holders, once for all parameters that have the same ones, and parameter
+      → their index.
+    layouts: digest by TP rank.
     factors, scales: of the adapters that are not merged, named as `adapter_factors` names them, and
-    by parameter.
+      by parameter.
     """
 
     shards: Mapping[str, ShardSpec]
@@ -152,9 +160,11 @@ class PlanInputs:
 class Order(NamedTuple):
     """What a transfer moves.
 
-    skip_frozen: leave out parameters that the engines have. verify: compare checksums. remembers:
-    whether a later one may leave out what has not changed, so that engines keep checksums of what
-    they have. base: version of the weights that a delta is made from; None: everything is sent.
+    skip_frozen: leave out parameters that the engines have.
+    verify: compare checksums.
+    remembers: whether a later one may leave out what has not changed, so that engines keep
+      checksums of what they have.
+    base: version of the weights that a delta is made from; None: everything is sent.
     group_size: of the delta.
     """
 
@@ -177,9 +187,12 @@ class Order(NamedTuple):
 class Transfer:
     """One attempt to move the weights to some engines.
 
-    groups: number of the connections; engines that have them use them again. members: in order of
-    their ranks, after the trainers. feeders: of each member, see `MemoryLink`; None: process
-    groups. plan: number of the plan. digest: of the plan. order: what of the weights moves.
+    groups: number of the connections; engines that have them use them again.
+    members: in order of their ranks, after the trainers.
+    feeders: of each member, see `MemoryLink`; None: process groups.
+    plan: number of the plan.
+    digest: of the plan.
+    order: what of the weights moves.
     """
 
     groups: int
@@ -194,9 +207,12 @@ class Transfer:
 class SyncState:
     """The sync in progress, or the last one.
 
-    number: counts the syncs. trainers: number of the sender. invited: engine → incarnation, of the
-    engines that take part. is_open: whether it is in progress. failure: why the trainers have given
-    it up. begun: engines to which a transfer has begun, whether they still take part or not.
+    number: counts the syncs.
+    trainers: number of the sender.
+    invited: engine → incarnation, of the engines that take part.
+    is_open: whether it is in progress.
+    failure: why the trainers have given it up.
+    begun: engines to which a transfer has begun, whether they still take part or not.
     """
 
     number: int

@@ -48,8 +48,8 @@ class DeltaGroup:
     """The tables of one rank for some buckets, as those of `Exchange` for one.
 
     parts: the changes that `encode` and `write_local` read.
-    checksums: engine tensor → by how much its `bit_checksum` has grown. checksums_known: whether
-    the kernels compute that.
+    checksums: engine tensor → by how much its `bit_checksum` has grown.
+    checksums_known: whether the kernels compute that.
     """
 
     checksums_known = True
@@ -140,9 +140,11 @@ class Delta:
 
         Return engine tensor → by how much its `bit_checksum` has grown; None if it is not known.
 
-        weights: of this rank's engine; {} for none. changes: of this rank's shards; None without
-        shards. size: of the groups (`group_size`). Raises CorruptDeltaError, once everything has
-        travelled, where a message was damaged or made from another version and was not applied.
+        weights: of this rank's engine; {} for none.
+        changes: of this rank's shards; None without shards.
+        size: of the groups (`group_size`).
+        Raises CorruptDeltaError, once everything has travelled, where a message was damaged or made
+        from another version and was not applied.
         """
         self._problem: CorruptDeltaError | None = None
         groups = self._groups(size)

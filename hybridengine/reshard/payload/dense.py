@@ -44,8 +44,8 @@ class Dense:
     def run(self, transport: Transport, weights: Weights, moves: Moves) -> None:
         """Move buckets into the engines' weights. Collective.
 
-        weights: of this rank's engine; {} for none. moves: which buckets; of those that are
-        quantized all move, or none.
+        weights: of this rank's engine; {} for none.
+        moves: which buckets; of those that are quantized all move, or none.
         """
         self.bytes_gathered = 0
         moving = [e for e in self.exchanges if moves(e.bucket)]

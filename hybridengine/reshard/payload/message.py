@@ -29,7 +29,9 @@ class Versions(NamedTuple):
 class Header(NamedTuple):
     """What a receiver knows before the message arrives; all zero but the versions for no changes.
 
-    base, new: as `Versions`. gap_width: bytes of a field of the gaps. gap_bytes: of all gaps.
+    base, new: as `Versions`.
+    gap_width: bytes of a field of the gaps.
+    gap_bytes: of all gaps.
     checksum: of the message.
     """
 
@@ -59,8 +61,10 @@ def encode(
 ) -> tuple[list[Header], torch.Tensor]:
     """Return the header of each message, and all messages in a row, uint8.
 
-    positions: ascending, int64 [K]. values: [K], of 16 bits. cuts: where the changes of each
-    message begin, and K. starts: the first position of the elements of each message, and their end.
+    positions: ascending, int64 [K].
+    values: [K], of 16 bits.
+    cuts: where the changes of each message begin, and K.
+    starts: the first position of the elements of each message, and their end.
     """
     headers, nothing = list[Header](), positions.new_empty(0, dtype=torch.uint8)
     pieces = [nothing]

@@ -32,10 +32,13 @@ T = TypeVar("T")
 class Exchange(NamedTuple, Generic[T]):
     """The copies of one bucket on one rank, in tables of type T.
 
-    pack: sources → send buffer. local: sources → engine tensors. unpack: receive buffers → engine
-    tensors. sources: (parameter, box of it) that pack and local read. destinations: engine tensors
-    that local and unpack write. send_counts, receive_counts: elements per rank. measured: what
-    pack and local read, if they quantize it.
+    pack: sources → send buffer.
+    local: sources → engine tensors.
+    unpack: receive buffers → engine tensors.
+    sources: (parameter, box of it) that pack and local read.
+    destinations: engine tensors that local and unpack write.
+    send_counts, receive_counts: elements per rank.
+    measured: what pack and local read, if they quantize it.
     """
 
     bucket: Bucket

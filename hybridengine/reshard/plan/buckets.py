@@ -23,9 +23,9 @@ class Bucket:
     """The content of one all-to-all: (source, chunk) pairs of equal dtypes and treatment.
 
     merged: as `ShardSpec`, for all sources of the bucket; frozen, too, but quantized ones are not
-    if adapters are merged: blocks may consist of frozen and trained parameters. intra_bytes,
-    inter_bytes: what the busiest rank sends or receives (the larger of the two) inside its node and
-    across nodes.
+      if adapters are merged: blocks may consist of frozen and trained parameters.
+    intra_bytes, inter_bytes: what the busiest rank sends or receives (the larger of the two) inside
+      its node and across nodes.
     """
 
     source_dtype: torch.dtype
@@ -62,7 +62,8 @@ class ChunkTable:
     def end_of_fit(self, first: int, used: np.ndarray, limit: int) -> int:
         """Return the end of the longest run of chunks from `first` on that fits on every rank.
 
-        used: bytes [N] that each rank already stages in the bucket. limit: size of the bucket.
+        used: bytes [N] that each rank already stages in the bucket.
+        limit: size of the bucket.
         """
         room = limit - used.max() + self._max_staged_before[first]
         fits = int(np.searchsorted(self._max_staged_before, room, "right")) - 1
@@ -82,7 +83,8 @@ def _running_sum(values: Sequence) -> np.ndarray:
 def divide(name: str, source_class: SourceClass, itemsize: int, limit: int) -> ChunkTable:
     """Divide a source into chunks that fit a bucket of `limit` bytes on every rank.
 
-    name: for the error. itemsize: bytes of an element in the engine's dtype.
+    name: for the error.
+    itemsize: bytes of an element in the engine's dtype.
 
     Raises LayoutError if even the smallest possible chunks do not fit.
     """

@@ -69,8 +69,10 @@ def check_sources(
 ) -> None:
     """Raise LayoutError for a trained parameter that the engines read only in part.
 
-    shapes: parameter → global shape. layouts: of all TP ranks. unused: parameters that need not be
-    read. Parameters of a fallback count as read.
+    shapes: parameter → global shape.
+    layouts: of all TP ranks.
+    unused: parameters that need not be read.
+    Parameters of a fallback count as read.
     """
     copies: dict[str, list[Copy]] = defaultdict(list)
     exempt = set(unused)

@@ -32,13 +32,17 @@ from hybridengine.sharding.shards import ShardSpec
 class ReshardPlan:
     """All buckets of a weight sync; the same on every rank.
 
-    sources: parameter → placement. source_classes: (parameter, engine dtype) → its class.
-    layouts: the distinct engine layouts. layout_of: rank → number of its engine layout.
-    Per rank: bytes_received; bytes_sent; bytes_crossing, the part of bytes_received that comes from
-    other nodes; bytes_needed, the size of the engine tensors; lower_bound, the source elements that
-    the rank needs and does not hold, each counted once.
-    staging_bytes: most bytes (send + receive) of a bucket on any rank. fallback: parameter → why it
-    is gathered in full. digest: a hash of all inputs of the plan.
+    sources: parameter → placement.
+    source_classes: (parameter, engine dtype) → its class.
+    layouts: the distinct engine layouts.
+    layout_of: rank → number of its engine layout.
+    bytes_received, bytes_sent: of each rank.
+    bytes_crossing: of each rank, the part of bytes_received that comes from other nodes.
+    bytes_needed: of each rank, the size of the engine tensors.
+    lower_bound: of each rank, the source elements that it needs and does not hold, counted once.
+    staging_bytes: most bytes (send + receive) of a bucket on any rank.
+    fallback: parameter → why it is gathered in full.
+    digest: a hash of all inputs of the plan.
     """
 
     world_size: int
@@ -120,8 +124,8 @@ def build_plan(
     sources: parameter → placement on the training ranks.
     layouts: one engine layout per rank (ranks with the same TP rank may share the object).
     bucket_bytes: upper bound of the staging memory (send + receive) of one all-to-all on any rank.
-    nodes: the node of each rank, any numbers; None for a single node. A shard with several holders
-      is sent by one in the receiver's node if there is one.
+    nodes: the node of each rank, any numbers; None for a single node.
+    A shard with several holders is sent by one in the receiver's node if there is one.
 
     Raises LayoutError if a layout names an unknown source, if an engine element is written by no
     source or by two, or if a bucket cannot hold one row of a source.

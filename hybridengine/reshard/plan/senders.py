@@ -22,9 +22,9 @@ def ranks_per_node(world_size: int) -> int:
 class Topology:
     """The engine layout and the node of every rank.
 
-    layout_of, node_of: int64 [N], numbered from 0. ranks_of_layout: per layout its ranks, such that
-    successive ranks are in different nodes. interleaved: all ranks, successive ones of different
-    layouts.
+    layout_of, node_of: int64 [N], numbered from 0.
+    ranks_of_layout: per layout its ranks, such that successive ranks are in different nodes.
+    interleaved: all ranks, successive ones of different layouts.
     """
 
     def __init__(self, layout_of: Sequence[int], node_of: Sequence[int]) -> None:

@@ -68,9 +68,11 @@ class SliceCopy(NamedTuple):
 class SourceClass:
     """Sources of equal shape, dtype, placement and copies, such as those of equal layers.
 
-    spec: placement. senders: who sends each shard. regions: per engine layout, the regions of the
-    source that it needs, each sent once. num_written: per layout, elements written. Compared by
-    identity.
+    spec: placement.
+    senders: who sends each shard.
+    regions: per engine layout, the regions of the source that it needs, each sent once.
+    num_written: per layout, elements written.
+    Compared by identity.
     """
 
     def __init__(
@@ -339,7 +341,8 @@ class SourceClass:
 def _spread(taken: Sequence[int], total: int, count: int, skip_taken: bool) -> list[int]:
     """Choose `count` points on a circle of length `total`, spread over the gaps between `taken`.
 
-    taken: ascending. skip_taken: do not choose these; otherwise there is one, the first choice.
+    taken: ascending.
+    skip_taken: do not choose these; otherwise there is one, the first choice.
     """
     ends = [*taken[1:], taken[0] + total]
     gaps = [(first, end - first) for first, end in zip(taken, ends, strict=True)]

@@ -64,8 +64,9 @@ def record_layout(
 ) -> EngineLayout:
     """Run `load_weights` over meta checkpoint tensors and record what it copies where.
 
-    model: the engine's module; on the meta device it takes no memory. checkpoint_shapes: checkpoint
-    tensor → full shape, as `load_weights` expects them. dtype: of the tensors passed to it.
+    model: the engine's module; on the meta device it takes no memory.
+    checkpoint_shapes: checkpoint tensor → full shape, as `load_weights` expects them.
+    dtype: of the tensors passed to it.
     expected: which of the engine's parameters they must write.
 
     The sources of the returned layout are checkpoint tensors; see `compose_with_checkpoint`.

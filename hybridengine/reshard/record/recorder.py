@@ -33,10 +33,12 @@ _SCALAR_READS = {_aten._local_scalar_dense, _aten.item}
 class StorageContents:
     """What one storage holds.
 
-    copies: from named tensors, in the order they were made. constants: (region, value), overwritten
-    by copies. computed: why some of it is neither, or None. sources: names of all tensors it
-    depends on. rounded_to: a dtype on the way that cannot represent all copied values. overwritten:
-    whether a constant has replaced the storage's original contents.
+    copies: from named tensors, in the order they were made.
+    constants: (region, value), overwritten by copies.
+    computed: why some of it is neither, or None.
+    sources: names of all tensors it depends on.
+    rounded_to: a dtype on the way that cannot represent all copied values.
+    overwritten: whether a constant has replaced the storage's original contents.
     """
 
     copies: list[Copy] = field(default_factory=list)
@@ -50,8 +52,8 @@ class StorageContents:
 class CopyRecorder(TorchDispatchMode):
     """While active, record what is written into every tensor made from `sources`.
 
-    sources: name → contiguous meta tensor, whose contents are the unknowns. destinations: name →
-    meta tensor; copies into one carry its name.
+    sources: name → contiguous meta tensor, whose contents are the unknowns.
+    destinations: name → meta tensor; copies into one carry its name.
     """
 
     def __init__(

@@ -44,8 +44,9 @@ def find_reordering(
 ) -> dict[str, list[Copy]]:
     """Return for each tensor the copies from it as loaded to it as processed.
 
-    tensors: contiguous; their values are restored. process: permutes them in place. It is called
-    once per digit of the largest element number, at most three times for 16-bit elements.
+    tensors: contiguous; their values are restored.
+    process: permutes them in place. It is called once per digit of the largest element number, at
+      most three times for 16-bit elements.
 
     Raises LayoutError, whose message begins with the tensor's name, for anything but a regular
     permutation.

@@ -78,8 +78,8 @@ class ChangeFinder:
     way, is found; the bits that a write has left alone are not sent.
 
     max_changed: share of changed elements up to which a sync is a delta.
-    pauses: after a comparison that found more, drop the copies and compare nothing for 4 syncs,
-      the next time for 8, and so on up to 64. On one machine a comparison takes about as long as a
+    pauses: after a comparison that found more, drop the copies and compare nothing for 4 syncs, the
+      next time for 8, and so on up to 64. On one machine a comparison takes about as long as a
       dense sync.
 
     Attributes:

@@ -57,8 +57,10 @@ class TrainedTensors:
     """This rank's view of the trained model; `read()` renews it.
 
     read_parameters, read_adapters, merge: see `Resharder`.
-    parameters: name → tensor, including the factors of unmerged adapters. shards: this rank's part
-    of each, not copied. merged, unmerged: parameter → adapter. factors: the tensors of `unmerged`.
+    parameters: name → tensor, including the factors of unmerged adapters.
+    shards: this rank's part of each, not copied.
+    merged, unmerged: parameter → adapter.
+    factors: the tensors of `unmerged`.
     """
 
     def __init__(

@@ -57,7 +57,8 @@ def feeders_of(
 ) -> dict[Member, list[int]] | None:
     """Return which trainers write what each member reads; None where one has none on its device.
 
-    trainers: processes, as `this_process`. devices: of the trainers, as `device_id`.
+    trainers: processes, as `this_process`.
+    devices: of the trainers, as `device_id`.
     """
     places = [(machine_of(p), d) for p, d in zip(trainers, devices, strict=True)]
     on_one_machine = len(set(places)) == 1 and set(devices) == {"cpu"}
@@ -79,8 +80,10 @@ def feeders_of(
 class Place(NamedTuple):
     """Where a rank is in a link.
 
-    rank: among the trainers, then the members. members: sorted. peers: name → process of every
-    other rank, as `this_process`. device: of the weights.
+    rank: among the trainers, then the members.
+    members: sorted.
+    peers: name → process of every other rank, as `this_process`.
+    device: of the weights.
     """
 
     rank: int
@@ -94,8 +97,9 @@ class Place(NamedTuple):
 class Link(ABC):
     """The connections of one set of members, as one rank uses them.
 
-    checks: whether messages have checksums. is_kept: for the next sync. relays: whether a trainer
-    takes part in messages although its own connections have failed.
+    checks: whether messages have checksums.
+    is_kept: for the next sync.
+    relays: whether a trainer takes part in messages although its own connections have failed.
 
     Attributes:
         replicas: tensor-parallel rank → ranks of its members.

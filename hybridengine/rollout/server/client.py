@@ -178,8 +178,9 @@ class VllmServer:
     ) -> list[Response]:
         """Return sampling["n"] completions.
 
-        sampling: vLLM's `SamplingParams`. versions: of the weights, by their labels; a completion
-        of other weights is an error of the server.
+        sampling: vLLM's `SamplingParams`.
+        versions: of the weights, by their labels; a completion of other weights is an error of the
+          server.
         """
         body = {"token_ids": list(prompt_ids), "sampling_params": sampling}
         answer = self._request("POST", "/inference/v1/generate", body)

@@ -30,8 +30,9 @@ _STEP_S = 0.05  # between two looks for new weights, while requests run
 class ServerEngine(RolloutEngine):
     """Generates on the servers of `pool`; requests of a lost one are repeated on another.
 
-    stop_token_ids: tokens that end a response (kept as its last token). max_sequences: of all
-    servers together, at a time. Generation raises NoServerError if no server has the weights.
+    stop_token_ids: tokens that end a response (kept as its last token).
+    max_sequences: of all servers together, at a time.
+    Generation raises NoServerError if no server has the weights.
     """
 
     tp_size, tp_rank = 1, 0

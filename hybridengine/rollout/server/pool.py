@@ -31,7 +31,9 @@ class NoServerError(RuntimeError):
 class _Member:
     """A server and its state.
 
-    joined: it takes part in syncs. version: of its weights, None if unknown. running: sequences.
+    joined: it takes part in syncs.
+    version: of its weights, None if unknown.
+    running: sequences.
     reason: why it is lost.
     """
 
@@ -46,8 +48,8 @@ class ServerPool:
     """Servers that generate with the same weights.
 
     join: makes a server that runs take part in weight syncs; called again for one that is back.
-    max_sequences: that one server gets at a time. timeout_s: how long the servers may take to
-    start.
+    max_sequences: that one server gets at a time.
+    timeout_s: how long the servers may take to start.
 
     A thread for each server checks its health. A lost one is reported by a warning, gets no
     requests, and joins again when it answers. Raises RolloutError where a server cannot be used or

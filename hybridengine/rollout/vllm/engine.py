@@ -270,7 +270,8 @@ def _release_pages(storage: torch.UntypedStorage) -> None:
 def _completions(output: Any, vocab_size: int | None, routed: bool) -> list[Response]:
     """Convert the outputs of a `RequestOutput`.
 
-    vocab_size: given where they have sampling masks. routed: whether they have routed experts.
+    vocab_size: given where they have sampling masks.
+    routed: whether they have routed experts.
     """
     completions = []
     for sample in output.outputs:

@@ -55,8 +55,9 @@ def record_engine_layouts(
     The ranks are in vLLM's order, TP rank fastest: one per TP rank, of each DP rank. One process
     takes the place of each in turn; no weight memory is allocated.
 
-    dp_size: vLLM's data_parallel_size: each DP rank holds all weights but experts, which all
-    engine ranks divide. expert_parallel: they divide them by experts, else like TP ranks.
+    dp_size: vLLM's data_parallel_size: each DP rank holds all weights but experts, which all engine
+      ranks divide.
+    expert_parallel: they divide them by experts, else like TP ranks.
     """
     if not vllm_available():
         raise ImportError("the reshard advisor records vLLM's own loader; install vllm first")

@@ -39,7 +39,8 @@ class RouteRecorder:
     """Records the routes of an engine on the first model runner, for good.
 
     llm: a `vllm.LLM` whose scheduler is in this process; it takes the rows of each step, as from a
-    connector. runner: its `GPUModelRunner`.
+      connector.
+    runner: its `GPUModelRunner`.
     """
 
     def __init__(self, llm: Any, runner: Any) -> None:

@@ -61,7 +61,8 @@ class _WorkerWeights(ModelWeights):
 class ServerWorker:
     """Receives weights into the model of one worker of a server, for as long as this runs.
 
-    model, config: of the worker. post_load: ran as vLLM loaded the model.
+    model, config: of the worker.
+    post_load: ran as vLLM loaded the model.
     """
 
     def __init__(self, model: Any, config: Any, post_load: PostLoadProcessing) -> None:

@@ -36,8 +36,10 @@ class Allocation(NamedTuple):
 class Level2Sleep:
     """Puts `llm` to sleep and wakes it up again.
 
-    llm: a `vllm.LLM` in this process with sleep mode. allocator: vLLM's `CuMemAllocator`. copy: of
-    (destination address, source address, bytes) between device and host, in either direction.
+    llm: a `vllm.LLM` in this process with sleep mode.
+    allocator: vLLM's `CuMemAllocator`.
+    copy: of (destination address, source address, bytes) between device and host, in either
+      direction.
     """
 
     def __init__(self, llm: Any, allocator: Any, copy: Callable[[int, int, int], object]) -> None:

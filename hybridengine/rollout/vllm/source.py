@@ -126,8 +126,9 @@ def _of_m2n(source: Any) -> Iterator[_Declared]:
 class _DeclaredShards:
     """Reads the shards that a source yields, as DTensors of the placements that it declares.
 
-    declared: reads the declarations. local: iterates over (name, this rank's part), in the same
-    order. Collective over the trainer ranks, all of which hold a part of every parameter.
+    declared: reads the declarations.
+    local: iterates over (name, this rank's part), in the same order.
+    Collective over the trainer ranks, all of which hold a part of every parameter.
     """
 
     def __init__(

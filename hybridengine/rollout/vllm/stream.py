@@ -15,8 +15,8 @@ __all__ = ["VllmStream"]
 class VllmStream(RequestStream):
     """Adds requests to `engine`, vLLM's `LLMEngine`, between its steps.
 
-    sampling: `SamplingParams` of all requests but for seed and length. convert: makes the
-    completions of a `RequestOutput`.
+    sampling: `SamplingParams` of all requests but for seed and length.
+    convert: makes the completions of a `RequestOutput`.
     """
 
     def __init__(

@@ -20,8 +20,10 @@ from hybridengine.sharding.weight_target import WeightTarget
 class ModelWeights(WeightTarget):
     """The weights of a model that vLLM has loaded in this process.
 
-    model, config: of a worker, its `VllmConfig`. checkpoint: of the trained model. post_load: ran
-    as vLLM loaded the model. runner: of the worker, where it is known.
+    model, config: of a worker, its `VllmConfig`.
+    checkpoint: of the trained model.
+    post_load: ran as vLLM loaded the model.
+    runner: of the worker, where it is known.
     """
 
     dtype: torch.dtype

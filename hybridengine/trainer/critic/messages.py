@@ -72,8 +72,10 @@ Command = TrainStep | SaveTensors | LoadTensors | End
 class StepReport(Struct):
     """What the critic reports after its update.
 
-    seconds: by phase, without waiting. skipped: updates of this step. num_bytes: of its tensors in
-    a checkpoint. signal: number of a stop signal to its first rank.
+    seconds: by phase, without waiting.
+    skipped: updates of this step.
+    num_bytes: of its tensors in a checkpoint.
+    signal: number of a stop signal to its first rank.
     """
 
     metrics: Mapping[str, float]

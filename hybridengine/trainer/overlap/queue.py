@@ -28,10 +28,12 @@ from hybridengine.runtime.signed_store import sign, verified
 class WorkItem:
     """Prompts that one engine generates at once.
 
-    batch: number of its batch. positions: of its prompts in that batch, which with `seed` set the
-    random numbers, so that responses do not depend on the engine that generates them. indices: of
-    the samples in the dataset. min_version: of the weights. receiver: the trainer rank that gets
-    the rollouts.
+    batch: number of its batch.
+    positions: of its prompts in that batch, which with `seed` set the random numbers, so that
+      responses do not depend on the engine that generates them.
+    indices: of the samples in the dataset.
+    min_version: of the weights.
+    receiver: the trainer rank that gets the rollouts.
     """
 
     number: int
@@ -49,8 +51,8 @@ class WorkItem:
 class Finished:
     """What an engine announces of an item.
 
-    version: of the weights that sampled its oldest token. seconds: by what the engine did, since
-    its last announcement: gen, reward, update_weights, idle.
+    version: of the weights that sampled its oldest token.
+    seconds: by what the engine did, since its last announcement: gen, reward, update_weights, idle.
     """
 
     number: int
