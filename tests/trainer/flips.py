@@ -240,6 +240,7 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "trainer.test_freq": ("1", (*VALIDATED, TWO_STEPS)),
     "trainer.val_before_train": ("false", VALIDATED),
     "trainer.save_freq": ("1", (TWO_STEPS,)),
+    "trainer.trace_step": ("1", ()),
     "trainer.save_hf_model": ("", SAVED),
     "trainer.save_dtype": ("bfloat16", ()),
     "trainer.max_actor_ckpt_to_keep": ("1", SAVED),
