@@ -114,7 +114,7 @@ def test_an_adapter_on_the_head_is_part_of_it():
     torch.nn.init.normal_(model.lm_head.lora_B["default"].weight)
     inputs, labels = batch()
     reference = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match="from its logits in full"):
+    with pytest.warns(UserWarning, match="are computed from its logits"):
         add_fused_lm_head(model, T)
     got = model(**inputs, labels=labels, fused_lm_head=True)
     expected = expected_of(reference, inputs, labels)["log_probs"]
