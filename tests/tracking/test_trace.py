@@ -63,6 +63,6 @@ def test_one_step_of_a_job_is_recorded(tmp_path: Path) -> None:
     assert {f"timing_s/{phase}" for phase in trace.phases} <= timed
     assert {"gen", "update_actor", "update_weights"} <= trace.phases.keys()
     assert trace.computing > 0 and trace.communicating > 0
-    assert sum(trace.phases.values()) <= trace.span
+    assert max(trace.phases.values()) <= trace.span  # a phase inside another counts in both
     facts = dict(facts_of(run))
     assert "weight sync" in facts[f"trace/{files[0]}"]

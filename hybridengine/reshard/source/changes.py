@@ -85,11 +85,9 @@ class ChangeFinder:
     Attributes:
         changed: the share of elements that changed before the last sync, over all ranks; None where
             it is not known.
-        is_paused: whether the next call of `find` compares nothing.
     """
 
     changed: float | None = None
-    is_paused = False
 
     def __init__(
         self,
@@ -120,12 +118,11 @@ class ChangeFinder:
         """Return what changed since the last call, None for a dense sync.
 
         Collective, with the same choice on all ranks. allowed: whether an engine can take a delta,
-        the same on all ranks. The current bits count as sent, whatever it returns.
+        the same on all ranks. The current bits count as sent, unless a pause begins or goes on.
         """
         self.changed = None
         if self.is_paused:
             self._pause_left -= 1
-            self.is_paused = self._pause_left > 0
             return None
         is_known, num_bytes = self._compare(allowed)
         if not allowed:
@@ -147,11 +144,15 @@ class ChangeFinder:
         self._pause = 0
         return Found(changes, self.changed, num_bytes)
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether the next call of `find` compares nothing."""
+        return self._pause_left > 0
+
     def _begin_pause(self) -> None:
         if self._pauses:
             first, longest = _PAUSES
             self._pause = self._pause_left = min(2 * self._pause or first, longest)
-            self.is_paused = True
             self._sent, self._masks = {}, {}
 
     def _numel(self) -> int:
