@@ -1,7 +1,9 @@
 // hybridengine._C: one registration per domain, nothing else.
-#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/stl.h>
 
 #include "common/isa.h"
+#include "common/tensor.h"
 
 namespace hybridengine {
 
@@ -14,7 +16,6 @@ void register_decode_linear(pybind11::module_& m);
 void register_delta(pybind11::module_& m);
 void register_distillation(pybind11::module_& m);
 void register_logprob(pybind11::module_& m);
-void register_memory_pool(pybind11::module_& m);
 void register_mixed_gemm(pybind11::module_& m);
 void register_packing(pybind11::module_& m);
 void register_policy_loss(pybind11::module_& m);
@@ -25,6 +26,7 @@ void register_strided_copy(pybind11::module_& m);
 
 PYBIND11_MODULE(_C, m) {
   using namespace hybridengine;
+  require_torch();
   constexpr const char* isa_names[] = {"portable", "avx2", "avx512", "avx512_bf16"};
   m.attr("cpu_isa") = isa_names[static_cast<int>(cpu_isa())];
 #ifdef HYBRIDENGINE_WITH_CUDA
@@ -41,7 +43,10 @@ PYBIND11_MODULE(_C, m) {
   register_delta(m);
   register_distillation(m);
   register_logprob(m);
-  register_memory_pool(m);
+  m.def(
+      "empty_from_pool",
+      [](const std::vector<int64_t>& shape, ScalarType dtype) { return empty(shape, dtype); },
+      py::arg("shape"), py::arg("dtype"));
   register_mixed_gemm(m);
   register_packing(m);
   register_policy_loss(m);

@@ -1,4 +1,3 @@
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 
@@ -11,19 +10,19 @@ namespace {
 
 const char* const kOp = "tree_attention";
 
-HeadRows head_rows(const at::Tensor& x, const char* name, const at::Tensor& like, int64_t heads,
+HeadRows head_rows(const Tensor& x, const char* name, const Tensor& like, int64_t heads,
                    int64_t dim) {
-  TORCH_CHECK_VALUE(x.dim() == 3 && x.size(0) == like.size(0) && x.size(1) == heads &&
-                        x.size(2) == dim && x.scalar_type() == like.scalar_type() &&
-                        (x.numel() == 0 || dim == 1 || x.stride(2) == 1),
-                    kOp, ": ", name, " has shape ", x.sizes(), ", strides ", x.strides(),
-                    " and dtype ", x.scalar_type(), "; expected [", like.size(0), ", ", heads, ", ",
-                    dim, "] of ", like.scalar_type(), " with inner stride 1");
-  return {x.const_data_ptr(), x.stride(0), x.stride(1)};
+  HE_CHECK_VALUE(x.dim() == 3 && x.size(0) == like.size(0) && x.size(1) == heads &&
+                     x.size(2) == dim && x.scalar_type() == like.scalar_type() &&
+                     (x.numel() == 0 || dim == 1 || x.stride(2) == 1),
+                 kOp, ": ", name, " has shape ", x.sizes(), ", strides ", x.strides(),
+                 " and dtype ", x.scalar_type(), "; expected [", like.size(0), ", ", heads, ", ",
+                 dim, "] of ", like.scalar_type(), " with inner stride 1");
+  return {x.data(), x.stride(0), x.stride(1)};
 }
 
-void fill(Attention& p, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-          const at::Tensor& subtree_ends, const std::optional<at::Tensor>& position_ids,
+void fill(Attention& p, const Tensor& query, const Tensor& key, const Tensor& value,
+          const Tensor& subtree_ends, const std::optional<Tensor>& position_ids,
           double softmax_scale, std::optional<int64_t> window_size, std::optional<double> softcap) {
   check_same_device(kOp, {{"query", query},
                           {"key", key},
@@ -32,67 +31,69 @@ void fill(Attention& p, const at::Tensor& query, const at::Tensor& key, const at
                           {"position_ids", position_ids}});
   if (!query.device().is_cpu()) no_kernel_for(query.device(), kOp);
   p.dtype = float_dtype(query, "query");
-  TORCH_CHECK_VALUE(p.dtype != DType::f64, kOp, ": query has dtype float64; use the reference");
-  TORCH_CHECK_VALUE(query.dim() == 3 && key.dim() == 3 && value.dim() == 3 && key.size(1) > 0 &&
-                        query.size(1) % key.size(1) == 0,
-                    kOp, ": query is ", query.sizes(), ", key ", key.sizes(), " and value ",
-                    value.sizes(), "; expected [T, H, D], [T, H_kv, D] and [T, H_kv, D_v]");
+  HE_CHECK_VALUE(p.dtype != DType::f64, kOp, ": query has dtype float64; use the reference");
+  HE_CHECK_VALUE(query.dim() == 3 && key.dim() == 3 && value.dim() == 3 && key.size(1) > 0 &&
+                     query.size(1) % key.size(1) == 0,
+                 kOp, ": query is ", query.sizes(), ", key ", key.sizes(), " and value ",
+                 value.sizes(), "; expected [T, H, D], [T, H_kv, D] and [T, H_kv, D_v]");
   p.tokens = query.size(0), p.heads = query.size(1), p.kv_heads = key.size(1);
   p.dim = query.size(2), p.value_dim = value.size(2);
   p.query = head_rows(query, "query", query, p.heads, p.dim);
   p.key = head_rows(key, "key", query, p.kv_heads, p.dim);
   p.value = head_rows(value, "value", query, p.kv_heads, p.value_dim);
-  check_vector(subtree_ends, "subtree_ends", at::kInt, p.tokens);
-  p.ends = subtree_ends.const_data_ptr<int32_t>();
+  check_vector(subtree_ends, "subtree_ends", kInt, p.tokens);
+  p.ends = subtree_ends.data<int32_t>();
   if (window_size) {
-    TORCH_CHECK_VALUE(position_ids, kOp, ": position_ids is None; window_size needs them");
-    check_vector(*position_ids, "position_ids", at::kInt, p.tokens);
-    p.positions = position_ids->const_data_ptr<int32_t>();
+    HE_CHECK_VALUE(position_ids, kOp, ": position_ids is None; window_size needs them");
+    check_vector(*position_ids, "position_ids", kInt, p.tokens);
+    p.positions = position_ids->data<int32_t>();
     const int32_t* negative = std::find_if(p.positions, p.positions + p.tokens,
                                            [](int32_t position) { return position < 0; });
-    TORCH_CHECK_VALUE(negative == p.positions + p.tokens, kOp, ": position_ids[",
-                      negative - p.positions, "] is negative");
+    HE_CHECK_VALUE(negative == p.positions + p.tokens, kOp, ": position_ids[",
+                   negative - p.positions, "] is negative");
     p.window = static_cast<int32_t>(std::min<int64_t>(*window_size, INT32_MAX));
   }
   p.softmax_scale = static_cast<float>(softmax_scale);
   p.softcap = static_cast<float>(softcap.value_or(0.0));
-  p.num_threads = at::get_num_threads();
+  p.num_threads = get_num_threads();
 }
 
-std::tuple<at::Tensor, at::Tensor> attention_forward(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-    const at::Tensor& subtree_ends, const std::optional<at::Tensor>& position_ids,
-    double softmax_scale, std::optional<int64_t> window_size, std::optional<double> softcap) {
+std::tuple<Tensor, Tensor> attention_forward(const Tensor& query, const Tensor& key,
+                                             const Tensor& value, const Tensor& subtree_ends,
+                                             const std::optional<Tensor>& position_ids,
+                                             double softmax_scale,
+                                             std::optional<int64_t> window_size,
+                                             std::optional<double> softcap) {
   AttentionForward p{};
   fill(p, query, key, value, subtree_ends, position_ids, softmax_scale, window_size, softcap);
-  at::Tensor out = at::empty({p.tokens, p.heads, p.value_dim}, query.options());
-  at::Tensor lse = at::empty({p.heads, p.tokens}, query.options().dtype(at::kFloat));
-  p.out = out.mutable_data_ptr();
-  p.lse = lse.mutable_data_ptr<float>();
-  py::gil_scoped_release no_gil;
-  if (p.tokens > 0) attention_forward_cpu(p);
+  Tensor out = empty({p.tokens, p.heads, p.value_dim}, query.scalar_type(), query.device());
+  Tensor lse = empty({p.heads, p.tokens}, kFloat, query.device());
+  p.out = out.data();
+  p.lse = lse.data<float>();
+  if (p.tokens > 0) without_gil([&] { attention_forward_cpu(p); });
   return {out, lse};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(
-    const at::Tensor& grad_out, const at::Tensor& query, const at::Tensor& key,
-    const at::Tensor& value, const at::Tensor& out, const at::Tensor& lse,
-    const at::Tensor& subtree_ends, const std::optional<at::Tensor>& position_ids,
-    double softmax_scale, std::optional<int64_t> window_size, std::optional<double> softcap) {
+std::tuple<Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& out, const Tensor& lse, const Tensor& subtree_ends,
+    const std::optional<Tensor>& position_ids, double softmax_scale,
+    std::optional<int64_t> window_size, std::optional<double> softcap) {
   AttentionBackward p{};
   fill(p, query, key, value, subtree_ends, position_ids, softmax_scale, window_size, softcap);
   check_same_device(kOp, {{"query", query}, {"grad_out", grad_out}, {"out", out}, {"lse", lse}});
   p.grad_out = head_rows(grad_out, "grad_out", query, p.heads, p.value_dim);
   p.out = head_rows(out, "out", query, p.heads, p.value_dim);
-  check_vector(lse.view({-1}), "lse", at::kFloat, p.heads * p.tokens);
-  p.lse = lse.const_data_ptr<float>();
-  const auto gradient = [&](const at::Tensor& x) { return at::empty(x.sizes(), x.options()); };
-  at::Tensor grad_query = gradient(query), grad_key = gradient(key), grad_value = gradient(value);
-  p.grad_query = grad_query.mutable_data_ptr();
-  p.grad_key = grad_key.mutable_data_ptr();
-  p.grad_value = grad_value.mutable_data_ptr();
-  py::gil_scoped_release no_gil;
-  if (p.tokens > 0) attention_backward_cpu(p);
+  HE_CHECK_VALUE(lse.sizes() == Sizes({p.heads, p.tokens}) && lse.scalar_type() == kFloat &&
+                     lse.is_contiguous(),
+                 kOp, ": lse has shape ", lse.sizes(), " and dtype ", lse.scalar_type(),
+                 "; expected a contiguous [", p.heads, ", ", p.tokens, "] tensor of float32");
+  p.lse = lse.data<float>();
+  Tensor grad_query = empty_like(query), grad_key = empty_like(key), grad_value = empty_like(value);
+  p.grad_query = grad_query.data();
+  p.grad_key = grad_key.data();
+  p.grad_value = grad_value.data();
+  if (p.tokens > 0) without_gil([&] { attention_backward_cpu(p); });
   return {grad_query, grad_key, grad_value};
 }
 

@@ -1,17 +1,15 @@
-#include <ATen/ops/empty.h>
 
 #include <tuple>
 #include <vector>
 
 #include "changes/params.h"
 #include "common/binding.h"
-#include "common/memory_pool.h"
 
 namespace hybridengine {
 
 namespace {
 
-using Tensors = std::vector<at::Tensor>;
+using Tensors = std::vector<Tensor>;
 
 constexpr const char* kOp = "take_changed";
 constexpr const char* kMark = "mark_changed_";
@@ -21,21 +19,21 @@ constexpr int64_t kMaxElements = int64_t{1} << 60;
 // The table of masks and, unless they are counted only, sources; `p` is set up for it.
 std::vector<ChangedTensor> table_of(Tensors& masks, const std::vector<int64_t>& numels,
                                     ChangesParams& p) {
-  TORCH_CHECK_VALUE(masks.size() == numels.size(), kOp, ": there are ", masks.size(), " masks and ",
-                    numels.size(), " sources; expected one each");
+  HE_CHECK_VALUE(masks.size() == numels.size(), kOp, ": there are ", masks.size(), " masks and ",
+                 numels.size(), " sources; expected one each");
   std::vector<ChangedTensor> tensors;
   for (size_t i = 0; i < masks.size(); ++i) {
-    at::Tensor& mask = masks[i];
-    TORCH_CHECK_VALUE(numels[i] >= 0 && numels[i] <= kMaxElements, kOp, ": numels[", i, "] is ",
-                      numels[i], "; expected the number of elements of a tensor");
+    Tensor& mask = masks[i];
+    HE_CHECK_VALUE(numels[i] >= 0 && numels[i] <= kMaxElements, kOp, ": numels[", i, "] is ",
+                   numels[i], "; expected the number of elements of a tensor");
     const int64_t words = num_mask_words(numels[i]);
-    TORCH_CHECK_VALUE(mask.scalar_type() == at::kInt && mask.numel() == words &&
-                          mask.is_contiguous() && mask.device() == masks[0].device(),
-                      kOp, ": masks[", i, "] has ", mask.numel(), " elements and dtype ",
-                      mask.scalar_type(), " on ", mask.device(), "; expected ", words, " int32 on ",
-                      masks[0].device(), ": make it with change_mask()");
+    HE_CHECK_VALUE(mask.scalar_type() == kInt && mask.numel() == words && mask.is_contiguous() &&
+                       mask.device() == masks[0].device(),
+                   kOp, ": masks[", i, "] has ", mask.numel(), " elements and dtype ",
+                   mask.scalar_type(), " on ", mask.device(), "; expected ", words, " int32 on ",
+                   masks[0].device(), ": make it with change_mask()");
     ChangedTensor tensor{};
-    tensor.mask = static_cast<uint32_t*>(mask.mutable_data_ptr());
+    tensor.mask = static_cast<uint32_t*>(mask.data());
     tensor.numel = numels[i];
     tensor.first_chunk = p.num_chunks;
     tensors.push_back(tensor);
@@ -43,20 +41,19 @@ std::vector<ChangedTensor> table_of(Tensors& masks, const std::vector<int64_t>& 
   }
   p.tensors = tensors.data();
   p.num_tensors = static_cast<int64_t>(tensors.size());
-  p.num_threads = at::get_num_threads();
+  p.num_threads = get_num_threads();
   return tensors;
 }
 
-void run(const at::Device& device, const ChangesParams& p, void (*on_cpu)(const ChangesParams&),
+void run(const Device& device, const ChangesParams& p, void (*on_cpu)(const ChangesParams&),
          [[maybe_unused]] int (*on_cuda)(const ChangesParams&, void*)) {
   if (device.is_cpu()) {
-    py::gil_scoped_release no_gil;
-    on_cpu(p);
+    without_gil([&] { on_cpu(p); });
     return;
   }
 #ifdef HYBRIDENGINE_WITH_CUDA
   if (device.is_cuda()) {
-    const c10::DeviceGuard guard(device);
+    const DeviceGuard guard(device);
     check_cuda(on_cuda(p, current_stream(device)), kOp);
     return;
   }
@@ -73,99 +70,96 @@ constexpr int (*kTakeOnCuda)(const ChangesParams&, void*) = nullptr;
 #endif
 
 // The number of changed elements of every chunk: int32 [num_chunks].
-at::Tensor count_changed(Tensors masks, const std::vector<int64_t>& numels) {
+Tensor count_changed(Tensors masks, const std::vector<int64_t>& numels) {
   ChangesParams p{};
   const std::vector<ChangedTensor> tensors = table_of(masks, numels, p);
-  const at::Device device = masks.empty() ? at::Device(at::kCPU) : masks[0].device();
-  at::Tensor counts = at::empty({p.num_chunks}, at::TensorOptions(at::kInt).device(device));
-  p.counts = counts.mutable_data_ptr<int32_t>();
+  const Device device = masks.empty() ? kCPU : masks[0].device();
+  Tensor counts = empty({p.num_chunks}, kInt, device);
+  p.counts = counts.data<int32_t>();
   if (p.num_chunks)
     run(device, p, [](const ChangesParams& q) { count_changed_cpu(q); }, kCountOnCuda);
   return counts;
 }
 
 // On CUDA the ends are not checked: reading them would synchronize.
-void check_ends(const at::Tensor& ends, int64_t num_changed) {
+void check_ends(const Tensor& ends, int64_t num_changed) {
   if (!ends.is_cpu()) return;
-  const int64_t* end = ends.const_data_ptr<int64_t>();
+  const int64_t* end = ends.data<int64_t>();
   int64_t last = 0;
   for (int64_t i = 0; i < ends.numel(); ++i) {
-    TORCH_CHECK_VALUE(end[i] >= last, kOp, ": ends[", i, "] is ", end[i],
-                      ", less than what comes before it; expected sums of counts");
+    HE_CHECK_VALUE(end[i] >= last, kOp, ": ends[", i, "] is ", end[i],
+                   ", less than what comes before it; expected sums of counts");
     last = end[i];
   }
-  TORCH_CHECK_VALUE(last == num_changed, kOp, ": num_changed is ", num_changed,
-                    ", but ends goes to ", last);
+  HE_CHECK_VALUE(last == num_changed, kOp, ": num_changed is ", num_changed, ", but ends goes to ",
+                 last);
 }
 
 // ends: int64 [num_chunks], the inclusive sums of count_changed; num_changed: the last one.
-std::tuple<at::Tensor, at::Tensor> take_changed(Tensors masks, const Tensors& sources,
-                                                const at::Tensor& ends, int64_t num_changed) {
+std::tuple<Tensor, Tensor> take_changed(Tensors masks, const Tensors& sources, const Tensor& ends,
+                                        int64_t num_changed) {
   std::vector<int64_t> numels;
-  for (const at::Tensor& source : sources) numels.push_back(source.numel());
+  for (const Tensor& source : sources) numels.push_back(source.numel());
   ChangesParams p{};
   std::vector<ChangedTensor> tensors = table_of(masks, numels, p);
-  const at::Device device = masks.empty() ? at::Device(at::kCPU) : masks[0].device();
-  const at::ScalarType dtype = sources.empty() ? at::kBFloat16 : sources[0].scalar_type();
-  TORCH_CHECK_VALUE(dtype == at::kBFloat16 || dtype == at::kHalf, kOp, ": sources[0] has dtype ",
-                    dtype, "; expected bfloat16 or float16");
-  check_vector(ends, "ends", at::kLong, p.num_chunks);
-  TORCH_CHECK_VALUE(ends.device() == device, kOp, ": ends is on ", ends.device(), "; expected ",
-                    device, ", as the masks");
+  const Device device = masks.empty() ? kCPU : masks[0].device();
+  const ScalarType dtype = sources.empty() ? kBFloat16 : sources[0].scalar_type();
+  HE_CHECK_VALUE(dtype == kBFloat16 || dtype == kHalf, kOp, ": sources[0] has dtype ", dtype,
+                 "; expected bfloat16 or float16");
+  check_vector(ends, "ends", kLong, p.num_chunks);
+  HE_CHECK_VALUE(ends.device() == device, kOp, ": ends is on ", ends.device(), "; expected ",
+                 device, ", as the masks");
   check_ends(ends, num_changed);
   for (size_t i = 0; i < sources.size(); ++i) {
-    const at::Tensor& source = sources[i];
-    TORCH_CHECK_VALUE(
+    const Tensor& source = sources[i];
+    HE_CHECK_VALUE(
         source.scalar_type() == dtype && source.is_contiguous() && source.device() == device, kOp,
         ": sources[", i, "] has dtype ", source.scalar_type(), " and strides ", source.strides(),
         " on ", source.device(), "; expected contiguous ", dtype, " on ", device);
-    tensors[i].source = static_cast<const uint16_t*>(source.const_data_ptr());
+    tensors[i].source = static_cast<const uint16_t*>(source.data());
     p.wide_indices |= source.numel() > kMaxNarrow;
   }
-  const auto options = at::TensorOptions().device(device);
-  at::Tensor indices =
-      empty_from_pool({num_changed}, options.dtype(p.wide_indices ? at::kLong : at::kInt));
-  at::Tensor values = empty_from_pool({num_changed}, options.dtype(dtype));
+  Tensor indices = empty({num_changed}, p.wide_indices ? kLong : kInt, device);
+  Tensor values = empty({num_changed}, dtype, device);
   if (sources.empty()) return {indices, values};
-  p.ends = ends.const_data_ptr<int64_t>();
-  p.indices = indices.mutable_data_ptr();
-  p.values = static_cast<uint16_t*>(values.mutable_data_ptr());
+  p.ends = ends.data<int64_t>();
+  p.indices = indices.data();
+  p.values = static_cast<uint16_t*>(values.data());
   int32_t disagrees = 0;
   p.disagrees = &disagrees;
   if (p.num_chunks)
     run(device, p, [](const ChangesParams& q) { take_changed_cpu(q); }, kTakeOnCuda);
-  TORCH_CHECK_VALUE(!disagrees, kOp,
-                    ": the masks do not mark as many elements as ends says; "
-                    "expected ends to be the sums of count_changed");
+  HE_CHECK_VALUE(!disagrees, kOp,
+                 ": the masks do not mark as many elements as ends says; "
+                 "expected ends to be the sums of count_changed");
   return {indices, values};
 }
 
 // sent becomes the cast of current; what differs is added to the mask.
-void mark_changed(const at::Tensor& current, const at::Tensor& sent, const at::Tensor& mask) {
+void mark_changed(const Tensor& current, const Tensor& sent, const Tensor& mask) {
   check_same_device(kMark, {{"current", current}, {"sent", sent}, {"mask", mask}});
-  const at::ScalarType type = sent.scalar_type();
-  TORCH_CHECK_VALUE(type == at::kBFloat16 || type == at::kHalf, kMark, ": sent has dtype ", type,
-                    "; expected bfloat16 or float16");
+  const ScalarType type = sent.scalar_type();
+  HE_CHECK_VALUE(type == kBFloat16 || type == kHalf, kMark, ": sent has dtype ", type,
+                 "; expected bfloat16 or float16");
   const int64_t numel = current.numel();
   check_vector(sent, "mark_changed_: sent", type, numel);
   check_vector(current, "mark_changed_: current", current.scalar_type(), numel);
-  check_vector(mask, "mark_changed_: mask", at::kInt, num_mask_words(numel));
+  check_vector(mask, "mark_changed_: mask", kInt, num_mask_words(numel));
   CompareParams p{};
-  p.current = current.const_data_ptr();
-  p.sent = sent.mutable_data_ptr();
-  p.mask = static_cast<uint32_t*>(mask.mutable_data_ptr());
+  p.current = current.data();
+  p.sent = sent.data();
+  p.mask = static_cast<uint32_t*>(mask.data());
   p.numel = numel;
   p.current_dtype = float_dtype(current, "mark_changed_: current");
   p.sent_dtype = float_dtype(sent, "mark_changed_: sent");
-  p.num_threads = at::get_num_threads();
+  p.num_threads = get_num_threads();
   if (sent.device().is_cpu()) {
-    py::gil_scoped_release no_gil;
-    mark_changed_cpu(p);
+    without_gil([&] { mark_changed_cpu(p); });
     return;
   }
 #ifdef HYBRIDENGINE_WITH_CUDA
   if (sent.device().is_cuda()) {
-    const c10::DeviceGuard guard(sent.device());
+    const DeviceGuard guard(sent.device());
     if (numel) check_cuda(mark_changed_cuda(p, current_stream(sent.device())), kMark);
     return;
   }

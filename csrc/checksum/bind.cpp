@@ -1,4 +1,3 @@
-#include <ATen/ops/zeros.h>
 
 #include "checksum/params.h"
 #include "common/binding.h"
@@ -8,27 +7,26 @@ namespace hybridengine {
 namespace {
 
 // Returns an int64 scalar on the device of `data`, bytes.
-at::Tensor bit_checksum(at::Tensor data) {
+Tensor bit_checksum(Tensor data) {
   constexpr const char* kOp = "bit_checksum";
-  check_vector(data, "bit_checksum: data", at::kByte, data.numel());
-  const at::Device device = data.device();
-  at::Tensor checksum = at::zeros({}, at::TensorOptions(at::kLong).device(device));
+  check_vector(data, "bit_checksum: data", kByte, data.numel());
+  const Device device = data.device();
+  Tensor checksum = zeros({}, kLong, device);
   ChecksumParams params{};
   params.num_bytes = data.numel();
-  params.checksum = reinterpret_cast<uint64_t*>(checksum.mutable_data_ptr<int64_t>());
-  params.num_threads = at::get_num_threads();
-  params.data = reinterpret_cast<const char*>(data.const_data_ptr<uint8_t>());
+  params.checksum = reinterpret_cast<uint64_t*>(checksum.data<int64_t>());
+  params.num_threads = get_num_threads();
+  params.data = reinterpret_cast<const char*>(data.data<uint8_t>());
   if (device.is_cpu()) {
-    py::gil_scoped_release no_gil;
-    bit_checksum_cpu(params);
+    without_gil([&] { bit_checksum_cpu(params); });
     return checksum;
   }
 #ifdef HYBRIDENGINE_WITH_CUDA
   if (device.is_cuda()) {
-    const c10::DeviceGuard guard(device);
+    const DeviceGuard guard(device);
     if (reinterpret_cast<uintptr_t>(params.data) % 4) {
-      data = data.clone();
-      params.data = reinterpret_cast<const char*>(data.const_data_ptr<uint8_t>());
+      data = data.call("clone");
+      params.data = reinterpret_cast<const char*>(data.data<uint8_t>());
     }
     check_cuda(bit_checksum_cuda(params, current_stream(device)), kOp);
     return checksum;

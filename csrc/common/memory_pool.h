@@ -4,13 +4,20 @@
 // reclaim a cached block (MADV_FREE).
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <cstddef>
+#include <cstdint>
 
 namespace hybridengine {
 
-inline constexpr int64_t kPooledBytes = 4 << 20;  // smaller results come from at::empty
+constexpr int64_t kPooledBytes = 4 << 20;  // smaller results are not worth huge pages
 
-// at::empty, from the pool for CPU tensors of at least kPooledBytes.
-at::Tensor empty_from_pool(at::IntArrayRef shape, const at::TensorOptions& options);
+struct PooledBlock {
+  char* begin = nullptr;
+  size_t bytes = 0;
+};
+
+// A block of at least `bytes`; none (begin is null) on a system without huge pages.
+PooledBlock take_from_pool(int64_t bytes);
+void return_to_pool(const PooledBlock& block);
 
 }  // namespace hybridengine

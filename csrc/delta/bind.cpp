@@ -1,5 +1,3 @@
-#include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cstring>
@@ -7,7 +5,6 @@
 #include <vector>
 
 #include "common/binding.h"
-#include "common/memory_pool.h"
 #include "delta/gaps.h"
 #include "delta/params.h"
 
@@ -20,24 +17,22 @@ constexpr int64_t kMaxTensors = 1 << 20;
 constexpr int64_t kTableColumns = 4 + 3 * kChangeDims;
 constexpr int64_t kMaxElements = int64_t{1} << 60;  // no tensor has more
 
-at::Tensor vector_of(int64_t size, at::ScalarType dtype) {
-  return empty_from_pool({size}, at::TensorOptions().dtype(dtype));
-}
+Tensor vector_of(int64_t size, ScalarType dtype) { return empty({size}, dtype); }
 
 // reach += (size - 1) * stride, for a row whose elements are those of a tensor.
 void extend(int64_t& reach, int64_t size, int64_t stride, int64_t number) {
   int64_t step;
-  TORCH_CHECK_INDEX(!__builtin_mul_overflow(size - 1, stride, &step) &&
-                        !__builtin_add_overflow(reach, step, &reach) && reach < kMaxElements,
-                    "ChangeTable: row ", number,
-                    " reaches more than 2^60 elements; no tensor has as many");
+  HE_CHECK_INDEX(!__builtin_mul_overflow(size - 1, stride, &step) &&
+                     !__builtin_add_overflow(reach, step, &reach) && reach < kMaxElements,
+                 "ChangeTable: row ", number,
+                 " reaches more than 2^60 elements; no tensor has as many");
 }
 
 ChangeRow row_of(const int64_t* entry, int64_t number) {
   for (int i = 0; i < 4; ++i)
-    TORCH_CHECK_INDEX(entry[i] >= 0 && entry[i] < (i < 2 ? kMaxTensors : kMaxElements),
-                      "ChangeTable: row ", number, " has ", entry[i], " in column ", i,
-                      "; expected the number of a tensor or an offset in it");
+    HE_CHECK_INDEX(entry[i] >= 0 && entry[i] < (i < 2 ? kMaxTensors : kMaxElements),
+                   "ChangeTable: row ", number, " has ", entry[i], " in column ", i,
+                   "; expected the number of a tensor or an offset in it");
   ChangeRow row{};
   row.src = static_cast<int32_t>(entry[0]);
   row.dst = static_cast<int32_t>(entry[1]);
@@ -48,11 +43,11 @@ ChangeRow row_of(const int64_t* entry, int64_t number) {
     row.size[dim] = entry[4 + dim];
     row.src_stride[dim] = entry[4 + kChangeDims + dim];
     row.dst_stride[dim] = entry[4 + 2 * kChangeDims + dim];
-    TORCH_CHECK_VALUE(row.size[dim] == 1 || (row.size[dim] > 0 && row.src_stride[dim] > reach &&
-                                             row.dst_stride[dim] >= 0),
-                      "ChangeTable: dimension ", dim, " of row ", number, " has size ",
-                      row.size[dim], " and source stride ", row.src_stride[dim],
-                      "; expected a positive size and nested strides");
+    HE_CHECK_VALUE(row.size[dim] == 1 || (row.size[dim] > 0 && row.src_stride[dim] > reach &&
+                                          row.dst_stride[dim] >= 0),
+                   "ChangeTable: dimension ", dim, " of row ", number, " has size ", row.size[dim],
+                   " and source stride ", row.src_stride[dim],
+                   "; expected a positive size and nested strides");
     extend(reach, row.size[dim], row.src_stride[dim], number);
   }
   row.src_end = row.src_offset + reach + 1;
@@ -60,47 +55,47 @@ ChangeRow row_of(const int64_t* entry, int64_t number) {
 }
 
 template <typename T>
-at::Tensor bytes_of(const std::vector<T>& entries, const at::Device& device) {
+Tensor bytes_of(const std::vector<T>& entries, const Device& device) {
   return upload(entries.data(), static_cast<int64_t>(entries.size() * sizeof(T)), device);
 }
 
 template <typename T>
-T* data_of(const at::Tensor& bytes) {
-  return static_cast<T*>(bytes.mutable_data_ptr());
+T* data_of(const Tensor& bytes) {
+  return static_cast<T*>(bytes.data());
 }
 
 // Tables of strided slices that changes follow; see kernels/delta/table.py.
 class ChangeTable {
  public:
-  ChangeTable(const at::Tensor& table, const at::Device& device);
-  std::tuple<at::Tensor, at::Tensor> map(const std::vector<at::Tensor>& indices,
-                                         const std::vector<at::Tensor>& values);
+  ChangeTable(const Tensor& table, const Device& device);
+  std::tuple<Tensor, Tensor> map(const std::vector<Tensor>& indices,
+                                 const std::vector<Tensor>& values);
   // Returns what was added to bit_checksum of each destination; on CUDA it is not computed.
-  at::Tensor scatter(const std::vector<at::Tensor>& indices, const std::vector<at::Tensor>& values,
-                     const std::vector<at::Tensor>& destinations);
+  Tensor scatter(const std::vector<Tensor>& indices, const std::vector<Tensor>& values,
+                 const std::vector<Tensor>& destinations);
 
  private:
   // Of one call: other threads may use the table at the same time.
   struct Ranges {
     MapChangesParams params{};
-    at::Tensor lists, first, work;
+    Tensor lists, first, work;
   };
-  Ranges find_ranges(const std::vector<at::Tensor>& indices, const std::vector<at::Tensor>& values);
+  Ranges find_ranges(const std::vector<Tensor>& indices, const std::vector<Tensor>& values);
 
-  at::Device device_;
+  Device device_;
   int64_t num_rows_ = 0;
-  at::Tensor rows_;                // ChangeRow
+  Tensor rows_;                    // ChangeRow
   std::vector<int64_t> dst_end_;   // by destination
   std::vector<int64_t> src_rows_;  // number of rows, by source
 };
 
-ChangeTable::ChangeTable(const at::Tensor& table, const at::Device& device) : device_(device) {
-  TORCH_CHECK_VALUE(
-      table.dim() == 2 && table.size(1) == kTableColumns && table.scalar_type() == at::kLong &&
-          table.is_contiguous() && table.device().is_cpu(),
-      "ChangeTable: table has shape ", table.sizes(), ", dtype ", table.scalar_type(), " on ",
-      table.device(), "; expected a contiguous [P, 16] int64 tensor on the CPU");
-  const int64_t* entry = table.const_data_ptr<int64_t>();
+ChangeTable::ChangeTable(const Tensor& table, const Device& device) : device_(device) {
+  HE_CHECK_VALUE(table.dim() == 2 && table.size(1) == kTableColumns &&
+                     table.scalar_type() == kLong && table.is_contiguous() &&
+                     table.device().is_cpu(),
+                 "ChangeTable: table has shape ", table.sizes(), ", dtype ", table.scalar_type(),
+                 " on ", table.device(), "; expected a contiguous [P, 16] int64 tensor on the CPU");
+  const int64_t* entry = table.data<int64_t>();
   std::vector<ChangeRow> rows;
   rows.reserve(table.size(0));
   for (int64_t i = 0; i < table.size(0); ++i, entry += kTableColumns) {
@@ -119,84 +114,83 @@ ChangeTable::ChangeTable(const at::Tensor& table, const at::Device& device) : de
   device_ = rows_.device();  // with its index
 }
 
-ChangeTable::Ranges ChangeTable::find_ranges(const std::vector<at::Tensor>& indices,
-                                             const std::vector<at::Tensor>& values) {
+ChangeTable::Ranges ChangeTable::find_ranges(const std::vector<Tensor>& indices,
+                                             const std::vector<Tensor>& values) {
   const auto num_sources = static_cast<int64_t>(src_rows_.size());
-  TORCH_CHECK_VALUE(
+  HE_CHECK_VALUE(
       indices.size() == values.size() && static_cast<int64_t>(indices.size()) >= num_sources,
       "ChangeTable: got ", indices.size(), " indices and ", values.size(), " values; expected ",
       num_sources, " of each");
   std::vector<ChangeList> lists;
   for (size_t i = 0; i < indices.size(); ++i) {
-    const at::ScalarType type = indices[i].scalar_type();
-    TORCH_CHECK_VALUE(indices[i].is_contiguous() && values[i].is_contiguous() &&
-                          (type == at::kInt || type == at::kLong) &&
-                          values[i].element_size() == sizeof(uint16_t) &&
-                          indices[i].numel() == values[i].numel() &&
-                          indices[i].device() == device_ && values[i].device() == device_,
-                      "ChangeTable: source ", i, " has indices ", indices[i].sizes(), " of ", type,
-                      " and values ", values[i].sizes(), " of ", values[i].scalar_type(),
-                      "; expected int32 or int64 and a 16-bit dtype, contiguous, of one size, on ",
-                      device_);
-    lists.push_back({indices[i].const_data_ptr(),
-                     static_cast<const uint16_t*>(values[i].const_data_ptr()), indices[i].numel(),
-                     type == at::kLong});
+    const ScalarType type = indices[i].scalar_type();
+    HE_CHECK_VALUE(
+        indices[i].is_contiguous() && values[i].is_contiguous() &&
+            (type == kInt || type == kLong) && values[i].element_size() == sizeof(uint16_t) &&
+            indices[i].numel() == values[i].numel() && indices[i].device() == device_ &&
+            values[i].device() == device_,
+        "ChangeTable: source ", i, " has indices ", indices[i].sizes(), " of ", type,
+        " and values ", values[i].sizes(), " of ", values[i].scalar_type(),
+        "; expected int32 or int64 and a 16-bit dtype, contiguous, of one size, on ", device_);
+    lists.push_back({indices[i].data(), static_cast<const uint16_t*>(values[i].data()),
+                     indices[i].numel(), type == kLong});
   }
-  const auto options = at::TensorOptions(at::kLong).device(device_);
   Ranges ranges;
   ranges.lists = bytes_of(lists, device_);
-  ranges.first = at::empty({num_rows_}, options);
-  ranges.work = at::empty({num_rows_ + 1}, options);
+  ranges.first = empty({num_rows_}, kLong, device_);
+  ranges.work = empty({num_rows_ + 1}, kLong, device_);
   MapChangesParams& params = ranges.params;
   params.rows = data_of<ChangeRow>(rows_);
   params.num_rows = num_rows_;
   params.sources = data_of<ChangeList>(ranges.lists);
   params.first = data_of<int64_t>(ranges.first);
   params.work = data_of<int64_t>(ranges.work);
-  params.num_threads = at::get_num_threads();
+  params.num_threads = get_num_threads();
   if (device_.is_cpu()) find_change_ranges_cpu(params);
 #ifdef HYBRIDENGINE_WITH_CUDA
   if (device_.is_cuda()) {
     check_cuda(find_change_ranges_cuda(params, current_stream(device_)), kTable);
-    ranges.work.cumsum_(0);
+    ranges.work.call("cumsum_", 0);
   }
 #endif
   return ranges;
 }
 
 #ifdef HYBRIDENGINE_WITH_CUDA
+// Element i of an int64 vector on the device, for which the host waits.
+int64_t item_of(const Tensor& vector, int64_t i) {
+  return vector.call("select", 0, i).object().attr("item")().cast<int64_t>();
+}
+
 // The host waits for the number of pairs, of changes in the destination, and for their order.
-std::tuple<at::Tensor, at::Tensor> map_on_cuda(MapChangesParams params, const at::Tensor& work,
-                                               at::ScalarType dtype) {
-  const at::Device device = work.device();
-  const int64_t total = work[params.num_rows].item<int64_t>();
-  const auto options = at::TensorOptions().device(device);
-  at::Tensor positions = at::empty({total}, options.dtype(at::kLong));
-  at::Tensor mapped = at::empty({total}, options.dtype(dtype));
-  params.positions = positions.mutable_data_ptr<int64_t>();
-  params.values = static_cast<uint16_t*>(mapped.mutable_data_ptr());
+std::tuple<Tensor, Tensor> map_on_cuda(MapChangesParams params, const Tensor& work,
+                                       ScalarType dtype) {
+  const Device device = work.device();
+  const int64_t total = item_of(work, params.num_rows);
+  Tensor positions = empty({total}, kLong, device);
+  Tensor mapped = empty({total}, dtype, device);
+  params.positions = positions.data<int64_t>();
+  params.values = static_cast<uint16_t*>(mapped.data());
   check_cuda(map_changes_cuda(params, total, current_stream(device)), kTable);
-  at::Tensor order = positions.ge(0).nonzero().view(-1);
-  positions = positions.index_select(0, order);
+  Tensor order = positions.call("ge", 0).call("nonzero").call("view", -1);
+  positions = positions.call("index_select", 0, order);
   const int64_t found = positions.numel();
-  if (found > 1 && positions.slice(0, 1).lt(positions.slice(0, 0, found - 1)).any().item<bool>()) {
-    auto [sorted, by_position] = positions.sort();  // a transposed slice
-    positions = sorted;
-    order = order.index_select(0, by_position);
+  if (found > 1) {
+    const Tensor next = positions.call("narrow", 0, 1, found - 1);
+    const Tensor falls = next.call("lt", positions.call("narrow", 0, 0, found - 1)).call("any");
+    if (falls.object().attr("item")().cast<bool>()) {  // a transposed slice
+      const Tensor by_position = positions.call("argsort");
+      positions = positions.call("index_select", 0, by_position);
+      order = order.call("index_select", 0, by_position);
+    }
   }
-  return {positions, mapped.index_select(0, order)};
+  return {positions, mapped.call("index_select", 0, order)};
 }
 #endif
 
-std::tuple<at::Tensor, at::Tensor> map_on_cpu(MapChangesParams params, at::ScalarType dtype) {
+// Fills positions and values of `params`, in ascending order, and returns how many there are.
+int64_t map_in_order(const MapChangesParams& params, std::vector<int64_t>& counts) {
   const int64_t total = params.work[params.num_rows], parts = params.num_threads;
-  at::Tensor positions = vector_of(total, at::kLong);
-  at::Tensor mapped = vector_of(total, dtype);
-  std::vector<int64_t> counts(parts);
-  params.positions = positions.mutable_data_ptr<int64_t>();
-  params.values = static_cast<uint16_t*>(mapped.mutable_data_ptr());
-  params.part_counts = counts.data();
-  py::gil_scoped_release no_gil;
   map_changes_cpu(params);
   int64_t found = 0;
   for (int64_t part = 0; part < parts; ++part) {
@@ -207,8 +201,6 @@ std::tuple<at::Tensor, at::Tensor> map_on_cpu(MapChangesParams params, at::Scala
     }
     found += counts[part];
   }
-  positions = positions.narrow(0, 0, found);
-  mapped = mapped.narrow(0, 0, found);
   if (!std::is_sorted(params.positions, params.positions + found)) {  // a transposed slice
     std::vector<int64_t> order(found), old(params.positions, params.positions + found);
     std::vector<uint16_t> old_values(params.values, params.values + found);
@@ -219,14 +211,27 @@ std::tuple<at::Tensor, at::Tensor> map_on_cpu(MapChangesParams params, at::Scala
       params.values[i] = old_values[order[i]];
     }
   }
-  return {positions, mapped};
+  return found;
 }
 
-std::tuple<at::Tensor, at::Tensor> ChangeTable::map(const std::vector<at::Tensor>& indices,
-                                                    const std::vector<at::Tensor>& values) {
-  const c10::DeviceGuard guard(device_);
+std::tuple<Tensor, Tensor> map_on_cpu(MapChangesParams params, ScalarType dtype) {
+  const int64_t total = params.work[params.num_rows];
+  Tensor positions = vector_of(total, kLong);
+  Tensor mapped = vector_of(total, dtype);
+  std::vector<int64_t> counts(params.num_threads);
+  params.positions = positions.data<int64_t>();
+  params.values = static_cast<uint16_t*>(mapped.data());
+  params.part_counts = counts.data();
+  int64_t found = 0;
+  without_gil([&] { found = map_in_order(params, counts); });
+  return {positions.call("narrow", 0, 0, found), mapped.call("narrow", 0, 0, found)};
+}
+
+std::tuple<Tensor, Tensor> ChangeTable::map(const std::vector<Tensor>& indices,
+                                            const std::vector<Tensor>& values) {
+  const DeviceGuard guard(device_);
   const Ranges ranges = find_ranges(indices, values);
-  const at::ScalarType dtype = values.empty() ? at::kBFloat16 : values[0].scalar_type();
+  const ScalarType dtype = values.empty() ? kBFloat16 : values[0].scalar_type();
 #ifdef HYBRIDENGINE_WITH_CUDA
   if (device_.is_cuda()) return map_on_cuda(ranges.params, ranges.work, dtype);
 #endif
@@ -234,32 +239,28 @@ std::tuple<at::Tensor, at::Tensor> ChangeTable::map(const std::vector<at::Tensor
   return map_on_cpu(ranges.params, dtype);
 }
 
-at::Tensor ChangeTable::scatter(const std::vector<at::Tensor>& indices,
-                                const std::vector<at::Tensor>& values,
-                                const std::vector<at::Tensor>& destinations) {
-  at::Tensor checksums = at::zeros({static_cast<int64_t>(destinations.size())}, at::kLong);
+Tensor ChangeTable::scatter(const std::vector<Tensor>& indices, const std::vector<Tensor>& values,
+                            const std::vector<Tensor>& destinations) {
+  Tensor checksums = zeros({static_cast<int64_t>(destinations.size())}, kLong);
   if (!num_rows_) return checksums;
-  const c10::DeviceGuard guard(device_);
+  const DeviceGuard guard(device_);
   std::vector<uint16_t*> addresses;
   for (size_t i = 0; i < destinations.size(); ++i) {
-    const at::Tensor& tensor = destinations[i];
-    TORCH_CHECK_VALUE(tensor.element_size() == sizeof(uint16_t) && tensor.device() == device_,
-                      "ChangeTable: destination ", i, " is ", tensor.scalar_type(), " on ",
-                      tensor.device(), "; expected a 16-bit dtype on ", device_);
-    const int64_t available =
-        tensor.numel() ? static_cast<int64_t>(tensor.storage().nbytes() / sizeof(uint16_t)) -
-                             tensor.storage_offset()
-                       : 0;  // an empty tensor has no address
-    TORCH_CHECK_INDEX(i >= dst_end_.size() || dst_end_[i] <= available,
-                      "ChangeTable: a row ends at element ", dst_end_[i], " of destination ", i,
-                      ", which has ", available);
-    addresses.push_back(static_cast<uint16_t*>(tensor.mutable_data_ptr()));
+    const Tensor& tensor = destinations[i];
+    HE_CHECK_VALUE(tensor.element_size() == sizeof(uint16_t) && tensor.device() == device_,
+                   "ChangeTable: destination ", i, " is ", tensor.scalar_type(), " on ",
+                   tensor.device(), "; expected a 16-bit dtype on ", device_);
+    const int64_t available = tensor.extent();
+    HE_CHECK_INDEX(i >= dst_end_.size() || dst_end_[i] <= available,
+                   "ChangeTable: a row ends at element ", dst_end_[i], " of destination ", i,
+                   ", which has ", available);
+    addresses.push_back(static_cast<uint16_t*>(tensor.data()));
   }
-  TORCH_CHECK_INDEX(destinations.size() >= dst_end_.size(), "ChangeTable: got ",
-                    destinations.size(), " destinations; expected ", dst_end_.size());
+  HE_CHECK_INDEX(destinations.size() >= dst_end_.size(), "ChangeTable: got ", destinations.size(),
+                 " destinations; expected ", dst_end_.size());
   Ranges ranges = find_ranges(indices, values);
   MapChangesParams& params = ranges.params;
-  const at::Tensor on_device = bytes_of(addresses, device_);
+  const Tensor on_device = bytes_of(addresses, device_);
   params.destinations = data_of<uint16_t*>(on_device);
 #ifdef HYBRIDENGINE_WITH_CUDA
   if (device_.is_cuda()) {
@@ -270,45 +271,42 @@ at::Tensor ChangeTable::scatter(const std::vector<at::Tensor>& indices,
   }
 #endif
   if (!device_.is_cpu()) no_kernel_for(device_, kTable);
-  params.checksums = reinterpret_cast<uint64_t*>(checksums.mutable_data_ptr<int64_t>());
-  py::gil_scoped_release no_gil;
-  scatter_changes_cpu(params);
+  params.checksums = reinterpret_cast<uint64_t*>(checksums.data<int64_t>());
+  without_gil([&] { scatter_changes_cpu(params); });
   return checksums;
 }
 
 #ifdef HYBRIDENGINE_WITH_CUDA
 // The sums of every chunk become those of all chunks up to it; returns the last ones.
-std::vector<int64_t> add_up(at::Tensor& sums) {
-  sums.cumsum_(0);
-  const at::Tensor last = sums[sums.size(0) - 1].cpu();
-  const int64_t* first = last.const_data_ptr<int64_t>();
+std::vector<int64_t> add_up(Tensor& sums) {
+  sums.call("cumsum_", 0);
+  const Tensor last = sums.call("select", 0, -1).call("cpu");
+  const int64_t* first = last.data<int64_t>();
   return {first, first + last.numel()};
 }
 
-at::Tensor sums_of_chunks(int64_t size, int64_t columns, const at::Device& device) {
-  return at::empty({(size + kGapChunk - 1) / kGapChunk, columns},
-                   at::TensorOptions(at::kLong).device(device));
+Tensor sums_of_chunks(int64_t size, int64_t columns, const Device& device) {
+  return empty({(size + kGapChunk - 1) / kGapChunk, columns}, kLong, device);
 }
 
 // The host waits for the number of bytes.
-std::tuple<at::Tensor, int64_t> encode_gaps_on_cuda(const at::Tensor& positions, int64_t start) {
-  const at::Device device = positions.device();
-  const c10::DeviceGuard guard(device);
-  const auto options = at::TensorOptions(at::kByte).device(device);
+std::tuple<Tensor, int64_t> encode_gaps_on_cuda(const Tensor& positions, int64_t start) {
+  const Device device = positions.device();
+  const DeviceGuard guard(device);
   EncodeGapsParams params{};
-  params.positions = positions.const_data_ptr<int64_t>();
+  params.positions = positions.data<int64_t>();
   params.count = positions.numel();
   params.start = start;
-  if (!params.count) return {at::empty({0}, options), 1};
-  at::Tensor sums = sums_of_chunks(params.count, kMaxGapWidth, device);
-  params.sums = sums.mutable_data_ptr<int64_t>();
+  if (!params.count) return {empty({0}, kByte, device), 1};
+  Tensor sums = sums_of_chunks(params.count, kMaxGapWidth, device);
+  params.sums = sums.data<int64_t>();
   check_cuda(count_escapes_cuda(params, current_stream(device)), "encode_gaps");
   std::vector<int64_t> bytes = add_up(sums);
   for (int width = 1; width <= kMaxGapWidth; ++width)
     bytes[width - 1] = width * (params.count + bytes[width - 1]);
   const int64_t smallest = std::min_element(bytes.begin(), bytes.end()) - bytes.begin();
-  at::Tensor out = at::full({bytes[smallest]}, 0xFF, options);
-  params.bytes = out.mutable_data_ptr<uint8_t>();
+  Tensor out = empty({bytes[smallest]}, kByte, device).call("fill_", 0xFF);
+  params.bytes = out.data<uint8_t>();
   const int width = static_cast<int>(smallest) + 1;
   check_cuda(write_gaps_cuda(params, width, current_stream(device)), "encode_gaps");
   return {out, width};
@@ -316,75 +314,74 @@ std::tuple<at::Tensor, int64_t> encode_gaps_on_cuda(const at::Tensor& positions,
 
 // The host waits for what is checked. Returns the number of positions, -1 if one is not below
 // `end`.
-int64_t decode_gaps_on_cuda(const at::Tensor& gaps, int width, int64_t start, int64_t end,
-                            at::Tensor& positions) {
-  const at::Device device = gaps.device();
-  const c10::DeviceGuard guard(device);
+int64_t decode_gaps_on_cuda(const Tensor& gaps, int width, int64_t start, int64_t end,
+                            Tensor& positions) {
+  const Device device = gaps.device();
+  const DeviceGuard guard(device);
   DecodeGapsParams params{};
-  params.bytes = gaps.const_data_ptr<uint8_t>();
+  params.bytes = gaps.data<uint8_t>();
   params.num_fields = gaps.numel() / width;
   params.start = start;
   params.count = positions.numel();
-  params.positions = positions.mutable_data_ptr<int64_t>();
+  params.positions = positions.data<int64_t>();
   if (!params.num_fields) return 0;
-  at::Tensor sums = sums_of_chunks(params.num_fields, 2, device);
-  params.sums = sums.mutable_data_ptr<int64_t>();
+  Tensor sums = sums_of_chunks(params.num_fields, 2, device);
+  params.sums = sums.data<int64_t>();
   check_cuda(count_fields_cuda(params, width, current_stream(device)), "decode_gaps");
   const int64_t found = add_up(sums)[1];
   if (found != params.count) return found;
   check_cuda(read_gaps_cuda(params, width, current_stream(device)), "decode_gaps");
-  if (found && positions[found - 1].item<int64_t>() >= end) return -1;
+  if (found && item_of(positions, found - 1) >= end) return -1;
   return found;
 }
 #endif
 
-std::tuple<at::Tensor, int64_t> encode_gaps(const at::Tensor& positions, int64_t start) {
-  check_vector(positions, "encode_gaps: positions", at::kLong, positions.numel());
-  TORCH_CHECK_VALUE(start >= 0 && start <= kMaxPosition, "encode_gaps: start is ", start,
-                    "; expected 0 to 2^48");
+std::tuple<Tensor, int64_t> encode_gaps(const Tensor& positions, int64_t start) {
+  check_vector(positions, "encode_gaps: positions", kLong, positions.numel());
+  HE_CHECK_VALUE(start >= 0 && start <= kMaxPosition, "encode_gaps: start is ", start,
+                 "; expected 0 to 2^48");
 #ifdef HYBRIDENGINE_WITH_CUDA
   if (positions.is_cuda()) return encode_gaps_on_cuda(positions, start);
 #endif
   if (!positions.is_cpu()) no_kernel_for(positions.device(), "encode_gaps");
-  const int64_t* first = positions.const_data_ptr<int64_t>();
+  const int64_t* first = positions.data<int64_t>();
   int64_t bytes[kMaxGapWidth];
   const int64_t bad = gap_sizes(first, positions.numel(), start, bytes);
-  TORCH_CHECK_VALUE(bad < 0, "encode_gaps: positions[", bad, "] is ", bad < 0 ? 0 : first[bad],
-                    "; expected ascending positions from ", start, " on, at most 2^48");
+  HE_CHECK_VALUE(bad < 0, "encode_gaps: positions[", bad, "] is ", bad < 0 ? 0 : first[bad],
+                 "; expected ascending positions from ", start, " on, at most 2^48");
   const int64_t smallest = std::min_element(bytes, bytes + kMaxGapWidth) - bytes;
   const int64_t width = smallest + 1;
-  at::Tensor out = vector_of(bytes[smallest], at::kByte);
+  Tensor out = vector_of(bytes[smallest], kByte);
   constexpr decltype(&write_gaps<1>) writers[] = {write_gaps<1>, write_gaps<2>, write_gaps<3>};
-  writers[smallest](first, positions.numel(), start, out.mutable_data_ptr<uint8_t>());
+  writers[smallest](first, positions.numel(), start, out.data<uint8_t>());
   return {out, width};
 }
 
-at::Tensor decode_gaps(const at::Tensor& gaps, int64_t width, int64_t start, int64_t end,
-                       int64_t count) {
-  check_vector(gaps, "decode_gaps: gaps", at::kByte, gaps.numel());
-  TORCH_CHECK_VALUE(1 <= width && width <= kMaxGapWidth && count >= 0 &&
-                        count <= gaps.numel() / width && gaps.numel() % width == 0,
-                    "decode_gaps: got ", gaps.numel(), " bytes of width ", width, " for ", count,
-                    " positions");
-  TORCH_CHECK_VALUE(start >= 0 && start <= kMaxPosition, "decode_gaps: start is ", start,
-                    "; expected 0 to 2^48");
-  at::Tensor positions;
+Tensor decode_gaps(const Tensor& gaps, int64_t width, int64_t start, int64_t end, int64_t count) {
+  check_vector(gaps, "decode_gaps: gaps", kByte, gaps.numel());
+  HE_CHECK_VALUE(1 <= width && width <= kMaxGapWidth && count >= 0 &&
+                     count <= gaps.numel() / width && gaps.numel() % width == 0,
+                 "decode_gaps: got ", gaps.numel(), " bytes of width ", width, " for ", count,
+                 " positions");
+  HE_CHECK_VALUE(start >= 0 && start <= kMaxPosition, "decode_gaps: start is ", start,
+                 "; expected 0 to 2^48");
+  Tensor positions;
   int64_t found = -1;
   if (gaps.is_cpu()) {
-    positions = vector_of(count, at::kLong);
+    positions = vector_of(count, kLong);
     constexpr decltype(&read_gaps<1>) readers[] = {read_gaps<1>, read_gaps<2>, read_gaps<3>};
-    found = readers[width - 1](gaps.const_data_ptr<uint8_t>(), gaps.numel(), start, end, count,
-                               positions.mutable_data_ptr<int64_t>());
+    found = readers[width - 1](gaps.data<uint8_t>(), gaps.numel(), start, end, count,
+                               positions.data<int64_t>());
 #ifdef HYBRIDENGINE_WITH_CUDA
   } else if (gaps.is_cuda()) {
-    positions = at::empty({count}, at::TensorOptions(at::kLong).device(gaps.device()));
+    positions = empty({count}, kLong, gaps.device());
     found = decode_gaps_on_cuda(gaps, static_cast<int>(width), start, end, positions);
 #endif
   } else {
     no_kernel_for(gaps.device(), "decode_gaps");
   }
-  TORCH_CHECK_VALUE(found == count, "decode_gaps: the bytes do not give ", count, " positions in [",
-                    start, ", ", end, ")");
+  HE_CHECK_VALUE(found == count, "decode_gaps: the bytes do not give ", count, " positions in [",
+                 start, ", ", end, ")");
   return positions;
 }
 
@@ -395,7 +392,7 @@ void register_delta(py::module_& m) {
   m.def("decode_gaps", &decode_gaps, py::arg("gaps"), py::arg("width"), py::arg("start"),
         py::arg("end"), py::arg("count"));
   py::class_<ChangeTable>(m, "ChangeTable")
-      .def(py::init<const at::Tensor&, const at::Device&>(), py::arg("table"), py::arg("device"))
+      .def(py::init<const Tensor&, const Device&>(), py::arg("table"), py::arg("device"))
       .def("map", &ChangeTable::map, py::arg("indices"), py::arg("values"))
       .def("scatter", &ChangeTable::scatter, py::arg("indices"), py::arg("values"),
            py::arg("destinations"));

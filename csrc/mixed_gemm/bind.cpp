@@ -1,5 +1,5 @@
-#include <ATen/native/CPUBlas.h>
-#include <ATen/ops/empty.h>
+
+#include <dlfcn.h>
 
 #include <optional>
 
@@ -10,27 +10,40 @@ namespace hybridengine {
 
 namespace {
 
-namespace blas = at::native::cpublas;
+// brgemm of torch, which calls oneDNN. It is not of torch's stable interface: where the library has
+// no function of this name, or it does not multiply as expected, there is no mixed_gemm.
+template <typename T>
+using Brgemm = void (*)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, const T*,
+                        const T*, float*, bool);
+template <typename T>
+Brgemm<T> brgemm = nullptr;
+void (*brgemm_release)(bool) = nullptr;
 
 template <typename T>
 void multiply_tile(int64_t depth, int64_t lda, bool accumulate, const uint16_t* a,
                    const uint16_t* b, float* c) {
-  blas::brgemm(kTileRows, kTileColumns, depth, lda, kTileColumns, kTileColumns, accumulate,
-               reinterpret_cast<const T*>(a), reinterpret_cast<const T*>(b), c);
+  brgemm<T>(kTileRows, kTileColumns, depth, lda, kTileColumns, kTileColumns, accumulate,
+            reinterpret_cast<const T*>(a), reinterpret_cast<const T*>(b), c, true);
 }
 
-// Whether oneDNN has the kernel on this machine and expects B in the layout of MultiplyTile. It
+// Whether torch has the kernel on this machine and expects B in the layout of MultiplyTile. It
 // needs AVX512-BF16 (float16: AVX512-FP16); without it oneDNN throws an exception.
 template <typename T>
-bool works() {
+bool works(const char* symbol) {
+  void* const library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+  if (!library) return false;
+  brgemm<T> = reinterpret_cast<Brgemm<T>>(dlsym(library, symbol));
+  brgemm_release =
+      reinterpret_cast<void (*)(bool)>(dlsym(library, "_ZN2at6native7cpublas14brgemm_releaseEb"));
+  if (!brgemm<T> || !brgemm_release) return false;
   T a[kTileRows * 32], b[kTileColumns * 32];
   float c[kTileRows * kTileColumns];
-  for (int64_t i = 0; i < kTileRows * 32; ++i) a[i] = static_cast<float>(i * 7 % 13 - 6);
-  for (int64_t i = 0; i < kTileColumns * 32; ++i) b[i] = static_cast<float>(i * 5 % 11 - 5);
+  for (int64_t i = 0; i < kTileRows * 32; ++i) a[i] = FromFloat<T>::of(i * 7 % 13 - 6);
+  for (int64_t i = 0; i < kTileColumns * 32; ++i) b[i] = FromFloat<T>::of(i * 5 % 11 - 5);
   try {
     multiply_tile<T>(32, 32, false, reinterpret_cast<const uint16_t*>(a),
                      reinterpret_cast<const uint16_t*>(b), c);
-    blas::brgemm_release();
+    brgemm_release(true);
   } catch (const std::exception&) {
     return false;
   }
@@ -38,8 +51,7 @@ bool works() {
     for (int64_t n = 0; n < kTileColumns; ++n) {
       float sum = 0;  // of small integers: exact
       for (int64_t k = 0; k < 32; ++k) {
-        sum += static_cast<float>(a[m * 32 + k]) *
-               static_cast<float>(b[(k / 2 * kTileColumns + n) * 2 + k % 2]);
+        sum += to_float(a[m * 32 + k]) * to_float(b[(k / 2 * kTileColumns + n) * 2 + k % 2]);
       }
       if (c[m * kTileColumns + n] != sum) return false;
     }
@@ -47,57 +59,58 @@ bool works() {
   return true;
 }
 
-bool has_mixed_gemm(at::ScalarType dtype) {
+bool has_mixed_gemm(ScalarType dtype) {
   if (cpu_isa() != Isa::avx512_bf16) return false;
-  static const bool bfloat16 = works<at::BFloat16>(), half = works<at::Half>();
-  return (dtype == at::kBFloat16 && bfloat16) || (dtype == at::kHalf && half);
+  static const bool bfloat16 =
+      works<bf16>("_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb");
+  static const bool half = works<f16>("_ZN2at6native7cpublas6brgemmEllllllbPKN3c104HalfES5_Pfb");
+  return (dtype == kBFloat16 && bfloat16) || (dtype == kHalf && half);
 }
 
 // `x` [rows, k], with stride 1 along one of them.
-Operand operand(const at::Tensor& x, const char* name, at::ScalarType dtype) {
-  TORCH_CHECK_VALUE(
-      x.dim() == 2 && x.scalar_type() == dtype && (x.stride(0) == 1 || x.stride(1) == 1),
-      "mixed_gemm: ", name, " has shape ", x.sizes(), ", strides ", x.strides(), " and dtype ",
-      x.scalar_type(), "; expected a ", dtype, " matrix with stride 1 along a dimension");
+Operand operand(const Tensor& x, const char* name, ScalarType dtype) {
+  HE_CHECK_VALUE(x.dim() == 2 && x.scalar_type() == dtype && (x.stride(0) == 1 || x.stride(1) == 1),
+                 "mixed_gemm: ", name, " has shape ", x.sizes(), ", strides ", x.strides(),
+                 " and dtype ", x.scalar_type(), "; expected a ", dtype,
+                 " matrix with stride 1 along a dimension");
   // A [rows, 1] matrix with row stride 1 counts as either layout.
-  return {static_cast<const uint16_t*>(x.const_data_ptr()), x.stride(0), x.stride(1)};
+  return {static_cast<const uint16_t*>(x.data()), x.stride(0), x.stride(1)};
 }
 
 // out [m, n] float32 (+)= a [m, k] @ b [n, k].T (+ bias [n]), a and b bfloat16 or float16.
-void mixed_gemm(const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& bias,
-                at::Tensor& out, bool accumulate) {
-  TORCH_CHECK(a.is_cpu() && has_mixed_gemm(a.scalar_type()),
-              "mixed_gemm: no 16-bit kernel with a float32 result for ", a.scalar_type(), " on ",
-              a.device(), " of this machine; convert the operands to float32");
+void mixed_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, Tensor& out,
+                bool accumulate) {
+  HE_CHECK(a.is_cpu() && has_mixed_gemm(a.scalar_type()),
+           "mixed_gemm: no 16-bit kernel with a float32 result for ", a.scalar_type(), " on ",
+           a.device(), " of this machine; convert the operands to float32");
   check_same_device("mixed_gemm", {{"a", a}, {"b", b}, {"bias", bias}, {"out", out}});
   MixedGemm p{};
   p.a = operand(a, "a", a.scalar_type());
   p.b = operand(b, "b", a.scalar_type());
   p.m = a.size(0), p.n = b.size(0), p.k = a.size(1);
-  TORCH_CHECK_VALUE(b.size(1) == p.k && out.dim() == 2 && out.size(0) == p.m &&
-                        out.size(1) == p.n && out.scalar_type() == at::kFloat && out.is_cpu() &&
-                        b.is_cpu() && (p.n <= 1 || out.stride(1) == 1),
-                    "mixed_gemm: a is ", a.sizes(), ", b ", b.sizes(), " and out ", out.sizes(),
-                    " ", out.scalar_type(), "; expected [m, k], [n, k] and float32 [m, n]");
+  HE_CHECK_VALUE(b.size(1) == p.k && out.dim() == 2 && out.size(0) == p.m && out.size(1) == p.n &&
+                     out.scalar_type() == kFloat && out.is_cpu() && b.is_cpu() &&
+                     (p.n <= 1 || out.stride(1) == 1),
+                 "mixed_gemm: a is ", a.sizes(), ", b ", b.sizes(), " and out ", out.sizes(), " ",
+                 out.scalar_type(), "; expected [m, k], [n, k] and float32 [m, n]");
   if (bias) {
-    TORCH_CHECK_VALUE(!accumulate, "mixed_gemm: bias and accumulate exclude each other");
-    check_vector(*bias, "bias", at::kFloat, p.n);
-    p.bias = bias->const_data_ptr<float>();
+    HE_CHECK_VALUE(!accumulate, "mixed_gemm: bias and accumulate exclude each other");
+    check_vector(*bias, "bias", kFloat, p.n);
+    p.bias = bias->data<float>();
   }
   if (p.m == 0 || p.n == 0) return;
-  p.out = out.mutable_data_ptr<float>();
+  p.out = out.data<float>();
   p.out_stride = out.stride(0);
   p.accumulate = accumulate;
   p.share_a = p.m <= p.n;
   const int64_t rows = p.share_a ? rounded_up(p.m, kTileRows) : rounded_up(p.n, kTileColumns);
-  at::Tensor shared = at::empty({rows * padded_depth(p.k)}, a.options());
-  p.shared = static_cast<uint16_t*>(shared.mutable_data_ptr());
-  const bool half = a.scalar_type() == at::kHalf;
-  p.multiply_tile = half ? multiply_tile<at::Half> : multiply_tile<at::BFloat16>;
-  p.release = [] { blas::brgemm_release(); };
-  p.num_threads = at::get_num_threads();
-  py::gil_scoped_release no_gil;
-  mixed_gemm_cpu(p);
+  Tensor shared = empty({rows * padded_depth(p.k)}, a.scalar_type());
+  p.shared = static_cast<uint16_t*>(shared.data());
+  const bool half = a.scalar_type() == kHalf;
+  p.multiply_tile = half ? multiply_tile<f16> : multiply_tile<bf16>;
+  p.release = [] { brgemm_release(true); };
+  p.num_threads = get_num_threads();
+  without_gil([&] { mixed_gemm_cpu(p); });
 }
 
 }  // namespace

@@ -1,11 +1,9 @@
-#include <ATen/ops/empty.h>
 
 #include <optional>
 #include <tuple>
 #include <vector>
 
 #include "common/binding.h"
-#include "common/memory_pool.h"
 #include "common/sequences.h"
 #include "policy_loss/params.h"
 
@@ -13,23 +11,23 @@ namespace hybridengine {
 
 namespace {
 
-using OptionalTensor = std::optional<at::Tensor>;
+using OptionalTensor = std::optional<Tensor>;
 
 const float* optional_floats(const OptionalTensor& tensor, const char* name, int64_t size) {
   if (!tensor) return nullptr;
-  check_vector(*tensor, name, at::kFloat, size);
-  return tensor->const_data_ptr<float>();
+  check_vector(*tensor, name, kFloat, size);
+  return tensor->data<float>();
 }
 
 const bool* optional_bools(const OptionalTensor& tensor, const char* name, int64_t size) {
   if (!tensor) return nullptr;
-  check_vector(*tensor, name, at::kBool, size);
-  return tensor->const_data_ptr<bool>();
+  check_vector(*tensor, name, kBool, size);
+  return tensor->data<bool>();
 }
 
 void check_number(const char* name, int64_t value, int64_t last) {
-  TORCH_CHECK_VALUE(value >= 0 && value <= last, "policy_loss: ", name, " is ", value,
-                    "; expected 0 to ", last);
+  HE_CHECK_VALUE(value >= 0 && value <= last, "policy_loss: ", name, " is ", value,
+                 "; expected 0 to ", last);
 }
 
 // Returns the loss [], the metrics [kNumSums], the terms of the tokens [kNumTokenTerms, T] and
@@ -37,8 +35,8 @@ void check_number(const char* name, int64_t value, int64_t last) {
 // `options` is TokenLossOptions and the clamps of KlOptions in their order; `coefficients` are
 // kl_coef, entropy_coeff, loss_scale_factor and the global numbers of tokens and sequences, NaN
 // where they are counted here; `denominators` is those two numbers as a float64 tensor, or null.
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> policy_loss(
-    const at::Tensor& log_probs, const at::Tensor& old_log_probs, const at::Tensor& advantages,
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> policy_loss(
+    const Tensor& log_probs, const Tensor& old_log_probs, const Tensor& advantages,
     const OptionalTensor& mask, const OptionalTensor& selected, const OptionalTensor& ref_log_probs,
     const OptionalTensor& entropy, const OptionalTensor& is_weights,
     const OptionalTensor& cu_seqlens, const OptionalTensor& seq_num_tokens,
@@ -47,7 +45,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     const std::vector<double>& coefficients, bool wants_tokens, bool wants_gradient,
     bool wants_entropy_gradient) {
   const int64_t tokens = log_probs.numel();
-  const at::Device device = log_probs.device();
+  const Device device = log_probs.device();
   check_same_device("policy_loss", {{"log_probs", log_probs},
                                     {"old_log_probs", old_log_probs},
                                     {"advantages", advantages},
@@ -59,15 +57,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
                                     {"cu_seqlens", cu_seqlens},
                                     {"seq_num_tokens", seq_num_tokens},
                                     {"denominators", denominators}});
-  const c10::DeviceGuard guard(device);
-  check_vector(log_probs, "log_probs", at::kFloat, tokens);
-  check_vector(old_log_probs, "old_log_probs", at::kFloat, tokens);
-  check_vector(advantages, "advantages", at::kFloat, tokens);
-  if (denominators) check_vector(*denominators, "denominators", at::kDouble, 2);
+  const DeviceGuard guard(device);
+  check_vector(log_probs, "log_probs", kFloat, tokens);
+  check_vector(old_log_probs, "old_log_probs", kFloat, tokens);
+  check_vector(advantages, "advantages", kFloat, tokens);
+  if (denominators) check_vector(*denominators, "denominators", kDouble, 2);
   PolicyLossParams params{};
-  params.log_probs = log_probs.const_data_ptr<float>();
-  params.old_log_probs = old_log_probs.const_data_ptr<float>();
-  params.advantages = advantages.const_data_ptr<float>();
+  params.log_probs = log_probs.data<float>();
+  params.old_log_probs = old_log_probs.data<float>();
+  params.advantages = advantages.data<float>();
   params.mask = optional_bools(mask, "response_mask", tokens);
   params.selected = optional_bools(selected, "selected", tokens);
   params.ref_log_probs = optional_floats(ref_log_probs, "ref_log_probs", tokens);
@@ -75,7 +73,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   params.is_weights = optional_floats(is_weights, "rollout_is_weights", tokens);
   if (cu_seqlens) {
     check_cu_seqlens(*cu_seqlens, tokens, "policy_loss");
-    params.cu_seqlens = cu_seqlens->const_data_ptr<int32_t>();
+    params.cu_seqlens = cu_seqlens->data<int32_t>();
     params.num_sequences = cu_seqlens->numel() - 1;
   }
   params.seq_num_tokens = optional_floats(seq_num_tokens, "seq_num_tokens", params.num_sequences);
@@ -84,10 +82,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   check_number("agg_mode", agg_mode, static_cast<int64_t>(LossAggMode::seq_mean_token_sum_norm));
   check_number("kl_type", kl_type, static_cast<int64_t>(KlType::k3));
   params.mode = static_cast<LossMode>(mode);
-  TORCH_CHECK_VALUE(
-      selected || (params.mode != LossMode::clip_cov && params.mode != LossMode::kl_cov),
-      "policy_loss: selected is None; expected bool [", tokens,
-      "] for the loss modes clip_cov and kl_cov");
+  HE_CHECK_VALUE(selected || (params.mode != LossMode::clip_cov && params.mode != LossMode::kl_cov),
+                 "policy_loss: selected is None; expected bool [", tokens,
+                 "] for the loss modes clip_cov and kl_cov");
   params.agg_mode = static_cast<LossAggMode>(agg_mode);
   const auto option = [&](int i) { return static_cast<float>(options.at(i)); };
   params.options = {option(0), option(1), option(2), option(3), option(4), option(5), option(6)};
@@ -98,37 +95,33 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   params.loss_scale_factor = static_cast<float>(coefficients.at(2));
   params.global_num_tokens = coefficients.at(3);
   params.global_num_seqs = coefficients.at(4);
-  if (denominators) params.global_counts = denominators->const_data_ptr<double>();
-  params.num_threads = at::get_num_threads();
+  if (denominators) params.global_counts = denominators->data<double>();
+  params.num_threads = get_num_threads();
 
   const int64_t chunk = device.is_cpu() ? kCpuChunk : kCudaChunk;
   const int64_t chunks = (tokens + chunk - 1) / chunk;
   const int64_t stats_bytes = needs_sequence_pass(params) ? sizeof(SequenceStats) : 0;
-  const auto& floats = log_probs.options();
-  at::Tensor loss = at::empty({}, floats), metrics = at::empty({kNumSums}, floats);
-  at::Tensor gradient = empty_from_pool({wants_gradient ? tokens : 0}, floats);
-  at::Tensor entropy_gradient = empty_from_pool({wants_entropy_gradient ? tokens : 0}, floats);
-  at::Tensor token_terms = at::empty({wants_tokens ? kNumTokenTerms : 0, tokens}, floats);
-  at::Tensor token_clips = at::empty({wants_tokens ? 2 : 0, tokens}, floats.dtype(at::kBool));
-  at::Tensor sequence_stats =
-      at::empty({params.num_sequences * stats_bytes}, floats.dtype(at::kByte));
-  at::Tensor token_counts =
-      at::empty({needs_count_pass(params) ? chunks : 0}, floats.dtype(at::kInt));
-  at::Tensor partials = at::empty({chunks, kNumSums}, floats.dtype(at::kDouble));
-  params.sequence_stats = static_cast<SequenceStats*>(sequence_stats.mutable_data_ptr());
-  params.token_counts = token_counts.mutable_data_ptr<int32_t>();
-  params.partials = partials.mutable_data_ptr<double>();
-  params.loss = loss.mutable_data_ptr<float>();
-  params.metrics = metrics.mutable_data_ptr<float>();
-  if (wants_gradient) params.gradient = gradient.mutable_data_ptr<float>();
+  Tensor loss = empty({}, kFloat, device), metrics = empty({kNumSums}, kFloat, device);
+  Tensor gradient = empty({wants_gradient ? tokens : 0}, kFloat, device);
+  Tensor entropy_gradient = empty({wants_entropy_gradient ? tokens : 0}, kFloat, device);
+  Tensor token_terms = empty({wants_tokens ? kNumTokenTerms : 0, tokens}, kFloat, device);
+  Tensor token_clips = empty({wants_tokens ? 2 : 0, tokens}, kBool, device);
+  Tensor sequence_stats = empty({params.num_sequences * stats_bytes}, kByte, device);
+  Tensor token_counts = empty({needs_count_pass(params) ? chunks : 0}, kInt, device);
+  Tensor partials = empty({chunks, kNumSums}, kDouble, device);
+  params.sequence_stats = static_cast<SequenceStats*>(sequence_stats.data());
+  params.token_counts = token_counts.data<int32_t>();
+  params.partials = partials.data<double>();
+  params.loss = loss.data<float>();
+  params.metrics = metrics.data<float>();
+  if (wants_gradient) params.gradient = gradient.data<float>();
   if (wants_tokens) {
-    params.token_terms = token_terms.mutable_data_ptr<float>();
-    params.token_clips = token_clips.mutable_data_ptr<bool>();
+    params.token_terms = token_terms.data<float>();
+    params.token_clips = token_clips.data<bool>();
   }
-  if (wants_entropy_gradient) params.entropy_gradient = entropy_gradient.mutable_data_ptr<float>();
+  if (wants_entropy_gradient) params.entropy_gradient = entropy_gradient.data<float>();
   if (device.is_cpu()) {
-    py::gil_scoped_release no_gil;
-    policy_loss_cpu(params);
+    without_gil([&] { policy_loss_cpu(params); });
 #ifdef HYBRIDENGINE_WITH_CUDA
   } else if (device.is_cuda()) {
     check_cuda(policy_loss_cuda(params, current_stream(device)), "policy_loss");

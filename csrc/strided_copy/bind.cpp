@@ -1,4 +1,3 @@
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <map>
@@ -13,13 +12,13 @@ namespace hybridengine {
 
 namespace {
 
-using Tensors = std::vector<at::Tensor>;
+using Tensors = std::vector<Tensor>;
 
 constexpr int64_t kTableColumns = 4 + 3 * kCopyDims;
 constexpr const char* kQuantize = "block_quantize";
 
-bool is_float(at::ScalarType type) {
-  return type == at::kFloat || type == at::kHalf || type == at::kBFloat16 || type == at::kDouble;
+bool is_float(const ScalarType& type) {
+  return type == kFloat || type == kHalf || type == kBFloat16 || type == kDouble;
 }
 
 DType raw_dtype(int64_t bytes) {
@@ -50,31 +49,31 @@ struct Overlap {
 class CopyTable {
  public:
   // blocks: for block quantization, the number of the block that each row lies in.
-  CopyTable(const at::Tensor& table, const std::optional<at::Tensor>& blocks);
+  CopyTable(const Tensor& table, const std::optional<Tensor>& blocks);
   void copy(const Tensors& sources, const Tensors& destinations);
   // absmax: int32 by block, raised to the bits of the largest magnitude. scale: float32 by block.
   // dtype: of the engine, to which values are rounded first.
-  void absmax(const Tensors& sources, const at::Tensor& absmax, at::ScalarType dtype) {
+  void absmax(const Tensors& sources, const Tensor& absmax, ScalarType dtype) {
     run_blocks(sources, nullptr, absmax, dtype);
   }
-  void quantize(const Tensors& sources, const Tensors& destinations, const at::Tensor& scale,
-                at::ScalarType dtype) {
+  void quantize(const Tensors& sources, const Tensors& destinations, const Tensor& scale,
+                ScalarType dtype) {
     run_blocks(sources, &destinations, scale, dtype);
   }
 
  private:
-  void run_blocks(const Tensors& sources, const Tensors* destinations, at::Tensor per_block,
-                  at::ScalarType dtype);
-  void resolve_destinations(const Tensors& destinations, const at::Device& device,
+  void run_blocks(const Tensors& sources, const Tensors* destinations, Tensor per_block,
+                  ScalarType dtype);
+  void resolve_destinations(const Tensors& destinations, const Device& device,
                             std::vector<void*>& addresses) const;
-  void upload_tables(const at::Device& device, const std::vector<void*>& addresses);
+  void upload_tables(const Device& device, const std::vector<void*>& addresses);
 
   std::vector<CopyRow> rows_;
   Reaches src_reach_, dst_reach_;
   int64_t num_chunks_ = 0;
   int64_t num_blocks_ = 0;  // one more than the largest number; 0 without blocks
   Overlap overlap_;
-  at::Tensor device_rows_, device_row_of_chunk_, device_addresses_;
+  Tensor device_rows_, device_row_of_chunk_, device_addresses_;
   std::vector<void*> uploaded_;
 };
 
@@ -93,32 +92,32 @@ bool last_element(int64_t offset, const int64_t* size, const int64_t* stride, in
 // Checks one side of row `number`, updates the reach of its tensor and returns the last element.
 int64_t update_reach(Reaches& reaches, const char* name, int64_t number, int64_t index,
                      int64_t offset, const int64_t* size, const int64_t* stride) {
-  TORCH_CHECK_INDEX(index >= 0 && index < (int64_t{1} << 31), "strided_copy: row ", number,
-                    " names ", name, "[", index, "], which cannot exist");
-  TORCH_CHECK_INDEX(offset >= 0, "strided_copy: row ", number, " begins at element ", offset,
-                    " of ", name, "[", index, "]; offsets must not be negative");
+  HE_CHECK_INDEX(index >= 0 && index < (int64_t{1} << 31), "strided_copy: row ", number, " names ",
+                 name, "[", index, "], which cannot exist");
+  HE_CHECK_INDEX(offset >= 0, "strided_copy: row ", number, " begins at element ", offset, " of ",
+                 name, "[", index, "]; offsets must not be negative");
   for (int dim = 0; dim < kCopyDims; ++dim)
-    TORCH_CHECK_INDEX(stride[dim] >= 0, "strided_copy: row ", number, " has stride ", stride[dim],
-                      " in dimension ", dim, " of ", name, "[", index,
-                      "]; strides must not be negative");
+    HE_CHECK_INDEX(stride[dim] >= 0, "strided_copy: row ", number, " has stride ", stride[dim],
+                   " in dimension ", dim, " of ", name, "[", index,
+                   "]; strides must not be negative");
   int64_t last;
-  TORCH_CHECK_INDEX(last_element(offset, size, stride, last), "strided_copy: row ", number,
-                    " reaches more than 2^60 elements beyond the start of ", name, "[", index,
-                    "]; no tensor has as many");
+  HE_CHECK_INDEX(last_element(offset, size, stride, last), "strided_copy: row ", number,
+                 " reaches more than 2^60 elements beyond the start of ", name, "[", index,
+                 "]; no tensor has as many");
   Reach& reach = reaches[index];
   if (last > reach.last) reach = {last, number};
   return last;
 }
 
-CopyTable::CopyTable(const at::Tensor& table, const std::optional<at::Tensor>& blocks) {
-  TORCH_CHECK_VALUE(
-      table.dim() == 2 && table.size(1) == kTableColumns && table.scalar_type() == at::kLong &&
-          table.is_contiguous() && table.device().is_cpu(),
-      "strided_copy: table has shape ", table.sizes(), ", dtype ", table.scalar_type(), " on ",
-      table.device(), "; expected a contiguous [P, 16] int64 tensor on the CPU");
-  if (blocks) check_vector(*blocks, "blocks", at::kLong, table.size(0));
-  const int64_t* block = blocks ? blocks->const_data_ptr<int64_t>() : nullptr;
-  const int64_t* entry = table.const_data_ptr<int64_t>();
+CopyTable::CopyTable(const Tensor& table, const std::optional<Tensor>& blocks) {
+  HE_CHECK_VALUE(table.dim() == 2 && table.size(1) == kTableColumns &&
+                     table.scalar_type() == kLong && table.is_contiguous() &&
+                     table.device().is_cpu(),
+                 "strided_copy: table has shape ", table.sizes(), ", dtype ", table.scalar_type(),
+                 " on ", table.device(), "; expected a contiguous [P, 16] int64 tensor on the CPU");
+  if (blocks) check_vector(*blocks, "blocks", kLong, table.size(0));
+  const int64_t* block = blocks ? blocks->data<int64_t>() : nullptr;
+  const int64_t* entry = table.data<int64_t>();
   rows_.reserve(table.size(0));
   int64_t all_elements = 0;
   for (int64_t i = 0; i < table.size(0); ++i, entry += kTableColumns) {
@@ -128,15 +127,15 @@ CopyTable::CopyTable(const at::Tensor& table, const std::optional<at::Tensor>& b
     bool empty = false, fits = true;
     int64_t elements = 1;
     for (int dim = 0; dim < kCopyDims; ++dim) {
-      TORCH_CHECK_VALUE(size[dim] >= 0, "strided_copy: row ", i, " has size ", size[dim],
-                        " in dimension ", dim, "; sizes must not be negative");
+      HE_CHECK_VALUE(size[dim] >= 0, "strided_copy: row ", i, " has size ", size[dim],
+                     " in dimension ", dim, "; sizes must not be negative");
       empty |= size[dim] == 0;
       fits = fits && !__builtin_mul_overflow(elements, size[dim], &elements);
     }
     if (empty) continue;
-    TORCH_CHECK_VALUE(fits && elements <= kMaxElements - all_elements, "strided_copy: row ", i,
-                      " has, with those before it, more than 2^60 elements; expected the sizes of "
-                      "slices of tensors");
+    HE_CHECK_VALUE(fits && elements <= kMaxElements - all_elements, "strided_copy: row ", i,
+                   " has, with those before it, more than 2^60 elements; expected the sizes of "
+                   "slices of tensors");
     all_elements += elements;
     update_reach(src_reach_, "sources", i, entry[0], entry[2], size, src_stride);
     const int64_t last =
@@ -158,10 +157,9 @@ CopyTable::CopyTable(const at::Tensor& table, const std::optional<at::Tensor>& b
     row.dst_align = alignment(row, row.dst_stride);
     row.first_chunk = num_chunks_;
     if (block) {
-      TORCH_CHECK_VALUE(
-          block[i] >= 0 && block[i] < (int64_t{1} << 31) && elements <= kChunkElements, kQuantize,
-          ": row ", i, " has block ", block[i], " and ", elements,
-          " elements; expected a number below 2^31 and at most ", kChunkElements);
+      HE_CHECK_VALUE(block[i] >= 0 && block[i] < (int64_t{1} << 31) && elements <= kChunkElements,
+                     kQuantize, ": row ", i, " has block ", block[i], " and ", elements,
+                     " elements; expected a number below 2^31 and at most ", kChunkElements);
       row.block = static_cast<int32_t>(block[i]);
       num_blocks_ = std::max(num_blocks_, block[i] + 1);
     }
@@ -171,65 +169,58 @@ CopyTable::CopyTable(const at::Tensor& table, const std::optional<at::Tensor>& b
 }
 
 // The addresses of the tensors of one side, after checking that the rows stay inside them.
-void resolve(const Tensors& tensors, const Reaches& reaches, const char* name,
-             const at::Device& device, std::vector<void*>& addresses) {
+void resolve(const Tensors& tensors, const Reaches& reaches, const char* name, const Device& device,
+             std::vector<void*>& addresses) {
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const at::Tensor& tensor = tensors[i];
-    TORCH_CHECK_VALUE(tensor.scalar_type() == tensors[0].scalar_type(), "strided_copy: ", name, "[",
-                      i, "] has dtype ", tensor.scalar_type(), " but ", name, "[0] has ",
-                      tensors[0].scalar_type(), "; all of them must share one dtype");
-    TORCH_CHECK_VALUE(tensor.device() == device, "strided_copy: ", name, "[", i, "] is on ",
-                      tensor.device(), "; expected ", device, " like sources[0]");
-    TORCH_CHECK_VALUE(tensor.has_storage(), "strided_copy: ", name, "[", i, "] has layout ",
-                      tensor.layout(), "; expected a dense tensor");
-    addresses.push_back(tensor.data_ptr());
+    const Tensor& tensor = tensors[i];
+    HE_CHECK_VALUE(tensor.scalar_type() == tensors[0].scalar_type(), "strided_copy: ", name, "[", i,
+                   "] has dtype ", tensor.scalar_type(), " but ", name, "[0] has ",
+                   tensors[0].scalar_type(), "; all of them must share one dtype");
+    HE_CHECK_VALUE(tensor.device() == device, "strided_copy: ", name, "[", i, "] is on ",
+                   tensor.device(), "; expected ", device, " like sources[0]");
+    addresses.push_back(tensor.data());
   }
   for (const auto& [index, reach] : reaches) {
-    TORCH_CHECK_INDEX(index < static_cast<int64_t>(tensors.size()), "strided_copy: row ", reach.row,
-                      " names ", name, "[", index, "], but there are ", tensors.size());
-    const at::Tensor& tensor = tensors[index];
-    // An empty tensor has no address, whatever its storage has.
-    const int64_t available =
-        tensor.numel() ? static_cast<int64_t>(tensor.storage().nbytes()) / tensor.element_size() -
-                             tensor.storage_offset()
-                       : 0;
-    TORCH_CHECK_INDEX(reach.last < available, "strided_copy: row ", reach.row, " reaches element ",
-                      reach.last, " of ", name, "[", index, "], which has ", available,
-                      " elements from its start");
+    HE_CHECK_INDEX(index < static_cast<int64_t>(tensors.size()), "strided_copy: row ", reach.row,
+                   " names ", name, "[", index, "], but there are ", tensors.size());
+    const Tensor& tensor = tensors[index];
+    const int64_t available = tensor.extent();
+    HE_CHECK_INDEX(reach.last < available, "strided_copy: row ", reach.row, " reaches element ",
+                   reach.last, " of ", name, "[", index, "], which has ", available,
+                   " elements from its start");
   }
 }
 
 // Equal dtypes move bytes; others must be floats that convert.
-void choose_dtypes(const at::Tensor& source, const at::Tensor& destination,
-                   StridedCopyParams& params) {
-  const at::ScalarType src = source.scalar_type();
-  const at::ScalarType dst = destination.scalar_type();
+void choose_dtypes(const Tensor& source, const Tensor& destination, StridedCopyParams& params) {
+  const ScalarType src = source.scalar_type();
+  const ScalarType dst = destination.scalar_type();
   if (src == dst) {
-    TORCH_CHECK_VALUE(source.element_size() <= 8, "strided_copy: dtype ", src, " is not supported");
+    HE_CHECK_VALUE(source.element_size() <= 8, "strided_copy: dtype ", src, " is not supported");
     params.src_dtype = params.dst_dtype = raw_dtype(source.element_size());
     return;
   }
-  TORCH_CHECK_VALUE(is_float(src) && is_float(dst), "strided_copy: no cast from ", src, " to ", dst,
-                    "; float32, float16, bfloat16 and float64 cast to each other, every other "
-                    "dtype only copies to itself");
+  HE_CHECK_VALUE(is_float(src) && is_float(dst), "strided_copy: no cast from ", src, " to ", dst,
+                 "; float32, float16, bfloat16 and float64 cast to each other, every other "
+                 "dtype only copies to itself");
   params.src_dtype = float_dtype(source, "sources[0]");
   params.dst_dtype = float_dtype(destination, "destinations[0]");
 }
 
-void CopyTable::resolve_destinations(const Tensors& destinations, const at::Device& device,
+void CopyTable::resolve_destinations(const Tensors& destinations, const Device& device,
                                      std::vector<void*>& addresses) const {
-  TORCH_CHECK_VALUE(overlap_.row < 0, "strided_copy: row ", overlap_.row, " writes ",
-                    overlap_.elements, " elements to ", overlap_.places,
-                    "; expected destination slices that do not overlap");
+  HE_CHECK_VALUE(overlap_.row < 0, "strided_copy: row ", overlap_.row, " writes ",
+                 overlap_.elements, " elements to ", overlap_.places,
+                 "; expected destination slices that do not overlap");
   resolve(destinations, dst_reach_, "destinations", device, addresses);
 }
 
 void CopyTable::copy(const Tensors& sources, const Tensors& destinations) {
   if (rows_.empty()) return;
-  TORCH_CHECK_VALUE(!sources.empty() && !destinations.empty(),
-                    "strided_copy: a table with rows needs sources and destinations, got ",
-                    sources.size(), " and ", destinations.size());
-  const at::Device device = sources[0].device();
+  HE_CHECK_VALUE(!sources.empty() && !destinations.empty(),
+                 "strided_copy: a table with rows needs sources and destinations, got ",
+                 sources.size(), " and ", destinations.size());
+  const Device device = sources[0].device();
   StridedCopyParams params{};
   std::vector<void*> addresses;
   resolve(sources, src_reach_, "sources", device, addresses);
@@ -237,25 +228,23 @@ void CopyTable::copy(const Tensors& sources, const Tensors& destinations) {
   choose_dtypes(sources[0], destinations[0], params);
   params.num_rows = static_cast<int64_t>(rows_.size());
   params.num_chunks = num_chunks_;
-  params.num_threads = at::get_num_threads();
+  params.num_threads = get_num_threads();
   if (device.is_cpu()) {
     params.rows = rows_.data();
     params.sources = reinterpret_cast<const char* const*>(addresses.data());
     params.destinations = reinterpret_cast<char* const*>(addresses.data() + sources.size());
-    py::gil_scoped_release no_gil;
-    strided_copy_cpu(params);
-    return;
+    return without_gil([&] { strided_copy_cpu(params); });
   }
 #ifdef HYBRIDENGINE_WITH_CUDA
   if (device.is_cuda()) {
-    TORCH_CHECK_VALUE(params.num_chunks < (int64_t{1} << 31),
-                      "strided_copy: the table moves more than 2^45 elements; split it");
-    const c10::DeviceGuard guard(device);
+    HE_CHECK_VALUE(params.num_chunks < (int64_t{1} << 31),
+                   "strided_copy: the table moves more than 2^45 elements; split it");
+    const DeviceGuard guard(device);
     void* stream = current_stream(device);
     upload_tables(device, addresses);
-    params.rows = static_cast<const CopyRow*>(device_rows_.const_data_ptr());
-    params.row_of_chunk = static_cast<const int32_t*>(device_row_of_chunk_.const_data_ptr());
-    auto* device_data = static_cast<void**>(device_addresses_.mutable_data_ptr());
+    params.rows = static_cast<const CopyRow*>(device_rows_.data());
+    params.row_of_chunk = static_cast<const int32_t*>(device_row_of_chunk_.data());
+    auto* device_data = static_cast<void**>(device_addresses_.data());
     params.sources = reinterpret_cast<const char* const*>(device_data);
     params.destinations = reinterpret_cast<char* const*>(device_data + sources.size());
     check_cuda(strided_copy_cuda(params, stream), "strided_copy");
@@ -266,39 +255,39 @@ void CopyTable::copy(const Tensors& sources, const Tensors& destinations) {
 }
 
 // The destinations are of a type of one byte. per_block: see QuantizeParams.
-void CopyTable::run_blocks(const Tensors& sources, const Tensors* destinations,
-                           at::Tensor per_block, at::ScalarType dtype) {
+void CopyTable::run_blocks(const Tensors& sources, const Tensors* destinations, Tensor per_block,
+                           ScalarType dtype) {
   if (rows_.empty()) return;
-  TORCH_CHECK_VALUE(num_blocks_ > 0, kQuantize, ": the table was made without blocks");
-  TORCH_CHECK_VALUE(!sources.empty() && !(destinations && destinations->empty()), kQuantize,
-                    ": a table with rows needs sources and destinations, got none");
-  const at::Device device = sources[0].device();
-  const at::ScalarType wanted = destinations ? at::kFloat : at::kInt;
-  TORCH_CHECK_VALUE(per_block.dim() == 1 && per_block.scalar_type() == wanted &&
-                        per_block.size(0) >= num_blocks_ && per_block.is_contiguous() &&
-                        per_block.device() == device,
-                    kQuantize, ": got ", per_block.sizes(), " ", per_block.scalar_type(), " on ",
-                    per_block.device(), " by block; expected a contiguous [", num_blocks_,
-                    "] tensor of ", wanted, " on ", device);
+  HE_CHECK_VALUE(num_blocks_ > 0, kQuantize, ": the table was made without blocks");
+  HE_CHECK_VALUE(!sources.empty() && !(destinations && destinations->empty()), kQuantize,
+                 ": a table with rows needs sources and destinations, got none");
+  const Device device = sources[0].device();
+  const ScalarType wanted = destinations ? kFloat : kInt;
+  HE_CHECK_VALUE(per_block.dim() == 1 && per_block.scalar_type() == wanted &&
+                     per_block.size(0) >= num_blocks_ && per_block.is_contiguous() &&
+                     per_block.device() == device,
+                 kQuantize, ": got ", per_block.sizes(), " ", per_block.scalar_type(), " on ",
+                 per_block.device(), " by block; expected a contiguous [", num_blocks_,
+                 "] tensor of ", wanted, " on ", device);
   QuantizeParams params{};
   params.src_dtype = float_dtype(sources[0], "sources[0]");
-  params.engine_dtype = float_dtype(at::empty({0}, dtype), "dtype");
-  TORCH_CHECK_VALUE(params.src_dtype != DType::f64 && params.engine_dtype != DType::f64, kQuantize,
-                    ": got sources of ", sources[0].scalar_type(), " for ", dtype,
-                    "; expected float32, float16 or bfloat16");
+  params.engine_dtype = float_dtype(dtype, "dtype");
+  HE_CHECK_VALUE(params.src_dtype != DType::f64 && params.engine_dtype != DType::f64, kQuantize,
+                 ": got sources of ", sources[0].scalar_type(), " for ", dtype,
+                 "; expected float32, float16 or bfloat16");
   std::vector<void*> addresses;
   resolve(sources, src_reach_, "sources", device, addresses);
   if (destinations) {
     resolve_destinations(*destinations, device, addresses);
-    TORCH_CHECK_VALUE((*destinations)[0].scalar_type() == at::kFloat8_e4m3fn, kQuantize,
-                      ": destinations[0] has dtype ", (*destinations)[0].scalar_type(),
-                      "; expected Float8_e4m3fn");
-    params.scale = per_block.const_data_ptr<float>();
+    HE_CHECK_VALUE((*destinations)[0].scalar_type() == kFloat8_e4m3fn, kQuantize,
+                   ": destinations[0] has dtype ", (*destinations)[0].scalar_type(),
+                   "; expected Float8_e4m3fn");
+    params.scale = per_block.data<float>();
   } else {
-    params.absmax = per_block.mutable_data_ptr<int32_t>();
+    params.absmax = per_block.data<int32_t>();
   }
   params.num_rows = static_cast<int64_t>(rows_.size());
-  params.num_threads = at::get_num_threads();
+  params.num_threads = get_num_threads();
   const auto set_tables = [&](const void* rows, void** table) {
     params.rows = static_cast<const CopyRow*>(rows);
     params.sources = reinterpret_cast<const char* const*>(table);
@@ -306,17 +295,15 @@ void CopyTable::run_blocks(const Tensors& sources, const Tensors* destinations,
   };
   if (device.is_cpu()) {
     set_tables(rows_.data(), addresses.data());
-    py::gil_scoped_release no_gil;
-    destinations ? block_quantize_cpu(params) : block_absmax_cpu(params);
-    return;
+    return without_gil(
+        [&] { destinations ? block_quantize_cpu(params) : block_absmax_cpu(params); });
   }
 #ifdef HYBRIDENGINE_WITH_CUDA
   if (device.is_cuda()) {
-    const c10::DeviceGuard guard(device);
+    const DeviceGuard guard(device);
     void* stream = current_stream(device);
     upload_tables(device, addresses);
-    set_tables(device_rows_.const_data_ptr(),
-               static_cast<void**>(device_addresses_.mutable_data_ptr()));
+    set_tables(device_rows_.data(), static_cast<void**>(device_addresses_.data()));
     check_cuda(
         destinations ? block_quantize_cuda(params, stream) : block_absmax_cuda(params, stream),
         kQuantize);
@@ -327,7 +314,7 @@ void CopyTable::run_blocks(const Tensors& sources, const Tensors* destinations,
 }
 
 #ifdef HYBRIDENGINE_WITH_CUDA
-void CopyTable::upload_tables(const at::Device& device, const std::vector<void*>& addresses) {
+void CopyTable::upload_tables(const Device& device, const std::vector<void*>& addresses) {
   if (!device_rows_.defined() || device_rows_.device() != device) {
     std::vector<int32_t> row_of_chunk(num_chunks_);
     for (size_t row = 0; row < rows_.size(); ++row) {
@@ -351,7 +338,7 @@ void CopyTable::upload_tables(const at::Device& device, const std::vector<void*>
 
 void register_strided_copy(py::module_& m) {
   py::class_<CopyTable>(m, "CopyTable")
-      .def(py::init<const at::Tensor&, const std::optional<at::Tensor>&>(), py::arg("table"),
+      .def(py::init<const Tensor&, const std::optional<Tensor>&>(), py::arg("table"),
            py::arg("blocks") = py::none())
       .def("copy", &CopyTable::copy, py::arg("sources"), py::arg("destinations"))
       .def("absmax", &CopyTable::absmax, py::arg("sources"), py::arg("absmax"), py::arg("dtype"))
@@ -359,7 +346,7 @@ void register_strided_copy(py::module_& m) {
            py::arg("scale"), py::arg("dtype"));
   m.def(
       "strided_copy",
-      [](const Tensors& sources, const Tensors& destinations, const at::Tensor& table) {
+      [](const Tensors& sources, const Tensors& destinations, const Tensor& table) {
         CopyTable(table, std::nullopt).copy(sources, destinations);
       },
       py::arg("sources"), py::arg("destinations"), py::arg("table"));
