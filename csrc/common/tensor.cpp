@@ -168,7 +168,12 @@ std::ostream& operator<<(std::ostream& out, const Sizes& sizes) {
 }
 
 Tensor::Tensor(py::object object) : object_(std::move(object)) {
-  check_python(torch().api->view_of_py_object(object_.ptr(), &view_));
+  if (torch().api->view_of_py_object(object_.ptr(), &view_) == 0) return;
+  const std::string reason = py::error_already_set().what();
+  throw py::value_error(joined(
+      "got a tensor on ", py::str(object_.attr("device")).cast<std::string>(), " with layout ",
+      py::str(object_.attr("layout")).cast<std::string>(),
+      "; expected a dense tensor on the CPU or a GPU (", reason.substr(0, reason.find('\n')), ")"));
 }
 
 int64_t Tensor::numel() const {

@@ -142,7 +142,7 @@ class Tensor {
   py::object object_;
 };
 
-// A new tensor; large ones on the CPU come from the memory pool.
+// A new tensor; large ones on the CPU come from the memory pool. Its memory cannot grow by resize_.
 Tensor empty(Sizes shape, ScalarType dtype, const Device& device = kCPU);
 Tensor zeros(Sizes shape, ScalarType dtype, const Device& device = kCPU);
 inline Tensor empty_like(const Tensor& x) { return empty(x.sizes(), x.scalar_type(), x.device()); }

@@ -281,7 +281,7 @@ void CopyTable::run_blocks(const Tensors& sources, const Tensors* destinations, 
     resolve_destinations(*destinations, device, addresses);
     HE_CHECK_VALUE((*destinations)[0].scalar_type() == kFloat8_e4m3fn, kQuantize,
                    ": destinations[0] has dtype ", (*destinations)[0].scalar_type(),
-                   "; expected Float8_e4m3fn");
+                   "; expected float8_e4m3fn");
     params.scale = per_block.data<float>();
   } else {
     params.absmax = per_block.data<int32_t>();

@@ -135,7 +135,7 @@ def test_the_extension_checks_what_it_is_given():
     for ends in ([1, 4], [0, 3], [0, 3, 2, 4]):
         with pytest.raises(ValueError, match="ends must start at 0, not decrease and end at 4"):
             native().pack_forest(tokens, torch.tensor(ends))
-    with pytest.raises(ValueError, match=r"pack_forest: tokens has shape \[4\] and dtype Int"):
+    with pytest.raises(ValueError, match=r"pack_forest: tokens has shape \[4\] and dtype int32"):
         native().pack_forest(tokens.int(), torch.tensor([0, 4]))
     with pytest.raises(ValueError, match="pack_forest: ends has shape"):
         native().pack_forest(tokens, torch.tensor([], dtype=torch.int64))

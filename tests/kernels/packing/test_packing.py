@@ -207,8 +207,7 @@ def test_large_results_are_ordinary_tensors():
     del first
     again = pack([source * 3], mask).values[0]
     assert again.data_ptr() == address and torch.equal(again, source[0] * 3)  # its memory is reused
-    grown = again.resize_(6000, 512)
-    assert torch.equal(grown[:3000], source[0] * 3)
+    assert torch.equal(again.resize_(1000, 512), source[0, :1000] * 3)
     assert torch.equal(torch.utils.data.default_convert(other).share_memory_(), source[0] * 2)
 
 
@@ -261,7 +260,7 @@ def test_errors_name_what_is_wrong():
             pack([dual], mask)
         with pytest.raises(NotImplementedError, match=r"unpack: tensors\[0\] has a forward-mode"):
             unpack(dual.flatten(), pack([], mask))
-    with pytest.raises(ValueError, match="ComplexDouble"):
+    with pytest.raises(ValueError, match="complex128"):
         pack([torch.zeros(2, 3, dtype=torch.complex128)], mask)
 
 
@@ -283,7 +282,7 @@ def test_second_derivatives_go_through_both_ways():
         ({"shifts": [1]}, ValueError, r"shifts\[0\] is 1; expected 0, or 1 with position_ids"),
         ({"leading": 3}, ValueError, "leading is 3; expected 1 or 2"),
         ({"out_shape": [4]}, ValueError, "has 4 rows; expected 3 as in index"),
-        ({"index": torch.tensor([0, 1, 2], device="meta")}, ValueError, "index is on meta"),
+        ({"index": torch.tensor([0, 1, 2], device="meta")}, ValueError, "on meta with layout"),
         ({"index": torch.tensor([0, 1, 6])}, IndexError, "index 6 is outside the 6 rows"),
         ({"sources": [torch.zeros(6), torch.zeros(5)]}, ValueError, "2 tensors; expected one"),
     ],
