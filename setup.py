@@ -1,6 +1,6 @@
 """A thin shim over CMake: builds hybridengine._C and lists the packages.
 
-`pip install --no-build-isolation .` (or `-e .`). HYBRIDENGINE_CUDA=AUTO|ON|OFF is passed on.
+`pip install .` (or `-e .`). HYBRIDENGINE_CUDA=AUTO|ON|OFF is passed on.
 """
 
 import os
