@@ -71,6 +71,8 @@ const Torch& torch() {
   return found;
 }
 
+constexpr int32_t kMeta = -1;  // a device type that DLPack does not have
+
 void check_python(int status) {
   if (status) throw py::error_already_set();
 }
@@ -157,6 +159,7 @@ std::ostream& operator<<(std::ostream& out, const ScalarType& type) {
 
 std::ostream& operator<<(std::ostream& out, const Device& device) {
   if (device.is_cpu()) return out << "cpu";
+  if (device.type == kMeta) return out << "meta";
   if (device.is_cuda() || device.type == dlpack::kRocm) return out << "cuda:" << device.index;
   return out << "DLPack device " << device.type << ":" << device.index;
 }
@@ -170,6 +173,11 @@ std::ostream& operator<<(std::ostream& out, const Sizes& sizes) {
 Tensor::Tensor(py::object object) : object_(std::move(object)) {
   if (torch().api->view_of_py_object(object_.ptr(), &view_) == 0) return;
   const std::string reason = py::error_already_set().what();
+  if (object_.attr("is_meta").cast<bool>()) {
+    view_ = {};
+    view_.device.type = kMeta;
+    return;
+  }
   throw py::value_error(joined(
       "got a tensor on ", py::str(object_.attr("device")).cast<std::string>(), " with layout ",
       py::str(object_.attr("layout")).cast<std::string>(),
@@ -192,9 +200,9 @@ int64_t Tensor::extent() const {
 }
 
 bool Tensor::is_contiguous() const {
+  if (numel() == 0) return true;
   int64_t expected = 1;
   for (int64_t i = dim() - 1; i >= 0; --i) {
-    if (size(i) == 0) return true;
     if (size(i) != 1 && stride(i) != expected) return false;
     expected *= size(i);
   }

@@ -12,6 +12,7 @@
 #include <ostream>
 #include <sstream>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -59,6 +60,13 @@ constexpr ScalarType kFloat8_e4m3fn{dlpack::kFloat8E4m3fn, 8};
 constexpr ScalarType kLong{dlpack::kInt, 64}, kInt{dlpack::kInt, 32};
 constexpr ScalarType kByte{dlpack::kUInt, 8}, kBool{dlpack::kBool, 8};
 
+template <typename T>
+constexpr ScalarType scalar_type_of() {
+  if constexpr (std::is_same_v<T, bool>) return kBool;
+  if constexpr (std::is_floating_point_v<T>) return {dlpack::kFloat, 8 * sizeof(T)};
+  return {std::is_signed_v<T> ? dlpack::kInt : dlpack::kUInt, 8 * sizeof(T)};
+}
+
 // As Python writes it, without `torch.`.
 std::ostream& operator<<(std::ostream& out, const ScalarType& type);
 
@@ -86,7 +94,10 @@ class Sizes {
   const int64_t* begin() const { return first_; }
   const int64_t* end() const { return first_ + count_; }
   int64_t size() const { return count_; }
-  int64_t operator[](int64_t i) const { return first_[i]; }
+  int64_t operator[](int64_t i) const {
+    HE_CHECK_INDEX(i >= 0 && i < count_, "a tensor of ", count_, " dimensions has no number ", i);
+    return first_[i];
+  }
   Sizes first(int64_t count) const { return {first_, count}; }
   bool operator==(const Sizes& other) const {
     return std::equal(begin(), end(), other.begin(), other.end());
@@ -102,15 +113,15 @@ std::ostream& operator<<(std::ostream& out, const Sizes& sizes);
 class Tensor {
  public:
   Tensor() = default;
-  // `object` is a torch.Tensor.
+  // `object` is a torch.Tensor. One on meta has a device only: neither sizes nor memory.
   explicit Tensor(py::object object);
 
   bool defined() const { return static_cast<bool>(object_); }
   const py::object& object() const { return object_; }
 
   int64_t dim() const { return view_.dim; }
-  int64_t size(int64_t i) const { return view_.shape[i]; }
-  int64_t stride(int64_t i) const { return view_.strides[i]; }
+  int64_t size(int64_t i) const { return sizes()[i]; }
+  int64_t stride(int64_t i) const { return strides()[i]; }
   Sizes sizes() const { return {view_.shape, view_.dim}; }
   Sizes strides() const { return {view_.strides, view_.dim}; }
   int64_t numel() const;
@@ -126,8 +137,10 @@ class Tensor {
   bool is_cuda() const { return device().is_cuda(); }
 
   void* data() const { return static_cast<char*>(view_.data) + view_.byte_offset; }
+  // RuntimeError where T is not the element type.
   template <typename T>
   T* data() const {
+    check_type(scalar_type_of<T>());
     return static_cast<T*>(data());
   }
 
@@ -138,6 +151,10 @@ class Tensor {
   }
 
  private:
+  void check_type(const ScalarType& expected) const {
+    HE_CHECK(scalar_type() == expected, "got a tensor of ", scalar_type(), "; expected ", expected);
+  }
+
   dlpack::TensorView view_{};  // sizes and strides are those of object_, which keeps them
   py::object object_;
 };

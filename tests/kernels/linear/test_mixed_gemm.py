@@ -81,7 +81,7 @@ def test_widened_blocks(monkeypatch, sizes, dtypes, transposed):
 def test_wrong_operands_are_refused():
     a = torch.zeros(4, 6, dtype=torch.bfloat16)
     product = native().mixed_gemm
-    with pytest.raises(RuntimeError, match="no 16-bit kernel with a float32 result for Float"):
+    with pytest.raises(RuntimeError, match="no 16-bit kernel with a float32 result for float32"):
         product(a.float(), a.float(), None, torch.zeros(4, 4), False)
     if not native().has_mixed_gemm(a.dtype):
         return

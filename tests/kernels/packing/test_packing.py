@@ -282,7 +282,7 @@ def test_second_derivatives_go_through_both_ways():
         ({"shifts": [1]}, ValueError, r"shifts\[0\] is 1; expected 0, or 1 with position_ids"),
         ({"leading": 3}, ValueError, "leading is 3; expected 1 or 2"),
         ({"out_shape": [4]}, ValueError, "has 4 rows; expected 3 as in index"),
-        ({"index": torch.tensor([0, 1, 2], device="meta")}, ValueError, "on meta with layout"),
+        ({"index": torch.tensor([0, 1, 2], device="meta")}, ValueError, "index is on meta"),
         ({"index": torch.tensor([0, 1, 6])}, IndexError, "index 6 is outside the 6 rows"),
         ({"sources": [torch.zeros(6), torch.zeros(5)]}, ValueError, "2 tensors; expected one"),
     ],
