@@ -86,6 +86,7 @@ class CMakeBuild(build_ext):
         settings = {"PYTHON": sys.executable, "OUTPUT_DIR": output_dir, "CUDA": cuda}
         configure = [cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(build_dir)]
         configure += [f"-DHYBRIDENGINE_{name}={value}" for name, value in settings.items()]
+        configure += [f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"]  # pip moves it between builds
         commands = [configure, [cmake, "--build", str(build_dir), "-j", jobs]]
         for command in commands:
             done = subprocess.run(

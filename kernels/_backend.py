@@ -26,8 +26,8 @@ def _load_extension() -> tuple[Any, str]:
         from hybridengine import _C
     except ImportError as error:
         reason = (
-            f"hybridengine._C does not load with torch {torch.__version__} ({error}); it is bound "
-            "to the torch that it was built with: install hybridengine again"
+            f"hybridengine._C does not load with torch {torch.__version__} ({error}): install "
+            "hybridengine again"
         )
         warnings.warn(reason, RuntimeWarning, stacklevel=2)
         return None, reason

@@ -3,7 +3,7 @@
     python tools/gpu_build.py --json FILE [--arch 90a]
 
 Takes the extension of the pack (HYBRIDENGINE_PACK, a folder of `make gpu-pack`) where it was built
-for this Python, torch and GPU, else compiles with cmake, ninja and nvcc. Then imports it.
+for this Python and GPU, else compiles with cmake, ninja and nvcc. Then imports it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ def own_architecture() -> str:
 
 def described(architecture: str) -> dict[str, str]:
     """What an extension has to be built for, to work here."""
-    import torch
-
-    return {"extension": EXTENSION, "torch": torch.__version__, "architecture": architecture}
+    return {"extension": EXTENSION, "architecture": architecture}
 
 
 def compile_extension(architecture: str) -> None:
