@@ -84,6 +84,7 @@ def test_shifted_labels_end_with_the_ignore_value(backend):
     assert packed.values[1].tolist() == [8, 9, -100, 5, -100, -100]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_go_back_to_the_unmasked_entries(backend):
     mask = random_mask(4, 17, 3, "scattered")
