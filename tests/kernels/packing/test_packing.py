@@ -182,6 +182,7 @@ def test_one_long_sequence_among_short_ones():
     assert torch.equal(unpack(packed.values[0], packed), source * mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["prefix", "scattered"])
 def test_results_that_bypass_the_caches(kind):
     """From 16 MiB on; rows of odd widths begin and end anywhere in a cache line."""
