@@ -43,7 +43,8 @@ test-security: setup ## What every process of a run listens on, and what it does
 
 CALLS := 1000000
 test-sanitized: setup ## Tests and random calls of the extension under sanitizers (CALLS=20000: fewer)
-	@$(PY) -m tools.sanitize --calls $(CALLS)
+	@$(PY) -m tools.sanitize address --calls $(CALLS)
+	@$(PY) -m tools.sanitize thread
 
 test-architectures: setup ## Reshard 83 architectures against vLLM's loader; docs/architectures.md
 	@$(PY) -m pytest -q tests/architectures/all_architectures.py

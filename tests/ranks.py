@@ -47,8 +47,10 @@ class _Server(forkserver.ForkServer):
 
     def start(self, process: BaseProcess) -> None:
         """Start `process`, which is of multiprocessing's forkserver context."""
+        inherited = os.environ.get("PYTHONPATH")  # `tools.sanitize` names its extension there
+        folders = [str(Path(__file__).parents[1]), *([inherited] if inherited else [])]
         environment = {
-            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "PYTHONPATH": os.pathsep.join(folders),
             "OMP_NUM_THREADS": "1",
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else a look for GPUs would spoil its forks
         }

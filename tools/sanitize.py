@@ -1,10 +1,10 @@
-"""Run the fuzzer and the tests of operators with an extension that is built with sanitizers.
+"""Run the fuzzer and tests with an extension that is built with sanitizers.
 
-    python -m tools.sanitize      # 10^6 calls of the fuzzer, then tests/kernels
-    python -m tools.sanitize --calls 2000 --tests tests/kernels/test_checksum.py
+    python -m tools.sanitize address              # 10^6 calls of the fuzzer, then tests/kernels
+    python -m tools.sanitize address --calls 2000 --tests tests/kernels/test_checksum.py
+    python -m tools.sanitize thread               # kernels that use threads
 
-gcc's address and undefined-behaviour sanitizers. The extension is built into build/address; only
-the Python processes of this tool find it there.
+The extension is built into build/<sanitizer>; only the Python processes of this tool find it there.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FOLDER = ROOT / "build" / "address"
-LIBRARIES = ("libasan.so", "libstdc++.so.6")  # the sanitizer looks for functions of the second
+CALLS = {"address": 1_000_000, "thread": 20_000}
+LIBRARIES = {"address": "libasan.so", "thread": "libtsan.so"}
 OPTIONS = {
     # A large size is an error of the caller: it must raise, not end the process.
     "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:handle_segv=2:allocator_may_return_null=1:"
     "max_allocation_size_mb=4096:detect_odr_violation=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
+    # torch and libgomp are not built with the sanitizer, which does not see how they synchronize.
+    "TSAN_OPTIONS": "halt_on_error=1:ignore_noninstrumented_modules=1",
 }
-# What is left out of the tests, as options of pytest, by the reason.
+# What is left out of the tests under the address sanitizer, as options of pytest, by the reason.
 LEFT_OUT: dict[str, Sequence[str]] = {
     "compilers, Triton's interpreter and vLLM, in part in processes of their own": (
         "--ignore-glob=*triton*",
@@ -71,38 +73,40 @@ sys.meta_path.insert(0, _Finder)
 """
 
 
-def build() -> Path:
+def build(sanitizer: str) -> Path:
     """Build the extension; return the folder that leads Python to it."""
+    folder = ROOT / "build" / sanitizer
     settings = {
-        "SANITIZE": "address",
+        "SANITIZE": sanitizer,
         "CUDA": "OFF",
         "PYTHON": sys.executable,
-        "OUTPUT_DIR": str(FOLDER),
+        "OUTPUT_DIR": str(folder),
     }
     tools = Path(sys.executable).parent
     environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
-    configure = ["cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(FOLDER)]
+    configure = ["cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(folder)]
     configure += [f"-DHYBRIDENGINE_{name}={value}" for name, value in settings.items()]
     jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
-    for command in (configure, ["cmake", "--build", str(FOLDER), "-j", jobs]):
+    for command in (configure, ["cmake", "--build", str(folder), "-j", jobs]):
         done = subprocess.run(command, env=environment, text=True, capture_output=True)
         if done.returncode:
             raise SystemExit(done.stdout[-4000:] + done.stderr)
-    site = FOLDER / "site"
+    site = folder / "site"
     site.mkdir(exist_ok=True)
-    extension = FOLDER / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    extension = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     (site / "sitecustomize.py").write_text(_SITE.format(extension=str(extension)))
     return site
 
 
-def environment_of(site: Path) -> dict[str, str]:
-    """Return the environment of a Python process with the sanitizers."""
+def environment_of(sanitizer: str, site: Path) -> dict[str, str]:
+    """Return the environment of a Python process with the sanitizer."""
     compiler = os.environ.get("CXX", "g++")
+    # libstdc++, which Python does not load: the sanitizer looks for its functions at the start.
     libraries = [
         subprocess.run(
             [compiler, f"-print-file-name={library}"], check=True, text=True, capture_output=True
         ).stdout.strip()
-        for library in LIBRARIES
+        for library in (LIBRARIES[sanitizer], "libstdc++.so.6")
     ]
     return {
         **os.environ,
@@ -116,19 +120,25 @@ def environment_of(site: Path) -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", type=int, default=1_000_000, help="of the fuzzer")
+    parser.add_argument("sanitizer", choices=sorted(CALLS))
+    parser.add_argument("--calls", type=int, help="of the fuzzer")
     parser.add_argument("--seed", type=int, default=1, help="of the fuzzer")
-    parser.add_argument("--tests", nargs="*", default=["tests/kernels"])
+    parser.add_argument("--tests", nargs="*", default=["tests/kernels"], help="for address")
     options = parser.parse_args()
-    environment = environment_of(build())
+    name = options.sanitizer
+    environment = environment_of(name, build(name))
+    python = [sys.executable]
+    if name == "thread":  # it fails where addresses are drawn from too large a range
+        python = ["setarch", "-R", *python]
+    calls = CALLS[name] if options.calls is None else options.calls
     commands = []
-    if options.calls:
-        numbers = ["--calls", str(options.calls), "--seed", str(options.seed)]
-        commands.append([sys.executable, "-m", "tools.fuzz", *numbers])
-    if options.tests:
+    if calls:
+        fuzz = ["-m", "tools.fuzz", "--calls", str(calls), "--seed", str(options.seed)]
+        commands.append([*python, *fuzz, *(["--right"] if name == "thread" else [])])
+    if name == "address" and options.tests:
         tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not exhaustive and not gpu"]
         left_out = [option for group in LEFT_OUT.values() for option in group]
-        commands.append([sys.executable, *tests, *left_out, *options.tests])
+        commands.append([*python, *tests, *left_out, *options.tests])
     for command in commands:
         if code := subprocess.run(command, env=environment, cwd=ROOT).returncode:
             return code

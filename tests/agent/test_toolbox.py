@@ -119,6 +119,7 @@ def test_what_is_no_call_is_reported_too() -> None:
     assert toolbox.num_errors == 2
 
 
+@pytest.mark.slow
 def test_a_hanging_tool_is_left_alone() -> None:
     release = threading.Event()
 

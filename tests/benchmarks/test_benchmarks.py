@@ -16,7 +16,7 @@ OPERATORS = (
     "decode_linear",
     "distillation",
     "head_share",
-    "linear",
+    pytest.param("linear", marks=pytest.mark.slow),
     "linear_cross_entropy",
     "logprob",
     "packing",

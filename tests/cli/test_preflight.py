@@ -164,6 +164,7 @@ def test_no_compiler_for_compiled_layers(dry_run, monkeypatch):
         assert "no compiler no-such-compiler" in line and "set model.compile=false" in line
 
 
+@pytest.mark.slow
 def test_target_modules_that_do_not_exist(dry_run):
     lora = "model.lora_rank=4"
     for kind in ("grpo", "sft"):

@@ -98,6 +98,7 @@ def other_value(key: str, type_: str, default: Any) -> str | None:
     return "something"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_setting_one_key_changes_that_key_only(kind):
     schema, load = KINDS[kind]

@@ -134,6 +134,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.lists(st.dictionaries(st.text(), JSON, max_size=4), min_size=1, max_size=5))
 def test_any_rows_are_read_back(tmp_path_factory, rows):

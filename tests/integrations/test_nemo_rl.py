@@ -82,6 +82,7 @@ def _on_rank(rank, world_size):
     return results
 
 
+@pytest.mark.multirank
 def test_vocabulary_on_two_ranks():
     ranks = run_ranks(_on_rank, 2)
     for name, (output, *grads) in _expected().items():

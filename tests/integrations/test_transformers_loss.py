@@ -157,6 +157,7 @@ def losses_of(trainer):
     return [log[name] for log in logs for name in ("loss", "grad_norm")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "smoothing"), [("patched", 0.0), ("patched", 0.1), ("fused", 0)])
 def test_trainer_with_gradient_accumulation(tmp_path, mode, smoothing):
     settings = {"per_device_train_batch_size": 2, "label_smoothing_factor": smoothing}

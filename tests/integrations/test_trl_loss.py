@@ -75,6 +75,7 @@ def calls(monkeypatch) -> list[dict[str, Any]]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_run_has_the_same_losses(model, tmp_path, calls):
     names = ("loss", "grad_norm", "entropy", "kl", "clip_ratio/region_mean")
     logs = []

@@ -62,6 +62,7 @@ def sft_logs(model: str, folder: str) -> list[dict[str, float]]:
     return [{n: log[n] for n in names} for log in trainer.state.log_history if "loss" in log]
 
 
+@pytest.mark.slow
 def test_sft_trainer_has_the_same_losses(model, tmp_path):
     expected = sft_logs(model, str(tmp_path))
     with adapter.patched("log_probs", "head"):

@@ -17,6 +17,7 @@ B, L, V = 6, 5, 37
 GROUPS = np.array(["a", "b", "a", "b", "a", "c"], dtype=object)
 
 
+@pytest.mark.slow
 def test_importing_the_adapter_does_not_import_verl():
     code = "import hybridengine.integrations.verl, sys; sys.exit('verl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

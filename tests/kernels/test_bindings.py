@@ -17,6 +17,7 @@ I32, I64, BF16 = torch.int32, torch.int64, torch.bfloat16
 NO_OPTIONS = (1.0, None, 1.0, 0.0, -100, None, None)
 
 
+@pytest.mark.slow
 def test_random_calls_return_or_raise() -> None:
     """A sample of what `make test-sanitized` runs; the calls run in a process of their own."""
     command = [sys.executable, "-m", "tools.fuzz", "--calls", "4000"]

@@ -12,6 +12,8 @@ from tests.kernels.changes_cases import drawn, masks_of, out_of_date
 from tests.kernels.cuda_on_cpu import compile_for_cpu
 
 # Numbers of dtypes in csrc/common/dtype.h.
+pytestmark = pytest.mark.slow
+
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 CHUNK = 16384
 

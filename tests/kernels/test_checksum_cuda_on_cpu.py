@@ -9,6 +9,8 @@ from hybridengine.kernels import bit_checksum
 
 from tests.kernels.cuda_on_cpu import compile_for_cpu
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 1 << 15  # bytes
 
 

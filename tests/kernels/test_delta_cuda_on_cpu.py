@@ -13,6 +13,8 @@ from tests.kernels.copy_cases import row, slices
 from tests.kernels.cuda_on_cpu import compile_for_cpu
 from tests.kernels.delta_cases import GAPS, changes_of, positions_of, reference_table
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 
 
@@ -65,7 +67,6 @@ def assert_gaps(library, positions, start):
 
 @settings(deadline=None, max_examples=40)
 @given(drawn=GAPS.filter(lambda drawn: len(drawn[0])))
-@pytest.mark.slow
 def test_gaps(gaps_library, drawn):
     assert_gaps(gaps_library, *drawn)
 

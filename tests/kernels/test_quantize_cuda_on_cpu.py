@@ -11,6 +11,8 @@ from tests.kernels.cuda_on_cpu import compile_for_cpu
 from tests.kernels.quantize_cases import DTYPES, matrix, same
 
 # Numbers in csrc/common/dtype.h.
+pytestmark = pytest.mark.slow
+
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 

@@ -13,6 +13,8 @@ from tests.kernels.copy_cases import row
 from tests.kernels.cuda_on_cpu import compile_for_cpu
 
 # Dtypes and their numbers in csrc/common/dtype.h.
+pytestmark = pytest.mark.slow
+
 KINDS = (
     (torch.float32, torch.bfloat16, 0, 2),
     (torch.bfloat16, torch.float32, 2, 0),

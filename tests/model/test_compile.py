@@ -144,6 +144,7 @@ def test_adapters_can_be_disabled(traced) -> None:
     assert (ours - adapted).abs().max() > 0.05
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_is_no_constant_of_the_graph(traced, monkeypatch) -> None:
     """As on a GPU, where attention reads it: here from a kernel that needs it to be right."""
 

@@ -43,6 +43,7 @@ def test_no_such_folder():
         check_model("/no/such/model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["no-such-org/no-such-model", "nosuchmodel"])
 def test_unreachable_hub_fails_within_seconds(name, monkeypatch):
     import huggingface_hub.constants as constants

@@ -172,6 +172,7 @@ def test_command_records_the_engines_own_loader(tmp_path: Path) -> None:
     assert "nowhere" in missing.stderr
 
 
+@pytest.mark.slow
 def test_recorded_layout_of_a_large_model_plans_in_little_memory() -> None:
     """Shapes of a 70B model on 64 ranks: the plan is small, whatever the model."""
     import tracemalloc

@@ -162,6 +162,7 @@ def test_buckets_of_large_models_load_all_ranks_alike(
     assert_balanced(plan, 64 << 20)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     st.sampled_from([(4, 2), (8, 4), (16, 4), (24, 8), (32, 4), (48, 16), (64, 8)]),

@@ -18,6 +18,7 @@ from tests.reshard.brute_force import (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (6, 3)]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 
@@ -17,6 +18,7 @@ from tests.reshard.random_plans import (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(random_cases())
 def test_pulling_writes_the_same_weights_as_the_all_to_all(case: Case) -> None:

@@ -59,6 +59,7 @@ def draw_view(draw, view: torch.Tensor, steps: int = 3) -> torch.Tensor:
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_compose_reads_through_any_writes(data) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,6 +35,7 @@ def region(block: Block, shape: tuple[int, ...]) -> list[int]:
     return walk(offset, block.sizes, strides).tolist()
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.data(), st.lists(st.integers(1, 7), min_size=1, max_size=3))
 def test_regions_are_disjoint_and_lose_nothing(data, shape) -> None:
@@ -59,6 +61,7 @@ def test_regions_are_disjoint_and_lose_nothing(data, shape) -> None:
         assert sorted(pairs) == sorted(own)
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(random_cases())
 def test_any_plan_sends_each_element_once(case: Case) -> None:

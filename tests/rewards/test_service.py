@@ -40,7 +40,7 @@ def server(answer):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
+        threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
         try:
             yield f"http://127.0.0.1:{http.server_address[1]}/score", requests
         finally:

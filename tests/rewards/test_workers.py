@@ -89,6 +89,7 @@ def test_order_and_state_of_workers(pool):
     assert score_responses(count, [], []).scores == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("response", "message"),
     [
@@ -123,6 +124,7 @@ def test_a_worker_that_closes_its_connection(pool, monkeypatch):
         score_responses(hostile, samples(1), ["close"])
 
 
+@pytest.mark.slow
 def test_async_functions_run_together(pool):
     judge = pool.load(pool.file, "judge")
     result = score_responses(judge, samples(4), ["0", "9", "2", "9"])
@@ -185,6 +187,7 @@ def test_functions_of_one_file_share_its_module(tmp_path):
     assert score_responses(two, samples(1), [""]).scores == [2]
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_killed_rank(tmp_path):
     """Also while the worker is busy."""
     (tmp_path / "reward.py").write_text(

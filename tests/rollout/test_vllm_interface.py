@@ -32,6 +32,7 @@ def test_every_name_exists_in_a_version() -> None:
             assert signature is not None and signature != (None, None), name
 
 
+@pytest.mark.slow
 def test_a_changed_wheel_is_reported(tmp_path: Path) -> None:
     wheel = tmp_path / f"vllm-{version_of(installed())}.0-cp38-abi3-linux_x86_64.whl"
     with zipfile.ZipFile(wheel, "w") as out:

@@ -22,6 +22,7 @@ with run_lock(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
     run = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True

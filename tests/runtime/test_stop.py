@@ -45,6 +45,7 @@ lock.acquire()  # no Python handler runs in here
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("can_wait", [True, False])
 def test_the_first_signal_requests_a_stop_the_second_ends(can_wait: bool) -> None:
     rank = subprocess.Popen(

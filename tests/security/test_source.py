@@ -100,6 +100,7 @@ def test_each_is_found(source: str, found: list[str]) -> None:
     assert list(risks(source)) == found
 
 
+@pytest.mark.slow
 def test_the_tree_has_the_named_exceptions_only() -> None:
     files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
     assert len(files) > 300

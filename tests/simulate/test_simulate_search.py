@@ -102,6 +102,7 @@ def test_a_critic_on_its_own_ranks_works_beside_the_policy(model) -> None:
     assert two["train critic"]["weights"] == pytest.approx(4 * model.num_parameters / 2)
 
 
+@pytest.mark.slow
 def test_more_of_the_machine_is_never_slower(model) -> None:
     base = found(model, mode="sync").best.seconds
     for faster in (

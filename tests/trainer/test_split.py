@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.trainer.split import split_micro_batches
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.integers(1, 90), min_size=1, max_size=40), st.integers(1, 6), st.integers(1, 200)
@@ -48,6 +50,7 @@ groups = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(groups, st.integers(1, 5), st.integers(1, 120), st.sampled_from([0.0, 0.01, 1.0]))
 def test_trees_count_their_prompt_once(trees, world_size, max_tokens, pair_cost) -> None:

@@ -92,6 +92,7 @@ def test_without_textual_the_message_names_the_extra(
     assert result.exit_code == 2 and "hybridengine[view]" in result.output
 
 
+@pytest.mark.slow
 def test_the_terminal_view(index: RolloutIndex) -> None:
     pytest.importorskip("textual", reason="the extra `view` is not installed")
     from textual.widgets import Collapsible, DataTable, Input

@@ -165,43 +165,17 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
         full_attention_mask,
         ref_per_token_logps=None,
         old_per_token_logps=None,
-        epsilon_low=0.2,
-        epsilon_high=0.2,
-        beta=0.04,
         loss_type="dapo",
         max_completion_length=None,
-        importance_sampling_level="token",
-        sapo_temperature_pos=1.0,
-        sapo_temperature_neg=1.05,
         vllm_is_ratio=None,
-        delta=None,
-        use_bias_correction_kl=False,
-        vespo_k_pos=2.0,
-        vespo_lambda_pos=3.0,
-        vespo_k_neg=3.0,
-        vespo_lambda_neg=2.0,
         num_items_in_batch=None,
-        **kwargs,
+        **options,
     ):
         """Return (loss, [mean KL if beta is not 0, share of clipped tokens]).
 
         All sequences are given at once: attention_mask is full_attention_mask.
+        options: the other fields of `GRPOOptions`.
         """
-        options = GRPOOptions(
-            beta,
-            epsilon_low,
-            epsilon_high,
-            loss_type,
-            importance_sampling_level,
-            sapo_temperature_pos,
-            sapo_temperature_neg,
-            delta,
-            use_bias_correction_kl,
-            vespo_k_pos,
-            vespo_lambda_pos,
-            vespo_k_neg,
-            vespo_lambda_neg,
-        )
         terms = grpo_terms(
             per_token_logps,
             attention_mask,
@@ -209,7 +183,7 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
             old_per_token_logps,
             ref_per_token_logps,
             vllm_is_ratio,
-            options,
+            GRPOOptions(loss_type=loss_type, **options),
         )
         loss = reduce_grpo_loss(
             terms.loss, attention_mask, loss_type, max_completion_length, num_items_in_batch

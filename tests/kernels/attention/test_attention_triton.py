@@ -17,6 +17,7 @@ def test_in_the_interpreter():
     run_interpreted("attention/interpreted_attention.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ("forward", "query_grad", "key_grad"))
 def test_compiles_for_hopper_without_spills(kernel):
     from tools.triton_builds import builds

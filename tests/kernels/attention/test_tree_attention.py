@@ -46,6 +46,7 @@ def assert_close(got, exact, tolerance):
         )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     tokens=st.integers(1, 260),
@@ -62,6 +63,7 @@ def test_random_forests(tokens, longest, heads, dims, option, seed):
     assert_close(ours(case, **OPTIONS[option]), exact, tolerances.ATTENTION)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     tokens=st.integers(1, 260),

@@ -25,6 +25,8 @@ from tests.kernels.logprob.cases import (
     value_and_gradient,
 )
 
+pytestmark = pytest.mark.slow
+
 DTYPE_NUMBER = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 INF = math.inf
 

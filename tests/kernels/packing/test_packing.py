@@ -84,6 +84,7 @@ def test_shifted_labels_end_with_the_ignore_value(backend):
     assert packed.values[1].tolist() == [8, 9, -100, 5, -100, -100]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_go_back_to_the_unmasked_entries(backend):
     mask = random_mask(4, 17, 3, "scattered")
@@ -181,6 +182,7 @@ def test_one_long_sequence_among_short_ones():
     assert torch.equal(unpack(packed.values[0], packed), source * mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["prefix", "scattered"])
 def test_results_that_bypass_the_caches(kind):
     """From 16 MiB on; rows of odd widths begin and end anywhere in a cache line."""

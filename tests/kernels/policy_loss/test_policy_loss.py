@@ -318,6 +318,7 @@ def test_errors_name_what_is_wrong():
         policy_loss(*[x.view(1, 2, 2)] * 3)
 
 
+@pytest.mark.slow
 def test_operator_passes_opcheck_and_compiles():
     inputs = batch([6, 4])
     opcheck(

@@ -44,6 +44,7 @@ def assert_equal_to_dense(case, device="cpu", tolerance=None, backend=None, **op
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @settings(deadline=None, max_examples=40)
 @given(
