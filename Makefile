@@ -2,7 +2,7 @@ BIN := .venv/bin
 PY := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-long test test-architectures test-security test-dropins test-trainers test-exhaustive test-sanitized lint check bench dist cuda-check site clean
+.PHONY: help setup demo demo-long test test-architectures test-security test-dropins test-trainers test-exhaustive test-sanitized lint check bench claims dist cuda-check site clean
 .PHONY: gpu-report gpu-rehearsal gpu-pack
 
 help: ## List these commands
@@ -67,6 +67,10 @@ check: lint ## lint, types and the fast tests, in under three minutes
 
 bench: setup ## Time every operator against its baselines on this machine
 	@$(PY) -m benchmarks
+
+CLAIMS :=
+claims: setup ## Measure the claims of docs/claims.md again (CLAIMS="3 5": these)
+	@$(PY) -m tools.claims $(CLAIMS)
 
 dist: setup ## Build sdist and wheel into dist/; try every way to install them in an empty environment
 	@tools/check_dist.sh

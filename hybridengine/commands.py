@@ -108,14 +108,45 @@ def diagnose(run: _Run) -> None:
 
 def doctor(
     folder: Annotated[Path, typer.Option(help="Where runs will be written.")] = Path("runs"),
+    attach: Annotated[
+        str | None,
+        typer.Option(metavar="PID|URL", help="Look at a job that runs: who waits for whom."),
+    ] = None,
+    verify: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="With --attach: the next sync, within this time, compares all tensors.",
+        ),
+    ] = 0.0,
 ) -> None:
     """Check this installation and say what to do; exit code 2 where something must be done."""
+    if attach is not None:
+        with report_user_errors():
+            _attach(attach, verify)
+        return
     from hybridengine.diagnose.doctor import check_installation, checks_table
 
     checks = check_installation(folder.expanduser().absolute())
     Console().print(checks_table(checks))
     if any(check.state == "problem" for check in checks):
         raise typer.Exit(EXIT_USER_ERROR)
+
+
+def _attach(target: str, verify_s: float) -> None:
+    from hybridengine.diagnose.attach import (
+        compare,
+        comparison_text,
+        find_records,
+        waits,
+        waits_table,
+    )
+
+    records = compare(target, verify_s) if verify_s else find_records(target)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(waits_table(records))
+    for line in (*waits(records), *comparison_text(records)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 _Settings = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]

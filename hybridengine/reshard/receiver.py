@@ -115,6 +115,7 @@ class WeightReceiver:
             if self._link is not None and not self._link.is_kept:
                 self._close_link()
             rank.tell_committed(state)
+        rank.phase = f"after the sync to version {state.version}"
         elapsed = (time.perf_counter() - started) * 1e3
         return SyncReport(state.version, *moved, elapsed, transfer.order.base is not None)
 
@@ -221,7 +222,7 @@ class WeightReceiver:
         moved = self._mover.move(self._transport, transfer.order, state.version, weights, None)
         if transfer.order.verify:
             progress.wait()
-            self._verify(link, weights)
+            self._verify(link, weights, state.version)
         if scales:
             self.engine.load_adapters(adapters_of_factors(scales, weights), state.version)
         progress.mark("waiting for the device before committing")
@@ -249,6 +250,7 @@ class WeightReceiver:
                 self._link = GroupLink(place, store, number, everybody=bool(self._plan.fallback))
             else:
                 self._link = MemoryLink(place, store, number, transfer.feeders)
+            self._link.activity = self._rank.activity
         return self._link
 
     def _close_link(self) -> None:
@@ -256,8 +258,10 @@ class WeightReceiver:
             self._link.close()
         self._link = None
 
-    def _verify(self, link: Link, weights: dict[str, torch.Tensor]) -> None:
-        if wrong := find_mismatches(self._transport, self._mover.dense, weights):
+    def _verify(self, link: Link, weights: dict[str, torch.Tensor], version: int) -> None:
+        wrong = find_mismatches(self._transport, self._mover.dense, weights)
+        self._rank.activity.compared(version, wrong)
+        if wrong:
             link.phase = "verifying"
             raise ReshardError(
                 f"the checksum of engine tensor {wrong[0][1]!r} on {self._rank.name} differs from "

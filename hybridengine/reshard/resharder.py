@@ -179,6 +179,7 @@ class Resharder:
             version, intact = self._trainers.start(
                 version, self._check, _PLAN_AGAIN, self._next_version, self._skips_frozen
             )
+            verify = verify or self._trainers.verify_requested
             before, self._engine_state = self._engine_state, None  # until this sync is complete
             found = self._finder.find(intact) if self._finder else None
             delta = (self.engine.weight_version or 0, group_size(found.share)) if found else ()
@@ -189,7 +190,7 @@ class Resharder:
                 received, sent = self._mover.move(transport, order, version, self._weights, found)
                 if verify:
                     self._finish_on_device("before verifying")
-                    self._verify()
+                    self._verify(version)
                 if self._trained.unmerged:
                     scales = {n: a.scale for n, a in self._trained.unmerged.items()}
                     adapters = adapters_of_factors(scales, self._weights)
@@ -232,7 +233,7 @@ class Resharder:
         state = self._engine_state if frozen_is_kept else None
         return state is not None and state.is_kept_by(self.engine)
 
-    def _verify(self) -> None:
+    def _verify(self, version: int) -> None:
         """Raise ReshardError on every rank if an engine tensor differs from its source."""
         with self._guard.collective("verifying"):
             own = find_mismatches(self._transport, self._mover.dense, self._weights)
@@ -243,6 +244,7 @@ class Resharder:
                 reload = partial(self._mover.load_full, self._transport, skip_frozen=False)
                 mismatches += find_unstable(self.rank, self._layout, tensors, reload)
             warn_of_nan(self._trained.shards)
+        self._guard.activity.compared(version, mismatches)
         if mismatches:
             rank, destination, source = mismatches[0]
             raise ReshardError(

@@ -108,9 +108,12 @@ class WeightSender:
             self._device = trainers.device
             self._processes = all_gather_values(this_process(), str)
             self._devices = all_gather_values(device_id(self._device), str)
+        self._guard.activity.join(self._store.world())
         self._coordinator: Coordinator | None = None
         if self.rank == 0:
-            self._coordinator = Coordinator(self._store, num_engines, self._processes, timeout_s)
+            self._coordinator = Coordinator(
+                self._store, num_engines, self._processes, timeout_s, self._guard.activity
+            )
         self._engines = {index: EngineStatus() for index in range(num_engines)}
         self._layouts: dict[int, str] = {}
         self._link: Link | None = None
@@ -169,6 +172,7 @@ class WeightSender:
                 received = delta.found.num_bytes if delta else 0
                 changed = self._finder.changed if self._finder else None
             while infos:
+                verify = verify or self._trainers.verify_requested
                 some, transfer = self._begin(infos, verify, delta)
                 moved = self._transfer_on_all_ranks(some, transfer, version, delta)
                 received, sent = received + moved[0], sent + moved[1]
@@ -320,6 +324,7 @@ class WeightSender:
             else:
                 ends = transfer.feeders, self._guard, self._transport.sizes
                 self._link = MemoryLink(place, store, number, *ends)
+            self._link.activity = self._guard.activity
         return self._link
 
     def _close_link(self) -> None:

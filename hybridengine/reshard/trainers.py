@@ -43,6 +43,7 @@ class Trainers:
     Attributes:
         model: what this rank reads.
         guard: of the collectives.
+        verify_requested: whether somebody has requested that this sync be verified, on all ranks.
         specs: placement of every parameter, once `compare` has run.
         device: of the shards, likewise.
     """
@@ -61,8 +62,13 @@ class Trainers:
         self._delta = delta
         self.model = model = TrainedTensors(parameters, adapters, merge)
         self.guard = CollectiveGuard(
-            self.rank, self.world_size, timeout_s=timeout_s, groups=model.groups
+            self.rank,
+            self.world_size,
+            timeout_s=timeout_s,
+            groups=model.groups,
+            name=f"trainer rank {self.rank}",
         )
+        self.verify_requested = False
         self._frozen_checksums: list[int] | None = None  # as of the last sync
 
     def compare(self) -> None:
@@ -146,11 +152,12 @@ class Trainers:
             problem = error
         given = _NEXT if version is None else version
         problems = problem is not None, changed is not None
-        state = [*problems, not is_kept, given, -given, next_version]
+        requested = self.guard.activity.verify_requested()
+        state = [*problems, not is_kept, requested, given, -given, next_version]
         flags = torch.tensor(state, device=host_device())
         with self.guard.collective("agreeing to start"):
             dist.all_reduce(flags, dist.ReduceOp.MAX)
-            failed, outdated, differs, highest, lowest, next_version = flags.tolist()
+            failed, outdated, differs, requested, highest, lowest, next_version = flags.tolist()
             if failed or outdated:
                 raise_on_all_ranks(
                     problem or (changed and f"{changed} {remedy}"),
@@ -161,5 +168,7 @@ class Trainers:
                 f"rank {self.rank} syncs to version {version}, other ranks to versions between "
                 f"{-lowest} and {highest}: every rank must call sync() with the same version"
             )
-        self._frozen_checksums = checksums
+        self._frozen_checksums, self.verify_requested = checksums, bool(requested)
+        if requested:
+            self.guard.activity.verify_begun()
         return next_version if version is None else version, not differs

@@ -12,6 +12,7 @@ import faulthandler
 import functools
 import itertools
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -26,6 +27,7 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
+from hybridengine.runtime.activity import Activity
 from hybridengine.runtime.limits import default_groups, limited
 from hybridengine.runtime.messages import MessageError
 from hybridengine.runtime.signed_store import SignedStore
@@ -77,9 +79,11 @@ class CollectiveGuard:
       all the time; default: the store of the process group, observed during an operation.
     timeout_s: of collectives; None: that of their process groups.
     groups: returns the process groups of the collectives; default: the default group.
+    name: of this rank, in `activity`.
 
     Attributes:
         phase: what this rank does now, for messages.
+        activity: the same, for `doctor --attach`.
     """
 
     def __init__(
@@ -89,17 +93,34 @@ class CollectiveGuard:
         store: dist.Store | None = None,
         timeout_s: float | None = None,
         groups: Callable[[], Iterable[dist.ProcessGroup]] = default_groups,
+        name: str = "",
     ) -> None:
         self._timeout_s, self._groups = timeout_s, groups
         self.rank, self.others = rank, [r for r in range(world_size) if r != rank]
-        self.phase = "starting"
+        self.activity = Activity(name or f"rank {rank}", rank, world_size)
         restarts = os.environ.get(RESTART_COUNT, "0")
         self._prefix = f"hybridengine/{restarts}/{next(_guards)}"
         self._own_store = store
-        self._operation, self._count = "", 0
+        self._operation, self._count, self._phase = "", 0, "starting"
         self._answered: set[str] = set()
         self._lock = threading.Lock()
         self.set(f"process/{rank}", this_process())
+        self.activity.join(self._world())
+
+    @property
+    def phase(self) -> str:
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._phase = phase
+        self.activity.enter(self.place)
+
+    def _world(self) -> str:
+        """Return an identifier that the ranks of this guard have in common; "" without a store."""
+        with suppress(RuntimeError, ValueError):
+            return str(self._store().claim("world", secrets.token_hex(8), str))
+        return ""
 
     @property
     def place(self) -> str:
@@ -112,7 +133,8 @@ class CollectiveGuard:
 
         All ranks enter the same operations in the same order.
         """
-        self._operation, self._count, self.phase = name, self._count + 1, "starting"
+        self._operation, self._count = name, self._count + 1
+        self.phase = "starting"
         self._answered.clear()
         done = threading.Event()
         if self._own_store is None and self.others:
@@ -127,6 +149,7 @@ class CollectiveGuard:
             raise
         finally:
             done.set()
+            self.activity.enter(f"after {name}")
 
     @contextmanager
     def collective(self, phase: str, timeout_s: float | None = None) -> Iterator[None]:
@@ -134,10 +157,14 @@ class CollectiveGuard:
 
         timeout_s: instead of the guard's.
         """
-        self.phase = phase
-        limit_s = timeout_s or self._timeout_s
+        self._phase = phase
+        limit_s, activity = timeout_s or self._timeout_s, self.activity
+        world = activity.record.worlds[0] if activity.record.worlds else ""
         try:
-            with limited(self._groups(), limit_s) if limit_s else nullcontext():
+            with (
+                activity.in_collective(self.place, f"{self._count}/{phase}", world),
+                limited(self._groups(), limit_s) if limit_s else nullcontext(),
+            ):
                 yield
         except RuntimeError as error:
             if not is_collective_error(error) or not self.others:

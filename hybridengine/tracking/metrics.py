@@ -16,23 +16,7 @@ from rich.text import Text
 
 from hybridengine.errors import ConfigError
 from hybridengine.storage import atomic_file, writing
-
-# Metrics on the console line of a step: (metric, label, format).
-_CONSOLE = (
-    ("critic/score/mean", "reward", "{:.3f}"),
-    ("response_length/mean", "length", "{:.1f}"),
-    ("actor/entropy", "entropy", "{:.3f}"),
-    ("actor/pg_loss", "loss", "{:+.4f}"),
-    ("actor/grad_norm", "grad", "{:.2f}"),
-    ("train/loss", "loss", "{:.4f}"),
-    ("train/grad_norm", "grad", "{:.2f}"),
-    ("train/lr", "lr", "{:.2e}"),
-    ("critic/vf_loss", "vf loss", "{:.4f}"),
-    ("critic/vf_explained_var", "explained", "{:+.2f}"),
-    ("critic/grad_norm", "vf grad", "{:.2f}"),
-    ("training/rollout_probs_diff_mean", "Δp", "{:.4f}"),
-    ("timing_s/step", "time", "{:.1f} s"),
-)
+from hybridengine.tracking.console import LINE_WIDTH, StepLine
 
 
 def check_loggers(loggers: Sequence[str]) -> None:
@@ -71,7 +55,9 @@ class MetricsLogger(ExitStack):
         check_loggers(loggers)
         self.history: list[dict[str, float]] = []
         self._writers: list[Callable[[int, dict[str, float]], Any]] = []
-        self._console, self._total_steps = console, total_steps
+        self._console = console
+        width = console.width if console.is_terminal else LINE_WIDTH
+        self._line = StepLine(total_steps, min(width, LINE_WIDTH))
         dir.mkdir(parents=True, exist_ok=True)
         if "jsonl" in loggers:
             self._file = dir / "metrics.jsonl"
@@ -127,16 +113,10 @@ class MetricsLogger(ExitStack):
             self._board.add_scalar(name, value, step)
 
     def _print(self, step: int, values: Mapping[str, float]) -> None:
-        parts = [f"{label} {form.format(values[n])}" for n, label, form in _CONSOLE if n in values]
-        skipped = sum(v for n, v in values.items() if n.endswith("/skipped_updates"))
-        parts += [f"skipped updates {skipped:.0f}"] if skipped else []
-        validation = [(n, v) for n, v in values.items() if n.startswith("val/")]
-        validation += _by_source(values)
-        parts += [f"{name} {value:.3f}" for name, value in validation]
-        if parts:  # none: such as the time of a save
-            head = f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
-            line = Text("  ".join([head, *parts]), style="bold green" if validation else "")
-            self._console.print(line, soft_wrap=True)
+        if line := self._line.format(step, values):
+            is_validation = any(name.startswith("val/") for name in values)
+            style = "bold green" if is_validation else ""
+            self._console.print(Text(line, style=style), soft_wrap=True)
 
 
 def _read_row(line: bytes) -> dict[str, Any] | None:
@@ -151,10 +131,3 @@ def _read_row(line: bytes) -> dict[str, Any] | None:
 def _plain(values: Mapping[str, float]) -> dict[str, float]:
     """Return metrics under names without the @ that MLflow refuses, as verl writes them."""
     return {name.replace("@", "_at_"): value for name, value in values.items()}
-
-
-def _by_source(values: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return validation metrics that val/… does not have: per data source, or best@N and maj@N."""
-    core = [(name, v) for name, v in values.items() if name.startswith("val-core/")]
-    several = sum("/mean@" in name for name, _ in core) > 1  # one per source
-    return [(n.removeprefix("val-core/"), v) for n, v in core if several or "/mean@" not in n]

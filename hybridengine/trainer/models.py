@@ -32,6 +32,7 @@ from hybridengine.trainer.algorithms import KLController
 from hybridengine.trainer.batch import DataParallel, RolloutBatch, mean_metrics
 from hybridengine.trainer.learner import Learner
 from hybridengine.trainer.routes import pop_metrics
+from hybridengine.trainer.token_record import TokenRecord
 
 _MIN_MEAN_WEIGHT = 1e-8  # weights of a smaller mean are not normalised, as in verl
 _COV_KL_COEF = 0.1  # of kl_cov, verl's ppo_kl_coef
@@ -68,9 +69,13 @@ class Actor(Learner):
     reference: enters a context and returns the reference model: a copy of its own, or the policy
       with its adapters disabled.
     total_steps: of the run, for the schedule of the KL coefficient.
+
+    Attributes:
+        record: takes what updates compute per token; None: nobody reads it.
     """
 
     name = "actor"
+    record: TokenRecord | None = None
 
     def __init__(
         self,
@@ -299,13 +304,15 @@ class Actor(Learner):
                 "rollout_is_lower": lower,
                 "rollout_is_threshold": upper,
             }
-        loss, log_probs, _, loss_metrics = packed_policy_loss(
+        loss, log_probs, entropy, loss_metrics = packed_policy_loss(
             self.model,
             micro_batch,
             self._temperature,
             grad_scale=self._dp.grad_scale(self.optimizer),
             **arguments,
         )
+        if self.record is not None:
+            self.record.add(batch, micro_batch, log_probs, entropy, arguments)
         metrics = _prefixed(loss_metrics)
         if batch.old_log_probs is None or correction.bypass_mode:
             metrics |= self._own_correction(batch, micro_batch, log_probs, arguments).metrics
@@ -323,6 +330,8 @@ class Actor(Learner):
             if self._options.applies_weights and batch.is_weights is None:
                 arguments["rollout_is_weights"] = correction.weights
         loss, loss_metrics = policy_loss(log_probs, entropy=entropy, **arguments)
+        if self.record is not None:
+            self.record.add(batch, micro_batch, log_probs, entropy, arguments)
         return loss, metrics | _prefixed(loss_metrics), log_probs
 
     def _own_correction(

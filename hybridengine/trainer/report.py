@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -16,10 +17,10 @@ from rich.table import Table
 from hybridengine.config import JobConfig, config_to_yaml
 from hybridengine.runtime.session import Session
 from hybridengine.storage import atomic_file
+from hybridengine.tracking.console import LINE_WIDTH, Progress
 from hybridengine.tracking.curves import plot_learning_curves
 from hybridengine.tracking.files import write_summary
 from hybridengine.tracking.metrics import MetricsLogger
-from hybridengine.tracking.progress import Progress
 
 _FILES = ("summary.json", "curves.png", "metrics.jsonl", "rollouts", "final")
 _FIRST_DRAWING_S = 10.0  # the curves are drawn, then as often as takes this share of the time
@@ -37,7 +38,8 @@ class Reporter(ExitStack):
         super().__init__()
         trainer, self.is_main = config.trainer, session.is_main
         self.dir, self.last = Path(trainer.default_local_dir), dict[str, float]()
-        self._console = Console(quiet=not session.is_main)
+        width = None if sys.stdout.isatty() else LINE_WIDTH
+        self._console = Console(quiet=not session.is_main, width=width)
         loggers = trainer.logger if session.is_main else ()
         settings: dict[str, Any] = asdict(config)  # type: ignore[call-overload]
         run = {"project": trainer.project_name, "name": trainer.experiment_name, "config": settings}
@@ -60,7 +62,7 @@ class Reporter(ExitStack):
         self.last |= metrics
         self.logger.log(step, metrics)
         if "timing_s/step" in metrics:
-            self._progress.finish_step(int(metrics["perf/total_num_tokens"]))
+            self._progress.finish_step()
 
     def draw(self) -> None:
         """Draw curves.png from the metrics logged so far."""

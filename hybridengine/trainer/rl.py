@@ -48,6 +48,7 @@ from hybridengine.trainer.rollout_files import rollout_file, texts_on_rank0, wit
 from hybridengine.trainer.rollout_source import ColocatedRollouts, RolloutSource
 from hybridengine.trainer.rollouts import Rollouts, format_rollout, select_groups
 from hybridengine.trainer.shared_prefix import build_data_parallel
+from hybridengine.trainer.token_record import TokenRecord
 from hybridengine.trainer.updates import UpdateCounts
 from hybridengine.trainer.validation import Problem, ValidationHistory, problems_of
 
@@ -171,7 +172,9 @@ class RLTrainer(BaseTrainer[RLConfig]):
         """Train on scored rollouts and sync the weights; return metrics and sequence lengths."""
         rollouts, metrics, baselines = data, self._generation_metrics, self._baselines
         config, actor, critic = self.config, self.actor, self.critic
-        algorithm = config.algorithm
+        algorithm, freq = config.algorithm, config.trainer.rollout_freq
+        path = self._rollout_path(f"step_{step}", freq > 0 and self._is_due(step, freq))
+        actor.record = None if path is None else TokenRecord()
         self.source.sleep()
         with on_device(self.model):
             max_tokens = config.actor.ppo_max_token_len_per_gpu
@@ -219,7 +222,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
         metrics |= reward_metrics | batch_metrics(batch, self.dp.group)
         metrics |= sync.metrics
         metrics |= self.source.metrics(step, rollouts)
-        self._record(step, rollouts, batch, metrics)
+        self._record(path, rollouts, batch, metrics)
         return metrics, rollouts.outcomes.lengths.tolist()
 
     def _generate_and_score(self, step: int) -> tuple[Rollouts, dict[str, float]]:
@@ -273,24 +276,26 @@ class RLTrainer(BaseTrainer[RLConfig]):
         return fmean(scores), self.validations.add(problems)
 
     def _record(
-        self, step: int, rollouts: Rollouts, batch: RolloutBatch, metrics: dict[str, float]
+        self,
+        path: Path | None,
+        rollouts: Rollouts,
+        batch: RolloutBatch,
+        metrics: dict[str, float],
     ) -> None:
-        """Keep what the summary reports of this step, and write its rollouts if they are due."""
+        """Keep what the summary reports of this step, and write its rollouts to `path`, if any."""
         diff = metrics.get("training/rollout_probs_diff_mean")
         if diff is not None:
             first, largest = self.probs_diffs or (diff, diff)
             self.probs_diffs = [first, max(largest, diff)]
-        freq = self.config.trainer.rollout_freq
-        path = self._rollout_path(f"step_{step}", freq > 0 and self._is_due(step, freq))
         with (
             self.session.phase("write_rollouts"),
             rollout_file(path, self.session.is_main) as write,
         ):
-            if path is not None:
+            if (record := self.actor.record) is not None:
                 assert batch.advantages is not None
                 means = batch.sequence_means(batch.advantages)
                 rollouts = rollouts.with_advantages(self.dp.gather_responses(batch, means).cpu())
-                rollouts = with_trained_columns(rollouts, batch)
+                rollouts = with_trained_columns(rollouts, batch, record.columns)
             write(rollouts)
         self._print_samples(rollouts)
 

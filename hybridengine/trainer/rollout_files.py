@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hybridengine.data import PromptSample
 from hybridengine.rollout import Response
@@ -41,8 +42,10 @@ def rollout_file(path: Path | None, is_main: bool) -> Iterator[Callable[[Rollout
         yield append
 
 
-def with_trained_columns(rollouts: Rollouts, batch: RolloutBatch) -> Rollouts:
-    """Return rollouts with the tokens' advantages and old log-probs of the trainer. Collective.
+def with_trained_columns(
+    rollouts: Rollouts, batch: RolloutBatch, more: Mapping[str, Tensor]
+) -> Rollouts:
+    """Return rollouts with the tokens' advantages, old log-probs and `more`, [R]. Collective.
 
     They lie where the batch is trained on, and move to where the responses were generated.
     """
@@ -51,7 +54,7 @@ def with_trained_columns(rollouts: Rollouts, batch: RolloutBatch) -> Rollouts:
     exchange = RowExchange(batch.placement.sources, wanted)
     lengths = outcomes.response_lengths
     own_lengths = lengths[outcomes.ranks == rollouts.rank].tolist()
-    columns = {"advantages": batch.advantages, "old_log_probs": batch.old_log_probs}
+    columns = {"advantages": batch.advantages, "old_log_probs": batch.old_log_probs, **more}
     return rollouts.with_trained(
         {
             name: exchange(values.float(), lengths).cpu().split(own_lengths)

@@ -43,7 +43,8 @@ COLORS = {
         Color("advantage", "advantage", -2.0, 2.0),
         Color("difference", "probability, trainer minus engine", -0.1, 0.1),
         Color("ratio", "ratio trainer / engine; the importance weight", 0.5, 2.0, 1.0),
-        Color("entropy", "entropy of the checkpoint, nats", 0.0, 4.0),
+        Color("entropy", "entropy, nats", 0.0, 4.0),
+        Color("clipping", "clipped: 1, or -1 where the advantage is negative", -1.0, 1.0),
     )
 }
 
@@ -84,7 +85,11 @@ def detail_of(row: Mapping[str, Any]) -> Detail:
 
 
 def _color_values(row: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return the values of tokens; the ratio is what the rollout correction clips."""
+    """Return the values of tokens.
+
+    ratio: what the rollout correction clips. clipping: 1 for clipped tokens, -1 where the advantage
+    is negative.
+    """
     engine, trainer = row["log_probs"], row.get("old_log_probs")
     values: dict[str, list[float]] = {"log_prob": engine}
     if "advantages" in row:
@@ -97,6 +102,9 @@ def _color_values(row: Mapping[str, Any]) -> dict[str, list[float]]:
         values["ratio"] = [math.exp(max(-20.0, min(20.0, p - q))) for p, q in pairs]
     if "entropy" in row:
         values["entropy"] = row["entropy"]
+    if "clipped" in row:
+        signs = [math.copysign(1.0, advantage) for advantage in row["advantages"]]
+        values["clipping"] = [x * sign for x, sign in zip(row["clipped"], signs, strict=True)]
     return values
 
 

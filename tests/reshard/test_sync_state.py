@@ -14,6 +14,7 @@ from hybridengine.reshard.commit.coordinator import Coordinator
 from hybridengine.reshard.commit.records import SyncStore
 from hybridengine.reshard.plan.configuration import config_differences
 from hybridengine.rollout import SamplingSpec
+from hybridengine.runtime.activity import Activity
 from hybridengine.runtime.device import DeviceProgress
 from hybridengine.sharding import LayoutError, StaleWeightsError
 from hybridengine.sharding.adapter import Adapter
@@ -310,7 +311,8 @@ def test_checksums_of_frozen_parameters_tell_swapped_elements(dtype, shape) -> N
 
 @pytest.mark.timeout(120)
 def test_an_engine_whose_call_has_failed_is_not_waited_for() -> None:
-    coordinator = Coordinator(SyncStore(dist.HashStore()), 1, ["trainer"], timeout_s=600.0)
+    activity = Activity("trainer rank 0", 0, 1)
+    coordinator = Coordinator(SyncStore(dist.HashStore()), 1, ["trainer"], 600.0, activity)
     reason = "no engine is left to sync to version 1 .engine 0: its call failed"
     with pytest.warns(RuntimeWarning, match="dropped"), pytest.raises(ReshardError, match=reason):
         coordinator.open(1, {0: "its call failed"}.get)

@@ -13,11 +13,11 @@ from hybridengine.config import load_sft_config
 from hybridengine.data import PromptSample
 from hybridengine.rollout import Response
 from hybridengine.storage import atomic_file
-from hybridengine.tracking import progress as progress_line
+from hybridengine.tracking import console as console_lines
+from hybridengine.tracking.console import LINE_WIDTH, Progress, StepLine
 from hybridengine.tracking.curves import plot_learning_curves
 from hybridengine.tracking.files import write_summary
 from hybridengine.tracking.metrics import MetricsLogger
-from hybridengine.tracking.progress import Progress
 from hybridengine.trainer import report
 from hybridengine.trainer.report import Reporter
 from hybridengine.trainer.rollout_files import rollout_line
@@ -40,7 +40,7 @@ def test_metrics_reach_every_sink(tmp_path):
     assert lines == [{"step": 0, "val/strict": 0.2}, {"step": 1, **STEP, "actor/grad_norm": None}]
     validation, step = console.file.getvalue().splitlines()
     assert validation == "step  0/25  val/strict 0.200"
-    assert step == "step  1/25  reward 0.250  length 4.0  grad nan  time 9.5 s"
+    assert step == "step  1/25  reward 0.250  len 4  grad nan  9.5 s  ETA 4m"
     assert _tensorboard_value(tmp_path / "tensorboard", "critic/score/mean") == (1, 0.25)
     assert metrics.history[1]["critic/score/mean"] == 0.25
 
@@ -63,8 +63,8 @@ def test_the_console_shows_the_critic_skipped_updates_and_data_sources(tmp_path)
             },
         )
     assert console.file.getvalue().splitlines() == [
-        "step 1/9  vf loss 0.5000  explained +0.25  skipped updates 2",
-        "step 2/9  vf loss 0.5000  explained +0.25",
+        "step 1/9  skipped updates 2  explained +0.25  vf loss 0.500",
+        "step 2/9  explained +0.25  vf loss 0.500",
         "step 3/9  val/score 0.500",
         "step 4/9  val/score 0.500  org/sums/reward/mean@1 0.500  b/reward/mean@1 0.700",
         "step 5/9  val/score 0.500  a/reward/best@4/mean 0.900",
@@ -86,35 +86,89 @@ def test_only_the_named_sinks_exist(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_progress_without_a_terminal_is_a_few_plain_lines():
+FULL_STEP = {
+    "critic/score/mean": 0.25,
+    "response_length/mean": 84.2,
+    "actor/entropy": 0.512,
+    "actor/pg_loss": 0.01,
+    "actor/grad_norm": 0.35,
+    "actor/skipped_updates": 0,
+    "training/rollout_probs_diff_mean": 0.001,
+    "timing_s/gen": 6.2,
+    "timing_s/update_actor": 2.5,
+    "timing_s/update_weights": 0.1,
+    "timing_s/step": 10.0,
+    "perf/total_num_tokens": 51_234,
+}
+
+
+def test_the_line_of_a_step_has_phases_rate_and_time_left(monkeypatch):
+    now = iter([100.0, 112.0])  # a step takes 10 s, validation and saves 2 s more
+    monkeypatch.setattr(console_lines.time, "monotonic", lambda: next(now))
+    line = StepLine(total_steps=700)
+    assert line.format(11, FULL_STEP) == (
+        "step  11/700  reward 0.250  len 84  entropy 0.51  10.0 s  gen 62% update 25%  5.1k tok/s  "
+        "ETA 1h55m"
+    )
+    assert line.format(12, FULL_STEP).endswith("  ETA 2h18m")
+
+
+@pytest.mark.parametrize("width", [60, 80, LINE_WIDTH])
+def test_a_line_never_exceeds_its_width(width):
+    sources = {f"val-core/source_{k}/reward/mean@4": 0.5 for k in range(9)}
+    many = {f"timing_s/a_phase_with_a_long_name_{k}": 3.0 for k in range(3)}
+    long = {"critic/score/mean": -12345.678, "actor/skipped_updates": 12}
+    line = StepLine(total_steps=10_000, width=width)
+    for values in (FULL_STEP, {"val/score": 0.5, **sources}, FULL_STEP | many | long):
+        text = line.format(9_999, values)
+        assert len(text) <= width
+    assert "reward -12345.678" in text and "skipped updates 12" in text
+
+
+def test_the_time_of_a_save_has_no_line():
+    assert StepLine(9).format(1, {"timing_s/save_checkpoint": 1.5}) == ""
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0.4, "0s"),
+        (59.4, "59s"),
+        (59.6, "1m"),
+        (3569, "59m"),
+        (3571, "1h00m"),
+        (86_280, "23h58m"),
+        (270_000, "3d03h"),
+    ],
+)
+def test_a_duration_has_its_two_largest_units(seconds, text):
+    assert console_lines._duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    "number, text",
+    [(0.3, "0"), (999.4, "999"), (999.6, "1.0k"), (9_960, "10k"), (1.25e6, "1.2M"), (4e9, "4G")],
+)
+def test_a_rate_has_three_digits(number, text):
+    assert console_lines._short(number) == text
+
+
+def test_a_log_file_has_no_progress_bar():
     console = plain_console()
     with Progress(2, console=console) as progress:
-        for step in (1, 2):
-            for phase in ("gen", "update_actor"):
-                progress.enter(phase, step)
-            progress.finish_step(tokens=100)
-    [line] = console.file.getvalue().splitlines()
-    assert line == "[0/2]  step 1 gen"
+        progress.enter("gen", 1)
+        progress.finish_step()
+    assert console.file.getvalue() == ""
 
 
-def test_a_phase_that_goes_on_is_not_printed_again(monkeypatch):
-    monkeypatch.setattr(progress_line, "_PLAIN_LINE_EVERY_S", 0.0)
-    console = plain_console()
-    with Progress(2, console=console) as progress:
-        for phase in ("resume", "resume", "gen"):
-            progress.enter(phase, 1)
-    assert console.file.getvalue().splitlines() == ["[0/2]  step 1 resume", "[0/2]  step 1 gen"]
-
-
-def test_progress_on_a_terminal_shows_phase_and_rate():
+def test_progress_on_a_terminal_shows_phase_and_steps():
     console = Console(file=io.StringIO(), force_terminal=True, width=200)
     with Progress(3, console=console) as progress:
         progress.enter("gen", 1)
-        progress.finish_step(tokens=100)
+        progress.finish_step()
         progress.enter("update_actor", 2)
     shown = console.file.getvalue()
-    assert "step 2 update_actor" in shown
-    assert "tokens/s" in shown and "1/3" in shown
+    assert "step 2 update_actor" in shown and "1/3" in shown
 
 
 SAMPLE = PromptSample(7, [5, 6], "1 + 1 =", "sums", "2", {})

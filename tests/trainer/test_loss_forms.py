@@ -98,3 +98,33 @@ def test_one_pass_equals_two_steps_where_it_is_permitted(tmp_path: Path) -> None
     [(permits, count)] = run_ranks(body, 1, save_tiny("llama", tmp_path), timeout_s=300.0)
     assert permits == [True, True, False, False, False]
     assert count == len(MODES) * len(CORRECTIONS) * 4
+
+
+def clipped_tokens(rank: int, world_size: int, path: str) -> list[tuple[str, float, float]]:
+    """Return, by loss mode, the share of tokens recorded as clipped and the metric of it.
+
+    Both forms record the same tokens and entropies.
+    """
+    from hybridengine.trainer.token_record import TokenRecord
+
+    setup, shares = Setup(rank, world_size, path), []
+    mask = setup.batch.response_mask
+    for mode in MODES:
+        config, records = config_of(mode, "token-mean", (None, 2.0), False), []
+        for changes in ({}, {"_permits_one_pass": lambda *_: False}):
+            actor = setup.actor(config, record=TokenRecord(), **changes)
+            _, metrics = setup.loss(actor, own=False)
+            records.append({n: x[mask] for n, x in actor.record.columns.items()})
+        torch.testing.assert_close(*records, **tolerances.LINEAR)
+        assert records[0]["entropy"].min() > 0
+        recorded = records[0].get("clipped", torch.tensor(0.0)).mean().item()
+        parts = [float(metrics.get(f"actor/{n}", 0)) for n in ("pg_clipfrac", "pg_clipfrac_lower")]
+        shares.append((mode, recorded, sum(parts)))
+    return shares
+
+
+def test_the_recorded_tokens_are_those_that_the_loss_clips(tmp_path: Path) -> None:
+    [shares] = run_ranks(clipped_tokens, 1, save_tiny("llama", tmp_path), timeout_s=300.0)
+    for mode, recorded, metric in shares:
+        assert recorded == pytest.approx(0.0 if mode == "geo_mean" else metric, abs=1e-6), mode
+    assert dict((mode, recorded) for mode, recorded, _ in shares)["vanilla"] > 0

@@ -73,11 +73,16 @@ def test_files_have_texts_and_advantages_and_votes_count_texts(tmp_path: Path):
         assert row["finish_reason"] in ("stop", "length")
         assert row["old_log_probs"] == pytest.approx(row["log_probs"], abs=1e-3)  # float32 both
         assert row["advantages"] == pytest.approx([row["advantage"]] * len(row["response_ids"]))
+        assert len(row["entropy"]) == len(row["response_ids"]) and min(row["entropy"]) > 0
+        assert set(row["clipped"]) == {0.0}  # one optimizer step: every ratio is 1
     for group in (rows[k : k + 4] for k in range(0, 16, 4)):
         rewards, advantages = ([row[name] for row in group] for name in ("reward", "advantage"))
         spread = stdev(rewards) + 1e-6
         want = [(reward - fmean(rewards)) / spread for reward in rewards]
         assert advantages == pytest.approx(want, abs=1e-4)
+    tokens = [x for row in rows for x in row["entropy"]]
+    [logged] = [row["actor/entropy"] for row in result.rows if "actor/entropy" in row]
+    assert fmean(tokens) == pytest.approx(logged, rel=1e-4)
     tested = result.rollouts["val_1"]
     assert all("advantage" not in row for row in tested)
     votes = []

@@ -40,6 +40,8 @@ def _row(step: int, prompt: int, k: int) -> dict[str, object]:
         "log_probs": log_probs,
         "advantages": [k - 1.0] * 4,
         "old_log_probs": [x + math.log(1.1) for x in log_probs],
+        "entropy": [0.5 * i for i in range(4)],
+        "clipped": [0.0, 1.0, 0.0, 1.0],
     }
     if prompt == 1:
         row["sampled"] = [1, 1, 0, 1]

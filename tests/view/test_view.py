@@ -56,12 +56,19 @@ def test_values_and_turns_of_tokens(index: RolloutIndex) -> None:
     assert detail.values["advantage"] == [0.0] * 4
     assert detail.values["ratio"] == pytest.approx([1.1] * 4)
     assert detail.values["difference"][0] == pytest.approx(0.1 * 0.60653, abs=1e-5)
+    assert detail.values["entropy"] == [0.0, 0.5, 1.0, 1.5]
     assert [(p.title, p.is_model, p.start, p.end) for p in detail.parts] == [
         ("model · calls count[bold] · 2 tokens", True, 0, 2),
         ("tool or user · 1 tokens", False, 2, 3),
         ("model · reward 0.5 · 1 tokens", True, 3, 4),
     ]
     assert detail.facts["weight_version"] == 0 and "log_probs" not in detail.facts
+
+
+def test_clipped_tokens_have_the_sign_of_their_advantage(index: RolloutIndex) -> None:
+    rows = [index.read(entry) for entry in index.select("step=1 group=10")]
+    down, _, up = (detail_of(row).values["clipping"] for row in rows)
+    assert down == [0, -1, 0, -1] and up == [0, 1, 0, 1]
 
 
 def test_strength_of_colors() -> None:

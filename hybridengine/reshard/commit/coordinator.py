@@ -24,6 +24,7 @@ from hybridengine.reshard.commit.records import (
 )
 from hybridengine.reshard.errors import ReshardError
 from hybridengine.reshard.plan.configuration import check_configuration, config_differences
+from hybridengine.runtime.activity import Activity
 from hybridengine.runtime.polling import wait_for
 from hybridengine.sharding.layout import LayoutError
 
@@ -56,12 +57,18 @@ class Coordinator:
     engines: status by number.
     trainers: processes of the trainer ranks, as `this_process`.
     timeout_s: how long an engine may take to come to a sync, and to finish one.
+    activity: of this process, which waits for the engines.
     """
 
     def __init__(
-        self, store: SyncStore, num_engines: int, trainers: Sequence[str], timeout_s: float
+        self,
+        store: SyncStore,
+        num_engines: int,
+        trainers: Sequence[str],
+        timeout_s: float,
+        activity: Activity,
     ) -> None:
-        self._store, self._timeout_s = store, timeout_s
+        self._store, self._timeout_s, self._activity = store, timeout_s, activity
         self.engines = {index: EngineStatus() for index in range(num_engines)}
         number = store.next_number("trainers")
         store.set(f"trainers/{number}", list(trainers))
@@ -137,7 +144,8 @@ class Coordinator:
                     self._drop(index, reason)
             return True if not missing or time.monotonic() > deadline else None
 
-        wait_for(look)
+        with self._activity.waiting_for(*(f"engine {index}" for index in missing)):
+            wait_for(look)
         for index in missing:
             self._drop(index, f"it has not joined within {self._timeout_s:g} s")
 
@@ -184,7 +192,8 @@ class Coordinator:
             late = time.monotonic() > deadline
             return f"it has not answered within {self._timeout_s:g} s" if late else None
 
-        return wait_for(look)
+        with self._activity.waiting_for(f"engine {info.index}"):
+            return wait_for(look)
 
     def select(
         self, infos: Sequence[EngineInfo], layouts: dict[int, str], config: Mapping[str, Any]

@@ -32,6 +32,7 @@ from hybridengine.sharding.layout import LayoutError
 from hybridengine.sharding.weight_target import WeightTarget
 
 T = TypeVar("T")
+_COORDINATOR = "trainer rank 0"
 
 
 class EngineRank:
@@ -39,7 +40,7 @@ class EngineRank:
 
     Attributes:
         device: of the weights.
-        phase: what this rank does now, for messages.
+        activity: what this rank does now, for `doctor --attach`.
         name: of this rank, for messages.
         info: what the engine has told the trainers.
     """
@@ -52,12 +53,23 @@ class EngineRank:
         self.world_size = dist.get_world_size() if has_world else 1
         self._store, self._index, self._timeout_s = store, index, timeout_s
         self.name = f"rank {self.rank} of engine {index}"
+        self._guard = CollectiveGuard(self.rank, self.world_size, name=self.name)
+        self.activity = self._guard.activity
+        self.activity.join(store.world())
         self.phase = "joining"
-        self._guard = CollectiveGuard(self.rank, self.world_size)
         self._known_trainers: tuple[int, list[str]] = (0, [])
         self.last = 0  # number of the last sync that it took part in
         self.device = next((t.device for t in engine.weights().values()), torch.device("cpu"))
         self.info = self._join(engine)
+
+    @property
+    def phase(self) -> str:
+        """What this rank does now, for messages."""
+        return self._guard.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._guard.phase = phase
 
     # Engine's world
 
@@ -191,7 +203,8 @@ class EngineRank:
                     "Call pending() to see whether one waits, or use a larger timeout_s"
                 )
 
-        return wait_for(self.invitation, check)
+        with self.activity.waiting_for(_COORDINATOR):
+            return wait_for(self.invitation, check)
 
     def _check_trainers(self, state: SyncState) -> None:
         """Raise RankFailedError if the process of a trainer, on this machine, has ended."""
@@ -246,7 +259,8 @@ class EngineRank:
             if time.monotonic() - heard > self._timeout_s:
                 self._fail(f"trainer rank 0 was not heard of for {self._timeout_s:g} s")
 
-        now = wait_for(read, check)
+        with self.activity.waiting_for(_COORDINATOR):
+            now = wait_for(read, check)
         assert now.transfer is not None
         return now, now.transfer
 
@@ -297,4 +311,6 @@ class EngineRank:
             if time.monotonic() > deadline:
                 self._fail(f"they have not finished within {self._timeout_s:g} s")
 
-        return wait_for(read, check)
+        others = (f"rank {r} of engine {self._index}" for r in self._guard.others)
+        with self.activity.waiting_for(*others):
+            return wait_for(read, check)

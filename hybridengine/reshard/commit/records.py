@@ -15,6 +15,7 @@ and "trainers/T" (processes). Each engine writes its own keys:
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -261,6 +262,11 @@ class SyncStore:
         number: int = (self.get(key, int) or 0) + 1
         self.set(key, number)
         return number
+
+    def world(self) -> str:
+        """Return an identifier that all trainers and engines of the store have in common."""
+        with _store_errors():
+            return str(self._records.claim("world", secrets.token_hex(8), str))
 
     def mark(self, key: str, rank: int) -> None:
         """Tell that a rank of an engine has come to `key`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from hybridengine.reshard.commit.records import EngineInfo, Member, SyncStore
 from hybridengine.reshard.errors import LinkError
 from hybridengine.reshard.payload.tables import ALIGNMENT
 from hybridengine.reshard.payload.transport import Buffers, Pending
+from hybridengine.runtime.activity import Activity
 from hybridengine.runtime.failures import (
     CollectiveError,
     is_collective_error,
@@ -30,6 +31,8 @@ from hybridengine.runtime.failures import (
     one_line,
     process_state,
 )
+
+_TRANSFER = "transfer", ""  # of all ranks of a link
 
 
 def divide(sent: np.ndarray, replicas: int) -> tuple[np.ndarray, int]:
@@ -105,11 +108,13 @@ class Link(ABC):
         replicas: tensor-parallel rank → ranks of its members.
         phase: what this rank does now, for messages.
         failure: of a connection that a trainer could not make.
+        activity: of this process, once the link is made.
     """
 
     checks = is_kept = True
     relays = False
     failure: LinkError | None = None
+    activity: Activity | None = None
 
     def __init__(self, place: Place) -> None:
         self.rank, self.num_trainers, members, self._peers, self.device, self.timeout_s = place
@@ -122,8 +127,12 @@ class Link(ABC):
     def collective(self, phase: str, timeout_s: float | None = None) -> Iterator[None]:
         """Raise LinkError if what runs inside fails because of another rank."""
         self.phase = phase
+        recorded: AbstractContextManager[None] = nullcontext()
+        if self.activity is not None:
+            recorded = self.activity.in_collective(phase, *_TRANSFER, self._peers)
         try:
-            yield
+            with recorded:
+                yield
         except (RuntimeError, OSError) as error:
             of_a_peer = isinstance(error, OSError) or is_collective_error(error)
             if isinstance(error, CollectiveError) or not of_a_peer:

@@ -1,0 +1,44 @@
+"""docs/claims.md: every command is one of this repository, and every recorded result is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tools import claims
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_claim_has_a_benchmark_and_a_record() -> None:
+    rows = claims.read_claims()
+    assert [row.number for row in rows] == [*range(1, len(rows) + 1)]
+    assert len(rows) == claims._PAGE.read_text().count("\n| ") - 1  # none is skipped for its form
+    for row in rows:
+        name = re.fullmatch(r"-m benchmarks (\w+)", row.arguments)
+        assert name is not None and find_spec(f"benchmarks.{name[1]}") is not None, row
+        assert (ROOT / "benchmarks" / "results" / row.record).is_file(), row
+
+
+def test_the_command_fails_where_a_measurement_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+        ran.append(command)
+        return subprocess.CompletedProcess(command, len(ran) - 1)
+
+    monkeypatch.setattr(claims.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["claims", "5", "3"])
+    assert claims.main() == 1  # the second one fails
+    assert [command[1:] for command in ran] == [
+        ["-m", "benchmarks", "logprob"],
+        ["-m", "benchmarks", "packing"],
+    ]
+    monkeypatch.setattr(sys, "argv", ["claims", "99"])
+    with pytest.raises(SystemExit):
+        claims.main()

@@ -1,0 +1,52 @@
+"""Measure the claims of docs/claims.md again: `python -m tools.claims [NUMBER ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+_PAGE = Path(__file__).parents[1] / "docs" / "claims.md"
+_ROW = re.compile(r"\| (\d+) \| (.+?) \| `python (.+?)` \| `(.+?)` \|")
+
+
+class Claim(NamedTuple):
+    """A row of the page. arguments: of python. record: file of benchmarks/results."""
+
+    number: int
+    text: str
+    arguments: str
+    record: str
+
+
+def read_claims() -> list[Claim]:
+    """Return the rows of the page."""
+    return [Claim(int(n), *rest) for n, *rest in _ROW.findall(_PAGE.read_text())]
+
+
+def main() -> int:
+    """Run the commands; return 1 if one has failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("number", nargs="*", type=int, help="of docs/claims.md; default: all")
+    numbers = parser.parse_args().number
+    claims = read_claims()
+    if unknown := set(numbers) - {claim.number for claim in claims}:
+        parser.error(f"{_PAGE.name} has no claim {sorted(unknown)[0]}; it has 1 to {len(claims)}")
+    failed = []
+    for claim in claims:
+        if numbers and claim.number not in numbers:
+            continue
+        print(f"\n# {claim.number}: {claim.text}\n# python {claim.arguments}", flush=True)
+        if subprocess.run([sys.executable, *shlex.split(claim.arguments)]).returncode:
+            failed.append(claim.number)
+    if failed:
+        print(f"failed: {failed}", file=sys.stderr)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
