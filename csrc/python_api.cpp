@@ -13,6 +13,7 @@ void register_checksum(pybind11::module_& m);
 void register_decode_linear(pybind11::module_& m);
 void register_delta(pybind11::module_& m);
 void register_distillation(pybind11::module_& m);
+void register_grouped_linear(pybind11::module_& m);
 void register_logprob(pybind11::module_& m);
 void register_memory_pool(pybind11::module_& m);
 void register_mixed_gemm(pybind11::module_& m);
@@ -40,6 +41,7 @@ PYBIND11_MODULE(_C, m) {
   register_decode_linear(m);
   register_delta(m);
   register_distillation(m);
+  register_grouped_linear(m);
   register_logprob(m);
   register_memory_pool(m);
   register_mixed_gemm(m);
