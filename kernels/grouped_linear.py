@@ -20,7 +20,7 @@ from ._per_token import compute_dtype, unit_inner_stride
 from .memory_pool import empty_from_pool
 
 OP = "grouped_linear"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 _ALIGNMENT = 16  # bytes, of the rows of torch's grouped product on a GPU
 
 register_backends(OP, cpu=("cpp", "torch", "reference"), cuda=("torch", "reference"))
@@ -39,8 +39,8 @@ def grouped_linear(
     results of instruction sets differ in rounding; it treats subnormal numbers as zero.
 
     Args:
-        x: [T, K], the rows of group 0, of group 1 and so on; float32 or bfloat16 (float64: on the
-            reference backend).
+        x: [T, K], the rows of group 0, of group 1 and so on; float32 or bfloat16 (float16 on a CPU
+            and float64: on the reference backend).
         weight: [E, N, K] of the dtype of `x`. It is read as it is if one of its last two dimensions
             has stride 1: for weights [E, K, N] pass `weight.transpose(1, 2)`.
         cu_counts: [E + 1] int32 or int64, from 0 to T in ascending order; group e has the rows from
@@ -66,11 +66,14 @@ def grouped_linear(
     sizes: check.Sizes = {}
     check.shape(OP, "x", x, "T K", sizes)
     check.shape(OP, "weight", weight, "E N K", sizes)
-    check.dtype(OP, "x", x, _DTYPES)
+    check.floats(OP, x=x)
     check.dtype(OP, "weight", weight, (x.dtype,))
     check.shape(OP, "cu_counts", cu_counts, "C", {"C": (weight.shape[0] + 1, "weight, E + 1")})
     cu_counts = check.cu_seqlens(OP, cu_counts, x.shape[0], name="cu_counts")
-    return _forward_op(x, weight, cu_counts, choose_backend(OP, x.device, backend, x.dtype))
+    chosen = choose_backend(OP, x.device, backend, x.dtype)
+    if chosen == "cpp" and x.dtype not in _KERNEL_DTYPES:
+        chosen = "reference"
+    return _forward_op(x, weight, cu_counts, chosen)
 
 
 @custom_op(f"hybridengine::{OP}", mutates_args=())

@@ -18,16 +18,13 @@ from hybridengine.kernels import grouped_linear
 
 EXPERTS = "hybridengine_grouped"
 
-_DTYPES = (torch.float32, torch.bfloat16)  # of the operator
-
 
 def grouped_experts(
     module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Return the weighted sum of the experts of every token.
 
-    Other dtypes than float32 and bfloat16, and experts that transformers has distributed over
-    ranks, take transformers' own `grouped_mm`.
+    Experts that transformers has distributed over ranks take transformers' own `grouped_mm`.
 
     Args:
         module: the experts, as transformers' `use_experts_implementation` describes them.
@@ -39,8 +36,7 @@ def grouped_experts(
         [T, H] of the dtype of hidden_states. The sum over a token's experts is computed in the wider
         dtype of weights and hidden states, in the order of top_k_index.
     """
-    weight = module.gate_up_proj if module.has_gate else module.up_proj
-    if module._is_expert_parallel or weight.dtype not in _DTYPES:
+    if module._is_expert_parallel:
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     (num_tokens, top_k), hidden_size = top_k_index.shape, hidden_states.shape[1]
     expert_ids, order = top_k_index.flatten().sort(stable=True)
@@ -49,26 +45,22 @@ def grouped_experts(
     position = torch.empty_like(order)  # of every (token, k) among the sorted ones
     position[order] = torch.arange(len(order), device=order.device)
 
-    x = _Rows.apply(hidden_states.to(weight.dtype), order // top_k, position, top_k)
-    bias = (module.gate_up_proj_bias if module.has_gate else module.up_proj_bias) if (
-        module.has_bias
-    ) else None
-    x = _expert_linear(x, weight, bias, cu_counts, module.is_transposed)
+    def project(x: Tensor, name: str) -> Tensor:
+        weight = getattr(module, name)
+        weight = weight.transpose(1, 2) if module.is_transposed else weight
+        out = grouped_linear(x.to(weight.dtype), weight, cu_counts)
+        if not module.has_bias:
+            return out
+        # A weight for a column of ones: so its gradient is summed as that of a weight is.
+        bias = getattr(module, f"{name}_bias").unsqueeze(2)
+        return out + grouped_linear(out.new_ones(len(out), 1), bias, cu_counts)
+
+    x = _Rows.apply(hidden_states, order // top_k, position, top_k)
+    x = project(x, "gate_up_proj" if module.has_gate else "up_proj")
     x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
-    bias = module.down_proj_bias if module.has_bias else None
-    x = _expert_linear(x, module.down_proj, bias, cu_counts, module.is_transposed)
+    x = project(x, "down_proj")
     x = _Rows.apply(x, position, order, 1).view(num_tokens, top_k, hidden_size)
     return (x * top_k_weights.unsqueeze(2)).sum(1).to(hidden_states.dtype)
-
-
-def _expert_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cu_counts: Tensor, is_transposed: bool
-) -> Tensor:
-    out = grouped_linear(x, weight.transpose(1, 2) if is_transposed else weight, cu_counts)
-    if bias is None:
-        return out
-    # A weight for a column of ones: so its gradient is summed as that of a weight is.
-    return out + grouped_linear(x.new_ones(len(x), 1), bias.unsqueeze(2), cu_counts)
 
 
 class _Rows(torch.autograd.Function):

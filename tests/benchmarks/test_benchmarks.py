@@ -15,6 +15,7 @@ OPERATORS = (
     "block_quantize",
     "decode_linear",
     "distillation",
+    "grouped_linear",
     "head_share",
     "linear",
     "linear_cross_entropy",
