@@ -1,5 +1,6 @@
-// Register tiles of 6 rows of `a`, read as they are if they are float32, by packed columns of `b`;
-// see params.h.
+// Register tiles of 6 rows of `a` by packed columns of `b`; see params.h. Rows of float32 along k
+// are read as they are. A thread packs a block of `b`, multiplies it with 96 rows of `a` at a time,
+// and meanwhile prefetches the blocks that come next.
 #include <algorithm>
 #include <atomic>
 #include <vector>
@@ -21,7 +22,7 @@ constexpr int64_t kPanelColumns = kPanel * kWidth;
 constexpr int64_t kTile = kGroup * kPanelColumns;
 constexpr int64_t kTileRows = 96;             // of `a`, which stay in the cache for all panels
 constexpr int64_t kTaskRows = 4 * kTileRows;  // of a task, at most
-constexpr int64_t kTaskColumns = 128;
+constexpr int64_t kTaskColumns = 256;
 constexpr int64_t kCachedBytes = 16 << 20;  // a larger result leaves the cache before it is read
 
 static_assert(kTaskColumns % kPanelColumns == 0 && kTileRows % kGroup == 0);
@@ -57,15 +58,9 @@ class Prefetch {
   int64_t stride_ = 0, rows_ = 0, bytes_ = 0, steps_ = 1, due_ = 0;
 };
 
-// kWidth steps from `count` numbers; zeros after them.
+// kWidth steps from contiguous numbers.
 template <typename Step, typename T>
-HE_SIMD VecU load_numbers(const T* p, int64_t count) {
-  constexpr int64_t whole = kWidth * kStep<Step>;
-  T padded[whole] = {};
-  if (count < whole) {
-    std::memcpy(padded, p, std::max<int64_t>(count, 0) * sizeof(T));
-    p = padded;
-  }
+HE_SIMD VecU load_numbers(const T* p) {
   if constexpr (kStep<Step> == 1) {
     return (VecU)load(p);
   } else {
@@ -73,6 +68,16 @@ HE_SIMD VecU load_numbers(const T* p, int64_t count) {
     std::memcpy(&pairs, p, sizeof pairs);
     return pairs;
   }
+}
+
+// The same from `count` numbers; zeros after them.
+template <typename Step, typename T>
+HE_SIMD VecU load_numbers(const T* p, int64_t count) {
+  constexpr int64_t wanted = kWidth * kStep<Step>;
+  if (count >= wanted) return load_numbers<Step>(p);
+  T padded[wanted] = {};
+  std::memcpy(padded, p, count * sizeof(T));
+  return load_numbers<Step>(padded);
 }
 
 // The steps of `rows` rows of `depth` numbers along k, [rows, ld], padded with zeros.
@@ -202,7 +207,6 @@ class Worker {
   // Reads `rows` rows of an operand, from `row` on, in `steps` steps.
   Prefetch prefetch(const void* data, const GroupedMatrix& x, const Block& block, int64_t row,
                     int64_t rows, int64_t steps) const {
-    if (!block.task) return {};
     const T* from = start(data, x, block, row);
     if (x.k_stride == 1) return {from, x.stride, rows, block.depth, steps};
     return {from, x.k_stride, block.depth, rows, steps};

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from hybridengine.kernels import grouped_linear
@@ -33,8 +33,8 @@ def grouped_experts(
         top_k_weights: [T, k].
 
     Returns:
-        [T, H] of the dtype of hidden_states. The sum over a token's experts is computed in the wider
-        dtype of weights and hidden states, in the order of top_k_index.
+        [T, H] of the dtype of hidden_states. A token's experts are added in the order of
+        top_k_index, in the wider dtype of weights and hidden states.
     """
     if module._is_expert_parallel:
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
