@@ -57,7 +57,8 @@ def compare_products(bench: Bench, tokens: int, k: int, n: int, dtype: torch.dty
         return x @ weight[0].t()
 
     products = {OURS: grouped_linear, "loop": loop, "grouped_mm": grouped_mm, "gemm": gemm}
-    _compare(bench, f"T={tokens} K={k} N={n}", leaves, grad, products, cu_counts, factor=1)
+    flops = 2 * len(x) * n * k
+    _compare(bench, f"T={tokens} K={k} N={n}", leaves, grad, products, flops, cu_counts)
 
 
 def compare_experts(bench: Bench, tokens: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
@@ -87,7 +88,8 @@ def compare_experts(bench: Bench, tokens: int, hidden: int, inner: int, dtype: t
         reason = {"batched_mm": f"it copies weights of {copies / 2**30:.0f} GiB"}
         bench.leave_out("grouped_linear", "forward", shape, dtype, reason)
     forms = {name: partial(call, implementation) for name, implementation in names.items()}
-    _compare(bench, shape, [x, *experts.parameters(), weights], grad, forms, factor=3)
+    flops = 2 * tokens * TOP_K * 3 * inner * hidden
+    _compare(bench, shape, [x, *experts.parameters(), weights], grad, forms, flops)
 
 
 def _compare(
@@ -96,13 +98,11 @@ def _compare(
     leaves: list[Tensor],
     grad: Tensor,
     forms: dict[str, Callable[..., Tensor]],
+    flops: int,
     *arguments: Tensor,
-    factor: int,
 ) -> None:
-    """factor: products of the size of tokens * the first two dimensions of a weight."""
+    """flops: of the forward."""
     x, weight = leaves[:2]
-    num_rows = len(x) * (TOP_K if factor > 1 else 1)
-    flops = 2 * num_rows * weight.shape[1] * weight.shape[2] * factor // (2 if factor > 1 else 1)
 
     def forward(form: Callable[..., Tensor]) -> None:
         with torch.no_grad():
