@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,10 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from hybridengine.model import RouterReplay, experts
 from hybridengine.model.experts import EXPERTS
+from tests.model.cases import load
 from tests.model.moe_models import ARCHITECTURES, NUM_EXPERTS, TOP_K, tiny_moe
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
 
 LENGTH = 24
 KINDS = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")  # the layouts that the interface has
@@ -122,3 +126,29 @@ def test_gradient_checkpointing_and_compiled_layers() -> None:
     results = [function(*arguments) for function in (compiled, experts.grouped_experts)]
     assert torch.equal(*results)
     assert torch.equal(*(torch.autograd.grad(r.sum(), hidden)[0] for r in results))
+
+
+def loaded_body(rank: int, world_size: int, path: str, out: str) -> tuple[str, bool, list[Any]]:
+    """Implementation, whether ours ran, and (logits, gradient norms) of it and of eager."""
+    model = load(path, world_size, gradient_checkpointing=True)
+    chosen = model.config._experts_implementation
+    ids, results = torch.arange(3, 3 + LENGTH)[None], []
+    with mock.patch.object(experts, "grouped_linear", wraps=experts.grouped_linear) as product:
+        for name in (chosen, "eager"):
+            model.set_experts_implementation(name)
+            model.zero_grad()
+            logits = model(input_ids=ids, use_cache=False).logits
+            logits.logsumexp(-1).sum().backward()
+            norms = [float(p.grad.full_tensor().norm()) for p in model.parameters()]
+            results.append((logits.detach(), torch.tensor(norms)))
+    model.config.save_pretrained(out)
+    return chosen, product.called, results
+
+
+def test_the_trainer_chooses_them_on_a_cpu(tmp_path: Path) -> None:
+    path, out = save_tiny("qwen3_moe", tmp_path), tmp_path / "config"
+    for chosen, ran, (ours, eager) in run_ranks(loaded_body, 2, path, str(out)):
+        assert chosen == EXPERTS and ran
+        for got, expected in zip(ours, eager, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert EXPERTS not in (out / "config.json").read_text(), "the choice is not the model's"
