@@ -15,6 +15,7 @@ from .block_quantize import block_quantize
 from .changes import Changed, change_mask, mark_changed_, take_changed
 from .checksum import bit_checksum
 from .decode_linear import decode_linear
+from .grouped_linear import grouped_linear
 from .linear import (
     LinearStats,
     has_fast_products,
@@ -69,6 +70,7 @@ __all__ = [
     "empty_from_pool",
     "gae",
     "group_advantage",
+    "grouped_linear",
     "has_fast_products",
     "imbalance",
     "linear_cross_entropy",

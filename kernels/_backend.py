@@ -71,7 +71,7 @@ def has_triton() -> bool:
 
 def _unavailable(backend: str, device: str) -> str | None:
     """Return why `backend` cannot run on `device`, or None if it can."""
-    if backend == "reference":
+    if backend in ("reference", "torch"):
         return None
     needs = "cpu" if backend == "cpp" else "cuda"
     if device != needs:

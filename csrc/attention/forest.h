@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "attention/params.h"
-#include "attention/products.h"
+#include "common/products.h"
 #include "common/simd.h"
 
 namespace hybridengine::HYBRIDENGINE_ISA {

@@ -2,28 +2,14 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
-#include <memory>
 
 #include "attention/params.h"
-#include "attention/products.h"
+#include "common/aligned_buffer.h"
+#include "common/products.h"
 #include "common/simd.h"
 #include "common/transpose.h"
 
 namespace hybridengine::HYBRIDENGINE_ISA {
-
-// Uninitialized numbers, aligned to a cache line.
-template <typename Number>
-class Buffer {
- public:
-  explicit Buffer(int64_t count)
-      : data_(static_cast<Number*>(std::aligned_alloc(64, (count * sizeof(Number) / 64 + 1) * 64)),
-              std::free) {}
-  operator Number*() const { return data_.get(); }
-
- private:
-  std::unique_ptr<Number, decltype(&std::free)> data_;
-};
 
 using Floats = Buffer<float>;
 

@@ -10,8 +10,8 @@
 #include "attention/forest.h"
 #include "attention/operands.h"
 #include "attention/params.h"
-#include "attention/products.h"
 #include "common/parallel.h"
+#include "common/products.h"
 #include "common/simd.h"
 
 namespace hybridengine::HYBRIDENGINE_ISA {

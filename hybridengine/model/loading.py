@@ -31,6 +31,7 @@ from hybridengine.errors import ModelError
 from hybridengine.model.attention import ATTENTION
 from hybridengine.model.collectives import use_direct_collectives
 from hybridengine.model.compile import compile_layers
+from hybridengine.model.experts import EXPERTS
 from hybridengine.model.flash_attention import choose_flash_kernel
 from hybridengine.model.head import patch_head
 from hybridengine.model.lora import columns_of
@@ -79,8 +80,9 @@ def load_causal_lm(
     """Load the model at `path` (folder or hub name) onto `mesh` (`sharding_mesh`); collective.
 
     Master weights, gradients and logits are float32; the rest runs in `param_dtype`. Attention is
-    `hybridengine.model.attention`, so the model takes packed input. It is returned in eval mode,
-    that is without dropout; `model.train()` turns the configured dropout on.
+    `hybridengine.model.attention`, so the model takes packed input; on a CPU the experts of a
+    mixture are `hybridengine.model.experts`. It is returned in eval mode, that is without dropout;
+    `model.train()` turns the configured dropout on.
 
     Args:
         shard_dim1: names of parameters to shard on dim 1 where the mesh divides it evenly; all
@@ -110,7 +112,8 @@ def load_causal_lm(
         lambda: _read_weights(path, config, trust_remote_code, value_head, config_overrides),
         f"loading model {path!r}",
     )
-    model = _build_model(path, config, trust_remote_code, value_head)
+    experts = EXPERTS if mesh.device_type == "cpu" else None  # None: the choice of transformers
+    model = _build_model(path, config, trust_remote_code, value_head, experts)
     if model.can_generate() and not value_head:
         own_settings = weights.generation_config if weights is not None else None
         plain = None if own_settings is None else own_settings.to_dict()
@@ -186,14 +189,19 @@ def _read_weights(
 
 
 def _build_model(
-    path: str, config: PretrainedConfig, trust_remote_code: bool, value_head: bool
+    path: str,
+    config: PretrainedConfig,
+    trust_remote_code: bool,
+    value_head: bool,
+    experts: str | None,
 ) -> PreTrainedModel:
-    """Build the model on the meta device."""
+    """Build the model on the meta device; `experts` names the implementation of a mixture's."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config,
             dtype=torch.float32,
             attn_implementation=ATTENTION,
+            experts_implementation=experts,
             trust_remote_code=trust_remote_code,
         )
     if model._is_stateful or not model._supports_attention_backend:

@@ -15,6 +15,7 @@ OPERATORS = (
     "block_quantize",
     "decode_linear",
     "distillation",
+    "grouped_linear",
     "head_share",
     pytest.param("linear", marks=pytest.mark.slow),
     "linear_cross_entropy",

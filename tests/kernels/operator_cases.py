@@ -18,6 +18,7 @@ IDS = torch.randint(0, VOCAB, (ROWS,), generator=GENERATOR)
 OLD, ADVANTAGES, TEACHER = draw(ROWS) - 3, draw(ROWS), draw(ROWS, WIDTH)
 ENDS = torch.full((ROWS,), ROWS)
 KEPT = torch.stack([IDS, (IDS + 1) % VOCAB], 1).sort(1).values.flatten()
+CU_COUNTS = torch.tensor([0, 5, 5, ROWS])
 CU_KEPT = torch.arange(0, 2 * ROWS + 1, 2)
 
 
@@ -67,6 +68,10 @@ CASES = {
         lambda h, w, backend: he.sparse_linear_token_log_probs(
             h, w, IDS, KEPT, CU_KEPT, backend=backend
         ),
+    ),
+    "grouped_linear": (
+        [(ROWS, WIDTH), (3, VOCAB, WIDTH)],
+        lambda x, w, backend: [he.grouped_linear(x, w, CU_COUNTS, backend=backend)],
     ),
     "tree_attention": (
         [(ROWS, 2, WIDTH)] * 3,

@@ -152,6 +152,31 @@ def distillation(d: Draw) -> list:
     return [student, teacher, *transforms, beta, d.floats(rows), incoming, grad]
 
 
+def grouped_linear(d: Draw) -> list:
+    dtype, n, k = d.pick((torch.float32, torch.bfloat16)), d.size(70), d.size(300)
+    ends, rows = counts(d)
+    x, out = (d.rows(d.floats(rows, m, dtype=dtype)) for m in (k, n))
+    return [x, expert_weights(d, len(ends) - 1, n, k, dtype), ends, out]
+
+
+def grouped_weight_grad(d: Draw) -> list:
+    dtype, n, k = d.pick((torch.float32, torch.bfloat16)), d.size(70), d.size(70)
+    ends, rows = counts(d)
+    grad, x = (d.rows(d.floats(rows, m, dtype=dtype)) for m in (n, k))
+    return [grad, x, ends, expert_weights(d, len(ends) - 1, n, k, dtype)]
+
+
+def expert_weights(d: Draw, groups: int, n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+    if d.chance(0.5):
+        return d.floats(groups, k, n, dtype=dtype).transpose(1, 2)
+    return d.floats(groups, n, k, dtype=dtype)
+
+
+def counts(d: Draw) -> tuple[torch.Tensor, int]:
+    sizes = [d.size(40) for _ in range(d.pick((0, 1, 3, 9)))]
+    return torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32), sum(sizes)
+
+
 def mixed_gemm(d: Draw) -> list:
     m, n, k, dtype = d.size(40), d.size(70), d.size(70), d.pick(SHORT_DTYPES)
     accumulate = d.chance(0.3)
@@ -372,6 +397,8 @@ _MAKERS = (
     mark_changed,
     decode_linear,
     distillation,
+    grouped_linear,
+    grouped_weight_grad,
     mixed_gemm,
     move_rows,
     pack_forest,

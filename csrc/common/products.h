@@ -1,4 +1,5 @@
-// Products of up to kGroup rows, the inner loops of attention. Included only by *_cpu.cpp files.
+// Products of up to kGroup rows: the inner loops of attention and of grouped_linear. Included only
+// by *_cpu.cpp files.
 #pragma once
 
 #include <type_traits>

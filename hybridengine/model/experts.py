@@ -1,0 +1,88 @@
+"""The experts of a mixture by `grouped_linear`, registered with transformers as `EXPERTS`.
+
+The tokens of all experts are sorted by expert and multiplied by each expert's weights without
+padding. A token's result does not depend on the other tokens, bit for bit on a CPU: not on their
+number, nor on the experts that they take. What transformers' interface leaves to a model (layout of
+the weights, biases, activation) is read from the module, so there is no code per architecture.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+
+from hybridengine.kernels import grouped_linear
+
+EXPERTS = "hybridengine_grouped"
+
+
+def grouped_experts(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Return the weighted sum of the experts of every token.
+
+    Experts that transformers has distributed over ranks take transformers' own `grouped_mm`.
+
+    Args:
+        module: the experts, as transformers' `use_experts_implementation` describes them.
+        hidden_states: [T, H].
+        top_k_index: [T, k], integers.
+        top_k_weights: [T, k].
+
+    Returns:
+        [T, H] of the dtype of hidden_states. A token's experts are added in the order of
+        top_k_index, in the wider dtype of weights and hidden states.
+    """
+    if module._is_expert_parallel:
+        return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    (num_tokens, top_k), hidden_size = top_k_index.shape, hidden_states.shape[1]
+    expert_ids, order = top_k_index.flatten().sort(stable=True)
+    every_expert = torch.arange(module.num_experts + 1, device=order.device)
+    cu_counts = torch.searchsorted(expert_ids, every_expert, out_int32=True)
+    position = torch.empty_like(order)  # of every (token, k) among the sorted ones
+    position[order] = torch.arange(len(order), device=order.device)
+
+    def project(x: Tensor, name: str) -> Tensor:
+        weight = getattr(module, name)
+        weight = weight.transpose(1, 2) if module.is_transposed else weight
+        out = grouped_linear(x.to(weight.dtype), weight, cu_counts)
+        if not module.has_bias:
+            return out
+        # A weight for a column of ones: so its gradient is summed as that of a weight is.
+        bias = getattr(module, f"{name}_bias").unsqueeze(2)
+        return out + grouped_linear(out.new_ones(len(out), 1), bias, cu_counts)
+
+    x = _Rows.apply(hidden_states, order // top_k, position, top_k)
+    x = project(x, "gate_up_proj" if module.has_gate else "up_proj")
+    x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+    x = project(x, "down_proj")
+    x = _Rows.apply(x, position, order, 1).view(num_tokens, top_k, hidden_size)
+    return (x * top_k_weights.unsqueeze(2)).sum(1).to(hidden_states.dtype)
+
+
+class _Rows(torch.autograd.Function):
+    """x[index], where every row of x is taken `copies` times.
+
+    position: [len(x) * copies], where the copies of row 0, of row 1 and so on are in `index`. So
+    the gradient is read by rows too, and the sum over copies has a fixed order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, position: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(position)
+        ctx.copies = copies
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (position,) = ctx.saved_tensors
+        rows = grad.index_select(0, position)
+        if ctx.copies > 1:
+            rows = rows.view(-1, ctx.copies, rows.shape[1]).sum(1)
+        return rows, None, None, None
+
+
+ExpertsInterface.register(EXPERTS, grouped_experts)
