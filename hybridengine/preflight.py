@@ -35,11 +35,9 @@ from hybridengine.preflight_engine import (
     check_model_in_engine,
     check_sequence_length,
 )
+from hybridengine.preflight_reward import check_reward, check_reward_files, check_reward_model
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
-from hybridengine.reward_worker.function import import_reward_function
-from hybridengine.rewards import RewardManager, RewardResult, build_reward_manager, score_checked
-from hybridengine.rewards.local import PREFIX
-from hybridengine.rewards.service import SCHEMES
+from hybridengine.rewards import build_reward_manager
 from hybridengine.storage import check_disk_space
 from hybridengine.tracking.metrics import check_loggers
 from hybridengine.trainer.algorithms import NEEDS
@@ -51,16 +49,12 @@ from hybridengine.trainer.build import (
     tool_schemas,
 )
 from hybridengine.trainer.build_models import saved_states
-from hybridengine.trainer.outcomes import SCORE_NAMES
 from hybridengine.trainer.routes import config_route_shape
 from hybridengine.trainer.shared_prefix import no_sharing_reason
-from hybridengine.trainer.trajectories import TURN_REWARDS, with_turns
 
 __all__ = ["check_grpo", "check_launch", "check_sft"]
 
 T = TypeVar("T")
-
-_PROBED_ROWS = 3  # whose empty answer is scored, besides the first row of each data_source
 
 
 def check_grpo(
@@ -80,7 +74,7 @@ def check_grpo(
         import_external(config)
         check_algorithm(config)
         is_registered = True
-    for check in (check_engine, _check_critic, _check_reward_model, _check_baselines):
+    for check in (check_engine, _check_critic, check_reward_model, _check_baselines):
         with faults:
             check(config)
     if model is not None:
@@ -117,12 +111,12 @@ def check_grpo(
         with faults:
             _check_resume(config, train, model)
     if tokenizer is None or not is_registered:
-        _check_reward_files(config, faults)
+        check_reward_files(config, faults)
     else:
         with faults:
             limit = config.data.max_response_length
             reward = build_reward_manager(config.reward, limit, tokenizer)
-            _check_reward(config, reward, (train, val))
+            check_reward(config, reward, (train, val))
     faults.report()
     assert train is not None
     return train, val
@@ -262,15 +256,6 @@ def _load_data(
     return None
 
 
-def _check_reward_files(config: RLConfig, faults: Faults) -> None:
-    """Import the reward functions of files, without the manager that calls them."""
-    with faults:
-        for path, name in config.reward.functions:
-            if not path.startswith((*SCHEMES, PREFIX)):
-                with faults:
-                    import_reward_function(path, name, None)
-
-
 def _check_adapters(config: RLConfig | SFTConfig, model: PretrainedConfig) -> None:
     given = config.model
     if given.lora_rank:
@@ -323,19 +308,6 @@ def _check_critic(config: RLConfig) -> None:
         check_weights(path, critic, trust, is_sequence_classifier(critic))
 
 
-def _check_reward_model(config: RLConfig) -> None:
-    path, trust = config.reward.reward_model.model_path, config.model.trust_remote_code
-    if not path:
-        return
-    model = check_model(path, trust)
-    if not is_sequence_classifier(model):
-        raise ConfigError(
-            f"reward.reward_model.model_path {path!r} is not a sequence classifier; give a model "
-            "of a ...ForSequenceClassification class with one label"
-        )
-    check_weights(path, model, trust, classifier=True)
-
-
 def _check_teacher(config: RLConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Check the teacher's files, and that it reads the same tokens as the student.
 
@@ -363,46 +335,3 @@ def _check_teacher(config: RLConfig, tokenizer: PreTrainedTokenizerBase | None) 
         "for the teacher, the longest sequence",
         "data.max_prompt_length or data.max_response_length",
     )
-
-
-def _check_reward(
-    config: RLConfig, reward: RewardManager, datasets: Iterable[PromptDataset | None]
-) -> None:
-    """Score an empty answer to some prompts of each dataset, to detect a broken function."""
-    for dataset in datasets:
-        if dataset is not None:
-            firsts = {sample.data_source: sample for sample in reversed(dataset)}
-            probed = [*dataset[:_PROBED_ROWS], *firsts.values()]
-            if config.rollout.multi_turn.enable:
-                probed = [with_turns(sample) for sample in probed]
-            result = score_checked(reward, probed, [""] * len(probed), [[]] * len(probed))
-            _check_reward_names(config, result)
-
-
-def _check_reward_names(config: RLConfig, result: RewardResult) -> None:
-    """Check that the reward returns the results, besides the score, that the algorithm needs."""
-    algorithm = config.algorithm
-    model = ["reward_model"] if config.reward.reward_model.enable else []
-    turns = [TURN_REWARDS] if config.rollout.multi_turn.enable else []
-    declared = [*result.parts, *turns, *model]
-    returned = ["score", *result.extras, *turns, *model]
-    metric = algorithm.filter_groups.metric
-    if algorithm.filter_groups.enable and metric not in {*returned, *SCORE_NAMES}:
-        raise ConfigError(
-            f"algorithm.filter_groups.metric names {metric!r}, which the reward does not return; "
-            f"it returns {', '.join(returned)}"
-        )
-    if "reward_parts" in NEEDS[algorithm.adv_estimator]:
-        keys = algorithm.gdpo_reward_keys
-        if missing := sorted(set(keys) - set(declared)):
-            raise ConfigError(
-                f"algorithm.gdpo_reward_keys names {missing[0]!r}, which is not a declared reward; "
-                f"the rewards of this run are {', '.join(declared)} (functions of "
-                "reward.custom_reward_function.path and the reward model, with reward.weights)"
-            )
-        if len(keys or declared) < 2:
-            raise ConfigError(
-                f"algorithm.adv_estimator is {algorithm.adv_estimator!r}, which normalises several "
-                f"rewards separately, and there is one ({', '.join(keys or declared)}); give "
-                "several functions in reward.custom_reward_function.path"
-            )

@@ -16,9 +16,9 @@ from typing import Any
 
 from hybridengine.errors import EXIT_STOPPED, EXIT_USER_ERROR, print_error
 from hybridengine.runtime.monitor import EXIT_RANK_FAILED
-from hybridengine.runtime.session import STOP_SIGNALS
 from hybridengine.runtime.signed_store import SECRET, new_secret
 from hybridengine.runtime.status import RankStatus, read_status
+from hybridengine.runtime.stop_signals import STOP_SIGNALS
 from hybridengine.storage import temporary_folder
 
 _STOPPED = (EXIT_STOPPED, -signal.SIGTERM, -signal.SIGINT)  # exit codes of ranks ended by request

@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from hybridengine.checkpoint import (
     Checkpointer,
     CheckpointError,
-    SavedCheckpoint,
-    changed_settings,
     find_checkpoints,
 )
 from hybridengine.checkpoint.pretrained import save_model_files
@@ -37,12 +35,12 @@ from hybridengine.runtime.all_ranks import broadcast_value, run_on_rank0
 from hybridengine.runtime.session import Session, run_rank
 from hybridengine.storage import remove_folder
 from hybridengine.tracking.clock import RunClock
-from hybridengine.tracking.files import steps_of_summary
 from hybridengine.tracking.performance import FlopCounter, performance_metrics
 from hybridengine.tracking.trace import StepTrace
 from hybridengine.trainer.callbacks import Callbacks
 from hybridengine.trainer.final import export_final
 from hybridengine.trainer.report import Reporter
+from hybridengine.trainer.resumed import print_resumed, was_finished
 from hybridengine.trainer.updates import UpdateCounts, UpdateLog
 
 ConfigT = TypeVar("ConfigT", bound=JobConfig)
@@ -185,7 +183,8 @@ class BaseTrainer(ABC, Generic[ConfigT]):
                 mode = "auto"  # they are of this run: it has moved those of earlier runs away
             self._resumed = self.checkpoints.resume(mode, trainer.resume_from_path)
             self._first = self.steps_done = self._resumed.step if self._resumed else 0
-            return not self._was_finished(self._resumed)
+            finished = was_finished(self.config, self._resumed, self.steps, session.is_main)
+            return not finished
 
     def start_report(self) -> Reporter:
         """Move the files of an earlier run away; return the reports of this one, a context."""
@@ -196,7 +195,12 @@ class BaseTrainer(ABC, Generic[ConfigT]):
             )
             self.session.begin_run()
         self.report = Reporter(self.config, self.session, self.steps, self._first)
-        self._print_start(self._resumed, moved_to)
+        for reason in self.checkpoints.skipped:
+            self.report.print(f"warning: {reason}")
+        if moved_to is not None:
+            self.report.print(f"an earlier run in {self.dir} was moved to {moved_to}")
+        if self._resumed is not None:
+            print_resumed(self.report.print, self._resumed, self.config, self.session.is_main)
         return self.report
 
     def begin(self) -> None:
@@ -238,34 +242,6 @@ class BaseTrainer(ABC, Generic[ConfigT]):
         if stopping:
             self._stop(stopping, step)
         return metrics
-
-    def _was_finished(self, resumed: SavedCheckpoint | None) -> bool:
-        """Return, and print, whether an earlier run in this folder took the last step."""
-        is_own = resumed is not None and resumed.path.resolve().parent == self.dir.resolve()
-        of_summary = steps_of_summary(self.dir / "summary.json")  # an earlier part may have ended
-        complete = (self.dir / "final").is_dir() and of_summary == self._first
-        finished = broadcast_value(is_own and complete and self._first >= self.steps, bool)
-        if finished and self.session.is_main:
-            print(
-                f"nothing was trained: the run in {self.dir} finished its {self._first} steps "
-                "before; raise trainer.total_training_steps (or total_epochs) to train longer, or "
-                "start anew with trainer.resume_mode=disable or another trainer.default_local_dir"
-            )
-            assert resumed is not None
-            for change in changed_settings(resumed, self.config):
-                print(f"  changed since, without effect: {change}")
-        return finished
-
-    def _print_start(self, resumed: SavedCheckpoint | None, moved_to: Path | None) -> None:
-        for reason in self.checkpoints.skipped:
-            self.report.print(f"warning: {reason}")
-        if moved_to is not None:
-            self.report.print(f"an earlier run in {self.dir} was moved to {moved_to}")
-        if resumed is not None:
-            self.report.print(f"resumed after step {resumed.step} from {resumed.path}")
-            if self.session.is_main:
-                for change in changed_settings(resumed, self.config):
-                    self.report.print(f"  changed since: {change}")
 
     def _log_step(
         self, step: int, metrics: dict[str, float], lengths: Sequence[int]

@@ -20,10 +20,10 @@ from tests.ranks import Ranks
 
 RANK = """
 import os, sys, time, threading
-from hybridengine.runtime import session
+from hybridengine.runtime import stop_signals
 
-session._SAME_REQUEST_S = 600.0
-signals = session.StopSignals()
+stop_signals._SAME_REQUEST_S = 600.0
+signals = stop_signals.StopSignals()
 signals.can_wait = sys.argv[1] == "True"
 receive = signals._receive
 def receive_and_tell(number):
@@ -36,7 +36,7 @@ if os.fork() == 0:
     os._exit(0)
 def let_time_pass():
     sys.stdin.readline()
-    session._SAME_REQUEST_S = 0.0
+    stop_signals._SAME_REQUEST_S = 0.0
     print("later", flush=True)
 threading.Thread(target=let_time_pass).start()
 lock = threading.Lock()

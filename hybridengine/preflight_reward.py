@@ -1,0 +1,85 @@
+"""Check the reward of a run before any rank starts: its functions, model and results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hybridengine.config import ConfigError, RLConfig
+from hybridengine.data import PromptDataset
+from hybridengine.errors import Faults
+from hybridengine.model import is_sequence_classifier
+from hybridengine.model.validation import check_model, check_weights
+from hybridengine.reward_worker.function import import_reward_function
+from hybridengine.rewards import RewardManager, RewardResult, score_checked
+from hybridengine.rewards.local import PREFIX
+from hybridengine.rewards.service import SCHEMES
+from hybridengine.trainer.algorithms import NEEDS
+from hybridengine.trainer.outcomes import SCORE_NAMES
+from hybridengine.trainer.trajectories import TURN_REWARDS, with_turns
+
+_PROBED_ROWS = 3  # whose empty answer is scored, besides the first row of each data_source
+
+
+def check_reward_files(config: RLConfig, faults: Faults) -> None:
+    """Import the reward functions of files, without the manager that calls them."""
+    with faults:
+        for path, name in config.reward.functions:
+            if not path.startswith((*SCHEMES, PREFIX)):
+                with faults:
+                    import_reward_function(path, name, None)
+
+
+def check_reward_model(config: RLConfig) -> None:
+    path, trust = config.reward.reward_model.model_path, config.model.trust_remote_code
+    if not path:
+        return
+    model = check_model(path, trust)
+    if not is_sequence_classifier(model):
+        raise ConfigError(
+            f"reward.reward_model.model_path {path!r} is not a sequence classifier; give a model "
+            "of a ...ForSequenceClassification class with one label"
+        )
+    check_weights(path, model, trust, classifier=True)
+
+
+def check_reward(
+    config: RLConfig, reward: RewardManager, datasets: Iterable[PromptDataset | None]
+) -> None:
+    """Score an empty answer to some prompts of each dataset, to detect a broken function."""
+    for dataset in datasets:
+        if dataset is not None:
+            firsts = {sample.data_source: sample for sample in reversed(dataset)}
+            probed = [*dataset[:_PROBED_ROWS], *firsts.values()]
+            if config.rollout.multi_turn.enable:
+                probed = [with_turns(sample) for sample in probed]
+            result = score_checked(reward, probed, [""] * len(probed), [[]] * len(probed))
+            _check_reward_names(config, result)
+
+
+def _check_reward_names(config: RLConfig, result: RewardResult) -> None:
+    """Check that the reward returns the results, besides the score, that the algorithm needs."""
+    algorithm = config.algorithm
+    model = ["reward_model"] if config.reward.reward_model.enable else []
+    turns = [TURN_REWARDS] if config.rollout.multi_turn.enable else []
+    declared = [*result.parts, *turns, *model]
+    returned = ["score", *result.extras, *turns, *model]
+    metric = algorithm.filter_groups.metric
+    if algorithm.filter_groups.enable and metric not in {*returned, *SCORE_NAMES}:
+        raise ConfigError(
+            f"algorithm.filter_groups.metric names {metric!r}, which the reward does not return; "
+            f"it returns {', '.join(returned)}"
+        )
+    if "reward_parts" in NEEDS[algorithm.adv_estimator]:
+        keys = algorithm.gdpo_reward_keys
+        if missing := sorted(set(keys) - set(declared)):
+            raise ConfigError(
+                f"algorithm.gdpo_reward_keys names {missing[0]!r}, which is not a declared reward; "
+                f"the rewards of this run are {', '.join(declared)} (functions of "
+                "reward.custom_reward_function.path and the reward model, with reward.weights)"
+            )
+        if len(keys or declared) < 2:
+            raise ConfigError(
+                f"algorithm.adv_estimator is {algorithm.adv_estimator!r}, which normalises several "
+                f"rewards separately, and there is one ({', '.join(keys or declared)}); give "
+                "several functions in reward.custom_reward_function.path"
+            )
