@@ -76,6 +76,7 @@ class Activity:
         now, pid = time.time(), os.getpid()
         self.record = Record(pid, name, rank, world_size, now, now, [])
         self._file: int | None = None
+        self._size = 0  # of the file
         folder = _private_folder(create=True)
         if folder is None:
             return
@@ -151,9 +152,9 @@ class Activity:
         if self._file is None or os.getpid() != self.record.pid:  # a forked child
             return
         data = msgspec.json.encode(self.record)
+        self._size = max(self._size, len(data))
         with suppress(OSError):
-            os.pwrite(self._file, data, 0)
-            os.ftruncate(self._file, len(data))
+            os.pwrite(self._file, data.ljust(self._size), 0)  # spaces cover what was longer
 
 
 def read_records() -> list[Record]:
