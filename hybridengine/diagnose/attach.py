@@ -82,7 +82,13 @@ def _current(records: Sequence[Record]) -> list[Record]:
         known = best.setdefault(r.pid, r)
         if (_is_waiting(r), r.since) > (_is_waiting(known), known.since):
             best[r.pid] = r
-    return sorted(best.values(), key=lambda r: ("engine" in r.name, r.name.split()[-1], r.rank))
+    return sorted(best.values(), key=_order)
+
+
+def _order(record: Record) -> tuple[int, int]:
+    """Trainers come first, then engines by their number."""
+    _, _, engine = record.name.partition(" of engine ")
+    return int(engine) + 1 if engine.isdigit() else 0, record.rank
 
 
 def _is_waiting(record: Record) -> bool:

@@ -76,11 +76,14 @@ class Activity:
         now, pid = time.time(), os.getpid()
         self.record = Record(pid, name, rank, world_size, now, now, [])
         self._file: int | None = None
+        self._size = 0  # of the file
         folder = _private_folder(create=True)
         if folder is None:
             return
         self._request = folder / f"{pid}.{_VERIFY}"
-        path = folder / f"{pid}.{next(_numbers)}"
+        if (number := next(_numbers)) == 0:
+            _remove_stale(folder)
+        path = folder / f"{pid}.{number}"
         with suppress(OSError):
             path.unlink(missing_ok=True)  # of an earlier process with this number
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -151,9 +154,9 @@ class Activity:
         if self._file is None or os.getpid() != self.record.pid:  # a forked child
             return
         data = msgspec.json.encode(self.record)
+        self._size = max(self._size, len(data))
         with suppress(OSError):
-            os.pwrite(self._file, data, 0)
-            os.ftruncate(self._file, len(data))
+            os.pwrite(self._file, data.ljust(self._size), 0)  # spaces cover what was longer
 
 
 def read_records() -> list[Record]:
@@ -167,9 +170,17 @@ def read_records() -> list[Record]:
         record = _read(path)
         if record is not None and record.pid == int(pid) and _is_running(record):
             records.append(record)
-        elif not psutil.pid_exists(int(pid)):
-            path.unlink(missing_ok=True)
+    if folder is not None:
+        _remove_stale(folder)
     return records
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove the files of processes that were killed."""
+    for path in folder.iterdir():
+        pid = path.name.partition(".")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            path.unlink(missing_ok=True)
 
 
 def request_verify(pid: int) -> None:
