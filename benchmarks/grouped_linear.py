@@ -8,8 +8,9 @@ where these copies exceed BATCHED_BYTES.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from hybridengine.kernels import grouped_linear
@@ -54,11 +55,13 @@ def compare_products(bench: Bench, tokens: int, k: int, n: int, dtype: torch.dty
         return nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=cu_counts[1:])
 
     def gemm(x: Tensor, weight: Tensor, _: Tensor) -> Tensor:
-        return x @ weight[0].t()
+        return x @ weight.t()
 
     products = {OURS: grouped_linear, "loop": loop, "grouped_mm": grouped_mm, "gemm": gemm}
     flops = 2 * len(x) * n * k
-    _compare(bench, f"T={tokens} K={k} N={n}", leaves, grad, products, flops, cu_counts)
+    dense = [x, weight[0].detach().clone().requires_grad_()]
+    shape = f"T={tokens} K={k} N={n}"
+    _compare(bench, shape, leaves, grad, products, flops, cu_counts, own_leaves={"gemm": dense})
 
 
 def compare_experts(bench: Bench, tokens: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
@@ -100,19 +103,21 @@ def _compare(
     forms: dict[str, Callable[..., Tensor]],
     flops: int,
     *arguments: Tensor,
+    own_leaves: Mapping[str, list[Tensor]] = MappingProxyType({}),
 ) -> None:
-    """flops: of the forward."""
-    x, weight = leaves[:2]
+    """flops: of the forward. own_leaves: of forms that do not take `leaves`, by name."""
 
-    def forward(form: Callable[..., Tensor]) -> None:
+    def forward(form: Callable[..., Tensor], leaves: list[Tensor]) -> None:
         with torch.no_grad():
-            form(x, weight, *arguments)
+            form(*leaves[:2], *arguments)
 
-    def both(form: Callable[..., Tensor]) -> None:
-        torch.autograd.grad(form(x, weight, *arguments), leaves, grad)
+    def both(form: Callable[..., Tensor], leaves: list[Tensor]) -> None:
+        torch.autograd.grad(form(*leaves[:2], *arguments), leaves, grad)
 
     for name, step, times in (("forward", forward, 1), ("forward+backward", both, 3)):
-        calls = {impl: partial(step, form) for impl, form in forms.items()}
+        calls = {
+            impl: partial(step, form, own_leaves.get(impl, leaves)) for impl, form in forms.items()
+        }
         bench.compare(
-            "grouped_linear", name, shape, x.dtype, calls, flops=flops * times, peak="gemm"
+            "grouped_linear", name, shape, grad.dtype, calls, flops=flops * times, peak="gemm"
         )
