@@ -17,7 +17,7 @@ def folder_of(package: str) -> Path | None:
 
 
 def cuda_of_torch() -> str:
-    """The CUDA version of the torch that is here, empty for a CPU build; "unknown" without torch."""
+    """The CUDA version of the torch here, empty for a CPU build; "unknown" without torch."""
     folder = folder_of("torch")
     if folder is None:
         return "unknown"

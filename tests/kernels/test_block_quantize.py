@@ -144,7 +144,9 @@ def test_wrong_arguments_are_named() -> None:
         table.absmax([x], torch.zeros(3, dtype=torch.int32), torch.bfloat16)
     with pytest.raises(ValueError, match="sources of float64"):
         table.quantize([x.double()], [out], torch.ones(4), torch.bfloat16)
-    with pytest.raises(ValueError, match=r"destinations\[0\] has dtype float32; expected float8_e4m3fn"):
+    with pytest.raises(
+        ValueError, match=r"destinations\[0\] has dtype float32; expected float8_e4m3fn"
+    ):
         table.quantize([x], [x], torch.ones(4), torch.bfloat16)
     with pytest.raises(IndexError, match="reaches element 1"):
         table.quantize([x], [out[1:]], torch.ones(4), torch.bfloat16)

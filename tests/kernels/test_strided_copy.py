@@ -239,7 +239,7 @@ def test_wrong_arguments_are_named():
         strided_copy([x.int()], [y], table)
     with pytest.raises(ValueError, match=r"destinations\[0\] is on meta, sources\[0\] on cpu"):
         strided_copy([x], [y.to("meta")], table)
-    with pytest.raises(ValueError, match="layout torch.sparse_coo; expected a dense tensor"):
+    with pytest.raises(ValueError, match=r"layout torch\.sparse_coo; expected a dense tensor"):
         strided_copy([x.to_sparse()], [y], table)
 
 
