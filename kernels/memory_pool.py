@@ -22,6 +22,7 @@ def empty_from_pool(
         >>> empty_from_pool([2, 3], torch.float32).shape
         torch.Size([2, 3])
     """
-    if torch.device(device).type == "cpu" and native() is not None:
+    traced = torch._C._len_torch_dispatch_stack()  # FakeTensorMode and others make it themselves
+    if torch.device(device).type == "cpu" and native() is not None and not traced:
         return native().empty_from_pool(shape, dtype)
     return torch.empty(shape, dtype=dtype, device=device)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hybridengine.kernels import empty_from_pool
 from hybridengine.kernels._backend import native
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 LARGE = 5 << 20  # bytes; smaller results are not pooled
 
@@ -24,6 +25,12 @@ def test_memory_is_used_again_after_its_tensor_is_freed():
     address = first.data_ptr()
     del first
     assert empty_from_pool([LARGE], torch.uint8).data_ptr() == address
+
+
+def test_a_fake_tensor_in_fake_mode():
+    with FakeTensorMode():
+        for size in (3, LARGE):
+            assert isinstance(empty_from_pool([size], torch.uint8), FakeTensor)
 
 
 def test_other_devices_and_unknown_ones():
