@@ -102,7 +102,9 @@ def _write(out, columns, vocab, grad, z, factor, grad_factor, softcap, HAS_CAP: 
     if HAS_CAP:
         tanh_x = z / (factor * softcap)
         grad = grad * (1.0 - tanh_x * tanh_x)
-    tl.store(out + columns, (grad * grad_factor).to(out.dtype.element_ty), mask=columns < vocab)
+    # A masked row has the factor 0, and its logits may be NaN.
+    grad = tl.where(grad_factor == 0, 0.0, grad * grad_factor)
+    tl.store(out + columns, grad.to(out.dtype.element_ty), mask=columns < vocab)
 
 
 @triton.jit

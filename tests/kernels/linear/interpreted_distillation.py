@@ -32,6 +32,16 @@ def test_rows(beta, capped, in_place):
     torch.testing.assert_close(out.double(), gradient, **tolerances.LOG_PROB_GRAD)
 
 
+@pytest.mark.parametrize("beta", BETAS)
+def test_a_row_without_incoming_gradient_has_none_whatever_it_holds(beta):
+    student, teacher = torch.randn(2, 2, 2500).unbind()
+    student[1] = teacher[1] = torch.nan
+    losses, out, incoming = torch.empty(2), torch.empty_like(student), torch.tensor([1.0, 0.0])
+    transforms = (distillation.Transform(1.0, 0.0, 1.0),) * 2
+    distillation_triton.distillation(student, teacher, out, losses, incoming, transforms, beta)
+    assert not out[1].any() and out[0].isfinite().all() and out[0].any()
+
+
 @pytest.mark.parametrize("beta", SKEWED)
 def test_no_digit_is_lost_where_beta_is_near_0_or_1(beta):
     student, teacher = skewed_rows()
