@@ -17,8 +17,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("tests/kernels", "tests/model", "tests/reshard")
 DEVICES = ("cuda", "cpu")
-LIMITS_S = {"cuda": 60, "cpu": 300}  # of a test
+LIMITS_S = {"cuda": 120, "cpu": 300}  # of a test
+# Processes on a GPU. Triton's compiler takes most of the time, on a core each.
+WORKERS = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
 # Without a GPU also these, which start ranks.
 RANKS = (
     *("tests/checkpoint/test_checkpointer.py", "tests/model/test_sharded.py"),
@@ -111,6 +116,18 @@ class Recorder:
             pytest.exit(f"{report.nodeid}: the GPU needs a new process", returncode=3)
 
 
+class Collector(Recorder):
+    """List the tests that have no row, as arguments of pytest; a file that fails gets its row."""
+
+    def __init__(self, rows: Rows, device: str) -> None:
+        super().__init__(rows, device)
+        self.tests: list[str] = []
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        for item in session.items:
+            self.tests.append(f"{item.path}::{item.nodeid.partition('::')[2]}")
+
+
 def is_selected(item: Any, device: str) -> bool:
     """Return whether a collected test is one of the report, or of its rehearsal on a CPU."""
     if device == "cuda" or item.get_closest_marker("gpu"):
@@ -122,12 +139,14 @@ def is_selected(item: Any, device: str) -> bool:
 
 def run_pytest(file: Path, device: str, tests: list[str]) -> int:
     """Run the tests that have no row in `file`; return pytest's exit code."""
-    arguments = [
-        *("-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"),
-        *("-m", "gpu" if device == "cuda" else "gpu or not slow"),
-        *(f"--timeout={LIMITS_S[device]}", "--timeout-method=thread"),
-    ]
-    return int(pytest.main([*arguments, *tests], plugins=[Recorder(Rows(file), device)]))
+    arguments = [*pytest_options(device), f"--timeout={LIMITS_S[device]}"]
+    arguments += ["-q", "--timeout-method=thread", *tests]
+    return int(pytest.main(arguments, plugins=[Recorder(Rows(file), device)]))
+
+
+def pytest_options(device: str) -> list[str]:
+    marks = "gpu" if device == "cuda" else "gpu or not slow"
+    return ["-p", "no:cacheprovider", "--continue-on-collection-errors", "-m", marks]
 
 
 def main() -> int:
@@ -150,13 +169,43 @@ def main() -> int:
     rows = Rows(arguments.json)
     rows.by_test = {t: row for t, row in rows.by_test.items() if row["outcome"] == "passed"}
     rows.write()
-    return run_all(arguments.json, arguments.device, tests)
+    return run_all(arguments.json, arguments.device, tests, 1 if on_cpu else WORKERS)
 
 
-def run_all(file: Path, device: str, tests: list[str]) -> int:
-    """Start pytest until no test is left, or it ends without a new row; return the exit code."""
+def run_all(file: Path, device: str, tests: list[str], workers: int) -> int:
+    """Run the tests in so many processes, each with its share of them; return the exit code.
+
+    The rows of all are in `file` from second to second.
+    """
+    shares = [tests]
+    if workers > 1:
+        collector = Collector(Rows(file), device)
+        pytest.main([*pytest_options(device), "--collect-only", "-qq", *tests], plugins=[collector])
+        shares = [collector.tests[worker::workers] for worker in range(workers)]
+    files = [file.with_suffix(f".{worker}.json") for worker in range(workers)]
+    for part in files:
+        part.write_text(file.read_text())  # what has a row is not run again
+    rows = Rows(file)
+    with ThreadPoolExecutor(workers) as pool:
+        running = {pool.submit(run_share, *s) for s in zip(files, repeat(device), shares)}
+        while True:
+            done, _ = wait(running, timeout=1.0)
+            for part in files:
+                rows.by_test |= Rows(part).by_test
+            rows.write()
+            if done == running:
+                break
+    for part in files:
+        part.unlink()
+    bad = [r["test"] for r in rows.by_test.values() if r["outcome"] not in ("passed", "skipped")]
+    print(f"gpu-tests: {len(rows.by_test)} tests, {len(bad)} failed", *bad, sep="\n  ")
+    return int(bool(bad) or not all(task.result() for task in running))
+
+
+def run_share(file: Path, device: str, tests: list[str]) -> bool:
+    """Start pytest until no test is left, or it ends without a new row; return whether none is."""
     command = [sys.executable, str(Path(__file__)), "--json", str(file), "--device", device]
-    while True:
+    while tests:
         before = len(Rows(file).by_test)
         code = subprocess.run([*command, "--once", *tests], cwd=ROOT).returncode
         rows = Rows(file)
@@ -164,12 +213,11 @@ def run_all(file: Path, device: str, tests: list[str]) -> int:
             if row["outcome"] == "started":
                 row["outcome"] = f"ended pytest with exit code {code}"
         rows.write()
-        finished = code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        if finished or len(rows.by_test) == before:
+        if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             break
-    bad = [r["test"] for r in rows.by_test.values() if r["outcome"] not in ("passed", "skipped")]
-    print(f"gpu-tests: {len(rows.by_test)} tests, {len(bad)} failed", *bad, sep="\n  ")
-    return int(bool(bad) or not (finished or code == pytest.ExitCode.NO_TESTS_COLLECTED))
+        if len(rows.by_test) == before:
+            return code == pytest.ExitCode.NO_TESTS_COLLECTED
+    return True
 
 
 if __name__ == "__main__":
