@@ -100,7 +100,7 @@ def _compare(
     shape: str,
     leaves: list[Tensor],
     grad: Tensor,
-    forms: dict[str, Callable[..., Tensor]],
+    forms: Mapping[str, Callable[..., Tensor]],
     flops: int,
     *arguments: Tensor,
     own_leaves: Mapping[str, list[Tensor]] = MappingProxyType({}),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -176,17 +177,28 @@ def test_records_are_private_and_go_with_their_process(
     assert Activity("trainer rank 1", 1, 2)._file is None
 
 
+SERVER = """
+import socket, time
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+time.sleep(600)
+"""
+
+
 def test_what_cannot_be_attached_to_is_a_user_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        for target, reason in (
-            ("http://example.org:80", "on this machine"),
-            ("http://127.0.0.1", "with its port"),
-            ("4194305", "cannot be read"),
-            ("1", "takes part in a weight sync"),
-            (url, f"process {os.getpid()}"),
-        ):
-            if target == url and any(r.pid == os.getpid() for r in read_records()):
-                continue  # tests before this one have made a guard in this process
-            with pytest.raises(ConfigError, match=reason):
-                find_records(target)
+    # A process of its own: others' descendants may take part in a sync of another test.
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as own:
+        try:
+            assert own.stdout is not None
+            port = int(own.stdout.readline())
+            for target, reason in (
+                ("http://example.org:80", "on this machine"),
+                ("http://127.0.0.1", "with its port"),
+                ("4194305", "cannot be read"),
+                (str(own.pid), "takes part in a weight sync"),
+                (f"http://127.0.0.1:{port}", f"process {own.pid}"),
+            ):
+                with pytest.raises(ConfigError, match=reason):
+                    find_records(target)
+        finally:
+            own.kill()
