@@ -236,7 +236,7 @@ Tensor empty(Sizes shape, ScalarType dtype, const Device& device) {
 Tensor zeros(Sizes shape, ScalarType dtype, const Device& device) {
   Tensor tensor = empty(shape, dtype, device);
   if (device.is_cpu()) {
-    std::memset(tensor.data(), 0, tensor.nbytes());
+    if (tensor.numel()) std::memset(tensor.data(), 0, tensor.nbytes());
     return tensor;
   }
   return tensor.call("zero_");
