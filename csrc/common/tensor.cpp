@@ -1,6 +1,7 @@
 #include "common/tensor.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -139,11 +140,12 @@ Tensor empty_on_cpu(const Sizes& shape, const ScalarType& dtype) {
       return_to_pool(freed->block);
     };
   } else {
-    owned->managed.view.data =
-        ::operator new(std::max<int64_t>(bytes, 1), std::align_val_t{kAlignment});
+    const int64_t rounded = (std::max<int64_t>(bytes, 1) + kAlignment - 1) & -kAlignment;
+    owned->managed.view.data = std::aligned_alloc(kAlignment, rounded);
+    if (!owned->managed.view.data) throw std::bad_alloc();
     owned->managed.deleter = [](dlpack::ManagedTensor* self) {
       const std::unique_ptr<OwnedTensor> freed(static_cast<OwnedTensor*>(self->context));
-      ::operator delete(self->view.data, std::align_val_t{kAlignment});
+      std::free(self->view.data);
     };
   }
   return adopt(&owned.release()->managed);
