@@ -265,6 +265,8 @@ def _check_adapters(config: RLConfig | SFTConfig, model: PretrainedConfig) -> No
             given.target_modules,
             given.lora_adapter_path,
             given.trust_remote_code,
+            given.target_parameters,
+            given.share_expert_adapters,
         )
 
 

@@ -247,8 +247,9 @@ def _check_tensors(
         if name.startswith("actor/model/") and hasattr(tensor, "size")
     }
     adapters = {shape[0] for name, shape in shapes.items() if "lora_A" in name}
-    rank = config.model.lora_rank
-    if adapters != ({rank} if rank else set()):
+    rank, target_experts = config.model.lora_rank, config.model.target_parameters
+    counts = {shape[0] for shape in parameters.values() if len(shape) == 3 and target_experts}
+    if bool(adapters) != bool(rank) or adapters - {rank * count for count in {1, *counts}}:
         trained = f"adapters of rank {min(adapters)}" if adapters else "all weights"
         raise CheckpointError(
             f"checkpoint {checkpoint.path} does not fit model.lora_rank={rank}: it was trained "

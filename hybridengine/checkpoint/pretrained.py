@@ -14,9 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import set_tqdm_hook
 
 from hybridengine.errors import ModelError
-from hybridengine.model.lora import adapter_shards, lora_layers
+from hybridengine.model.lora import adapter_factors, adapter_shards
 from hybridengine.model.parameters import original_class, parameter_shards, use_checkpoint_names
 from hybridengine.runtime.all_ranks import run_on_rank0
+from hybridengine.sharding.adapter import ExpertAdapter
 from hybridengine.sharding.shards import full_tensor
 from hybridengine.storage import atomic_folder, check_disk_space
 from hybridengine.writes import note_progress, writing_to
@@ -173,14 +174,16 @@ def save_adapter(
         ModelError: on every rank, if rank 0 cannot write.
     """
     tensors = {}
-    for name, layer in lora_layers(model):
-        for part in ("lora_A", "lora_B"):
-            full = full_tensor(getattr(layer, part)[layer.active_adapters[0]].weight.detach())
-            if dist.get_rank() == 0:
-                tensors[f"base_model.model.{name}.{part}.weight"] = full.cpu().contiguous()
+    for name, factor in adapter_factors(model).items():
+        full = full_tensor(factor.parameter.detach())
+        if dist.get_rank() == 0:
+            tensors[name] = factor.stored(full.cpu()).contiguous()
 
     config: Any = copy.copy(*model.peft_config.values())
-    config.target_modules = sorted(name for name, _ in lora_layers(model))
+    adapted = adapter_shards(model)
+    of_experts = {name for name, adapter in adapted.items() if isinstance(adapter, ExpertAdapter)}
+    config.target_modules = sorted(n.removesuffix(".weight") for n in adapted.keys() - of_experts)
+    config.target_parameters = sorted(of_experts) or None
     config.base_model_name_or_path = _base_name(model.config.name_or_path or "")
     config.inference_mode = True
 

@@ -14,12 +14,7 @@ _PLAIN: tuple[Any, ...] = ("", "none", None, False, [], {})
 _NOT_PLAIN = (
     *("use_dora", "use_rslora", "use_qalora", "use_bdlora", "bias", "lora_bias", "rank_pattern"),
     *("alpha_pattern", "modules_to_save", "layers_to_transform", "exclude_modules"),
-    *(
-        "target_parameters",
-        "trainable_token_indices",
-        "layer_replication",
-        "alora_invocation_tokens",
-    ),
+    *("trainable_token_indices", "layer_replication", "alora_invocation_tokens"),
 )
 
 
@@ -53,4 +48,5 @@ def adapter_settings(path: str) -> dict[str, Any]:
         "model.lora_rank": rank,
         "model.lora_alpha": float(alpha),
         "model.target_modules": targets,
+        "model.target_parameters": tuple(sorted(config.get("target_parameters") or ())),
     }

@@ -58,6 +58,7 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_switch)]
 InFlight = Annotated[Literal["off", "keep_kv", "recompute_kv"], BeforeValidator(_as_switch)]
 ReplayedRoutes = Annotated[Literal["off", "rollout", "old"], BeforeValidator(_as_switch)]
+SharedFactors = Literal["none", "outer", "all"]
 Schedule = Literal["constant", "linear", "cosine"]
 ResumeMode = Literal["auto", "disable", "path", "resume_path"]
 
@@ -79,6 +80,8 @@ class TrainedModelConfig:
     lora_rank: NonNegativeInt = 0  # rank of the LoRA adapters; 0: train all weights
     lora_alpha: PositiveFloat = 16.0  # adapters are scaled by lora_alpha / lora_rank
     target_modules: str | tuple[str, ...] = "all-linear"  # names of the layers that get adapters
+    target_parameters: Texts = ()  # fused experts that get adapters, such as experts.down_proj
+    share_expert_adapters: SharedFactors = "none"  # factors that all experts of a layer share
     lora_adapter_path: PathText | None = None  # PEFT folder to start from, with its rank and scale
     override_config: OverrideConfig = OverrideConfig()
 

@@ -225,7 +225,7 @@ class _Settings:
     def add_adapter(self) -> None:
         """Add what the initial adapter sets; a setting that contradicts it is a fault.
 
-        target_modules may be given in other words; `apply_lora` compares the layers themselves.
+        Targets may be given in other words; `apply_lora` compares the layers themselves.
         """
         key = "model.lora_adapter_path"
         if not isinstance(path := self.values.get(key), str):
@@ -237,7 +237,7 @@ class _Settings:
             return
         for name, value in settings.items():
             own = self.values.get(name) or value
-            if own != value and name != "model.target_modules":
+            if own != value and name not in ("model.target_modules", "model.target_parameters"):
                 self.add_fault(
                     f"{name} is {own}, but the adapter of {key} {path!r} has {value}; leave {name} "
                     "out",

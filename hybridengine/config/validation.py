@@ -30,6 +30,7 @@ def find_faults(config: JobConfig | SimulationConfig) -> Iterator[str]:
         return
     yield from _resume(config)
     yield from _compile(config)
+    yield from _expert_adapters(config)
     if isinstance(config, SFTConfig):
         yield from _sft(config)
     elif isinstance(config, RLConfig):
@@ -108,6 +109,29 @@ def _compile(config: JobConfig) -> Iterator[str]:
         yield (
             f"model.compile is true and {group}.fsdp_config.wrap_policy.min_num_params is {size}, "
             "but a compiled layer is one FSDP group; leave it 0, a group per layer"
+        )
+
+
+def _expert_adapters(config: JobConfig) -> Iterator[str]:
+    key, model = "model.target_parameters", config.model
+    shared, size = model.share_expert_adapters, config.sharding.wrap_policy.min_num_params
+    if shared != "none" and not model.target_parameters:
+        yield (
+            f"model.share_expert_adapters is {shared}, but {key} is empty, so no experts have "
+            "adapters; name their weights there, such as experts.down_proj"
+        )
+    if not (model.lora_rank and model.target_parameters):
+        return
+    if size:
+        group = "model" if isinstance(config, SFTConfig) else "actor"
+        yield (
+            f"{group}.fsdp_config.wrap_policy.min_num_params is {size}, but the adapters of "
+            f"experts ({key}) are read in the FSDP group of their layer; leave it 0"
+        )
+    if isinstance(config, RLConfig) and config.reshard.lora == "adapters":
+        yield (
+            f"reshard.lora is adapters, but those of experts ({key}) are not sent apart from "
+            "their weights; set reshard.lora=merged"
         )
 
 

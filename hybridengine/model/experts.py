@@ -17,6 +17,7 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 from hybridengine.kernels import grouped_linear
 
 EXPERTS = "hybridengine_grouped"
+ADAPTERS = "hybridengine_adapters"  # attribute of experts: name of a weight → `GroupedAdapter`
 
 
 def grouped_experts(
@@ -33,8 +34,8 @@ def grouped_experts(
         top_k_weights: [T, k].
 
     Returns:
-        [T, H] of the dtype of hidden_states. A token's experts are added in the order of
-        top_k_index, in the wider dtype of weights and hidden states.
+        [T, H] of the dtype of hidden_states, with the updates of LoRA adapters. A token's experts
+        are added in the order of top_k_index, in the wider dtype of weights and hidden states.
     """
     if module._is_expert_parallel:
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
@@ -44,11 +45,16 @@ def grouped_experts(
     cu_counts = torch.searchsorted(expert_ids, every_expert, out_int32=True)
     position = torch.empty_like(order)  # of every (token, k) among the sorted ones
     position[order] = torch.arange(len(order), device=order.device)
+    adapters = getattr(module, ADAPTERS, {})
 
     def project(x: Tensor, name: str) -> Tensor:
         weight = getattr(module, name)
         weight = weight.transpose(1, 2) if module.is_transposed else weight
         out = grouped_linear(x.to(weight.dtype), weight, cu_counts)
+        if name in adapters and (factors := adapters[name].factors()) is not None:
+            left, right, scale = factors
+            down = grouped_linear(x.to(right.dtype), right, _counts_of(right, cu_counts))
+            out = out + grouped_linear(scale * down, left, _counts_of(left, cu_counts))
         if not module.has_bias:
             return out
         # A weight for a column of ones: so its gradient is summed as that of a weight is.
@@ -61,6 +67,11 @@ def grouped_experts(
     x = project(x, "down_proj")
     x = _Rows.apply(x, position, order, 1).view(num_tokens, top_k, hidden_size)
     return (x * top_k_weights.unsqueeze(2)).sum(1).to(hidden_states.dtype)
+
+
+def _counts_of(factor: Tensor, cu_counts: Tensor) -> Tensor:
+    """Return the counts for a factor of an adapter: all rows are one group if it is shared."""
+    return cu_counts if len(factor) + 1 == len(cu_counts) else cu_counts[:: len(cu_counts) - 1]
 
 
 class _Rows(torch.autograd.Function):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,8 +18,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hybridengine.errors import ModelError
-from hybridengine.model.parameters import is_finite
-from hybridengine.sharding.adapter import Adapter
+from hybridengine.model.parameters import is_finite, unwrapped_name
+from hybridengine.sharding.adapter import Adapter, ExpertAdapter
+
+SharedFactors = Literal["none", "outer", "all"]
 
 
 def apply_lora(
@@ -28,6 +30,8 @@ def apply_lora(
     alpha: float,
     target_modules: str | Sequence[str] = "all-linear",
     adapter_path: str | None = None,
+    target_parameters: Sequence[str] = (),
+    share_expert_adapters: SharedFactors = "none",
 ) -> None:
     """Freeze `model` and add an adapter, scaled by alpha / rank, to each target; in place.
 
@@ -36,12 +40,19 @@ def apply_lora(
     adapter_path: PEFT folder with the initial factors (safetensors), which a model on the meta
       device does not read; None: the update starts at zero. Adapters have the dtype of the weights
       (float32 in `load_causal_lm`).
+    target_parameters: weights of fused experts to adapt, such as experts.down_proj: each expert
+      gets factors of its own of `rank`. The model's experts then are `hybridengine.model.experts`.
+    share_expert_adapters: which factors all experts of a layer have in common: none, outer (A of
+      gate_up_proj and B of down_proj), or all. Files have a copy for every expert, as PEFT needs.
 
     Raises:
         ModelError: a rank below 1, a target that matches no module, one that is no linear layer, a
-        head whose weight is tied to the embedding, or an initial adapter of other layers or shapes.
+        head whose weight is tied to the embedding, target parameters that are not of experts, or an
+        initial adapter of other layers or shapes.
     """
     from peft import LoraConfig, inject_adapter_in_model
+
+    from hybridengine.model import expert_lora
 
     if rank < 1:
         raise ModelError(f"lora_rank: got {rank}, expected at least 1")
@@ -53,9 +64,9 @@ def apply_lora(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT computes alpha / r
         target_modules=targets,
+        target_parameters=list(target_parameters) or None,
         task_type="CAUSAL_LM",
     )
-    # Fused experts are parameters; PEFT adapts them too, and `adapter_shards` below refuses that.
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     for target in targets if isinstance(targets, list) else ():
         if not any(f".{name}".endswith(f".{target}") for name in names):
@@ -63,13 +74,27 @@ def apply_lora(
                 f"target_modules: got {target_modules!r}, but no module of the model is called "
                 f"{target!r}"
             )
+    if target_parameters:
+        expert_lora.check_targets(model, target_parameters)
     try:
         inject_adapter_in_model(config, model, low_cpu_mem_usage=model.device.type == "meta")
     except ValueError as error:
         raise ModelError(f"target_modules: got {target_modules!r}: {error}") from None
-    adapter_shards(model)
+    # PEFT reads target_modules as names of fused experts too.
+    for name, adapter in adapter_shards(model).items():
+        is_target = any(f".{name}".endswith(f".{target}") for target in target_parameters)
+        if isinstance(adapter, ExpertAdapter) and not is_target:
+            raise ModelError(
+                f"target_modules: got {target_modules!r}, but {name} holds fused experts, which "
+                "are no linear layers; name it in target_parameters"
+            )
+    if target_parameters:
+        expert_lora.use_grouped_adapters(model, share_expert_adapters)
     for name, layer in lora_layers(model):
-        if layer.get_base_layer().weight is model.get_input_embeddings().weight:
+        if (
+            not _is_of_experts(layer)
+            and layer.get_base_layer().weight is model.get_input_embeddings().weight
+        ):
             raise ModelError(
                 f"target_modules: {name!r} is, or shares its weight with, the embedding, which an "
                 "adapter of a linear layer does not change; remove it"
@@ -84,34 +109,79 @@ def check_lora(
     target_modules: str | Sequence[str],
     adapter_path: str | None = None,
     trust_remote_code: bool = False,
+    target_parameters: Sequence[str] = (),
+    share_expert_adapters: SharedFactors = "none",
 ) -> None:
     """Raise the ModelError of `apply_lora` for the causal LM of `config`; reads no weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    apply_lora(model, rank, 1.0, target_modules)
+    experts = target_parameters, share_expert_adapters
+    apply_lora(model, rank, 1.0, target_modules, None, *experts)
     if adapter_path is not None:
         with _open_factors(model, adapter_path):
             pass
 
 
+class Factor(NamedTuple):
+    """A factor of an adapter, and its form in PEFT's files.
+
+    dim: the dimension of the rank.
+    copies: how often the files have it: a factor that all experts share, once for every expert.
+    """
+
+    parameter: nn.Parameter
+    dim: int
+    copies: int
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        rows, columns = self.parameter.shape
+        return (rows * self.copies, columns) if self.dim == 0 else (rows, columns * self.copies)
+
+    def stored(self, full: torch.Tensor) -> torch.Tensor:
+        """Return the full factor as in a file."""
+        if self.dim == 0:
+            return full.repeat(self.copies, 1)
+        return full.repeat_interleave(self.copies, 1)
+
+    def read(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return the full factor of a tensor in a file."""
+        return stored[: self.parameter.shape[0]] if self.dim == 0 else stored[:, :: self.copies]
+
+
+def adapter_factors(model: nn.Module) -> dict[str, Factor]:
+    """Return the factors of all adapters by their name in PEFT's files."""
+    factors = {}
+    for name, layer in lora_layers(model):
+        key = layer.active_adapters[0]
+        for dim, part in enumerate(("lora_A", "lora_B")):
+            parameter = getattr(layer, part)[key].weight
+            width = layer.r[key] * getattr(layer, "num_experts", 1)
+            copies = width // parameter.shape[dim]
+            factors[f"base_model.model.{name}.{part}.weight"] = Factor(parameter, dim, copies)
+    return factors
+
+
 def _load_factors(model: nn.Module, path: str) -> None:
     """Copy the factors in the PEFT folder `path` into the adapters of `model`."""
     with _open_factors(model, path) as (file, factors), torch.no_grad():
-        for name, parameter in factors.items():
+        for name, factor in factors.items():
             tensor = file.get_tensor(name)
             if not is_finite(tensor):
                 raise ModelError(f"lora_adapter_path {path!r}: {name} contains NaN or infinity")
-            parameter.copy_(tensor)
+            value = factor.read(tensor)
+            if not torch.equal(factor.stored(value), tensor):
+                raise ModelError(
+                    f"lora_adapter_path {path!r}: {name} differs between experts, but "
+                    "share_expert_adapters gives all of them one; set it to none"
+                )
+            factor.parameter.copy_(value)
 
 
 @contextmanager
-def _open_factors(model: nn.Module, path: str) -> Iterator[tuple[Any, dict[str, nn.Parameter]]]:
-    """Yield (open safetensors file, its tensor name → parameter), of equal names and shapes."""
-    factors = {
-        f"base_model.model.{name}.{part}.weight": getattr(layer, part)["default"].weight
-        for name, layer in lora_layers(model)
-        for part in ("lora_A", "lora_B")
-    }
+def _open_factors(model: nn.Module, path: str) -> Iterator[tuple[Any, dict[str, Factor]]]:
+    """Yield (open safetensors file, its tensor name → factor), of equal names and shapes."""
+    factors = adapter_factors(model)
     file_path = Path(path) / "adapter_model.safetensors"
     try:
         file = safe_open(file_path, "pt")
@@ -129,12 +199,12 @@ def _open_factors(model: nn.Module, path: str) -> Iterator[tuple[Any, dict[str, 
                 f"target_modules has {len(factors)}: {other[0]!r} is in {where} only; leave "
                 "target_modules out, and give the model that the adapter was trained on"
             )
-        for name, parameter in factors.items():
+        for name, factor in factors.items():
             shape = tuple(file.get_slice(name).get_shape())
-            if shape != parameter.shape:
+            if shape != factor.stored_shape:
                 raise ModelError(
                     f"lora_adapter_path {path!r}: {name} is {list(shape)}, the model needs "
-                    f"{list(parameter.shape)}; give the model that the adapter was trained on"
+                    f"{list(factor.stored_shape)}; give the model that the adapter was trained on"
                 )
         yield file, factors
 
@@ -145,18 +215,19 @@ def adapter_shards(model: nn.Module) -> dict[str, Adapter]:
     Empty for a model without LoRA.
 
     Raises:
-        ModelError: an adapter that is more than W + scale · B A (DoRA, a bias, several at once), or
-            that is merged into its weight.
+        ModelError: an adapter that is more than W + scale · B A of a linear layer or of fused
+            experts (DoRA, a bias, several at once), or that is merged into its weight.
     """
     adapters: dict[str, Adapter] = {}
     for name, layer in lora_layers(model):
         key = layer.active_adapters[0] if len(layer.active_adapters) == 1 else None
-        plain = type(layer).__name__ == "Linear" and key in layer.lora_A
+        of_experts = _is_of_experts(layer)
+        plain = (of_experts or type(layer).__name__ == "Linear") and key in layer.lora_A
         if not plain or key in layer.lora_variant or layer.lora_bias[key]:
             raise ModelError(
                 f"the adapter of {name!r} is no plain LoRA of one linear layer "
                 f"({type(layer).__name__}, active: {layer.active_adapters}); expected one active "
-                "adapter without DoRA or bias, on neither fused experts nor an embedding"
+                "adapter without DoRA or bias, not on an embedding or another single parameter"
             )
         if layer.merged:
             raise ModelError(
@@ -164,6 +235,17 @@ def adapter_shards(model: nn.Module) -> dict[str, Adapter]:
                 "export would add it twice; call unmerge_adapter() first"
             )
         left, right = layer.lora_B[key].weight.detach(), layer.lora_A[key].weight.detach()
+        if of_experts:
+            experts = layer.get_base_layer()
+            adapters[unwrapped_name(f"{name}.{layer.parameter_name}")] = ExpertAdapter(
+                left,
+                right,
+                layer.scaling[key],
+                rank=layer.r[key],
+                num_experts=layer.num_experts,
+                transposed=experts.is_transposed,
+            )
+            continue
         if layer.fan_in_fan_out:  # the weight is stored transposed
             left, right = right.t(), left.t()
         adapters[f"{name}.weight"] = Adapter(left, right, layer.scaling[key])
@@ -172,7 +254,7 @@ def adapter_shards(model: nn.Module) -> dict[str, Adapter]:
 
 def columns_of(name: str) -> str:
     """Return the parameter, by its name without adapters, whose columns parameter `name` has."""
-    return name.replace(".base_layer.", ".").replace(".lora_A.default.", ".")
+    return unwrapped_name(name).replace(".lora_A.default.", ".")
 
 
 @contextmanager
@@ -186,6 +268,16 @@ def adapters_disabled(model: nn.Module) -> Iterator[nn.Module]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+def _is_of_experts(layer: Any) -> bool:
+    """Return whether PEFT's `layer` adapts one weight [E, ...] of fused experts."""
+    experts = layer.get_base_layer()
+    return (
+        hasattr(layer, "parameter_name")
+        and getattr(layer, "num_experts", 1) == getattr(experts, "num_experts", None)
+        and hasattr(experts, "is_transposed")
+    )
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -5,8 +5,8 @@ LoRA (Hu et al. 2021, arXiv 2106.09685, section 4.1): W + (alpha / r) B A.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -32,7 +32,7 @@ class Adapter:
 
     @torch.no_grad()
     def merge(self, base: torch.Tensor, origin: Sequence[int], box: Box) -> torch.Tensor:
-        """Return a box of the merged weight; collective.
+        """Return a box of the merged weight, whose last two dimensions are matrices; collective.
 
         base: the frozen weight; this rank's shard of it begins at position `origin` and contains
         `box`. The result is contiguous, in base's dtype. Each element is summed in float64 and
@@ -41,6 +41,20 @@ class Adapter:
         part = local_shard(base)
         for dim, (low, high) in enumerate(box):
             part = part.narrow(dim, low - origin[dim], high - low)
+        merged = torch.empty_like(part, memory_format=torch.contiguous_format)
+        for out, weight, (left, right) in zip(
+            merged.view(-1, *merged.shape[-2:]),
+            part if part.ndim == 3 else (part,),
+            self._factors_of_box(base, origin, box),
+            strict=True,
+        ):
+            _add_product(out, weight, left, right, self.scale)
+        return merged
+
+    def _factors_of_box(
+        self, base: torch.Tensor, origin: Sequence[int], box: Box
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the factors of every matrix of a box, see `merge`; collective."""
         left, right = (
             local_shard(factor).narrow(axis, low - origin[axis], high - low)
             if _sharded_alike(factor, base, axis)
@@ -49,24 +63,17 @@ class Adapter:
                 zip((self.left, self.right), box, strict=True)
             )
         )
-        merged = torch.empty_like(part, memory_format=torch.contiguous_format)
-        chunk = _CPU_CHUNK if part.device.type == "cpu" else _GPU_CHUNK
-        step = max(1, chunk // max(part.shape[1], 1))
-        right = right.double() * self.scale
-        for i in range(0, part.shape[0], step):
-            delta = left[i : i + step].double() @ right
-            merged[i : i + step] = delta.add_(part[i : i + step])
-        return merged
+        return [(left, right)]
 
     def merge_full(self, base: torch.Tensor) -> torch.Tensor:
         """Return the full merged weight on every rank; collective."""
         full = full_tensor(base)
         box = tuple(RowRange(0, size) for size in full.shape)
-        return self.full().merge(full, (0, 0), box)
+        return self.full().merge(full, (0,) * full.ndim, box)
 
     def full(self) -> Adapter:
         """Return the same adapter with full factors on every rank; collective."""
-        return Adapter(full_tensor(self.left), full_tensor(self.right), self.scale)
+        return replace(self, left=full_tensor(self.left), right=full_tensor(self.right))
 
     def bytes_gathered(self, base: torch.Tensor) -> int:
         """Return how many bytes `merge` receives from other ranks."""
@@ -75,6 +82,60 @@ class Adapter:
             for axis, factor in enumerate((self.left, self.right))
             if not _sharded_alike(factor, base, axis)
         )
+
+
+@dataclass(frozen=True)
+class ExpertAdapter(Adapter):
+    """The updates `scale * B_e @ A_e` of the weights of all experts e of a layer, [E, out, in].
+
+    left: [out, r * E], whose column i * E + e is column i of B_e; or [out, r], one B of all
+      experts. It is stored as PEFT does for `target_parameters`, and so is
+    right: [E * r, in], whose rows from e * r are A_e; or [r, in], one A of all experts.
+    rank: r.
+    num_experts: E.
+    transposed: the weight is [E, in, out].
+    """
+
+    rank: int
+    num_experts: int
+    transposed: bool
+
+    def _factors_of_box(
+        self, base: torch.Tensor, origin: Sequence[int], box: Box
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        left, right = expert_factors(full_tensor(self.left), full_tensor(self.right), self.rank)
+        if self.transposed:
+            left, right = right.transpose(1, 2), left.transpose(1, 2)
+        experts, rows, columns = (slice(*positions) for positions in box)
+        left, right = (f.expand(self.num_experts, -1, -1)[experts] for f in (left, right))
+        return zip(left[:, rows], right[:, :, columns], strict=True)
+
+    def bytes_gathered(self, base: torch.Tensor) -> int:
+        factors = (self.left, self.right)
+        return sum((f.numel() - local_shard(f).numel()) * f.element_size() for f in factors)
+
+
+def expert_factors(
+    left: torch.Tensor, right: torch.Tensor, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return B [E, out, r] and A [E, r, in] of the factors of an `ExpertAdapter`, as views.
+
+    A factor of all experts has 1 in place of E.
+    """
+    of_left = left.view(left.shape[0], rank, -1).permute(2, 0, 1)
+    return of_left, right.view(-1, rank, right.shape[1])
+
+
+def _add_product(
+    merged: torch.Tensor, part: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float
+) -> None:
+    """Write part + scale * left @ right into `merged`, in chunks of rows."""
+    chunk = _CPU_CHUNK if part.device.type == "cpu" else _GPU_CHUNK
+    step = max(1, chunk // max(part.shape[1], 1))
+    right = right.double() * scale
+    for i in range(0, part.shape[0], step):
+        delta = left[i : i + step].double() @ right
+        merged[i : i + step] = delta.add_(part[i : i + step])
 
 
 def adapter_factors(adapters: Mapping[str, Adapter]) -> dict[str, torch.Tensor]:

@@ -54,6 +54,8 @@ def load_model(
         alpha=alpha,
         target_modules=modules,
         adapter_path=model.lora_adapter_path,
+        target_parameters=model.target_parameters,
+        share_expert_adapters=model.share_expert_adapters,
     )
     return load_causal_lm(
         path or model.path,

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+
+EXPERT_WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+def float64_update(adapter: Any) -> torch.Tensor:
+    """What an adapter with full factors adds to its weight, [out, in] or [experts, out, in]."""
+    left, right = adapter.left.double(), adapter.right.double()
+    if not hasattr(adapter, "num_experts"):
+        return adapter.scale * (left @ right)
+    left = left.view(left.shape[0], adapter.rank, -1).expand(-1, -1, adapter.num_experts)
+    right = right.view(-1, adapter.rank, right.shape[1]).expand(adapter.num_experts, -1, -1)
+    return adapter.scale * torch.einsum("ore,eri->eoi", left, right)
 
 
 def write_adapter(

@@ -10,14 +10,17 @@ from transformers import AutoModelForCausalLM
 
 from hybridengine.errors import ModelError
 from hybridengine.model import adapter_shards, apply_lora, check_lora
-from tests.model.lora_shared import write_adapter
+from tests.model.lora_shared import float64_update, write_adapter
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
 IDS = torch.tensor([[5, 9, 33, 2, 7, 7, 61]])
 
 
-def train_and_save(rank: int, world_size: int, path: str, out: str) -> dict:
+LINEAR = (["q_proj", "o_proj", "down_proj"],)
+
+
+def train_and_save(rank: int, world_size: int, path: str, out: str, targets: tuple) -> dict:
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import AutoTokenizer
 
@@ -36,7 +39,7 @@ def train_and_save(rank: int, world_size: int, path: str, out: str) -> dict:
         shard_dim1=lambda name: "o_proj" in name or "down_proj" in name,
         param_dtype=torch.float32,
         gradient_checkpointing=True,
-        adapt=lambda m: apply_lora(m, 3, 5.0, ["q_proj", "o_proj", "down_proj"]),
+        adapt=lambda m: apply_lora(m, 3, 5.0, *targets),
     )
     placed = {n: p.placements[0].dim for n, p in model.named_parameters() if "layers.0" in n}
     batch = pack_rollouts([(IDS[0, :1].tolist(), IDS[0, 1:].tolist())])
@@ -63,7 +66,7 @@ def test_exports_load_as_peft_and_transformers_load_them(tmp_path: Path, archite
     from peft import PeftModel
 
     path = save_tiny(architecture, tmp_path / "base")
-    result = run_ranks(train_and_save, 2, path, str(tmp_path), timeout_s=200)[0]
+    result = run_ranks(train_and_save, 2, path, str(tmp_path), LINEAR, timeout_s=200)[0]
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
@@ -80,8 +83,7 @@ def test_exports_load_as_peft_and_transformers_load_them(tmp_path: Path, archite
     adapters = adapter_shards(base)
     assert changed == adapters.keys() and len(changed) == 6
     for name, adapter in adapters.items():
-        delta = adapter.scale * (adapter.left.double() @ adapter.right.double())
-        assert torch.equal(after[name], (before[name].double() + delta).float())
+        assert torch.equal(after[name], (before[name].double() + float64_update(adapter)).float())
     # o_proj's columns are sharded, and so are its adapter's; the other factor goes by rows
     o_proj = "model.layers.0.self_attn.o_proj"
     assert result["placed"][f"{o_proj}.base_layer.weight"] == 1
@@ -112,8 +114,11 @@ def test_fused_experts_stay_frozen_and_are_refused_by_name(tmp_path: Path) -> No
     model = AutoModelForCausalLM.from_pretrained(path)
     apply_lora(model, 4, 8, "all-linear")
     assert len(adapter_shards(model)) == 8 and all("self_attn" in n for n in adapter_shards(model))
-    for target in ("down_proj", "gate"):
-        with pytest.raises(ModelError, match="no plain LoRA of one linear layer"):
+    for target, match in (
+        ("down_proj", "holds fused experts, which are no linear layers; name it in target_par"),
+        ("gate", "no plain LoRA of one linear layer"),
+    ):
+        with pytest.raises(ModelError, match=match):
             apply_lora(AutoModelForCausalLM.from_pretrained(path), 4, 8, ["q_proj", target])
 
 

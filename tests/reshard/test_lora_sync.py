@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.model.lora_shared import EXPERT_WEIGHTS, float64_update
 from tests.ranks import run_ranks
 from tests.reshard.vllm_engines import PROMPTS, LargestAllocation, build, unequal
 from tests.tiny_models import save_tiny
@@ -23,18 +24,20 @@ def merged_in_float64(base: dict, adapters: dict) -> dict:
     """The checkpoint the engine should hold: every full weight merged, then cast."""
     full = {name: p.full_tensor() for name, p in base.items()}
     for name, adapter in adapters.items():
-        left, right = adapter.left.full_tensor(), adapter.right.full_tensor()
-        delta = adapter.scale * (left.double() @ right.double())
-        full[name] = (full[name].double() + delta).float()
+        full[name] = (full[name].double() + float64_update(adapter.full())).float()
     return {name: tensor.to(torch.bfloat16) for name, tensor in full.items()}
 
 
-def sync_body(rank: int, world_size: int, path: str, tp_size: int) -> dict:
+def sync_body(rank: int, world_size: int, path: str, tp_size: int, experts: tuple = ()) -> dict:
     from hybridengine.model import parameter_shards
     from hybridengine.model.lora import adapter_shards, apply_lora
 
     engine, model, resharder = build(
-        path, tp_size, torch.bfloat16, BUCKET, adapt=lambda m: apply_lora(m, 4, 6.0)
+        path,
+        tp_size,
+        torch.bfloat16,
+        BUCKET,
+        adapt=lambda m: apply_lora(m, 4, 6.0, "all-linear", None, *experts),
     )
     base, adapters = parameter_shards(model), adapter_shards(model)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -82,7 +85,25 @@ def test_merged_weights_and_a_base_that_is_sent_once(tmp_path: Path) -> None:
     assert saved > 0, "embeddings, norms and biases were sent again"
 
 
-def rollout_body(rank: int, world_size: int, path: str, as_adapters: bool, fsdp_size: int) -> dict:
+@pytest.mark.parametrize(("tp_size", "shared"), [(1, "none"), (2, "none"), (2, "outer")])
+def test_merged_experts_in_fused_weights(tmp_path: Path, tp_size: int, shared: str) -> None:
+    """vLLM's w13 and w2 hold the merged weights of all experts, sliced by tensor parallelism."""
+    path = save_tiny("qwen3_moe", tmp_path)
+    for result in run_ranks(sync_body, 2, path, tp_size, (EXPERT_WEIGHTS, shared), timeout_s=400):
+        assert result["wrong"] == [[], [], [], []]
+        assert result["adapted"] == result["adapters"] == 12
+        first, second, third, written = result["sent"]
+        assert first == written == result["planned"] and second == third <= first
+
+
+def rollout_body(
+    rank: int,
+    world_size: int,
+    path: str,
+    as_adapters: bool,
+    fsdp_size: int,
+    target_parameters: tuple[str, ...] = (),
+) -> dict:
     from hybridengine.model import pack_rollouts, packed_log_probs
     from hybridengine.model.lora import adapters_disabled, apply_lora
     from hybridengine.rollout import SamplingSpec
@@ -92,7 +113,7 @@ def rollout_body(rank: int, world_size: int, path: str, as_adapters: bool, fsdp_
         2,
         torch.float32,
         BUCKET,
-        lambda m: apply_lora(m, 3, 6.0),
+        lambda m: apply_lora(m, 3, 6.0, target_parameters=target_parameters),
         lora_rank=3 if as_adapters else 0,
         fsdp_size=fsdp_size,
         param_dtype=torch.float32,
@@ -125,9 +146,9 @@ def test_rollouts_follow_every_step_of_the_adapters(tmp_path: Path, as_adapters:
 
 @pytest.mark.exhaustive
 def test_experts_and_replicated_shards(tmp_path: Path) -> None:
-    """Attention adapters of a mixture of experts on two replicas of two shards each (HSDP)."""
+    """Adapters of attention and experts on two replicas of two shards each (HSDP)."""
     path = save_tiny("qwen3_moe", tmp_path)
-    assert_follows(run_ranks(rollout_body, 4, path, False, 2, timeout_s=400))
+    assert_follows(run_ranks(rollout_body, 4, path, False, 2, EXPERT_WEIGHTS, timeout_s=400))
 
 
 def test_ranks_and_experts_without_slots_are_refused() -> None:
@@ -141,6 +162,19 @@ def test_ranks_and_experts_without_slots_are_refused() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(LayoutError, match="no CPU kernel for experts in an engine"):
             slot_options(4, experts)
+
+
+def test_adapters_of_experts_are_not_sent_alone() -> None:
+    from hybridengine.reshard.source.trained import TrainedTensors
+    from hybridengine.sharding import LayoutError
+    from hybridengine.sharding.adapter import ExpertAdapter
+
+    adapter = ExpertAdapter(torch.zeros(4, 6), torch.zeros(6, 5), 1.0, 2, 3, False)
+    trained = TrainedTensors(
+        lambda: {"experts": torch.zeros(3, 4, 5)}, lambda: {"experts": adapter}, merge=False
+    )
+    with pytest.raises(LayoutError, match=r"'experts' is of experts.*reshard.lora=merged"):
+        trained.read_specs(1)
 
 
 def assert_follows(results: list[dict]) -> None:

@@ -90,6 +90,8 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "model.lora_rank": ("4", ()),
     "model.lora_alpha": ("7", LORA),
     "model.target_modules": ("[q_proj]", LORA),
+    "model.target_parameters": ("[experts.down_proj]", LORA),  # refused: the model has no experts
+    "model.share_expert_adapters": ("all", LORA),
     "model.lora_adapter_path": ("{dir}/adapter", LORA),
     "model.override_config.max_position_embeddings": ("4", ()),
     "data.train_files": ("{dir}/others.jsonl", ()),
@@ -298,6 +300,8 @@ SFT_FLIPS = {
         "model.lora_rank",
         "model.lora_alpha",
         "model.target_modules",
+        "model.target_parameters",
+        "model.share_expert_adapters",
         "model.lora_adapter_path",
         "model.override_config.max_position_embeddings",
         "data.train_files",

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from hybridengine.runtime.device import Guard
 from hybridengine.runtime.limits import default_groups
-from hybridengine.sharding.adapter import Adapter, adapter_factors
+from hybridengine.sharding.adapter import Adapter, ExpertAdapter, adapter_factors
 from hybridengine.sharding.geometry import Block, reach
+from hybridengine.sharding.layout import LayoutError
 from hybridengine.sharding.shards import Box, RowRange, ShardSpec, full_tensor, local_shard
 
 Parameters = Mapping[str, torch.Tensor]
@@ -99,6 +100,12 @@ class TrainedTensors:
     def read_specs(self, world_size: int) -> dict[str, ShardSpec]:
         """Read, and return the sharding of every parameter for the plan. Raises LayoutError."""
         self.read()
+        for name, adapter in self.unmerged.items():
+            if isinstance(adapter, ExpertAdapter):
+                raise LayoutError(
+                    f"the adapter of {name!r} is of experts, which an engine gets with their "
+                    "weights only; merge the adapters (reshard.lora=merged)"
+                )
         trained = self.merged.keys() | self.factors.keys()
         return {
             name: replace(

@@ -1,0 +1,133 @@
+"""LoRA on fused experts against PEFT: gradients, shared factors, exports, initial adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hybridengine.checkpoint.pretrained import save_adapter
+from hybridengine.errors import ModelError
+from hybridengine.model import adapter_shards, adapters_disabled, apply_lora, check_lora
+from hybridengine.model.experts import EXPERTS
+from hybridengine.model.lora import adapter_factors
+from tests.model.lora_shared import EXPERT_WEIGHTS, float64_update
+from tests.model.moe_models import ARCHITECTURES, tiny_moe
+from tests.model.test_experts import assert_close, run
+from tests.model.test_lora import IDS, train_and_save
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+
+SHARED = ("none", "outer", "all")
+
+
+def adapted(kind: str, shared: Any = "none") -> Any:
+    """A tiny mixture whose adapters of linear layers and experts are random."""
+    model = tiny_moe(kind, **ARCHITECTURES[kind])
+    apply_lora(model, 3, 5.0, "all-linear", None, EXPERT_WEIGHTS, shared)
+    generator = torch.Generator().manual_seed(1)
+    for factor in adapter_factors(model).values():
+        torch.nn.init.normal_(factor.parameter, std=0.1, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "shared"),
+    [(kind, "none") for kind in ARCHITECTURES]
+    + [(kind, shared) for kind in ("qwen3_moe", "gpt_oss") for shared in SHARED[1:]],
+)
+def test_outputs_and_gradients_are_those_of_merged_weights(kind: str, shared: str) -> None:
+    """PEFT's own forward, which `eager` takes, adds the update to the weights."""
+    model, ids = adapted(kind, shared), torch.randint(3, 100, (1, 24))
+    assert model.config._experts_implementation == EXPERTS
+    got = run(model, ids)
+    with adapters_disabled(model):
+        base = run(model, ids)
+    model.set_experts_implementation("eager")
+    expected = run(model, ids)
+    assert_close(got, expected)
+    trained = [name for name in got[1] if ".experts." in name]
+    assert trained and all("lora_" in name and got[1][name].any() for name in trained)
+    original = tiny_moe(kind, **ARCHITECTURES[kind])
+    original.set_experts_implementation(EXPERTS)
+    assert torch.equal(base[0], original(input_ids=ids, use_cache=False).logits)
+    assert (got[0] - base[0]).abs().max() > 0.05
+
+
+def test_gradient_checkpointing_and_compiled_layers() -> None:
+    model, ids = adapted("qwen3_moe"), torch.randint(3, 100, (1, 24))
+    expected = run(model, ids)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    got = run(model, ids)
+    assert torch.equal(got[0], expected[0])
+    assert all(torch.equal(got[1][name], grad) for name, grad in expected[1].items())
+    torch._dynamo.reset()
+    block, hidden = model.model.layers[0].mlp, torch.randn(1, 9, 64)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(hidden), block(hidden))
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("shared", SHARED)
+def test_exports_load_as_peft_and_transformers_load_them(tmp_path: Path, shared: str) -> None:
+    from peft import PeftModel
+
+    path = save_tiny("qwen3_moe", tmp_path / "base")
+    targets = (["o_proj"], None, EXPERT_WEIGHTS, shared)
+    result = run_ranks(train_and_save, 2, path, str(tmp_path), targets, timeout_s=200)[0]
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    of_peft = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+    with torch.no_grad():
+        tolerance = dict(atol=1e-4, rtol=0)  # float32, another order of sums
+        torch.testing.assert_close(of_peft(IDS).logits[0, :-1], result["logits"], **tolerance)
+        torch.testing.assert_close(merged(IDS).logits[0, :-1], result["logits"], **tolerance)
+    assert (result["logits"] - result["of_base"]).abs().max() > 0.05
+    adapters, after = adapter_shards(base), merged.state_dict()
+    assert {n for n in before if not torch.equal(before[n], after[n])} == adapters.keys()
+    assert sum(".experts." in name for name in adapters) == 4 and len(adapters) == 6
+    for name, adapter in adapters.items():
+        assert torch.equal(after[name], (before[name].double() + float64_update(adapter)).float())
+    # A run that starts from the exported adapter has its factors.
+    started = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    apply_lora(started, 3, 5.0, ["o_proj"], str(tmp_path / "adapter"), *targets[2:])
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    factors = adapter_factors(started)
+    assert factors.keys() == stored.keys()
+    assert all(torch.equal(f.stored(f.parameter), stored[name]) for name, f in factors.items())
+
+
+def test_an_adapter_of_different_experts_is_not_shared(tmp_path: Path) -> None:
+    model = adapted("mixtral")
+    model.config.name_or_path = ""
+    save_adapter(model, tmp_path / "adapter")
+    arguments = (3, 5.0, "all-linear", str(tmp_path / "adapter"), EXPERT_WEIGHTS)
+    other = tiny_moe("mixtral", **ARCHITECTURES["mixtral"])
+    apply_lora(other, *arguments)
+    ids = torch.arange(3, 20)[None]
+    assert torch.equal(run(other, ids)[0], run(model, ids)[0])
+    with pytest.raises(ModelError, match="differs between experts, but share_expert_adapters"):
+        apply_lora(tiny_moe("mixtral", **ARCHITECTURES["mixtral"]), *arguments, "all")
+
+
+@pytest.mark.parametrize(
+    "target", ["mlp.gate.weight", "experts.gate_proj", "q_proj.weight", "input_layernorm.weight"]
+)
+def test_what_is_no_weight_of_experts_is_named(target: str) -> None:
+    model = tiny_moe("qwen3_moe", **ARCHITECTURES["qwen3_moe"])
+    with pytest.raises(ModelError, match=f"target_parameters: got '{target}', which names"):
+        apply_lora(model, 3, 5.0, [], None, (target,))
+    with pytest.raises(ModelError, match="expected weights of experts"):
+        check_lora(model.config, 3, [], None, False, (target,))
+
+
+def test_experts_alone() -> None:
+    model = tiny_moe("deepseek_v3", **ARCHITECTURES["deepseek_v3"])
+    apply_lora(model, 3, 5.0, [], None, ("experts.down_proj",))
+    assert list(adapter_shards(model)) == ["model.layers.1.mlp.experts.down_proj"]
