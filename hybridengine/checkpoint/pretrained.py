@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import set_tqdm_hook
 
 from hybridengine.errors import ModelError
-from hybridengine.model.lora import adapter_factors, adapter_shards
+from hybridengine.model.lora import adapter_shards, peft_factors
 from hybridengine.model.parameters import original_class, parameter_shards, use_checkpoint_names
 from hybridengine.runtime.all_ranks import run_on_rank0
 from hybridengine.sharding.adapter import ExpertAdapter
@@ -174,7 +174,7 @@ def save_adapter(
         ModelError: on every rank, if rank 0 cannot write.
     """
     tensors = {}
-    for name, factor in adapter_factors(model).items():
+    for name, factor in peft_factors(model).items():
         full = full_tensor(factor.parameter.detach())
         if dist.get_rank() == 0:
             tensors[name] = factor.stored(full.cpu()).contiguous()

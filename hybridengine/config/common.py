@@ -130,6 +130,7 @@ class WrapPolicyConfig:
 @dataclass(frozen=True)
 class ShardingConfig:
     fsdp_size: IntOrOff = -1  # ranks that share one copy of the model; -1: all
+    expert_parallel_size: PositiveInt = 1  # ranks over which the policy's experts are divided
     dtype: Dtype = "auto"  # compute type; auto: bfloat16 where it is fast, else float32
     optimizer_offload: StrictBool = False  # AdamW's moments in host memory between steps
     reshard_after_forward: StrictBool = True  # false: keep gathered weights until backward

@@ -92,6 +92,7 @@ class LayoutConfig:
     tp_size: PositiveInt | None = None  # tensor-parallel size of the engine
     gradient_checkpointing: StrictBool | None = None  # recompute layers in backward
     reshard_after_forward: StrictBool | None = None  # false: keep gathered weights until backward
+    expert_parallel: PositiveInt | None = None  # ranks over which the policy's experts are divided
     offload: StrictBool | None = None  # what does not run in host memory (param/optimizer_offload)
 
 

@@ -31,6 +31,7 @@ def find_faults(config: JobConfig | SimulationConfig) -> Iterator[str]:
     yield from _resume(config)
     yield from _compile(config)
     yield from _expert_adapters(config)
+    yield from _expert_parallel(config)
     if isinstance(config, SFTConfig):
         yield from _sft(config)
     elif isinstance(config, RLConfig):
@@ -133,6 +134,23 @@ def _expert_adapters(config: JobConfig) -> Iterator[str]:
             f"reshard.lora is adapters, but those of experts ({key}) are not sent apart from "
             "their weights; set reshard.lora=merged"
         )
+
+
+def _expert_parallel(config: JobConfig) -> Iterator[str]:
+    group = "model" if isinstance(config, SFTConfig) else "actor"
+    sharding, key = config.sharding, f"{group}.fsdp_config.expert_parallel_size"
+    if (size := sharding.expert_parallel_size) == 1:
+        return
+    yield from _divisors(config, key)
+    others = {
+        f"{group}.fsdp_config.fsdp_size": (sharding.fsdp_size, -1),
+        f"{group}.fsdp_config.wrap_policy.min_num_params": (sharding.wrap_policy.min_num_params, 0),
+        "model.compile": (config.model.compile, False),
+        "model.target_parameters": (config.model.target_parameters, ()),
+    }
+    for other, (value, neutral) in others.items():
+        if value != neutral:
+            yield f"{key} is {size}, which {other} = {value} does not allow; leave it {neutral}"
 
 
 def _sft(config: SFTConfig) -> Iterator[str]:

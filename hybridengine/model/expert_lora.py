@@ -35,7 +35,7 @@ class GroupedAdapter(ParamWrapper):
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        experts = self.get_base_layer()
+        experts: Any = self.get_base_layer()
         if experts.config._experts_implementation == EXPERTS and not experts._is_expert_parallel:
             return self.base_layer(x, *args, **kwargs)
         return super().forward(x, *args, **kwargs)

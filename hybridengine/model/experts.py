@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from hybridengine.kernels import grouped_linear
+from hybridengine.model.expert_parallel import EXPERT_GROUP, Rows, TokenExchange, local_experts
 
 EXPERTS = "hybridengine_grouped"
 ADAPTERS = "hybridengine_adapters"  # attribute of experts: name of a weight → `GroupedAdapter`
@@ -45,10 +46,14 @@ def grouped_experts(
     cu_counts = torch.searchsorted(expert_ids, every_expert, out_int32=True)
     position = torch.empty_like(order)  # of every (token, k) among the sorted ones
     position[order] = torch.arange(len(order), device=order.device)
-    adapters = getattr(module, ADAPTERS, {})
+    adapters, group = getattr(module, ADAPTERS, {}), getattr(module, EXPERT_GROUP, None)
+
+    def held(name: str) -> Tensor:
+        weight = getattr(module, name)
+        return weight if group is None else local_experts(weight, group)
 
     def project(x: Tensor, name: str) -> Tensor:
-        weight = getattr(module, name)
+        weight = held(name)
         weight = weight.transpose(1, 2) if module.is_transposed else weight
         out = grouped_linear(x.to(weight.dtype), weight, cu_counts)
         if name in adapters and (factors := adapters[name].factors()) is not None:
@@ -58,42 +63,25 @@ def grouped_experts(
         if not module.has_bias:
             return out
         # A weight for a column of ones: so its gradient is summed as that of a weight is.
-        bias = getattr(module, f"{name}_bias").unsqueeze(2)
+        bias = held(f"{name}_bias").unsqueeze(2)
         return out + grouped_linear(out.new_ones(len(out), 1), bias, cu_counts)
 
-    x = _Rows.apply(hidden_states, order // top_k, position, top_k)
+    x = Rows.apply(hidden_states, order // top_k, position, top_k)
+    exchange = None if group is None else TokenExchange(cu_counts, group)
+    if exchange is not None:
+        x, cu_counts = exchange.send(x), exchange.cu_counts
     x = project(x, "gate_up_proj" if module.has_gate else "up_proj")
     x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
     x = project(x, "down_proj")
-    x = _Rows.apply(x, position, order, 1).view(num_tokens, top_k, hidden_size)
+    if exchange is not None:
+        x = exchange.send_back(x)
+    x = Rows.apply(x, position, order, 1).view(num_tokens, top_k, hidden_size)
     return (x * top_k_weights.unsqueeze(2)).sum(1).to(hidden_states.dtype)
 
 
 def _counts_of(factor: Tensor, cu_counts: Tensor) -> Tensor:
     """Return the counts for a factor of an adapter: all rows are one group if it is shared."""
     return cu_counts if len(factor) + 1 == len(cu_counts) else cu_counts[:: len(cu_counts) - 1]
-
-
-class _Rows(torch.autograd.Function):
-    """x[index], where every row of x is taken `copies` times.
-
-    position: [len(x) * copies], where the copies of row 0, of row 1 and so on are in `index`. So
-    the gradient is read by rows too, and the sum over copies has a fixed order.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, position: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(position)
-        ctx.copies = copies
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (position,) = ctx.saved_tensors
-        rows = grad.index_select(0, position)
-        if ctx.copies > 1:
-            rows = rows.view(-1, ctx.copies, rows.shape[1]).sum(1)
-        return rows, None, None, None
 
 
 ExpertsInterface.register(EXPERTS, grouped_experts)

@@ -31,6 +31,7 @@ from hybridengine.errors import ModelError
 from hybridengine.model.attention import ATTENTION
 from hybridengine.model.collectives import use_direct_collectives
 from hybridengine.model.compile import compile_layers
+from hybridengine.model.expert_parallel import EXPERT_DIM, distribute_experts
 from hybridengine.model.experts import EXPERTS
 from hybridengine.model.flash_attention import choose_flash_kernel
 from hybridengine.model.head import patch_head
@@ -49,12 +50,16 @@ def sharding_mesh(device_type: str, world_size: int, fsdp_size: int = -1) -> Dev
     """
     if fsdp_size in (-1, world_size):
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
-    ranks = torch.arange(world_size).view(-1, fsdp_size)
-    timeout = group_timeout()
+    return _mesh_2d(device_type, world_size, fsdp_size, ("replica", "shard"))
+
+
+def _mesh_2d(device_type: str, world_size: int, size: int, names: tuple[str, str]) -> DeviceMesh:
+    """Return a mesh of `size` consecutive ranks by all others."""
+    ranks, timeout = torch.arange(world_size).view(-1, size), group_timeout()
     groups = [
         dist.new_subgroups_by_enumeration(lists.tolist(), timeout)[0] for lists in (ranks.T, ranks)
     ]
-    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("replica", "shard"))
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
 
 def load_causal_lm(
@@ -76,6 +81,7 @@ def load_causal_lm(
     param_offload: bool = False,
     deterministic: bool = False,
     config_overrides: Mapping[str, Any] = MappingProxyType({}),
+    expert_parallel_size: int = 1,
 ) -> PreTrainedModel:
     """Load the model at `path` (folder or hub name) onto `mesh` (`sharding_mesh`); collective.
 
@@ -102,6 +108,8 @@ def load_causal_lm(
         param_offload: keep weights in host memory outside `on_device(model)`.
         deterministic: a GPU adds gradients in a fixed order (`choose_flash_kernel`).
         config_overrides: entries of config.json → other values (`check_model`).
+        expert_parallel_size: consecutive ranks over which the experts of a mixture are divided
+            (`hybridengine.model.expert_parallel`); a 1-D mesh of all ranks, and no min_num_params.
 
     Raises:
         ModelError: on every rank, also if only rank 0 fails (unreadable or missing weights).
@@ -112,7 +120,8 @@ def load_causal_lm(
         lambda: _read_weights(path, config, trust_remote_code, value_head, config_overrides),
         f"loading model {path!r}",
     )
-    experts = EXPERTS if mesh.device_type == "cpu" else None  # None: the choice of transformers
+    grouped = mesh.device_type == "cpu" or expert_parallel_size > 1
+    experts = EXPERTS if grouped else None  # None: the choice of transformers
     model = _build_model(path, config, trust_remote_code, value_head, experts)
     if model.can_generate() and not value_head:
         own_settings = weights.generation_config if weights is not None else None
@@ -123,12 +132,26 @@ def load_causal_lm(
         adapt(model)
         run_on_rank0(functools.partial(adapt, weights), "adapting the model")  # type: ignore[arg-type]
     patch_head(model, use_fused_kernels)
-    names = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
+    layer_types = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in layer_types]
     if compile:
         compile_layers(layers)
     groups = _modules_of_size(model, min_num_params) if min_num_params else layers
-    _shard(model, groups, mesh, shard_dim1, param_dtype, cpu_offload, reshard_after_forward)
+    expert_mesh = None
+    if expert_parallel_size > 1:
+        names = "efsdp", EXPERT_DIM
+        expert_mesh = _mesh_2d(mesh.device_type, mesh.size(), expert_parallel_size, names)
+        expert_mesh._flatten()  # so that DTensor reduces a norm over both dimensions at once
+    _shard(
+        model,
+        groups,
+        mesh,
+        shard_dim1,
+        param_dtype,
+        cpu_offload,
+        reshard_after_forward,
+        expert_mesh,
+    )
     if forward_prefetch:
         for group, following in pairwise(groups):
             assert isinstance(group, fsdp.FSDPModule) and isinstance(following, fsdp.FSDPModule)
@@ -263,8 +286,13 @@ def _shard(
     param_dtype: torch.dtype,
     cpu_offload: bool,
     reshard_after_forward: bool,
+    expert_mesh: DeviceMesh | None,
 ) -> None:
-    """Apply FSDP2 to each of `groups` and to the rest of `model`, in place."""
+    """Apply FSDP2 to each of `groups` and to the rest of `model`, in place.
+
+    expert_mesh: over which experts are divided and sharded, see `distribute_experts`.
+    """
+    experts = distribute_experts(model, expert_mesh) if expert_mesh is not None else []
     names = {id(p): columns_of(name) for name, p in model.named_parameters()}
     shard_size = mesh.size(mesh.ndim - 1)
 
@@ -281,12 +309,16 @@ def _shard(
         if cpu_offload
         else fsdp.OffloadPolicy(),
     }
-    for group in reversed(groups):  # FSDP2 requires inner modules first
+    for module in experts:  # FSDP2 requires inner modules first
+        assert expert_mesh is not None
+        own = {"mesh": expert_mesh["efsdp"], "shard_placement_fn": lambda param: Shard(1)}
+        fsdp.fully_shard(module, reshard_after_forward=reshard_after_forward, **options | own)
+    for group in reversed(groups):
         fsdp.fully_shard(group, reshard_after_forward=reshard_after_forward, **options)
     # FSDP2 does not reshard the root after forward: backward begins with its parameters.
     fsdp.fully_shard(model, **options)
     if mesh.device_type == "cpu":
-        for module in (*groups, model):
+        for module in (*experts, *groups, model):
             assert isinstance(module, fsdp.FSDPModule)
             use_direct_collectives(module)
 

@@ -149,7 +149,7 @@ class Factor(NamedTuple):
         return stored[: self.parameter.shape[0]] if self.dim == 0 else stored[:, :: self.copies]
 
 
-def adapter_factors(model: nn.Module) -> dict[str, Factor]:
+def peft_factors(model: nn.Module) -> dict[str, Factor]:
     """Return the factors of all adapters by their name in PEFT's files."""
     factors = {}
     for name, layer in lora_layers(model):
@@ -181,7 +181,7 @@ def _load_factors(model: nn.Module, path: str) -> None:
 @contextmanager
 def _open_factors(model: nn.Module, path: str) -> Iterator[tuple[Any, dict[str, Factor]]]:
     """Yield (open safetensors file, its tensor name → factor), of equal names and shapes."""
-    factors = adapter_factors(model)
+    factors = peft_factors(model)
     file_path = Path(path) / "adapter_model.safetensors"
     try:
         file = safe_open(file_path, "pt")

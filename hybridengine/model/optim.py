@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 
 from hybridengine.errors import ModelError
@@ -216,11 +215,11 @@ class Optimizer:
         self.failed_in_a_row = int(state.get("failed_in_a_row", 0))
 
 
-def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters as torch updates them at once: DTensors of one mesh, or plain tensors."""
-    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
-        groups[getattr(parameter, "device_mesh", None)].append(parameter)
+def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Group tensors as torch takes several at once: DTensors of one mesh, or plain tensors."""
+    groups: dict[Any, list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[getattr(tensor, "device_mesh", None)].append(tensor)
     return list(groups.values())
 
 
@@ -240,9 +239,8 @@ def clip_factor(
     Gradients are divided by `loss_scale` first, by the factor too; they are not written. The
     norm, before clipping, is that of the full model's gradient and the same on all ranks.
     """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    groups = ([g for g in grads if isinstance(g, DTensor) == sharded] for sharded in (True, False))
-    norms = [full_tensor(torch.nn.utils.get_total_norm(group)) for group in groups if group]
+    groups = by_mesh(p.grad for p in parameters if p.grad is not None)
+    norms = [full_tensor(torch.nn.utils.get_total_norm(group)) for group in groups]
     norm = torch.nn.utils.get_total_norm(norms) / loss_scale
     clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return norm, torch.where(norm.isfinite(), clip, 1.0) / loss_scale

@@ -33,6 +33,7 @@ class Layout:
     gradient_checkpointing: bool = False
     reshard_after_forward: bool = True
     offload: bool = False
+    expert_parallel: int = 1
 
     @property
     def is_split(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridengine.simulate.cluster import Cluster
 from hybridengine.simulate.layout import Layout, Workload
@@ -80,6 +80,7 @@ def _critic_alone(
     model: ModelShape, work: Workload, layout: Layout, cluster: Cluster
 ) -> dict[str, dict[str, float]]:
     """Return the moments of a rank that has the critic alone: it computes no logits."""
+    layout = replace(layout, expert_parallel=1)
     shard = model.num_parameters / min(layout.fsdp_size, layout.critic_ranks)
     trained = {"weights": MASTER * shard, "gradients": GRADIENT * shard}
     moments = {"moments": MOMENTS * shard}
@@ -103,11 +104,12 @@ def _training_buffers(
     """Unsharded weights and gradients, activations, and the head's work buffer, of one model on
     `ranks` ranks."""
     itemsize, layers = work.train_itemsize, model.num_layers
-    layer = model.layer_parameters / layers
+    held = model.held_parameters(layout.expert_parallel)
+    layer = held / layers
     tokens, _ = work.tokens_per_micro_batch(ranks, layout.sequence_parallel)
     gathered = 2 * layer + model.root_parameters  # the next layer is gathered while one runs
     if not layout.reshard_after_forward:
-        gathered = float(model.num_parameters)
+        gathered = held + model.root_parameters
     if itemsize == 4 and min(layout.fsdp_size, ranks) == 1:
         gathered = 0.0  # the shard is the weight
     reduced = max(layer, model.root_parameters)

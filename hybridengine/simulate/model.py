@@ -52,6 +52,10 @@ class ModelShape:
         """Parameters of all decoder layers."""
         return self.num_parameters - self.root_parameters
 
+    def held_parameters(self, expert_parallel: int) -> float:
+        """Return the parameters of all decoder layers whose experts are divided over ranks."""
+        return self.layer_parameters - self.expert_parameters * (1 - 1 / expert_parallel)
+
     @property
     def activation_elements(self) -> int:
         """Elements that a layer's forward saves for its backward, of a token.

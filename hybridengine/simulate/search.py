@@ -21,6 +21,7 @@ _KNOBS = {
     "fsdp_size": "FSDP size",
     "tp_size": "TP",
     "sequence_parallel": "SP",
+    "expert_parallel": "EP",
     "gradient_checkpointing": "checkpointing",
     "reshard_after_forward": "resharding after forward",
     "offload": "offload",
@@ -92,6 +93,7 @@ def _order(step: SimulatedStep) -> tuple:
         layout.offload,
         not layout.reshard_after_forward,
         layout.sequence_parallel,
+        layout.expert_parallel,
         step.seconds,
         step.memory.peak[1],
     )
@@ -112,12 +114,13 @@ def layouts(
                 _choices(fixed.gradient_checkpointing, (False, True)),
                 _choices(fixed.reshard_after_forward, (True, False)),
                 _choices(fixed.offload, (False, True)),
+                _ep_sizes(fixed.expert_parallel, actor, model, cluster),
             )
-            for fsdp, tp, sp, checkpointing, reshard, offload in parts:
+            for fsdp, tp, sp, *flags, ep in parts:
+                if ep > 1 and fsdp != actor:  # experts are not divided within replicas
+                    continue
                 if critic % sp == 0 and critic % min(fsdp, critic or 1) == 0:
-                    yield Layout(
-                        mode, trainer, engine, fsdp, tp, sp, critic, checkpointing, reshard, offload
-                    )
+                    yield Layout(mode, trainer, engine, fsdp, tp, sp, critic, *flags, ep)
 
 
 def _choices(given: Any, values: Sequence[Any]) -> Sequence[Any]:
@@ -156,6 +159,12 @@ def _sp_sizes(given: int | None, ranks: int, model: ModelShape, cluster: Cluster
     return [size for size in sizes if ranks % size == 0 and model.heads % size == 0]
 
 
+def _ep_sizes(given: int | None, ranks: int, model: ModelShape, cluster: Cluster) -> list[int]:
+    sizes = [given] if given else [s for s in (1, 2, 4, 8) if s <= cluster.gpus_per_node]
+    experts = model.num_experts
+    return [s for s in sizes if s == 1 or (experts and ranks % s == 0 and experts % s == 0)]
+
+
 def describe(layout: Layout) -> str:
     """Return the layout in a line."""
     shards = f"FSDP {layout.fsdp_size}"
@@ -164,6 +173,8 @@ def describe(layout: Layout) -> str:
     parts = [shards, f"TP {layout.tp_size} x {layout.num_engines} engines"]
     if layout.sequence_parallel > 1:
         parts.append(f"SP {layout.sequence_parallel}")
+    if layout.expert_parallel > 1:
+        parts.append(f"EP {layout.expert_parallel}")
     if layout.is_split:
         where = f"split, {layout.trainer_ranks} train and {layout.engine_ranks} generate"
     else:

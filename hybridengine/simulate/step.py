@@ -139,7 +139,7 @@ def _phases(
     updates, values = [("update_actor", update)], list[tuple[str, float]]()
     if config.critic:
         ranks = layout.critic_ranks or layout.actor_ranks
-        critic = TrainingModel(model, work, layout, cluster, ranks)
+        critic = TrainingModel(model, work, replace(layout, expert_parallel=1), cluster, ranks)
         values = [("values", critic.forward_only(head=False))]
         critic_update = [("update_critic", critic.update(head=False)[0])]
         if not layout.critic_ranks:

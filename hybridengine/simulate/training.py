@@ -8,6 +8,7 @@ All layers are taken as equal.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hybridengine.simulate.cluster import Cluster
@@ -83,9 +84,9 @@ class TrainingModel:
 
     def _forward(self, *, head_passes: int) -> Pass:
         layers = self.model.num_layers
-        compute = self._layer_forward() + self._ulysses()
-        gather = self._gather(self.model.layer_parameters / layers)
-        root = self._gather(self.model.root_parameters)
+        compute = self._layer_forward() + self._all_to_alls()
+        gather = self._of_layer(self._gather)
+        root = self._gather(self.model.root_parameters, self.fsdp_size)
         ideal = layers * compute + self._head(head_passes)
         seconds = root + gather + (layers - 1) * max(compute, gather) + compute
         seconds += self._head(head_passes)
@@ -93,13 +94,13 @@ class TrainingModel:
 
     def _backward(self) -> Pass:
         layers = self.model.num_layers
-        compute = self._layer_backward() + self._ulysses()
+        compute = self._layer_backward() + self._all_to_alls()
         if self.layout.gradient_checkpointing:
-            compute += self._layer_forward() + self._ulysses()
-        gather = self._gather(self.model.layer_parameters / layers)
+            compute += self._layer_forward() + self._all_to_alls()
+        gather = self._of_layer(self._gather)
         gather = gather if self.layout.reshard_after_forward else 0.0
-        reduce = self._reduce(self.model.layer_parameters / layers)
-        root = self._reduce(self.model.root_parameters)
+        reduce = self._of_layer(self._reduce)
+        root = self._reduce(self.model.root_parameters, self.fsdp_size)
         seconds = gather + (layers - 1) * max(compute, gather + reduce) + compute + reduce + root
         return Pass(seconds, seconds - layers * compute)
 
@@ -130,6 +131,18 @@ class TrainingModel:
     def _head(self, passes: int) -> float:
         return self.cluster.products(passes * self.rows * self.model.head_flops)
 
+    def _all_to_alls(self) -> float:
+        return self._ulysses() + self._token_exchange()
+
+    def _token_exchange(self) -> float:
+        """Two all-to-alls of a layer: rows to the ranks of their experts, and back."""
+        size = self.layout.expert_parallel
+        if size == 1:
+            return 0.0
+        rows = self.tokens * self.model.experts_per_token
+        sent = (size - 1) / size * rows * self.model.hidden_size * self.work.train_itemsize
+        return 2 * (self.cluster.all_to_all(sent, size) + self.cluster.latency(size))
+
     def _ulysses(self) -> float:
         """Two all-to-alls of a layer: query, key and value, then the output (docs/scale.md)."""
         size = self.layout.sequence_parallel
@@ -139,14 +152,23 @@ class TrainingModel:
         sent = (size - 1) / size * self.tokens * width * self.work.train_itemsize
         return self.cluster.all_to_all(sent, size) + self.cluster.latency(size)
 
-    def _gather(self, parameters: float) -> float:
-        num_bytes = self.work.train_itemsize * parameters
-        return self.cluster.all_gather(num_bytes, self.fsdp_size)
+    def _of_layer(self, collective: Callable[[float, int], float]) -> float:
+        """Time of a collective over a layer; its experts, if divided, have one of their own."""
+        layers, size = self.model.num_layers, self.layout.expert_parallel
+        layer, experts = self.model.layer_parameters / layers, self.model.expert_parameters / layers
+        if size == 1:
+            return collective(layer, self.fsdp_size)
+        others = collective(layer - experts, self.fsdp_size)
+        return others + collective(experts / size, self.fsdp_size // size)
 
-    def _reduce(self, parameters: float) -> float:
+    def _gather(self, parameters: float, ranks: int) -> float:
+        num_bytes = self.work.train_itemsize * parameters
+        return self.cluster.all_gather(num_bytes, ranks)
+
+    def _reduce(self, parameters: float, ranks: int) -> float:
         """Reduce-scatter in float32 within a replica, all-reduce of the shards over replicas."""
         num_bytes, replicas = GRADIENT * parameters, self.ranks // self.fsdp_size
-        seconds = self.cluster.all_gather(num_bytes, self.fsdp_size)
+        seconds = self.cluster.all_gather(num_bytes, ranks)
         across = self.fsdp_size >= self.cluster.gpus_per_node
         return seconds + self.cluster.all_reduce(
             num_bytes / self.fsdp_size, replicas, across_nodes=across

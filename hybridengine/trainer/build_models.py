@@ -48,6 +48,7 @@ def load_model(
     """
     fsdp, model = config.sharding, config.model
     rank, alpha, modules = model.lora_rank, model.lora_alpha, model.target_modules
+    is_policy = path in ("", model.path) and "value_head" not in options
     lora = partial(
         apply_lora,
         rank=rank,
@@ -72,6 +73,7 @@ def load_model(
         compile=model.compile,
         trust_remote_code=model.trust_remote_code,
         deterministic=config.deterministic,
+        expert_parallel_size=fsdp.expert_parallel_size if is_policy else 1,
         adapt=lora if adapters and rank else None,
         config_overrides=model.config_overrides if path in ("", model.path) else {},
         **options,

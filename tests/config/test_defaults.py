@@ -47,13 +47,17 @@ VALUES = {
     "workload.response_lengths": "[2]",
     "algorithm.gdpo_reward_weights": None,
     "algorithm.distill.teacher_path": None,
+    "model.share_expert_adapters": None,
     "reward.custom_reward_function.name": None,
     "reward.reward_model.enable": None,
     "reward.reward_model.model_path": None,
     "algorithm.rollout_correction.rollout_rs": None,
     "algorithm.rollout_correction.rollout_rs_threshold": None,
 }
-DIVISORS = ("tensor_model_parallel_size", "fsdp_size", "ulysses_sequence_parallel_size")
+DIVISORS = (
+    *("tensor_model_parallel_size", "fsdp_size", "ulysses_sequence_parallel_size"),
+    "expert_parallel_size",
+)
 KINDS: dict[str, tuple[type, Any]] = {
     "grpo": (RLConfig, lambda overrides: load_config(None, overrides)),
     "ppo": (RLConfig, lambda overrides: load_config(None, overrides, PPO)),

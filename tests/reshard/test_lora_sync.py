@@ -18,6 +18,7 @@ pytestmark = pytest.mark.multirank
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
 
 BUCKET = 1 << 14
+EXPERT_BUCKET = 1 << 18  # an expert is merged as a whole
 
 
 def merged_in_float64(base: dict, adapters: dict) -> dict:
@@ -36,7 +37,7 @@ def sync_body(rank: int, world_size: int, path: str, tp_size: int, experts: tupl
         path,
         tp_size,
         torch.bfloat16,
-        BUCKET,
+        EXPERT_BUCKET if experts else BUCKET,
         adapt=lambda m: apply_lora(m, 4, 6.0, "all-linear", None, *experts),
     )
     base, adapters = parameter_shards(model), adapter_shards(model)
@@ -112,7 +113,7 @@ def rollout_body(
         path,
         2,
         torch.float32,
-        BUCKET,
+        EXPERT_BUCKET if target_parameters else BUCKET,
         lambda m: apply_lora(m, 3, 6.0, target_parameters=target_parameters),
         lora_rank=3 if as_adapters else 0,
         fsdp_size=fsdp_size,

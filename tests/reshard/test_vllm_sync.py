@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,26 @@ def test_engine_tensors_equal_vllms_own_loader(
         assert result["staging"] <= 4096 and result["buckets"] > 1
         assert result["version"] == 2
         assert result["tp"] == (rank // (world_size // tp_size), rank % (world_size // tp_size))
+
+
+def divided_body(rank: int, world_size: int, path: str) -> list[str]:
+    from hybridengine.model import parameter_shards
+
+    engine, model, resharder = build(path, 2, torch.bfloat16, 1 << 16, expert_parallel_size=2)
+    resharder.sync(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-1.5).add_(0.01)
+    resharder.sync(2, verify=True)
+    checkpoint = {n: p.full_tensor().to(torch.bfloat16) for n, p in parameter_shards(model).items()}
+    load = partial(engine.target.load_full, checkpoint.items())
+    return unequal(engine.target.weights(), load)
+
+
+def test_experts_that_are_divided_over_ranks(tmp_path: Path) -> None:
+    """Shards of experts and of their second dimension, into engines that slice the latter."""
+    path = save_tiny("qwen3_moe", tmp_path)
+    assert run_ranks(divided_body, 4, path, timeout_s=500) == [[]] * 4
 
 
 def generate_body(rank: int, world_size: int, path: str, tp_size: int) -> dict:

@@ -75,8 +75,9 @@ def test_sizes_of_a_dense_model(llama) -> None:
     assert llama.kv_bytes(4, 2) == llama.kv_bytes(2, 2), "two heads are replicated over four ranks"
 
 
-def test_sizes_of_experts_and_of_latent_attention() -> None:
-    moe = Qwen3MoeConfig(
+@pytest.fixture(scope="module")
+def moe() -> ModelShape:
+    config = Qwen3MoeConfig(
         vocab_size=100,
         hidden_size=32,
         intermediate_size=64,
@@ -88,7 +89,11 @@ def test_sizes_of_experts_and_of_latent_attention() -> None:
         num_experts=8,
         num_experts_per_tok=2,
     )
-    shape = shape_of(moe)
+    return shape_of(config)
+
+
+def test_sizes_of_experts_and_of_latent_attention(moe) -> None:
+    shape = moe
     assert shape.expert_parameters == 2 * 8 * 3 * 32 * 16
     assert shape.ffn_width == 2 * 16
     one = shape.layer_parameters - shape.expert_parameters + shape.expert_parameters / 4 + 32 * 100
@@ -175,6 +180,27 @@ def test_slow_links_are_exposed_and_replicas_gather_less(llama) -> None:
     assert TrainingModel(llama, work, kept, cluster, 8).update()[1] < exposed
     fast = Cluster.of(replace(CLUSTER, intra_gb_per_s=1e6))
     assert TrainingModel(llama, work, COLOCATED, fast, 8).update()[1] < exposed / 1000
+
+
+def test_divided_experts_gather_less_and_exchange_tokens(moe) -> None:
+    """Memory and times on 8 ranks, of which 4 hold different experts."""
+    work = Workload(WorkloadConfig(prompts=8, n=1, response_length=20.0, max_response_length=40))
+    divided, experts = replace(COLOCATED, expert_parallel=4), moe.expert_parameters / moe.num_layers
+    memory = [
+        memory_of(moe, work, layout, Cluster.of(CLUSTER)).moments["train"]
+        for layout in (COLOCATED, divided)
+    ]
+    assert memory[0]["gathered"] - memory[1]["gathered"] == pytest.approx(2 * 2 * experts * 3 / 4)
+    assert memory[0]["weights"] == memory[1]["weights"]
+    # Few tokens: what is gathered counts. Many: the rows that travel do.
+    cluster = Cluster.of(replace(CLUSTER, memory_gb_per_s=1e9, tflops=1e6))
+    for prompts, is_faster in ((8, True), (80000, False)):
+        many = Workload(replace(work.config, prompts=prompts))
+        times = [
+            TrainingModel(moe, many, layout, cluster, 8).update()[0]
+            for layout in (COLOCATED, divided)
+        ]
+        assert (times[1] < times[0]) == is_faster
 
 
 def test_decode_reads_weights_once_and_every_cache(llama) -> None:

@@ -121,6 +121,7 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "actor.kl_loss_type": ("abs", KL_LOSS),
     "actor.grad_clip": ("0.01", (TWO_STEPS,)),
     "actor.fsdp_config.fsdp_size": ("2", ()),
+    "actor.fsdp_config.expert_parallel_size": ("2", ()),  # refused: it divides no ranks
     "actor.optim.betas": ("[0.5,0.9]", ()),
     "actor.optim.lr_warmup_steps": ("1", ()),
     "actor.optim.min_lr_ratio": ("0.5", ("actor.optim.lr_scheduler_type=linear", TWO_STEPS)),
@@ -316,6 +317,7 @@ SFT_FLIPS = {
     "trainer.val_before_train": ("false", VALIDATED[:1]),
     "model.fsdp_config.dtype": ("bfloat16", ()),
     "model.fsdp_config.fsdp_size": ("2", ()),
+    "model.fsdp_config.expert_parallel_size": ("2", ()),
     "data.messages_key": ("chat", ()),
     "data.special_tokens": ("error", SPECIAL),
     "data.prompt_dict_keys": ("[inner]", ()),
