@@ -14,13 +14,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import set_tqdm_hook
 
 from hybridengine.errors import ModelError
-from hybridengine.model.lora import adapter_shards, peft_factors
+from hybridengine.model.lora import adapter_shards, has_experts, peft_factors
 from hybridengine.model.parameters import original_class, parameter_shards, use_checkpoint_names
 from hybridengine.runtime.all_ranks import run_on_rank0
 from hybridengine.sharding.adapter import ExpertAdapter
 from hybridengine.sharding.shards import full_tensor
 from hybridengine.storage import atomic_folder, check_disk_space
 from hybridengine.writes import note_progress, writing_to
+
+_RENAMED_BY_PEFT = tuple(f".{n}.weight" for n in ("gate_proj", "up_proj", "down_proj", "gate"))
 
 
 def save_pretrained(
@@ -182,8 +184,11 @@ def save_adapter(
     config: Any = copy.copy(*model.peft_config.values())
     adapted = adapter_shards(model)
     of_experts = {name for name, adapter in adapted.items() if isinstance(adapter, ExpertAdapter)}
-    config.target_modules = sorted(n.removesuffix(".weight") for n in adapted.keys() - of_experts)
-    config.target_parameters = sorted(of_experts) or None
+    # PEFT would take a linear layer of these names for experts, but reads a full parameter's name.
+    renamed = {n for n in adapted if n.endswith(_RENAMED_BY_PEFT)} if has_experts(model) else set()
+    by_parameter = of_experts | renamed
+    config.target_modules = sorted(n.removesuffix(".weight") for n in adapted.keys() - by_parameter)
+    config.target_parameters = sorted(by_parameter) or None
     config.base_model_name_or_path = _base_name(model.config.name_or_path or "")
     config.inference_mode = True
 

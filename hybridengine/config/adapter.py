@@ -36,6 +36,10 @@ def adapter_settings(path: str) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{_KEY}: {located(file)} is no PEFT LoRA: {error!r}") from None
     others = [f"{name}={config[name]}" for name in _NOT_PLAIN if config.get(name) not in _PLAIN]
+    parameters = set(config.get("target_parameters") or ())
+    linear = {name for name in parameters if name.endswith(".weight")}  # of a linear layer
+    if linear and isinstance(targets, str):
+        others.append(f"target_modules={targets} and target_parameters={sorted(linear)}")
     if (kind := config.get("peft_type", "LORA")) != "LORA":
         others.append(f"peft_type={kind}")
     if others:
@@ -43,10 +47,11 @@ def adapter_settings(path: str) -> dict[str, Any]:
             f"{_KEY} {str(folder)!r} has {', '.join(others)}, but only a plain LoRA can be "
             "trained on; merge it into the model (PEFT's merge_and_unload) and leave the key out"
         )
-    targets = targets if isinstance(targets, str) else tuple(sorted(targets))
+    if not isinstance(targets, str):
+        targets = tuple(sorted({*(targets or ()), *(n.removesuffix(".weight") for n in linear)}))
     return {
         "model.lora_rank": rank,
         "model.lora_alpha": float(alpha),
         "model.target_modules": targets,
-        "model.target_parameters": tuple(sorted(config.get("target_parameters") or ())),
+        "model.target_parameters": tuple(sorted(parameters - linear)),
     }

@@ -67,27 +67,23 @@ def apply_lora(
         target_parameters=list(target_parameters) or None,
         task_type="CAUSAL_LM",
     )
-    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    modules = [name for name, _ in model.named_modules()]
+    weights = [name for name, _ in model.named_parameters()]
     for target in targets if isinstance(targets, list) else ():
-        if not any(f".{name}".endswith(f".{target}") for name in names):
+        if not any(f".{name}".endswith(f".{target}") for name in modules):
+            fused = next((name for name in weights if f".{name}".endswith(f".{target}")), None)
             raise ModelError(
                 f"target_modules: got {target_modules!r}, but no module of the model is called "
-                f"{target!r}"
+                f"{target!r}" + (f"; name {fused} in target_parameters" if fused else "")
             )
     if target_parameters:
         expert_lora.check_targets(model, target_parameters)
     try:
-        inject_adapter_in_model(config, model, low_cpu_mem_usage=model.device.type == "meta")
+        with _names_as_given(model):
+            inject_adapter_in_model(config, model, low_cpu_mem_usage=model.device.type == "meta")
     except ValueError as error:
         raise ModelError(f"target_modules: got {target_modules!r}: {error}") from None
-    # PEFT reads target_modules as names of fused experts too.
-    for name, adapter in adapter_shards(model).items():
-        is_target = any(f".{name}".endswith(f".{target}") for target in target_parameters)
-        if isinstance(adapter, ExpertAdapter) and not is_target:
-            raise ModelError(
-                f"target_modules: got {target_modules!r}, but {name} holds fused experts, which "
-                "are no linear layers; name it in target_parameters"
-            )
+    adapter_shards(model)
     if target_parameters:
         expert_lora.use_grouped_adapters(model, share_expert_adapters)
     for name, layer in lora_layers(model):
@@ -101,6 +97,21 @@ def apply_lora(
             )
     if adapter_path is not None and model.device.type != "meta":
         _load_factors(model, adapter_path)
+
+
+@contextmanager
+def _names_as_given(model: PreTrainedModel) -> Iterator[None]:
+    """Keep PEFT from renaming targets by the type of the model.
+
+    In mixtures it takes gate_proj, up_proj and down_proj for experts, as they were in transformers
+    4, though linear layers of shared experts have these names too.
+    """
+    config, kind = model.config, model.config.model_type
+    config.model_type = ""
+    try:
+        yield
+    finally:
+        config.model_type = kind
 
 
 def check_lora(
@@ -268,6 +279,11 @@ def adapters_disabled(model: nn.Module) -> Iterator[nn.Module]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Return whether the model has fused experts of transformers' experts interface."""
+    return any(hasattr(module, "is_transposed") for module in model.modules())
 
 
 def _is_of_experts(layer: Any) -> bool:

@@ -191,6 +191,11 @@ def test_an_initial_adapter_sets_rank_scale_and_targets(tmp_path, load):
     assert (model.lora_rank, model.lora_alpha) == (16, 8.0)
     assert model.target_modules == ("q_proj", "v_proj")
     assert load(None, [*needed, given, "model.lora_rank=16"]).model == model
+    fused = {"target_parameters": ["experts.down_proj", "layers.0.mlp.up_proj.weight"]}
+    write_adapter(tmp_path / "experts", **fused)
+    of_experts = load(None, [*needed, f"model.lora_adapter_path={tmp_path / 'experts'}"]).model
+    assert of_experts.target_modules == ("layers.0.mlp.up_proj", "q_proj", "v_proj")
+    assert of_experts.target_parameters == ("experts.down_proj",)
     for key, value, own in (("lora_rank", 64, 16), ("lora_alpha", 16.0, 8.0)):
         with pytest.raises(ConfigError) as error:
             load(None, [*needed, given, f"model.{key}={value}"])

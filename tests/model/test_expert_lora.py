@@ -103,17 +103,45 @@ def test_exports_load_as_peft_and_transformers_load_them(tmp_path: Path, shared:
     assert all(torch.equal(f.stored(f.parameter), stored[name]) for name, f in factors.items())
 
 
-def test_an_adapter_of_different_experts_is_not_shared(tmp_path: Path) -> None:
-    model = adapted("mixtral")
-    model.config.name_or_path = ""
-    save_adapter(model, tmp_path / "adapter")
-    arguments = (3, 5.0, "all-linear", str(tmp_path / "adapter"), EXPERT_WEIGHTS)
-    other = tiny_moe("mixtral", **ARCHITECTURES["mixtral"])
-    apply_lora(other, *arguments)
-    ids = torch.arange(3, 20)[None]
-    assert torch.equal(run(other, ids)[0], run(model, ids)[0])
+def test_a_run_starts_from_an_adapter_that_peft_saved(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=3,
+        lora_alpha=5,
+        target_modules=["q_proj"],
+        target_parameters=list(EXPERT_WEIGHTS),
+        init_lora_weights=False,
+    )
+    of_peft = get_peft_model(tiny_moe("mixtral", **ARCHITECTURES["mixtral"]), config)
+    of_peft.save_pretrained(str(tmp_path))
+    arguments = (3, 5.0, ["q_proj"], str(tmp_path), EXPERT_WEIGHTS)
+    model = tiny_moe("mixtral", **ARCHITECTURES["mixtral"])
+    apply_lora(model, *arguments)
+    assert_close(run(model, IDS), run(of_peft.base_model.model.eval(), IDS))
     with pytest.raises(ModelError, match="differs between experts, but share_expert_adapters"):
         apply_lora(tiny_moe("mixtral", **ARCHITECTURES["mixtral"]), *arguments, "all")
+
+
+def export_body(rank: int, world_size: int, out: str) -> torch.Tensor:
+    model = adapted("deepseek_v3", "outer")
+    save_adapter(model, out)
+    return model(input_ids=IDS, use_cache=False).logits.detach()
+
+
+@pytest.mark.multirank
+def test_shared_experts_are_linear_layers_also_in_files(tmp_path: Path) -> None:
+    """PEFT reads gate_proj of a shared expert as experts, unless a file names its weight."""
+    from peft import PeftModel
+
+    [logits] = run_ranks(export_body, 1, str(tmp_path / "adapter"))
+    base = tiny_moe("deepseek_v3", **ARCHITECTURES["deepseek_v3"])
+    linear = [n for n, m in base.named_modules() if isinstance(m, torch.nn.Linear)]
+    model = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+    names = {n.split(".lora_A")[0] for n, _ in model.named_parameters() if ".lora_A" in n}
+    assert len(names) == len(linear) - 1 + 2  # without the head; two weights of fused experts
+    assert len(adapter_shards(adapted("deepseek_v3"))) == len(names)
+    torch.testing.assert_close(model(input_ids=IDS).logits, logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
