@@ -184,7 +184,7 @@ def test_slow_links_are_exposed_and_replicas_gather_less(llama) -> None:
 
 def test_divided_experts_gather_less_and_exchange_tokens(moe) -> None:
     """Memory and times on 8 ranks, of which 4 hold different experts."""
-    work = Workload(WorkloadConfig(prompts=8, n=1, response_length=20.0, max_response_length=40))
+    work = Workload(WorkloadConfig(prompts=8, n=1, prompt_length=2.0, response_lengths=(2,)))
     divided, experts = replace(COLOCATED, expert_parallel=4), moe.expert_parameters / moe.num_layers
     memory = [
         memory_of(moe, work, layout, Cluster.of(CLUSTER)).moments["train"]
