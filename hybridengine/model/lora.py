@@ -106,7 +106,8 @@ def _names_as_given(model: PreTrainedModel) -> Iterator[None]:
     In mixtures it takes gate_proj, up_proj and down_proj for experts, as they were in transformers
     4, though linear layers of shared experts have these names too.
     """
-    config, kind = model.config, model.config.model_type
+    config: Any = model.config
+    kind = config.model_type
     config.model_type = ""
     try:
         yield

@@ -116,10 +116,11 @@ def layouts(
                 _choices(fixed.offload, (False, True)),
                 _ep_sizes(fixed.expert_parallel, actor, model, cluster),
             )
-            for fsdp, tp, sp, *flags, ep in parts:
+            for fsdp, tp, sp, checkpointing, reshard, offload, ep in parts:
                 if ep > 1 and fsdp != actor:  # experts are not divided within replicas
                     continue
                 if critic % sp == 0 and critic % min(fsdp, critic or 1) == 0:
+                    flags = checkpointing, reshard, offload
                     yield Layout(mode, trainer, engine, fsdp, tp, sp, critic, *flags, ep)
 
 

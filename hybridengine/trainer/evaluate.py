@@ -45,6 +45,7 @@ _ALONE = (
     "trainer.nnodes=1",
     "trainer.mode=sync",
     "critic.n_gpus_per_node=0",
+    "actor.fsdp_config.expert_parallel_size=1",
     "model.lora_rank=0",
     "model.lora_adapter_path=null",
 )
