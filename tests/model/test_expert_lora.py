@@ -12,7 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from hybridengine.checkpoint.pretrained import save_adapter
 from hybridengine.errors import ModelError
-from hybridengine.model import adapter_shards, adapters_disabled, apply_lora, check_lora
+from hybridengine.model import (
+    RouterReplay,
+    adapter_shards,
+    adapters_disabled,
+    apply_lora,
+    check_lora,
+)
 from hybridengine.model.experts import EXPERTS
 from hybridengine.model.lora import peft_factors
 from tests.model.lora_shared import EXPERT_WEIGHTS, float64_update
@@ -58,9 +64,13 @@ def test_outputs_and_gradients_are_those_of_merged_weights(kind: str, shared: st
     assert (got[0] - base).abs().max() > 0.05
 
 
-def test_gradient_checkpointing_and_compiled_layers() -> None:
+def test_replay_checkpointing_and_compiled_layers() -> None:
     model, ids = adapted("qwen3_moe"), torch.randint(3, 100, (1, 24))
-    expected = run(model, ids)
+    expected, replay = run(model, ids), RouterReplay(model)
+    with replay.record(24) as recorded:
+        model(input_ids=ids, use_cache=False)
+    with replay.replay(recorded.routes):
+        assert torch.equal(run(model, ids)[0], expected[0])
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     got = run(model, ids)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from hybridengine.checkpoint.export import export_checkpoint
 from tests.trainer.in_process import run_jobs
 from tests.trainer.test_router_replay_jobs import moe_job
 
@@ -38,17 +41,28 @@ def test_divided_experts_train_as_others(tmp_path: Path) -> None:
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("shared", ["none", "outer"])
-def test_adapters_of_experts_reach_the_engine(tmp_path: Path, shared: str) -> None:
+def test_adapters_of_experts_reach_engine_and_export(tmp_path: Path, shared: str) -> None:
+    """The second job goes on where the first one has stopped."""
     settings = {
         "trainer.n_gpus_per_node": 2,
-        "trainer.total_training_steps": 2,
+        "trainer.save_freq": 1,
+        "trainer.resume_mode": "auto",
         "model.share_expert_adapters": shared,
     }
     job = [*moe_job(tmp_path), *ADAPTED, *(f"{key}={value}" for key, value in settings.items())]
     job = [f"{k}={v}" for k, v in dict(o.split("=", 1) for o in job).items()]
-    [result] = run_jobs(tmp_path, [job], 2)
-    assert not result.refused and result.last["actor/grad_norm"] > 0
-    assert result.last["training/rollout_probs_diff_max"] < 1e-4, "the engine has the same experts"
+    longer = [o for o in job if "total_training_steps" not in o]
+    jobs = [job, [*longer, "trainer.total_training_steps=2"]]
+    first, second = run_jobs(tmp_path, jobs, 2)
+    assert not first.refused and not second.refused
+    assert second.last["actor/grad_norm"] > 0, "B is no longer zero, so A moves too"
+    assert second.last["training/rollout_probs_diff_max"] < 1e-4, "the engine has the same experts"
+    export_checkpoint(tmp_path / "run", tmp_path / "merged", torch.float32)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    base = load_file(tmp_path / "moe" / "model.safetensors")
+    changed = {name for name in base if not torch.equal(base[name], merged[name])}
+    assert any(".experts." in name for name in changed)
+    assert all(".experts." in name or "self_attn" in name for name in changed)
 
 
 @pytest.mark.parametrize(
