@@ -48,13 +48,15 @@ class GroupedAdapter(ParamWrapper):
         if self.disable_adapters or self.merged:
             return None
         (key,) = self.active_adapters
+        return *self._factors_of(key), self.scaling[key]
+
+    def _factors_of(self, key: str) -> tuple[Tensor, Tensor]:
         left, right = (getattr(self, part)[key].weight for part in ("lora_B", "lora_A"))
-        return *expert_factors(left, right, self.r[key]), self.scaling[key]
+        return expert_factors(left, right, self.r[key])
 
     def get_delta_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, float]:
         """Return what PEFT's forward multiplies, of shared factors too."""
-        left, right = (getattr(self, part)[adapter_name].weight for part in ("lora_B", "lora_A"))
-        left, right = expert_factors(left, right, self.r[adapter_name])
+        left, right = self._factors_of(adapter_name)
         if self.get_base_layer().is_transposed:
             left, right = right.transpose(1, 2), left.transpose(1, 2)
         dtype = self.get_param().dtype

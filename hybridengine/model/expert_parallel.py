@@ -72,7 +72,7 @@ class TokenExchange:
         received = torch.empty_like(sent)  # by source, then by expert
         dist.all_to_all_single(received, sent.contiguous(), group=group)
         self._group = group
-        self._sent, self._received = (counts.sum(1).tolist() for counts in (sent, received))
+        self._sent, self._received = torch.stack([sent.sum(1), received.sum(1)]).tolist()
         experts = torch.arange(sent.shape[1], device=sent.device).repeat(size)
         self._order = experts.repeat_interleave(received.flatten()).argsort(stable=True)
         self._position = torch.empty_like(self._order)
