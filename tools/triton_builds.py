@@ -202,7 +202,13 @@ def _sparse_linear(name: str, dtype: str, capability: int) -> Usage:
 def _sampling(name: str, dtype: str, capability: int) -> Usage:
     kernel = getattr(sampling_triton, f"{name}_kernel")
     types = dict.fromkeys(kernel.arg_names, "*fp32")
-    types |= {"logits": f"*{dtype}", "row_stride": "i64", "vocab": "i32", "tiles": "i32"}
+    types |= {
+        "logits": f"*{dtype}",
+        "row_stride": "i64",
+        "vocab": "i32",
+        "tiles": "i32",
+        "width": "i32",
+    }
     types |= dict.fromkeys(("group_keys", "keys", "ids", "top_k", "num_kept"), "*i32")
     types |= dict.fromkeys(("seeds", "positions", "tokens"), "*i64")
     sizes = {size: getattr(sampling_triton, size) for size in ("TILE", "GROUP", "CHUNK", "FAN")}

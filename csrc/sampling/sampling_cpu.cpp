@@ -223,18 +223,43 @@ class RowSampler {
     return drawn(kept.ids[i], kept.total);
   }
 
-  // A lower bound of the logits that can be kept. Without top-k and min-p, the entries below it
-  // have at most half of the probability that top-p removes, even if all are as large as the bound.
+  // A lower bound of the logits that can be kept.
   float least_logit(double least_z, std::vector<float>& scratch) const {
     double least = least_z * params_.temperature;
     if (cuts_k()) {
       least = std::max(least, double{summary_.bound_of_top_k(p_.top_k[row_], scratch)});
     } else if (least_z == -double{kInfinity}) {
-      const double removed = (1.0 - double{p_.top_p[row_]}) * summary_.total;
-      least = summary_.max + std::log(0.5 * removed / p_.vocab) * params_.temperature;
-      least = std::min(least, double{summary_.max});
+      least = bound_of_top_p(p_.top_p[row_]);
     }
     return std::isfinite(least) ? below_ties(least, params_.temperature) : -FLT_MAX;
+  }
+
+  // The entries below the bound have at most half of the probability that top-p removes, even if
+  // all are as large as the bound; or the groups whose maxima reach it have `top_p` in the maxima
+  // alone. The larger bound holds.
+  double bound_of_top_p(double top_p) const {
+    const double removed = (1.0 - top_p) * summary_.total;
+    const double range = -std::log(0.5 * removed / p_.vocab) * params_.temperature;
+    if (!(range > 0.0)) return summary_.max;
+    constexpr int kBuckets = 64;  // of the maxima, by their distance from the largest
+    const double width = range / kBuckets;
+    double mass[kBuckets + 1] = {};
+    for (int64_t i = 0; i < summary_.blocks * kWidth; i += kWidth) {
+      const VecF distance = load(summary_.tops + i) - summary_.max;
+      const VecF weights = weight(distance, params_.factor2);
+      for (int lane = 0; lane < kWidth; ++lane) {
+        mass[static_cast<int>(std::min(-distance[lane] / width, double{kBuckets}))] +=
+            weights[lane];
+      }
+    }
+    double reached = 0.0;
+    for (int bucket = 0; bucket < kBuckets; ++bucket) {
+      reached += mass[bucket];
+      if (reached >= top_p * summary_.total * 1.000001) {
+        return summary_.max - (bucket + 1.001) * width;  // rounding may move an edge
+      }
+    }
+    return summary_.max - range;
   }
 
   const SampleTokens& p_;

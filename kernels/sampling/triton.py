@@ -53,6 +53,11 @@ def _flipped(bits):
 
 
 @triton.jit
+def _logit_of(key):
+    return _flipped(key).to(tl.float32, bitcast=True).to(tl.float64)
+
+
+@triton.jit
 def _uniform(seeds, positions, row):
     """In (0, 1) with 52 random bits."""
     position = tl.load(positions + row)
@@ -167,6 +172,7 @@ def sample_kernel(
     tokens,
     log_probs,
     num_kept,
+    width,
     row_stride,
     vocab,
     tiles,
@@ -202,6 +208,10 @@ def sample_kernel(
             x = tl.load(logits + tile * TILE + columns, inside, -float("inf")).to(tl.float32)
             token = tile * TILE + tl.min(tl.where(x == top, columns, TILE), 0)
         elif cuts_k | cuts_p | cuts_min_p:
+            keys += row * width
+            weights += row * width
+            ids += row * width
+            entries = tl.arange(0, CHUNK)
             lowest = tl.full((), _LOWEST_KEY, tl.int32)
             # What can be kept, as a logit; lowered by what rounding of z can make a tie.
             least_z = tl.full((), float("-inf"), tl.float64)
@@ -209,23 +219,33 @@ def sample_kernel(
                 top_z = tl.div_rn(top, temp).to(tl.float64)
                 least_z = top_z + tl.log(tl.minimum(least_p, 1.0).to(tl.float64))
             least = least_z * temp
-            if cuts_k:
-                group_keys += row * tiles * GROUPS
-                low = _bisect(
-                    group_keys, weights, tiles * GROUPS, lowest, _key(top) + 1, k, False, CHUNK, FAN
+            group_keys += row * tiles * GROUPS
+            num_groups = tiles * GROUPS
+            if cuts_k:  # the k-th largest maximum of a group
+                bound = _bisect(
+                    group_keys, weights, num_groups, lowest, _key(top) + 1, k, False, CHUNK, FAN
                 )
-                bound = _flipped(low).to(tl.float32, bitcast=True)
-                least = tl.maximum(least, bound.to(tl.float64))
+                least = tl.maximum(least, _logit_of(bound))
             elif cuts_min_p == 0:
+                # The entries below have at most half of what top-p removes, even if all are as
+                # large as the bound; or the maxima of groups not below it have `top_p` alone.
                 removed = (1.0 - p.to(tl.float64)) * total
                 least = tl.minimum(top + tl.log(0.5 * removed / vocab) * temp, top)
+                for begin in range(0, num_groups, CHUNK):
+                    inside = begin + entries < num_groups
+                    maximum = _logit_of(tl.load(group_keys + begin + entries, inside, 0))
+                    weight = _weight(maximum.to(tl.float32) - top, scale)
+                    tl.store(weights + begin + entries, weight, inside)
+                tl.debug_barrier()
+                enough = p.to(tl.float64) * total * 1.000001
+                bound = _bisect(
+                    group_keys, weights, num_groups, lowest, _key(top) + 1, enough, True, CHUNK, FAN
+                )
+                tl.debug_barrier()
+                least = tl.maximum(least, _logit_of(bound))
             least = least - tl.abs(least) * 4.76837158203125e-07 - temp.to(tl.float64) * 7e-43
             least_logit = tl.maximum(least, _LOWEST_FLOAT).to(tl.float32)
-            keys += row * vocab
-            weights += row * vocab
-            ids += row * vocab
             count = tl.zeros((), tl.int32)
-            entries = tl.arange(0, CHUNK)
             for i in range(0, tiles):
                 if tl.load(references + row * tiles + i) >= least_logit:
                     for begin in range(i * TILE, tl.minimum(i * TILE + TILE, vocab), CHUNK):
@@ -321,9 +341,10 @@ def triton_sample(
 
     group_keys = empty(rows, tiles, TILE // GROUP, dtype=torch.int32)
     references, sums = (empty(rows, tiles, dtype=torch.float32) for _ in range(2))
-    # Of the candidates, of which a row may have `vocab`; only theirs are written.
-    keys, ids = (empty(rows, vocab, dtype=torch.int32) for _ in range(2))
-    weights = empty(rows, vocab, dtype=torch.float32)
+    # Of the candidates, of which a row may have `vocab`, and weights of groups before.
+    width = max(vocab, tiles * (TILE // GROUP))
+    keys, ids = (empty(rows, width, dtype=torch.int32) for _ in range(2))
+    weights = empty(rows, width, dtype=torch.float32)
     tokens, log_probs = empty(rows, dtype=torch.int64), empty(rows, dtype=torch.float32)
     num_kept = empty(rows, dtype=torch.int32)
     if rows:
@@ -336,7 +357,7 @@ def triton_sample(
             logits,
             *(temperature, top_k, top_p, min_p, seeds, positions),
             *summary,
-            *(keys, weights, ids, tokens, log_probs, num_kept),
+            *(keys, weights, ids, tokens, log_probs, num_kept, width),
             *sizes,
             triton.next_power_of_2(tiles),
             CHUNK,
@@ -345,6 +366,6 @@ def triton_sample(
         )
     kept_ids = ids[:0, 0]
     if return_kept_ids and rows:
-        width = int(num_kept.max())
-        kept_ids = ids[:, :width][torch.arange(width, device=ids.device) < num_kept.unsqueeze(1)]
+        most = int(num_kept.max())
+        kept_ids = ids[:, :most][torch.arange(most, device=ids.device) < num_kept.unsqueeze(1)]
     return tokens, log_probs, num_kept, kept_ids
