@@ -157,6 +157,16 @@ class CopyTable:
         dtype: torch.dtype,
     ) -> None: ...
 
+def sample_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    return_kept_ids: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 def sparse_logits(
     hidden: Tensor, weight: Tensor, ids: Tensor, ends: Tensor, first_id: int
 ) -> Tensor: ...

@@ -39,6 +39,7 @@ from .policy_loss import (
 )
 from .rollout_correction import REJECTION_CRITERIA, RolloutCorrection, rollout_correction
 from .rollout_metrics import rollout_metrics
+from .sampling import SampledTokens, sample_tokens
 from .sparse_linear import sparse_linear_token_log_probs
 from .strided_copy import strided_copy
 from .value_loss import value_loss
@@ -55,6 +56,7 @@ __all__ = [
     "PackedForest",
     "RolloutCorrection",
     "RowStats",
+    "SampledTokens",
     "TokenLosses",
     "aggregate_loss",
     "backend_table",
@@ -85,6 +87,7 @@ __all__ = [
     "policy_loss",
     "rollout_correction",
     "rollout_metrics",
+    "sample_tokens",
     "select_by_covariance",
     "sparse_linear_token_log_probs",
     "strided_copy",

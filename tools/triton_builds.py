@@ -26,6 +26,7 @@ from hybridengine.kernels.policy_loss import triton as policy_loss_triton
 from hybridengine.kernels.policy_loss.terms import KERNEL_MODES, SEQUENCE_MODES
 from hybridengine.kernels.rollout_correction import triton as correction_triton
 from hybridengine.kernels.rollout_correction.reference import REJECTION_CRITERIA
+from hybridengine.kernels.sampling import triton as sampling_triton
 from hybridengine.kernels.sparse_linear import triton as sparse_triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -49,6 +50,8 @@ def builds(capability: int) -> dict[str, Callable[[], Usage]]:
         for name in ("logits", "hidden_grad", "weight_grad"):
             by_name[f"sparse_{name}_{dtype}"] = partial(_sparse_linear, name, dtype)
         by_name[f"rescale_{dtype}"] = partial(_rescale, dtype)
+        for name in ("summarize", "sample"):
+            by_name[f"sampling_{name}_{dtype}"] = partial(_sampling, name, dtype)
         for form, general in itertools.product(range(3), (False, True)):
             name = f"{('forward', 'reverse', 'jsd')[form]}_{'softcap' if general else 'plain'}"
             by_name[f"distillation_{name}_{dtype}"] = partial(_distillation, form, dtype, general)
@@ -194,6 +197,24 @@ def _sparse_linear(name: str, dtype: str, capability: int) -> Usage:
     types |= dict.fromkeys(("row", "vocab_range", "order", "begin"), "*i64")
     constants = _flags(kernel, ACCUMULATE=False, BLOCK=sparse_triton.BLOCK)
     return compile_kernel(kernel, types, constants, capability)
+
+
+def _sampling(name: str, dtype: str, capability: int) -> Usage:
+    kernel = getattr(sampling_triton, f"{name}_kernel")
+    types = dict.fromkeys(kernel.arg_names, "*fp32")
+    types |= {
+        "logits": f"*{dtype}",
+        "row_stride": "i64",
+        "vocab": "i32",
+        "tiles": "i32",
+        "width": "i32",
+    }
+    types |= dict.fromkeys(("group_keys", "keys", "ids", "top_k", "num_kept"), "*i32")
+    types |= dict.fromkeys(("seeds", "positions", "tokens"), "*i64")
+    sizes = {size: getattr(sampling_triton, size) for size in ("TILE", "GROUP", "CHUNK", "FAN")}
+    constants = _flags(kernel, TILES=64, **sizes)
+    options = {"num_warps": 8 if name == "sample" else 4}
+    return compile_kernel(kernel, types, constants, capability, options, {"logits", "row_stride"})
 
 
 def _attention(name: str, dtype: str, head_size: int, options: bool, capability: int) -> Usage:

@@ -22,6 +22,7 @@ OPERATORS = (
     "logprob",
     "packing",
     "policy_loss",
+    "sampling",
     "shared_prefix",
     "strided_copy",
 )

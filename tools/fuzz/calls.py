@@ -304,6 +304,16 @@ def block_quantize(d: Draw) -> list:
     return [table, blocks, sources, destinations, d.floats(4), dtype]
 
 
+def sample_tokens(d: Draw) -> list:
+    rows, vocab = d.size(), d.pick((d.size(70) or 1, 600))
+    logits = d.rows(d.floats(rows, vocab, dtype=d.pick(FLOAT_DTYPES)))
+    top_p, min_p = (d.pick((d.floats(rows).sigmoid(), torch.ones(rows))) for _ in range(2))
+    temperature = d.floats(rows).relu()
+    top_k = d.ints(-1, d.pick((5, 700)), rows, dtype=torch.int32)
+    seeds, positions = d.ints(0, 2**40, rows), d.ints(0, 100, rows)
+    return [logits, temperature, top_k, top_p, min_p, seeds, positions, d.chance(0.5)]
+
+
 def sparse_logits(d: Draw) -> list:
     dtype, rows, vocab, width = d.pick(FLOAT_DTYPES), d.size(), d.size(30), d.size(40)
     hidden, weight = (d.rows(d.floats(n, width, dtype=dtype)) for n in (rows, vocab))
@@ -405,6 +415,7 @@ _MAKERS = (
     pack_layout,
     policy_loss,
     strided_copy,
+    sample_tokens,
     sparse_logits,
     sparse_hidden_grad,
     sparse_weight_grad,
