@@ -16,9 +16,10 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -84,8 +85,16 @@ _ConfigName = Annotated[
 ]
 
 
-def _add_job(kind: str, load: Callable[[str | None, list[str]], JobConfig], help: str) -> None:
-    """Add the command that runs a job of `kind`, whose configuration `load` reads."""
+_LOADERS: dict[str, Callable[[str | None, list[str]], JobConfig]] = {
+    "grpo": load_config,
+    "ppo": partial(load_config, defaults=PPO),
+    "sft": load_sft_config,
+}
+
+
+def _add_job(kind: str, help: str) -> None:
+    """Add the command that runs a job of `kind`."""
+    load = _LOADERS[kind]
 
     @app.command(kind, help=help)
     def job(
@@ -109,13 +118,9 @@ def _add_job(kind: str, load: Callable[[str | None, list[str]], JobConfig], help
 
 
 _STARTS = "Starts the ranks itself unless run under torchrun."
-_add_job("grpo", load_config, f"Train with GRPO. {_STARTS}")
-_add_job(
-    "ppo",
-    lambda file, overrides: load_config(file, overrides, PPO),
-    "Train with PPO: as grpo, with a critic (algorithm.adv_estimator=gae by default).",
-)
-_add_job("sft", load_sft_config, f"Fine-tune on conversations. {_STARTS}")
+_add_job("grpo", f"Train with GRPO. {_STARTS}")
+_add_job("ppo", "Train with PPO: as grpo, with a critic (algorithm.adv_estimator=gae by default).")
+_add_job("sft", f"Fine-tune on conversations. {_STARTS}")
 
 
 @app.command()
@@ -129,6 +134,25 @@ def keys(
     with report_user_errors():
         table = key_table(kind, containing)
     Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+@app.command()
+def tune(
+    kind: Annotated[Literal["grpo", "ppo", "sft"], typer.Argument(metavar="grpo|ppo|sft")],
+    settings: _Settings = None,
+) -> None:
+    """Probe a job on this machine: the micro-batch, sync buckets and cache that fit it best."""
+    with _stop_before_the_start(), report_user_errors():
+        file, overrides = _split(settings or [])
+        config, invalid = _load(lambda: _LOADERS[kind](file, overrides))
+        from hybridengine.preflight import check_launch
+        from hybridengine.trainer.tune.run import launch_tuning
+
+        faults = Faults(invalid)
+        with faults:
+            check_launch(config)
+        _check_and_plan(config, False, faults)
+        raise typer.Exit(launch_tuning(config))
 
 
 def _split(

@@ -59,6 +59,15 @@ class InFlightUpdate:
 
 
 @dataclass(frozen=True)
+class CacheSize:
+    """The key-value cache of an engine on one rank: blocks of `block_size` tokens."""
+
+    num_tokens: int
+    block_size: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class Request:
     """One response that is wanted of a `RequestStream`; id: unique in the stream."""
 
@@ -184,6 +193,10 @@ class RolloutEngine(ABC):
         self._wake("weights", "kv_cache")
         with self._stream(spec, seed) as stream:
             yield stream
+
+    def cache_size(self) -> CacheSize | None:
+        """Return the size of this rank's key-value cache, None without one of a fixed size."""
+        return None
 
     def take_update(self) -> None:
         """Take new weights if they are due, while this process runs no step.

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from hybridengine.trainer.base import BaseTrainer
 
 
-def launch(config: JobConfig) -> int:
+def launch(config: JobConfig, module: str = "hybridengine.trainer.start") -> int:
     """Run all ranks of this machine and return the exit code of the run.
+
+    module: what a rank runs, with the arguments KIND CONFIG.
 
     Raises ConfigError if another run is using the folder.
     """
@@ -45,9 +47,9 @@ def launch(config: JobConfig) -> int:
         config_file = dir / ".status" / "config.yaml"  # overrides applied
         with atomic_file(config_file) as temporary:
             temporary.write_text(config_to_yaml(config))
-        module = ("-m", "hybridengine.trainer.start", type(config).__name__, str(config_file))
+        arguments = ("-m", module, type(config).__name__, str(config_file))
         resuming = partial(_how_to_resume, dir)
-        return launch_ranks(module, dir, config.ranks_per_node, resuming, address)
+        return launch_ranks(arguments, dir, config.ranks_per_node, resuming, address)
 
 
 def start_rank(config: JobConfig) -> int:
@@ -70,17 +72,27 @@ def _how_to_resume(dir: Path) -> str:
 
 def trainer_of(config: JobConfig) -> type[BaseTrainer]:
     """Return the class that runs `config`, with the messages of its libraries silenced."""
-    from transformers.utils.logging import disable_progress_bar
-
     from hybridengine.trainer.rl import RLTrainer
     from hybridengine.trainer.sft import SFTTrainer
 
-    disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    silence_libraries()
     return SFTTrainer if isinstance(config, SFTConfig) else RLTrainer
 
 
-if __name__ == "__main__":
+def silence_libraries() -> None:
+    """Turn off progress bars of transformers, and warnings that vLLM gives of itself."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+
+
+def config_of_rank() -> JobConfig:
+    """Load the configuration that `launch` has given to this process."""
     load = load_sft_config if sys.argv[1] == SFTConfig.__name__ else load_config
-    config = load(sys.argv[2])
+    return load(sys.argv[2])
+
+
+if __name__ == "__main__":
+    config = config_of_rank()
     sys.exit(trainer_of(config).run(config))  # the launcher holds the lock

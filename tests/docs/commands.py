@@ -77,6 +77,9 @@ def _check_job(command: Command, words: list[str]) -> None:
     while rest and rest[0] in getattr(group, "commands", ()):
         group, rest = group.commands[rest[0]], rest[1:]
     group.make_context(words[0], list(rest))  # the options exist
+    if words[0] == "tune":  # as the job that it would probe
+        _check_job(command, words[1:])
+        return
     if runs_here(command):
         dry = ["--dry-run"] if words[0] in ("grpo", "ppo", "sft") else []
         result = CliRunner().invoke(cli.app, [*words, *dry])

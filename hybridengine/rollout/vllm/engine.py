@@ -19,7 +19,13 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.reshard.plan.senders import ranks_per_node
-from hybridengine.rollout.engine import RolloutEngine, SamplingSpec, derive_seed, local_random_state
+from hybridengine.rollout.engine import (
+    CacheSize,
+    RolloutEngine,
+    SamplingSpec,
+    derive_seed,
+    local_random_state,
+)
 from hybridengine.rollout.kept import pack_kept
 from hybridengine.rollout.response import Response
 from hybridengine.rollout.routes import pack_routes
@@ -195,6 +201,11 @@ class VllmEngine(RolloutEngine):
         from vllm.distributed.parallel_state import get_tp_group
 
         return broadcast_value(value, expected, 0, get_tp_group().cpu_group)
+
+    def cache_size(self) -> CacheSize:
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        num_bytes = sum(x.numel() * x.element_size() for x in self._runner.kv_caches)
+        return CacheSize(cache.num_gpu_blocks * cache.block_size, cache.block_size, num_bytes)
 
     def _suspend(self) -> None:
         if torch.cuda.is_available():

@@ -1,0 +1,95 @@
+"""`hybridengine tune`: sizes are found without running one that does not fit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from hybridengine import cli
+from hybridengine.config import load_config
+from hybridengine.trainer.tune.memory import PeakMemory
+from hybridengine.trainer.tune.search import Probe, best_limit, probe_limits, smallest_fast
+from tests.trainer.in_process import small_job
+
+
+@given(
+    shortest=st.integers(8, 4096),
+    factor=st.integers(1, 64),
+    fixed=st.floats(0, 1e9),
+    per_token=st.floats(1, 1e5),
+    allowed=st.floats(1e6, 1e10),
+)
+def test_only_sizes_that_fit_are_tried(shortest, factor, fixed, per_token, allowed):
+    """Memory grows linearly: every probe but the first fits, and the last is nearly the largest."""
+
+    def measure(limit: int) -> Probe:
+        return Probe(limit, fixed + per_token * limit, 1.0)
+
+    longest = shortest * factor
+    probes = list(probe_limits(shortest, longest, allowed, measure))
+    assert probes[0].limit == shortest
+    assert all(probe.memory <= allowed * (1 + 1e-9) for probe in probes[1:])
+    last, largest = probes[-1].limit, (allowed - fixed) / per_token
+    assert len(probes) == 1 or last == longest or last * 1.25 + 256 >= min(largest, longest)
+
+
+def test_the_smallest_of_the_fastest_sizes_is_chosen() -> None:
+    probes = [Probe(256, 1.0, 70.0), Probe(512, 2.0, 98.0), Probe(1024, 3.0, 100.0)]
+    assert smallest_fast(probes).limit == 512
+    assert best_limit(probes, 1.5) == probes[0]
+    assert best_limit(probes, 0.5) is None
+
+
+def test_the_peak_is_that_since_the_restart() -> None:
+    memory = PeakMemory(torch.device("cpu"), 1)
+    memory.restart()
+    before = memory.peak
+    touched = np.ones(64 << 20, dtype=np.uint8)
+    assert memory.peak >= before + 60 * 2**20
+    del touched
+    memory.restart()
+    assert memory.peak < before + 60 * 2**20
+    assert memory.allowed > before
+
+
+@pytest.mark.multirank
+def test_the_overrides_of_a_job(tmp_path: Path) -> None:
+    job = [*small_job(tmp_path), "trainer.n_gpus_per_node=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridengine.cli", "tune", "grpo", *job],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    probed = [line for line in lines if line.startswith("actor.ppo_max_token_len_per_gpu=")]
+    limits = [int(line.split("=")[1].split(":")[0]) for line in probed[:-1]]
+    assert limits == [10, 20, 40, 80]  # of the longest sequence, to all tokens of a rank
+    overrides = lines[-1].split()
+    config = load_config(None, [*job, *overrides])
+    assert config.actor.ppo_max_token_len_per_gpu in limits
+    assert config.reshard.bucket_mib == 16  # which holds the whole model
+    assert not (tmp_path / "run").exists()  # nothing is written
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("trainer.nnodes=2", "trainer.nnodes is 2"),
+        ("rollout.servers=[http://127.0.0.1:1]", "rollout.servers=[]"),
+    ],
+)
+def test_jobs_that_are_refused(tmp_path: Path, setting: str, words: str) -> None:
+    job = [s for s in small_job(tmp_path) if not s.startswith("rollout.name")]
+    result = CliRunner().invoke(cli.app, ["tune", "grpo", *job, setting])
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
