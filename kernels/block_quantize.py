@@ -15,8 +15,10 @@ largest magnitude of the slices that are here, combine them, quantize the slices
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -138,8 +140,7 @@ def _block_quantize(weight: Tensor, backend: str | None) -> tuple[Tensor, Tensor
         return _reference(weight)
     quantized = empty_from_pool(weight.shape, QUANTIZED_DTYPE, weight.device)
     scale = _empty_scale(weight)
-    table, blocks = _rows_of(weight.shape)
-    native_table = native().CopyTable(table, blocks)
+    native_table = _native_table(tuple(weight.shape), weight.device)
     absmax = torch.zeros(scale.numel(), dtype=torch.int32, device=weight.device)
     native_table.absmax([weight], absmax, weight.dtype)
     scale.copy_(block_scales(absmax).view(scale.shape))
@@ -159,6 +160,15 @@ def _empty(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _empty_scale(weight: Tensor) -> Tensor:
     return weight.new_empty(block_grid(weight.shape), dtype=torch.float32)
+
+
+@functools.lru_cache(maxsize=8)
+def _native_table(shape: tuple[int, ...], device: torch.device) -> Any:
+    """Return the table of all blocks; kept, as layers repeat their shapes and an upload waits.
+
+    device: where the table is uploaded at its first use.
+    """
+    return native().CopyTable(*_rows_of(shape))
 
 
 def _rows_of(shape: Sequence[int]) -> tuple[Tensor, Tensor]:
