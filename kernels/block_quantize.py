@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -140,7 +139,7 @@ def _block_quantize(weight: Tensor, backend: str | None) -> tuple[Tensor, Tensor
         return _reference(weight)
     quantized = empty_from_pool(weight.shape, QUANTIZED_DTYPE, weight.device)
     scale = _empty_scale(weight)
-    native_table = _native_table(tuple(weight.shape), weight.device)
+    native_table = native().CopyTable(*_rows_of(weight.shape))
     absmax = torch.zeros(scale.numel(), dtype=torch.int32, device=weight.device)
     native_table.absmax([weight], absmax, weight.dtype)
     scale.copy_(block_scales(absmax).view(scale.shape))
@@ -163,16 +162,11 @@ def _empty_scale(weight: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=8)
-def _native_table(shape: tuple[int, ...], device: torch.device) -> Any:
-    """Return the table of all blocks; kept, as layers repeat their shapes and an upload waits.
-
-    device: where the table is uploaded at its first use.
-    """
-    return native().CopyTable(*_rows_of(shape))
-
-
 def _rows_of(shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the table and the block numbers of all blocks of a contiguous tensor."""
+    """Return the table and the block numbers of all blocks of a contiguous tensor.
+
+    Kept, as layers repeat their shapes; do not write to them.
+    """
     *_, n, k = shape
     rows, columns = block_grid((n, k))
     numbers = np.arange(int(np.prod(block_grid(shape))))
