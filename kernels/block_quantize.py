@@ -15,6 +15,7 @@ largest magnitude of the slices that are here, combine them, quantize the slices
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -138,8 +139,7 @@ def _block_quantize(weight: Tensor, backend: str | None) -> tuple[Tensor, Tensor
         return _reference(weight)
     quantized = empty_from_pool(weight.shape, QUANTIZED_DTYPE, weight.device)
     scale = _empty_scale(weight)
-    table, blocks = _rows_of(weight.shape)
-    native_table = native().CopyTable(table, blocks)
+    native_table = native().CopyTable(*_rows_of(weight.shape))
     absmax = torch.zeros(scale.numel(), dtype=torch.int32, device=weight.device)
     native_table.absmax([weight], absmax, weight.dtype)
     scale.copy_(block_scales(absmax).view(scale.shape))
@@ -161,8 +161,12 @@ def _empty_scale(weight: Tensor) -> Tensor:
     return weight.new_empty(block_grid(weight.shape), dtype=torch.float32)
 
 
+@functools.lru_cache(maxsize=8)
 def _rows_of(shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the table and the block numbers of all blocks of a contiguous tensor."""
+    """Return the table and the block numbers of all blocks of a contiguous tensor.
+
+    Kept, as layers repeat their shapes; do not write to them.
+    """
     *_, n, k = shape
     rows, columns = block_grid((n, k))
     numbers = np.arange(int(np.prod(block_grid(shape))))

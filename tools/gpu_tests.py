@@ -4,7 +4,8 @@
 
 A row has test, outcome (passed, failed, skipped, or what ended pytest), seconds, and a message if
 it failed; a file that cannot be imported has one too. An error that the GPU does not recover from,
-a crash and a test above its time limit end pytest, which starts again with the tests that are left.
+a crash and a test above its time limit end pytest, which starts again with the tests that are left;
+the message is then the end of its output.
 `--resume` runs what has not passed.
 
 `--device cpu`, without a GPU: the GPU tests up to their first call of the device (outcome
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("tests/kernels", "tests/model", "tests/reshard")
 DEVICES = ("cuda", "cpu")
 LIMITS_S = {"cuda": 120, "cpu": 300}  # of a test
+MESSAGE_CHARS = 6000  # the traceback of a rank follows that of the test
 # Processes on a GPU. Triton's compiler takes most of the time, on a core each.
 WORKERS = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
 # Without a GPU also these, which start ranks.
@@ -89,7 +91,7 @@ class Recorder:
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
-            message = str(report.longrepr)[-2000:]
+            message = str(report.longrepr)[-MESSAGE_CHARS:]
             self.rows.add(report.nodeid, outcome="failed", seconds=0.0, message=message)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
@@ -108,7 +110,7 @@ class Recorder:
         row["seconds"] = round(row["seconds"] + report.duration, 3)
         if report.outcome != "passed":
             row["outcome"] = report.outcome
-            row["message"] = str(report.longrepr)[-2000:]
+            row["message"] = str(report.longrepr)[-MESSAGE_CHARS:]
         elif report.when == "call" and row["outcome"] == "started":
             row["outcome"] = "passed"
         self.rows.write()
@@ -207,13 +209,17 @@ def run_share(file: Path, device: str, tests: list[str]) -> bool:
     command = [sys.executable, str(Path(__file__)), "--json", str(file), "--device", device]
     while tests:
         before = len(Rows(file).by_test)
-        code = subprocess.run([*command, "--once", *tests], cwd=ROOT).returncode
-        rows = Rows(file)
-        for row in rows.by_test.values():
-            if row["outcome"] == "started":
-                row["outcome"] = f"ended pytest with exit code {code}"
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run([*command, "--once", *tests], cwd=ROOT, **output)
+        print(done.stdout, end="", flush=True)
+        code, rows = done.returncode, Rows(file)
+        ended = [row for row in rows.by_test.values() if row["outcome"] == "started"]
+        for row in ended:
+            row["outcome"] = f"ended pytest with exit code {code}"
+            row["message"] = done.stdout[-MESSAGE_CHARS:]
         rows.write()
-        if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        # A test above its limit ends pytest with the code of failed tests, too.
+        if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not ended:
             break
         if len(rows.by_test) == before:
             return code == pytest.ExitCode.NO_TESTS_COLLECTED
