@@ -30,6 +30,7 @@ def find_faults(config: JobConfig | SimulationConfig) -> Iterator[str]:
         return
     yield from _resume(config)
     yield from _compile(config)
+    yield from _routers(config)
     if isinstance(config, SFTConfig):
         yield from _sft(config)
     elif isinstance(config, RLConfig):
@@ -109,6 +110,17 @@ def _compile(config: JobConfig) -> Iterator[str]:
             f"model.compile is true and {group}.fsdp_config.wrap_policy.min_num_params is {size}, "
             "but a compiled layer is one FSDP group; leave it 0, a group per layer"
         )
+
+
+def _routers(config: JobConfig) -> Iterator[str]:
+    """Yield what LoRA, which leaves the weights of the model as they are, contradicts."""
+    group, settings = "model" if isinstance(config, SFTConfig) else "actor", config.router
+    for name in ("router_bias_update_rate", "freeze_moe_router"):
+        if config.model.lora_rank and (value := getattr(settings, name)):
+            yield (
+                f"{group}.{name} is {value}, but with model.lora_rank {config.model.lora_rank} "
+                "only adapters change, and routers have none; leave it out"
+            )
 
 
 def _sft(config: SFTConfig) -> Iterator[str]:

@@ -36,7 +36,7 @@ from hybridengine.errors import ModelError
 from hybridengine.model.packed import PackedBatch
 from hybridengine.model.routers import Router, find_routers, router_blocks
 
-__all__ = ["BIAS", "RouterBalance", "prepare_routers"]
+__all__ = ["BIAS", "RouterBalance", "balance_routers", "prepare_routers"]
 
 BIAS = "e_score_correction_bias"  # added to the scores where experts are selected, only there
 _PURPOSE = "balancing experts (router_aux_loss_coef, router_z_loss_coef, router_bias_update_rate)"
@@ -203,6 +203,22 @@ class RouterBalance:
             metrics["moe/aux_loss"] = products / self._num_tokens**2
             metrics["moe/z_loss"] = squares.mean() / self._num_tokens
         return metrics
+
+
+def balance_routers(
+    model: nn.Module, aux_loss_coef: float, z_loss_coef: float, bias_update_rate: float
+) -> RouterBalance | None:
+    """Return the `RouterBalance` of a model that is trained, which has its arguments.
+
+    None where nothing is to be balanced and its load cannot be observed: it is no mixture, or has
+    routers of another kind.
+    """
+    try:
+        return RouterBalance(model, aux_loss_coef, z_loss_coef, bias_update_rate)
+    except ModelError:
+        if aux_loss_coef or z_loss_coef or bias_update_rate:
+            raise
+        return None
 
 
 def _num_tokens(batch: PackedBatch) -> int:

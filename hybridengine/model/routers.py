@@ -113,7 +113,7 @@ class _Probe(SelectedExperts):
             return None
         shapes = [x.shape[1:] if isinstance(x, Tensor) else None for x in result]
         computed = [*self.sigmoids, *self.softmaxes]
-        logits, weights, indices = [], [], []
+        logits, weights, indices = list[int](), list[int](), list[int]()
         for i, x in enumerate(result):
             if shapes[i] == (self.num_experts,) and x.is_floating_point():
                 logits += [] if any(x is other for other in computed) else [i]
