@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from hybridengine.errors import ModelError
 from hybridengine.model.packed import PackedBatch
-from hybridengine.model.routers import Router, find_routers, router_blocks
+from hybridengine.model.routers import Router, RouterOutputs, find_routers, router_blocks
 
 __all__ = ["BIAS", "RouterBalance", "balance_routers", "prepare_routers"]
 
@@ -231,7 +231,7 @@ def _all_reduce(values: Tensor) -> None:
         dist.all_reduce(values)
 
 
-_LAYERS: weakref.WeakValueDictionary[int, _Layer] = weakref.WeakValueDictionary()
+_LAYERS: dict[int, _Layer] = {}  # as long as their routers exist
 _KEYS = itertools.count()
 
 
@@ -252,10 +252,10 @@ class _Layer:
         self.by_score, self.by_square = torch.empty(0), torch.empty(0)
         key = next(_KEYS)
         _LAYERS[key] = self
-        # A tensor: a number would be a constant of the graph of a compiled layer.
-        router.module.register_forward_hook(
-            partial(_observe_result, router.outputs, torch.tensor(key), has_loss)
-        )
+        weakref.finalize(router.module, _LAYERS.pop, key)
+        # A tensor of the module: a number would be a constant of the graph that layers share.
+        router.module._hybridengine_balance_key = torch.tensor(key)
+        router.module.register_forward_hook(partial(_observe_result, router.outputs, has_loss))
 
     def begin(self, row: Tensor, num_tokens: int) -> None:
         """Let `row` receive the sums over the first `num_tokens` tokens of the next call."""
@@ -302,7 +302,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _observe_result(
-    outputs: Any, key: Tensor, has_loss: bool, module: nn.Module, args: Any, result: Any
+    outputs: RouterOutputs, has_loss: bool, module: Any, args: Any, result: Any
 ) -> Any:
     """Return the result of a router with weights that also carry the gradient of the losses."""
     if not torch.is_grad_enabled():
@@ -310,7 +310,9 @@ def _observe_result(
     values = list(result)
     logits, weights, indices = (values[i] for i in outputs)
     logits = logits if has_loss else logits.detach()
-    values[outputs.weights] = observe_router(weights, logits, indices, key)
+    values[outputs.weights] = observe_router(
+        weights, logits, indices, module._hybridengine_balance_key
+    )
     return tuple(values)
 
 
@@ -322,8 +324,11 @@ def observe_router(weights: Tensor, logits: Tensor, indices: Tensor, key: Tensor
 
 
 @torch.library.custom_op("hybridengine::router_loss_gradient", mutates_args=())
-def router_loss_gradient(logits: Tensor, key: Tensor) -> Tensor:
-    """Return the gradient of the losses of the layer `key` by its logits."""
+def router_loss_gradient(logits: Tensor, key: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of the losses of the layer `key` by its logits.
+
+    grad: of the weights; not read. Without it a compiled forward would compute this as well.
+    """
     return _LAYERS[int(key)].gradient(logits)
 
 
@@ -333,7 +338,7 @@ def _(weights: Tensor, logits: Tensor, indices: Tensor, key: Tensor) -> Tensor:
 
 
 @router_loss_gradient.register_fake
-def _(logits: Tensor, key: Tensor) -> Tensor:
+def _(logits: Tensor, key: Tensor, grad: Tensor) -> Tensor:
     return torch.empty_like(logits)
 
 
@@ -344,7 +349,7 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     logits, key = ctx.saved_tensors
-    of_logits = router_loss_gradient(logits, key) if ctx.needs_input_grad[1] else None
+    of_logits = router_loss_gradient(logits, key, grad) if ctx.needs_input_grad[1] else None
     return grad, of_logits, None, None
 
 

@@ -21,6 +21,7 @@ from hybridengine.model import (
     prepare_routers,
 )
 from hybridengine.model.compile import compile_layers
+from hybridengine.model.experts import EXPERTS
 from hybridengine.model.routers import find_routers
 from tests.model.cases import load
 from tests.model.moe_models import ARCHITECTURES, NUM_EXPERTS, TOP_K, tiny_moe
@@ -68,7 +69,7 @@ def reference_step(model: Any, ids: torch.Tensor, sigmoid: bool) -> Any:
         hook = partial(lambda at, m, a, out: seen.append([out[i] for i in at]), router.outputs)
         handles.append(router.module.register_forward_hook(hook))
     loss = task_loss(model, ids)
-    aux, z, violations, counts = 0.0, 0.0, [], []
+    (aux, z), violations, counts = torch.zeros(2, dtype=torch.float64), [], []
     for logits, _, indices in seen:
         logits = logits.double()
         scores = logits.sigmoid() if sigmoid else logits.softmax(1)
@@ -85,8 +86,8 @@ def reference_step(model: Any, ids: torch.Tensor, sigmoid: bool) -> Any:
         "moe/load_max_violation/mean": sum(violations) / len(violations),
         "moe/load_max_violation/max": max(violations),
         "moe/dead_experts": float((torch.stack(counts) == 0).double().mean()),
-        "moe/aux_loss": float(aux),
-        "moe/z_loss": float(z),
+        "moe/aux_loss": aux.item(),
+        "moe/z_loss": z.item(),
     }
 
 
@@ -138,16 +139,14 @@ def test_recomputed_layers_count_once() -> None:
 def test_micro_batches_share_counts() -> None:
     """Metrics and z-loss do not depend on the split; f_e is of the micro-batches up to now."""
     model, ids = moe("qwen3_moe"), torch.randint(3, 100, (1, LENGTH))
-    full = balanced_step(model, RouterBalance(model, AUX, Z), [ids, ids])
-    half = balanced_step(moe("qwen3_moe"), RouterBalance(model, AUX, Z), [ids])
-    assert full[1] == pytest.approx(half[1])
+    balance = RouterBalance(model, AUX, Z)
+    twice, once = (balanced_step(model, balance, [ids] * n)[1] for n in (2, 1))
+    assert twice == pytest.approx(once)
     parts = [torch.randint(3, 100, (1, n)) for n in (9, 30)]
-    metrics = [
-        balanced_step(model, RouterBalance(model, *coefs), given)
-        for coefs, given in (((0.0, Z), parts), ((0.0, Z), parts[::-1]))
-    ]
-    assert_close(metrics[0][0], metrics[1][0])
-    assert metrics[0][1] == pytest.approx(metrics[1][1])
+    balance = RouterBalance(model, 0.0, Z)
+    results = [balanced_step(model, balance, given) for given in (parts, parts[::-1])]
+    assert_close(results[0][0], results[1][0])
+    assert results[0][1] == pytest.approx(results[1][1])
 
 
 def test_a_dummy_and_passes_outside_of_a_step_count_for_nothing() -> None:
@@ -185,11 +184,13 @@ def test_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     for compiles in (False, True):
         model = moe("qwen3_moe")
-        model.set_experts_implementation("grouped_mm")
+        model.set_experts_implementation(EXPERTS)
         if compiles:
             torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
             compile_layers(model.model.layers)
         results.append(balanced_step(model, RouterBalance(model, AUX, Z), [ids]))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "of both layers"
     assert_close(results[1][0], results[0][0])
     assert results[1][1] == pytest.approx(results[0][1])
 
@@ -201,11 +202,9 @@ def test_the_bias_moves_against_the_load(kind: str) -> None:
     balance = RouterBalance(model, bias_update_rate=0.25)
     before = {n: b.clone() for n, b in model.named_buffers() if "correction_bias" in n}
     assert len(before) == len(find_routers(model)) and before.keys() <= model.state_dict().keys()
-    with torch.no_grad():
-        routes = [r.module for r in find_routers(model)]
     chosen: list[torch.Tensor] = []
-    for module in routes:
-        module.register_forward_hook(lambda m, a, out: chosen.append(out[2]))
+    for router in find_routers(model):
+        router.module.register_forward_hook(lambda m, a, out: chosen.append(out[2]))
     balanced_step(model, balance, [ids])
     after = dict(model.named_buffers())
     for (name, old), indices in zip(before.items(), chosen, strict=True):
@@ -228,9 +227,9 @@ def violations_of_training(kind: str, steps: int, **options: float) -> list[floa
         for router in find_routers(model):
             owner = router.module
             bias = owner.bias if kind == "gpt_oss" else owner.e_score_correction_bias
-            bias[:TOP_K] += 4.0 if kind == "gpt_oss" else 0.5
+            bias[:TOP_K] += 4.0 if kind == "gpt_oss" else 1.5
     balance = RouterBalance(model, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator, found = torch.Generator().manual_seed(5), []
     for _ in range(steps):
         ids = torch.randint(3, 100, (1, 64), generator=generator)
@@ -247,7 +246,7 @@ def violations_of_training(kind: str, steps: int, **options: float) -> list[floa
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("gpt_oss", {"aux_loss_coef": 1.0}), ("glm4_moe", {"bias_update_rate": 0.03})],
+    [("gpt_oss", {"aux_loss_coef": 1.0}), ("glm4_moe", {"bias_update_rate": 0.05})],
 )
 def test_training_balances_the_load(kind: str, options: dict[str, float]) -> None:
     balanced = violations_of_training(kind, 40, **options)
