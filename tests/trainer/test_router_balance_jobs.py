@@ -59,11 +59,11 @@ def test_losses_of_an_rl_job(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ("glm4_moe", "ernie4_5_moe"))
 def test_the_bias_reaches_the_engine_and_the_files(tmp_path: Path, kind: str) -> None:
-    """The second step's responses are sampled with a bias that routes other experts.
+    """Later steps' responses are sampled with a bias that routes other experts.
 
     Nothing else is trained, so the engine's probabilities equal the trainer's only with it.
     """
-    base = [*moe_job(tmp_path, kind), "actor.optim.lr=1e-12", "trainer.total_training_steps=2"]
+    base = [*moe_job(tmp_path, kind), "actor.optim.lr=1e-12", "trainer.total_training_steps=3"]
     still, moved = run_jobs(tmp_path, [base, [*base, "actor.router_bias_update_rate=0.3"]])
     assert not still.refused and not moved.refused
     name = "moe/load_max_violation/mean"
@@ -71,7 +71,9 @@ def test_the_bias_reaches_the_engine_and_the_files(tmp_path: Path, kind: str) ->
     assert moved.last["training/rollout_probs_diff_max"] < 1e-4
     saved = weights_of(tmp_path / "run" / "final")
     biases = [x for n, x in saved.items() if BIAS in n]
-    assert biases and all(0.25 < float(x.abs().max()) < 0.65 for x in biases), "two updates of 0.3"
+    assert biases and all(0.25 < float(x.abs().max()) < 0.95 for x in biases), (
+        "three updates of 0.3"
+    )
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
 
 
