@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from hybridengine.checkpoint import check_resume
 from hybridengine.config import ConfigError, JobConfig, RLConfig, SFTConfig
@@ -25,7 +25,13 @@ from hybridengine.data import (
     check_prompts,
 )
 from hybridengine.errors import Faults
-from hybridengine.model import check_lora, check_sequence_parallel, is_sequence_classifier
+from hybridengine.model import (
+    balance_routers,
+    check_lora,
+    check_sequence_parallel,
+    is_sequence_classifier,
+    prepare_routers,
+)
 from hybridengine.model.compile import check_compiler
 from hybridengine.model.validation import check_model, check_weights
 from hybridengine.preflight_engine import (
@@ -87,6 +93,8 @@ def check_grpo(
             no_sharing_reason(config)
         with faults:
             config_route_shape(config)
+        with faults:
+            _check_routers(config, model)
     tokenizer = _load_tokenizer(config, model, faults)
     with faults:
         _check_teacher(config, tokenizer)
@@ -144,6 +152,8 @@ def check_sft(
             check_sequence_parallel(model, config.ulysses_sequence_parallel_size)
         with faults:
             _check_adapters(config, model)
+        with faults:
+            _check_routers(config, model)
         samples = [sample.ids for part in (train, val) for sample in part or ()]
         longest = max(map(len, samples), default=0)
         with faults:
@@ -254,6 +264,22 @@ def _load_data(
         with faults:
             check([name])
     return None
+
+
+def _check_routers(config: JobConfig, model: PretrainedConfig) -> None:
+    """Check that the model's routers are ones that the settings of routers are for."""
+    router = config.router
+    losses = router.router_aux_loss_coef, router.router_z_loss_coef
+    rate, freezes = router.router_bias_update_rate, router.freeze_moe_router
+    if not (any(losses) or rate or freezes):
+        return
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(
+            model, trust_remote_code=config.model.trust_remote_code
+        )
+    balance_routers(built, *losses, rate)
+    if freezes:
+        prepare_routers(built, freeze=True)
 
 
 def _check_adapters(config: RLConfig | SFTConfig, model: PretrainedConfig) -> None:

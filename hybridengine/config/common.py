@@ -92,6 +92,16 @@ class TrainedModelConfig:
 
 
 @dataclass(frozen=True)
+class RouterConfig:
+    """The routers of a mixture of experts, in the group that has fsdp_config (docs/moe.md)."""
+
+    router_aux_loss_coef: NonNegativeFloat = 0.0  # load-balancing loss of a mixture; 0: none
+    router_z_loss_coef: NonNegativeFloat = 0.0  # loss of large router logits; 0: none
+    router_bias_update_rate: NonNegativeFloat = 0.0  # balance by e_score_correction_bias; 0: none
+    freeze_moe_router: StrictBool = False  # do not train the routers
+
+
+@dataclass(frozen=True)
 class DatasetConfig:
     train_files: PathTexts = ()  # files, folders or globs
     val_files: PathTexts | None = None  # null: no validation at all
@@ -176,6 +186,10 @@ class JobConfig(ABC):
     @property
     @abstractmethod
     def sharding(self) -> ShardingConfig: ...
+
+    @property
+    @abstractmethod
+    def router(self) -> RouterConfig: ...
 
     @property
     @abstractmethod

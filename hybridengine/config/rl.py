@@ -30,6 +30,7 @@ from hybridengine.config.common import (
     PositiveInt,
     RateConfig,
     ReplayedRoutes,
+    RouterConfig,
     RunConfig,
     Seed,
     ShardingConfig,
@@ -65,7 +66,7 @@ class FsdpConfig(ShardingConfig):
 
 
 @dataclass(frozen=True)
-class ActorConfig:
+class ActorConfig(RouterConfig):
     ppo_mini_batch_size: PositiveInt | None = None  # prompts per optimizer step; null: all
     ppo_epochs: PositiveInt = 1  # passes over each batch of rollouts
     ppo_max_token_len_per_gpu: PositiveInt = 16384  # tokens in one micro-batch
@@ -178,6 +179,10 @@ class RLConfig(JobConfig):
             return len(self.rollout.servers)
         engine_ranks = self.engine_ranks_per_node * self.trainer.nnodes
         return (engine_ranks or self.world_size) // self.rollout.tensor_model_parallel_size
+
+    @property
+    def router(self) -> RouterConfig:
+        return self.actor
 
     @property
     def sequence_parallel_size(self) -> int:

@@ -13,6 +13,7 @@ from hybridengine.config.common import (
     PathText,
     PositiveFloat,
     PositiveInt,
+    RouterConfig,
     RunConfig,
     Seed,
     ShardingConfig,
@@ -27,7 +28,7 @@ class SFTFsdpConfig(ShardingConfig):
 
 
 @dataclass(frozen=True)
-class SFTModelConfig(TrainedModelConfig):
+class SFTModelConfig(RouterConfig, TrainedModelConfig):
     fsdp_config: SFTFsdpConfig = SFTFsdpConfig()
 
 
@@ -70,6 +71,10 @@ class SFTConfig(JobConfig):
     @property
     def sharding(self) -> ShardingConfig:
         return self.model.fsdp_config
+
+    @property
+    def router(self) -> RouterConfig:
+        return self.model
 
     @property
     def sequence_parallel_size(self) -> int:

@@ -32,6 +32,7 @@ def find_faults(config: JobConfig | SimulationConfig) -> Iterator[str]:
     yield from _compile(config)
     yield from _expert_adapters(config)
     yield from _expert_parallel(config)
+    yield from _routers(config)
     if isinstance(config, SFTConfig):
         yield from _sft(config)
     elif isinstance(config, RLConfig):
@@ -151,6 +152,17 @@ def _expert_parallel(config: JobConfig) -> Iterator[str]:
     for other, (value, neutral) in others.items():
         if value != neutral:
             yield f"{key} is {size}, which {other} = {value} does not allow; leave it {neutral}"
+
+
+def _routers(config: JobConfig) -> Iterator[str]:
+    """Yield what LoRA, which leaves the weights of the model as they are, contradicts."""
+    group, settings = "model" if isinstance(config, SFTConfig) else "actor", config.router
+    for name in ("router_bias_update_rate", "freeze_moe_router"):
+        if config.model.lora_rank and (value := getattr(settings, name)):
+            yield (
+                f"{group}.{name} is {value}, but with model.lora_rank {config.model.lora_rank} "
+                "only adapters change, and routers have none; leave it out"
+            )
 
 
 def _sft(config: SFTConfig) -> Iterator[str]:

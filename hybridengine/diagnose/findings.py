@@ -24,6 +24,7 @@ THRESHOLDS = {
     "mismatch": 0.01,  # mean difference of probabilities, verl's rule of thumb
     "is_clipped_fraction": 0.1,  # importance weights
     "entropy_left": 0.2,  # of the entropy at the start
+    "more_dead_experts": 0.1,  # share of a mixture's experts, above that at the start
     "groups_without_signal": 0.5,
     "truncated": 0.2,  # share of responses
     "length_ratio": 2.0,  # between the ends of the run
@@ -211,6 +212,24 @@ def _entropy(run: LoggedRun) -> list[Finding]:
     ]
 
 
+def _experts(run: LoggedRun) -> list[Finding]:
+    ends = _ends(run, "moe/dead_experts")
+    if ends is None or ends[1] - ends[0] < THRESHOLDS["more_dead_experts"]:
+        return []
+    return [
+        Finding(
+            "expert collapse",
+            f"the experts that no token of a step selects went from {ends[0]:.0%} to {ends[1]:.0%}",
+            "balance the load by a loss or by the bias, or freeze the routers",
+            (
+                "actor.router_aux_loss_coef",
+                "actor.router_bias_update_rate",
+                "actor.freeze_moe_router",
+            ),
+        )
+    ]
+
+
 def _reward(run: LoggedRun) -> list[Finding]:
     found = []
     rewards, scores = _ends(run, "critic/score/mean"), list(run.series("val/score").values())
@@ -290,6 +309,7 @@ _CHECKS: tuple[Callable[[LoggedRun], list[Finding]], ...] = (
     _memory,
     _mismatch,
     _entropy,
+    _experts,
     _reward,
     _length,
     _updates,

@@ -16,6 +16,7 @@ from hybridengine.model.offload import on_device
 from hybridengine.model.optim import Optimizer, SkippedUpdate
 from hybridengine.model.packed import PackedBatch, SavedWork, pack_batch, pack_rollouts
 from hybridengine.model.parameters import free_gathered, parameter_shards
+from hybridengine.model.router_balance import RouterBalance, balance_routers, prepare_routers
 from hybridengine.model.router_replay import RouterReplay, route_shape
 from hybridengine.model.validation import check_sequence_parallel
 
@@ -23,6 +24,7 @@ __all__ = [
     "KeptIds",
     "Optimizer",
     "PackedBatch",
+    "RouterBalance",
     "RouterReplay",
     "SavedWork",
     "SkippedUpdate",
@@ -30,6 +32,7 @@ __all__ = [
     "adapter_shards",
     "adapters_disabled",
     "apply_lora",
+    "balance_routers",
     "check_lora",
     "check_sequence_parallel",
     "free_gathered",
@@ -45,6 +48,7 @@ __all__ = [
     "packed_policy_loss",
     "packed_values",
     "parameter_shards",
+    "prepare_routers",
     "route_shape",
     "sharding_mesh",
 ]

@@ -16,6 +16,7 @@ from torch import nn
 from hybridengine.errors import ModelError
 from hybridengine.model.head import HeadFunction, accepts_head_function, log_prob_head
 from hybridengine.model.packed import PackedBatch
+from hybridengine.model.router_balance import RouterBalance
 from hybridengine.model.router_replay import RouterReplay
 from hybridengine.model.ulysses import gather_rows
 
@@ -26,8 +27,11 @@ def _forward(model: nn.Module, batch: PackedBatch, **options: object) -> Any:
     if batch.subtree_ends is not None:
         options["subtree_ends"] = batch.subtree_ends
         options["tree_position_ids"] = batch.tree_position_ids
-    replay = RouterReplay.of(model)
-    with nullcontext() if replay is None else replay.of_batch(batch.routes):
+    replay, balance = RouterReplay.of(model), RouterBalance.of(model)
+    with (
+        nullcontext() if replay is None else replay.of_batch(batch.routes),
+        nullcontext() if balance is None else balance.micro_batch(batch),
+    ):
         return _call(model, batch, options)
 
 

@@ -59,6 +59,7 @@ class PackedBatch:
     saved: SavedWork = _NOTHING_SAVED  # over all ranks that share the batch
     routes: torch.Tensor | None = None  # int16 [T, layers, k], see `RouterReplay.replay`
     kept: KeptIds | None = None  # what target_ids were sampled from; None: the full vocabulary
+    padding: int = 0  # the last tokens here that are of no sequence, with `shard`
     is_dummy: bool = False
     active_rows: torch.Tensor | None = None
 
@@ -232,4 +233,5 @@ def _split_sequence(batch: PackedBatch, group: dist.ProcessGroup) -> PackedBatch
         subtree_ends=subtree_ends,
         tree_position_ids=None if subtree_ends is None else position_ids,
         routes=routes,
+        padding=min(length, max(0, local.stop - total)),
     )

@@ -15,43 +15,27 @@ gets the same ones. FSDP2, packing and the order of forward and backward passes 
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from hybridengine.errors import ModelError
+from hybridengine.model.routers import Router, SelectedExperts, find_routers
 
 __all__ = [
     "RouteCall",
     "RouterReplay",
     "RoutingCounts",
-    "find_routers",
     "merge_routes",
     "pad_routes",
     "route_shape",
 ]
 
 _KEYWORD = "router_replay"
-_ROUTER_NAMES = ("gate", "router")  # of the module beside `experts`
-_TOP_K = (torch.topk, Tensor.topk)
-_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)(?=\.)")
-
-
-class Router(NamedTuple):
-    """A router, and where its layer is."""
-
-    module: nn.Module
-    layer: int
-    layer_name: str
-    num_experts: int
-    top_k: int
 
 
 class RoutingCounts(NamedTuple):
@@ -108,109 +92,6 @@ class RouteCall:
             has_record & ~same, recorded.gather(1, ranked.indices), natural.indices
         )
         return torch.return_types.topk((scores.gather(1, indices), indices))
-
-
-class _SelectedExperts(TorchFunctionMode):
-    """While a router runs: `select(scores, natural)` answers `topk` of [T, num_experts]."""
-
-    def __init__(
-        self, num_experts: int, top_k: int | None, select: Callable[[Tensor, Any], Any]
-    ) -> None:
-        super().__init__()
-        self._num_experts, self._top_k, self._select = num_experts, top_k, select
-        self.num_calls = 0
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func not in _TOP_K:
-            return result
-        scores: Tensor = args[0] if args else (kwargs or {})["input"]
-        top_k = result.indices.shape[-1]
-        if scores.ndim != 2 or scores.shape[1] != self._num_experts:
-            return result  # of groups of experts
-        if self._top_k not in (None, top_k):
-            return result
-        self.num_calls += 1
-        return self._select(scores, result)
-
-
-def find_routers(model: nn.Module) -> list[Router]:
-    """Return the routers of `model` in the order of its layers; the model may be sharded.
-
-    Raises:
-        ModelError: it has none, or one that does not select by one `topk` over its experts.
-    """
-    routers = []
-    for name, block in model.named_modules():
-        children = dict(block.named_children())
-        if "experts" not in children:
-            continue
-        module = next((children[n] for n in _ROUTER_NAMES if n in children), None)
-        position = _LAYER.match(name)
-        owner = type(block).__name__
-        if module is None or type(module) is nn.Linear or position is None:
-            raise ModelError(
-                f"router replay does not support {owner} of {type(model).__name__}: its experts "
-                "are not selected by a router module of their own in a decoder layer"
-            )
-        num_experts, top_k = _probe(module, block, model)
-        routers.append(Router(module, int(position[1]), position[0], num_experts, top_k))
-    if not routers:
-        raise ModelError(
-            f"router replay needs a mixture of experts, and {type(model).__name__} has no module "
-            "`experts` with a router beside it"
-        )
-    if len({router.top_k for router in routers}) > 1:
-        raise ModelError(
-            f"router replay does not support {type(model).__name__}: its layers select different "
-            "numbers of experts"
-        )
-    return routers
-
-
-def _probe(router: nn.Module, block: nn.Module, model: nn.Module) -> tuple[int, int]:
-    """Return (number of experts, experts per token), by a call of the router on the meta device.
-
-    What the router takes besides hidden states are attributes of its block, of the same names.
-    """
-    shapes = {
-        name: torch.empty(x.shape, dtype=x.dtype, device="meta")
-        for named in (router.named_parameters(), router.named_buffers())
-        for name, x in named
-    }
-    weight = next(
-        (x for name, x in shapes.items() if name.endswith("weight") and x.ndim == 2), None
-    )
-    name, problem = type(router).__name__, "its router has no weight"
-    if weight is not None:
-        num_experts, hidden_size = weight.shape
-        chosen: list[int] = []
-
-        def note(scores: Tensor, natural: Any) -> Any:
-            chosen.append(natural.indices.shape[1])
-            return natural
-
-        try:
-            with torch.no_grad(), _SelectedExperts(num_experts, None, note):
-                hidden = torch.empty(3, hidden_size, dtype=weight.dtype, device="meta")
-                _, _, *others = inspect.signature(type(router).forward).parameters
-                more = [getattr(block, name).to("meta") for name in others if hasattr(block, name)]
-                torch.func.functional_call(router, shapes, (hidden, *more))
-            if len(chosen) == 1:
-                return num_experts, chosen[0]
-            problem = f"it calls topk over its {num_experts} experts {len(chosen)} times"
-        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-            problem = str(error).partition("\n")[0]
-    raise ModelError(
-        f"router replay does not support the router {name} of {type(model).__name__}, which "
-        f"does not select its experts by one topk ({problem})"
-    )
 
 
 def route_shape(config: Any, trust_remote_code: bool = False) -> tuple[int, int]:
@@ -384,5 +265,5 @@ class RouterReplay:
         if call is None:
             return forward(*args, **kwargs)
         select = partial(call.select, layer=router.layer)
-        with _SelectedExperts(router.num_experts, router.top_k, select):
+        with SelectedExperts(router.num_experts, router.top_k, select):
             return forward(*args, **kwargs)

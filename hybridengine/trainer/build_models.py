@@ -17,8 +17,10 @@ from hybridengine.model import (
     accepts_head_function,
     adapters_disabled,
     apply_lora,
+    balance_routers,
     load_causal_lm,
     on_device,
+    prepare_routers,
     sharding_mesh,
 )
 from hybridengine.runtime.session import Session
@@ -36,29 +38,37 @@ def load_model(
     session: Session,
     path: str = "",
     *,
-    adapters: bool = False,
+    is_trained: bool = False,
     shard_dim1: Callable[[str], bool] = lambda name: False,
     **options: bool,
 ) -> Any:
     """Load one model of the run, sharded by `config.sharding`.
 
     path: of the weights; empty: model.path.
-    adapters: apply LoRA if the run trains adapters.
+    is_trained: it is the policy, or the model of SFT: it gets adapters and the settings of routers.
     options: further options of `load_causal_lm`.
     """
-    fsdp, model = config.sharding, config.model
+    fsdp, model, router = config.sharding, config.model, config.router
     rank, alpha, modules = model.lora_rank, model.lora_alpha, model.target_modules
     is_policy = path in ("", model.path) and "value_head" not in options
-    lora = partial(
-        apply_lora,
-        rank=rank,
-        alpha=alpha,
-        target_modules=modules,
-        adapter_path=model.lora_adapter_path,
-        target_parameters=model.target_parameters,
-        share_expert_adapters=model.share_expert_adapters,
-    )
-    return load_causal_lm(
+    adapt: Callable[[Any], object] | None = None
+    if rank:
+        adapt = partial(
+            apply_lora,
+            rank=rank,
+            alpha=alpha,
+            target_modules=modules,
+            adapter_path=model.lora_adapter_path,
+            target_parameters=model.target_parameters,
+            share_expert_adapters=model.share_expert_adapters,
+        )
+    elif router.freeze_moe_router or router.router_bias_update_rate:  # not with LoRA
+        adapt = partial(
+            prepare_routers,
+            freeze=router.freeze_moe_router,
+            updates_bias=bool(router.router_bias_update_rate),
+        )
+    loaded = load_causal_lm(
         path or model.path,
         mesh=sharding_mesh(
             session.device.type, session.world_size, num_shards(config, session.world_size)
@@ -74,10 +84,18 @@ def load_model(
         trust_remote_code=model.trust_remote_code,
         deterministic=config.deterministic,
         expert_parallel_size=fsdp.expert_parallel_size if is_policy else 1,
-        adapt=lora if adapters and rank else None,
+        adapt=adapt if is_trained else None,
         config_overrides=model.config_overrides if path in ("", model.path) else {},
         **options,
     )
+    if is_trained:
+        balance_routers(
+            loaded,
+            router.router_aux_loss_coef,
+            router.router_z_loss_coef,
+            router.router_bias_update_rate,
+        )
+    return loaded
 
 
 def load_value_model(config: RLConfig, session: Session, path: str) -> Any:
@@ -139,7 +157,7 @@ def build_actor(
         if config.actor.router_replay == "rollout":
             RouterReplay(frozen)
         reference = partial(on_device, frozen)
-    model = load(adapters=True)
+    model = load(is_trained=True)
     if config.actor.router_replay != "off":
         RouterReplay(model)
     if config.uses_reference and config.model.lora_rank:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridengine.config import RLConfig
-from hybridengine.model import Optimizer, PackedBatch
+from hybridengine.model import Optimizer, PackedBatch, RouterBalance
 from hybridengine.trainer.batch import DataParallel, RolloutBatch, mean_metrics
 
 
@@ -34,6 +34,8 @@ class Learner(ABC):
         """Run the optimizer step of a mini-batch; return metrics and each micro-batch's outputs."""
         parts, outputs = list[dict[str, Tensor]](), list[Tensor]()
         counts = self._dp.num_trained(batch, number)
+        if (balance := RouterBalance.of(self.model)) is not None:
+            balance.begin_step(batch.mini_batches[number], self._dp.grad_scale(self.optimizer))
         for micro_batch in batch.mini_batches[number]:
             loss, metrics, output = self.micro_batch_loss(batch, micro_batch, *counts)
             self._dp.backward(loss, self.optimizer, output)
@@ -42,6 +44,8 @@ class Learner(ABC):
         metrics = self._dp.reduce_metrics(parts)
         metrics[f"{self.name}/grad_norm"] = self.optimizer.step(self._config.actor.grad_clip)
         metrics[f"{self.name}/lr"] = torch.tensor(self.optimizer.last_lr)
+        if balance is not None:
+            metrics |= balance.end_step(updated=not self.optimizer.skipped_in_a_row)
         return metrics, outputs
 
     def _epochs(self, batch: RolloutBatch) -> dict[str, float]:

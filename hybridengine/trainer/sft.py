@@ -20,6 +20,7 @@ from hybridengine.config import SFTConfig
 from hybridengine.data import PromptLoader, SFTDataset, SFTSample
 from hybridengine.model import (
     PackedBatch,
+    RouterBalance,
     SavedWork,
     free_gathered,
     pack_batch,
@@ -57,7 +58,8 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
             )
         self.dp = build_data_parallel(config, session)
         with session.phase("load_model"):
-            self.model = load_model(config, session, adapters=True, cpu_offload=fsdp.offload_policy)
+            offload = fsdp.offload_policy
+            self.model = load_model(config, session, is_trained=True, cpu_offload=offload)
             self.optimizer = build_optimizer(config, self.model, optim, optim, self.steps)
         self.optimizers = {"train": self.optimizer}
         self.checkpoints = self.build_checkpoints({"actor": (self.model, self.optimizer)}, {})
@@ -73,16 +75,22 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
         """Run one optimizer step; return its metrics and the length of every conversation."""
         num_tokens = sum(sample.num_loss_tokens for sample in data)
         loss, saved = torch.zeros((), device=self.session.device), list[SavedWork]()
-        grad_scale = self.dp.grad_scale(self.optimizer)
+        grad_scale, balance = self.dp.grad_scale(self.optimizer), RouterBalance.of(self.model)
+        load = dict[str, Tensor]()
         with self.session.phase("update_actor"):
             self.model.train()
-            for batch in self._micro_batches(data):
+            micro_batches = list(self._micro_batches(data))
+            if balance is not None:
+                balance.begin_step(micro_batches, grad_scale)
+            for batch in micro_batches:
                 saved.append(batch.saved)
                 part = packed_cross_entropy(self.model, batch, num_tokens, grad_scale)
                 part = part * (not batch.is_dummy)
                 self.dp.backward(part, self.optimizer)
                 loss += part.detach()
             norm = self.optimizer.step(self.config.optim.clip_grad)
+            if balance is not None:
+                load = balance.end_step(updated=not self.optimizer.skipped_in_a_row)
             total = self._sum_over_ranks(loss)
         self.saved = self.dp.sum_saved(saved)
         return {
@@ -90,6 +98,7 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
             "train/grad_norm": float(norm),
             "train/lr": self.optimizer.last_lr,
             "train/num_targets": num_tokens,
+            **{name: float(value) for name, value in load.items()},
         }, [len(sample.ids) for sample in data]
 
     @torch.no_grad()

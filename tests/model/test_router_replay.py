@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hybridengine.errors import ModelError
 from hybridengine.model import RouterReplay, route_shape
-from hybridengine.model.router_replay import find_routers, merge_routes
+from hybridengine.model.router_replay import merge_routes
+from hybridengine.model.routers import find_routers
 from tests.model.moe_models import ARCHITECTURES, NUM_EXPERTS, TOP_K, tiny_moe
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
