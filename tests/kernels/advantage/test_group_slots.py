@@ -12,7 +12,7 @@ from hybridengine.kernels import GROUP_ESTIMATORS, group_advantage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.batches import random_groups
+from tests.kernels.batches import GROUPS, random_groups
 from tests.tolerances import ADVANTAGE
 
 HERE = Path(__file__).parent
@@ -49,11 +49,7 @@ def run(library, rewards, ids, lengths, order, estimator, norm_by_std=True):
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 @settings(max_examples=30, deadline=None)
 @given(
-    rows=st.integers(0, 80),
-    groups=st.integers(1, 20),
-    seed=st.integers(0, 2**16),
-    binary=st.booleans(),
-    norm_by_std=st.booleans(),
+    **GROUPS,
     scale=st.sampled_from([1.0, 1e-20, 1e15]),
 )
 def test_equals_the_reference_in_any_order(
