@@ -1,9 +1,6 @@
 """The CUDA group statistics' arithmetic, compiled for the CPU: right, and the same in any order."""
 
 import ctypes
-import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,22 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.batches import GROUPS, random_groups
+from tests.kernels.cuda_on_cpu import compile_check
 from tests.tolerances import ADVANTAGE
-
-HERE = Path(__file__).parent
-CSRC = HERE.parents[2] / "csrc"
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    path = tmp_path_factory.mktemp("group_slots") / "check.so"
-    source = HERE / "group_slots_check.cpp"
-    subprocess.run(
-        [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{CSRC}", source, "-o", path],
-        check=True,
-    )
-    return ctypes.CDLL(str(path))
+    source = Path(__file__).parent / "group_slots_check.cpp"
+    return compile_check(source, tmp_path_factory.mktemp("group_slots"), "-std=c++17")
 
 
 def run(library, rewards, ids, lengths, order, estimator, norm_by_std=True):
