@@ -48,17 +48,9 @@ def shape_of(config) -> ModelShape:
 
 @pytest.fixture(scope="module")
 def llama() -> ModelShape:
-    config = LlamaConfig(
-        vocab_size=1000,
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        tie_word_embeddings=False,
-    )
-    return shape_of(config)
+    sizes = dict(vocab_size=1000, hidden_size=64, intermediate_size=256, num_hidden_layers=4)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    return shape_of(LlamaConfig(**sizes, **heads, tie_word_embeddings=False))
 
 
 def test_sizes_of_a_dense_model(llama) -> None:
@@ -76,18 +68,10 @@ def test_sizes_of_a_dense_model(llama) -> None:
 
 
 def test_sizes_of_experts_and_of_latent_attention() -> None:
-    moe = Qwen3MoeConfig(
-        vocab_size=100,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-    )
+    both = dict(vocab_size=100, intermediate_size=64, num_hidden_layers=2)
+    both |= dict(moe_intermediate_size=16, num_experts_per_tok=2)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    moe = Qwen3MoeConfig(**both, **heads, hidden_size=32, num_experts=8)
     shape = shape_of(moe)
     assert shape.expert_parameters == 2 * 8 * 3 * 32 * 16
     assert shape.ffn_width == 2 * 16
@@ -95,11 +79,8 @@ def test_sizes_of_experts_and_of_latent_attention() -> None:
     assert shape.active_parameters(1) == pytest.approx(one)
     assert shape.active_parameters(1e6) == shape.layer_parameters + 32 * 100
     mla = DeepseekV3Config(
-        vocab_size=100,
+        **both,
         hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
         q_lora_rank=16,
@@ -108,7 +89,6 @@ def test_sizes_of_experts_and_of_latent_attention() -> None:
         qk_nope_head_dim=16,
         v_head_dim=12,
         n_routed_experts=4,
-        num_experts_per_tok=2,
         first_k_dense_replace=1,
         n_group=1,
         topk_group=1,
