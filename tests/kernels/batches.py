@@ -157,3 +157,10 @@ def sequences(inputs):
     for a, b in pairwise(ends):
         rows = [t for t in range(a, b) if mask[t]]
         yield rows, [log_rho[t] for t in rows]
+
+
+def aggregated(loss_mode, loss_agg_mode):
+    """A batch with empty, short and long sequences; options; and their results in float64."""
+    inputs = batch([5, 0, 70, 1, 33, 1030, 16])
+    options = {"loss_mode": loss_mode, "loss_agg_mode": loss_agg_mode}
+    return inputs, options, run(to_float64(inputs), backend="reference", **options)
