@@ -56,7 +56,9 @@ def training_worker(
     )
     precision = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
     engine = FSDPEngineConfig(
-        **dict(strategy="fsdp2", forward_only=False, use_torch_compile=False),
+        strategy="fsdp2",
+        forward_only=False,
+        use_torch_compile=False,
         use_dynamic_bsz=True,
         max_token_len_per_gpu=max_tokens,
         infer_max_token_len_per_gpu=max_tokens,

@@ -8,6 +8,7 @@ other than qwen2, whose tokenizer class transformers forces and which knows no w
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -27,7 +28,7 @@ from transformers import (
 __all__ = ["SIZES", "TINY", "save_classifier", "save_tiny", "tiny_config"]
 
 VOCAB = 101
-SIZES = dict(
+SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB,
     hidden_size=128,
     intermediate_size=96,

@@ -49,10 +49,10 @@ def save_model(folder: Path) -> Path:
     from tokenizers.models import WordLevel
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-    sizes = dict(vocab_size=1001, hidden_size=256, intermediate_size=352, num_hidden_layers=4)
-    heads = dict(num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=512)
-    tokens = dict(bos_token_id=1, eos_token_id=2)
-    config = Qwen2Config(**sizes, **heads, **tokens, tie_word_embeddings=False)
+    sizes: dict[str, Any] = dict(hidden_size=256, intermediate_size=352, num_hidden_layers=4)
+    sizes |= dict(num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=512)
+    sizes |= dict(vocab_size=1001, bos_token_id=1, eos_token_id=2)
+    config = Qwen2Config(**sizes, tie_word_embeddings=False)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():

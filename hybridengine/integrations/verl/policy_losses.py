@@ -269,7 +269,7 @@ def compute_policy_loss_reinforce(
 
 
 def _geo_mean(tensors: Tensors, _: str, config: Any, weights: Tensor | None) -> Loss:
-    _, log_prob, _, response_mask = tensors
+    log_prob, response_mask = tensors[1], tensors[3]
     aggregation = aggregation_arguments(
         response_mask, "seq-mean-token-mean", global_batch_size=log_prob.shape[0]
     )
