@@ -126,19 +126,19 @@ def eager_chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) 
 
 def flash_attn_padding() -> Any | None:
     """flash_attn.bert_padding, or None with a note where it is not installed."""
-    try:
-        return importlib.import_module("flash_attn.bert_padding")
-    except ImportError as error:
-        print_missing({"flash_attn": str(error)})
-        return None
+    return _optional("flash_attn.bert_padding", "flash_attn")
 
 
 def verl_algorithms() -> Any | None:
     """verl's own algorithms (benchmarks._verl), or None with a note where it is not installed."""
+    return _optional("benchmarks._verl", "verl")
+
+
+def _optional(module: str, package: str) -> Any | None:
     try:
-        return importlib.import_module("benchmarks._verl")
+        return importlib.import_module(module)
     except ImportError as error:
-        print_missing({"verl": str(error)})
+        print_missing({package: str(error)})
         return None
 
 

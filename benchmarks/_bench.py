@@ -79,6 +79,15 @@ class Bench:
         self.results.append(row)
         print(line(row) + note, flush=True)
 
+    def add_sync(
+        self, op: str, impl: str, shape: str, times: Sequence[float], moved: int, **values: Any
+    ) -> None:
+        """`add` the sorted `times`, in ms, of syncs between gloo ranks that move `moved` bytes."""
+        p20, p50, p80 = (times[len(times) * part // 10] for part in (2, 5, 8))
+        values |= {"dtype": "float32→bf16", "isa": None, "gb_per_s": moved / p50 / 1e6}
+        values |= {"ms_p20": p20, "ms_p50": p50, "ms_p80": p80}
+        self.add(op, "sync", impl, shape, **values)
+
     def leave_out(
         self, op: str, pass_: str, shape: str, dtype: torch.dtype, missing: Mapping[str, str]
     ) -> None:

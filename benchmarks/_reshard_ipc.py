@@ -36,6 +36,7 @@ from benchmarks._bench import OURS, Bench, status_kib
 from hybridengine.runtime.signed_store import SECRET, new_secret
 from hybridengine.sharding.checksums import bit_checksums
 from tests.ranks import Ranks
+from tests.reshard.vllm_engines import build_engine
 
 CASES = ((2, 1), (4, 2))  # trainers, TP size of the engine
 ROUNDS = 5
@@ -87,18 +88,13 @@ def _report(
         note = f"  {sent / 2**20:.0f} MiB between processes, peak {peaks[0]:.0f} MiB in a trainer"
         if name != "in_process":
             note += f", {peaks[1]:.0f} in an engine rank; the engine lacks {lacking:.0f} MiB"
-        bench.add(
+        bench.add_sync(
             "reshard",
-            "sync",
             name,
             shape,
-            dtype="float32→bf16",
+            times,
+            sent,
             device="gloo ranks, 1 thread each",
-            isa=None,
-            ms_p20=times[ROUNDS // 5],
-            ms_p50=p50,
-            ms_p80=times[ROUNDS * 4 // 5],
-            gb_per_s=sent / p50 / 1e6,
             peak_mib=max(peaks),
             ratio_to_best_peer=medians["verl"] / p50 if name == OURS else None,
             note=note,
@@ -197,21 +193,9 @@ def _connect(port: int) -> dist.Store:
 def _build_engine(path: str, tp_size: int) -> tuple[Any, Any, dict[str, int]]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout
-    from hybridengine.rollout.vllm.engine import VllmEngine
-
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    checkpoint = checkpoint_layout(model)
-    engine = VllmEngine(
-        path,
-        checkpoint,
-        tp_size=tp_size,
-        max_model_len=64,
-        stop_token_ids=[],
-        kv_cache_bytes=16 << 20,
-        engine_options={"enforce_eager": True},
-    )
+    engine, checkpoint = build_engine(path, tp_size, torch.bfloat16)
     return engine, model, engine.target.layout.sliced_dims(checkpoint.parameters)
 
 

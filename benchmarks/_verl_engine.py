@@ -95,14 +95,9 @@ def update(worker: TrainingWorker, batch: dict[str, Any]) -> dict[str, Any]:
     data = left_right_2_no_padding(data)
     tu.assign_non_tensor(
         data,
-        calculate_entropy=True,
-        distillation_use_topk=False,
-        distillation_only=False,
-        global_batch_size=count,
-        mini_batch_size=count,
-        epochs=1,
-        seed=0,
+        **dict(compute_loss=True, calculate_entropy=True),
+        **dict(distillation_use_topk=False, distillation_only=False),
+        **dict(global_batch_size=count, mini_batch_size=count, epochs=1, seed=0),
         dataloader_kwargs={"shuffle": False},
-        compute_loss=True,
     )
     return tu.get(worker.train_mini_batch(data), "metrics")

@@ -57,18 +57,13 @@ def run(bench: Bench) -> None:
         if share < 1:
             notes += f", {result.received / result.bound:.2f}x the entropy; {dense:.1f}x vs dense,"
             notes += f" {medians['dense_all_to_all', 1.0] / p50:.1f}x vs its all-to-all"
-        bench.add(
+        bench.add_sync(
             "delta",
-            "sync",
             way,
             f"{shape} {share:.1%} changed",
-            dtype="float32→bf16",
+            times,
+            result.received,
             device=f"{RANKS} gloo ranks, 1 thread each",
-            isa=None,
-            ms_p20=times[len(times) // 5],
-            ms_p50=p50,
-            ms_p80=times[len(times) * 4 // 5],
-            gb_per_s=result.received / p50 / 1e6,
             ratio_to_best_peer=dense if way == OURS else None,
             note=notes,
         )

@@ -61,18 +61,13 @@ def _report(bench: Bench, shape: str, results: list[dict]) -> None:
     for name, rounds in times.items():
         p50 = rounds[ROUNDS // 2]
         out = [rank[name][1] for rank in results]
-        bench.add(
+        bench.add_sync(
             "disaggregated",
-            "sync",
             name,
             shape,
-            dtype="float32→bf16",
+            rounds,
+            sum(out),
             device="gloo ranks, 1 thread each",
-            isa=None,
-            ms_p20=rounds[0],
-            ms_p50=p50,
-            ms_p80=rounds[-1],
-            gb_per_s=sum(out) / p50 / 1e6,
             ratio_to_best_peer=best / p50 if name == OURS else None,
             note="  MiB to engines by trainer rank: " + ", ".join(f"{b / 2**20:.1f}" for b in out),
         )

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from benchmarks import _verl_engine as engine  # first: it makes the CPU verl's platform
 from benchmarks._bench import OURS, ROOT, cpu_name, status_kib, versions
 from hybridengine.integrations import verl as ours
+from tests.tiny_models import SIZES
 
 RESULTS = ROOT / "benchmarks/results/dropins_verl.json"
 PROMPT, RESPONSE, BATCH = 24, 104, 16
@@ -86,16 +87,8 @@ def _compared(head: str, steps: int, vocab: int) -> list[dict[str, Any]]:
 def save_model(folder: str, vocab: int) -> None:
     """Write a Qwen2, embeddings tied: verl's fused head fails on a head sharded by itself."""
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocab,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-    )
+    sizes = SIZES | dict(vocab_size=vocab, intermediate_size=256, max_position_embeddings=32768)
+    config = Qwen2Config(**sizes, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 

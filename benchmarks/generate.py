@@ -25,6 +25,7 @@ from hybridengine.kernels.decode_linear import inference_linear
 from torch import Tensor, nn
 
 from benchmarks._bench import OURS, Bench, short
+from benchmarks._models import smollm2_135m
 
 SEQUENCES = (1, 8, 32, 128)
 PROMPT_TOKENS, FEW_TOKENS, MANY_TOKENS = 128, 4, 28
@@ -68,24 +69,13 @@ def run(bench: Bench) -> None:
 
 def _build(folder: Path) -> tuple[Any, int]:
     """Return an engine, and the number of weights that a step multiplies with."""
-    from transformers import LlamaConfig
     from vllm import LLM
 
     from hybridengine.rollout.vllm.environment import CPU_BLOCK_SIZE
     from hybridengine.rollout.vllm.head import multiply_head_in_16_bits
     from hybridengine.rollout.vllm.post_load import writable_weights
 
-    config = LlamaConfig(
-        vocab_size=49_152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        tie_word_embeddings=True,
-        max_position_embeddings=2048,
-        architectures=["LlamaForCausalLM"],
-    )
+    config = smollm2_135m(max_position_embeddings=2048, architectures=["LlamaForCausalLM"])
     config.save_pretrained(folder)
     with writable_weights():
         llm = LLM(

@@ -36,15 +36,10 @@ def _model(bench: Bench, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     from hybridengine.model.head import patch_head
 
     hidden, intermediate, layers, heads, kv_heads, vocab = shape
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=vocab,
-        tie_word_embeddings=True,
-    )
+    sizes: dict[str, Any] = dict(hidden_size=hidden, intermediate_size=intermediate)
+    sizes |= dict(num_hidden_layers=layers, num_attention_heads=heads)
+    sizes |= dict(num_key_value_heads=kv_heads, vocab_size=vocab)
+    config = LlamaConfig(**sizes, tie_word_embeddings=True)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval()
     patch_head(model)

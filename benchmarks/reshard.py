@@ -25,6 +25,7 @@ import torch.distributed as dist
 from benchmarks import _reshard_ipc
 from benchmarks._bench import OURS, ROOT, Bench
 from tests.ranks import run_ranks
+from tests.reshard.vllm_engines import build_engine
 
 CASES = ((2, 2), (4, 2), (8, 2), (4, 4))
 BASELINES = ("gather_bf16", "verl")
@@ -46,18 +47,13 @@ def run(bench: Bench) -> None:
         best_baseline = min(p50 for name, p50 in medians.items() if name in BASELINES)
         for name, (times, received) in results[0].items():
             p50 = medians[name]
-            bench.add(
+            bench.add_sync(
                 "reshard",
-                "sync",
                 name,
                 f"{million}M N={ranks} tp={tp_size}",
-                dtype="float32→bf16",
+                times,
+                received,
                 device=f"{ranks} gloo ranks, 1 thread each",
-                isa=None,
-                ms_p20=times[len(times) // 5],
-                ms_p50=p50,
-                ms_p80=times[len(times) * 4 // 5],
-                gb_per_s=received / p50 / 1e6,
                 ratio_to_best_peer=best_baseline / p50 if name == OURS else None,
                 note=f"  {received / 2**20:.1f} MiB received per rank",
             )
@@ -126,23 +122,12 @@ def _rank(rank: int, world_size: int, path: str, tp_size: int) -> dict:
 
     from hybridengine.reshard import Resharder
     from hybridengine.reshard import resharder as module
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout
-    from hybridengine.rollout.vllm.engine import VllmEngine
 
     config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     names = {id(p): name for name, p in model.named_parameters()}
-    checkpoint = checkpoint_layout(model)
-    engine = VllmEngine(
-        path,
-        checkpoint,
-        tp_size=tp_size,
-        max_model_len=64,
-        stop_token_ids=[],
-        kv_cache_bytes=16 << 20,
-        engine_options={"enforce_eager": True},
-    )
+    engine, checkpoint = build_engine(path, tp_size, torch.bfloat16)
     sliced = engine.target.layout.sliced_dims(checkpoint.parameters)
     fully_shard(
         model,

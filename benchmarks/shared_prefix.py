@@ -17,9 +17,11 @@ from hybridengine.kernels import has_fast_products
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from benchmarks._bench import OURS, ROOT, Bench
+from benchmarks._models import smollm2_135m
 from hybridengine.model import PackedBatch, pack_rollouts, packed_log_probs
 from hybridengine.model.attention import ATTENTION
 from hybridengine.model.head import patch_head
+from tests.tiny_models import SIZES
 
 MODEL = ROOT / ".cache/demo/smollm2-135m-instruct"
 SHAPES = {  # groups, responses of each, tokens of a prompt and of a response
@@ -55,28 +57,12 @@ def load_model(bench: Bench) -> tuple[Any, torch.dtype]:
     fast = has_fast_products(torch.bfloat16, bench.device)
     dtype = torch.bfloat16 if fast else torch.float32
     if bench.quick:
-        config = LlamaConfig(
-            vocab_size=200,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-        )
+        sizes = SIZES | {"vocab_size": 200, "hidden_size": 64, "head_dim": 16}
+        config = LlamaConfig(**sizes, tie_word_embeddings=True)
     elif MODEL.exists():
         config = AutoConfig.from_pretrained(MODEL)
     else:
-        config = LlamaConfig(
-            vocab_size=49_152,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            tie_word_embeddings=True,
-            max_position_embeddings=8192,
-        )
+        config = smollm2_135m(max_position_embeddings=8192)
     options = {"dtype": dtype, "attn_implementation": ATTENTION}
     model: Any
     if MODEL.exists() and not bench.quick:

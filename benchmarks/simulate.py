@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks._bench import KEYS, OURS, ROOT, Bench
+from benchmarks._models import smollm2_135m
 from hybridengine.config.simulation import (
     ClusterConfig,
     EfficiencyConfig,
@@ -323,15 +324,7 @@ def _config(name: str) -> Any:
         "qwen3-32b": lambda: dense(kinds.Qwen3Config, 151936, 5120, 25600, 64, 64),
         "qwen3-30b-a3b": lambda: experts(2048, 768, 48, 32),
         "qwen3-235b-a22b": lambda: experts(4096, 1536, 94, 64),
-        "smollm2-135m": lambda: kinds.LlamaConfig(
-            vocab_size=49152,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            tie_word_embeddings=True,
-        ),
+        "smollm2-135m": smollm2_135m,
         "kimi-k2": lambda: kinds.DeepseekV3Config(
             vocab_size=163840,
             hidden_size=7168,

@@ -8,6 +8,7 @@ other than qwen2, whose tokenizer class transformers forces and which knows no w
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -24,10 +25,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-__all__ = ["TINY", "save_classifier", "save_tiny", "tiny_config"]
+__all__ = ["SIZES", "TINY", "save_classifier", "save_tiny", "tiny_config"]
 
 VOCAB = 101
-_COMMON = dict(
+SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB,
     hidden_size=128,
     intermediate_size=96,
@@ -39,9 +40,8 @@ _COMMON = dict(
     bos_token_id=1,
     eos_token_id=2,
     pad_token_id=0,
-    initializer_range=0.1,
-    use_cache=True,
 )
+_COMMON = SIZES | dict(initializer_range=0.1, use_cache=True)
 TINY = {
     "llama": lambda: LlamaConfig(**_COMMON, tie_word_embeddings=True),
     "qwen2": lambda: Qwen2Config(**_COMMON, tie_word_embeddings=False),

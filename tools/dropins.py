@@ -27,7 +27,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from tools.dropins_upstreams import UPSTREAMS, Upstream
-from tools.environments import overlay
+from tools.environments import overlay, run_logged
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "dropins"
@@ -176,23 +176,15 @@ def _pytest(
             "HYBRIDENGINE_DROPIN_STUBS": ",".join(upstream.stubs),
         }
         log = source.parent / ("with.log" if variables else "without.log")
-        with log.open("w") as output:
-            try:
-                done = subprocess.run(
-                    command,
-                    cwd=source,
-                    env=environment,
-                    timeout=TIMEOUT_S,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            except subprocess.TimeoutExpired:
-                raise SystemExit(
-                    f"{source.parent.name}: its tests {'with' if variables else 'without'} ours "
-                    f"did not end within TIMEOUT_S = {TIMEOUT_S} s; see {log}"
-                ) from None
+        try:
+            status = run_logged(command, source, environment, log, TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise SystemExit(
+                f"{source.parent.name}: its tests {'with' if variables else 'without'} ours "
+                f"did not end within TIMEOUT_S = {TIMEOUT_S} s; see {log}"
+            ) from None
         if not report.is_file():
-            raise SystemExit(f"pytest ended with {done.returncode}; see {log}")
+            raise SystemExit(f"pytest ended with {status}; see {log}")
         return _outcomes(report), json.loads(calls.read_text()) if calls.is_file() else {}
 
 

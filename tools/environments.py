@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["overlay"]
+__all__ = ["overlay", "run_logged"]
 
 
 def overlay(folder: Path, requirements: Sequence[str], startup: str = "") -> Path:
@@ -33,6 +33,25 @@ def overlay(folder: Path, requirements: Sequence[str], startup: str = "") -> Pat
             _call(*pip, "--ignore-installed", "--ignore-requires-python", *requirements)
         stamp.write_text(wanted)
     return python
+
+
+def run_logged(
+    command: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    log: Path,
+    timeout_s: float,
+) -> int:
+    """Run a command in `folder`; its output goes to `log`. Return its exit status."""
+    with log.open("w") as output:
+        return subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            timeout=timeout_s,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        ).returncode
 
 
 def _call(*command: str) -> None:

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from hybridengine.kernels import linear_token_log_probs, token_log_probs
 from torch import Tensor
 
+from tests.kernels.logprob.cases import plain_pytorch
+
 ROWS, VOCAB, WIDTH = 256, 32_003, 256
 
 
@@ -28,26 +30,6 @@ def options(generator: torch.Generator, device: str) -> dict[str, dict]:
         "logit scale 0.25": {"logit_scale": 0.25},
         "vocab mask": {"vocab_mask": vocab_mask.to(device)},
     }
-
-
-def plain(
-    logits: Tensor,
-    token_ids: Tensor,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    vocab_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute log-probs and entropy with plain PyTorch."""
-    x = (logits if logits.dtype == torch.float64 else logits.float()) * logit_scale
-    if softcap is not None:
-        x = softcap * torch.tanh(x / softcap)
-    x = x / (temperature[:, None].to(x) if isinstance(temperature, Tensor) else temperature)
-    if vocab_mask is not None:
-        x = x.masked_fill(~vocab_mask, -torch.inf)
-    log_p = F.log_softmax(x, dim=-1)
-    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
-    return log_p.gather(1, token_ids[:, None]).squeeze(1), entropy
 
 
 def results(
@@ -79,8 +61,8 @@ def from_logits(backend: str, device: str) -> None:
         for name, chosen in options(generator, device).items():
             if "vocab_mask" in chosen:
                 chosen["vocab_mask"].scatter_(1, token_ids[:, None], True)
-            exact = results(plain, [logits.double()], token_ids, **chosen)
-            baseline = results(plain, [logits], token_ids, **chosen)
+            exact = results(plain_pytorch, [logits.double()], token_ids, **chosen)
+            baseline = results(plain_pytorch, [logits], token_ids, **chosen)
             ours = results(token_log_probs, [logits], token_ids, backend=backend, **chosen)
             cells = [str(dtype).removeprefix("torch."), name, *factors(exact, baseline, ours)]
             print(f"| {' | '.join(cells)} |")
@@ -96,8 +78,8 @@ def from_peaked_logits(backend: str, device: str) -> None:
             token_ids = torch.randint(1, VOCAB, (ROWS,), generator=generator).to(device)
             peak = token_ids if token_is_peak else token_ids - 1
             logits.scatter_(1, peak[:, None], logits.amax(1, keepdim=True) + gap)
-            exact = results(plain, [logits.double()], token_ids)
-            baseline = results(plain, [logits], token_ids)
+            exact = results(plain_pytorch, [logits.double()], token_ids)
+            baseline = results(plain_pytorch, [logits], token_ids)
             ours = results(token_log_probs, [logits], token_ids, backend=backend)
             name = "the token" if token_is_peak else "another entry"
             print(f"| {' | '.join([f'{name}, {gap}', *factors(exact, baseline, ours)])} |")
@@ -113,10 +95,10 @@ def from_hidden(backend: str, device: str) -> None:
         token_ids = torch.randint(0, VOCAB, (ROWS,), generator=generator).to(device)
 
         def two_steps(h: Tensor, w: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-            return plain(F.linear(h, w), ids)
+            return plain_pytorch(F.linear(h, w), ids)
 
         def float32_head(h: Tensor, w: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-            return plain(F.linear(h.float(), w.float()), ids)
+            return plain_pytorch(F.linear(h.float(), w.float()), ids)
 
         exact = results(two_steps, [hidden.double(), weight.double()], token_ids)
         ours = results(

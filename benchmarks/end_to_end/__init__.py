@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks._bench import OURS, ROOT, Bench
-from benchmarks.end_to_end.data import write
+from benchmarks.end_to_end.data import job_of, write
 
 MODEL = ROOT / ".cache/demo/smollm2-135m-instruct"
 STEPS = 2  # after one warm-up step
@@ -33,15 +33,8 @@ def run(bench: Bench) -> None:
         folder = Path(name)
         write(folder / "train.parquet", PROMPTS * (STEPS + 1))
         job = {
-            "train": str(folder / "train.parquet"),
+            **job_of(folder / "train.parquet", PROMPTS, N, MICRO_BATCH, MAX_PROMPT, MAX_RESPONSE),
             "model": str(MODEL),
-            "micro_batch": MICRO_BATCH,
-            "responses": PROMPTS * N,
-            "n": N,
-            "max_response_length": MAX_RESPONSE,
-            "max_model_len": MAX_PROMPT + MAX_RESPONSE,
-            "kv_cache_bytes": 2**28,
-            "lr": 1e-6,
         }
         same = run_program(
             f"{__name__}.trl_trainer", folder / "same", job | {"steps": 1, "rollouts": True}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 
 def reward(response: str, truth: str) -> float:
@@ -18,6 +19,22 @@ def compute_score(
 ) -> float:
     """`reward` with the name and arguments of a verl reward function."""
     return reward(solution_str, ground_truth)
+
+
+def job_of(
+    train: Path, prompts: int, n: int, micro_batch: int, max_prompt: int, max_response: int
+) -> dict[str, Any]:
+    """Return the settings that every implementation takes."""
+    return {
+        "train": str(train),
+        "micro_batch": micro_batch,
+        "responses": prompts * n,
+        "n": n,
+        "max_response_length": max_response,
+        "max_model_len": max_prompt + max_response,
+        "kv_cache_bytes": 2**28,
+        "lr": 1e-6,
+    }
 
 
 def write(out: Path, count: int, seed: int = 0) -> None:

@@ -98,27 +98,34 @@ def _config(job: dict[str, Any]) -> Any:
     from trl import GRPOConfig
 
     return GRPOConfig(
-        output_dir=job["out"],
-        use_cpu=True,
+        **common_arguments(job),
         bf16=job.get("bf16", "rollouts" not in job),
-        per_device_train_batch_size=job["micro_batch"],
         gradient_accumulation_steps=job["responses"] // job["micro_batch"],
         num_generations=job["n"],
         max_completion_length=job["max_response_length"],
-        max_steps=job["steps"],
-        learning_rate=job["lr"],
-        lr_scheduler_type="constant",
         use_vllm=True,
         vllm_mode="colocate",
         vllm_max_model_length=job["max_model_len"],
         vllm_importance_sampling_correction="rollouts" not in job,
-        gradient_checkpointing=False,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1,
-        shuffle_dataset=False,
-        disable_tqdm=True,
     )
+
+
+def common_arguments(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that all of TRL's trainers take."""
+    return {
+        "output_dir": job["out"],
+        "use_cpu": True,
+        "per_device_train_batch_size": job["micro_batch"],
+        "max_steps": job["steps"],
+        "learning_rate": job["lr"],
+        "lr_scheduler_type": "constant",
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "shuffle_dataset": False,
+        "disable_tqdm": True,
+    }
 
 
 def clock(base: type) -> type:

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks._bench import OURS, ROOT, Bench
 from benchmarks.end_to_end import PHASES, run_program
-from benchmarks.end_to_end.data import write
+from benchmarks.end_to_end.data import job_of, write
 
 MODEL = ROOT / ".cache/demo/smollm2-135m-instruct"
 STEPS, PROMPTS, N, MICRO_BATCH = 3, 2, 2, 4  # the first step is a warm-up
@@ -29,16 +29,9 @@ def run(bench: Bench) -> None:
         folder = Path(name)
         write(folder / "train.parquet", 8 * STEPS)
         job = {
-            "train": str(folder / "train.parquet"),
+            **job_of(folder / "train.parquet", PROMPTS, N, MICRO_BATCH, MAX_PROMPT, MAX_RESPONSE),
             "model": str(MODEL),
             "bf16": False,
-            "micro_batch": MICRO_BATCH,
-            "responses": PROMPTS * N,
-            "n": N,
-            "max_response_length": MAX_RESPONSE,
-            "max_model_len": MAX_PROMPT + MAX_RESPONSE,
-            "kv_cache_bytes": 2**28,
-            "lr": 1e-6,
             "steps": STEPS,
         }
         for trainer, program, shape in (

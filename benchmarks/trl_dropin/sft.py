@@ -18,7 +18,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from benchmarks.end_to_end.trl_trainer import clock, time_method
+    from benchmarks.end_to_end.trl_trainer import clock, common_arguments, time_method
     from hybridengine.integrations import trl
 
     if job["adapter"]:
@@ -27,22 +27,7 @@ def main() -> None:
     steps: list[dict[str, float]] = []
     trainer = SFTTrainer(
         AutoModelForCausalLM.from_pretrained(job["model"], dtype="float32"),
-        SFTConfig(
-            output_dir=job["out"],
-            use_cpu=True,
-            bf16=False,
-            per_device_train_batch_size=job["micro_batch"],
-            max_steps=job["steps"],
-            max_length=job["max_model_len"],
-            learning_rate=job["lr"],
-            lr_scheduler_type="constant",
-            gradient_checkpointing=False,
-            report_to=[],
-            save_strategy="no",
-            logging_steps=1,
-            shuffle_dataset=False,
-            disable_tqdm=True,
-        ),
+        SFTConfig(**common_arguments(job), bf16=False, max_length=job["max_model_len"]),
         train_dataset=rows.map(_conversation, remove_columns=rows.column_names),
         processing_class=AutoTokenizer.from_pretrained(job["model"]),
         callbacks=[clock(TrainerCallback)(steps)],

@@ -158,7 +158,7 @@ void forward(const AttentionForward& p) {
 }  // namespace
 
 void attention_forward_cpu(const AttentionForward& p) {
-  with_type(p.dtype, [&](auto type) { forward<decltype(type)>(p); });
+  with_float(p.dtype, [&](auto type) { forward<decltype(type)>(p); });
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

@@ -151,16 +151,4 @@ void add_keys(const Forest& forest, const RowBlock& rows, const Tile& tile, cons
   add_until(tile.keys);
 }
 
-template <typename Body>
-void with_type(DType dtype, const Body& body) {
-  switch (dtype) {
-    case DType::bf16:
-      return body(bf16{});
-    case DType::f16:
-      return body(f16{});
-    default:
-      return body(float{});
-  }
-}
-
 }  // namespace hybridengine::HYBRIDENGINE_ISA

@@ -79,25 +79,13 @@ void compare(const CompareParams& p) {
   });
 }
 
-template <typename S>
-void dispatch_sent(const CompareParams& p) {
-  if (p.sent_dtype == DType::bf16) return compare<S, bf16>(p);
-  compare<S, f16>(p);
-}
-
 }  // namespace
 
 void mark_changed_cpu(const CompareParams& p) {
-  switch (p.current_dtype) {
-    case DType::f32:
-      return dispatch_sent<float>(p);
-    case DType::f16:
-      return dispatch_sent<f16>(p);
-    case DType::bf16:
-      return dispatch_sent<bf16>(p);
-    default:
-      return dispatch_sent<double>(p);
-  }
+  with_float64(p.current_dtype, [&](auto current) {
+    using S = decltype(current);
+    p.sent_dtype == DType::bf16 ? compare<S, bf16>(p) : compare<S, f16>(p);
+  });
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

@@ -71,25 +71,14 @@ int launch(const CompareParams& params, void* stream) {
   return cudaGetLastError();
 }
 
-template <typename S>
-int dispatch_sent(const CompareParams& params, void* stream) {
-  if (params.sent_dtype == DType::bf16) return launch<S, bf16>(params, stream);
-  return launch<S, f16>(params, stream);
-}
-
 }  // namespace
 
 int mark_changed_cuda(const CompareParams& params, void* stream) {
-  switch (params.current_dtype) {
-    case DType::f32:
-      return dispatch_sent<float>(params, stream);
-    case DType::f16:
-      return dispatch_sent<f16>(params, stream);
-    case DType::bf16:
-      return dispatch_sent<bf16>(params, stream);
-    default:
-      return dispatch_sent<double>(params, stream);
-  }
+  return with_float64(params.current_dtype, [&](auto current) {
+    using S = decltype(current);
+    return params.sent_dtype == DType::bf16 ? launch<S, bf16>(params, stream)
+                                            : launch<S, f16>(params, stream);
+  });
 }
 
 }  // namespace hybridengine

@@ -122,6 +122,25 @@ struct FromFloat<f16> {
   static HE_HOST_DEVICE f16 of(float value) { return to_f16(value); }
 };
 
+// Calls body(T{}) for the type T of `dtype`: float, f16 or bf16.
+template <typename Body>
+auto with_float(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::bf16:
+      return body(bf16{});
+    case DType::f16:
+      return body(f16{});
+    default:
+      return body(float{});
+  }
+}
+
+// As with_float, or double.
+template <typename Body>
+auto with_float64(DType dtype, const Body& body) {
+  return dtype == DType::f64 ? body(double{}) : with_float(dtype, body);
+}
+
 // D(S): float64 goes through float32, as torch's own casts to 16-bit types do.
 template <typename S, typename D>
 HE_HOST_DEVICE D convert(S value) {

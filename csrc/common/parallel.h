@@ -4,6 +4,7 @@
 #include <omp.h>
 
 #include <cstdint>
+#include <exception>
 
 #if defined(__SANITIZE_THREAD__)
 #include <thread>
@@ -26,7 +27,8 @@ void parallel_for(int64_t count, int64_t, int num_threads, const Body& body) {
 
 #else
 
-// num_threads: torch.get_num_threads(), set by the binding. grain: the smallest part.
+// num_threads: torch.get_num_threads(), set by the binding. grain: the smallest part. An exception
+// of a thread (no memory) is thrown again in the calling one: none may leave the parallel region.
 template <typename Body>
 void parallel_for(int64_t count, int64_t grain, int num_threads, const Body& body) {
   if (count <= 0) return;
@@ -36,14 +38,21 @@ void parallel_for(int64_t count, int64_t grain, int num_threads, const Body& bod
     body(int64_t{0}, count);
     return;
   }
+  std::exception_ptr error;
 #pragma omp parallel num_threads(threads)
   {
     const int64_t parts = omp_get_num_threads();
     const int64_t part = omp_get_thread_num();
     const int64_t begin = count * part / parts;
     const int64_t end = count * (part + 1) / parts;
-    if (begin < end) body(begin, end);
+    try {
+      if (begin < end) body(begin, end);
+    } catch (...) {
+#pragma omp critical(hybridengine_error)
+      error = std::current_exception();
+    }
   }
+  if (error) std::rethrow_exception(error);
 }
 
 #endif

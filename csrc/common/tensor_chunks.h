@@ -22,24 +22,31 @@ struct TensorChunk {
   int64_t end;
 };
 
-// Chunk number `chunk` of a list of tensors with fields `first_chunk`, ascending, and `numel`: in
-// the last tensor with first_chunk <= chunk. (A tensor without elements has the first chunk of its
-// successor.)
+// The last of `count` entries, whose fields `first_chunk` ascend, with first_chunk <= chunk.
 template <typename Entry>
-HE_HOST_DEVICE TensorChunk locate_chunk(const Entry* tensors, int64_t num_tensors, int64_t chunk) {
+HE_HOST_DEVICE int64_t last_begun(const Entry* entries, int64_t count, int64_t chunk) {
   int64_t low = 0;
-  int64_t high = num_tensors;
+  int64_t high = count;
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
-    if (tensors[middle].first_chunk <= chunk) {
+    if (entries[middle].first_chunk <= chunk) {
       low = middle;
     } else {
       high = middle;
     }
   }
-  const int64_t begin = (chunk - tensors[low].first_chunk) * kTensorChunk;
-  const int64_t numel = tensors[low].numel;
-  return {low, begin, begin + kTensorChunk < numel ? begin + kTensorChunk : numel};
+  return low;
+}
+
+// Chunk number `chunk` of a list of tensors with fields `first_chunk`, ascending, and `numel`: in
+// the last tensor with first_chunk <= chunk. (A tensor without elements has the first chunk of its
+// successor.)
+template <typename Entry>
+HE_HOST_DEVICE TensorChunk locate_chunk(const Entry* tensors, int64_t num_tensors, int64_t chunk) {
+  const int64_t tensor = last_begun(tensors, num_tensors, chunk);
+  const int64_t begin = (chunk - tensors[tensor].first_chunk) * kTensorChunk;
+  const int64_t numel = tensors[tensor].numel;
+  return {tensor, begin, begin + kTensorChunk < numel ? begin + kTensorChunk : numel};
 }
 
 }  // namespace hybridengine

@@ -1,6 +1,8 @@
 // encode_gaps and decode_gaps on CUDA: a pass that sums per chunk, and one that writes.
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "common/block_scan.h"
 #include "delta/gaps.h"
 
@@ -106,6 +108,14 @@ unsigned chunks_of(int64_t size) {
   return static_cast<unsigned>((size + kGapChunk - 1) / kGapChunk);
 }
 
+// Calls body(integral_constant<int, width>) for a field of 1 to 3 bytes.
+template <typename Body>
+void with_width(int width, const Body& body) {
+  if (width == 1) return body(std::integral_constant<int, 1>{});
+  if (width == 2) return body(std::integral_constant<int, 2>{});
+  body(std::integral_constant<int, 3>{});
+}
+
 }  // namespace
 
 int count_escapes_cuda(const EncodeGapsParams& params, void* stream) {
@@ -117,39 +127,27 @@ int count_escapes_cuda(const EncodeGapsParams& params, void* stream) {
 int write_gaps_cuda(const EncodeGapsParams& params, int width, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
   const unsigned chunks = chunks_of(params.count);
-  if (width == 1) {
-    write_gaps_kernel<1><<<chunks, kThreads, 0, s>>>(params);
-  } else if (width == 2) {
-    write_gaps_kernel<2><<<chunks, kThreads, 0, s>>>(params);
-  } else {
-    write_gaps_kernel<3><<<chunks, kThreads, 0, s>>>(params);
-  }
+  with_width(width, [&](auto bytes) {
+    write_gaps_kernel<decltype(bytes)::value><<<chunks, kThreads, 0, s>>>(params);
+  });
   return cudaGetLastError();
 }
 
 int count_fields_cuda(const DecodeGapsParams& params, int width, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
   const unsigned chunks = chunks_of(params.num_fields);
-  if (width == 1) {
-    count_fields_kernel<1><<<chunks, kThreads, 0, s>>>(params);
-  } else if (width == 2) {
-    count_fields_kernel<2><<<chunks, kThreads, 0, s>>>(params);
-  } else {
-    count_fields_kernel<3><<<chunks, kThreads, 0, s>>>(params);
-  }
+  with_width(width, [&](auto bytes) {
+    count_fields_kernel<decltype(bytes)::value><<<chunks, kThreads, 0, s>>>(params);
+  });
   return cudaGetLastError();
 }
 
 int read_gaps_cuda(const DecodeGapsParams& params, int width, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
   const unsigned chunks = chunks_of(params.num_fields);
-  if (width == 1) {
-    read_gaps_kernel<1><<<chunks, kThreads, 0, s>>>(params);
-  } else if (width == 2) {
-    read_gaps_kernel<2><<<chunks, kThreads, 0, s>>>(params);
-  } else {
-    read_gaps_kernel<3><<<chunks, kThreads, 0, s>>>(params);
-  }
+  with_width(width, [&](auto bytes) {
+    read_gaps_kernel<decltype(bytes)::value><<<chunks, kThreads, 0, s>>>(params);
+  });
   return cudaGetLastError();
 }
 

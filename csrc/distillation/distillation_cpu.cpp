@@ -215,14 +215,7 @@ void by_divergence(const Distillation& p) {
 }  // namespace
 
 void distillation_cpu(const Distillation& p) {
-  switch (p.grad_dtype) {
-    case DType::bf16:
-      return by_divergence<bf16>(p);
-    case DType::f16:
-      return by_divergence<f16>(p);
-    default:
-      return by_divergence<float>(p);
-  }
+  with_float(p.grad_dtype, [&](auto grad) { by_divergence<decltype(grad)>(p); });
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

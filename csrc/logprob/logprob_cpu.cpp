@@ -202,20 +202,7 @@ void forward_row(const LogProbForward& p, int64_t r) {
       if (!p.partial) result = finish_row(sums, token_y, factor);
     }
   }
-  if (p.partial) {
-    float* out = p.partial + r * 5;
-    out[0] = sums.max;
-    out[1] = static_cast<float>(sums.e);
-    out[2] = static_cast<float>(sums.e_d);
-    out[3] = token_y;
-    out[4] = static_cast<float>(sums.e_e);
-    return;
-  }
-  p.log_probs[r] = result.log_prob;
-  p.entropy[r] = result.entropy;
-  p.row_max[r] = sums.max;
-  p.log_sum[r] = result.log_sum;
-  if (p.sum_p_squared) p.sum_p_squared[r] = result.sum_p_squared;
+  write_row(p, r, sums, token_y, result);
 }
 
 // The gradient of the token's entry, from that of its y.
@@ -289,14 +276,10 @@ void for_each_row(const Params& p, bool general) {
     const auto run = [&](auto kernel) {
       for (int64_t r = begin; r < end; ++r) kernel(p, r);
     };
-    switch (p.dtype) {
-      case DType::bf16:
-        return general ? run(Kernel<bf16, true>{}) : run(Kernel<bf16, false>{});
-      case DType::f16:
-        return general ? run(Kernel<f16, true>{}) : run(Kernel<f16, false>{});
-      default:
-        return general ? run(Kernel<float, true>{}) : run(Kernel<float, false>{});
-    }
+    with_float(p.dtype, [&](auto logit) {
+      using T = decltype(logit);
+      general ? run(Kernel<T, true>{}) : run(Kernel<T, false>{});
+    });
   });
 }
 

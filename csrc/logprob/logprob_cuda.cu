@@ -95,24 +95,6 @@ __device__ RowSums join_slices(const LogProbForward& p, int64_t r, int lane) {
   return warp_sum(sums);
 }
 
-__device__ void write_row(const LogProbForward& p, int64_t r, const RowSums& sums, float token_y,
-                          const RowResult& result) {
-  if (p.partial) {
-    float* out = p.partial + r * 5;
-    out[0] = sums.max;
-    out[1] = static_cast<float>(sums.e);
-    out[2] = static_cast<float>(sums.e_d);
-    out[3] = token_y;
-    out[4] = static_cast<float>(sums.e_e);
-    return;
-  }
-  p.log_probs[r] = result.log_prob;
-  p.entropy[r] = result.entropy;
-  p.row_max[r] = sums.max;
-  p.log_sum[r] = result.log_sum;
-  if (p.sum_p_squared) p.sum_p_squared[r] = result.sum_p_squared;
-}
-
 template <typename T, bool general>
 __device__ void finish(const LogProbForward& p, int64_t r, const RowSums& others) {
   if (p.token_ids[r] == p.ignore_index) {
@@ -229,16 +211,10 @@ template <template <typename, bool> class Launch, typename Params>
 int dispatch(const Params& p, bool general, void* stream) {
   if (p.rows == 0) return cudaSuccess;
   const auto s = static_cast<cudaStream_t>(stream);
-  switch (p.dtype) {
-    case DType::bf16:
-      general ? Launch<bf16, true>::run(p, s) : Launch<bf16, false>::run(p, s);
-      break;
-    case DType::f16:
-      general ? Launch<f16, true>::run(p, s) : Launch<f16, false>::run(p, s);
-      break;
-    default:
-      general ? Launch<float, true>::run(p, s) : Launch<float, false>::run(p, s);
-  }
+  with_float(p.dtype, [&](auto logit) {
+    using T = decltype(logit);
+    general ? Launch<T, true>::run(p, s) : Launch<T, false>::run(p, s);
+  });
   return cudaGetLastError();
 }
 

@@ -21,6 +21,25 @@ struct RowResult {
   float log_prob, entropy, log_sum, sum_p_squared;
 };
 
+// Writes the results of row r, or in a vocab-parallel forward its partial sums.
+HE_HOST_DEVICE void write_row(const LogProbForward& p, int64_t r, const RowSums& sums,
+                              float token_y, const RowResult& result) {
+  if (p.partial) {
+    float* out = p.partial + r * 5;
+    out[0] = sums.max;
+    out[1] = static_cast<float>(sums.e);
+    out[2] = static_cast<float>(sums.e_d);
+    out[3] = token_y;
+    out[4] = static_cast<float>(sums.e_e);
+    return;
+  }
+  p.log_probs[r] = result.log_prob;
+  p.entropy[r] = result.entropy;
+  p.row_max[r] = sums.max;
+  p.log_sum[r] = result.log_sum;
+  if (p.sum_p_squared) p.sum_p_squared[r] = result.sum_p_squared;
+}
+
 HE_HOST_DEVICE float row_factor(const LogitRows& rows, int64_t row) {
   const float temperature = rows.temperatures ? rows.temperatures[row] : rows.temperature;
   return static_cast<float>((rows.softcap > 0 ? 1.0 : double{rows.logit_scale}) / temperature);

@@ -173,21 +173,11 @@ void move_run(const MoveRowsParams& p, const RowTensor& tensor, const Run& run, 
 }  // namespace
 
 void pack_count_cpu(const PackLayoutParams& p) {
-  if (p.mask_element_size == 1)
-    count_rows<uint8_t>(p);
-  else if (p.mask_element_size == 4)
-    count_rows<uint32_t>(p);
-  else
-    count_rows<uint64_t>(p);
+  with_mask_type(p, [&](auto element) { count_rows<decltype(element)>(p); });
 }
 
 void pack_layout_cpu(const PackLayoutParams& p) {
-  if (p.mask_element_size == 1)
-    layout_rows<uint8_t>(p);
-  else if (p.mask_element_size == 4)
-    layout_rows<uint32_t>(p);
-  else
-    layout_rows<uint64_t>(p);
+  with_mask_type(p, [&](auto element) { layout_rows<decltype(element)>(p); });
 }
 
 void move_rows_cpu(const MoveRowsParams& p) {

@@ -1,6 +1,7 @@
 // Packing on CUDA: one block per padded row for the layout, one per tile of rows for the copy.
 #include <cuda_runtime.h>
 
+#include "common/block_scan.h"
 #include "packing/params.h"
 
 namespace hybridengine {
@@ -15,24 +16,13 @@ __device__ bool is_token(const PackLayoutParams& p, int64_t b, int64_t l) {
   return l < p.seqlen && static_cast<const Mask*>(p.mask)[b * p.mask_row_stride + l] != 0;
 }
 
-__device__ int64_t block_sum(int64_t value) {
-  __shared__ int64_t partial[kWarps];
-  for (int offset = 16; offset; offset /= 2) value += __shfl_down_sync(kFullWarp, value, offset);
-  __syncthreads();  // the reads of the previous call are done
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
-  __syncthreads();
-  int64_t sum = 0;
-  for (int w = 0; w < kWarps; ++w) sum += partial[w];
-  return sum;
-}
-
 // One block per padded row.
 template <typename Mask>
 __global__ void __launch_bounds__(kThreads) count_kernel(PackLayoutParams p) {
   const int64_t b = blockIdx.x;
   int64_t count = 0;
   for (int64_t l = threadIdx.x; l < p.seqlen; l += kThreads) count += is_token<Mask>(p, b, l);
-  count = block_sum(count);
+  count = block_sum<kThreads>(count);
   if (threadIdx.x == 0) p.counts[b] = count;
 }
 
@@ -61,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(PackLayoutParams p) {
   const int64_t b = blockIdx.x;
   int64_t before = 0;
   for (int64_t i = threadIdx.x; i < b; i += kThreads) before += p.counts[i];
-  const int64_t first = block_sum(before);
+  const int64_t first = block_sum<kThreads>(before);
   int64_t position = 0;
   for (int64_t base = 0; base < p.seqlen; base += kThreads) {
     const int64_t l = base + threadIdx.x;
@@ -171,24 +161,16 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ 
 }  // namespace
 
 int pack_count_cuda(const PackLayoutParams& p, void* stream) {
-  auto s = static_cast<cudaStream_t>(stream);
-  if (p.mask_element_size == 1)
-    count_kernel<uint8_t><<<p.batch, kThreads, 0, s>>>(p);
-  else if (p.mask_element_size == 4)
-    count_kernel<uint32_t><<<p.batch, kThreads, 0, s>>>(p);
-  else
-    count_kernel<uint64_t><<<p.batch, kThreads, 0, s>>>(p);
+  const auto s = static_cast<cudaStream_t>(stream);
+  with_mask_type(
+      p, [&](auto element) { count_kernel<decltype(element)><<<p.batch, kThreads, 0, s>>>(p); });
   return cudaGetLastError();
 }
 
 int pack_layout_cuda(const PackLayoutParams& p, void* stream) {
-  auto s = static_cast<cudaStream_t>(stream);
-  if (p.mask_element_size == 1)
-    layout_kernel<uint8_t><<<p.batch, kThreads, 0, s>>>(p);
-  else if (p.mask_element_size == 4)
-    layout_kernel<uint32_t><<<p.batch, kThreads, 0, s>>>(p);
-  else
-    layout_kernel<uint64_t><<<p.batch, kThreads, 0, s>>>(p);
+  const auto s = static_cast<cudaStream_t>(stream);
+  with_mask_type(
+      p, [&](auto element) { layout_kernel<decltype(element)><<<p.batch, kThreads, 0, s>>>(p); });
   return cudaGetLastError();
 }
 

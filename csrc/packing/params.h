@@ -52,6 +52,17 @@ struct MoveRowsParams {
   int num_threads;
 };
 
+// Calls body(Element{}) for the integer type of the mask's elements.
+template <typename Body>
+void with_mask_type(const PackLayoutParams& p, const Body& body) {
+  if (p.mask_element_size == 1)
+    body(uint8_t{});
+  else if (p.mask_element_size == 4)
+    body(uint32_t{});
+  else
+    body(uint64_t{});
+}
+
 HE_CPU_KERNEL(pack_count_cpu, PackLayoutParams)
 HE_CPU_KERNEL(pack_layout_cpu, PackLayoutParams)
 HE_CPU_KERNEL(move_rows_cpu, MoveRowsParams)

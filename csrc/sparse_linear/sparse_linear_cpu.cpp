@@ -122,31 +122,19 @@ void weight_grad(const SparseWeightGrad& p) {
   });
 }
 
-template <typename Body>
-void with_type(DType dtype, const Body& body) {
-  switch (dtype) {
-    case DType::bf16:
-      return body(bf16{});
-    case DType::f16:
-      return body(f16{});
-    default:
-      return body(float{});
-  }
-}
-
 }  // namespace
 
 void sparse_logits_cpu(const SparseLogits& p) {
-  with_type(p.dtype, [&](auto type) { logits<decltype(type)>(p); });
+  with_float(p.dtype, [&](auto type) { logits<decltype(type)>(p); });
 }
 
 void sparse_hidden_grad_cpu(const SparseHiddenGrad& p) {
-  with_type(p.dtype, [&](auto type) { hidden_grad<decltype(type)>(p); });
+  with_float(p.dtype, [&](auto type) { hidden_grad<decltype(type)>(p); });
 }
 
 void sparse_weight_grad_cpu(const SparseWeightGrad& p) {
   if (p.width == 0) return;
-  with_type(p.dtype, [&](auto type) {
+  with_float(p.dtype, [&](auto type) {
     using T = decltype(type);
     p.grad_dtype == DType::f32 ? weight_grad<T, float>(p) : weight_grad<T, T>(p);
   });

@@ -90,21 +90,6 @@ HE_HOST_DEVICE CopyOffsets advance(const CopyRow& row, const CopyPlace& place, u
   return offsets;
 }
 
-// The row that holds chunk number `chunk`: the last one with first_chunk <= chunk.
-HE_HOST_DEVICE int64_t find_row(const CopyRow* rows, int64_t num_rows, int64_t chunk) {
-  int64_t low = 0;
-  int64_t high = num_rows;
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    if (rows[middle].first_chunk <= chunk) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
 // Merges dimensions that are contiguous on both sides, innermost last; unused ones get size 1.
 inline void coalesce(CopyRow& row) {
   int64_t size[kCopyDims], src[kCopyDims], dst[kCopyDims];

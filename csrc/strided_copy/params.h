@@ -26,4 +26,23 @@ HE_CPU_KERNEL(strided_copy_cpu, StridedCopyParams)
 // Both return a cudaError_t.
 int strided_copy_cuda(const StridedCopyParams& params, void* stream);
 
+// Calls body(S{}, D{}) for the types of source and destination; raw types are copied as they are.
+template <typename Body>
+auto with_copy_types(const StridedCopyParams& params, const Body& body) {
+  switch (params.src_dtype) {
+    case DType::raw1:
+      return body(uint8_t{}, uint8_t{});
+    case DType::raw2:
+      return body(uint16_t{}, uint16_t{});
+    case DType::raw4:
+      return body(uint32_t{}, uint32_t{});
+    case DType::raw8:
+      return body(uint64_t{}, uint64_t{});
+    default:
+      return with_float64(params.src_dtype, [&](auto src) {
+        return with_float64(params.dst_dtype, [&](auto dst) { return body(src, dst); });
+      });
+  }
+}
+
 }  // namespace hybridengine

@@ -41,24 +41,9 @@ HE_HOST_DEVICE uint32_t magnitude_bits(float value) { return bits_of(value) & 0x
 // Calls body(S, E) with values of the source's and the engine's type.
 template <typename Body>
 auto by_dtypes(const QuantizeParams& p, const Body& body) {
-  const auto by_engine = [&](auto source) {
-    switch (p.engine_dtype) {
-      case DType::bf16:
-        return body(source, bf16{});
-      case DType::f16:
-        return body(source, f16{});
-      default:
-        return body(source, float{});
-    }
-  };
-  switch (p.src_dtype) {
-    case DType::bf16:
-      return by_engine(bf16{});
-    case DType::f16:
-      return by_engine(f16{});
-    default:
-      return by_engine(float{});
-  }
+  return with_float(p.src_dtype, [&](auto source) {
+    return with_float(p.engine_dtype, [&](auto engine) { return body(source, engine); });
+  });
 }
 
 }  // namespace hybridengine

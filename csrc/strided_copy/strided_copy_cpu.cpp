@@ -1,6 +1,7 @@
 // strided_copy on the CPU: threads take equal parts of all chunks, whatever the sizes of the rows.
 #include "common/parallel.h"
 #include "common/simd.h"
+#include "common/tensor_chunks.h"
 #include "strided_copy/params.h"
 
 namespace hybridengine::HYBRIDENGINE_ISA {
@@ -42,7 +43,7 @@ void copy_range(const CopyRow& row, const S* source, D* destination, int64_t beg
 template <typename S, typename D>
 void copy_all(const StridedCopyParams& params) {
   parallel_for(params.num_chunks, 1, params.num_threads, [&](int64_t begin, int64_t end) {
-    int64_t index = find_row(params.rows, params.num_rows, begin);
+    int64_t index = last_begun(params.rows, params.num_rows, begin);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       while (index + 1 < params.num_rows && params.rows[index + 1].first_chunk <= chunk) ++index;
       const CopyRow& row = params.rows[index];
@@ -55,41 +56,11 @@ void copy_all(const StridedCopyParams& params) {
   });
 }
 
-template <typename S>
-void dispatch_dst(const StridedCopyParams& params) {
-  switch (params.dst_dtype) {
-    case DType::f32:
-      return copy_all<S, float>(params);
-    case DType::f16:
-      return copy_all<S, f16>(params);
-    case DType::bf16:
-      return copy_all<S, bf16>(params);
-    default:
-      return copy_all<S, double>(params);
-  }
-}
-
 }  // namespace
 
 void strided_copy_cpu(const StridedCopyParams& params) {
-  switch (params.src_dtype) {
-    case DType::f32:
-      return dispatch_dst<float>(params);
-    case DType::f16:
-      return dispatch_dst<f16>(params);
-    case DType::bf16:
-      return dispatch_dst<bf16>(params);
-    case DType::f64:
-      return dispatch_dst<double>(params);
-    case DType::raw1:
-      return copy_all<uint8_t, uint8_t>(params);
-    case DType::raw2:
-      return copy_all<uint16_t, uint16_t>(params);
-    case DType::raw4:
-      return copy_all<uint32_t, uint32_t>(params);
-    case DType::raw8:
-      return copy_all<uint64_t, uint64_t>(params);
-  }
+  with_copy_types(params,
+                  [&](auto src, auto dst) { copy_all<decltype(src), decltype(dst)>(params); });
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

@@ -12,7 +12,7 @@ import importlib
 import importlib.metadata
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -42,6 +42,15 @@ class Replacement:
     target: str
     function: Callable[..., Any]
     group: str
+
+
+def replacements(package: str, groups: Mapping[str, Mapping[str, Any]]) -> list[Replacement]:
+    """Return the replacements of `package`, given by group and target within the package."""
+    return [
+        Replacement(f"{package}.{path}", function, group)
+        for group, functions in groups.items()
+        for path, function in functions.items()
+    ]
 
 
 @dataclass(frozen=True)

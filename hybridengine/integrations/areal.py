@@ -110,15 +110,8 @@ def _wait(future: Any) -> None:
         raise ReshardError(f"they have not answered within {_TIMEOUT_S:g} s") from error
 
 
-def build_args(
-    vllm_config: Any,
-    tp_size: int,
-    pp_size: int,
-    host: str | None = None,
-    port: int | None = None,
-    dist_init_addr: str | None = None,
-    n_nodes: int = 1,
-    node_rank: int = 0,
+def build_args(  # type: ignore[no-untyped-def]
+    vllm_config, tp_size, pp_size, host=None, port=None, dist_init_addr=None, n_nodes=1, node_rank=0
 ) -> dict[str, Any]:
     """Return the options of AReaL's server, with our backend and worker extension."""
     arguments: dict[str, Any] = _PATCHES.original(f"{_CONFIG}.build_args")(

@@ -22,7 +22,7 @@ from hybridengine.kernels import _check as check
 from hybridengine.kernels import cross_entropy, pack
 from hybridengine.kernels.packing import inverse_order, move_rows
 
-from ._patching import Patches, Replacement
+from ._patching import Patches, replacements
 
 __all__ = [
     "CrossEntropyLoss",
@@ -244,11 +244,11 @@ def as_apply(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _PADDING: dict[str, Callable[..., Any]] = {
-    "unpad_input": unpad_input,
-    "pad_input": pad_input,
-    "index_first_axis": as_apply(index_first_axis),
-    "index_put_first_axis": as_apply(index_put_first_axis),
-    "unpad_input_for_concatenated_sequences": unpad_input_for_concatenated_sequences,
+    "bert_padding.unpad_input": unpad_input,
+    "bert_padding.pad_input": pad_input,
+    "bert_padding.index_first_axis": as_apply(index_first_axis),
+    "bert_padding.index_put_first_axis": as_apply(index_put_first_axis),
+    "bert_padding.unpad_input_for_concatenated_sequences": unpad_input_for_concatenated_sequences,
 }
 _CROSS_ENTROPY: dict[str, Callable[..., Any]] = {
     "ops.triton.cross_entropy.cross_entropy_loss": cross_entropy_loss,
@@ -257,10 +257,7 @@ _CROSS_ENTROPY: dict[str, Callable[..., Any]] = {
 _PATCHES = Patches(
     "flash_attn",
     ">=2.7,<3",
-    [
-        *(Replacement(f"flash_attn.bert_padding.{k}", f, "padding") for k, f in _PADDING.items()),
-        *(Replacement(f"flash_attn.{k}", f, "cross_entropy") for k, f in _CROSS_ENTROPY.items()),
-    ],
+    replacements("flash_attn", {"padding": _PADDING, "cross_entropy": _CROSS_ENTROPY}),
     default_groups=("padding", "cross_entropy"),
     distribution="flash-attn",
 )

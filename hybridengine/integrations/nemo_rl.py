@@ -136,10 +136,7 @@ class ChunkedDistributedLogprob(torch.autograd.Function):
             inference_only,
         )
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the logits, in their dtype."""
-        return DistributedLogprob.backward(ctx, *grad_outputs)
+    backward = staticmethod(DistributedLogprob.backward)
 
 
 class ChunkedDistributedEntropy(torch.autograd.Function):
@@ -156,10 +153,7 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
             lambda logits: -entropy_of_logits(logits, _several(tp_group)),
         )
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the logits, in their dtype."""
-        return DistributedLogprob.backward(ctx, *grad_outputs)
+    backward = staticmethod(DistributedLogprob.backward)
 
 
 class ChunkedDistributedGatherLogprob(torch.autograd.Function):

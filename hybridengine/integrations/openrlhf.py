@@ -34,7 +34,7 @@ from hybridengine.kernels import (
     value_loss,
 )
 
-from ._patching import Patches, Replacement
+from ._patching import Patches, Replacement, replacements
 from .flash_attn import as_apply, index_first_axis, pad_input, unpad_input
 
 __all__ = [
@@ -355,11 +355,7 @@ def _replacements() -> list[Replacement]:
             "models.loss.GPTLMLoss.forward": GPTLMLoss.forward,
         },
     }
-    return [
-        Replacement(f"openrlhf.{path}", function, group)
-        for group, functions in groups.items()
-        for path, function in functions.items()
-    ]
+    return replacements("openrlhf", groups)
 
 
 _PATCHES = Patches(

@@ -19,6 +19,16 @@ from hybridengine.trainer.exchange import all_gather_rows
 SCORE_NAMES = ("score", "reward", "seq_reward")  # of the score; the last two are verl's
 
 
+class _Column:
+    """An attribute of `Outcomes`: a column that is always there, [N] of `dtype`."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self._name, self._dtype = name, dtype
+
+    def __get__(self, outcomes: Outcomes, owner: type[Outcomes]) -> Tensor:
+        return outcomes._column(self._name).to(self._dtype)
+
+
 @dataclass(frozen=True)
 class Outcomes:
     """Numbers of N responses in the order of their groups.
@@ -49,32 +59,13 @@ class Outcomes:
         named = zip(self.names, self.values, strict=True)
         return {n.removeprefix(kind): column for n, column in named if n.startswith(kind)}
 
-    @property
-    def groups(self) -> Tensor:
-        """The position of the prompt, int64 [N]; responses to one prompt share it."""
-        return self._column("group").long()
-
-    @property
-    def ranks(self) -> Tensor:
-        """The rank that has the tokens, int64 [N]."""
-        return self._column("rank").long()
-
-    @property
-    def versions(self) -> Tensor:
-        """The version of the weights that sampled the oldest token, int64 [N]."""
-        return self._column("version").long()
-
-    @property
-    def prompt_lengths(self) -> Tensor:
-        return self._column("prompt_length").long()
-
-    @property
-    def is_truncated(self) -> Tensor:
-        return self._column("is_truncated").bool()
-
-    @property
-    def scores(self) -> Tensor:
-        return self._column("score")
+    groups = _Column("group", torch.int64)  # the position of the prompt, which a group shares
+    ranks = _Column("rank", torch.int64)  # the rank that has the tokens
+    versions = _Column("version", torch.int64)  # of the weights that sampled the oldest token
+    prompt_lengths = _Column("prompt_length", torch.int64)
+    response_lengths = _Column("size/token_ids", torch.int64)
+    is_truncated = _Column("is_truncated", torch.bool)
+    scores = _Column("score", torch.float64)
 
     @property
     def sizes(self) -> dict[str, Tensor]:
@@ -109,10 +100,6 @@ class Outcomes:
         """Whether it is the last of its trajectory, bool [N]; None: all are."""
         column = self._optional("is_last")
         return None if column is None else column.bool()
-
-    @property
-    def response_lengths(self) -> Tensor:
-        return self._column("size/token_ids").long()
 
     @property
     def lengths(self) -> Tensor:

@@ -138,16 +138,21 @@ def _unit_inner_stride(argument: Any) -> Any:
 )
 def _forward_op(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """out [T, H, D_v], and the log-sum-exp of the scores [H, T], float32 or float64."""
-    arguments: list[Any] = [query, key, value, *options]
-    backend = arguments.pop()
-    chosen = choose_backend(OP, query.device, backend, query.dtype)
+    return _run("forward", query, key, value, *options)
+
+
+def _run(name: str, *arguments: Any) -> Any:
+    """Run `name`, forward or backward, on the backend that the last argument names."""
+    *operands, backend = arguments
+    first: Tensor = operands[0]
+    chosen = choose_backend(OP, first.device, backend, first.dtype)
     if chosen == "cpp":
-        return native().attention_forward(*map(_unit_inner_stride, arguments))
+        return getattr(native(), f"attention_{name}")(*map(_unit_inner_stride, operands))
     if chosen == "triton":
         from . import triton
 
-        return triton.tree_attention_forward(*arguments)
-    return reference.tree_attention_forward(*arguments)
+        return getattr(triton, f"tree_attention_{name}")(*operands)
+    return getattr(reference, f"tree_attention_{name}")(*operands)
 
 
 @_forward_op.register_fake
@@ -163,25 +168,8 @@ def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor,
     schema="(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
     f"{OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
-def _backward_op(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    arguments: list[Any] = [grad_out, query, key, value, out, lse, *options]
-    backend = arguments.pop()
-    chosen = choose_backend(OP, query.device, backend, query.dtype)
-    if chosen == "cpp":
-        return native().attention_backward(*map(_unit_inner_stride, arguments))
-    if chosen == "triton":
-        from . import triton
-
-        return triton.tree_attention_backward(*arguments)
-    return reference.tree_attention_backward(*arguments)
+def _backward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _run("backward", *arguments)
 
 
 @_backward_op.register_fake

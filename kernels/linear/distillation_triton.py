@@ -20,25 +20,28 @@ BLOCK = 2048
 
 
 @triton.jit
-def _load_z(logits, columns, vocab, factor, cap_scale, softcap, HAS_CAP: tl.constexpr):
-    """z of the columns; -inf outside the row. factor: of x, or of softcap * tanh(cap_scale * x)."""
+def _load_z(logits, columns, vocab, HAS_CAP: tl.constexpr):
+    """z of the columns; -inf outside the row.
+
+    logits: (address of the row, factor of x or of softcap * tanh(cap_scale * x), cap_scale,
+    softcap).
+    """
+    row, factor, cap_scale, softcap = logits
     inside = columns < vocab
-    x = tl.load(logits + columns, mask=inside, other=-float("inf")).to(tl.float32)
+    x = tl.load(row + columns, mask=inside, other=-float("inf")).to(tl.float32)
     if HAS_CAP:
         x = tl.where(inside, softcap * _tanh(cap_scale * x), -float("inf"))
     return x * factor
 
 
 @triton.jit
-def _log_sum_exp(
-    logits, vocab, factor, cap_scale, softcap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr
-):
+def _log_sum_exp(logits, vocab, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):
     """Return the maximum of z, and log sum exp of z minus it."""
     top = tl.full((), -float("inf"), tl.float32)
     total = tl.zeros((), tl.float64)
     for begin in range(0, vocab, BLOCK):
         columns = begin + tl.arange(0, BLOCK)
-        z = _load_z(logits, columns, vocab, factor, cap_scale, softcap, HAS_CAP)
+        z = _load_z(logits, columns, vocab, HAS_CAP)
         new_top = tl.maximum(top, tl.max(z, 0))
         shift = tl.where(new_top == -float("inf"), 0.0, new_top)
         total = total * tl.exp(top - shift) + tl.sum(tl.exp(z - shift), 0)
@@ -47,11 +50,10 @@ def _log_sum_exp(
 
 
 @triton.jit
-def _load_log_probs(
-    logits, columns, vocab, factor, cap_scale, softcap, top, log_sum, HAS_CAP: tl.constexpr
-):
-    """Return z of the columns and their log-probs, given the results of `_log_sum_exp`."""
-    z = _load_z(logits, columns, vocab, factor, cap_scale, softcap, HAS_CAP)
+def _load_log_probs(logits, sums, columns, vocab, HAS_CAP: tl.constexpr):
+    """Return z of the columns and their log-probs; sums: the results of `_log_sum_exp`."""
+    top, log_sum = sums
+    z = _load_z(logits, columns, vocab, HAS_CAP)
     return z, z - top - log_sum
 
 
@@ -134,12 +136,10 @@ def distillation_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    student += row * student_stride
-    teacher += row * teacher_stride
-    top_q, sum_q = _log_sum_exp(student, vocab, factor, cap_scale, softcap, HAS_CAP, BLOCK)
-    top_p, sum_p = _log_sum_exp(
-        teacher, vocab, teacher_factor, teacher_cap_scale, teacher_softcap, TEACHER_HAS_CAP, BLOCK
-    )
+    of_q = (student + row * student_stride, factor, cap_scale, softcap)
+    of_p = (teacher + row * teacher_stride, teacher_factor, teacher_cap_scale, teacher_softcap)
+    sums_q = _log_sum_exp(of_q, vocab, HAS_CAP, BLOCK)
+    sums_p = _log_sum_exp(of_p, vocab, TEACHER_HAS_CAP, BLOCK)
     weight = grad_factor
     if GRADIENT:
         out += row * out_stride
@@ -148,20 +148,8 @@ def distillation_kernel(
     share = tl.zeros((), tl.float64)
     for begin in range(0, vocab, BLOCK):
         columns = begin + tl.arange(0, BLOCK)
-        z, log_q = _load_log_probs(
-            student, columns, vocab, factor, cap_scale, softcap, top_q, sum_q, HAS_CAP
-        )
-        _, log_p = _load_log_probs(
-            teacher,
-            columns,
-            vocab,
-            teacher_factor,
-            teacher_cap_scale,
-            teacher_softcap,
-            top_p,
-            sum_p,
-            TEACHER_HAS_CAP,
-        )
+        z, log_q = _load_log_probs(of_q, sums_q, columns, vocab, HAS_CAP)
+        _, log_p = _load_log_probs(of_p, sums_p, columns, vocab, TEACHER_HAS_CAP)
         loss, own, grad, _ = _entry(log_q, log_p, beta, rest, FORM)
         total += tl.sum(loss, 0)
         share += tl.sum(own, 0)
@@ -172,20 +160,8 @@ def distillation_kernel(
         of_row = share.to(tl.float32)
         for begin in range(0, vocab, BLOCK):
             columns = begin + tl.arange(0, BLOCK)
-            z, log_q = _load_log_probs(
-                student, columns, vocab, factor, cap_scale, softcap, top_q, sum_q, HAS_CAP
-            )
-            _, log_p = _load_log_probs(
-                teacher,
-                columns,
-                vocab,
-                teacher_factor,
-                teacher_cap_scale,
-                teacher_softcap,
-                top_p,
-                sum_p,
-                TEACHER_HAS_CAP,
-            )
+            z, log_q = _load_log_probs(of_q, sums_q, columns, vocab, HAS_CAP)
+            _, log_p = _load_log_probs(of_p, sums_p, columns, vocab, TEACHER_HAS_CAP)
             _, _, grad, q = _entry(log_q, log_p, beta, rest, FORM)
             grad -= of_row * q
             _write(out, columns, vocab, grad, z, factor, weight, softcap, HAS_CAP)

@@ -14,23 +14,15 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
+from tests.tiny_models import SIZES, VOCAB
+
 __all__ = ["CATALOGUE", "Entry"]
 
-VOCAB = 101
-_TEXT = dict(
-    vocab_size=VOCAB,
-    hidden_size=128,
-    intermediate_size=192,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=256,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
+_TEXT = SIZES | dict(intermediate_size=192, max_position_embeddings=256)
 _MOE = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
+_ROUTED = dict(
+    n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1
+)
 _MLA = dict(
     q_lora_rank=48,
     kv_lora_rank=512,
@@ -38,47 +30,32 @@ _MLA = dict(
     qk_rope_head_dim=64,
     v_head_dim=32,
     num_key_value_heads=4,
-    n_routed_experts=4,
-    n_shared_experts=1,
     moe_intermediate_size=128,
-    first_k_dense_replace=1,
-    n_group=1,
-    topk_group=1,
     num_experts_per_tok=2,
     head_dim=64,
+    **_ROUTED,
 )
+_ENDS = dict(bos_token_id=1, eos_token_id=2)
 _GPT = dict(
-    vocab_size=VOCAB,
-    n_embd=128,
-    n_layer=2,
-    n_head=4,
-    n_positions=256,
-    n_inner=192,
-    bos_token_id=1,
-    eos_token_id=2,
+    vocab_size=VOCAB, n_embd=128, n_layer=2, n_head=4, n_positions=256, n_inner=192, **_ENDS
 )
 _VISION = dict(
-    depth=2,
-    embed_dim=64,
-    hidden_size=128,
-    num_heads=4,
-    in_channels=3,
-    patch_size=14,
-    spatial_merge_size=2,
-    temporal_patch_size=2,
-    mlp_ratio=2,
-    intermediate_size=96,
-    out_hidden_size=128,
-    fullatt_block_indexes=[1],
+    **dict(depth=2, embed_dim=64, hidden_size=128, num_heads=4, in_channels=3, patch_size=14),
+    **dict(spatial_merge_size=2, temporal_patch_size=2, mlp_ratio=2, intermediate_size=96),
+    **dict(out_hidden_size=128, fullatt_block_indexes=[1]),
 )
 _VIT = dict(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    image_size=56,
-    patch_size=14,
+    **dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4),
+    **dict(image_size=56, patch_size=14),
 )
+_LINEAR_ATTENTION = dict(
+    **dict(linear_num_value_heads=4, linear_num_key_heads=4, linear_key_head_dim=32),
+    **dict(linear_value_head_dim=32, layer_types=["linear_attention", "full_attention"]),
+)
+_DECODER = dict(vocab_size=VOCAB, hidden_size=128, num_hidden_layers=2)
+_FALCON = _DECODER | dict(num_attention_heads=4)
+_MAMBA = _DECODER | _ENDS | dict(state_size=16)
+_HYBRID_MAMBA = dict(mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1)
 _MROPE = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}
 
 
@@ -123,22 +100,11 @@ CATALOGUE: dict[str, Entry] = {
     "qwen3_next": _text(
         "qwen3_next",
         **_MOE,
+        **_LINEAR_ATTENTION | {"layer_types": ["linear_attention", "full_attention"] * 4},
         shared_expert_intermediate_size=128,
-        linear_num_value_heads=4,
-        linear_num_key_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        layer_types=["linear_attention", "full_attention"] * 4,
         num_hidden_layers=8,
     ),
-    "qwen3_5_text": _text(
-        "qwen3_5_text",
-        linear_num_value_heads=4,
-        linear_num_key_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        layer_types=["linear_attention", "full_attention"],
-    ),
+    "qwen3_5_text": _text("qwen3_5_text", **_LINEAR_ATTENTION),
     "mixtral": _text("mixtral", **_MOE),
     "gemma": _text("gemma"),
     "gemma2": _text("gemma2", num_hidden_layers=6),
@@ -172,11 +138,8 @@ CATALOGUE: dict[str, Entry] = {
     "granitemoehybrid": _text(
         "granitemoehybrid",
         **_MOE,
+        **_HYBRID_MAMBA,
         shared_intermediate_size=128,
-        mamba_n_heads=8,
-        mamba_d_head=32,
-        mamba_d_state=16,
-        mamba_n_groups=1,
         mamba_expand=2,
         layer_types=["mamba", "attention"],
     ),
@@ -187,22 +150,10 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "internlm2": _text("internlm2"),
     "starcoder2": _text("starcoder2"),
-    "falcon": _only(
-        "falcon",
-        vocab_size=VOCAB,
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_kv_heads=2,
-        new_decoder_architecture=True,
-        bias=False,
-    ),
+    "falcon": _only("falcon", **_FALCON, num_kv_heads=2, new_decoder_architecture=True, bias=False),
     "falcon (multi-query)": _only(
         "falcon",
-        vocab_size=VOCAB,
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **_FALCON,
         multi_query=True,
         new_decoder_architecture=False,
         bias=True,
@@ -235,15 +186,7 @@ CATALOGUE: dict[str, Entry] = {
     "apertus": _text("apertus"),
     "seed_oss": _text("seed_oss"),
     "hunyuan_v1_dense": _text("hunyuan_v1_dense"),
-    "dots1": _text(
-        "dots1",
-        **_MOE,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-    ),
+    "dots1": _text("dots1", **_MOE, **_ROUTED),
     "minimax_m2": _text(
         "minimax_m2", **_MOE, rotary_dim=16, scoring_func="sigmoid", use_routing_bias=True
     ),
@@ -284,54 +227,17 @@ CATALOGUE: dict[str, Entry] = {
         expert_layer_period=2,
         expert_layer_offset=1,
     ),
-    "mamba": _only(
-        "mamba",
-        vocab_size=VOCAB,
-        hidden_size=128,
-        num_hidden_layers=2,
-        state_size=16,
-        time_step_rank=8,
-        bos_token_id=1,
-        eos_token_id=2,
-    ),
+    "mamba": _only("mamba", **_MAMBA, time_step_rank=8),
     "mamba2": _only(
         "mamba2",
-        vocab_size=VOCAB,
-        hidden_size=128,
-        num_hidden_layers=5,
-        state_size=16,
+        **_MAMBA | {"num_hidden_layers": 5},
         num_heads=8,
         head_dim=32,
         n_groups=4,
-        bos_token_id=1,
-        eos_token_id=2,
     ),
-    "falcon_mamba": _only(
-        "falcon_mamba",
-        vocab_size=VOCAB,
-        hidden_size=128,
-        num_hidden_layers=2,
-        state_size=16,
-        time_step_rank=8,
-        bos_token_id=1,
-        eos_token_id=2,
-    ),
-    "falcon_h1": _text(
-        "falcon_h1",
-        mamba_d_ssm=256,
-        mamba_n_heads=8,
-        mamba_d_head=32,
-        mamba_d_state=16,
-        mamba_n_groups=1,
-    ),
-    "bamba": _text(
-        "bamba",
-        mamba_n_heads=8,
-        mamba_d_head=32,
-        mamba_d_state=16,
-        mamba_n_groups=1,
-        attn_layer_indices=[1],
-    ),
+    "falcon_mamba": _only("falcon_mamba", **_MAMBA, time_step_rank=8),
+    "falcon_h1": _text("falcon_h1", **_HYBRID_MAMBA, mamba_d_ssm=256),
+    "bamba": _text("bamba", **_HYBRID_MAMBA, attn_layer_indices=[1]),
     "zamba2": _text(
         "zamba2",
         mamba_d_state=16,
@@ -408,14 +314,7 @@ CATALOGUE: dict[str, Entry] = {
         global_head_dim=32,
     ),
     "qwen3_5_moe_text": _text(
-        "qwen3_5_moe_text",
-        **_MOE,
-        shared_expert_intermediate_size=128,
-        linear_num_value_heads=4,
-        linear_num_key_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        layer_types=["linear_attention", "full_attention"],
+        "qwen3_5_moe_text", **_MOE, **_LINEAR_ATTENTION, shared_expert_intermediate_size=128
     ),
     "flex_olmo": _text("flex_olmo", **_MOE | {"moe_intermediate_size": 192}),
     "exaone_moe": _text(
@@ -438,16 +337,7 @@ CATALOGUE: dict[str, Entry] = {
         "llava",
         sub_configs={
             "text_config": {"model_type": "llama"} | _TEXT,
-            "vision_config": dict(
-                model_type="clip_vision_model",
-                hidden_size=64,
-                intermediate_size=96,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                image_size=56,
-                patch_size=14,
-                projection_dim=64,
-            ),
+            "vision_config": {"model_type": "clip_vision_model", "projection_dim": 64} | _VIT,
         },
     ),
 }

@@ -9,6 +9,7 @@ import asyncio
 import importlib
 import importlib.metadata
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -132,16 +133,22 @@ def areal_body(rank: int, world_size: int, port: int) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.multirank
-def test_areal_updates_its_servers() -> None:
+def run_with_engines(body: Callable[..., Any], worker: Callable[..., Any]) -> list[Any]:
+    """Return the results of two training ranks, beside two engines of one worker each."""
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     with (
-        Ranks(areal_worker_body, 1, store.port, "engine 0") as one,
-        Ranks(areal_worker_body, 1, store.port, "engine 1") as other,
+        Ranks(worker, 1, store.port, "engine 0") as one,
+        Ranks(worker, 1, store.port, "engine 1") as other,
     ):
-        first, second = run_ranks(areal_body, 2, store.port)
+        results = run_ranks(body, 2, store.port)
         one.results()
         other.results()
+    return results
+
+
+@pytest.mark.multirank
+def test_areal_updates_its_servers() -> None:
+    first, second = run_with_engines(areal_body, areal_worker_body)
     assert first["wrong"] == [[[]]] * ENGINES * len(FACTORS)
     assert first["calls"] == ["pause", "continue"] * len(FACTORS)
     assert all(sent > 0 for result in (first, second) for sent in result["sent"])
@@ -324,14 +331,7 @@ def nemo_colocated_body(rank: int, world_size: int, port: int) -> dict[str, Any]
 @pytest.mark.multirank
 def test_nemo_rl_refits_colocated_engines() -> None:
     pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    with (
-        Ranks(nemo_colocated_worker_body, 1, store.port, "engine 0") as one,
-        Ranks(nemo_colocated_worker_body, 1, store.port, "engine 1") as other,
-    ):
-        first, second = run_ranks(nemo_colocated_body, 2, store.port)
-        one.results()
-        other.results()
+    first, second = run_with_engines(nemo_colocated_body, nemo_colocated_worker_body)
     assert first["received"] == ["theirs"] * ENGINES + [True] * 4 * ENGINES
     assert first["wrong"] == [[[]]] * ENGINES * 4
     for result in (first, second):

@@ -11,6 +11,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from hybridengine.integrations import transformers as adapter
 from tests import tolerances
+from tests.integrations.trainer_arguments import TWO_STEPS
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY, VOCAB, tiny_config
 
@@ -131,18 +132,7 @@ def train(folder, mode, **settings):
     """
     rows = [{name: value[i].tolist() for name, value in batch().items()} for i in range(4)]
     rows[0]["labels"] = [-100] * 8 + rows[0]["labels"][8:]
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        max_steps=2,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-2,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        **settings,
-    )
+    arguments = TrainingArguments(output_dir=str(folder), **TWO_STEPS, **settings)
     model = build("llama")
     if mode == "fused":
         adapter.fuse_loss(model)

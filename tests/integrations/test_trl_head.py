@@ -13,21 +13,11 @@ from hybridengine.integrations.trl.padding import can_unpad
 from hybridengine.model.attention import ATTENTION
 from tests import tolerances
 from tests.ranks import run_ranks
-from tests.tiny_models import TINY, VOCAB, tiny_config
+from tests.tiny_models import SIZES, TINY, VOCAB, tiny_config
 
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 T = 0.7
-_SMALL = dict(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+_SMALL = SIZES | dict(hidden_size=64, head_dim=16, num_hidden_layers=1)
 
 
 def build(config):

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridengine.integrations import trl as adapter
+from tests.integrations.trainer_arguments import TWO_STEPS
 from tests.ranks import run_ranks
 from tests.tiny_models import VOCAB, save_tiny
 
@@ -37,16 +38,9 @@ def sft_logs(model: str, folder: str) -> list[dict[str, float]]:
 
     arguments = SFTConfig(
         output_dir=folder,
-        use_cpu=True,
+        **TWO_STEPS,
         bf16=False,
-        max_steps=2,
         per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-2,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
         gradient_checkpointing=False,
         max_length=None,
         shuffle_dataset=False,

@@ -223,16 +223,9 @@ def _config(**info):
         ppo_kl_coef=0.7,
         dro_beta=0.1,
     )
-    return _Config(
-        clip_ratio=0.2,
-        clip_ratio_low=None,
-        clip_ratio_high=0.3,
-        clip_ratio_c=1.5,
-        tau_pos=1.0,
-        tau_neg=1.05,
-        policy_loss=policy_loss,
-        global_batch_info=info,
-    )
+    ratios = dict(clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=0.3, clip_ratio_c=1.5)
+    taus = dict(tau_pos=1.0, tau_neg=1.05)
+    return _Config(**ratios, **taus, policy_loss=policy_loss, global_batch_info=info)
 
 
 METRICS = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import hypothesis.strategies as st
 import torch
 from hybridengine.kernels import LOSS_MODES, policy_loss, token_policy_loss
 
@@ -30,6 +31,16 @@ def random_mask(batch: int, seqlen: int, seed: int, kind: str) -> torch.Tensor:
     if kind == "suffix":
         return random_mask(batch, seqlen, seed, "prefix").flip(1)
     return torch.rand(batch, seqlen, generator=generator) < 0.5
+
+
+# Arguments of random_groups, and an option.
+GROUPS = dict(
+    rows=st.integers(0, 80),
+    groups=st.integers(1, 20),
+    seed=st.integers(0, 2**16),
+    binary=st.booleans(),
+    norm_by_std=st.booleans(),
+)
 
 
 def random_groups(rows: int, groups: int, seed: int, binary: bool):
@@ -146,3 +157,10 @@ def sequences(inputs):
     for a, b in pairwise(ends):
         rows = [t for t in range(a, b) if mask[t]]
         yield rows, [log_rho[t] for t in rows]
+
+
+def aggregated(loss_mode, loss_agg_mode):
+    """A batch with empty, short and long sequences; options; and their results in float64."""
+    inputs = batch([5, 0, 70, 1, 33, 1030, 16])
+    options = {"loss_mode": loss_mode, "loss_agg_mode": loss_agg_mode}
+    return inputs, options, run(to_float64(inputs), backend="reference", **options)

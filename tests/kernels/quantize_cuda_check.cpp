@@ -1,6 +1,7 @@
 // The CUDA kernels of block_quantize on the CPU.
 #include <vector>
 
+#include "copy_row_check.h"
 #include "quantize_cuda.cu"
 
 using namespace hybridengine;
@@ -12,17 +13,7 @@ extern "C" int run_on_cpu(const int64_t* table, const int64_t* blocks, int64_t n
                           const float* scale, int src_dtype, int engine_dtype) {
   std::vector<CopyRow> rows;
   for (int64_t i = 0; i < num_rows; ++i, table += 4 + 3 * kCopyDims) {
-    CopyRow row{};
-    row.src_offset = table[2];
-    row.dst_offset = table[3];
-    for (int dim = 0; dim < kCopyDims; ++dim) {
-      row.size[dim] = table[4 + dim];
-      row.src_stride[dim] = table[4 + kCopyDims + dim];
-      row.dst_stride[dim] = table[4 + 2 * kCopyDims + dim];
-    }
-    coalesce(row);
-    row.src_align = alignment(row, row.src_stride);
-    row.dst_align = alignment(row, row.dst_stride);
+    CopyRow row = read_row(table);
     row.block = static_cast<int32_t>(blocks[i]);
     rows.push_back(row);
   }

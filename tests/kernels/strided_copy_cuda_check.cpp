@@ -1,6 +1,7 @@
 // The CUDA kernel of strided_copy on the CPU.
 #include <vector>
 
+#include "copy_row_check.h"
 #include "strided_copy_cuda.cu"
 
 using namespace hybridengine;
@@ -11,17 +12,7 @@ extern "C" int run_on_cpu(const int64_t* table, int64_t num_rows, const char* so
   std::vector<CopyRow> rows;
   std::vector<int32_t> row_of_chunk;
   for (int64_t i = 0; i < num_rows; ++i, table += 4 + 3 * kCopyDims) {
-    CopyRow row{};
-    row.src_offset = table[2];
-    row.dst_offset = table[3];
-    for (int dim = 0; dim < kCopyDims; ++dim) {
-      row.size[dim] = table[4 + dim];
-      row.src_stride[dim] = table[4 + kCopyDims + dim];
-      row.dst_stride[dim] = table[4 + 2 * kCopyDims + dim];
-    }
-    coalesce(row);
-    row.src_align = alignment(row, row.src_stride);
-    row.dst_align = alignment(row, row.dst_stride);
+    CopyRow row = read_row(table);
     row.first_chunk = static_cast<int64_t>(row_of_chunk.size());
     const int64_t chunks = (num_elements(row) + kChunkElements - 1) / kChunkElements;
     row_of_chunk.insert(row_of_chunk.end(), chunks, static_cast<int32_t>(i));

@@ -229,6 +229,12 @@ def test_value_loss(padded, agg):
     close(metrics["vf_clipfrac"], clipfrac)
 
 
+def weights_by(level, threshold):
+    """Our options for verl's `threshold`, a number or "lower_upper"."""
+    lower, upper = (0.7, 1.4) if isinstance(threshold, str) else (None, threshold)
+    return {"rollout_is": level, "rollout_is_threshold": upper, "rollout_is_lower": lower}
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("threshold", [1.2, "0.7_1.4"])
 def test_rollout_weights(padded, level, threshold):
@@ -237,15 +243,7 @@ def test_rollout_weights(padded, level, threshold):
         log_ratio, padded["mask"].float(), level, threshold
     )
     new, old, want, ends = flat(padded | {"want": want}, "new", "old", "want")
-    lower, upper = (0.7, 1.4) if isinstance(threshold, str) else (None, threshold)
-    got = rollout_correction(
-        new,
-        old,
-        cu_seqlens=ends,
-        rollout_is=level,
-        rollout_is_threshold=upper,
-        rollout_is_lower=lower,
-    )
+    got = rollout_correction(new, old, cu_seqlens=ends, **weights_by(level, threshold))
     close(got.weights, want)
     assert got.metrics["is_weight_mean"].item() == pytest.approx(want.mean().item(), rel=1e-5)
 
@@ -292,16 +290,8 @@ def test_further_rollout_metrics(padded, level, threshold):
         log_ratio = padded["new"] - padded["old"]
         _, of_weights = helper.compute_rollout_correction_weights(log_ratio, mask, level, threshold)
         want |= of_weights
-    lower, upper = (0.7, 1.4) if isinstance(threshold, str) else (None, threshold)
     new, old, ends = flat(padded, "new", "old")
-    got = rollout_metrics(
-        new,
-        old,
-        cu_seqlens=ends,
-        rollout_is=level,
-        rollout_is_threshold=upper,
-        rollout_is_lower=lower,
-    )
+    got = rollout_metrics(new, old, cu_seqlens=ends, **weights_by(level, threshold))
     known = {"kl", "k3_kl", "chi2_token", "rollout_is_oob_ratio"}  # of rollout_correction
     assert got.keys() == want.keys() - known
     for name, value in got.items():

@@ -34,10 +34,8 @@ def test_whitening_is_over_all_ranks():
         torch.testing.assert_close(part, full[rows_of(rank)], **ADVANTAGE)
 
 
-def _loss_part(rank: int, world_size: int, loss_agg_mode: str):
-    _, inputs = list(split(batch(LENGTHS), PARTS))[rank]
-    totals = torch.tensor(list(global_counts(inputs).values())).double()
-    dist.all_reduce(totals)
+def _loss_of(inputs: dict, loss_agg_mode: str, **totals: torch.Tensor):
+    """Return the loss and its gradient."""
     log_probs = inputs["log_probs"].requires_grad_()
     loss, _ = policy_loss(
         log_probs,
@@ -47,29 +45,26 @@ def _loss_part(rank: int, world_size: int, loss_agg_mode: str):
         loss_mode="gspo",
         loss_agg_mode=loss_agg_mode,
         cu_seqlens=inputs["cu_seqlens"],
-        global_num_tokens=totals[0],
-        global_num_seqs=totals[1],
+        **totals,
     )
     loss.backward()
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    return total, log_probs.grad
+    return loss.detach(), log_probs.grad
+
+
+def _loss_part(rank: int, world_size: int, loss_agg_mode: str):
+    _, inputs = list(split(batch(LENGTHS), PARTS))[rank]
+    totals = torch.tensor(list(global_counts(inputs).values())).double()
+    dist.all_reduce(totals)
+    loss, gradient = _loss_of(
+        inputs, loss_agg_mode, global_num_tokens=totals[0], global_num_seqs=totals[1]
+    )
+    dist.all_reduce(loss)
+    return loss, gradient
 
 
 @pytest.mark.parametrize("loss_agg_mode", ["token-mean", "seq-mean-token-mean"])
 def test_the_loss_does_not_depend_on_the_ranks(loss_agg_mode):
-    inputs = batch(LENGTHS)
-    log_probs = inputs["log_probs"].requires_grad_()
-    full, _ = policy_loss(
-        log_probs,
-        inputs["old_log_probs"],
-        inputs["advantages"],
-        response_mask=inputs["response_mask"],
-        loss_mode="gspo",
-        loss_agg_mode=loss_agg_mode,
-        cu_seqlens=inputs["cu_seqlens"],
-    )
-    full.backward()
+    full, expected = _loss_of(batch(LENGTHS), loss_agg_mode)
     for rank, (total, gradient) in enumerate(run_ranks(_loss_part, 2, loss_agg_mode)):
-        torch.testing.assert_close(total, full.detach(), **POLICY_LOSS)
-        torch.testing.assert_close(gradient, log_probs.grad[rows_of(rank)], **POLICY_LOSS)
+        torch.testing.assert_close(total, full, **POLICY_LOSS)
+        torch.testing.assert_close(gradient, expected[rows_of(rank)], **POLICY_LOSS)

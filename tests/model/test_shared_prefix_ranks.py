@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.model.cases import LOGITS, assert_close_by_scale
+from tests.model.cases import LOGITS, assert_close_by_scale, load
 from tests.model.forests import group_pairs
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -22,21 +22,17 @@ def weighted(*rows: torch.Tensor) -> torch.Tensor:
 def body(rank: int, world_size: int, path: str, kind: str) -> int:
     """Compare one tree-packed batch, split over all ranks, with plain packing on every rank."""
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
 
     from hybridengine.model import (
         apply_lora,
-        load_causal_lm,
         pack_rollouts,
         packed_log_probs,
         packed_values,
     )
 
-    model = load_causal_lm(
+    model = load(
         path,
-        mesh=init_device_mesh("cpu", (world_size,)),
-        shard_dim1=lambda name: False,
-        param_dtype=torch.float32,
+        world_size,
         gradient_checkpointing=True,
         value_head=kind == "critic",
         adapt=(lambda m: apply_lora(m, 3, 5.0, "all-linear")) if kind == "lora" else None,

@@ -13,6 +13,7 @@ from tests.model.cases import (
     SIZES,
     assert_close_by_scale,
     full_tensors,
+    load,
     one_by_one,
     rollouts,
     single_process_model,
@@ -39,7 +40,7 @@ def expected(path: str, pairs: list) -> tuple[torch.Tensor, torch.Tensor, dict]:
 def body(rank: int, world_size: int, paths: list[str], sp_size: int) -> list[int]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from hybridengine.model import load_causal_lm, pack_rollouts, packed_log_probs
+    from hybridengine.model import pack_rollouts, packed_log_probs
 
     mesh = init_device_mesh("cpu", (world_size // sp_size, sp_size), mesh_dim_names=("dp", "sp"))
     group, replica = mesh["sp"].get_group(), mesh["dp"].get_local_rank()
@@ -47,11 +48,9 @@ def body(rank: int, world_size: int, paths: list[str], sp_size: int) -> list[int
     rows = []
     for path in paths:
         pairs = rollouts(SIZES, seed=replica)
-        model = load_causal_lm(
+        model = load(
             path,
-            mesh=init_device_mesh("cpu", (world_size,)),
-            shard_dim1=lambda name: False,
-            param_dtype=torch.float32,
+            world_size,
             gradient_checkpointing=True,
             compile=path.endswith("one_kv_head"),
         )

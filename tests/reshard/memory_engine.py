@@ -22,11 +22,26 @@ from hybridengine.sharding.layout import Quantized
 from hybridengine.sharding.weight_target import WeightTarget
 from tests.reshard.brute_force import fused_layout
 
-__all__ = ["MemoryEngine", "Shapes", "build", "expected", "pulling", "quantize", "shard", "values"]
+__all__ = [
+    "MemoryEngine",
+    "Shapes",
+    "build",
+    "expected",
+    "pulling",
+    "quantize",
+    "shapes_of",
+    "shard",
+    "values",
+]
 
 Shapes = Mapping[
     str, tuple[str, tuple[int, ...]]
 ]  # name → ("column" | "row" | "replicated", shape)
+
+
+def shapes_of(**kinds: Mapping[str, tuple[int, ...]]) -> Shapes:
+    """Return shapes by name, given by kind: shapes_of(column={"q": (24, 10)}, row={...})."""
+    return {name: (kind, shape) for kind, named in kinds.items() for name, shape in named.items()}
 
 
 class MemoryEngine(WeightTarget, RolloutEngine):

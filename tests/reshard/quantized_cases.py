@@ -6,17 +6,15 @@ from pathlib import Path
 
 import torch
 
-from tests.reshard.memory_engine import MemoryEngine, Shapes, expected, values
+from tests.reshard.memory_engine import MemoryEngine, expected, shapes_of, values
 from tests.tiny_models import tiny_config
 
 # Of all tensors blocks straddle shards: fused ones also parameters, row-parallel ones columns.
-SHAPES: Shapes = {
-    "q": ("column", (300, 260)),
-    "k": ("column", (140, 260)),
-    "out": ("row", (270, 640)),
-    "copied": ("replicated", (200, 130)),
-    "norm": ("replicated", (13, 3)),
-}
+SHAPES = shapes_of(
+    column={"q": (300, 260), "k": (140, 260)},
+    row={"out": (270, 640)},
+    replicated={"copied": (200, 130), "norm": (13, 3)},
+)
 QUANTIZED = ("fused", "out", "copied")
 
 

@@ -17,17 +17,14 @@ from hybridengine.sharding import LayoutError
 from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.shards import local_shard
 from tests.ranks import message_of, run_ranks
-from tests.reshard.memory_engine import Shapes, build, expected, values
+from tests.reshard.memory_engine import Shapes, build, expected, shapes_of, values
 from tests.reshard.training import train
 
-SHAPES: Shapes = {
-    "q": ("column", (240, 10)),
-    "gate": ("column", (400, 10)),
-    "out": ("row", (110, 16)),
-    "norm": ("replicated", (13, 30)),
-    "short": ("replicated", (3, 5)),
-    "one": ("replicated", (1, 2)),
-}
+SHAPES = shapes_of(
+    column={"q": (240, 10), "gate": (400, 10)},
+    row={"out": (110, 16)},
+    replicated={"norm": (13, 30), "short": (3, 5), "one": (1, 2)},
+)
 COMPUTED: Shapes = {**SHAPES, "computed": ("replicated", (6, 4))}
 
 

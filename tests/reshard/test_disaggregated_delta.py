@@ -16,20 +16,17 @@ from hybridengine.rollout import SamplingSpec
 from hybridengine.sharding.shards import local_shard
 from tests.ranks import message_of
 from tests.reshard.brute_force import fused_layout
-from tests.reshard.memory_engine import MemoryEngine, Shapes, expected, mesh_of, shard, values
+from tests.reshard.memory_engine import MemoryEngine, expected, mesh_of, shapes_of, shard, values
 from tests.reshard.training import train
 from tests.reshard.worlds import come_back, link_store, wait_for_dropped, worlds
 
 pytestmark = pytest.mark.multirank
 
-SHAPES: Shapes = {
-    "q": ("column", (240, 50)),
-    "gate": ("column", (400, 50)),
-    "out": ("row", (110, 96)),
-    "norm": ("replicated", (13, 30)),
-    "one": ("replicated", (1, 2)),
-    "computed": ("replicated", (6, 4)),
-}
+SHAPES = shapes_of(
+    column={"q": (240, 50), "gate": (400, 50)},
+    row={"out": (110, 96)},
+    replicated={"norm": (13, 30), "one": (1, 2), "computed": (6, 4)},
+)
 # Shares of the elements that change before each sync, of version 1 and up.
 SHARES = (1.0, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.0, 0.9, 0.01, 0.02, 0.02, 0.02)
 TIMEOUT_S = 20.0  # the sync with a damaged delta lasts as long

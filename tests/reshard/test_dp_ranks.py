@@ -13,7 +13,7 @@ from hybridengine.reshard.record.dp_ranks import record_dp_ranks
 from hybridengine.reshard.trainer_layout import TrainerLayout
 from hybridengine.sharding import Copy, EngineLayout, TensorSpec
 from tests.ranks import run_ranks
-from tests.reshard.vllm_engines import unequal
+from tests.reshard.vllm_engines import unequal, vllm_model
 from tests.tiny_models import save_tiny
 
 SHAPES = {"attention": (16, 8), "experts": (8, 4, 6)}
@@ -107,16 +107,7 @@ def engine_body(rank: int, world_size: int, path: str) -> dict:
     from hybridengine.model import parameter_shards
     from hybridengine.reshard import Resharder
     from hybridengine.reshard.record.checkpoint import checkpoint_layout
-    from hybridengine.rollout.vllm.environment import prepare_environment, unique_shared_memory
-    from hybridengine.rollout.vllm.record import record_engine_layout
     from tests.reshard.memory_engine import MemoryEngine
-
-    prepare_environment()
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import parallel_state
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
 
     trained = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     checkpoint = checkpoint_layout(trained)
@@ -126,22 +117,9 @@ def engine_body(rank: int, world_size: int, path: str) -> dict:
             placed = distribute_tensor(full.detach(), mesh["ep"], [Shard(0)])
             setattr(layer.mlp.experts, name, torch.nn.Parameter(placed))
     fully_shard(trained, mesh=mesh["fsdp"])
-    config = EngineArgs(
-        model=path,
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        tensor_parallel_size=2,
-        data_parallel_size=2,
-        enable_expert_parallel=True,
-        distributed_executor_backend="external_launcher",
-        enforce_eager=True,
-    ).create_engine_config()
-    with set_current_vllm_config(config), unique_shared_memory():
-        parallel_state.init_distributed_environment(world_size, rank, "env://", rank, "gloo")
-        parallel_state.initialize_model_parallel(2)
-        layout = record_engine_layout(config, checkpoint, torch.bfloat16)
-        with set_default_torch_dtype(torch.bfloat16):
-            model = initialize_model(vllm_config=config)
+    layout, model = vllm_model(
+        rank, world_size, path, 2, checkpoint, data_parallel_size=2, enable_expert_parallel=True
+    )
     engine = MemoryEngine(layout, rank, world_size)
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
     engine.tensors = {name: tensors[name].detach() for name in layout.destinations}

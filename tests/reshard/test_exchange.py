@@ -19,19 +19,16 @@ from hybridengine.reshard import Resharder
 from hybridengine.reshard.transport import shared_memory
 from hybridengine.reshard.transport.in_world import Pull
 from tests.ranks import run_ranks
-from tests.reshard.memory_engine import Shapes, build, expected, values
+from tests.reshard.memory_engine import Shapes, build, expected, shapes_of, values
 
 pytestmark = pytest.mark.multirank
 
 # Rows that divide by nothing, fewer rows than ranks (zero-size shards), a row-parallel weight.
-UNEVEN: Shapes = {
-    "q": ("column", (24, 10)),
-    "gate": ("column", (40, 10)),
-    "out": ("row", (11, 16)),
-    "norm": ("replicated", (13, 3)),
-    "short": ("replicated", (3, 5)),
-    "one": ("replicated", (1, 2)),
-}
+UNEVEN = shapes_of(
+    column={"q": (24, 10), "gate": (40, 10)},
+    row={"out": (11, 16)},
+    replicated={"norm": (13, 3), "short": (3, 5), "one": (1, 2)},
+)
 
 
 class Counted:

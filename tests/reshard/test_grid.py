@@ -35,6 +35,7 @@ from tests.ranks import run_ranks
 from tests.reshard.memory_engine import MemoryEngine, pulling, quantize
 from tests.reshard.quantized_cases import save
 from tests.reshard.training import train
+from tests.reshard.vllm_engines import vllm_model
 from tests.reshard.worlds import TIMEOUT_S, link_store, worlds
 
 pytestmark = pytest.mark.multirank
@@ -128,31 +129,9 @@ def load_body(rank: int, tp_size: int, path: str, folder: Path) -> EngineLayout:
     """Save what vLLM's model of this TP rank holds after each step; return how it is laid out."""
     from hybridengine.model.validation import check_model
     from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
-    from hybridengine.rollout.vllm.environment import prepare_environment, unique_shared_memory
-    from hybridengine.rollout.vllm.record import record_engine_layout
 
-    prepare_environment()
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import parallel_state
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    config = EngineArgs(
-        model=path,
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        tensor_parallel_size=tp_size,
-        distributed_executor_backend="external_launcher",
-        enforce_eager=True,
-    ).create_engine_config()
-    with set_current_vllm_config(config), unique_shared_memory():
-        parallel_state.init_distributed_environment(tp_size, rank, "env://", rank, "gloo")
-        parallel_state.initialize_model_parallel(tp_size)
-        checkpoint = checkpoint_layout_from_config(check_model(path))
-        layout = record_engine_layout(config, checkpoint, torch.bfloat16)
-        with set_default_torch_dtype(torch.bfloat16):
-            model = initialize_model(vllm_config=config)
+    checkpoint = checkpoint_layout_from_config(check_model(path))
+    layout, model = vllm_model(rank, tp_size, path, tp_size, checkpoint)
     held = {n: p.detach() for n, p in model.named_parameters() if n in layout.destinations}
     for source in ("fsdp2", "lora"):
         for version, weights in steps_of(path, source, max(STEPS.values())):

@@ -16,23 +16,21 @@ from hybridengine.reshard.trainer_layout import TrainerLayout
 from hybridengine.sharding import Adapter, ShardSpec
 from tests.ranks import message_of, run_ranks
 from tests.reshard.brute_force import brute_force_bound, fused_layout
-from tests.reshard.memory_engine import MemoryEngine, Shapes, expected, pulling
+from tests.reshard.memory_engine import MemoryEngine, expected, pulling, shapes_of
 
 pytestmark = pytest.mark.multirank
 
 # Sizes that 2 × 2 ranks do not divide, where FSDP2 allows it (dimension 0).
-SHAPES: Shapes = {
-    "up.weight": ("column", (22, 10)),
-    "gate.weight": ("column", (14, 10)),
-    "down.weight": ("row", (9, 22)),
-    "norm.weight": ("replicated", (13,)),
-    "bias": ("replicated", (7, 3)),
-}
-EXPERTS: Shapes = {
-    "w13": ("column", (6, 40)),
-    "w2": ("row", (6, 24)),
-    "router": ("replicated", (6, 5)),
-}
+SHAPES = shapes_of(
+    column={"up.weight": (22, 10), "gate.weight": (14, 10)},
+    row={"down.weight": (9, 22)},
+    replicated={"norm.weight": (13,), "bias": (7, 3)},
+)
+EXPERTS = shapes_of(
+    column={"w13": (6, 40)},
+    row={"w2": (6, 24)},
+    replicated={"router": (6, 5)},
+)
 
 
 class Mlp(torch.nn.Module):

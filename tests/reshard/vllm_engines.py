@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["PROMPTS", "LargestAllocation", "build", "build_engine", "build_llm", "unequal"]
+__all__ = [
+    "PROMPTS",
+    "LargestAllocation",
+    "build",
+    "build_engine",
+    "build_llm",
+    "unequal",
+    "vllm_model",
+]
 
 PROMPTS = [[1, 5, 9, 33, 2], [7, 8, 9, 10, 11, 12, 13], [3] * 20, [97, 4]]
 
@@ -72,6 +80,40 @@ def build_engine(
         engine_options={"enforce_eager": True},
     )
     return engine, checkpoint
+
+
+def vllm_model(
+    rank: int, world_size: int, path: str, tp_size: int, checkpoint: Any, **options: Any
+) -> tuple[Any, Any]:
+    """Return vLLM's bfloat16 model of this rank, without an engine: (its layout, the model).
+
+    options: of vLLM's engine.
+    """
+    from hybridengine.rollout.vllm.environment import prepare_environment, unique_shared_memory
+    from hybridengine.rollout.vllm.record import record_engine_layout
+
+    prepare_environment()
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = EngineArgs(
+        model=path,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        tensor_parallel_size=tp_size,
+        distributed_executor_backend="external_launcher",
+        enforce_eager=True,
+        **options,
+    ).create_engine_config()
+    with set_current_vllm_config(config), unique_shared_memory():
+        parallel_state.init_distributed_environment(world_size, rank, "env://", rank, "gloo")
+        parallel_state.initialize_model_parallel(tp_size)
+        layout = record_engine_layout(config, checkpoint, torch.bfloat16)
+        with set_default_torch_dtype(torch.bfloat16):
+            return layout, initialize_model(vllm_config=config)
 
 
 class LargestAllocation(TorchDispatchMode):

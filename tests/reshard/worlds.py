@@ -13,17 +13,14 @@ from hybridengine.reshard import WeightReceiver, sender
 from hybridengine.reshard.transport.link import GroupLink
 from tests.ranks import Ranks
 from tests.reshard.brute_force import fused_layout
-from tests.reshard.memory_engine import MemoryEngine, Shapes, values
+from tests.reshard.memory_engine import MemoryEngine, shapes_of, values
 
 # Rows that divide by nothing, fewer rows than ranks, a row-parallel weight, and one by the loader.
-UNEVEN: Shapes = {
-    "q": ("column", (48, 20)),
-    "gate": ("column", (480, 20)),
-    "out": ("row", (12, 18)),
-    "norm": ("replicated", (13, 3)),
-    "one": ("replicated", (1, 2)),
-    "computed": ("replicated", (7, 5)),
-}
+UNEVEN = shapes_of(
+    column={"q": (48, 20), "gate": (480, 20)},
+    row={"out": (12, 18)},
+    replicated={"norm": (13, 3), "one": (1, 2), "computed": (7, 5)},
+)
 FACTORS = {1: 1.0, 2: -3.0, 3: 0.5}  # by version: the parameters are multiplied, later by 2
 TIMEOUT_S = 60.0
 

@@ -48,17 +48,9 @@ def shape_of(config) -> ModelShape:
 
 @pytest.fixture(scope="module")
 def llama() -> ModelShape:
-    config = LlamaConfig(
-        vocab_size=1000,
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        tie_word_embeddings=False,
-    )
-    return shape_of(config)
+    sizes = dict(vocab_size=1000, hidden_size=64, intermediate_size=256, num_hidden_layers=4)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    return shape_of(LlamaConfig(**sizes, **heads, tie_word_embeddings=False))
 
 
 def test_sizes_of_a_dense_model(llama) -> None:
@@ -75,21 +67,14 @@ def test_sizes_of_a_dense_model(llama) -> None:
     assert llama.kv_bytes(4, 2) == llama.kv_bytes(2, 2), "two heads are replicated over four ranks"
 
 
+BOTH = {"vocab_size": 100, "intermediate_size": 64, "num_hidden_layers": 2}
+BOTH |= {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+
+
 @pytest.fixture(scope="module")
 def moe() -> ModelShape:
-    config = Qwen3MoeConfig(
-        vocab_size=100,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-    )
-    return shape_of(config)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    return shape_of(Qwen3MoeConfig(**BOTH, **heads, hidden_size=32, num_experts=8))
 
 
 def test_sizes_of_experts_and_of_latent_attention(moe) -> None:
@@ -100,11 +85,8 @@ def test_sizes_of_experts_and_of_latent_attention(moe) -> None:
     assert shape.active_parameters(1) == pytest.approx(one)
     assert shape.active_parameters(1e6) == shape.layer_parameters + 32 * 100
     mla = DeepseekV3Config(
-        vocab_size=100,
+        **BOTH,
         hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
         q_lora_rank=16,
@@ -113,7 +95,6 @@ def test_sizes_of_experts_and_of_latent_attention(moe) -> None:
         qk_nope_head_dim=16,
         v_head_dim=12,
         n_routed_experts=4,
-        num_experts_per_tok=2,
         first_k_dense_replace=1,
         n_group=1,
         topk_group=1,

@@ -25,16 +25,9 @@ NODE = ClusterConfig(gpu="h100", gpus_per_node=8)
 
 @pytest.fixture(scope="module")
 def config() -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=32000,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
-    )
+    sizes = dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16)
+    heads = dict(num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=False)
+    return LlamaConfig(**sizes, **heads, vocab_size=32000, architectures=["LlamaForCausalLM"])
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PhiConfig
 
 from hybridengine.config import SFTConfig, load_sft_config
-from tests.tiny_models import VOCAB, save_tiny
+from tests.tiny_models import SIZES, VOCAB, save_tiny
 
 __all__ = ["save_checkpoint", "sft_settings", "start_run", "write_sft_job"]
 
@@ -18,20 +18,10 @@ __all__ = ["save_checkpoint", "sft_settings", "start_run", "write_sft_job"]
 def write_sft_job(folder: Path, dropout: float = 0.0, rows: int = 24, width: int = 32) -> Path:
     """Model and conversations in `folder`; the model knows dropout and ties no weights."""
     save_tiny("llama", folder / "model")  # for its tokenizer
-    config = PhiConfig(
-        vocab_size=VOCAB,
-        hidden_size=width,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attention_dropout=0.0,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
+    sizes = dict(
+        hidden_size=width, head_dim=width // 4, intermediate_size=48, num_key_value_heads=4
     )
+    config = PhiConfig(**SIZES | sizes, resid_pdrop=dropout, embd_pdrop=dropout)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")

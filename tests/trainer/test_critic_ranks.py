@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,8 @@ from hybridengine.runtime.status import read_status
 from tests.ranks import Ranks, message_of, run_ranks
 from tests.trainer.in_process import Result, small_job
 from tests.trainer.overlapped import MULTI_TURN, overrides_of, run_named, run_overlapped
-from tests.trainer.processes import WITHIN_S, pid_of_training_rank
 from tests.trainer.sft_job import start_run, write_sft_job
-from tests.trainer.toy import start_toy, toy_job
+from tests.trainer.toy import assert_named_when_killed
 
 pytestmark = pytest.mark.multirank
 
@@ -193,13 +190,7 @@ def test_a_killed_critic_ends_the_run_with_its_name(tmp_path: Path) -> None:
         "trainer.n_gpus_per_node": 1,
         "trainer.total_training_steps": 10_000,
     }
-    with start_toy(toy_job(tmp_path, **settings)) as run:
-        pid = pid_of_training_rank(tmp_path / "run", rank=1)
-        os.kill(pid, signal.SIGKILL)
-        output, _ = run.communicate(timeout=WITHIN_S)
-    assert run.returncode == 1, output
-    last = output.splitlines()[-1]
-    assert last.startswith(f"error: rank 1 (critic, pid {pid}) was killed by SIGKILL in"), output
+    assert_named_when_killed(tmp_path, settings, "critic")
 
 
 def fail_between_phases(rank: int, world_size: int, folder: Path, overrides: list[str]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,7 @@ import pytest
 from hybridengine.runtime.session import EXIT_STOPPED
 from tests.trainer.in_process import Result, small_job
 from tests.trainer.overlapped import MULTI_TURN, overrides_of, run_named, run_overlapped
-from tests.trainer.processes import WITHIN_S, pid_of_training_rank
-from tests.trainer.toy import start_toy, toy_job
+from tests.trainer.toy import assert_named_when_killed
 
 pytestmark = pytest.mark.multirank
 
@@ -190,10 +187,4 @@ def test_a_killed_engine_ends_the_run_with_its_name(tmp_path: Path) -> None:
         "trainer.mode": "one_step_off",
         "trainer.total_training_steps": 10_000,
     }
-    with start_toy(toy_job(tmp_path, **settings)) as run:
-        pid = pid_of_training_rank(tmp_path / "run", rank=1)
-        os.kill(pid, signal.SIGKILL)
-        output, _ = run.communicate(timeout=WITHIN_S)
-    assert run.returncode == 1, output
-    last = output.splitlines()[-1]
-    assert last.startswith(f"error: rank 1 (engine 0, pid {pid}) was killed by SIGKILL in"), output
+    assert_named_when_killed(tmp_path, settings, "engine 0")

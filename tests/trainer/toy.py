@@ -12,8 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.tiny_models import save_tiny
+from tests.trainer.processes import WITHIN_S, pid_of_training_rank
 
-__all__ = ["start_toy", "toy_job"]
+__all__ = ["assert_named_when_killed", "start_toy", "toy_job"]
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -69,3 +70,14 @@ def start_toy(command: list[str]) -> Iterator[subprocess.Popen[str]]:
         with suppress(ProcessLookupError):  # they have ended
             os.killpg(run.pid, signal.SIGKILL)
         run.wait()
+
+
+def assert_named_when_killed(folder: Path, settings: dict[str, object], role: str) -> None:
+    """Kill rank 1, a `role`, in the middle of a step: the last line of the output names it."""
+    with start_toy(toy_job(folder, **settings)) as run:
+        pid = pid_of_training_rank(folder / "run", rank=1)
+        os.kill(pid, signal.SIGKILL)
+        output, _ = run.communicate(timeout=WITHIN_S)
+    assert run.returncode == 1, output
+    last = output.splitlines()[-1]
+    assert last.startswith(f"error: rank 1 ({role}, pid {pid}) was killed by SIGKILL in"), output

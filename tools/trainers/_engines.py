@@ -49,18 +49,10 @@ def save_model(folder: Path) -> Path:
     from tokenizers.models import WordLevel
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-    config = Qwen2Config(
-        vocab_size=1001,
-        hidden_size=256,
-        intermediate_size=352,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=False,
-    )
+    sizes: dict[str, Any] = dict(hidden_size=256, intermediate_size=352, num_hidden_layers=4)
+    sizes |= dict(num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=512)
+    sizes |= dict(vocab_size=1001, bos_token_id=1, eos_token_id=2)
+    config = Qwen2Config(**sizes, tie_word_embeddings=False)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
@@ -302,19 +294,12 @@ def sync_then_lose(
 
 def lose_a_server(folder: str, sync: Callable[[], object]) -> dict[str, Any]:
     """Wait until `check_runs` has ended a server; return the error of a sync and its seconds."""
+    from tests.ranks import message_of
+
     while not Path(folder, "ended").exists():
         time.sleep(0.2)
     started = time.monotonic()
-    return {"error": error_of(sync), "seconds": round(time.monotonic() - started, 1)}
-
-
-def error_of(function: Callable[[], object]) -> str:
-    """Return the type and message of the error that a call raises; "no error" without one."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return {"error": message_of(sync), "seconds": round(time.monotonic() - started, 1)}
 
 
 def _answers(url: str) -> bool:

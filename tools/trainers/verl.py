@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tools.dropins_upstreams import UPSTREAMS
-from tools.environments import overlay
+from tools.environments import overlay, run_logged
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = (*UPSTREAMS["verl"].requirements, "antlr4-python3-runtime==4.9.3")
@@ -249,16 +249,7 @@ def train(
         "VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl"),
     }
     log = out / "log.txt"
-    with log.open("w") as output:
-        status = subprocess.run(
-            [*command, *overrides],
-            cwd=out,
-            env=environment,
-            timeout=TIMEOUT_S,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    if status.returncode:
+    if run_logged([*command, *overrides], out, environment, log, TIMEOUT_S):
         raise RuntimeError(f"main_ppo failed, {log}:\n{log.read_text()[-5000:]}")
     return out
 

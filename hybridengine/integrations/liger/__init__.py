@@ -16,7 +16,7 @@ The groups of `patch(*groups)`:
     cross_entropy   fused linear cross-entropy: what Liger's autograd function of it computes
 """
 
-from .._patching import Patches, Replacement
+from .._patching import Patches, Replacement, replacements
 from .cross_entropy import (
     CrossEntropyOutput,
     LigerFusedLinearCrossEntropyLoss,
@@ -81,11 +81,7 @@ def _replacements() -> list[Replacement]:
             ),
         },
     }
-    return [
-        Replacement(f"liger_kernel.{path}", function, group)
-        for group, functions in groups.items()
-        for path, function in functions.items()
-    ]
+    return replacements("liger_kernel", groups)
 
 
 _PATCHES = Patches(

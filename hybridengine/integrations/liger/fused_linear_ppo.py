@@ -154,6 +154,18 @@ def _check_ratio(ratio: Tensor | None, shape: torch.Size) -> Tensor | None:
     return ratio.unsqueeze(-1) if ratio.dim() == 1 else ratio
 
 
+# The arguments of `LigerFusedLinearGRPOFunction.apply`, in Liger's order.
+_ARGUMENTS = (
+    *("_input", "weight", "selected_token_ids", "attention_mask", "advantages", "bias"),
+    *("ref_per_token_logps", "old_per_token_logps", "ref_input", "ref_weight", "ref_bias"),
+    *("beta", "epsilon_low", "epsilon_high", "loss_type", "max_completion_length"),
+    *("importance_sampling_level", "sapo_temperature_pos", "sapo_temperature_neg"),
+    *("temperature", "compiled", "use_ref_model", "chunk_size", "vllm_is_ratio", "delta"),
+    *("use_bias_correction_kl", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg"),
+    *("vespo_lambda_neg", "num_items_in_batch"),
+)
+
+
 class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
     """GRPO and its relatives from hidden states; see `LigerFusedLinearGRPOLoss`."""
 
@@ -192,42 +204,8 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
         return loss, [*metrics, masked_mean(terms.is_clipped, attention_mask)]
 
     @classmethod
-    def forward(  # type: ignore[no-untyped-def]
-        cls,
-        ctx,
-        _input,
-        weight,
-        selected_token_ids,
-        attention_mask,
-        advantages,
-        bias=None,
-        ref_per_token_logps=None,
-        old_per_token_logps=None,
-        ref_input=None,
-        ref_weight=None,
-        ref_bias=None,
-        beta=0.04,
-        epsilon_low=0.2,
-        epsilon_high=0.2,
-        loss_type="dapo",
-        max_completion_length=None,
-        importance_sampling_level="token",
-        sapo_temperature_pos=1.0,
-        sapo_temperature_neg=1.05,
-        temperature=1.0,
-        compiled=True,
-        use_ref_model=True,
-        chunk_size=1,
-        vllm_is_ratio=None,
-        delta=None,
-        use_bias_correction_kl=False,
-        vespo_k_pos=2.0,
-        vespo_lambda_pos=3.0,
-        vespo_k_neg=3.0,
-        vespo_lambda_neg=2.0,
-        num_items_in_batch=None,
-    ):
-        """Compute (loss, metrics).
+    def forward(cls, ctx, *args):  # type: ignore[no-untyped-def]
+        """Compute (loss, metrics) of arguments in the order of `_ARGUMENTS`.
 
         Args:
             _input: hidden states [B, L, H]; weight: [V, H]; bias: [V].
@@ -239,9 +217,11 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
             num_items_in_batch: completion tokens of all ranks and micro-batches, for dapo, cispo
                 and vespo.
         """
-        given = {k: v for k, v in locals().items() if k not in ("cls", "ctx", "__class__")}
+        if len(args) > len(_ARGUMENTS):
+            raise TypeError(f"got {len(args)} arguments; expected at most {len(_ARGUMENTS)}")
+        given = {"use_ref_model": True} | dict(zip(_ARGUMENTS, args, strict=False))
         # Wrong combinations raise before anything is computed.
-        names = GRPOOptions.__dataclass_fields__.keys()
+        names = GRPOOptions.__dataclass_fields__.keys() & given.keys()
         GRPOOptions(**{name: given[name] for name in names})
         return super().forward(cls, ctx, **given)
 
@@ -281,23 +261,15 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         vespo_k_neg: float = 3.0,
         vespo_lambda_neg: float = 2.0,
     ) -> None:
+        options = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__()
         check_positive(
             sapo_temperature_pos=sapo_temperature_pos,
             sapo_temperature_neg=sapo_temperature_neg,
             delta=delta,
         )
-        self.beta, self.compiled, self.use_ref_model = beta, compiled, use_ref_model
-        self.chunk_size = chunk_size
-        self.epsilon_low, self.epsilon_high, self.loss_type = epsilon_low, epsilon_high, loss_type
-        self.max_completion_length = max_completion_length
-        self.importance_sampling_level = importance_sampling_level
-        self.sapo_temperature_pos = sapo_temperature_pos
-        self.sapo_temperature_neg = sapo_temperature_neg
-        self.temperature, self.delta = temperature, delta
-        self.use_bias_correction_kl = use_bias_correction_kl
-        self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
-        self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
+        for name, value in options.items():
+            setattr(self, name, value)
 
     def forward(  # type: ignore[no-untyped-def]
         self,
@@ -316,36 +288,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         num_items_in_batch=None,
     ):
         """Compute (loss, metrics); see `LigerFusedLinearGRPOFunction.forward`."""
+        given = locals() | {"weight": lin_weight}
         return LigerFusedLinearGRPOFunction.apply(
-            _input,
-            lin_weight,
-            selected_token_ids,
-            attention_mask,
-            advantages,
-            bias,
-            ref_per_token_logps,
-            old_per_token_logps,
-            ref_input,
-            ref_weight,
-            ref_bias,
-            self.beta,
-            self.epsilon_low,
-            self.epsilon_high,
-            self.loss_type,
-            self.max_completion_length,
-            self.importance_sampling_level,
-            self.sapo_temperature_pos,
-            self.sapo_temperature_neg,
-            self.temperature,
-            self.compiled,
-            self.use_ref_model,
-            self.chunk_size,
-            vllm_is_ratio,
-            self.delta,
-            self.use_bias_correction_kl,
-            self.vespo_k_pos,
-            self.vespo_lambda_pos,
-            self.vespo_k_neg,
-            self.vespo_lambda_neg,
-            num_items_in_batch,
+            *(given[name] if name in given else getattr(self, name) for name in _ARGUMENTS)
         )

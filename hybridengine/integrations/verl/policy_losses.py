@@ -34,12 +34,13 @@ __all__ = [
 
 Loss = tuple[Tensor, dict[str, Any]]
 PolicyLoss = Callable[..., Loss]
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # old and new log-probs, advantages, mask
 
 _CLIPPED = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
 
 
 def _policy_loss(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    tensors: Tensors,
     mode: str,
     aggregation: dict[str, Any],
     metrics: tuple[str, ...],
@@ -48,7 +49,6 @@ def _policy_loss(
 ) -> Loss:
     """Compute (policy_loss(mode), verl's metrics, which are means over this call).
 
-    tensors: old_log_prob, log_prob, advantages, response_mask.
     clamped_kl: whether log-ratios in ppo_kl are clamped to 20.
     """
     old_log_prob, log_prob, advantages, mask = tensors
@@ -102,6 +102,24 @@ def _loss(
     default: of loss_agg_mode.
     """
 
+    def compute(tensors: Tensors, loss_agg_mode: str, config: Any, weights: Tensor | None) -> Loss:
+        arguments = {"rollout_is_weights": weights, **options(config)}
+        if select is not None:
+            arguments["selected"] = select(*tensors, config)
+        if mode == "sapo":  # verl aggregates it by sequences whatever loss_agg_mode is
+            loss_agg_mode = "seq-mean-token-mean"
+        aggregation = aggregation_arguments(tensors[3], loss_agg_mode, **config.global_batch_info)
+        value, results = _policy_loss(tensors, mode, aggregation, metrics, clamped_kl, **arguments)
+        return value * config.global_batch_info.get("dp_size", 1), results
+
+    return _with_signature(name, doc, compute, default)
+
+
+def _with_signature(
+    name: str, doc: str, compute: Callable[..., Loss], default: str = "token-mean"
+) -> PolicyLoss:
+    """Give `compute`(the four tensors, loss_agg_mode, config, weights) verl's signature."""
+
     def loss(
         old_log_prob: Tensor,
         log_prob: Tensor,
@@ -113,16 +131,7 @@ def _loss(
     ) -> Loss:
         assert config is not None
         tensors = (old_log_prob, log_prob, advantages, response_mask)
-        arguments = {"rollout_is_weights": rollout_is_weights, **options(config)}
-        if select is not None:
-            arguments["selected"] = select(*tensors, config)
-        if mode == "sapo":  # verl aggregates it by sequences whatever loss_agg_mode is
-            loss_agg_mode = "seq-mean-token-mean"
-        aggregation = aggregation_arguments(
-            response_mask, loss_agg_mode, **config.global_batch_info
-        )
-        value, results = _policy_loss(tensors, mode, aggregation, metrics, clamped_kl, **arguments)
-        return value * config.global_batch_info.get("dp_size", 1), results
+        return compute(tensors, loss_agg_mode, config, rollout_is_weights)
 
     loss.__name__ = loss.__qualname__ = name
     loss.__doc__ = doc
@@ -133,6 +142,14 @@ def _clip_ratios(config: Any) -> dict[str, Any]:
     return {
         "clip_ratio_low": _given(config.clip_ratio_low, config.clip_ratio),
         "clip_ratio_high": _given(config.clip_ratio_high, config.clip_ratio),
+    }
+
+
+def _dual_clip(default: float) -> Callable[[Any], dict[str, Any]]:
+    """Return the options of a loss with dual clip, whose bound is `default` unless configured."""
+    return lambda config: {
+        **_clip_ratios(config),
+        "clip_ratio_c": config.get("clip_ratio_c", default),
     }
 
 
@@ -181,19 +198,14 @@ compute_policy_loss_vanilla = _loss(
     "compute_policy_loss_vanilla",
     "ppo_clip",
     "PPO with two clip ratios and dual clip.",
-    lambda config: {**_clip_ratios(config), "clip_ratio_c": config.get("clip_ratio_c", 3.0)},
+    _dual_clip(3.0),
 )
-compute_policy_loss_dppo_tv = _loss(
-    "compute_policy_loss_dppo_tv",
-    "dppo_tv",
-    "DPPO; the clip ratios bound the total variation.",
-    lambda config: {**_clip_ratios(config), "clip_ratio_c": config.get("clip_ratio_c", 20.0)},
-)
-compute_policy_loss_dppo_kl = _loss(
-    "compute_policy_loss_dppo_kl",
-    "dppo_kl",
-    "DPPO; the clip ratios bound the binary KL.",
-    lambda config: {**_clip_ratios(config), "clip_ratio_c": config.get("clip_ratio_c", 20.0)},
+compute_policy_loss_dppo_tv, compute_policy_loss_dppo_kl = (
+    _loss(f"compute_policy_loss_{mode}", mode, doc, _dual_clip(20.0))
+    for mode, doc in (
+        ("dppo_tv", "DPPO; the clip ratios bound the total variation."),
+        ("dppo_kl", "DPPO; the clip ratios bound the binary KL."),
+    )
 )
 compute_policy_loss_gspo = _loss(
     "compute_policy_loss_gspo",
@@ -256,47 +268,35 @@ def compute_policy_loss_reinforce(
     return _reinforce(*tensors, loss_agg_mode, config, rollout_is_weights)
 
 
-def compute_policy_loss_geo_mean(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> Loss:
-    """GMPO; as in verl the mean over the B sequences of this call, whatever loss_agg_mode is."""
-    assert config is not None
+def _geo_mean(tensors: Tensors, _: str, config: Any, weights: Tensor | None) -> Loss:
+    log_prob, response_mask = tensors[1], tensors[3]
     aggregation = aggregation_arguments(
         response_mask, "seq-mean-token-mean", global_batch_size=log_prob.shape[0]
     )
-    return _policy_loss(
-        (old_log_prob, log_prob, advantages, response_mask),
-        "gmpo",
-        aggregation,
-        _CLIPPED,
-        clamped_kl=False,
-        rollout_is_weights=rollout_is_weights,
-        **_clip_ratios(config),
-    )
+    options = {"rollout_is_weights": weights, **_clip_ratios(config)}
+    return _policy_loss(tensors, "gmpo", aggregation, _CLIPPED, clamped_kl=False, **options)
 
 
-def compute_policy_loss_dro(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> Loss:
-    """DRO: -(A log p - beta x^2 / 2), x the log-ratio and beta `config.policy_loss.dro_beta`."""
+def _dro(tensors: Tensors, loss_agg_mode: str, config: Any, weights: Tensor | None) -> Loss:
+    old_log_prob, log_prob, advantages, response_mask = tensors
     beta = config.policy_loss.dro_beta
     if beta is None or beta <= 0:
         raise ValueError("policy_loss.dro_beta must be a positive value when using DRO")
     losses = beta * token_kl("k2", log_prob, old_log_prob) - log_prob * advantages
-    if rollout_is_weights is not None:
-        losses = losses * rollout_is_weights
+    if weights is not None:
+        losses = losses * weights
     loss = agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info)
     kl = _masked_kl("dro", old_log_prob, log_prob, response_mask, clamped=False)
     return loss, {"actor/ppo_kl": kl.item()}
+
+
+compute_policy_loss_geo_mean = _with_signature(
+    "compute_policy_loss_geo_mean",
+    "GMPO; as in verl the mean over the B sequences of this call, whatever loss_agg_mode is.",
+    _geo_mean,
+)
+compute_policy_loss_dro = _with_signature(
+    "compute_policy_loss_dro",
+    "DRO: -(A log p - beta x^2 / 2), x the log-ratio and beta `config.policy_loss.dro_beta`.",
+    _dro,
+)

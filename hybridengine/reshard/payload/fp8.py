@@ -28,7 +28,7 @@ from hybridengine.kernels.block_quantize import (
     quantize_values,
 )
 from hybridengine.kernels.strided_copy import TABLE_COLUMNS
-from hybridengine.reshard.payload.rows import SliceRows, slice_rows
+from hybridengine.reshard.payload.rows import Shape, SliceRows, slice_rows
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.plan.source_class import SliceCopy
 from hybridengine.sharding.geometry import (
@@ -115,12 +115,7 @@ class BlockScales:
         table[:, BLOCK_COLUMN] += self._first_blocks(name)[layouts, table[:, 1]]
 
     def rows(
-        self,
-        name: str,
-        slices: Sequence[SliceCopy],
-        way: str,
-        strides: tuple[int, ...],
-        origin: tuple[int, ...],
+        self, name: str, slices: Sequence[SliceCopy], way: str, strides: Shape, origin: Shape
     ) -> SliceRows:
         """Return rows int64 [R, 17] of one way, pack or local.
 
@@ -241,9 +236,7 @@ def _block_table(rows: np.ndarray, device: torch.device) -> BlockTable:
 
 
 @lru_cache(maxsize=1 << 12)
-def _pieces(
-    offset: int, sizes: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]
-) -> np.ndarray:
+def _pieces(offset: int, sizes: Shape, strides: Shape, shape: Shape) -> np.ndarray:
     """Cut a region of an engine tensor of `shape` at the borders of its blocks.
 
     Return int64 [P, 10]: the block, and a slice of the region's elements in order of iteration:
@@ -282,7 +275,7 @@ def _with_few_axes(block: Block) -> list[Block]:
     return [part for step in steps for part in _with_few_axes(step)]
 
 
-def _addresses(flat: np.ndarray, sizes: tuple[int, ...], strides: Sequence[int]) -> np.ndarray:
+def _addresses(flat: np.ndarray, sizes: Shape, strides: Sequence[int]) -> np.ndarray:
     """Return where elements are, relative to the first, that are number `flat` in iteration order.
 
     sizes, strides: of the iteration. It is linear within an axis, so strides map as offsets do.

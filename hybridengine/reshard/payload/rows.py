@@ -16,6 +16,7 @@ from hybridengine.reshard.plan.source_class import SliceCopy
 from hybridengine.sharding.geometry import Block, contiguous_strides
 
 _MAX_AXES = 4  # axes of one row of the strided_copy table
+Shape = tuple[int, ...]
 _Address = tuple[int, Sequence[int]]  # offset and strides, in elements
 
 
@@ -61,12 +62,7 @@ class Plain:
         return ()
 
     def rows(
-        self,
-        name: str,
-        slices: Sequence[SliceCopy],
-        way: str,
-        strides: tuple[int, ...],
-        origin: tuple[int, ...],
+        self, name: str, slices: Sequence[SliceCopy], way: str, strides: Shape, origin: Shape
     ) -> SliceRows:
         """Return the rows of one way. strides, origin: of the shard that pack and local read."""
         table: list[list[int]] = []

@@ -9,19 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
-from tests.kernels.batches import random_groups
+from tests.kernels.batches import GROUPS, random_groups
 from tests.tolerances import ADVANTAGE
 
 
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 @settings(max_examples=50, deadline=None)
-@given(
-    rows=st.integers(0, 80),
-    groups=st.integers(1, 20),
-    seed=st.integers(0, 2**16),
-    binary=st.booleans(),
-    norm_by_std=st.booleans(),
-)
+@given(**GROUPS)
 def test_group_advantage_equals_the_reference(estimator, rows, groups, seed, binary, norm_by_std):
     rewards, ids = random_groups(rows, groups, seed, binary)
     lengths = torch.randint(0, 5, (rows,))

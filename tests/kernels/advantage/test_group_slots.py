@@ -1,9 +1,6 @@
 """The CUDA group statistics' arithmetic, compiled for the CPU: right, and the same in any order."""
 
 import ctypes
-import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,23 +9,15 @@ from hybridengine.kernels import GROUP_ESTIMATORS, group_advantage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.batches import random_groups
+from tests.kernels.batches import GROUPS, random_groups
+from tests.kernels.cuda_on_cpu import compile_check
 from tests.tolerances import ADVANTAGE
-
-HERE = Path(__file__).parent
-CSRC = HERE.parents[2] / "csrc"
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    path = tmp_path_factory.mktemp("group_slots") / "check.so"
-    source = HERE / "group_slots_check.cpp"
-    subprocess.run(
-        [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{CSRC}", source, "-o", path],
-        check=True,
-    )
-    return ctypes.CDLL(str(path))
+    source = Path(__file__).parent / "group_slots_check.cpp"
+    return compile_check(source, tmp_path_factory.mktemp("group_slots"), "-std=c++17")
 
 
 def run(library, rewards, ids, lengths, order, estimator, norm_by_std=True):
@@ -49,11 +38,7 @@ def run(library, rewards, ids, lengths, order, estimator, norm_by_std=True):
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 @settings(max_examples=30, deadline=None)
 @given(
-    rows=st.integers(0, 80),
-    groups=st.integers(1, 20),
-    seed=st.integers(0, 2**16),
-    binary=st.booleans(),
-    norm_by_std=st.booleans(),
+    **GROUPS,
     scale=st.sampled_from([1.0, 1e-20, 1e15]),
 )
 def test_equals_the_reference_in_any_order(

@@ -46,14 +46,19 @@ def assert_close(got, exact, tolerance):
         )
 
 
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None)
-@given(
+FORESTS = dict(
     tokens=st.integers(1, 260),
     longest=st.sampled_from([3, 40, 150]),
     heads=st.sampled_from([(1, 1), (4, 2), (3, 1), (10, 2)]),
-    dims=st.sampled_from([(8, 8), (16, 5), (3, 24), (64, 64)]),
+    dims=st.sampled_from([(8, 8), (16, 5), (3, 24), (64, 64), (80, 96)]),
     option=st.sampled_from(list(OPTIONS)),
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(
+    **FORESTS,
     seed=st.integers(0, 2**20),
 )
 def test_random_forests(tokens, longest, heads, dims, option, seed):
@@ -66,11 +71,7 @@ def test_random_forests(tokens, longest, heads, dims, option, seed):
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
-    tokens=st.integers(1, 260),
-    longest=st.sampled_from([3, 40, 150]),
-    heads=st.sampled_from([(1, 1), (4, 2), (3, 1), (10, 2)]),
-    dims=st.sampled_from([(8, 8), (16, 5), (3, 24), (64, 64), (80, 96)]),
-    option=st.sampled_from(list(OPTIONS)),
+    **FORESTS,
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**20),
 )

@@ -18,23 +18,13 @@ def compile_for_cpu(cuda_source: str, check: Path, folder: Path) -> ctypes.CDLL:
     emulated, launches = LAUNCH.subn(r"emulate([&] { \1(\3); }, \2);", text)
     assert launches and "<<<" not in emulated
     (folder / Path(cuda_source).name).write_text(emulated)
+    return compile_check(check, folder, "-std=c++17", "-DHYBRIDENGINE_ISA=check", f"-I{HERE}")
+
+
+def compile_check(check: Path, folder: Path, *options: str) -> ctypes.CDLL:
+    """Return the library of a C++ file that includes headers of csrc, or files of `folder`."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     library = folder / "check.so"
-    subprocess.run(
-        [
-            compiler,
-            "-std=c++17",
-            "-O1",
-            "-DHYBRIDENGINE_ISA=check",
-            "-shared",
-            "-fPIC",
-            f"-I{HERE}",
-            f"-I{folder}",
-            f"-I{CSRC}",
-            check,
-            "-o",
-            library,
-        ],
-        check=True,
-    )
+    common = ["-O1", "-shared", "-fPIC", f"-I{folder}", f"-I{CSRC}", "-o", library]
+    subprocess.run([compiler, *options, check, *common], check=True)
     return ctypes.CDLL(str(library))

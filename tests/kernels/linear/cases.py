@@ -12,6 +12,10 @@ ROUNDED = {"rtol": 2**-7, "atol": 2**-8}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+# What follows the tensors in kernels.linear.arguments.LINEAR_SCHEMA.
+OP_OPTIONS = (1.0, None, 1.0, 0.0, -100, None, None, "", 2**20, False)
+
+
 def problem(rows, width, vocab, seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731

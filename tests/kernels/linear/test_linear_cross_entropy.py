@@ -11,7 +11,7 @@ from hybridengine.kernels.linear import chunks as linear_chunks
 from hybridengine.kernels.linear.chunks import Chunks
 
 from tests import tolerances
-from tests.kernels.linear.cases import DEVICES, assert_all_close, problem
+from tests.kernels.linear.cases import DEVICES, OP_OPTIONS, assert_all_close, problem
 from tests.ranks import run_ranks
 
 ROWS, WIDTH, VOCAB = 40, 16, 101
@@ -264,55 +264,13 @@ def test_compiled_in_one_graph(reduction):
 def test_op_contract(active_rows):
     (hidden, weight, bias), labels, _ = problem(6, 8, 20)
     leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
-    torch.library.opcheck(
-        torch.ops.hybridengine.linear_cross_entropy.default,
-        (
-            *leaves,
-            labels,
-            1.0,
-            None,
-            1.0,
-            0.0,
-            -100,
-            None,
-            None,
-            "",
-            2**20,
-            False,
-            torch.ones(6),
-            0.1,
-            0.01,
-            active_rows,
-            False,
-            [False] * 3,
-            "cpp",
-        ),
-    )
     detached = [t.detach() for t in leaves]
-    torch.library.opcheck(
-        torch.ops.hybridengine.linear_cross_entropy.default,
-        (
-            *detached,
-            labels,
-            1.0,
-            None,
-            1.0,
-            0.0,
-            -100,
-            None,
-            None,
-            "",
-            2**20,
-            False,
-            torch.ones(6),
-            0.1,
-            0.01,
-            active_rows,
-            True,
-            [True, False, True],
-            "cpp",
-        ),
-    )
+    for tensors, wanted in ((leaves, []), (detached, [True, False, True])):
+        loss = (torch.ones(6), 0.1, 0.01, active_rows, bool(wanted), wanted or [False] * 3, "cpp")
+        torch.library.opcheck(
+            torch.ops.hybridengine.linear_cross_entropy.default,
+            (*tensors, labels, *OP_OPTIONS, *loss),
+        )
 
 
 def test_a_second_derivative_is_an_error():

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests import tolerances
 from tests.kernels.linear.cases import (
     DEVICES,
+    OP_OPTIONS,
     assert_all_close,
     fused,
     gradients,
@@ -228,24 +229,7 @@ def test_op_contracts(keep_logits, want_stats):
     leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
     torch.library.opcheck(
         torch.ops.hybridengine.linear_token_log_probs.default,
-        (
-            *leaves,
-            token_ids,
-            1.0,
-            None,
-            1.0,
-            0.0,
-            -100,
-            None,
-            None,
-            "",
-            2**20,
-            False,
-            None,
-            None,
-            keep_logits,
-            want_stats,
-        ),
+        (*leaves, token_ids, *OP_OPTIONS, None, None, keep_logits, want_stats),
     )
 
 

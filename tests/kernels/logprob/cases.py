@@ -38,6 +38,14 @@ def options_for(name, rows, vocab, seed):
     }[name]
 
 
+def options_with_labels(name, token_ids, vocab, seed):
+    """`options_for`, where the vocab mask keeps every label."""
+    options = options_for(name, len(token_ids), vocab, seed)
+    if "vocab_mask" in options:
+        options["vocab_mask"].scatter_(1, token_ids[:, None], True)
+    return options
+
+
 OPTIONS = ("plain", "temperature", "temperatures", "softcap", "scale", "vocab_mask", "everything")
 
 

@@ -16,7 +16,7 @@ from tests.kernels.logprob.cases import (
     OPTIONS,
     assert_matches_float64,
     move,
-    options_for,
+    options_with_labels,
     plain_pytorch,
     problem,
     value_and_gradient,
@@ -42,9 +42,7 @@ def test_against_float64(device, rows, vocab, dtype, option, seed):
 def test_error_is_at_most_twice_that_of_plain_pytorch(dtype, option, device):
     """Root mean square over rows, of log-prob, entropy and gradient."""
     logits, token_ids, gradients = problem(64, 5003, dtype, seed=3)
-    options = options_for(option, 64, 5003, seed=3)
-    if "vocab_mask" in options:
-        options["vocab_mask"].scatter_(1, token_ids[:, None], True)
+    options = options_with_labels(option, token_ids, 5003, seed=3)
     exact = value_and_gradient(plain_pytorch, logits.double(), token_ids, gradients, **options)
     on_device = (logits.to(device), token_ids.to(device), gradients.to(device))
     plain = value_and_gradient(plain_pytorch, *on_device, **move(options, device))
@@ -57,9 +55,7 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(dtype, option, device):
 @pytest.mark.parametrize("option", OPTIONS)
 def test_reference_passes_gradcheck_and_opcheck(option):
     logits, token_ids, _ = problem(3, 7, torch.float64, seed=1, scale=2.0)
-    options = options_for(option, 3, 7, seed=1)
-    if "vocab_mask" in options:
-        options["vocab_mask"].scatter_(1, token_ids[:, None], True)
+    options = options_with_labels(option, token_ids, 7, seed=1)
     logits.requires_grad_()
     assert torch.autograd.gradcheck(lambda x: token_log_probs(x, token_ids, **options), logits)
 

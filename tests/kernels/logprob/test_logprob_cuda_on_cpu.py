@@ -19,7 +19,7 @@ from tests.kernels.cuda_on_cpu import compile_for_cpu
 from tests.kernels.logprob.cases import (
     DTYPES,
     OPTIONS,
-    options_for,
+    options_with_labels,
     plain_pytorch,
     problem,
     value_and_gradient,
@@ -102,9 +102,7 @@ def assert_close(got, expected, dtype):
 )
 def test_against_float64(library, rows, vocab, dtype, option, seed):
     logits, token_ids, gradients = problem(rows, vocab, dtype, seed)
-    options = options_for(option, rows, vocab, seed)
-    if "vocab_mask" in options:
-        options["vocab_mask"].scatter_(1, token_ids[:, None], True)
+    options = options_with_labels(option, token_ids, vocab, seed=seed)
     got = run(library, logits, token_ids, gradients, **options)
     assert_close(got, exact(logits, token_ids, gradients, **options), dtype)
 
@@ -113,9 +111,7 @@ def test_against_float64(library, rows, vocab, dtype, option, seed):
 @pytest.mark.parametrize("option", OPTIONS)
 def test_error_is_at_most_twice_that_of_plain_pytorch(library, option, dtype):
     logits, token_ids, gradients = problem(32, 5003, dtype, seed=3)
-    options = options_for(option, 32, 5003, seed=3)
-    if "vocab_mask" in options:
-        options["vocab_mask"].scatter_(1, token_ids[:, None], True)
+    options = options_with_labels(option, token_ids, 5003, seed=3)
     expected = exact(logits, token_ids, gradients, **options)
     plain = value_and_gradient(plain_pytorch, logits, token_ids, gradients, **options)
     ours = run(library, logits, token_ids, gradients, **options)

@@ -23,6 +23,7 @@ from torch.library import opcheck
 from tests.kernels.batches import (
     FURTHER_OPTIONS,
     KL,
+    aggregated,
     assert_close,
     assert_same,
     batch,
@@ -42,9 +43,7 @@ BACKENDS = ["cpp"]
 @pytest.mark.parametrize("loss_agg_mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("loss_mode", LOSS_MODES)
 def test_every_mode_and_aggregation(backend, loss_mode, loss_agg_mode):
-    inputs = batch([5, 0, 70, 1, 33, 1030, 16])
-    options = {"loss_mode": loss_mode, "loss_agg_mode": loss_agg_mode}
-    exact = run(to_float64(inputs), backend="reference", **options)
+    inputs, options, exact = aggregated(loss_mode, loss_agg_mode)
     assert_same(run(inputs, backend=backend, **options), exact)
 
 

@@ -3,7 +3,7 @@
 import pytest
 from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES
 
-from tests.kernels.batches import assert_same, batch, run, to_float64
+from tests.kernels.batches import aggregated, assert_same, run
 from tests.kernels.interpreter import run_interpreted
 
 pytest.importorskip("triton")
@@ -19,9 +19,7 @@ def test_in_the_interpreter():
 @pytest.mark.parametrize("loss_agg_mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("loss_mode", LOSS_MODES)
 def test_on_the_gpu(backend, loss_mode, loss_agg_mode):
-    inputs = batch([5, 0, 70, 1, 33, 1030, 16])
-    options = {"loss_mode": loss_mode, "loss_agg_mode": loss_agg_mode}
-    exact = run(to_float64(inputs), backend="reference", **options)
+    inputs, options, exact = aggregated(loss_mode, loss_agg_mode)
     on_gpu = {name: value.cuda() for name, value in inputs.items()}
     loss, metrics, *gradients = run(on_gpu, backend=backend, **options)
     host = {name: value.cpu() for name, value in metrics.items()}
