@@ -1,7 +1,6 @@
 """Router replay in verl's FSDP engine: the engine of the installed verl on two ranks.
 
-`main_ppo` with replay runs in tools/trainers/verl_replay.py, in an environment with Ray. verl's
-imports of services (Ray, tensordict, …) are empty here, so a batch is a dict.
+verl's services (Ray, tensordict, …) are empty here, so a batch is a dict.
 """
 
 from __future__ import annotations
