@@ -326,19 +326,25 @@ class Worker {
         }
       }
     } else {
-      for (int64_t c = 0; c < columns; ++c) {
-        T column[kGroup];
-        for (int64_t r = 0; r < kGroup; ++r) column[r] = rounded(tile[r * kPanelColumns + c]);
-        std::memcpy(out + c * layout.k_stride, column, rows * sizeof(T));
+      for (int64_t c = 0; c < columns; c += kWidth) {
+        store_columns(out + c * layout.k_stride, layout.k_stride, tile + c, rows,
+                      std::min<int64_t>(kWidth, columns - c));
       }
     }
   }
 
-  static T rounded(float value) {
-    if constexpr (kInPlace) {
-      return value;
-    } else {
-      return to_bf16(value);
+  // Columns of a tile, `rows` long, as rows of the result.
+  static void store_columns(T* out, int64_t stride, const float* tile, int64_t rows,
+                            int64_t columns) {
+    VecU block[kWidth] = {};
+    for (int64_t r = 0; r < kGroup; ++r) block[r] = (VecU)load(tile + r * kPanelColumns);
+    swap_blocks<1>(block);
+    for (int64_t c = 0; c < columns; ++c, out += stride) {
+      if (rows == kGroup) {  // a copy of constant size
+        store_part(out, (VecF)block[c], kGroup);
+      } else {
+        store_part(out, (VecF)block[c], rows);
+      }
     }
   }
 

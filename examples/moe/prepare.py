@@ -1,13 +1,20 @@
-"""Write a small random mixture of experts with a word tokenizer, and prompts, to .cache/moe.
+"""Write a random mixture of experts and a toy language to .cache/moe.
 
-python examples/moe/prepare.py
-hybridengine grpo examples/moe/config.yaml
+The language has 96 words, the even and the odd ones. After each word may come four others, two of
+either kind. A sentence starts with `even` or `odd` and a word; of the words that follow, two of
+three are of that kind.
+
+    python examples/moe/prepare.py
+    hybridengine sft examples/moe/sft.yaml       # learns which words may follow, from nothing
+    hybridengine grpo examples/moe/grpo.yaml     # learns to use words of that kind only
 """
 
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -16,13 +23,14 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 FOLDER = Path(".cache/moe")
-VOCAB = 101
+NUM_WORDS, LENGTH = 96, 16  # words of the language, of a response
+SPECIAL = ("<pad>", "<s>", "</s>", "even", "odd")
 
 
 def write_model() -> None:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
+        vocab_size=len(SPECIAL) + NUM_WORDS,
         hidden_size=128,
         intermediate_size=96,
         moe_intermediate_size=64,
@@ -40,7 +48,7 @@ def write_model() -> None:
         initializer_range=0.1,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(FOLDER / "model")
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
+    words = {word: i for i, word in enumerate([*SPECIAL, *map(_word, range(NUM_WORDS))])}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(
@@ -48,27 +56,56 @@ def write_model() -> None:
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
-        chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
+        chat_template=(
+            "{% for m in messages %}{% if m['role'] == 'user' %}<s> {{ m['content'] }} "
+            "{% else %}{% generation %}{{ m['content'] }} </s>{% endgeneration %}{% endif %}"
+            "{% endfor %}"
+        ),
     ).save_pretrained(FOLDER / "model")
 
 
-def write_prompts() -> None:
-    """The answer to a prompt is any words of one half of the vocabulary."""
-    rows = []
-    for k in range(64):
-        words = " ".join(f"w{3 + (7 * k + i) % 97}" for i in range(6))
-        rows.append(
-            {
-                "data_source": "words",
-                "prompt": [{"role": "user", "content": words}],
-                "reward_model": {"ground_truth": [3, 52] if k % 2 else [52, 101]},
-            }
-        )
-    (FOLDER / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_language() -> None:
+    draw = random.Random(0)
+    kinds = [[n for n in range(NUM_WORDS) if n % 2 == kind] for kind in (0, 1)]
+    following = {
+        word: [n for kind in kinds for n in draw.sample(kind, 2)] for word in range(NUM_WORDS)
+    }
+    sentences, prompts = [], []
+    for _ in range(2048):
+        word, kind = draw.randrange(NUM_WORDS), draw.randrange(2)
+        prompt, answer = f"{SPECIAL[3 + kind]} {_word(word)}", []
+        for _ in range(LENGTH):
+            [word] = draw.choices(
+                following[word], [2 if n % 2 == kind else 1 for n in following[word]]
+            )
+            answer.append(_word(word))
+        sentences.append({"prompt": prompt, "response": " ".join(answer)})
+    allowed = {_word(n): [_word(m) for m in more] for n, more in following.items()}
+    for kind in SPECIAL[3:]:
+        for word in range(NUM_WORDS):
+            truth = {"kind": SPECIAL.index(kind) - 3, "first": _word(word), "following": allowed}
+            prompts.append(
+                {
+                    "data_source": "words",
+                    "prompt": [{"role": "user", "content": f"{kind} {_word(word)}"}],
+                    "reward_model": {"ground_truth": truth},
+                }
+            )
+    draw.shuffle(prompts)
+    _write("sft.jsonl", sentences)
+    _write("rl.jsonl", prompts)
+
+
+def _word(number: int) -> str:
+    return f"w{number}"
+
+
+def _write(name: str, rows: list[dict[str, Any]]) -> None:
+    (FOLDER / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":
     FOLDER.mkdir(parents=True, exist_ok=True)
     write_model()
-    write_prompts()
-    print(f"wrote {FOLDER}/model and {FOLDER}/train.jsonl")
+    write_language()
+    print(f"wrote {FOLDER}/model, {FOLDER}/sft.jsonl and {FOLDER}/rl.jsonl")

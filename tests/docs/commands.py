@@ -61,6 +61,8 @@ def check(command: Command, prepared: Path) -> None:
         if words[0].endswith("/prepare.py"):
             name = "moe" if words[0] == "examples/moe/prepare.py" else "demo"
             _copy(prepared / name, f".cache/{name}")
+            if name == "moe":
+                _copy(prepared / "moe" / "model", "runs/moe/sft/final")
     elif "/" in program and not program.startswith("."):
         assert (ROOT / program).stat().st_mode & 0o111, f"{program} cannot be executed"
     else:

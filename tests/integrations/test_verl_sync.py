@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.integrations.verl_services import empty_services
 from tests.ranks import message_of, run_ranks
 
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
@@ -29,20 +30,11 @@ def import_over_verl(folder: Path) -> None:
 
     folder: gets the metadata of a distribution `vllm`, which verl looks up.
     """
-    from benchmarks import _verl
-
     info = folder / "vllm-0.32.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
     sys.path.insert(0, str(folder))
-    ray = _verl._Empty("ray")
-    ray.__path__ = []
-    vars(ray).update(
-        remote=lambda *args, **options: args[0] if args else lambda cls: cls,
-        is_initialized=lambda: False,
-    )
-    sys.modules["ray"] = ray
-    with _verl._empty_services():
+    with empty_services():
         import hybridengine.integrations.verl.rollout
         import hybridengine.integrations.verl.sync  # noqa: F401
 
