@@ -209,8 +209,13 @@ def run_share(file: Path, device: str, tests: list[str]) -> bool:
     command = [sys.executable, str(Path(__file__)), "--json", str(file), "--device", device]
     while tests:
         before = len(Rows(file).by_test)
-        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        done = subprocess.run([*command, "--once", *tests], cwd=ROOT, **output)
+        done = subprocess.run(
+            [*command, "--once", *tests],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         print(done.stdout, end="", flush=True)
         code, rows = done.returncode, Rows(file)
         ended = [row for row in rows.by_test.values() if row["outcome"] == "started"]

@@ -15,8 +15,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from hybridengine.errors import ModelError
-from hybridengine.model.experts import ADAPTERS, EXPERTS
-from hybridengine.model.lora import SharedFactors
+from hybridengine.model.experts import ADAPTERS, EXPERTS, SharedFactors
 from hybridengine.sharding.adapter import expert_factors
 
 # Which factors all experts of a layer have in common, by the projection they adapt. `outer`: those

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,10 +18,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hybridengine.errors import ModelError
+from hybridengine.model.experts import SharedFactors
 from hybridengine.model.parameters import is_finite, unwrapped_name
 from hybridengine.sharding.adapter import Adapter, ExpertAdapter
-
-SharedFactors = Literal["none", "outer", "all"]
 
 
 def apply_lora(

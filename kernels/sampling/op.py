@@ -111,9 +111,7 @@ def sample_tokens(
     return SampledTokens(tokens, log_probs, num_kept, kept_ids if return_kept_ids else None)
 
 
-def _per_row(
-    name: str, value: Any, logits: Tensor, sizes: check.Sizes, **bounds: float | int
-) -> Tensor:
+def _per_row(name: str, value: Any, logits: Tensor, sizes: check.Sizes, **bounds: Any) -> Tensor:
     """Return a parameter as [B] on the device of the logits, int32 (top_k) or float32."""
     integral = name == "top_k"
     dtype = torch.int32 if integral else torch.float32

@@ -205,6 +205,7 @@ class VllmEngine(RolloutEngine):
     def cache_size(self) -> CacheSize:
         cache = self._llm.llm_engine.vllm_config.cache_config
         num_bytes = sum(x.numel() * x.element_size() for x in self._runner.kv_caches)
+        assert cache.num_gpu_blocks is not None  # known once the engine is built
         return CacheSize(cache.num_gpu_blocks * cache.block_size, cache.block_size, num_bytes)
 
     def _suspend(self) -> None:
