@@ -14,8 +14,8 @@ def pack_kept(
 ) -> dict[str, array[int]]:
     """Return the columns num_kept and kept_ids of a completion.
 
-    kept: the ids that each token was sampled from. Raises RuntimeError where they are not those of
-    `token_ids`.
+    kept: the ids that each token was sampled from; none where nothing was cut. Raises RuntimeError
+    where they are not those of `token_ids`.
 
     Examples:
         >>> pack_kept([7, 2], [[3, 7], [0, 1, 2]], vocab_size=3)
@@ -27,7 +27,7 @@ def pack_kept(
             f"completion of {len(token_ids)}; set algorithm.sampling_replay=off"
         )
     for position, (token, ids) in enumerate(zip(token_ids, kept, strict=True)):
-        if token not in ids:
+        if len(ids) and token not in ids:
             raise RuntimeError(
                 f"token {position} of a completion is {token}, which is not among the {len(ids)} "
                 "vocabulary entries that the engine recorded for it; set "

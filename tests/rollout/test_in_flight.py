@@ -185,7 +185,7 @@ def test_log_probs_are_those_of_the_version_of_each_token(tmp_path: Path, kind: 
     assert max(gap[:k].max() for gap, k in zip(gaps, before, strict=True)) < 1e-4
     assert max(gap[k:].max() for gap, k in zip(gaps, before, strict=True)) > 1e-2
     if kind != "hf":  # responses that began after an update have one version, with a new prompt
-        assert {len(c.versions) for _, c in found["keep_kv"]} >= {1, 2}
+        assert any(len(c.versions) == 1 for _, c in found["keep_kv"])
     assert any([v for v, _ in c.versions] == [1, 2, 3] for _, c in found["keep_kv"])
     assert found["after"]
     for prompt, c in found["later"]:

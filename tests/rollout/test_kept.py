@@ -43,7 +43,7 @@ def build(path: str, world_size: int, kind: str) -> Any:
             checkpoint,
             tp_size=world_size,
             max_model_len=256,
-            kv_cache_bytes=600 << 10,
+            kv_cache_bytes=(600 << 10) // world_size,  # of all ranks together
             engine_options={"enforce_eager": True, "max_num_batched_tokens": 16, "max_num_seqs": 8},
             **stops,
         )

@@ -43,6 +43,7 @@ from hybridengine.rollout.vllm.options import check_plugins
 from hybridengine.rollout.vllm.post_load import writable_weights
 from hybridengine.rollout.vllm.quantized import quantization_options
 from hybridengine.rollout.vllm.routes import RouteRecorder, recording_options
+from hybridengine.rollout.vllm.sampling import FusedSampler
 from hybridengine.rollout.vllm.seeds import request_generators, seeded
 from hybridengine.rollout.vllm.sleep import Level2Sleep
 from hybridengine.rollout.vllm.stream import VllmStream
@@ -138,6 +139,7 @@ class VllmEngine(RolloutEngine):
         self.target.discards_weights = self._level2_sleep is not None
         if not torch.cuda.is_available():
             multiply_head_in_16_bits(self._runner.get_model())
+            FusedSampler(self._runner)
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int

@@ -2,22 +2,24 @@
 
 vLLM's second model runner returns them (`return_sampling_mask`), but as a setting of the engine,
 which then refuses greedy requests and top-p without top-k; here it is on during one call. The first
-runner (on CPUs, and where the second does not support a feature) does not: there the entries are
-the finite log-probs of the processed distribution, which our engine always asks for, so that vLLM
-never takes a fused sampler, which has none. With both, vLLM's scheduler assigns the rows of a step
+runner does not. On CPUs our sampler returns them (`FusedSampler`); elsewhere the entries are the
+finite log-probs of the processed distribution, which our engine always asks for, so that vLLM never
+takes a fused sampler, which has none. With both, vLLM's scheduler assigns the rows of a step
 to requests, through preemption, chunked prefill and stops, as it assigns log-probs, and
 `CompletionOutput.sampling_mask` is the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+
+from hybridengine.rollout.vllm.sampling import FusedSampler
 
 __all__ = ["record_kept_ids"]
 
@@ -49,29 +51,51 @@ def record_kept_ids(llm: Any, runner: Any) -> Iterator[None]:
 @contextmanager
 def _masks_of_first_runner(runner: Any) -> Iterator[None]:
     """While open, the outputs of a `GPUModelRunner` have `sampling_masks`, one row per request."""
+    sample_tokens = runner.sample_tokens
+    recording = _of_fused(runner) if FusedSampler.of(runner) else _of_processed(runner)
+    with recording as take_masks:
+
+        def recording_sample_tokens(*args: Any) -> Any:
+            output = sample_tokens(*args)
+            if (masks := take_masks()) is not None:
+                # With asynchronous scheduling the output is filled in when its copies are done.
+                getattr(output, "_model_runner_output", output).sampling_masks = masks
+            return output
+
+        with patch.object(runner, "sample_tokens", recording_sample_tokens):
+            yield
+
+
+@contextmanager
+def _of_fused(runner: Any) -> Iterator[Callable[[], Any]]:
+    """Yield what takes the masks of the newest step, if there was one, of a `FusedSampler`."""
+    fused = FusedSampler.of(runner)
+    assert fused is not None
+
+    def take_masks() -> Any:
+        masks, fused.masks = fused.masks, None
+        return masks
+
+    with patch.object(fused, "records", True):
+        yield take_masks
+
+
+@contextmanager
+def _of_processed(runner: Any) -> Iterator[Callable[[], Any]]:
+    """As `_of_fused`, of vLLM's own sampler, which computes all processed log-probs."""
     sampler = runner.sampler.topk_topp_sampler
-    sample, sample_tokens = sampler.forward, runner.sample_tokens
-    log_probs: Tensor | None = None
+    sample, log_probs = sampler.forward, list[Tensor]()
 
     def recording_sample(*args: Any) -> tuple[Tensor, Tensor]:
-        nonlocal log_probs
-        tokens, log_probs = sample(*args)
-        return tokens, log_probs
+        tokens, processed = sample(*args)
+        log_probs[:] = [processed]
+        return tokens, processed
 
-    def recording_sample_tokens(*args: Any) -> Any:
-        nonlocal log_probs
-        output = sample_tokens(*args)
-        if log_probs is not None:
-            masks, log_probs = _finite_entries(log_probs), None
-            # With asynchronous scheduling the output is filled in when its copies are done.
-            getattr(output, "_model_runner_output", output).sampling_masks = masks
-        return output
+    def take_masks() -> Any:
+        return _finite_entries(log_probs.pop()) if log_probs else None
 
-    with (
-        patch.object(sampler, "forward", recording_sample),
-        patch.object(runner, "sample_tokens", recording_sample_tokens),
-    ):
-        yield
+    with patch.object(sampler, "forward", recording_sample):
+        yield take_masks
 
 
 def _finite_entries(log_probs: Tensor) -> Any:

@@ -1,0 +1,114 @@
+"""`FusedSampler`: vLLM's own sampler on a CPU is the reference for everything but the draw."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
+
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+
+from hybridengine.rollout.vllm.sampling import FusedSampler
+
+VOCAB = 700
+
+
+def metadata(
+    temperature: list[float], top_k: list[int], top_p: list[float], **options: Any
+) -> SamplingMetadata:
+    """Of requests with generators of their own, but for the greedy ones."""
+    empty, rows = torch.empty(0), range(len(temperature))
+    greedy = [t == 0 for t in temperature]
+    given: dict[str, Any] = {
+        "temperature": torch.tensor(temperature),
+        "all_greedy": all(greedy),
+        "all_random": not any(greedy),
+        "top_k": torch.tensor(top_k, dtype=torch.int32),
+        "top_p": torch.tensor(top_p),
+        "generators": {i: torch.Generator().manual_seed(i) for i in rows if not greedy[i]},
+        "max_num_logprobs": 0,
+        "no_penalties": True,
+        "prompt_token_ids": None,
+        "frequency_penalties": empty,
+        "presence_penalties": empty,
+        "repetition_penalties": empty,
+        "output_token_ids": [],
+        "allowed_token_ids_mask": None,
+        "bad_words_token_ids": {},
+        "logitsprocs": LogitsProcessors(),
+    }
+    return SamplingMetadata(**(given | options))
+
+
+def fused() -> tuple[FusedSampler, Sampler]:
+    """The fused sampler, and vLLM's own."""
+    runner = SimpleNamespace(sampler=Sampler(logprobs_mode="processed_logprobs"))
+    sampler = FusedSampler(runner)
+    assert FusedSampler.of(runner) is sampler
+    return sampler, Sampler(logprobs_mode="processed_logprobs")
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [
+        ([1.0, 0.7, 1.3], [VOCAB] * 3, [1.0] * 3),
+        ([0.0, 0.7, 1.0, 0.0], [VOCAB, 5, 40, VOCAB], [1.0, 1.0, 0.8, 1.0]),
+        ([0.0, 0.0], [VOCAB] * 2, [1.0] * 2),
+    ],
+    ids=["random", "mixed", "greedy"],
+)
+def test_tokens_have_vllms_distribution(
+    temperature: list[float], top_k: list[int], top_p: list[float]
+) -> None:
+    sampler, own = fused()
+    sampler.records = True
+    logits = torch.randn(len(temperature), VOCAB, generator=torch.Generator().manual_seed(0)) * 2
+    output = sampler.forward(logits.clone(), metadata(temperature, top_k, top_p))
+    tokens = output.sampled_token_ids.squeeze(1).long()
+    greedy, log_probs = own.sample(logits.clone(), metadata(temperature, top_k, top_p))
+    is_greedy = torch.tensor(temperature) == 0
+    assert torch.equal(tokens[is_greedy], greedy[is_greedy])
+    expected = log_probs.gather(1, tokens[:, None])
+    torch.testing.assert_close(output.logprobs_tensors.logprobs, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(output.logprobs_tensors.logprob_token_ids.squeeze(1).long(), tokens)
+    for row, processed in enumerate(log_probs):
+        [ids] = sampler.masks.slice_request(row, 1).to_nested_list()
+        finite = (processed > -torch.inf).nonzero().flatten().tolist()
+        assert ids == (finite if len(finite) < VOCAB else [])
+
+
+def test_a_row_has_its_own_numbers_whatever_the_batch() -> None:
+    sampler, _ = fused()
+    logits = torch.zeros(4, VOCAB)
+    together = sampler.forward(logits.clone(), metadata([1.0] * 4, [VOCAB] * 4, [1.0] * 4))
+    alone = metadata([1.0], [VOCAB], [1.0], generators={0: torch.Generator().manual_seed(2)})
+    token = sampler.forward(logits[:1].clone(), alone).sampled_token_ids
+    assert torch.equal(token[0], together.sampled_token_ids[2])
+    assert len(set(together.sampled_token_ids.flatten().tolist())) > 1
+
+
+def test_bad_words_and_penalties_come_first() -> None:
+    sampler, _ = fused()
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 5] = 100.0
+    banned = torch.zeros(1, VOCAB, dtype=torch.bool)
+    banned[0, 5] = True
+    limited = metadata([1.0], [VOCAB], [1.0], allowed_token_ids_mask=banned)
+    assert sampler.forward(logits, limited).sampled_token_ids.item() != 5
+
+
+def test_further_log_probs_are_vllms() -> None:
+    sampler, own = fused()
+    logits = torch.randn(2, VOCAB)
+    for options in ({"max_num_logprobs": 3}, {"logprob_token_ids": {0: [1, 2], 1: [3]}}):
+        given = ([0.0, 0.0], [VOCAB] * 2, [1.0] * 2)
+        theirs = own(logits.clone(), metadata(*given, **options)).logprobs_tensors
+        ours = sampler.forward(logits.clone(), metadata(*given, **options)).logprobs_tensors
+        for a, b in zip(ours[:3], theirs[:3], strict=True):
+            assert torch.equal(a, b)
