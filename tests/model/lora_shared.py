@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+IDS = torch.tensor([[5, 9, 33, 2, 7, 7, 61]])
 EXPERT_WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
@@ -31,3 +32,44 @@ def write_adapter(
         r=rank, lora_alpha=alpha, target_modules=["q_proj", "o_proj"], init_lora_weights=False
     )
     get_peft_model(base, config).to(dtype).save_pretrained(str(folder))
+
+
+def train_and_save(rank: int, world_size: int, path: str, out: str, targets: tuple) -> dict:
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import AutoTokenizer
+
+    from hybridengine.checkpoint.pretrained import save_adapter, save_pretrained
+    from hybridengine.model import (
+        adapters_disabled,
+        apply_lora,
+        load_causal_lm,
+        pack_rollouts,
+        packed_log_probs,
+        packed_logits,
+    )
+
+    model = load_causal_lm(
+        path,
+        mesh=init_device_mesh("cpu", (world_size,)),
+        shard_dim1=lambda name: "o_proj" in name or "down_proj" in name,
+        param_dtype=torch.float32,
+        gradient_checkpointing=True,
+        adapt=lambda m: apply_lora(m, 3, 5.0, *targets),
+    )
+    placed = {n: p.placements[0].dim for n, p in model.named_parameters() if "layers.0" in n}
+    batch = pack_rollouts([(IDS[0, :1].tolist(), IDS[0, 1:].tolist())])
+    for _ in range(2):  # the first step moves B alone: A's gradient is zero while B is
+        (-packed_log_probs(model, batch)[0].sum()).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                assert (p.grad is not None) == p.requires_grad
+                if p.requires_grad:
+                    p.sub_(p.grad, alpha=0.05)
+                    p.grad = None
+    with torch.no_grad():
+        logits = packed_logits(model, batch)
+        with adapters_disabled(model):
+            of_base = packed_logits(model, batch)
+    save_pretrained(model, AutoTokenizer.from_pretrained(path), f"{out}/merged", torch.float32)
+    save_adapter(model, f"{out}/adapter")
+    return {"logits": logits, "of_base": of_base, "placed": placed}

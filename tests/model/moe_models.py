@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-__all__ = ["ARCHITECTURES", "NUM_EXPERTS", "tiny_moe"]
+__all__ = ["ARCHITECTURES", "NUM_EXPERTS", "assert_close", "run", "tiny_moe"]
 
 NUM_EXPERTS, TOP_K = 8, 2
 _COMMON = dict(
@@ -66,3 +66,18 @@ def tiny_moe(kind: str, **options: Any) -> PreTrainedModel:
         torch.manual_seed(0)
         config = CONFIG_MAPPING[kind](**_COMMON | options)
         return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def run(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    logits = model(input_ids=ids, use_cache=False).logits
+    logits.logsumexp(-1).sum().backward()
+    return logits, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(got: Any, expected: Any) -> None:
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-4, atol=1e-4)
+    assert got[1].keys() == expected[1].keys()
+    for name, grad in expected[1].items():  # sums over tokens, in another order
+        limit = 1e-4 * float(grad.abs().max())
+        torch.testing.assert_close(got[1][name], grad, rtol=1e-4, atol=limit)

@@ -21,10 +21,8 @@ from hybridengine.model import (
 )
 from hybridengine.model.experts import EXPERTS
 from hybridengine.model.lora import peft_factors
-from tests.model.lora_shared import EXPERT_WEIGHTS, float64_update
-from tests.model.moe_models import ARCHITECTURES, tiny_moe
-from tests.model.test_experts import assert_close, run
-from tests.model.test_lora import IDS, train_and_save
+from tests.model.lora_shared import EXPERT_WEIGHTS, IDS, float64_update, train_and_save
+from tests.model.moe_models import ARCHITECTURES, assert_close, run, tiny_moe
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 

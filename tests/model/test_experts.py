@@ -13,19 +13,12 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from hybridengine.model import RouterReplay, experts
 from hybridengine.model.experts import EXPERTS
 from tests.model.cases import load
-from tests.model.moe_models import ARCHITECTURES, NUM_EXPERTS, TOP_K, tiny_moe
+from tests.model.moe_models import ARCHITECTURES, NUM_EXPERTS, TOP_K, assert_close, run, tiny_moe
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
 LENGTH = 24
 KINDS = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")  # the layouts that the interface has
-
-
-def run(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    model.zero_grad()
-    logits = model(input_ids=ids, use_cache=False).logits
-    logits.logsumexp(-1).sum().backward()
-    return logits, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def both(model: Any, ids: torch.Tensor) -> tuple[Any, Any]:
@@ -37,14 +30,6 @@ def both(model: Any, ids: torch.Tensor) -> tuple[Any, Any]:
             found.append(run(model, ids))
         assert product.called == (name == EXPERTS)
     return found[0], found[1]
-
-
-def assert_close(got: Any, expected: Any) -> None:
-    torch.testing.assert_close(got[0], expected[0], rtol=1e-4, atol=1e-4)
-    assert got[1].keys() == expected[1].keys()
-    for name, grad in expected[1].items():  # sums over tokens, in another order
-        limit = 1e-4 * float(grad.abs().max())
-        torch.testing.assert_close(got[1][name], grad, rtol=1e-4, atol=limit)
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)

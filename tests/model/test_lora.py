@@ -10,54 +10,11 @@ from transformers import AutoModelForCausalLM
 
 from hybridengine.errors import ModelError
 from hybridengine.model import adapter_shards, apply_lora, check_lora
-from tests.model.lora_shared import float64_update, write_adapter
+from tests.model.lora_shared import IDS, float64_update, train_and_save, write_adapter
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
-IDS = torch.tensor([[5, 9, 33, 2, 7, 7, 61]])
-
-
 LINEAR = (["q_proj", "o_proj", "down_proj"],)
-
-
-def train_and_save(rank: int, world_size: int, path: str, out: str, targets: tuple) -> dict:
-    from torch.distributed.device_mesh import init_device_mesh
-    from transformers import AutoTokenizer
-
-    from hybridengine.checkpoint.pretrained import save_adapter, save_pretrained
-    from hybridengine.model import (
-        adapters_disabled,
-        load_causal_lm,
-        pack_rollouts,
-        packed_log_probs,
-        packed_logits,
-    )
-
-    model = load_causal_lm(
-        path,
-        mesh=init_device_mesh("cpu", (world_size,)),
-        shard_dim1=lambda name: "o_proj" in name or "down_proj" in name,
-        param_dtype=torch.float32,
-        gradient_checkpointing=True,
-        adapt=lambda m: apply_lora(m, 3, 5.0, *targets),
-    )
-    placed = {n: p.placements[0].dim for n, p in model.named_parameters() if "layers.0" in n}
-    batch = pack_rollouts([(IDS[0, :1].tolist(), IDS[0, 1:].tolist())])
-    for _ in range(2):  # the first step moves B alone: A's gradient is zero while B is
-        (-packed_log_probs(model, batch)[0].sum()).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                assert (p.grad is not None) == p.requires_grad
-                if p.requires_grad:
-                    p.sub_(p.grad, alpha=0.05)
-                    p.grad = None
-    with torch.no_grad():
-        logits = packed_logits(model, batch)
-        with adapters_disabled(model):
-            of_base = packed_logits(model, batch)
-    save_pretrained(model, AutoTokenizer.from_pretrained(path), f"{out}/merged", torch.float32)
-    save_adapter(model, f"{out}/adapter")
-    return {"logits": logits, "of_base": of_base, "placed": placed}
 
 
 @pytest.mark.multirank

@@ -12,7 +12,7 @@ from typing import Any
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
-__all__ = ["Result", "run_jobs", "small_job"]
+__all__ = ["Result", "lines_of", "moe_job", "run_jobs", "small_job"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,15 @@ def small_job(folder: Path) -> list[str]:
         "trainer.default_local_dir": folder / "run",
     }
     return [f"{key}={value}" for key, value in settings.items()]
+
+
+def moe_job(folder: Path) -> list[str]:
+    base = small_job(folder)
+    return [*base, f"model.path={save_tiny('qwen3_moe', folder / 'moe')}"]
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def save_stopping(folder: Path) -> None:

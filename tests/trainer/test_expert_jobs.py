@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from hybridengine.checkpoint.export import export_checkpoint
-from tests.trainer.in_process import run_jobs
-from tests.trainer.test_router_replay_jobs import lines_of, moe_job
+from tests.trainer.in_process import lines_of, moe_job, run_jobs
 
 DIVIDED = "actor.fsdp_config.expert_parallel_size=2"
 ADAPTED = ("model.lora_rank=4", "model.target_parameters=[experts.gate_up_proj,experts.down_proj]")

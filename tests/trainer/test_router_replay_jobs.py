@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,23 +10,13 @@ import pytest
 from hybridengine.rollout.routes import decode_routes
 from hybridengine.rollout.vllm.environment import vllm_available
 from tests.ranks import run_ranks
-from tests.tiny_models import save_tiny
-from tests.trainer.in_process import run_jobs, small_job
+from tests.trainer.in_process import lines_of, moe_job, run_jobs, small_job
 from tests.trainer.overlapped import run_overlapped
 
 pytestmark = pytest.mark.multirank
 
 OLD = "actor.router_replay=old"
 REPLAY = "actor.router_replay=rollout"
-
-
-def moe_job(folder: Path) -> list[str]:
-    base = small_job(folder)
-    return [*base, f"model.path={save_tiny('qwen3_moe', folder / 'moe')}"]
-
-
-def lines_of(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def run_with_vllm(rank: int, world_size: int, folder: Path, job: list[str]) -> None:

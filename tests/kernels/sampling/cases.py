@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from hybridengine.kernels import sample_tokens
 from hybridengine.kernels.sampling import SampledTokens
 from hybridengine.kernels.sampling.reference import kept_entries, philox_uniform
 from torch import Tensor
@@ -91,3 +92,11 @@ def _check_kept(kept: Tensor, expected: Tensor, logits: Tensor, numbers: list[Te
         other = kept_entries(logits, temperature, top_k, moved.where(top_p < 1, 1.0), min_p)
         expected = torch.where((kept == expected).all(1, keepdim=True), expected, other)
     assert torch.equal(kept, expected)
+
+
+def sample(logits, seeds, positions, backend=None, **parameters):
+    """Run on the device of the backend; return results on the CPU, with kept ids."""
+    device = "cuda" if backend == "triton" else "cpu"
+    arguments = (t.to(device) for t in (logits, seeds, positions))
+    sampled = sample_tokens(*arguments, **parameters, return_kept_ids=True, backend=backend)
+    return type(sampled)(*(t.cpu() for t in sampled))

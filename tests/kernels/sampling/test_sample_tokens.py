@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.interpreter import run_interpreted
-from tests.kernels.sampling.cases import PARAMETERS, check_rows, keys, random_logits
+from tests.kernels.sampling.cases import PARAMETERS, check_rows, keys, random_logits, sample
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = (
@@ -16,14 +16,6 @@ BACKENDS = (
     "reference",
     pytest.param("triton", marks=pytest.mark.gpu),
 )
-
-
-def sample(logits, seeds, positions, backend=None, **parameters):
-    """Run on the device of the backend; return results on the CPU, with kept ids."""
-    device = "cuda" if backend == "triton" else "cpu"
-    arguments = (t.to(device) for t in (logits, seeds, positions))
-    sampled = sample_tokens(*arguments, **parameters, return_kept_ids=True, backend=backend)
-    return type(sampled)(*(t.cpu() for t in sampled))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

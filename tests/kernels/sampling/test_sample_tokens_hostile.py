@@ -4,8 +4,7 @@ import pytest
 import torch
 from hybridengine.kernels import sample_tokens
 
-from tests.kernels.sampling.cases import check_rows, keys, random_logits
-from tests.kernels.sampling.test_sample_tokens import sample
+from tests.kernels.sampling.cases import check_rows, keys, random_logits, sample
 
 BACKENDS = ("cpp", "reference")
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from hybridengine.rollout.vllm.environment import vllm_available
-from tests.kernels.sampling.cases import keys, per_row, random_logits
-from tests.kernels.sampling.test_sample_tokens import sample
+from tests.kernels.sampling.cases import keys, per_row, random_logits, sample
 
 pytestmark = [
     pytest.mark.slow,
