@@ -1,10 +1,13 @@
-"""Tokens per second of a real vLLM engine on a CPU, with our products and with torch's.
+"""Tokens per second of a real vLLM engine on a CPU, with our products and sampler and without.
 
-A random model of the shapes of SmolLM2-135M in bfloat16 with a float32 head, set up as the trainer
-sets up its engine. `step` is one decoding step of all sequences: the time of a generation of many
-tokens less that of few, by the difference in tokens. `share_of_limit` compares it with the larger
-of the time to read all weights and the time of the products at the rate of a large one. The parts
-of a step are timed in a run of their own, around the functions of vLLM that compute them.
+A random model of the shapes of SmolLM2-135M with a float32 head, set up as the trainer sets up its
+engine: in bfloat16 where the CPU multiplies it fast, else in float32. `step` compares the products,
+with our sampler in both; `sampler` compares it with vLLM's own, with torch's products in both.
+
+A time is that of one decoding step of all sequences: of a generation of many tokens less that of
+few, by the difference in tokens. `share_of_limit` compares it with the larger of the time to read
+all weights and the time of the products at the rate of a large one. The parts of a step are timed
+in a run of their own, around the functions of vLLM that compute them.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from hybridengine.kernels import decode_linear
+from hybridengine.kernels import decode_linear, has_fast_products
 from hybridengine.kernels.decode_linear import inference_linear
 from torch import Tensor, nn
 
@@ -28,13 +31,14 @@ from benchmarks._bench import OURS, Bench, short
 from benchmarks._models import smollm2_135m
 
 SEQUENCES = (1, 8, 32, 128)
+SAMPLED_SEQUENCES = 32
 PROMPT_TOKENS, FEW_TOKENS, MANY_TOKENS = 128, 4, 28
 
 
 def run(bench: Bench) -> None:
     from hybridengine.rollout.vllm.environment import prepare_environment, vllm_available
 
-    dtype = torch.bfloat16
+    dtype = torch.bfloat16 if has_fast_products(torch.bfloat16) else torch.float32
     if bench.device.type != "cpu" or bench.quick or not vllm_available():
         reason = "an engine on a CPU, not in a quick run"
         bench.leave_out("generate", "step", "135M", dtype, {OURS: reason})
@@ -42,13 +46,13 @@ def run(bench: Bench) -> None:
     prepare_environment()
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        llm, parameters = _build(Path(folder))
-        read = 2 * parameters / (bench.peak("read", dtype) * 1e9)
+        llm, parameters = _build(Path(folder), dtype)
+        read = dtype.itemsize * parameters / (bench.peak("read", dtype) * 1e9)
         multiply = 2 * parameters / (bench.peak("gemm", dtype) * 1e12)
+        seconds = dict[str, float]()
         for sequences in SEQUENCES:
-            seconds = {}
             for name in ("torch", OURS):
-                with _products(llm, name == OURS):
+                with _products(llm, name == OURS), _sampler(llm, True):
                     _generate(llm, sequences, FEW_TOKENS)  # warm up
                     seconds[name] = _seconds_per_step(llm, sequences)
                     parts = _parts(llm, sequences)
@@ -65,9 +69,25 @@ def run(bench: Bench) -> None:
                     tokens_per_s=sequences / seconds[name],
                     parts_ms=parts,
                 )
+        for label, truncation in {"": {}, " top_p=0.95": {"top_p": 0.95}}.items():
+            for name in ("vllm", OURS):
+                with _sampler(llm, name == OURS):
+                    _generate(llm, SAMPLED_SEQUENCES, FEW_TOKENS, **truncation)  # warm up
+                    seconds[name] = _seconds_per_step(llm, SAMPLED_SEQUENCES, **truncation)
+                bench.add(
+                    "generate",
+                    "sampler",
+                    name,
+                    f"135M sequences={SAMPLED_SEQUENCES}{label}",
+                    dtype=short(dtype),
+                    ms_p50=seconds[name] * 1e3,
+                    ratio_to_best_peer=seconds["vllm"] / seconds[name] if name == OURS else None,
+                    note=f"  {SAMPLED_SEQUENCES / seconds[name]:.0f} tokens/s",
+                    tokens_per_s=SAMPLED_SEQUENCES / seconds[name],
+                )
 
 
-def _build(folder: Path) -> tuple[Any, int]:
+def _build(folder: Path, dtype: torch.dtype) -> tuple[Any, int]:
     """Return an engine, and the number of weights that a step multiplies with."""
     from vllm import LLM
 
@@ -81,7 +101,7 @@ def _build(folder: Path) -> tuple[Any, int]:
         llm = LLM(
             str(folder),
             load_format="dummy",
-            dtype="bfloat16",
+            dtype=str(dtype).removeprefix("torch."),
             skip_tokenizer_init=True,
             max_model_len=512,
             enforce_eager=True,
@@ -97,8 +117,24 @@ def _build(folder: Path) -> tuple[Any, int]:
     return llm, sum(p.numel() for p in model.parameters() if p.dim() == 2)
 
 
+def _runner(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
 def _model(llm: Any) -> Any:
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    return _runner(llm).get_model()
+
+
+@contextmanager
+def _sampler(llm: Any, ours: bool) -> Iterator[None]:
+    """While open, sample as our engine does, or by vLLM's own sampler."""
+    from hybridengine.rollout.vllm.sampling import FusedSampler
+
+    sampler = _runner(llm).sampler
+    with patch.object(sampler, "forward", sampler.forward):
+        if ours:
+            FusedSampler(_runner(llm))
+        yield
 
 
 @contextmanager
@@ -123,7 +159,6 @@ def _parts(llm: Any, sequences: int) -> dict[str, float]:
     """Return the milliseconds of a decoding step that each of its parts takes."""
     from vllm import _custom_ops
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
-    from vllm.v1.sample.sampler import Sampler
 
     totals: dict[int, dict[str, float]] = {}
     for tokens in (FEW_TOKENS, MANY_TOKENS):
@@ -150,7 +185,7 @@ def _parts(llm: Any, sequences: int) -> dict[str, float]:
                 *linears,
                 *heads,
                 *attention,
-                ("sampler", Sampler, "forward"),
+                ("sampler", _runner(llm).sampler, "forward"),
             ):
                 wrapped = timed(name, getattr(owner, function))
                 stack.enter_context(patch.object(owner, function, wrapped))
@@ -160,23 +195,23 @@ def _parts(llm: Any, sequences: int) -> dict[str, float]:
     return {name: round((many[name] - few[name]) / steps * 1e3, 2) for name in many}
 
 
-def _seconds_per_step(llm: Any, sequences: int) -> float:
+def _seconds_per_step(llm: Any, sequences: int, **sampling: float) -> float:
     times = {
-        tokens: [_generate(llm, sequences, tokens) for _ in range(2)]
+        tokens: [_generate(llm, sequences, tokens, **sampling) for _ in range(2)]
         for tokens in (FEW_TOKENS, MANY_TOKENS)
     }
     return (min(times[MANY_TOKENS]) - min(times[FEW_TOKENS])) / (MANY_TOKENS - FEW_TOKENS)
 
 
-def _generate(llm: Any, sequences: int, tokens: int) -> float:
+def _generate(llm: Any, sequences: int, tokens: int, **truncation: float) -> float:
     """Generate so many tokens of each sequence; return the seconds."""
     from vllm import SamplingParams
 
     draw = torch.Generator().manual_seed(0)
     prompts = torch.randint(1000, 40_000, (sequences, PROMPT_TOKENS), generator=draw).tolist()
+    options: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True, "detokenize": False}
     sampling = [
-        SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False, seed=i)
-        for i in range(sequences)
+        SamplingParams(**options, logprobs=0, seed=i, **truncation) for i in range(sequences)
     ]
     start = time.perf_counter()
     llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
