@@ -101,7 +101,7 @@ def _build(folder: Path, dtype: torch.dtype) -> tuple[Any, int]:
         llm = LLM(
             str(folder),
             load_format="dummy",
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
             skip_tokenizer_init=True,
             max_model_len=512,
             enforce_eager=True,
@@ -195,7 +195,7 @@ def _parts(llm: Any, sequences: int) -> dict[str, float]:
     return {name: round((many[name] - few[name]) / steps * 1e3, 2) for name in many}
 
 
-def _seconds_per_step(llm: Any, sequences: int, **sampling: float) -> float:
+def _seconds_per_step(llm: Any, sequences: int, **sampling: Any) -> float:
     times = {
         tokens: [_generate(llm, sequences, tokens, **sampling) for _ in range(2)]
         for tokens in (FEW_TOKENS, MANY_TOKENS)
@@ -203,7 +203,7 @@ def _seconds_per_step(llm: Any, sequences: int, **sampling: float) -> float:
     return (min(times[MANY_TOKENS]) - min(times[FEW_TOKENS])) / (MANY_TOKENS - FEW_TOKENS)
 
 
-def _generate(llm: Any, sequences: int, tokens: int, **truncation: float) -> float:
+def _generate(llm: Any, sequences: int, tokens: int, **truncation: Any) -> float:
     """Generate so many tokens of each sequence; return the seconds."""
     from vllm import SamplingParams
 
