@@ -93,7 +93,7 @@ def test_a_row_has_its_own_numbers_whatever_the_batch() -> None:
     assert len(set(together.sampled_token_ids.flatten().tolist())) > 1
 
 
-def test_bad_words_and_penalties_come_first() -> None:
+def test_entries_that_are_not_allowed_are_never_drawn() -> None:
     sampler, _ = fused()
     logits = torch.zeros(1, VOCAB)
     logits[0, 5] = 100.0
