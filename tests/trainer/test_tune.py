@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from hybridengine.config import load_config
+from hybridengine.config import load_config, load_sft_config
 from hybridengine.trainer.tune.memory import PeakMemory
 from hybridengine.trainer.tune.search import Probe, best_limit, probe_limits, smallest_fast
 from tests.trainer.in_process import small_job
+from tests.trainer.sft_job import sft_settings, write_sft_job
 
 
 @given(
@@ -79,6 +80,22 @@ def test_the_overrides_of_a_job(tmp_path: Path) -> None:
     assert config.actor.ppo_max_token_len_per_gpu in limits
     assert config.reshard.bucket_mib == 16  # which holds the whole model
     assert not (tmp_path / "run").exists()  # nothing is written
+
+
+@pytest.mark.multirank
+def test_the_overrides_of_sft(tmp_path: Path) -> None:
+    job = sft_settings(write_sft_job(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridengine.cli", "tune", "sft", *job],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [override] = done.stdout.splitlines()[-1].split()
+    config = load_sft_config(None, [*job, override])
+    assert override.startswith("data.max_token_len_per_gpu=")
+    assert config.data.max_token_len_per_gpu >= 1
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def _tune(session: Session, config: Any) -> None:
         raise ConfigError(
             f"a micro-batch of the longest sequence, {job.shortest} tokens, takes "
             f"{probes[0].memory / _GIB:.2f} GiB on a rank of {allowed / _GIB:.2f}; use "
-            "more ranks, actor.ulysses_sequence_parallel_size, or "
+            "more ranks, ulysses_sequence_parallel_size, or "
             "model.enable_gradient_checkpointing"
         )
     overrides[job.key] = f"{best.limit}"
