@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .._launch import launch
 from . import reference
+from .reference import TreeOptions
 from .triton_backward import delta_kernel, key_grad_kernel, query_grad_kernel
 from .triton_forward import forward_kernel
 from .triton_tables import block_tables
@@ -48,14 +49,8 @@ class _Problem(NamedTuple):
         return choose_tiles(kernel, head_size, self.query.dtype.itemsize, capability, plain)
 
 
-def _problem(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    softmax_scale: float,
-    window_size: int | None,
-    softcap: float | None,
-) -> _Problem:
+def _problem(query: Tensor, key: Tensor, value: Tensor, options: TreeOptions) -> _Problem:
+    _, _, softmax_scale, window_size, softcap = options
     width, value_width = query.shape[2], value.shape[2]
     sign = 1.0
     if softmax_scale <= 0:  # the kernels take the maximum before they scale
@@ -103,14 +98,7 @@ def _heads_per_program(key_blocks: int, heads: int, kv_heads: int, device: torch
 
 
 def tree_attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    subtree_ends: Tensor,
-    position_ids: Tensor | None,
-    softmax_scale: float,
-    window_size: int | None,
-    softcap: float | None,
+    query: Tensor, key: Tensor, value: Tensor, options: TreeOptions
 ) -> tuple[Tensor, Tensor]:
     """Return out [T, H, D_v] and the log-sum-exp of the scores, [H, T] float32."""
     (tokens, heads, _), value_width = query.shape, value.shape[2]
@@ -119,10 +107,9 @@ def tree_attention_forward(
     if lse.numel() == 0:
         return out, lse
     if max(query.shape[2], value_width) > _MAX_HEAD_SIZE:
-        return reference.tree_attention_forward(
-            query, key, value, subtree_ends, position_ids, softmax_scale, window_size, softcap
-        )
-    problem = _problem(query, key, value, softmax_scale, window_size, softcap)
+        return reference.tree_attention_forward(query, key, value, options)
+    subtree_ends, position_ids, _, window_size, _ = options
+    problem = _problem(query, key, value, options)
     tiles = problem.tiles("forward")
     tables = block_tables(subtree_ends, position_ids, window_size, tiles.block_n, tiles.block_m)
     launch(
@@ -152,31 +139,16 @@ def tree_attention_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    subtree_ends: Tensor,
-    position_ids: Tensor | None,
-    softmax_scale: float,
-    window_size: int | None,
-    softcap: float | None,
+    options: TreeOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
     grad_query, grad_key, grad_value = (x.new_empty(x.shape) for x in (query, key, value))
     if lse.numel() == 0:
         return grad_query, grad_key, grad_value
     if max(query.shape[2], value.shape[2]) > _MAX_HEAD_SIZE:
-        return reference.tree_attention_backward(
-            grad_out,
-            query,
-            key,
-            value,
-            out,
-            lse,
-            subtree_ends,
-            position_ids,
-            softmax_scale,
-            window_size,
-            softcap,
-        )
-    problem = _problem(query, key, value, softmax_scale, window_size, softcap)
+        return reference.tree_attention_backward(grad_out, query, key, value, out, lse, options)
+    subtree_ends, position_ids, _, window_size, _ = options
+    problem = _problem(query, key, value, options)
     grad_out = _unit_stride(grad_out)
     delta = torch.empty_like(lse)
     tokens, heads, value_width = out.shape
