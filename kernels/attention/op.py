@@ -154,8 +154,12 @@ def _run(name: str, *arguments: Any) -> Any:
         from . import triton as module
     else:
         module = reference
-    tensors, options = operands[:-5], reference.TreeOptions(*operands[-5:])
-    return getattr(module, f"tree_attention_{name}")(*tensors, options)
+    options = reference.TreeOptions(*operands[-5:])
+    if name == "forward":
+        return module.tree_attention_forward(reference.Heads(*operands[:3]), options)
+    grad_out, query, key, value, out, lse = operands[:-5]
+    heads = reference.Heads(query, key, value)
+    return tuple(module.tree_attention_backward(grad_out, heads, out, lse, options))
 
 
 @_forward_op.register_fake

@@ -12,6 +12,14 @@ from .._per_token import compute_dtype
 _QUERY_BLOCK = 256  # query tokens at a time, to bound the scores: [H, block, T]
 
 
+class Heads(NamedTuple):
+    """query [T, H, D], key [T, H_kv, D], value [T, H_kv, D_v]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
 class TreeOptions(NamedTuple):
     """Which keys a query sees, and how scores are computed: see `tree_attention`."""
 
@@ -22,11 +30,10 @@ class TreeOptions(NamedTuple):
     softcap: float | None
 
 
-def tree_attention_forward(
-    query: Tensor, key: Tensor, value: Tensor, options: TreeOptions
-) -> tuple[Tensor, Tensor]:
+def tree_attention_forward(heads: Heads, options: TreeOptions) -> tuple[Tensor, Tensor]:
     """Return out [T, H, D_v] and the log-sum-exp of the scores, [H, T] float32 (or float64)."""
-    q, k, v = _by_kv_head(query, key, value)
+    query = heads.query
+    q, k, v = _by_kv_head(heads)
     outs, sums = [], []
     for rows in _query_blocks(query):
         scores, _ = _scores(q[:, :, rows], k, options)
@@ -40,16 +47,11 @@ def tree_attention_forward(
 
 
 def tree_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    options: TreeOptions,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, heads: Heads, out: Tensor, lse: Tensor, options: TreeOptions
+) -> Heads:
     """Return the gradients of query, key and value."""
-    q, k, v = _by_kv_head(query, key, value)
+    query, key, _ = heads
+    q, k, v = _by_kv_head(heads)
     groups = (key.shape[1], -1)
     d_out = grad_out.to(q.dtype).transpose(0, 1).unflatten(0, groups)
     # The gradient of a score is p (d_p - delta): delta = sum_k p_k d_p_k = d_out . out.
@@ -67,15 +69,14 @@ def tree_attention_backward(
         grad_k += (grad_scores.transpose(-1, -2) @ q[:, :, rows]).sum(1, keepdim=True)
     grad_q = torch.cat(grads_q, 2).flatten(0, 1)
     grads = grad_q, grad_k.flatten(0, 1), grad_v.flatten(0, 1)
-    dq, dk, dv = (grad.transpose(0, 1).to(query.dtype).contiguous() for grad in grads)
-    return dq, dk, dv
+    return Heads(*(grad.transpose(0, 1).to(query.dtype).contiguous() for grad in grads))
 
 
-def _by_kv_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _by_kv_head(heads: Heads) -> Heads:
     """Return query [H_kv, H / H_kv, T, D], key and value [H_kv, 1, T, D*], float32 or float64."""
-    dtype = compute_dtype(query)
-    q, k, v = (x.to(dtype).transpose(0, 1) for x in (query, key, value))
-    return q.unflatten(0, (key.shape[1], -1)), k.unsqueeze(1), v.unsqueeze(1)
+    dtype = compute_dtype(heads.query)
+    q, k, v = (x.to(dtype).transpose(0, 1) for x in heads)
+    return Heads(q.unflatten(0, (k.shape[0], -1)), k.unsqueeze(1), v.unsqueeze(1))
 
 
 def _query_blocks(query: Tensor) -> list[slice]:
