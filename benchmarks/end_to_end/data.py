@@ -13,7 +13,7 @@ MODEL = ROOT / ".cache/demo/smollm2-135m-instruct"
 
 
 def has_demo_model(bench: Bench, name: str) -> bool:
-    """Return whether benchmark `name` can run, which quick runs leave out; else say what it needs."""
+    """Return whether benchmark `name` can run (not in a quick run); else say what it needs."""
     if bench.quick or not MODEL.exists():
         print(f"# {name}: needs the demo's model: `python examples/demo/prepare.py`", flush=True)
         return False

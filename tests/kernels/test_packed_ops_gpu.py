@@ -127,7 +127,7 @@ def test_losses_with_any_counts_as_on_the_cpu(loss_agg_mode, masked):
 def losses(inputs, loss_agg_mode, counts):
     """Losses, metrics and gradients of policy_loss and value_loss."""
     results = []
-    for function in (policy_loss, value_loss):
+    for function in (kernels.policy_loss, kernels.value_loss):
         leaf = inputs["log_probs"].clone().requires_grad_()
         loss, metrics = function(
             leaf,
