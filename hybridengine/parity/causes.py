@@ -235,7 +235,8 @@ def _activation(case: Case) -> str | None:
     gate, up = case.near("gate_proj"), case.near("up_proj")
     for name, function in _ACTIVATIONS.items():
         if case.explains(function(gate) * up):
-            return f"its activation is {name}, the trained model's {case.config.hidden_act}"
+            known = getattr(case.config, "hidden_act", None) or case.config.hidden_activation
+            return f"its activation is {name}, the trained model's {known}"
         if case.explains(function(up) * gate):
             return "gate and up projection are exchanged"
     return None
@@ -248,12 +249,15 @@ def _experts(case: Case) -> str | None:
             "the sum of the selected experts' weights differs; the trained model's are "
             f"{normalised}normalised to 1"
         )
-    logits = case.record.points[case.point.removesuffix("experts") + "gate"].double().cpu()
+    logits = case.record.points.get(case.point.removesuffix("experts") + "gate")
+    if logits is None:
+        return None
+    logits = logits.double().cpu()
     served = torch.zeros_like(logits, dtype=torch.bool)
     served.scatter_(1, logits.topk(case.config.num_experts_per_tok).indices, True)
     rows = (case.theirs - case.ours).norm(dim=1) > 1e-4 * case.ours.norm(dim=1)
     for expert in range(served.shape[1]):
-        if bool(rows.any()) and torch.equal(rows, served[:, expert]):
+        if not rows.all() and torch.equal(rows, served[:, expert]):
             return (
                 f"exactly the tokens of expert {expert} differ: its weights are of other (older) "
                 "weights"
