@@ -53,7 +53,7 @@ _MAKE_AGAIN = "since the sender was made: make a new WeightSender"
 class Delta(NamedTuple):
     """What changed on this trainer since version `base`.
 
-    generation: of the parameters that engines of that version have (`Generations.trained`).
+    generation: that of the parameters of engines at this version (`Generations.trained`).
     """
 
     base: int

@@ -32,7 +32,7 @@ class Comparison(msgspec.Struct, frozen=True):
     """Checksums of the engine compared with those of the trainer, after the sync to `version`.
 
     different: (engine tensor, trained parameter), the first ones.
-    count: of all slices that differ.
+    count: the number of all slices that differ.
     """
 
     version: int
@@ -43,12 +43,12 @@ class Comparison(msgspec.Struct, frozen=True):
 class Record(msgspec.Struct):
     """What one process does in the collectives of one guard.
 
-    name: of the rank, for a person.
+    name: the name of the rank, as shown to a person.
     started, since: seconds since the epoch: of the record, and of what it does now.
     worlds: identifiers that are common to the ranks of a world, or of a sync between worlds.
     place: the phase, and the operation that it is part of.
     collective: the one that it waits in, equal on all ranks that have come to it; "": none.
-    world: of the ranks that come to the collective.
+    world: the process world of the ranks that take part in the collective.
     waits_for: names of those that it waits for, where it knows them.
     """
 

@@ -152,7 +152,7 @@ def adapters_of_factors(
 ) -> Iterator[tuple[str, Adapter]]:
     """Yield each adapter by parameter name with its factors taken (removed) from `factors`.
 
-    scales: by parameter.
+    scales: parameter → the scale of its adapter.
     factors: named as `adapter_factors` names them.
     """
     for name, scale in scales.items():

@@ -24,7 +24,7 @@ class StaleWeightsError(RuntimeError):
 class WeightState:
     """What an engine's weights are.
 
-    version: of the last complete update, None before the first.
+    version: the version of the last complete update; None before the first.
     discarded: whether the weights were freed without a copy since.
     updates_begun: number of updates so far, those that failed included.
     updating_to: version of the update that has begun and not completed, None after a complete one.

@@ -84,7 +84,7 @@ class _Schedule:
     """Sequences of one engine, in numbers of tokens; see the module.
 
     done, remaining: generated and to come, of the sequences in decoding.
-    waiting: the same pairs of those that wait.
+    waiting: the same pairs for the sequences that wait.
     own_prompt: cached tokens of a prompt per response, see `prompt_per_response`.
     """
 

@@ -29,7 +29,7 @@ _BUCKET_LATENCY_S = 100e-6  # of an all-to-all and its launches, as in the advis
 class Sync:
     """The cost of a weight sync on the busiest rank.
 
-    seconds: of the sync.
+    seconds: the time of the sync.
     received, sent: bytes.
     lower_bound: the fewest bytes that the rank has to receive.
     source: "formula" or "planner".

@@ -47,11 +47,11 @@ class StepTrace:
 class TraceSummary:
     """Seconds of a recorded step.
 
-    span: from its first to its last event.
-    computing: in which a kernel runs; where there are none, an operator.
-    communicating: in which a collective is under way.
-    both: in which both are.
-    phases: by name.
+    span: the time from the first to the last event.
+    computing: the time in which a kernel runs, or, in a trace without kernels, an operator.
+    communicating: the time in which a collective is under way.
+    both: the time in which both are under way.
+    phases: the time of each phase, by name.
     """
 
     span: float

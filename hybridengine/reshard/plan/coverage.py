@@ -70,7 +70,7 @@ def check_sources(
     """Raise LayoutError for a trained parameter that the engines read only in part.
 
     shapes: parameter → global shape.
-    layouts: of all TP ranks.
+    layouts: the engine layouts of all TP ranks.
     unused: parameters that need not be read.
     Parameters of a fallback count as read.
     """
