@@ -9,6 +9,7 @@ is the mean over the last fifth of the time that both have.
 from __future__ import annotations
 
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
@@ -42,8 +43,8 @@ def run(bench: Bench) -> None:
     common = min(seconds[-1] for seconds in ends.values())
     step_s = {}
     for impl, result in results.items():
-        # The first step warms up.
-        step_s[impl] = median(b - a for a, b in zip(ends[impl], ends[impl][1:], strict=False))
+        times = [end - start for start, end in pairwise([0.0, *ends[impl]])]
+        step_s[impl] = median(times[1:] or times)  # the first step warms up
         last = [
             score
             for score, end in zip(result["scores"], ends[impl], strict=True)

@@ -74,7 +74,7 @@ def find_mismatches(
 
 
 class _Write(NamedTuple):
-    """One write of a slice: what of an engine tensor a part of a parameter goes to."""
+    """One write of a slice: a part of a parameter and the part of an engine tensor that it fills."""
 
     name: str
     slice: SliceCopy
