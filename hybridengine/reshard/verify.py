@@ -74,7 +74,7 @@ def find_mismatches(
 
 
 class _Write(NamedTuple):
-    """One write of a slice: a part of a parameter and the part of an engine tensor that it fills."""
+    """One write of a slice: a part of a parameter and the part of an engine tensor it fills."""
 
     name: str
     slice: SliceCopy

@@ -23,7 +23,7 @@ from hybridengine.runtime.signed_store import SignedStore
 
 @dataclass(frozen=True)
 class Role:
-    """What one rank of the torchrun world is.
+    """The role of one rank of the torchrun world.
 
     rank, world_size: its rank in its own world, and the size of that world.
     local_world_size: how many ranks of its own world are on this machine.

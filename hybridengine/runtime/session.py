@@ -39,7 +39,7 @@ class EarlyExit(RuntimeError):
 
 
 class Session:
-    """What every phase of a run needs to know about its rank.
+    """The state of a rank that every phase of a run needs.
 
     Attributes:
         was_stopped: whether the run ends before its last step because a signal requested it.

@@ -21,8 +21,8 @@ _CPU_CHUNK, _GPU_CHUNK = 1 << 18, 1 << 24
 class Adapter:
     """The update `scale * left @ right` of one weight of shape [out, in].
 
-    left: [out, r] (LoRA's B).
-    right: [r, in] (LoRA's A). Each is a DTensor, or a full tensor on every rank.
+    left: [out, r] (LoRA's B), a DTensor or a full tensor on every rank.
+    right: [r, in] (LoRA's A), likewise.
     scale: alpha / r.
     """
 

@@ -45,7 +45,7 @@ def _of_state(field: str) -> Any:
 
 
 class HasTarget(Protocol):
-    """An engine. target: its weights in this process, None if they are in others."""
+    """An engine; `target` is its weights in this process, None if they are in other processes."""
 
     @property
     def target(self) -> WeightTarget | None: ...

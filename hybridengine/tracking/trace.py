@@ -20,7 +20,9 @@ class StepTrace:
     """Records a step on this rank and writes `trace/step<N>_rank<R>.json.gz` in a run's folder.
 
     Perfetto (ui.perfetto.dev) and chrome://tracing show the file; the phases of the step are ranges
-    in it. step: None for no trace.
+    in it.
+
+    step: the step to record; None for no trace.
     """
 
     def __init__(self, folder: Path, step: int | None, rank: int) -> None:

@@ -17,7 +17,7 @@ _SHOWN = {"prompt", "response", "turns"}  # in other places than the facts
 class Color:
     """A column that tokens are coloured by.
 
-    low, high: the values of the strongest colours, which are two; the neutral value has none.
+    low, high: the values that have the strongest of the two colours; the neutral value has none.
     neutral: 0, or 1 for a ratio, whose logarithm is compared.
     """
 
