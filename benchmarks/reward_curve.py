@@ -1,6 +1,6 @@
 """The demo's training reward against time, ours and TRL's, one after the other for as long.
 
-SmolLM2-135M on the demo's short sums from its initial weights: 12 prompts x 8 responses a step, the
+SmolLM2-135M on the demo's short sums from its initial weights: 6 prompts x 8 responses a step, the
 demo's learning rate, float32, one rank with all threads. Loading is not counted. `scores` and
 `seconds` are those of every step; `ratio_to_best_peer` compares updates per second. `score_at_end`
 is the mean over the last fifth of the time that both have.
@@ -19,7 +19,7 @@ from benchmarks.end_to_end.data import job_of
 
 MODEL, TRAIN = ROOT / ".cache/demo/smollm2-135m-instruct", ROOT / ".cache/demo/sums/train.parquet"
 SECONDS = 150.0
-PROMPTS, N, MAX_PROMPT, MAX_RESPONSE = 12, 8, 24, 8
+PROMPTS, N, MAX_PROMPT, MAX_RESPONSE = 6, 8, 24, 8
 
 
 def run(bench: Bench) -> None:

@@ -250,10 +250,10 @@ def judge_kl(rows: list[Row]) -> Judgement:
         f"Variance over {len(ours['curves'])} seeds of a small job, with the same loss, prompts "
         f"and hyper-parameters; both learn it (score {fmean(ours['scores']):.2f} and "
         f"{fmean(trl['scores']):.2f}). Both estimate the KL by k3 on sampled tokens. Ours bounds "
-        "a token's estimate by 10, as verl does; TRL does not, so that one token of small "
-        "probability adds thousands to the mean and to the gradient (the spikes in the plot). "
-        "The last step, and the median of the last 8 steps, which leaves spikes out. The "
-        "interval is that of the F distribution.",
+        "a token's estimate by 10, as verl does, so that against verl no difference is to be "
+        "expected; in TRL one token of small probability adds thousands to the mean and to the "
+        "gradient (the spikes in the plot, which ends at 6). Of the last step, and of the median "
+        "of the last 8 steps, which leaves spikes out. Intervals are those of normal values.",
     )
 
 
@@ -266,7 +266,7 @@ def judge_reward(rows: list[Row]) -> Judgement:
         f"({counts[0]} and {counts[1]} updates)",
         holds(ours["score_at_end"] > trl["score_at_end"]),
         "Mean training score of the last fifth of the time; the demo's task from its initial "
-        "weights, 12 x 8 responses a step, float32, one rank of two threads each, one after the "
+        "weights, 6 x 8 responses a step, float32, one rank of two threads each, one after the "
         "other, one seed.",
     )
 
