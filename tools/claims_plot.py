@@ -17,7 +17,7 @@ BLUE, GREY, ORANGE = "#2563eb", "#868e96", "#d9480f"
 
 def draw(path: Path) -> None:
     """Draw the panels whose results exist."""
-    figure = Figure(figsize=(13, 7.6), dpi=110, layout="constrained")
+    figure = Figure(figsize=(14, 7.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, 3).flat
     for panel, axes in zip(PANELS, panels, strict=True):
@@ -59,7 +59,7 @@ def reductions(axes: Axes) -> None:
     axes.barh(names, [100 * bars[name][0] for name in names], 0.6, color=BLUE, label="here")
     axes.plot([100 * bars[n][1] for n in names], names, "|", ms=16, mew=3, c=ORANGE, label="field")
     axes.set_xlim(min([0.0, *(100 * here for here, _ in bars.values())]), 100)
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.4, -0.06))
 
 
 def states_mib(row: Mapping[str, Any]) -> float:
@@ -69,29 +69,25 @@ def states_mib(row: Mapping[str, Any]) -> float:
 def speeds(axes: Axes) -> None:
     """How many times faster, with the field's figure as a mark."""
     title(axes, "Times faster")
-    bars: dict[str, tuple[float, float | None]] = {}
+    bars: dict[str, tuple[float, float]] = {}
     if steps := by_impl([r for r in load("end_to_end_cpu.json")["rows"] if r["pass"] == "step"]):
-        bars["updates/s, TRL\n(bf16, ragged)"] = steps[OURS]["ratio_to_best_peer"], 2.3
+        bars["updates/s: TRL, ragged"] = steps[OURS]["ratio_to_best_peer"], 2.3
     if curve := by_impl(load("reward_curve_cpu_avx2.json")["rows"]):
-        bars["updates/s, TRL\n(float32, short)"] = curve[OURS]["ratio_to_best_peer"], 2.3
+        bars["updates/s: TRL, short"] = curve[OURS]["ratio_to_best_peer"], 2.3
     for row in load("plain_generate_cpu_avx2.json")["rows"]:
         if row["impl"] == OURS:
-            name = f"vLLM, generate\n({row['shape'].split()[-1]})"
+            name = f"generate, {row['shape'].split()[-1]}"
             bars[name] = row["ratio_to_best_peer"], 3.0
-    if overlap := by_impl(load("overlap_cpu_avx2.json")["rows"]):
-        bars["updates/s,\noverlap"] = overlap[f"{OURS} one_step_off"]["ratio_to_best_peer"], None
-    positions = range(len(bars))
-    drawn = axes.bar(positions, [here for here, _ in bars.values()], 0.6, color=BLUE)
+    names = list(bars)[::-1]
+    drawn = axes.barh(names, [bars[name][0] for name in names], 0.6, color=BLUE)
     axes.bar_label(drawn, fmt="%.1f×", padding=2)
-    for position, (_, field) in enumerate(bars.values()):
-        if field is not None:
-            axes.plot(position, field, "_", ms=34, mew=3, c=ORANGE)
-    axes.axhline(1, color=GREY, lw=1, ls=":")
-    axes.set_xticks(positions, list(bars), fontsize=8)
+    axes.plot([bars[name][1] for name in names], names, "|", ms=22, mew=3, c=ORANGE)
+    axes.axvline(1, color=GREY, lw=1, ls=":")
+    axes.set_xlim(0, 1.12 * max([3.0, *(here for here, _ in bars.values())]))
 
 
 def utilisation(axes: Axes) -> None:
-    title(axes, "Share of the time in which trainer and engine work")
+    title(axes, "Share of time at work, %")
     rows = load("overlap_cpu_avx2.json")["rows"]
     for offset, (key, colour) in enumerate((("trainer_busy", BLUE), ("engine_busy", GREY))):
         positions = [i + 0.35 * (offset - 0.5) for i in range(len(rows))]
@@ -114,14 +110,14 @@ def padding(axes: Axes) -> None:
     for offset, (label, (value, colour)) in enumerate(kinds.items()):
         positions = [i + 0.27 * (offset - 1) for i in range(len(rows))]
         bars = axes.bar(positions, [100 * value(r) for r in rows], 0.25, color=colour, label=label)
-        axes.bar_label(bars, fmt="%.0f", padding=2)
+        axes.bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
     axes.set_xticks(range(len(rows)), [row["shape"].split(",")[0] for row in rows])
-    axes.set_ylim(0, 125)
-    axes.legend(frameon=False, ncols=3, loc="upper right")
+    axes.set_ylim(0, 130)
+    axes.legend(frameon=False, ncols=3, loc="upper center", fontsize=9, columnspacing=1)
 
 
 def kl_of_seeds(axes: Axes) -> None:
-    title(axes, "KL against the initial weights, by seed")
+    title(axes, "KL, one line a seed")
     for row in load("kl_seeds_cpu_avx2.json")["rows"]:
         colour = BLUE if row["impl"] == OURS else GREY
         for number, curve in enumerate(row["curves"]):
