@@ -64,7 +64,7 @@ class _Applied:
 
 
 class Patches:
-    """What of one package is replaced.
+    """The replacements of one package.
 
     Args:
         package: name of the package as it is imported.

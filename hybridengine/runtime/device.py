@@ -26,7 +26,7 @@ class StreamPoint(Protocol):
 
 
 class Guard(Protocol):
-    """What is asked about the other ranks, as `CollectiveGuard`.
+    """The questions about other ranks that `CollectiveGuard` answers.
 
     phase: what this rank is doing, for messages.
     """

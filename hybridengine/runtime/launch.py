@@ -157,8 +157,8 @@ def _exit_code(failures: Mapping[int, Any], statuses: Mapping[int, RankStatus]) 
 def describe_failure(failures: Mapping[int, Any], statuses: Mapping[int, RankStatus]) -> str:
     """Name the rank that failed first, how, and in which phase.
 
-    failures: by rank, torch's `ProcessFailure` of every rank whose exit code is not 0, those that
-    the launcher ended by SIGTERM included.
+    failures: rank → torch's `ProcessFailure`, for every rank whose exit code is not 0. Ranks that
+      the launcher ended by SIGTERM are among them.
     """
     records = _records(failures)
     rank, how = _first_failure(failures, statuses, records)

@@ -59,12 +59,12 @@ class WeightTarget(ABC):
     optional_parameters: trained parameters that the engine need not read (persistent buffers).
     config_differences: configuration keys whose values differ from the trained model's → the values
       in words.
-    model_config: of the engine's model, as JSON has it, for trainers in other processes to compare;
-      {} if it is not known.
-    weight_version, discarded, updates_begun: of `state`, which all targets that write to one engine
+    model_config: the config of the engine's model as JSON values, which trainers in other processes
+      compare with theirs; {} if it is not known.
+    weight_version, discarded, updates_begun: fields of `state`, which all targets of one engine
       share.
-    discards_weights: whether the weights are discarded between any two updates, so that each has to
-      write all of them.
+    discards_weights: whether the weights are discarded between any two updates, so that every
+      update has to write all of them.
     """
 
     tp_rank: int

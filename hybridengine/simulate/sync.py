@@ -76,7 +76,7 @@ def _split_sync(
 class SyncPlanner:
     """Plan syncs with the reshard planner, from vLLM's own loader.
 
-    config, trust_remote_code: of the model. Layouts are recorded once per TP size.
+    config: the model's. Layouts are recorded once per TP size.
     """
 
     config: PretrainedConfig
