@@ -169,7 +169,7 @@ class Checkpointer:
 
     @contextmanager
     def _removed_if_failed(self, folder: Path) -> Iterator[None]:
-        """Remove what there is of a checkpoint whose save has failed; report the free space."""
+        """Remove the partial checkpoint of a failed save; report the free space."""
         try:
             yield
         except UserError as error:

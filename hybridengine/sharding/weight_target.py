@@ -22,7 +22,7 @@ class StaleWeightsError(RuntimeError):
 
 @dataclass
 class WeightState:
-    """What an engine's weights are.
+    """The state of an engine's weights.
 
     version: the version of the last complete update; None before the first.
     discarded: whether the weights were freed without a copy since.

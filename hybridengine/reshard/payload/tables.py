@@ -142,7 +142,7 @@ class ExchangeBuilder:
         return pack.table, unpack.table
 
     def _box_read(self, bucket: Bucket, name: str, chunk: Chunk) -> Box:
-        """Return the box of this rank's full shard, or what of it is merged for the chunk."""
+        """Return the box of this rank's full shard, or the part of it merged for the chunk."""
         source_class = self.plan.source_classes[name, bucket.engine_dtype]
         shard = int(source_class.senders.shard_of[self.rank])
         part = chunk.row_part if bucket.merged else (0, 1)
