@@ -2,7 +2,7 @@
 
     python -m tools.claims_page
 
-A claim whose result is not there is "not measured yet". `tools.claims` runs the commands.
+A claim without a complete result is "not measured yet". `tools.claims` runs the commands.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class Claim:
 
 
 def load(record: str) -> dict[str, Any]:
-    """Return a document of benchmarks/results, without rows where it does not exist."""
+    """Return a document of benchmarks/results; without rows if it is missing or incomplete."""
     path = RESULTS / record
-    return json.loads(path.read_text()) if path.is_file() else {"rows": []}
+    document = json.loads(path.read_text()) if path.is_file() else {"finished": []}
+    return document if document.get("finished") != [] else {"rows": []}
 
 
 def less(ratio: float) -> str:
