@@ -8,7 +8,6 @@ until its longest response is complete; only the tokens up to each response's le
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -17,11 +16,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from hybridengine.kernels import has_fast_products
 
 from benchmarks._bench import OURS, Bench, quantiles, short
 from benchmarks._models import smollm2_135m
-from benchmarks.generate import _build, _products, _sampler
+from benchmarks.generate import build, prepared_dtype, products, sampler
 
 SEQUENCES, PROMPT_TOKENS, EQUAL_TOKENS = 32, 64, 64
 SHORTEST, LONGEST = 8, 128
@@ -29,15 +27,9 @@ ROUNDS = 3
 
 
 def run(bench: Bench) -> None:
-    from hybridengine.rollout.vllm.environment import prepare_environment, vllm_available
-
-    dtype = torch.bfloat16 if has_fast_products(torch.bfloat16) else torch.float32
-    if bench.device.type != "cpu" or bench.quick or not vllm_available():
-        reason = "an engine on a CPU, not in a quick run"
-        bench.leave_out("plain_generate", "generate", "135M", dtype, {OURS: reason})
+    dtype = prepared_dtype(bench, "plain_generate")
+    if dtype is None:
         return
-    prepare_environment()
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     draw = torch.Generator().manual_seed(0)
     prompts = torch.randint(1000, 40_000, (SEQUENCES, PROMPT_TOKENS), generator=draw)
     spread = torch.rand(SEQUENCES, generator=draw)
@@ -46,9 +38,9 @@ def run(bench: Bench) -> None:
         "ragged": (SHORTEST * (LONGEST / SHORTEST) ** spread).int().tolist(),
     }
     with tempfile.TemporaryDirectory() as folder:
-        llm, _ = _build(Path(folder), dtype)
+        llm, _ = build(Path(folder), dtype)
     plain = plain_model(dtype)
-    with _products(llm, True), _sampler(llm, True):
+    with products(llm, True), sampler(llm, True):
         calls = {
             "transformers": lambda lengths: generate_plain(plain, prompts, lengths),
             OURS: lambda lengths: generate_vllm(llm, prompts, lengths),
