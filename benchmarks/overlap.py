@@ -17,7 +17,7 @@ from benchmarks.end_to_end import run_grpo
 
 CONFIG = ROOT / "examples/overlap/config.yaml"
 MODEL = ROOT / ".cache/demo/smollm2-135m-instruct"
-STEPS, WARM_UP = 8, 2
+STEPS, WARM_UP = 6, 2
 MODES = {
     "in turn": {"trainer.mode": "one_step_off", "trainer.staleness": 0},
     f"{OURS} one_step_off": {"trainer.mode": "one_step_off", "trainer.staleness": 1},
