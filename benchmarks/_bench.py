@@ -272,8 +272,8 @@ def line(row: dict[str, Any]) -> str:
         return "" if row[key] is None else form.format(row[key])
 
     return (
-        f"{row['op']:>20} {row['pass']:>8} {row['dtype']:>8} {row['shape']:>22} {row['impl']:>26} "
-        f"{row['ms_p50']:10.3f} ms"
+        f"{row['op']:>20} {row['pass']:>8} {row['dtype']:>8} {row['shape']:>22} {row['impl']:>26}"
+        + column("ms_p50", " {:10.3f} ms")
         + column("gb_per_s", " {:8.1f} GB/s")
         + column("tflop_per_s", " {:8.3f} TFLOP/s")
         + column("share_of_limit", " {:5.0%} of peak")

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._bench import OURS, Bench
-from benchmarks.reshard import _write_config
+from benchmarks.reshard import write_config
 from hybridengine.runtime.signed_store import SECRET, new_secret
 from tests.ranks import Ranks
 
@@ -41,7 +41,7 @@ def run(bench: Bench) -> None:
     for trainers, engines, tp_size in CASES:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             os.environ.setdefault(SECRET, new_secret())  # the worlds inherit it
-            million = _write_config(Path(folder), bench.quick)
+            million = write_config(Path(folder), bench.quick)
             store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
             place = folder, store.port, engines, tp_size
             worlds = [Ranks(_trainer, trainers, *place, timeout_s=TIMEOUT_S)]

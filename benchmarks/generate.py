@@ -36,12 +36,8 @@ PROMPT_TOKENS, FEW_TOKENS, MANY_TOKENS = 128, 4, 28
 
 
 def run(bench: Bench) -> None:
-    from hybridengine.rollout.vllm.environment import prepare_environment, vllm_available
-
-    dtype = torch.bfloat16 if has_fast_products(torch.bfloat16) else torch.float32
-    if bench.device.type != "cpu" or bench.quick or not vllm_available():
-        reason = "an engine on a CPU, not in a quick run"
-        bench.leave_out("generate", "step", "135M", dtype, {OURS: reason})
+    dtype = prepared_dtype(bench, "generate")
+    if dtype is None:
         return
 
     def add(part: str, name: str, n: int, seconds: dict[str, float], note: str = "", **more: Any):  # type: ignore[no-untyped-def]
@@ -59,16 +55,14 @@ def run(bench: Bench) -> None:
             **more,
         )
 
-    prepare_environment()
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        llm, parameters = _build(Path(folder), dtype)
+        llm, parameters = build(Path(folder), dtype)
         read = dtype.itemsize * parameters / (bench.peak("read", dtype) * 1e9)
         multiply = 2 * parameters / (bench.peak("gemm", dtype) * 1e12)
         seconds = dict[str, float]()
         for sequences in SEQUENCES:
             for name in ("torch", OURS):
-                with _products(llm, name == OURS), _sampler(llm, True):
+                with products(llm, name == OURS), sampler(llm, True):
                     _generate(llm, sequences, FEW_TOKENS)  # warm up
                     seconds[name] = _seconds_per_step(llm, sequences)
                     parts = _parts(llm, sequences)
@@ -79,13 +73,27 @@ def run(bench: Bench) -> None:
                 )
         for label, truncation in {"": {}, " top_p=0.95": {"top_p": 0.95}}.items():
             for name in ("vllm", OURS):
-                with _sampler(llm, name == OURS):
+                with sampler(llm, name == OURS):
                     _generate(llm, SAMPLED_SEQUENCES, FEW_TOKENS, **truncation)  # warm up
                     seconds[name] = _seconds_per_step(llm, SAMPLED_SEQUENCES, **truncation)
                 add("sampler", name, SAMPLED_SEQUENCES, seconds, label=label)
 
 
-def _build(folder: Path, dtype: torch.dtype) -> tuple[Any, int]:
+def prepared_dtype(bench: Bench, op: str) -> torch.dtype | None:
+    """Return the engine's dtype, with vLLM's environment set; None if the benchmark is left out."""
+    from hybridengine.rollout.vllm.environment import prepare_environment, vllm_available
+
+    dtype = torch.bfloat16 if has_fast_products(torch.bfloat16) else torch.float32
+    if bench.device.type != "cpu" or bench.quick or not vllm_available():
+        reason = "an engine on a CPU, not in a quick run"
+        bench.leave_out(op, "step", "135M", dtype, {OURS: reason})
+        return None
+    prepare_environment()
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    return dtype
+
+
+def build(folder: Path, dtype: torch.dtype) -> tuple[Any, int]:
     """Return an engine, and the number of weights that a step multiplies with."""
     from vllm import LLM
 
@@ -124,19 +132,19 @@ def _model(llm: Any) -> Any:
 
 
 @contextmanager
-def _sampler(llm: Any, ours: bool) -> Iterator[None]:
+def sampler(llm: Any, ours: bool) -> Iterator[None]:
     """While open, sample as our engine does, or by vLLM's own sampler."""
     from hybridengine.rollout.vllm.sampling import FusedSampler
 
-    sampler = _runner(llm).sampler
-    with patch.object(sampler, "forward", sampler.forward):
+    own = _runner(llm).sampler
+    with patch.object(own, "forward", own.forward):
         if ours:
             FusedSampler(_runner(llm))
         yield
 
 
 @contextmanager
-def _products(llm: Any, ours: bool) -> Iterator[None]:
+def products(llm: Any, ours: bool) -> Iterator[None]:
     """While open, multiply by our product, or by torch's and, in the head, oneDNN's."""
     from hybridengine.rollout.vllm import head
 

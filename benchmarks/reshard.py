@@ -17,6 +17,7 @@ import importlib.util
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -41,7 +42,7 @@ def run(bench: Bench) -> None:
         return
     for ranks, tp_size in CASES[:1] if bench.quick else CASES:
         with tempfile.TemporaryDirectory() as folder:
-            million = _write_config(Path(folder), bench.quick)
+            million = write_config(Path(folder), bench.quick)
             results = run_ranks(_rank, ranks, folder, tp_size, timeout_s=580)
         medians = {name: times[len(times) // 2] for name, (times, _) in results[0].items()}
         best_baseline = min(p50 for name, p50 in medians.items() if name in BASELINES)
@@ -93,7 +94,7 @@ def plot(rows: list[dict], path: Path) -> None:
     figure.savefig(path)
 
 
-def _write_config(folder: Path, quick: bool) -> int:
+def write_config(folder: Path, quick: bool) -> int:
     """Write the config of a Llama of 0.5B parameters (quick: 5M); return the millions of them."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -113,15 +114,12 @@ def _write_config(folder: Path, quick: bool) -> int:
     return round(sum(p.numel() for p in model.parameters()) / 1e6)
 
 
-def _rank(rank: int, world_size: int, path: str, tp_size: int) -> dict:
-    """Time each implementation on this rank; the time of a round is that of its slowest rank."""
+def build(path: str, world_size: int, tp_size: int) -> tuple[Any, dict[str, Any]]:
+    """Return (engine, FSDP2-sharded parameters of random values) of a rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
     from transformers import AutoConfig, AutoModelForCausalLM
-
-    from hybridengine.reshard import Resharder
-    from hybridengine.reshard import resharder as module
 
     config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):
@@ -137,23 +135,36 @@ def _rank(rank: int, world_size: int, path: str, tp_size: int) -> dict:
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data.normal_()
-    parameters = dict(model.named_parameters())
-    resharder = Resharder(lambda: parameters, engine, delta="off")
-    with mock.patch.object(module, "share_memory", lambda *args: None):
-        all_to_all = Resharder(lambda: parameters, engine, delta="off")
+    return engine, dict(model.named_parameters())
+
+
+def make_resharder(engine: Any, parameters: dict[str, Any], *, shares_memory: bool = True) -> Any:
+    """Return a dense Resharder, by default with the transport that the ranks choose."""
+    from hybridengine.reshard import Resharder
+    from hybridengine.reshard import resharder as module
+
+    share = module.share_memory if shares_memory else lambda *args: None
+    with mock.patch.object(module, "share_memory", share):
+        return Resharder(lambda: parameters, engine, delta="off")
+
+
+def gather(engine: Any, parameters: dict[str, Any], dtype: torch.dtype) -> None:
+    """Gather one full parameter after the other in `dtype` and load it into the engine."""
+    engine.target.load_full((n, p.detach().to(dtype).full_tensor()) for n, p in parameters.items())
+
+
+def _rank(rank: int, world_size: int, path: str, tp_size: int) -> dict:
+    """Time each implementation on this rank; the time of a round is that of its slowest rank."""
+    engine, parameters = build(path, world_size, tp_size)
+    resharder = make_resharder(engine, parameters)
+    all_to_all = make_resharder(engine, parameters, shares_memory=False)
     own = sum(p.to_local().numel() for p in parameters.values())
     rest = sum(p.numel() for p in parameters.values()) - own
-
-    def gather(dtype: torch.dtype) -> None:
-        engine.target.load_full(
-            (n, p.detach().to(dtype).full_tensor()) for n, p in parameters.items()
-        )
-
     ways = {
         OURS: (lambda: resharder.sync(1), resharder.plan.bytes_received[rank]),
         "all_to_all": (lambda: all_to_all.sync(1), resharder.plan.bytes_received[rank]),
-        "gather_bf16": (lambda: gather(torch.bfloat16), rest * 2),
-        "verl": (lambda: gather(torch.float32), rest * 4),
+        "gather_bf16": (lambda: gather(engine, parameters, torch.bfloat16), rest * 2),
+        "verl": (lambda: gather(engine, parameters, torch.float32), rest * 4),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS + 1):

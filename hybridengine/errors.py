@@ -68,7 +68,7 @@ class InvalidConfigError(ConfigError):
     """Faults of the keys of a configuration, which is otherwise usable.
 
     config: the configuration, with defaults in place of values that are refused or missing.
-    keys: those values' keys.
+    keys: the keys of those values.
     """
 
     def __init__(self, config: Any, keys: Collection[str], *faults: str) -> None:

@@ -68,7 +68,7 @@ def check_grpo(
 ) -> tuple[PromptDataset, PromptDataset | None]:
     """Check devices, model, disk, data and reward; load no weights.
 
-    faults: those that are known before; None: none.
+    faults: the faults that are already known; None: none.
 
     Returns the training and the validation prompts. Raises ConfigError, ModelError, DataError or
     RewardError for one fault, and a ConfigError with a line for each of several.
@@ -252,10 +252,10 @@ def _load_data(
     *,
     is_readable: bool,
 ) -> T | None:
-    """Return what `load` makes of `files`; None without files, and where one is faulty.
+    """Return the result of `load(files)`; None if there are no files or one of them is faulty.
 
-    check: of the files alone; it is called with each of them where they cannot be loaded.
-    is_readable: whether there is all that `load` needs besides them.
+    check: checks the files alone; it is called with each file if they cannot be loaded.
+    is_readable: whether everything else that `load` needs is there.
     """
     if files and is_readable:
         with faults:

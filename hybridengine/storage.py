@@ -56,7 +56,7 @@ def write_manifest(folder: Path, records: Mapping[str, Record] | None = None, **
 
     Files get the permissions of the umask (temporary files of writers have 0600).
 
-    records: of all files, as `file_records` returns them; None: compute them.
+    records: the records of all files, as `file_records` returns them; None: compute them.
     extra: further entries of the manifest.
     """
     records = file_records(folder) if records is None else records

@@ -24,7 +24,7 @@ class Write:
     """A write that is under way; its thread observes its progress.
 
     Attributes:
-        folder: what is written.
+        folder: the folder that is written.
         progressed: when it last made progress, of `time.monotonic`.
     """
 

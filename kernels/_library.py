@@ -19,7 +19,7 @@ def custom_op(
     """Decorate the implementation of an op: `torch.library.custom_op`, with autocast off inside.
 
     Args:
-        name, mutates_args, schema: as there.
+        name, mutates_args, schema: see `torch.library.custom_op`.
     """
 
     def decorate(function: Callable) -> Any:

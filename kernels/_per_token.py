@@ -24,8 +24,8 @@ def token_arguments(
     """Check the per-token arguments of an operator and flatten them.
 
     Args:
-        floats: by name, [T] or [B, L]. The first one is not None and sets the shape and the device.
-        masks: by name, bool or 0/1 numbers of that shape; they become bool.
+        floats: name → [T] or [B, L]. The first one is not None and sets the shape and the device.
+        masks: name → bool or 0/1 numbers of that shape; they become bool.
         cu_seqlens: [N + 1] int32 or int64, or None; must be None with [B, L]. Tokens past its end
             must be masked in masks["response_mask"].
 

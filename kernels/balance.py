@@ -38,7 +38,7 @@ def balance(
     deterministic.
 
     Args:
-        lengths: of N sequences, 0 or more each: any iterable of integers, or a tensor [N].
+        lengths: the lengths of N sequences: any iterable of integers >= 0, or a tensor [N].
         num_bins: the number of bins; with at least as many sequences, none is empty.
         equal_count: the numbers of sequences in the bins differ by one at most; with group_ids,
             those of groups.
@@ -85,7 +85,7 @@ def balance_by_tokens(
     that must agree pass the largest number that any of them needs.
 
     Args:
-        lengths: of N sequences: any iterable of integers, or a tensor [N].
+        lengths: the lengths of N sequences: any iterable of integers, or a tensor [N].
         max_tokens: the token budget of a micro-batch.
         min_bins: the smallest number of bins to return.
         multiple_of: the number of bins is a multiple of this.

@@ -85,7 +85,7 @@ class BlockTable:
     table: the slices [P, 16], as for `strided_copy` (see there for the columns), of at most 16384
       elements each.
     blocks: int64 [P], the number of the block that each lies in.
-    device: of the tensors.
+    device: the device of the tensors.
     Raises IndexError and ValueError as `strided_copy`.
     """
 
@@ -107,7 +107,7 @@ class BlockTable:
         """Raise `absmax` (int32 [B], see `block_scales`) to the largest magnitudes of the slices.
 
         sources: bfloat16, float16 or float32.
-        dtype: to which values are rounded first.
+        dtype: the dtype to which values are rounded first.
         """
         if self._rows:
             self._absmax(sources, absmax, dtype)

@@ -54,7 +54,7 @@ def mark_changed_(
     Args:
         current: contiguous [N], floating point.
         sent: contiguous [N] of bfloat16 or float16 on the same device; it is written.
-        mask: of `change_mask`.
+        mask: the result of `change_mask`.
         backend: `cpp`, `cuda` or `reference`; None takes the best one.
 
     Raises:

@@ -13,8 +13,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks._bench import OURS, ROOT, Bench
 from benchmarks.end_to_end.data import MODEL, has_demo_model, job_of, write
@@ -67,13 +69,18 @@ def run(bench: Bench) -> None:
     print(f"# {rates[OURS] / rates['trl']:.2f}x TRL's tokens/s in {memory:.0%} of its memory")
 
 
-def run_program(module: str, folder: Path, job: dict) -> dict:
-    """Run a module of the benchmarks in its own process; return the result it wrote."""
+def run_program(module: str, folder: Path, job: dict, threads: int = 0) -> dict:
+    """Run a module of the benchmarks in its own process; return the result it wrote.
+
+    threads: as of `run_grpo`.
+    """
     folder.mkdir(exist_ok=True)
     name = module.rpartition(".")[2]
     job |= {"out": str(folder), "result": str(folder / f"{name}.json")}
     (folder / "job.json").write_text(json.dumps(job))
-    _program([sys.executable, "-m", module, str(folder / "job.json")], folder / f"{name}.log")
+    _program(
+        [sys.executable, "-m", module, str(folder / "job.json")], folder / f"{name}.log", threads
+    )
     return json.loads(Path(job["result"]).read_text())
 
 
@@ -95,16 +102,8 @@ def _train(folder: Path, job: dict) -> dict:
         "rollout.kv_cache_gib": job["kv_cache_bytes"] / 2**30,
         "reward.custom_reward_function.path": str(ROOT / "benchmarks/end_to_end/data.py"),
         "trainer.total_training_steps": STEPS + 1,
-        "trainer.default_local_dir": str(folder),
-        "trainer.logger": "[jsonl]",
     }
-    folder.mkdir()
-    (folder / "config.yaml").write_text("")
-    pairs = [f"{key}={value}" for key, value in settings.items()]
-    cli = [sys.executable, "-m", "hybridengine.cli", "grpo", str(folder / "config.yaml"), *pairs]
-    _program(cli, folder / "log")
-    rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "timing_s/step" in row]
+    steps = run_grpo(folder, settings)
     summary = json.loads((folder / "summary.json").read_text())
     return {
         "phases": [{p: s.get(f"timing_s/{p}", 0.0) for p in ("step", *PHASES)} for s in steps],
@@ -113,8 +112,28 @@ def _train(folder: Path, job: dict) -> dict:
     }
 
 
-def _program(command: list[str], log: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+def run_grpo(
+    folder: Path, settings: Mapping[str, Any], config: Path | None = None, threads: int = 0
+) -> list[dict[str, float]]:
+    """Run `hybridengine grpo` in `folder` and return the metrics of its steps.
+
+    threads: of every rank; 0: as many as there are CPUs.
+    """
+    folder.mkdir()
+    if config is None:
+        config = folder / "config.yaml"
+        config.write_text("")
+    pairs = [f"{key}={value}" for key, value in settings.items()]
+    pairs += [f"trainer.default_local_dir={folder}", "trainer.logger=[jsonl]"]
+    cli = [sys.executable, "-m", "hybridengine.cli", "grpo", str(config), *pairs]
+    _program(cli, folder / "log", threads)
+    rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "timing_s/step" in row]
+
+
+def _program(command: list[str], log: Path, threads: int = 0) -> None:
+    threads = threads or len(os.sched_getaffinity(0))
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with log.open("w") as out:
         done = subprocess.run(
             command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, timeout=900

@@ -39,6 +39,7 @@ def job_of(
     """Return the settings that every implementation takes."""
     return {
         "train": str(train),
+        "reward": __file__,
         "micro_batch": micro_batch,
         "responses": prompts * n,
         "n": n,

@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import resource
+import runpy
 import sys
 import time
 from collections import defaultdict
@@ -26,20 +27,27 @@ def main() -> None:
 
     prepare_environment()
     import datasets
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOTrainer
     from trl.generation import vllm_generation
 
-    from benchmarks.end_to_end.data import reward
     from hybridengine.integrations import trl
     from hybridengine.rollout.vllm.post_load import writable_weights
 
     rows = datasets.load_dataset("parquet", data_files=job["train"], split="train")
     rows = rows.map(lambda row: {"ground_truth": row["reward_model"]["ground_truth"]})
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
+    if "chat_template" in job:
+        tokenizer.chat_template = Path(job["chat_template"]).read_text()
+    reward = runpy.run_path(job["reward"])["compute_score"]
 
-    def score(completions: list, ground_truth: list[str], **_: Any) -> list[float | None]:
-        return [reward(c[0]["content"], t) for c, t in zip(completions, ground_truth, strict=True)]
+    def score(completions: list, ground_truth: list, **_: Any) -> list[float | None]:
+        scores = [
+            reward("", completion[0]["content"], truth, {})
+            for completion, truth in zip(completions, ground_truth, strict=True)
+        ]
+        return [s["score"] if isinstance(s, dict) else s for s in scores]
 
     llm = functools.partial(
         vllm_generation.LLM, enforce_eager=True, kv_cache_memory_bytes=job["kv_cache_bytes"]
@@ -57,7 +65,7 @@ def main() -> None:
             args=_config(job),
             train_dataset=rows,
             processing_class=tokenizer,
-            callbacks=[clock(TrainerCallback)(steps)],
+            callbacks=[clock(TrainerCallback)(steps, job.get("seconds"))],
         )
     time_method(steps, trainer.vllm_generation, "generate", "gen")
     time_method(steps, trainer.vllm_generation, "sync_weights", "update_weights")
@@ -70,6 +78,7 @@ def main() -> None:
     rewards = _record(trainer, "_calculate_rewards")
     losses = _record(trainer, "compute_loss")
     norms = _record(trainer.accelerator, "clip_grad_norm_")
+    torch.manual_seed(job.get("seed", 0))  # vLLM, which samples by it, has set its own
     trainer.train()
     for step in steps:
         step["update_actor"] = step.pop("forward") + step.pop("backward")
@@ -80,6 +89,8 @@ def main() -> None:
         "tokens": tokens,
         "losses": [log["loss"] for log in logs],
         "grad_norms": [log["grad_norm"] for log in logs],
+        "scores": [log["reward"] for log in logs],
+        "kl": [log["kl"] for log in logs if "kl" in log],
         "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
     if "rollouts" in job:
@@ -102,6 +113,7 @@ def _config(job: dict[str, Any]) -> Any:
         bf16=job.get("bf16", "rollouts" not in job),
         gradient_accumulation_steps=job["responses"] // job["micro_batch"],
         num_generations=job["n"],
+        beta=job.get("kl_coef", 0.0),
         max_completion_length=job["max_response_length"],
         use_vllm=True,
         vllm_mode="colocate",
@@ -118,7 +130,10 @@ def common_arguments(job: dict[str, Any]) -> dict[str, Any]:
         "per_device_train_batch_size": job["micro_batch"],
         "max_steps": job["steps"],
         "learning_rate": job["lr"],
-        "lr_scheduler_type": "constant",
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": job.get("warmup_steps", 0),
+        "adam_beta2": job.get("beta2", 0.999),
+        "seed": job.get("seed", 42),
         "gradient_checkpointing": False,
         "report_to": [],
         "save_strategy": "no",
@@ -130,15 +145,19 @@ def common_arguments(job: dict[str, Any]) -> dict[str, Any]:
 
 def clock(base: type) -> type:
     class Clock(base):
-        def __init__(self, steps: list[dict[str, float]]) -> None:
-            self.steps = steps
+        """Append the time of every step to `steps`; end the training after `seconds`."""
+
+        def __init__(self, steps: list[dict[str, float]], seconds: float | None = None) -> None:
+            self.steps, self.seconds = steps, seconds
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self.start = time.perf_counter()
             self.steps.append(defaultdict(float))
 
-        def on_step_end(self, *_: Any, **__: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.steps[-1]["step"] = time.perf_counter() - self.start
+            if self.seconds is not None and sum(s["step"] for s in self.steps) > self.seconds:
+                control.should_training_stop = True
 
     return Clock
 

@@ -54,7 +54,7 @@ _opened: weakref.ref[Trainer] | None = None  # a process has one process group, 
 
 
 class Step:
-    """One step of a run: collect its data once, then update once. number: from 1."""
+    """One step of a run: collect its data once, then update once. Steps are numbered from 1."""
 
     def __init__(self, trainer: Trainer, number: int) -> None:
         self._trainer, self.number = trainer, number
@@ -79,7 +79,7 @@ class Step:
     def update(self, data: StepData) -> dict[str, float]:
         """Train on `data` and sync the weights; return all metrics of the step. Collective.
 
-        data: what `collect` returned, or `Rollouts` derived from it (`select`, `add_reward`).
+        data: the result of `collect`, or `Rollouts` derived from it (`select`, `add_reward`).
         """
         run = self._trainer._run_of(self)
         if not self.is_collected:

@@ -40,8 +40,8 @@ class Checkpointer:
 
     Args:
         root: the run's folder.
-        models: by name, each model with its optimizer (None if it is not trained).
-        states: by name, other objects to save; their state is JSON-serializable.
+        models: name → (model, its optimizer or None if it is not trained).
+        states: name → another object to save, whose state is JSON-serializable.
         remote: a further model, whose ranks are another world.
         keep: number of newest checkpoints to keep, besides the best one; None: all.
         config: the resolved configuration as YAML, saved with every checkpoint.
@@ -70,7 +70,7 @@ class Checkpointer:
     def save(self, step: int, score: float | None, write_extra: Callable[[Path], None]) -> None:
         """Start a save; return when all tensors are copied to host memory.
 
-        score: of the validation at this step, larger is better.
+        score: the result of the validation at this step; larger is better.
         write_extra: writes further files into the folder.
 
         Raises:
@@ -169,7 +169,7 @@ class Checkpointer:
 
     @contextmanager
     def _removed_if_failed(self, folder: Path) -> Iterator[None]:
-        """Remove what there is of a checkpoint whose save has failed; report the free space."""
+        """Remove the partial checkpoint of a failed save; report the free space."""
         try:
             yield
         except UserError as error:

@@ -38,7 +38,7 @@ def export_checkpoint(
     """Write the model of a checkpoint to `out`, then read it back and compare.
 
     path: a checkpoint, or a run's folder, whose newest checkpoint is taken. Return the checkpoint.
-    dtype: of the weights; None: that of the checkpoint's config, the run's trainer.save_dtype.
+    dtype: that of the weights; None: trainer.save_dtype of the checkpoint's config.
     as_adapter: write the adapter of a LoRA run in PEFT's format; otherwise it is merged.
 
     Raises:

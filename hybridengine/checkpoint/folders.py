@@ -207,7 +207,7 @@ def check_resume(
 ) -> ResumePlan:
     """Return what the run of `config` would resume from, after checking that it fits.
 
-    loader: of the training data; it is moved to the position of the checkpoint.
+    loader: the loader of the training data, which is moved to the checkpoint's position.
     parameters: the shape of every parameter of the trained model, by name.
     states: names of the states that the run resumes, besides the loader's.
 

@@ -62,7 +62,7 @@ def save_model_files(
 ) -> None:
     """Write `huggingface/` and, with LoRA, `adapter/` into a checkpoint's `folder`; collective.
 
-    dtype: of the weights, and of a later export of the checkpoint.
+    dtype: the dtype of the weights, and of a later export of the checkpoint.
     weights: write the full weights as well as config and tokenizer.
     group: see `save_pretrained`.
     """

@@ -18,7 +18,7 @@ _NUMBERED = re.compile(r"(?:global_step|step|val)_(\d+)(?:\.jsonl)?")
 
 
 def archive_earlier_run(dir: Path, rollouts: Path, resumed: SavedCheckpoint | None) -> Path | None:
-    """Move output that the new run does not continue to `<dir>/previous-<n>`; return that or None.
+    """Move output that the new run does not continue to `<dir>/previous-<n>`; return it or None.
 
     A run that starts anew, or from a checkpoint of another folder, continues nothing in `dir`. A
     run resumed from a checkpoint of `dir` continues everything up to that step; later checkpoints,

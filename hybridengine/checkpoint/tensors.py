@@ -39,7 +39,7 @@ from hybridengine.writes import writing_to
 class RemotePart(Protocol):
     """A model whose ranks are another world; they write and read its tensors themselves.
 
-    num_bytes: of its tensors.
+    num_bytes: the bytes of all its tensors.
     """
 
     name: str
@@ -67,7 +67,7 @@ class _Writer(dcp.FileSystemWriter):
 class TensorFiles:
     """Writes and reads the tensors of `models` (by name, each with its optimizer) of one world.
 
-    name: of the folder that it writes. All methods are collective over the world's ranks.
+    name: that of the folder that it writes. All methods are collective over all ranks.
     """
 
     def __init__(

@@ -202,7 +202,7 @@ class _Settings:
     def add(self, tree: Mapping[str, Any], source: str, last_wins: bool = False) -> None:
         """Add the settings of one source; they replace those of earlier sources.
 
-        last_wins: of two names of one key, the last in `tree` counts; otherwise both are a fault.
+        last_wins: whether the last of two names of one key counts; otherwise both are a fault.
         """
         here: dict[str, tuple[str, Any]] = {}
         for given, value in _leaves(tree, self.free):

@@ -1,4 +1,4 @@
-"""Keys of `hybridengine simulate`: a cluster, a step's work, and what of the layout is fixed."""
+"""Keys of `hybridengine simulate`: a cluster, a step's work, and the fixed parts of the layout."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _is_waiting(record: Record) -> bool:
 
 
 def _awaited(record: Record, records: Sequence[Record]) -> list[str]:
-    """Return the names of those that have not come to where a rank waits."""
+    """Return the names of the ranks that have not reached the point where a rank waits."""
     if not record.collective:
         return list(record.waits_for)
     here = {r.name for r in records if _is_with(record, r)}

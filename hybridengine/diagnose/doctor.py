@@ -29,7 +29,7 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 class Check:
     """The result of one check.
 
-    state: "ok"; "note": something does not work, or is slow, that not every run needs; "problem".
+    state: "ok", "note" (something that not every run needs is missing or slow) or "problem".
     advice: what to do; "" where nothing is to be done.
     """
 

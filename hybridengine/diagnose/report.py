@@ -33,7 +33,7 @@ def print_report(run: LoggedRun, console: Console) -> None:
 
 
 def facts_of(run: LoggedRun) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of what has no threshold."""
+    """Yield (name, text) of the facts that no threshold judges."""
     communication = [phase for phase in phases_of(run) if phase.is_communication]
     if communication:
         share = sum(phase.share for phase in communication)

@@ -66,9 +66,9 @@ class OutputHead:
         dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> tuple[Any, tuple[Any, ...]]:
-        """Call the forward; return its output, whose logits mean nothing, and the scores.
+        """Call the forward; return its output, whose logits are meaningless, and the scores.
 
-        dtype: of the products; None: that of autocast, where it is on, else of the hidden states.
+        dtype: the dtype of the products; None: autocast's if it is on, else the hidden states'.
         """
         head = model.get_output_embeddings()
         transform = self._transform

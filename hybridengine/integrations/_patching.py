@@ -36,7 +36,7 @@ class Replacement:
     target: dotted path of a module's function or class, or of a method.
     function: accepts every call that the target's signature accepts; an object of its own for every
       replacement, since bindings are found by identity.
-    group: what it belongs to; groups are chosen in `Patches.patch`.
+    group: the group of the replacement; `Patches.patch` chooses groups.
     """
 
     target: str
@@ -64,13 +64,13 @@ class _Applied:
 
 
 class Patches:
-    """What of one package is replaced.
+    """The replacements of one package.
 
     Args:
         package: name of the package as it is imported.
         versions: a version specifier, ">=0.9,<0.10": releases whose functions were compared.
-        replacements: in the order in which they are applied.
-        default_groups: what `patch()` without arguments replaces.
+        replacements: the replacements, in the order in which they are applied.
+        default_groups: the groups that `patch()` without arguments replaces.
         distribution: name of the package as it is installed, where that is another one.
     """
 

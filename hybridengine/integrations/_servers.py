@@ -27,8 +27,8 @@ def connect_servers(
 ) -> Any:
     """Return a `transfer` of `model` to the servers of `clients`. Collective over the trainers.
 
-    clients: of vLLM's type `VLLMWeightSyncClient`, used on rank 0.
-    master_address: of rank 0, as the workers of the servers reach it.
+    clients: vLLM's `VLLMWeightSyncClient` of each server, used on rank 0.
+    master_address: the address at which the servers' workers reach rank 0.
 
     Raises as `HybridEngineTrainerTransfer.trainer_init`.
     """

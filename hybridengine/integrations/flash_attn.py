@@ -82,7 +82,7 @@ def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Return zeros [first_axis_dim, ...] with `values` at `indices`; differentiable.
 
-    indices: as in `pad_input`.
+    indices: see `pad_input`.
     """
     op = "index_put_first_axis"
     check.integer(op, "first_axis_dim", first_axis_dim, at_least=0)

@@ -47,10 +47,10 @@ class ReshardEngine(CheckpointEngine):
     bucket_size: bytes, of update_weights_bucket_memory_ratio; two buckets are in use at a time.
       None: by the memory that is free.
     release_after_refit: NeMo RL's; ends the connections after every refit.
-    timeout_s: as `WeightSender`.
+    timeout_s: see `WeightSender`.
 
     Attributes:
-        report: of the policy's last sync.
+        report: the report of the policy's last sync.
     """
 
     def __init__(

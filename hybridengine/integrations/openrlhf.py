@@ -155,7 +155,7 @@ class PolicyLoss(torch.nn.Module):
     """OpenRLHF's PPO and GSPO losses with its corrections for the rollout engine.
 
     Args:
-        clip_eps_low, clip_eps_high, dual_clip: of the clip; dual_clip is above 1 or None.
+        clip_eps_low, clip_eps_high, dual_clip: the clip ranges; dual_clip is above 1 or None.
         token_level_loss: mean over tokens; False, and for gspo: over sequences of token means.
         policy_loss_type: ppo or gspo.
         is_correction_level, _mode, _gating, _threshold: which tokens or sequences are dropped or

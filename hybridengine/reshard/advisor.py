@@ -59,7 +59,7 @@ class Option:
 
     @property
     def inter_bytes(self) -> int:
-        """Bytes that the busiest rank receives from other nodes."""
+        """Return the bytes that the busiest rank receives from other nodes."""
         return max(self.plan.bytes_crossing)
 
 
@@ -68,9 +68,10 @@ class Advice:
     """All options, best first, and baselines for the same case; bytes are per rank.
 
     An option with TP groups inside nodes always precedes one whose groups cross nodes: generation
-    reduces over a group twice per layer and token, a sync runs once per step. hybridflow_bytes:
-    None for engines with DP ranks, which the formula does not know. fallback: parameter → why it is
-    gathered in full.
+    reduces over a group twice per layer and token, a sync runs once per step.
+
+    hybridflow_bytes: HybridFlow's formula; None for engines with DP ranks, which it does not cover.
+    fallback: parameter → the reason why it is gathered in full.
     """
 
     num_parameters: int
@@ -101,16 +102,16 @@ def advise(
 ) -> Advice:
     """Plan every option for `world_size` ranks.
 
-    shapes: trained parameter → global shape.
-    layouts: of every rank of an engine, in vLLM's order: TP rank fastest, then DP rank.
-    dp_size: DP ranks of an engine.
+    shapes: trained parameter → its global shape.
+    layouts: those of all ranks of an engine, in vLLM's order: TP rank fastest, then DP rank.
+    dp_size: the number of DP ranks of an engine.
     fsdp_size: ranks per HSDP replica, contiguous; None for all ranks.
     train_tp: the trainer runs FSDP2 over tensor parallelism of this size, which divides the weights
       on the dimension that the engine slices.
     train_ep: FSDP2 over expert parallelism, which divides fused experts.
     intra_gb_per_s, inter_gb_per_s: what one rank can send, and at the same time receive, inside a
       node and across nodes, in 10^9 bytes per second.
-    latency_us: of one all-to-all, in addition to the time of its bytes.
+    latency_us: the latency of one all-to-all, in addition to the time of its bytes.
 
     The estimated time of a sync is the sum over buckets of the bytes that the busiest rank sends or
     receives inside its node and across nodes, at these speeds, and the latency.
@@ -163,7 +164,7 @@ def advise(
 def _groupings(world_size: int, size: int, nodes: int) -> dict[str, list[list[int]]]:
     """Return the ranks of each engine by the name of the grouping; equal ones once, by the first.
 
-    size: of an engine.
+    size: the number of ranks of an engine.
     """
     ranks = list(range(world_size))
     groupings = {

@@ -24,10 +24,10 @@ from hybridengine.sharding.weight_target import WeightTarget
 class Mover:
     """One rank's part in the transfers of a plan.
 
-    rank: in the plan.
-    source: the trained tensors of this rank, None on a rank that only holds an engine.
-    engine: of this rank, None on a rank that only trains.
-    builder: of the transport.
+    rank: the number of this rank in the plan.
+    source: the trained tensors of this rank; None on a rank that only holds an engine.
+    engine: the engine of this rank; None on a rank that only trains.
+    builder: the table builder of the transport.
     checksum_growth: engine tensor → by how much a delta made its `bit_checksum` grow in the last
       transfer; None for a dense transfer, and where it is not known.
     """
@@ -65,8 +65,8 @@ class Mover:
     ) -> tuple[int, int]:
         """Move everything; return (bytes received, bytes sent). Collective.
 
-        weights: of this rank's engine; {} for none.
-        found: what changed in this rank's shards.
+        weights: the tensors of this rank's engine; {} if it has no engine.
+        found: the changes that were found in this rank's shards.
         """
         self.checksum_growth = None
         if self._engine is not None and order.base is None:

@@ -36,12 +36,12 @@ from hybridengine.sharding.weight_target import HasTarget, WeightTarget, target_
 
 
 class WeightReceiver:
-    """Receives the weights of one engine from a `WeightSender`. On every rank of the engine.
+    """Receives the weights of one engine from a `WeightSender`; make one on every engine rank.
 
-    engine: the weights of this rank.
-    store: the sender's.
-    index: number of this engine.
-    timeout_s: as the sender's; `receive` also waits so long for a sync to begin.
+    engine: the weights of this rank, or an engine that has them.
+    store: the store of the sender.
+    index: the number of this engine, from 0.
+    timeout_s: see `WeightSender`; also the longest that `receive` waits for a sync to begin.
 
     The ranks of the engine are those of its default process group, without one this process alone.
     New processes may take the index of an engine that has ended.
@@ -131,7 +131,7 @@ class WeightReceiver:
         self._rank.on_all_ranks(check, LayoutError, self._timeout_s)
 
     def _holding(self) -> Holding:
-        """Return what all ranks of the engine have."""
+        """Return which weights all ranks of the engine have."""
         held = self._engine_state
         base = held.version if held and held.is_kept_by(self.engine) else None
         own = Holding(base is None, base)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class SyncReport:
     """What one sync moved on this rank: bytes from and to other ranks, including adapters.
 
-    milliseconds: from the call until all ranks' devices had finished.
+    milliseconds: time from the call until the devices of all ranks had finished.
     delta: whether only what changed was moved.
     changed: the share of the model's elements whose bits changed, over all ranks; None where it was
       not determined.

@@ -53,7 +53,7 @@ _MAKE_AGAIN = "since the sender was made: make a new WeightSender"
 class Delta(NamedTuple):
     """What changed on this trainer since version `base`.
 
-    generation: of the parameters that engines of that version have (`Generations.trained`).
+    generation: that of the parameters of engines at this version (`Generations.trained`).
     """
 
     base: int
@@ -62,12 +62,12 @@ class Delta(NamedTuple):
 
 
 class WeightSender:
-    """Sends trained FSDP2 parameters to rollout engines in other processes. On every trainer rank.
+    """Sends trained FSDP2 parameters to engines in other processes; make one on every trainer rank.
 
-    parameters, adapters, merge, delta: as `Resharder`. Each engine that has what the last sync sent
-      receives a delta.
-    config: of the trained model (`model.config.to_dict()`). An engine that would compute another
-      function of equal weights is refused. {}: not compared.
+    parameters, adapters, merge, delta: see `Resharder`. Each engine that has what the last sync
+      sent receives a delta.
+    config: that of the trained model (`model.config.to_dict()`). An engine that would compute
+      another function of equal weights is refused. {}: configs are not compared.
     store: a `torch.distributed` store that all trainers and engines reach (`TCPStore`).
     num_engines: how many engines there are, numbered from 0. An engine is the world of one or more
       processes that hold a `WeightReceiver` with that index.

@@ -20,7 +20,7 @@ class EngineState(NamedTuple):
     """What an engine held when a sync was complete.
 
     version: its weight version.
-    updates_begun: as `WeightTarget.updates_begun`.
+    updates_begun: see `WeightTarget.updates_begun`.
     checksums: of the bits of its tensors. Versions of tensors do not show what a loader writes
       through `.data`.
     """
@@ -86,8 +86,8 @@ def engine_weights(
 ) -> dict[str, torch.Tensor]:
     """Return the engine's tensors by the names of its layout, and new memory for `factors`.
 
-    device: of the trained parameters.
-    factors: of unmerged adapters, as `adapter_factors`.
+    device: the device of the trained parameters.
+    factors: the factors of unmerged adapters, named as `adapter_factors` names them.
     Raises LayoutError where a tensor differs from its record.
     """
     weights = engine.weights()

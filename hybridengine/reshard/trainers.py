@@ -38,14 +38,14 @@ _NEXT = -1  # in place of a version: the next one
 class Trainers:
     """This rank among the training ranks.
 
-    The arguments are those of `Resharder`; timeout_s: of collectives, None: that of their groups.
+    The arguments are those of `Resharder`. Without timeout_s, collectives have their groups' limit.
 
     Attributes:
-        model: what this rank reads.
-        guard: of the collectives.
+        model: the trained tensors that this rank reads.
+        guard: the guard of the collectives.
         verify_requested: whether somebody has requested that this sync be verified, on all ranks.
         specs: placement of every parameter, once `compare` has run.
-        device: of the shards, likewise.
+        device: the device of the shards, once `compare` has run.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Trainers:
         """Return what finds changes between syncs, None where all syncs are dense. Collective.
 
         is_far: whether weights cross between machines.
-        pulls: as `rates.measure`.
+        pulls: see `rates.measure`.
         """
         if not is_possible(self._delta, plan) or self.model.unmerged:
             return None

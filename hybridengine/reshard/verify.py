@@ -36,8 +36,8 @@ def find_mismatches(
 ) -> list[Mismatch]:
     """Return all slices that differ in this rank's engine; collective.
 
-    dense: what this rank has moved.
-    weights: of this rank's engine; {} for none.
+    dense: the payload that this rank has moved.
+    weights: the tensors of this rank's engine; {} if it has no engine.
     """
     plan, rank, source, device = dense.plan, dense.rank, dense.source, dense.scales.scale.device
     arriving: list[_Write] = []
@@ -74,7 +74,7 @@ def find_mismatches(
 
 
 class _Write(NamedTuple):
-    """One write of a slice: what of an engine tensor a part of a parameter goes to."""
+    """One write of a slice: a part of a parameter and the part of an engine tensor it fills."""
 
     name: str
     slice: SliceCopy
@@ -145,7 +145,7 @@ def warn_of_nan(shards: Mapping[str, torch.Tensor]) -> None:
 def from_all_ranks(entries: list, expected: Any) -> list:
     """Return the entries of all ranks in rank order, without repetitions within a rank.
 
-    expected: type of an entry.
+    expected: the type of an entry.
     """
     parts = all_gather_values(entries, list[expected])
     return [entry for part in parts for entry in dict.fromkeys(part)]

@@ -45,9 +45,9 @@ Outcome = dict[str, float | str] | Failure
 def main(connection_fd: int, stack_fd: int, parent: int, index: int) -> None:
     """Serve requests until the connection is closed.
 
-    stack_fd: file to which SIGUSR1 writes the stack of the running call.
-    parent: process id of the rank, with which this process ends.
-    index: number of this worker, the seed of `random`.
+    stack_fd: descriptor of the file to which SIGUSR1 writes the stack of the running call.
+    parent: process id of the rank; this process ends when that one does.
+    index: the number of this worker, which is the seed of `random`.
     """
     if hasattr(ctypes.CDLL(None), "prctl"):  # Linux; elsewhere the closed connection ends it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -61,7 +61,7 @@ def main(connection_fd: int, stack_fd: int, parent: int, index: int) -> None:
 
 
 class CallServer:
-    """Serves the requests that arrive on `connection`; functions: by key, those loaded so far."""
+    """Serves the requests that arrive on `connection`, with the functions loaded so far."""
 
     def __init__(
         self,

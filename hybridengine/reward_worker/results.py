@@ -29,7 +29,7 @@ def to_results(result: Any) -> dict[str, float | str]:
 
     "pred", the answer that majority votes count, is always a text.
 
-    result: a number (also a NumPy scalar or a tensor with one element), or a mapping with "score".
+    result: a number (NumPy scalars and tensors of one element, too), or a mapping with "score".
 
     Raises ValueError for anything that is neither a finite number nor a text.
     """

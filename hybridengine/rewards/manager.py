@@ -120,9 +120,9 @@ def _columns(
 def _trl_columns(
     taken: Sequence[str], samples: Sequence[PromptSample], responses: Sequence[str]
 ) -> dict[str, list[Any]]:
-    """Return the arguments of a function in TRL's form: chats, and what each row has besides.
+    """Return the arguments of a function in TRL's form: the chats and the other columns of rows.
 
-    taken: those that it takes, ("*",) for all.
+    taken: the names of the columns that it takes; ("*",) for all.
     """
     rows = [{"ground_truth": s.ground_truth, **s.extra_info} for s in samples]
     columns: dict[str, list[Any]] = {

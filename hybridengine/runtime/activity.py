@@ -1,4 +1,4 @@
-"""What the processes of this user's runs do now, in small files that `doctor --attach` reads.
+"""What the processes of this user's runs are doing, in files that `doctor --attach` reads.
 
 Every guard of collectives has a file in a private folder in shared memory, which no slow disk holds
 up. It is overwritten at every phase, in some microseconds, and removed at the end of the process.
@@ -32,7 +32,7 @@ class Comparison(msgspec.Struct, frozen=True):
     """Checksums of the engine compared with those of the trainer, after the sync to `version`.
 
     different: (engine tensor, trained parameter), the first ones.
-    count: of all slices that differ.
+    count: the number of all slices that differ.
     """
 
     version: int
@@ -41,15 +41,16 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct):
-    """What one process does in the collectives of one guard.
+    """The state of one process in the collectives of one guard.
 
-    name: of the rank, for a person.
-    started, since: seconds since the epoch: of the record, and of what it does now.
+    name: the name of the rank, as shown to a person.
+    started: when the record was made, in seconds since the epoch.
+    since: when the process began what it is doing, in seconds since the epoch.
     worlds: identifiers that are common to the ranks of a world, or of a sync between worlds.
     place: the phase, and the operation that it is part of.
-    collective: the one that it waits in, equal on all ranks that have come to it; "": none.
-    world: of the ranks that come to the collective.
-    waits_for: names of those that it waits for, where it knows them.
+    collective: the collective in which it waits, equal on all ranks that wait in it; "": none.
+    world: the world of the ranks that take part in the collective.
+    waits_for: the names of the ranks or engines that it waits for, where it knows them.
     """
 
     pid: int
@@ -102,9 +103,9 @@ class Activity:
     def in_collective(
         self, place: str, key: str, world: str, ranks: Iterable[str] = ()
     ) -> Iterator[None]:
-        """What runs inside waits for all ranks of `world` to come to the collective `key`.
+        """Record, while open, that this process waits for `world` in the collective `key`.
 
-        ranks: names of those that come to it; none: all of `world`.
+        ranks: the names of the ranks that take part; none: all ranks of `world`.
         """
         before = self._waits
         self._set(place, key, world, tuple(ranks))
@@ -115,7 +116,7 @@ class Activity:
 
     @contextmanager
     def waiting_for(self, *names: str) -> Iterator[None]:
-        """What runs inside waits for these ranks or engines."""
+        """Record, while open, that this process waits for these ranks or engines."""
         before = self._waits
         self._set(self.record.place, *before[:2], names)
         try:

@@ -23,7 +23,7 @@ _SIZE_BYTES = 8
 def all_gather_values(value: T, expected: Any, group: Any = None) -> list[T]:
     """Return the value of every rank, of type `expected` (see `messages`). Collective.
 
-    group: of the ranks; None: the default group. Messages are signed (see `signed_store`).
+    group: that of the ranks; None: the default group. Messages are signed (`signed_store`).
     """
     group = group or dist.group.WORLD
     if group.size() == 1:
@@ -41,7 +41,7 @@ def all_gather_values(value: T, expected: Any, group: Any = None) -> list[T]:
 def broadcast_value(value: T | None, expected: Any, source: int = 0, group: Any = None) -> T:
     """Return the value of rank `source` of the group on every rank. Collective.
 
-    expected, group: as `all_gather_values`.
+    expected, group: see `all_gather_values`.
     """
     group = group or dist.group.WORLD
     is_source = group.rank() == source
@@ -96,7 +96,7 @@ def run_on_all_ranks(
     """Return `fn()`. If it fails on any rank, raise `error_type` on all of them. Collective.
 
     The message names each rank that failed and its error. doing: what failed, its first words.
-    group: of all ranks; None: the default group.
+    group: the process group of all ranks; None: the default group.
     """
     error: Exception | None = None
     try:
@@ -163,7 +163,7 @@ def run_on_rank0(
 ) -> T | None:
     """Return `fn()` on rank 0, None elsewhere. If it fails, raise `error_type` on all. Collective.
 
-    doing, group: as `run_on_all_ranks`.
+    doing, group: see `run_on_all_ranks`.
     """
     is_main = dist.get_rank() == 0
     return run_on_all_ranks(lambda: fn() if is_main else None, error_type, doing, group)

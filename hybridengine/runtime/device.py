@@ -26,9 +26,9 @@ class StreamPoint(Protocol):
 
 
 class Guard(Protocol):
-    """What is asked about the other ranks, as `CollectiveGuard`.
+    """The questions about other ranks that `CollectiveGuard` answers.
 
-    phase: what this rank does now, for messages.
+    phase: what this rank is doing, for messages.
     """
 
     phase: str
@@ -51,7 +51,7 @@ class DeviceProgress:
         progress.wait()
 
     guard: asks the other ranks when a phase is not finished in time.
-    device: of the tensors.
+    device: the device of the tensors.
     record: returns the current point of the device's stream, None where the host has already
       waited; default: an event on CUDA.
     limit_s: how long `wait` waits; default: 0.8 of the timeout of the process group.

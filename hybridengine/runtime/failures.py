@@ -75,14 +75,14 @@ class CollectiveGuard:
             with guard.collective("exchanging bucket 1 of 7"):
                 dist.all_to_all_single(...)
 
-    store: of a connection that only the guard and its `RankMonitor` use, so that a run is observed
-      all the time; default: the store of the process group, observed during an operation.
-    timeout_s: of collectives; None: that of their process groups.
+    store: a store whose connection only the guard and its `RankMonitor` use, so that other ranks
+      are observed at all times; default: the process group's store, observed during an operation.
+    timeout_s: the time limit of collectives; None: that of their process groups.
     groups: returns the process groups of the collectives; default: the default group.
-    name: of this rank, in `activity`.
+    name: the name of this rank in `activity`.
 
     Attributes:
-        phase: what this rank does now, for messages.
+        phase: what this rank is doing, for messages.
         activity: the same, for `doctor --attach`.
     """
 

@@ -35,7 +35,7 @@ def launch_ranks(
 
     run_dir: where the ranks write their status (`PhaseStatus`); the caller holds its lock.
     how_to_resume: called after a stop without a checkpoint for the end of the message.
-    address: on which the store of the ranks listens; "" is every one of this machine.
+    address: the address on which the ranks' store listens; "": every one of this machine.
 
     0: the run has finished. EXIT_STOPPED: SIGINT or SIGTERM ended it, and it can be resumed.
     EXIT_USER_ERROR: a UserError before the first step. 1: a rank failed. After a failure one
@@ -157,8 +157,8 @@ def _exit_code(failures: Mapping[int, Any], statuses: Mapping[int, RankStatus]) 
 def describe_failure(failures: Mapping[int, Any], statuses: Mapping[int, RankStatus]) -> str:
     """Name the rank that failed first, how, and in which phase.
 
-    failures: by rank, torch's `ProcessFailure` of every rank whose exit code is not 0, those that
-    the launcher ended by SIGTERM included.
+    failures: rank → torch's `ProcessFailure`, for every rank whose exit code is not 0. Ranks that
+      the launcher ended by SIGTERM are among them.
     """
     records = _records(failures)
     rank, how = _first_failure(failures, statuses, records)

@@ -17,8 +17,8 @@ def default_groups() -> list[dist.ProcessGroup]:
 def limited(groups: Iterable[dist.ProcessGroup], timeout_s: float) -> Iterator[None]:
     """While open, collectives that begin fail after `timeout_s`, if not earlier.
 
-    groups: those under gloo are limited. NCCL, whose watchdog ends the process at the timeout,
-    keeps its own.
+    groups: only gloo's groups are limited. NCCL keeps its own timeout, at which its watchdog ends
+    the process.
     """
     backends = {group._get_backend(device) for group in groups for device in group._device_types}
     limits = [(b, b.options._timeout) for b in backends if isinstance(b, dist.ProcessGroupGloo)]

@@ -71,7 +71,7 @@ def _answer(store: Any, number: int, others: int) -> None:
 class RunMark:
     """Whether the run in `folder` has begun, known also after a restart of its ranks.
 
-    store: as of `number_of_start`.
+    store: see `number_of_start`.
 
     Attributes:
         was_set: whether it had begun as this object was made.

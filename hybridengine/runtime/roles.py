@@ -23,11 +23,12 @@ from hybridengine.runtime.signed_store import SignedStore
 
 @dataclass(frozen=True)
 class Role:
-    """What one rank of the torchrun world is.
+    """The role of one rank of the torchrun world.
 
-    engine: number of its engine; None for other ranks.
+    rank, world_size: its rank in its own world, and the size of that world.
+    local_world_size: how many ranks of its own world are on this machine.
+    engine: the number of its engine; None for other ranks.
     uses_device: False for a rank that leaves generation to servers.
-    rank, world_size, local_world_size: in its own world, the last one of its ranks on this machine.
     """
 
     kind: Literal["trainer", "engine", "critic"]
@@ -97,10 +98,11 @@ class Roles:
 
 @dataclass(frozen=True)
 class RoleLink:
-    """What connects the worlds of all roles: a store that all ranks reach.
+    """The connection between the worlds of all roles: a store that all ranks reach.
 
-    store: of a connection of its own, with keys that no restart and no other use shares: those that
-    begin with its name in the `TCPStore` at (host, port).
+    store: a store with a connection of its own. Its keys begin with a name that no restart and no
+      other use of the `TCPStore` shares.
+    address: (host, port) of the `TCPStore`.
     """
 
     roles: Roles

@@ -39,11 +39,11 @@ class EarlyExit(RuntimeError):
 
 
 class Session:
-    """What every phase of a run needs to know about its rank.
+    """The state of a rank that every phase of a run needs.
 
     Attributes:
         was_stopped: whether the run ends before its last step because a signal requested it.
-        link: to the ranks of other roles; None where every rank trains and generates.
+        link: the link to ranks of other roles; None where every rank trains and generates.
         was_restarted: whether torchrun's agent has restarted the ranks of a run that had begun.
         on_phase: called with the name of every phase that begins.
     """
@@ -192,7 +192,7 @@ def rank_session(
     """Open the process group and the session of one rank of a torchrun world.
 
     timeout_s: how long a collective may wait for the other ranks.
-    roles: of the ranks, each of which then gets the process group of its own world.
+    roles: the roles of the ranks; each rank gets the process group of its own world.
 
     A failure inside ends in one line on stderr that names the rank at fault and the phase, and is
     raised on. A rank that fails because another one did ends its process. A rank that gets SIGTERM

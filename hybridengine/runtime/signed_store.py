@@ -45,7 +45,7 @@ def new_secret() -> str:
 
 
 def check_secret(why: str) -> None:
-    """Raise SecretError unless the environment contains a secret; why: it is needed."""
+    """Raise SecretError, with the reason `why` it is needed, if the environment has no secret."""
     if len(os.environ.get(SECRET, "")) < _MIN_LENGTH:
         raise SecretError(
             f"{SECRET} is not set, or has less than {_MIN_LENGTH} characters: {why}. Set it to the "
@@ -80,10 +80,11 @@ def _secret(is_required: bool) -> bytes:
 
 
 def sign(name: str, message: bytes, is_required: bool = False) -> bytes:
-    """Return the message behind its HMAC; name: what it is, which the reader knows.
+    """Return the message with its HMAC in front.
 
-    is_required: whether a secret is. Without one, messages of a single world are checked for
-    accidental changes only.
+    name: the kind of the message, which the reader knows.
+    is_required: whether a secret is required. Without one, messages of a single world are checked
+      for accidental changes only.
     """
     return _mac(name, message, is_required) + message
 
@@ -110,7 +111,7 @@ def _mac(name: str, message: Any, is_required: bool) -> bytes:
 
 
 class SignedStore:
-    """The values under `name` in a `torch.distributed` store. is_required: as `sign`."""
+    """The values under `name` in a `torch.distributed` store; for is_required see `sign`."""
 
     def __init__(self, store: dist.Store, name: str, is_required: bool = True) -> None:
         # Any: torch's stubs know neither values of bytes nor `clone`.

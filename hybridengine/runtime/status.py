@@ -75,7 +75,7 @@ def write_error_record(reason: str, cause: RankReport | None = None, stack: str 
     """Write why this rank ends, in the format of `torch.distributed.elastic` error records.
 
     cause: the report of the other rank that is the cause; default: this rank is.
-    stack: what torchrun prints of this rank; default: `reason`.
+    stack: the text that torchrun prints for this rank; default: `reason`.
     Does nothing if no elastic launcher has started this process, or if the file cannot be written.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")

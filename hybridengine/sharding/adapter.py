@@ -21,8 +21,8 @@ _CPU_CHUNK, _GPU_CHUNK = 1 << 18, 1 << 24
 class Adapter:
     """The update `scale * left @ right` of one weight of shape [out, in].
 
-    left: [out, r] (LoRA's B).
-    right: [r, in] (LoRA's A). Each is a DTensor, or a full tensor on every rank.
+    left: [out, r] (LoRA's B), a DTensor or a full tensor on every rank.
+    right: [r, in] (LoRA's A), likewise.
     scale: alpha / r.
     """
 
@@ -152,7 +152,7 @@ def adapters_of_factors(
 ) -> Iterator[tuple[str, Adapter]]:
     """Yield each adapter by parameter name with its factors taken (removed) from `factors`.
 
-    scales: by parameter.
+    scales: parameter → the scale of its adapter.
     factors: named as `adapter_factors` names them.
     """
     for name, scale in scales.items():

@@ -127,7 +127,7 @@ def merge(
     """Merge copies of equal boxes at equal distances into one copy with one more axis.
 
     A fused weight of E experts, loaded expert by expert, is E copies that merge into one.
-    source_shapes, destination_shapes: of the named tensors.
+    source_shapes, destination_shapes: the shapes of the tensors, by name.
     """
     alike: dict[tuple, dict[tuple[int, int], Copy]] = {}
     for c in copies:

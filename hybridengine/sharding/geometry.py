@@ -73,7 +73,7 @@ class Block:
     def address(self, strides: tuple[int, ...], origin: tuple[int, ...]) -> tuple[int, list[int]]:
         """Return (offset, stride per axis) in a tensor that stores the source from `origin` on.
 
-        strides: of that tensor, in elements.
+        strides: the strides of that tensor, in elements.
         origin: source coordinate of its first element.
         """
         offset = sum((x - o) * s for x, o, s in zip(self.start, origin, strides, strict=True))

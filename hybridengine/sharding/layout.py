@@ -41,7 +41,7 @@ class TensorSpec:
 class Quantized(NamedTuple):
     """How a float8_e4m3fn engine tensor [..., N, K] is made: by `kernels.block_quantize`.
 
-    dtype: of the engine; values are rounded to it before they are quantized.
+    dtype: the engine's dtype, to which values are rounded before they are quantized.
     scale: the engine tensor that holds the scales of the blocks.
     """
 
@@ -54,7 +54,7 @@ class EngineLayout:
     """How one engine rank's weights derive from source tensors.
 
     destinations: engine tensor → spec.
-    copies: from source tensors to engine tensors.
+    copies: the copies from source tensors to engine tensors.
     constants: regions that the loader fills with one value (vocabulary padding); a sync writes them
       before the copies, which may overwrite them.
     fallback: source → "engine tensor: reason" for what is no copy; it is gathered in full and

@@ -22,9 +22,9 @@ class StaleWeightsError(RuntimeError):
 
 @dataclass
 class WeightState:
-    """What an engine's weights are.
+    """The state of an engine's weights.
 
-    version: of the last complete update, None before the first.
+    version: the version of the last complete update; None before the first.
     discarded: whether the weights were freed without a copy since.
     updates_begun: number of updates so far, those that failed included.
     updating_to: version of the update that has begun and not completed, None after a complete one.
@@ -45,7 +45,7 @@ def _of_state(field: str) -> Any:
 
 
 class HasTarget(Protocol):
-    """An engine. target: its weights in this process, None if they are in others."""
+    """An engine; `target` is its weights in this process, None if they are in other processes."""
 
     @property
     def target(self) -> WeightTarget | None: ...
@@ -59,12 +59,12 @@ class WeightTarget(ABC):
     optional_parameters: trained parameters that the engine need not read (persistent buffers).
     config_differences: configuration keys whose values differ from the trained model's → the values
       in words.
-    model_config: of the engine's model, as JSON has it, for trainers in other processes to compare;
-      {} if it is not known.
-    weight_version, discarded, updates_begun: of `state`, which all targets that write to one engine
+    model_config: the config of the engine's model as JSON values, which trainers in other processes
+      compare with theirs; {} if it is not known.
+    weight_version, discarded, updates_begun: fields of `state`, which all targets of one engine
       share.
-    discards_weights: whether the weights are discarded between any two updates, so that each has to
-      write all of them.
+    discards_weights: whether the weights are discarded between any two updates, so that every
+      update has to write all of them.
     """
 
     tp_rank: int

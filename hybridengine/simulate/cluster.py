@@ -1,4 +1,4 @@
-"""Machines as numbers: peaks, memories and links of a rank, and what of them programs reach.
+"""Machines as numbers: peaks, memories and links of a rank, and the shares that programs reach.
 
 Data sheets, dense bfloat16 (NVIDIA): A100 80GB SXM (nvidia-a100-datasheet), H100 SXM5
 (h100-datasheet), H200 SXM (h200-datasheet), B200 in a DGX B200 (dgx-b200-datasheet; per GPU). The

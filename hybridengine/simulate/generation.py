@@ -23,10 +23,11 @@ from hybridengine.simulate.model import ModelShape
 
 @dataclass(frozen=True)
 class Generation:
-    """Seconds of the slowest engine. tail: decoding with less than a quarter of the slots in use.
+    """The generation of a step on the slowest engine, in seconds.
 
-    mean_batch: sequences decoded at once, by time.
-    preempted: computed again, of all sequences.
+    tail: the part of `decode` with less than a quarter of the slots in use.
+    mean_batch: sequences decoded at once, averaged over time.
+    preempted: the share of sequences that are computed again.
     """
 
     prefill: float
@@ -84,7 +85,7 @@ class _Schedule:
     """Sequences of one engine, in numbers of tokens; see the module.
 
     done, remaining: generated and to come, of the sequences in decoding.
-    waiting: the same pairs of those that wait.
+    waiting: the same pairs for the sequences that wait.
     own_prompt: cached tokens of a prompt per response, see `prompt_per_response`.
     """
 

@@ -18,9 +18,9 @@ class Layout:
 
     mode: in "sync" all ranks do both, one after the other (colocated); in "one_step_off" the first
       `trainer_ranks` train while the others generate the next batch.
-    critic_ranks: of the trainer's ranks, those that hold the critic alone, 0 where actor and critic
-      share all.
-    The rest of the fields is explained in docs/scale.md.
+    critic_ranks: how many of the trainer ranks hold only the critic; 0 if actor and critic share
+      all trainer ranks.
+    The other fields are explained in docs/scale.md.
     """
 
     mode: Mode

@@ -14,12 +14,13 @@ MASTER, GRADIENT, MOMENTS = 4, 4, 8  # bytes of a trained weight, float32
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a rank in each moment: moment → kind → bytes; and the logits that nobody holds.
+    """Bytes on a rank in each moment of a step.
 
-    moments: of a trainer's rank "train", "optimizer" and "sync", of an engine's "generate" and
-      "sync"; a colocated rank has all four. Of a critic's own rank "train critic" and "optimizer
-      critic".
-    kv_cache: what is left for it.
+    moments: moment → kind of data → bytes. A trainer rank has the moments "train", "optimizer" and
+      "sync", an engine rank "generate" and "sync", a colocated rank all four; a critic's own rank
+      has "train critic" and "optimizer critic".
+    kv_cache: the bytes that are left for the KV cache.
+    avoided_logits: the bytes of the logits that the fused head does not hold.
     """
 
     moments: dict[str, dict[str, float]]

@@ -14,19 +14,21 @@ from hybridengine.tracking.performance import forward_flops
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder-only model; FLOPs are of a forward and over all layers.
+    """Sizes of a decoder-only model. FLOPs are those of a forward over all layers.
 
-    num_parameters: all; root_parameters: those outside of the decoder layers (embedding, head),
-      which are FSDP's root group.
-    expert_parameters: those in experts, of which a token is multiplied with experts_per_token /
-      num_experts.
-    token_flops: of a token, without the head; pair_flops: of a key that a token attends to;
-      decode_pair_flops: the same for a cached key.
-    head_flops: of a token.
-    kv_elements: of the KV cache of a token; kv_heads: over how many ranks it is divided.
-    heads: attention heads.
-    attention_width, kv_width: of query, and of key or value, of a token in a layer.
-    ffn_width: inner width of the feed-forward, of all experts of a token together.
+    num_parameters: all parameters.
+    root_parameters: those outside the decoder layers (embedding, head), FSDP's root group.
+    expert_parameters: those in experts; a token uses experts_per_token / num_experts of them.
+    token_flops: FLOPs of a token, without attention and the head.
+    pair_flops: FLOPs of a token for each key that it attends to.
+    decode_pair_flops: the same for a cached key.
+    head_flops: FLOPs of the head for a token.
+    kv_elements: elements that a token has in the KV cache.
+    kv_heads: the most ranks over which the KV cache can be divided.
+    heads: number of attention heads.
+    attention_width: width of the query of a token in a layer.
+    kv_width: width of the key, and of the value, of a token in a layer.
+    ffn_width: inner width of the feed-forward, summed over the experts of a token.
     """
 
     num_parameters: int

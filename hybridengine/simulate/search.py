@@ -31,9 +31,12 @@ _FRACTIONS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 
 @dataclass(frozen=True)
 class Result:
-    """Feasible layouts, best first. reasons: of the best one, a sentence for each part.
+    """The result of a search.
 
-    num_layouts: considered in all, of which `refused` do not fit the memory.
+    steps: the steps of the feasible layouts, best first.
+    reasons: a sentence about each part of the best layout.
+    num_layouts: how many layouts were considered.
+    refused: how many of them do not fit the memory.
     """
 
     steps: list[SimulatedStep]

@@ -54,8 +54,11 @@ class Shortage:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A step of a layout. seconds: from one step to the next; mfu: of the ranks that train the
-    policy, during its update; exposed: seconds of it that wait for FSDP's collectives.
+    """A step of a layout.
+
+    seconds: the time from one step to the next.
+    mfu: the MFU of the ranks that train the policy, during its update.
+    exposed: the seconds of that update in which ranks wait for FSDP's collectives.
     """
 
     layout: Layout

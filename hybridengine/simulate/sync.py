@@ -29,7 +29,7 @@ _BUCKET_LATENCY_S = 100e-6  # of an all-to-all and its launches, as in the advis
 class Sync:
     """The cost of a weight sync on the busiest rank.
 
-    seconds: of the sync.
+    seconds: the time of the sync.
     received, sent: bytes.
     lower_bound: the fewest bytes that the rank has to receive.
     source: "formula" or "planner".
@@ -76,7 +76,7 @@ def _split_sync(
 class SyncPlanner:
     """Plan syncs with the reshard planner, from vLLM's own loader.
 
-    config, trust_remote_code: of the model. Layouts are recorded once per TP size.
+    config: the model's. Layouts are recorded once per TP size.
     """
 
     config: PretrainedConfig

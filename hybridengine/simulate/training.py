@@ -62,13 +62,13 @@ class TrainingModel:
         return seconds + steps, passes * (forward.exposed + backward.exposed)
 
     def optimizer_step(self) -> float:
-        """AdamW over the rank's shard, with its moments' way to the device and back."""
+        """Return the time of AdamW on the rank's shard, with the transfers of offloaded moments."""
         shard = self.model.num_parameters / self.fsdp_size
         moments = 2 * self.cluster.to_host(MOMENTS * shard) if self.layout.offload else 0.0
         return self.cluster.stream(_ADAMW_BYTES * shard) + moments
 
     def offload(self) -> float:
-        """Master weights to host memory and back, once a step."""
+        """Return the time to move the master weights to host memory and back, once a step."""
         shard = self.model.num_parameters / self.fsdp_size
         return 2 * self.cluster.to_host(MASTER * shard) if self.layout.offload else 0.0
 

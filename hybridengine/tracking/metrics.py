@@ -36,7 +36,7 @@ class MetricsLogger(ExitStack):
     `<dir>/tensorboard/`.
 
     first_step: the step after which a resumed run continues; later entries are removed.
-    run: of wandb and MLflow, the run's project, name and config.
+    run: the project, name and config of the run in wandb and MLflow.
 
     Attributes:
         history: everything logged, one row per `log`, for the learning curves.

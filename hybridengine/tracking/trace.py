@@ -20,7 +20,9 @@ class StepTrace:
     """Records a step on this rank and writes `trace/step<N>_rank<R>.json.gz` in a run's folder.
 
     Perfetto (ui.perfetto.dev) and chrome://tracing show the file; the phases of the step are ranges
-    in it. step: None for no trace.
+    in it.
+
+    step: the step to record; None for no trace.
     """
 
     def __init__(self, folder: Path, step: int | None, rank: int) -> None:
@@ -47,11 +49,11 @@ class StepTrace:
 class TraceSummary:
     """Seconds of a recorded step.
 
-    span: from its first to its last event.
-    computing: in which a kernel runs; where there are none, an operator.
-    communicating: in which a collective is under way.
-    both: in which both are.
-    phases: by name.
+    span: the time from the first to the last event.
+    computing: the time in which a kernel runs, or, in a trace without kernels, an operator.
+    communicating: the time in which a collective is under way.
+    both: the time in which both are under way.
+    phases: the time of each phase, by name.
     """
 
     span: float

@@ -32,7 +32,7 @@ class Attention:
 def compute_attention(row: Mapping[str, Any], checkpoint: Path) -> tuple[Attention, list[float]]:
     """Run the model of `checkpoint` on a response.
 
-    row: of a rollout file.
+    row: a row of a rollout file.
     checkpoint: a Hugging Face folder.
     Returns (attention, entropy of each response token in nats). A long rollout keeps the attention
     among its last tokens.

@@ -17,7 +17,7 @@ _SHOWN = {"prompt", "response", "turns"}  # in other places than the facts
 class Color:
     """A column that tokens are coloured by.
 
-    low, high: the values of the strongest colours, which are two; the neutral value has none.
+    low, high: the values that have the strongest of the two colours; the neutral value has none.
     neutral: 0, or 1 for a ratio, whose logarithm is compared.
     """
 
@@ -63,7 +63,7 @@ class Part:
 class Detail:
     """One response.
 
-    values: by name of a color, a number per token.
+    values: name of a coloring → a number per token.
     facts: the columns that are no list of numbers per token, by name.
     """
 
@@ -85,10 +85,11 @@ def detail_of(row: Mapping[str, Any]) -> Detail:
 
 
 def _color_values(row: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return the values of tokens.
+    """Return name of a coloring → a number per token.
 
-    ratio: what the rollout correction clips. clipping: 1 for clipped tokens, -1 where the advantage
-    is negative.
+    ratio: the ratio that the rollout correction clips.
+    clipping: 0 for tokens that are not clipped, 1 for clipped ones, -1 for clipped ones with a
+      negative advantage.
     """
     engine, trainer = row["log_probs"], row.get("old_log_probs")
     values: dict[str, list[float]] = {"log_prob": engine}

@@ -29,7 +29,7 @@ _OPERATORS = {
 
 
 class _Line(msgspec.Struct):
-    """What the index keeps of a line; msgspec skips the rest."""
+    """The fields of a line that the index keeps; msgspec skips the others."""
 
     index: int
     reward: float
@@ -44,11 +44,11 @@ class _Line(msgspec.Struct):
 class Entry:
     """One response of a run.
 
-    kind: "step" or "val".
-    row: position in its file.
-    group: row of the dataset; responses to one prompt share it.
-    length: tokens of the response.
-    offset, size: bytes of its line in the file.
+    kind: "step" (training) or "val" (validation).
+    row: the number of its line in the file.
+    group: the row of the dataset, which all responses to one prompt share.
+    length: the number of tokens of the response.
+    offset, size: the position and the length of its line in the file, in bytes.
     """
 
     kind: str

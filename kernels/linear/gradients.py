@@ -149,10 +149,10 @@ class LogProbGradients(LinearGradients):
     """`LinearGradients` from the gradients of log-probs and entropy.
 
     Args:
-        token_ids, options, backend: of the row kernels, for all rows.
+        token_ids, options, backend: the arguments of the row kernels, for all rows.
         skip_inactive: leave rows with zero gradient out of the products (CPU only: on a GPU their
             number would have to be copied to the host).
-        arguments: of `LinearGradients`.
+        arguments: the arguments of `LinearGradients`.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ def linear_token_log_probs(
         main_grad: [V, H] float32, contiguous; the weight gradient is added to it and weight.grad
             stays None.
         return_stats: also return a `LinearStats` of tensors [...]; not with a group.
-        backend: of the row kernel; None: the best one.
+        backend: the backend of the row kernel; None: the best one.
 
     Returns:
         log_probs [...] and entropy [...], float32, differentiable with respect to hidden, weight

@@ -82,7 +82,7 @@ def row_options(
     Args:
         token_ids: int64, in the shape of the rows.
         vocab: size of this rank's slice.
-        dtype: in which the logits are computed.
+        dtype: the dtype in which the logits are computed.
     """
     check.integer(op, "ignore_index", ignore_index)
     sizes: check.Sizes = {"...": (tuple(token_ids.shape), "token_ids"), "V": (vocab, "logits")}

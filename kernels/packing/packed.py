@@ -54,7 +54,7 @@ def pack_sequences(*fields: Sequence, device: torch.device | str | None = None) 
         fields: one or more lists of N sequences each. A sequence is a list of numbers (integers
             become int64, floats float32) or a tensor [l, ...]; sequence n has the same length in
             every field. Differentiable where the sequences are tensors.
-        device: of the result; None: that of the tensors, the CPU for lists.
+        device: the device of the result; None: that of the tensors, the CPU for lists.
 
     Raises:
         ValueError: fields of different lengths (the message names the sequence) or devices, or more

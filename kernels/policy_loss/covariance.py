@@ -37,7 +37,7 @@ def select_by_covariance(
         response_mask: the same shape, bool or 0/1; None: all count.
         excluded: the same shape, bool or 0/1: tokens that clip_cov must not select (in verl those
             that the ratio clip already caught).
-        generator: of the random choice, on the device of log_probs.
+        generator: the source of the random choice, on the device of log_probs.
 
     Returns:
         bool, the shape of log_probs.

@@ -70,7 +70,7 @@ def policy_loss(
     are bool or 0/1 numbers.
 
     Args:
-        log_probs: of the policy being trained; differentiable.
+        log_probs: the log-probs of the policy being trained; differentiable.
         old_log_probs: constants; None: log_probs themselves, as in the only optimizer step of a
             batch, so that every ratio is 1.
         advantages: constants.
@@ -83,9 +83,9 @@ def policy_loss(
             negative (hi of cispo: at least -1 and -lo), c is above 1. None (or infinity) switches
             that clip off.
         seq_clip_ratio_c: c of gspo, in place of clip_ratio_c.
-        tau_pos, tau_neg: of sapo and seq_sapo; positive.
+        tau_pos, tau_neg: the temperatures of sapo and seq_sapo; positive.
         selected: for clip_cov and kl_cov: the tokens `select_by_covariance` chose.
-        cov_kl_coef: of kl_cov; dro_beta: of dro.
+        cov_kl_coef, dro_beta: the coefficients of kl_cov and of dro.
         loss_agg_mode: the weight of an unmasked token; N tokens and S sequences with a token,
             both global, and L the unmasked tokens of its own sequence:
             token-mean 1/N, token-sum 1, seq-mean-token-sum 1/S, seq-mean-token-mean 1/(S L),
@@ -100,7 +100,7 @@ def policy_loss(
         ref_log_probs, kl_coef, kl_type: adds kl_coef * kl; kl_type is k1 (kl), abs, k2 (mse) or
             k3 (low_var_kl), with a trailing "+" for the gradient of k2.
         kl_times_ratio: multiply kl by the ratio of the mode, with the gradient of both.
-        kl_input_clamp, kl_output_clamp: of k3, as in `token_kl`.
+        kl_input_clamp, kl_output_clamp: the bounds of k3, as in `token_kl`.
         entropy: differentiable; subtracts entropy_coeff * entropy.
         rollout_is_weights: constants that multiply pg (of gmpo: its sequence's geometric mean); see
             rollout_correction.

@@ -62,11 +62,12 @@ def build_engine(
     path: str, tp_size: int, dtype: torch.dtype, lora_rank: int = 0, quantization: str | None = None
 ) -> tuple:
     """Return (VllmEngine, layout of the checkpoint)."""
-    from hybridengine.model.validation import check_model
+    from transformers import AutoConfig
+
     from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
     from hybridengine.rollout.vllm.engine import VllmEngine
 
-    checkpoint = checkpoint_layout_from_config(check_model(path))
+    checkpoint = checkpoint_layout_from_config(AutoConfig.from_pretrained(path))
     engine = VllmEngine(
         path,
         checkpoint,

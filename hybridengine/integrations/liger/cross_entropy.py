@@ -204,7 +204,7 @@ def fused_linear_cross_entropy_forward(
 
     Args:
         _input: hidden states [T, H]; weight: [V, H]; target: [T]; bias: [V]; ce_weight: [V].
-        label_smoothing, lse_square_scale, softcap, ce_weight: of the loss.
+        label_smoothing, lse_square_scale, softcap, ce_weight: settings of the loss.
         use_token_scaling: multiply each loss by the probability of its target, a constant.
         token_grad_output: [T], the gradient of the losses with reduction "none".
         compute_gradients, weight_requires_grad: whether to compute them, where `_input` and

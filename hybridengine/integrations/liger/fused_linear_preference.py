@@ -68,7 +68,7 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
         Args:
             _input: hidden states [2B, L, H]; weight: [V, H]; target: [2B, L]; bias: [V].
             nll_target: [2B, L], other targets for the NLL.
-            ref_input, ref_weight, ref_bias: of the reference model.
+            ref_input, ref_weight, ref_bias: those of the reference model.
             loss_kwargs: for `preference_loss_fn`.
 
         Returns:
@@ -152,7 +152,7 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
         Args:
             _input: hidden states [N, L, H]; weight: [V, H]; target: [N, L]; bias: [V].
             preference_labels: [N] bool, True where chosen.
-            ref_input, ref_weight, ref_bias: of the reference model.
+            ref_input, ref_weight, ref_bias: those of the reference model.
             loss_kwargs: for `preference_loss_fn`.
 
         Returns:

@@ -59,7 +59,7 @@ def triton_grpo_loss(
         old_logp, ref_logp: [B, L]; without old ones every ratio is 1; ref_logp is needed for a KL.
         completion_ids, completion_mask: [B, L]; advantages: [B].
         inplace: write the gradient over `logits`.
-        max_completion_length: of dr_grpo; None: L.
+        max_completion_length: the divisor of dr_grpo; None: L.
         reduce: whether to reduce the losses; other arguments as in `LigerFusedLinearGRPOLoss`.
 
     Returns:

@@ -22,12 +22,13 @@ __all__ = ["FusedCausalLMOutput", "add_fused_lm_head"]
 
 @dataclasses.dataclass
 class FusedCausalLMOutput(ModelOutput):
-    """What a fused forward returns, with the fields of TRL's class of this name.
+    """The result of a fused forward, with the fields of TRL's class of this name.
 
-    loss: of the labels, as TRL normalises it. log_probs and entropy [B, L - 1] float32 (or [B, L]
-    with shift_labels) are differentiable; log_sum_sq_probs, mean_logits and is_top1 are not. All
-    are 0 where label_mask is. Fields that were not ordered are None. In a call for the group `loss`
-    (trl/loss.py), loss is that one, and the only field with a gradient.
+    loss: the loss of the labels, as TRL normalises it. In a call for the group `loss`
+      (trl/loss.py) it is that loss, and the only field with a gradient.
+    log_probs, entropy: float32 [B, L - 1] ([B, L] with shift_labels), differentiable.
+    log_sum_sq_probs, mean_logits, is_top1: of the same shape, not differentiable.
+    Tokens whose label_mask is 0 have 0 in all fields. Fields that were not requested are None.
     """
 
     loss: Tensor | None = None

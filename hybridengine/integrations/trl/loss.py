@@ -106,7 +106,7 @@ def compute_loss(
 
 
 def _obstacle(trainer: Any) -> str | None:
-    """Return what of the trainer's loss ours has not; None: it has all."""
+    """Return which part of the trainer's loss ours lacks; None: none."""
     delta = trainer.args.delta
     reasons = {
         f"loss_type={trainer.loss_type!r}": trainer.loss_type not in _AGGREGATIONS,

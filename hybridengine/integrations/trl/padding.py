@@ -44,7 +44,7 @@ def unpadded(
     That is: the model has another attention than ours, inputs other than text, or no mask.
 
     Args:
-        kwargs: of the forward: input_ids and attention_mask [B, L].
+        kwargs: the arguments of the forward: input_ids and attention_mask [B, L].
         labels: [B, L]; position t predicts label t + 1.
     """
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")

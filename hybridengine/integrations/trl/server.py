@@ -54,7 +54,7 @@ class ServerSync:
     because its weights may be partially updated.
 
     Attributes:
-        report: of the last `send`.
+        report: the report of the last `send`.
     """
 
     def __init__(self, url: str, timeout_s: float = 300.0) -> None:
@@ -136,7 +136,7 @@ def takes_slices(url: str, obstacle: str, device: torch.device, timeout_s: float
     """Return whether the server at `url` gets slices; False: TRL's own code sends. Collective.
 
     obstacle: why this model cannot be sent so, "" if it can.
-    device: of the trainer.
+    device: the device of the trainer.
 
     Raises RolloutError on all ranks for a server, or a model, that neither can serve.
     """

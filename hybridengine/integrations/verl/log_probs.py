@@ -138,7 +138,7 @@ def linear_cross_entropy(
 
     Args:
         hidden: [..., H]; weight: [V, H]; labels: [...], T in all.
-        reduction: of the log-probs: none, sum or mean.
+        reduction: how the log-probs are reduced: none, sum or mean.
         dist_process_group: vocabulary-parallel ranks with weight [V_r, H] each. As in verl, the
             gradient of hidden is this rank's part: the caller sums it over the ranks.
 

@@ -30,8 +30,8 @@ def agg_loss(
 ) -> Tensor:
     """Aggregate per-token losses [B, L]: dp_size sum_t weight_t loss_t, weights as in policy_loss.
 
-    batch_num_tokens, global_batch_size: of the global batch; required where dp_size is above 1.
-    loss_scale_factor: of seq-mean-token-sum-norm; None: L.
+    batch_num_tokens, global_batch_size: its sizes; required where dp_size is above 1.
+    loss_scale_factor: the divisor of seq-mean-token-sum-norm; None: L.
     """
     mask = check.mask("agg_loss", "loss_mask", loss_mask)
     aggregation = aggregation_arguments(

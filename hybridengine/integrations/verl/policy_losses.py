@@ -99,7 +99,7 @@ def _loss(
 
     options: config -> further arguments of `kernels.policy_loss`.
     select: (the four tensors, config) -> the tokens that clip_cov and kl_cov treat apart.
-    default: of loss_agg_mode.
+    default: the default of loss_agg_mode.
     """
 
     def compute(tensors: Tensors, loss_agg_mode: str, config: Any, weights: Tensor | None) -> Loss:

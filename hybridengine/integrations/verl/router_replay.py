@@ -128,7 +128,7 @@ def _layout(engine: Any, routed: Tensor, offsets: Tensor, num_padding: int) -> T
 
     routed: jagged [B, t, layers, k]. verl has rows of zeros for tokens without a record; a token
       has k different experts, so that no record of several experts is one.
-    offsets: of the sequences.
+    offsets: the offsets of the sequences.
     """
     lengths = [*offsets.diff().tolist(), num_padding]
     parts = list(routed.unbind())

@@ -19,7 +19,7 @@ class ServerSender:
     """Sends the weights of verl's training engine to vLLM servers; every trainer rank has one.
 
     servers: names of their Ray actors, the first of each replica.
-    master_address: of trainer rank 0, as the workers of the servers reach it.
+    master_address: the address at which the servers' workers reach trainer rank 0.
     """
 
     def __init__(self, servers: Sequence[str], master_address: str) -> None:

@@ -35,11 +35,11 @@ Absent = Callable[[int], str | None]  # engine → why it does not come to the s
 
 @dataclass
 class EngineStatus:
-    """What the trainers know of one engine.
+    """What the trainers know about one engine.
 
     state: "absent" until it joins, "live", or "dropped".
-    version: of its last commit.
-    reason: why it was dropped.
+    version: the weight version that it committed last.
+    reason: why it was dropped; "" if it was not.
     """
 
     state: str = "absent"
@@ -54,10 +54,10 @@ class EngineStatus:
 class Coordinator:
     """Invites the engines to a sync and waits for them.
 
-    engines: status by number.
-    trainers: processes of the trainer ranks, as `this_process`.
+    engines: the status of each engine, by its number.
+    trainers: the processes of the trainer ranks, as `this_process` names them.
     timeout_s: how long an engine may take to come to a sync, and to finish one.
-    activity: of this process, which waits for the engines.
+    activity: the record of what this process is doing; it waits for the engines.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Coordinator:
     ) -> list[EngineInfo]:
         """Return the engines with these layouts (by TP rank) and this model; drop the others.
 
-        config: of the trained model. Raises ReshardError if no engine is left.
+        config: the trained model's. Raises ReshardError if no engine is left.
         """
         for info in infos:
             if info.layout_of_tp_rank != layouts:
@@ -241,7 +241,7 @@ class Coordinator:
     ) -> list[EngineInfo]:
         """Return the engines that can take a delta: they have version `base`, as it was sent last.
 
-        generation: of the trained parameters that were sent last.
+        generation: the generation of the trained parameters that were sent last.
         """
         return [
             info
@@ -261,7 +261,7 @@ class Coordinator:
         """Wait until each engine has committed, failed or asks for another attempt.
 
         Return (those that ask for another attempt, which is open now; whether all have committed).
-        sent: what those that have committed have.
+        sent: the generations that the committed engines now have.
         """
         number, attempt = self._state.number, self._state.attempt
         # An engine may have begun to wait for another one just now: until it has noticed, and more.

@@ -1,4 +1,4 @@
-"""One rank of an engine in the protocol of a sync: what it tells, and what it waits for."""
+"""One rank of an engine in the protocol of a sync: what it reports and what it waits for."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class EngineRank:
     """This process as a rank of engine number `index`. Making it joins; collective.
 
     Attributes:
-        device: of the weights.
-        activity: what this rank does now, for `doctor --attach`.
-        name: of this rank, for messages.
-        info: what the engine has told the trainers.
+        device: the device that holds the weights.
+        activity: the record of what this rank is doing, for `doctor --attach`.
+        name: the name of this rank in messages.
+        info: what the engine has reported to the trainers.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class EngineRank:
 
     @property
     def phase(self) -> str:
-        """What this rank does now, for messages."""
+        """What this rank is doing, for messages."""
         return self._guard.phase
 
     @phase.setter
@@ -76,7 +76,7 @@ class EngineRank:
     def all_gather(self, value: T, expected: Any, timeout_s: float | None = None) -> list[T]:
         """Return the value of every rank of the engine; expected: its type.
 
-        timeout_s: as of `CollectiveGuard.collective`.
+        timeout_s: see `CollectiveGuard.collective`.
         """
         if self.world_size == 1:
             return [value]
@@ -94,7 +94,7 @@ class EngineRank:
     def on_rank0(self, fn: Callable[[], T], expected: Any, timeout_s: float | None = None) -> T:
         """Return on every rank of the engine what `fn` returns on rank 0, or raise its error.
 
-        expected, timeout_s: as of `all_gather`.
+        expected, timeout_s: see `all_gather`.
         """
         if self.world_size == 1:
             return fn()
@@ -129,7 +129,7 @@ class EngineRank:
     ) -> T:
         """Return `fn()`; if it fails on a rank of the engine, raise on all.
 
-        timeout_s: as `CollectiveGuard`'s.
+        timeout_s: see `CollectiveGuard`.
         """
         if self.world_size == 1:
             return fn()

@@ -38,7 +38,7 @@ _PREFIX = "hybridengine/disaggregated"
 
 
 class Member(NamedTuple):
-    """One engine rank; members are ordered by it. rank: in the engine's world."""
+    """One engine rank, `rank` of its engine's world; members are ordered by these fields."""
 
     tp_rank: int
     engine: int
@@ -47,16 +47,16 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What an engine tells as it joins; the lists have one entry per rank.
+    """What an engine reports when it joins; the lists have one entry per rank.
 
-    index: its number among the engines.
-    incarnation: counts the process groups that were this engine.
-    processes: as `this_process`.
-    layouts: digests.
-    model_config: as of `WeightTarget`.
-    device: type.
-    devices: as `device_id`.
-    bucket_bytes: its default.
+    index: the engine's number among the engines.
+    incarnation: how many process groups have been this engine, this one included.
+    processes: the processes, as `this_process` names them.
+    layouts: the digests of the engine layouts.
+    model_config: see `WeightTarget`.
+    device: the type of device that holds the weights.
+    devices: the devices, as `device_id` names them.
+    bucket_bytes: the engine's default size of a bucket.
     """
 
     index: int
@@ -87,11 +87,11 @@ class EngineInfo:
 
 
 class Holding(NamedTuple):
-    """What an engine has as it comes to a sync, on all its ranks.
+    """The weights that all ranks of an engine hold when it comes to a sync.
 
     lost: its weights are missing, or something else has written to them since the last sync was
       complete: the engine needs all of them.
-    base: their version; None if the engine needs all trained weights.
+    base: the version of its weights; None if the engine needs all trained weights.
     """
 
     lost: bool
@@ -101,8 +101,8 @@ class Holding(NamedTuple):
 class Generations(NamedTuple):
     """What the trainers have sent: counts of the times when it changed, from 1 on.
 
-    frozen: of the frozen parameters.
-    trained: of those that deltas can update.
+    frozen: the count for the frozen parameters.
+    trained: the count for the parameters that deltas can update.
     """
 
     frozen: int
@@ -116,7 +116,7 @@ class PlanInputs:
     shards: parameter → its placement, without holders.
     holders, holders_of: the holders, once for all parameters that have the same ones, and parameter
       → their index.
-    layouts: digest by TP rank.
+    layouts: the digest of the engine layout, by TP rank.
     factors, scales: of the adapters that are not merged, named as `adapter_factors` names them, and
       by parameter.
     """
@@ -151,7 +151,7 @@ class PlanInputs:
 
     @cached_property
     def specs(self) -> dict[str, ShardSpec]:
-        """Parameter → its placement."""
+        """Return parameter → its placement."""
         return {
             name: replace(spec, holders=self.holders[self.holders_of[name]])
             for name, spec in self.shards.items()
@@ -159,14 +159,14 @@ class PlanInputs:
 
 
 class Order(NamedTuple):
-    """What a transfer moves.
+    """Which part of the weights a transfer moves.
 
-    skip_frozen: leave out parameters that the engines have.
-    verify: compare checksums.
+    skip_frozen: whether frozen parameters that the engines already have are left out.
+    verify: whether checksums are compared afterwards.
     remembers: whether a later one may leave out what has not changed, so that engines keep
       checksums of what they have.
     base: version of the weights that a delta is made from; None: everything is sent.
-    group_size: of the delta.
+    group_size: elements in a group of the delta.
     """
 
     skip_frozen: bool
@@ -188,12 +188,12 @@ class Order(NamedTuple):
 class Transfer:
     """One attempt to move the weights to some engines.
 
-    groups: number of the connections; engines that have them use them again.
-    members: in order of their ranks, after the trainers.
-    feeders: of each member, see `MemoryLink`; None: process groups.
-    plan: number of the plan.
-    digest: of the plan.
-    order: what of the weights moves.
+    groups: number of the set of connections; engines that already have it use it again.
+    members: the engine ranks in the order of their ranks, which follow the trainers'.
+    feeders: the feeders of each member (see `MemoryLink`); None: process groups are used.
+    plan: the number of the plan.
+    digest: the digest of the plan.
+    order: which part of the weights moves.
     """
 
     groups: int
@@ -208,12 +208,12 @@ class Transfer:
 class SyncState:
     """The sync in progress, or the last one.
 
-    number: counts the syncs.
-    trainers: number of the sender.
+    number: the number of this sync, counted from 1.
+    trainers: the number of the sender.
     invited: engine → incarnation, of the engines that take part.
-    is_open: whether it is in progress.
-    failure: why the trainers have given it up.
-    begun: engines to which a transfer has begun, whether they still take part or not.
+    is_open: whether the sync is in progress.
+    failure: the reason why the trainers have given it up; "" if they have not.
+    begun: the engines to which a transfer has begun, whether or not they still take part.
     """
 
     number: int
@@ -269,7 +269,7 @@ class SyncStore:
             return str(self._records.claim("world", secrets.token_hex(8), str))
 
     def mark(self, key: str, rank: int) -> None:
-        """Tell that a rank of an engine has come to `key`."""
+        """Record that a rank of an engine has reached `key`."""
         self.set(f"{key}/{rank}", True)
 
     def is_marked(self, key: str, rank: int) -> bool:
@@ -279,12 +279,12 @@ class SyncStore:
         return all(self.is_marked(key, rank) for rank in range(num_ranks))
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete what there is of `keys`."""
+        """Delete those of `keys` that exist."""
         with _store_errors():
             self._records.delete(*keys)
 
     def for_group(self, number: int, name: str) -> dist.Store:
-        """Return where the members of a process group meet."""
+        """Return the store in which the members of a process group rendezvous."""
         return self._records.substore(f"group/{number}/{name}")
 
     def own_connection(self) -> SyncStore:

@@ -1,4 +1,4 @@
-"""Payload: what of a bucket moves, all elements or those that changed, and how it is encoded.
+"""Payload: which elements of a bucket move, all or those that changed, and their encoding.
 
 `transport` has the interface of what moves it.
 """

@@ -112,7 +112,7 @@ class DeltaGroup:
 class Delta:
     """Moves only those elements that changed, from the engine weights of one version to another.
 
-    builder: of a rank whose shards are contiguous, as the positions of changes count.
+    builder: of a rank whose shards are contiguous, because changes are numbered by position.
     """
 
     def __init__(self, builder: ExchangeBuilder) -> None:
@@ -140,9 +140,9 @@ class Delta:
 
         Return engine tensor → by how much its `bit_checksum` has grown; None if it is not known.
 
-        weights: of this rank's engine; {} for none.
-        changes: of this rank's shards; None without shards.
-        size: of the groups (`group_size`).
+        weights: the tensors of this rank's engine; {} if it has no engine.
+        changes: the changes of this rank's shards; None if it has no shards.
+        size: the number of elements in a group (`group_size`).
         Raises CorruptDeltaError, once everything has travelled, where a message was damaged or made
         from another version and was not applied.
         """

@@ -22,12 +22,14 @@ def _pack(exchange: Exchange, sources: Sequence[torch.Tensor], outgoing: torch.T
 
 
 class Dense:
-    """The exchanges of one rank. source: None on a rank that only holds an engine.
+    """The exchanges of one rank.
 
     Attributes:
-        plan, rank: as of `builder`. source: what this rank reads. exchanges: one per bucket, built
-          once. scales: of quantized tensors.
-        bytes_gathered: received to merge adapters in the last `run`.
+        plan, rank: those of `builder`.
+        source: the tensors that this rank reads; None on a rank that only holds an engine.
+        exchanges: one per bucket, built once.
+        scales: the scales of quantized tensors.
+        bytes_gathered: the bytes received to merge adapters in the last `run`.
     """
 
     def __init__(self, builder: ExchangeBuilder, source: TrainedTensors | None) -> None:
@@ -44,7 +46,7 @@ class Dense:
     def run(self, transport: Transport, weights: Weights, moves: Moves) -> None:
         """Move buckets into the engines' weights. Collective.
 
-        weights: of this rank's engine; {} for none.
+        weights: the tensors of this rank's engine; {} if it has no engine.
         moves: which buckets; of those that are quantized all move, or none.
         """
         self.bytes_gathered = 0

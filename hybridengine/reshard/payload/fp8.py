@@ -203,7 +203,8 @@ class BlockScales:
     ) -> torch.Tensor:
         """Return `values` as the receiver's engine tensor must hold them, in plain PyTorch.
 
-        block: what of the engine tensor `values` is written to. Unchanged if it is not quantized.
+        block: the part of the engine tensor to which `values` are written. Tensors that are not
+          quantized are returned unchanged.
         """
         number = self._plan.layout_of[receiver]
         if destination not in self._first[number]:
@@ -276,9 +277,9 @@ def _with_few_axes(block: Block) -> list[Block]:
 
 
 def _addresses(flat: np.ndarray, sizes: Shape, strides: Sequence[int]) -> np.ndarray:
-    """Return where elements are, relative to the first, that are number `flat` in iteration order.
+    """Return the offsets, relative to the first element, of elements `flat` in iteration order.
 
-    sizes, strides: of the iteration. It is linear within an axis, so strides map as offsets do.
+    sizes, strides: those of the axes of the iteration.
     """
     address = np.zeros_like(flat)
     for size, step, stride in zip(sizes, contiguous_strides(sizes), strides, strict=True):

@@ -29,10 +29,10 @@ class Versions(NamedTuple):
 class Header(NamedTuple):
     """What a receiver knows before the message arrives; all zero but the versions for no changes.
 
-    base, new: as `Versions`.
+    base, new: see `Versions`.
     gap_width: bytes of a field of the gaps.
-    gap_bytes: of all gaps.
-    checksum: of the message.
+    gap_bytes: the bytes of all gaps.
+    checksum: the checksum of the message.
     """
 
     base: int

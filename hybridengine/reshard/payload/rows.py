@@ -58,7 +58,7 @@ class Plain:
     """The encoding of values that are cast to the engine's dtype as they are packed."""
 
     def shapes(self, name: str) -> tuple:
-        """Return what of a parameter's engine tensors `rows` depends on."""
+        """Return the properties of a parameter's engine tensors that `rows` depends on."""
         return ()
 
     def rows(

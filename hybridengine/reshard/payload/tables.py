@@ -38,7 +38,7 @@ class Exchange(NamedTuple, Generic[T]):
     sources: (parameter, box of it) that pack and local read.
     destinations: engine tensors that local and unpack write.
     send_counts, receive_counts: elements per rank.
-    measured: what pack and local read, if they quantize it.
+    measured: the elements that pack and local read, if they are quantized.
     """
 
     bucket: Bucket
@@ -66,7 +66,7 @@ class ExchangeBuilder:
     """Builds the exchanges of one rank.
 
     strides: parameter → strides of this rank's shard, in elements; {} on a rank without shards.
-    device: of shards and engine.
+    device: the device of the shards and of the engine.
     scales: the encoding of quantized engine tensors.
     """
 
@@ -142,7 +142,7 @@ class ExchangeBuilder:
         return pack.table, unpack.table
 
     def _box_read(self, bucket: Bucket, name: str, chunk: Chunk) -> Box:
-        """Return the box of this rank's full shard, or what of it is merged for the chunk."""
+        """Return the box of this rank's full shard, or the part of it merged for the chunk."""
         source_class = self.plan.source_classes[name, bucket.engine_dtype]
         shard = int(source_class.senders.shard_of[self.rank])
         part = chunk.row_part if bucket.merged else (0, 1)
@@ -208,7 +208,7 @@ def _place(
 class PullBuilder(ExchangeBuilder):
     """Builds exchanges whose unpack reads the send buffers of all ranks, in rank order.
 
-    buffer_bytes: of the largest send buffer of any rank, in the buckets built so far.
+    buffer_bytes: the size of the largest send buffer of any rank in the buckets built so far.
     """
 
     buffer_bytes = 0

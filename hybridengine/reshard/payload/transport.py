@@ -31,7 +31,7 @@ class Pending:
     wait: returns what has arrived, uint8, in one or more buffers; nothing on a rank that sends.
       They are valid until two further messages have been posted, or until `release`.
     release: called when what has arrived is no longer needed.
-    headers: those that came before the message.
+    headers: the headers that arrived before the message.
     received, sent: bytes of it on an engine rank, known once it has arrived.
     """
 
@@ -52,7 +52,7 @@ class Buffers:
     def next(self, size: int, largest: int) -> torch.Tensor:
         """Return a buffer, uint8 [size]; valid until two others have been requested.
 
-        largest: of all buffers; 0: it gets a new one of its own size.
+        largest: the size of the largest buffer; 0: allocate a new one of the size needed.
         """
         i, self._count = self._count % 2, self._count + 1
         if len(self._buffers) <= i:
@@ -79,7 +79,7 @@ class Transport(ABC):
     overlaps: whether a bucket may be posted before the one before it has been waited for.
 
     Attributes:
-        guard: of the collectives of this end.
+        guard: the guard of the collectives of this end.
         receivers: ranks of the plan that hold an engine only; those before them train.
         bytes_received, bytes_sent: since `begin`.
     """

@@ -62,8 +62,8 @@ class ChunkTable:
     def end_of_fit(self, first: int, used: np.ndarray, limit: int) -> int:
         """Return the end of the longest run of chunks from `first` on that fits on every rank.
 
-        used: bytes [N] that each rank already stages in the bucket.
-        limit: size of the bucket.
+        used: the bytes [N] that each rank already stages in the bucket.
+        limit: the size of the bucket in bytes.
         """
         room = limit - used.max() + self._max_staged_before[first]
         fits = int(np.searchsorted(self._max_staged_before, room, "right")) - 1
@@ -83,8 +83,8 @@ def _running_sum(values: Sequence) -> np.ndarray:
 def divide(name: str, source_class: SourceClass, itemsize: int, limit: int) -> ChunkTable:
     """Divide a source into chunks that fit a bucket of `limit` bytes on every rank.
 
-    name: for the error.
-    itemsize: bytes of an element in the engine's dtype.
+    name: the parameter's name, for the error message.
+    itemsize: the bytes of an element in the engine's dtype.
 
     Raises LayoutError if even the smallest possible chunks do not fit.
     """

@@ -70,7 +70,7 @@ def check_sources(
     """Raise LayoutError for a trained parameter that the engines read only in part.
 
     shapes: parameter → global shape.
-    layouts: of all TP ranks.
+    layouts: the engine layouts of all TP ranks.
     unused: parameters that need not be read.
     Parameters of a fallback count as read.
     """
@@ -141,7 +141,7 @@ def _run_lengths(region: Region) -> Iterator[int]:
 
 
 def _view(cells: np.ndarray, region: Region, grain: int) -> np.ndarray:
-    """Return the cells of a region, one cell for `grain` elements; cells: of one byte each."""
+    """Return the cells (one byte each) of a region; a cell stands for `grain` elements."""
     offset, sizes, strides = region
     axes = [
         (n // grain, 1) if s == 1 and n != 1 else (n, s // grain)

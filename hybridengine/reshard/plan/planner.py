@@ -32,16 +32,16 @@ from hybridengine.sharding.shards import ShardSpec
 class ReshardPlan:
     """All buckets of a weight sync; the same on every rank.
 
-    sources: parameter → placement.
+    sources: parameter → its placement on the training ranks.
     source_classes: (parameter, engine dtype) → its class.
     layouts: the distinct engine layouts.
     layout_of: rank → number of its engine layout.
-    bytes_received, bytes_sent: of each rank.
-    bytes_crossing: of each rank, the part of bytes_received that comes from other nodes.
-    bytes_needed: of each rank, the size of the engine tensors.
-    lower_bound: of each rank, the source elements that it needs and does not hold, counted once.
+    bytes_received, bytes_sent: how much each rank receives and sends.
+    bytes_crossing: for each rank, the part of bytes_received that comes from other nodes.
+    bytes_needed: for each rank, the size of its engine tensors.
+    lower_bound: for each rank, the source elements that it needs and does not hold, counted once.
     staging_bytes: most bytes (send + receive) of a bucket on any rank.
-    fallback: parameter → why it is gathered in full.
+    fallback: parameter → the reason why it is gathered in full.
     digest: a hash of all inputs of the plan.
     """
 
@@ -85,7 +85,7 @@ class ReshardPlan:
             yield from ((name, slice_copy) for slice_copy in source_class.outgoing(chunk, rank))
 
     def traffic(self) -> np.ndarray:
-        """Bytes from each sender to each receiver, int64 [N, N]; the diagonal is 0."""
+        """Return the bytes from each sender to each receiver, int64 [N, N]; the diagonal is 0."""
         itemsizes: dict[SourceClass, int] = defaultdict(int)  # summed over the sources of a class
         for (_, dtype), source_class in self.source_classes.items():
             itemsizes[source_class] += dtype.itemsize

@@ -30,7 +30,7 @@ _Pair = tuple[int, int]  # shard, receiver
 
 
 class Chunk(NamedTuple):
-    """What of a source travels together: one round, one part. The default is all of it.
+    """The elements of a source that are sent together: one round, one part. Default: all of it.
 
     part: one of `num_parts` nearly equal parts, of the rows of a shard (`by_rows`) or of another
     axis of each slice.
@@ -44,7 +44,7 @@ class Chunk(NamedTuple):
 
     @property
     def row_part(self) -> tuple[int, int]:
-        """(part, number of parts) of the rows of a shard."""
+        """Return (part, number of parts) of the rows of a shard."""
         return (self.part, self.num_parts) if self.by_rows else (0, 1)
 
 
@@ -68,10 +68,10 @@ class SliceCopy(NamedTuple):
 class SourceClass:
     """Sources of equal shape, dtype, placement and copies, such as those of equal layers.
 
-    spec: placement.
-    senders: who sends each shard.
+    spec: the placement of the sources.
+    senders: which rank sends each shard to which rank.
     regions: per engine layout, the regions of the source that it needs, each sent once.
-    num_written: per layout, elements written.
+    num_written: the number of elements written, per layout.
     Compared by identity.
     """
 
@@ -89,11 +89,11 @@ class SourceClass:
 
     @cached_property
     def num_needed(self) -> np.ndarray:
-        """Elements that a rank of each layout needs of each shard: int64 [layouts, S]."""
+        """Return the elements a rank of each layout needs of each shard, int64 [layouts, S]."""
         return self.count_needed(Chunk())
 
     def count_needed(self, chunk: Chunk) -> np.ndarray:
-        """As `num_needed`, for the part of a chunk, in all rounds together."""
+        """Return `num_needed` for the part of a chunk, in all rounds together."""
         total = np.zeros((len(self.regions), len(self.spec.holders)), np.int64)
         for row, regions in zip(total, self.regions, strict=True):
             parts = (self._part_of(region, chunk) for region in regions)
@@ -110,7 +110,7 @@ class SourceClass:
             total += grid_product(counts) * math.prod(rest)
 
     def num_entering(self) -> np.ndarray:
-        """Elements that ranks of a node need and none of them holds, each once: int64 [nodes]."""
+        """Return the elements that a node's ranks need and none holds, each once: int64 [nodes]."""
         topology = self.senders.topology
         known: dict[tuple[int, ...], np.ndarray] = {}
         entering = np.zeros(topology.num_nodes, np.int64)
@@ -126,12 +126,12 @@ class SourceClass:
 
     @property
     def num_missing(self) -> np.ndarray:
-        """Elements that each rank needs and does not hold: int64 [N]."""
+        """Return how many elements each rank needs and does not hold, int64 [N]."""
         return self.num_needed.sum(1)[self.senders.topology.layout_of] - self._num_held
 
     @property
     def _num_held(self) -> np.ndarray:
-        """Elements that each rank needs of its own shard: int64 [N]."""
+        """Return how many elements each rank needs of its own shard, int64 [N]."""
         return self._own(self.num_needed)
 
     def _own(self, needed: np.ndarray) -> np.ndarray:
@@ -171,7 +171,7 @@ class SourceClass:
         return loads
 
     def _loads_of_one_round(self, needed: np.ndarray) -> np.ndarray:
-        """`loads` of all rounds together, without enumerating pairs: int64 [4, N]."""
+        """Return `loads` of all rounds together, without enumerating pairs: int64 [4, N]."""
         senders, topology = self.senders, self.senders.topology
         # A product of float64, exact below 2^53: the product of integers is slow.
         near = (needed.astype(np.float64) @ senders.held_in_node).astype(np.int64)
@@ -181,7 +181,7 @@ class SourceClass:
         return np.stack([near - self._own(needed), far, *(sent * (senders.shard_of >= 0))])
 
     def merge_bytes(self, chunk: Chunk) -> np.ndarray | int:
-        """Bytes of the rows that each rank merges with its adapter before it packs them: [N]."""
+        """Return the bytes of the rows that each rank merges with its adapter, [N]."""
         spec, shard_of = self.spec, self.senders.shard_of
         if not spec.merged:
             return 0
@@ -250,7 +250,7 @@ class SourceClass:
 
     @property
     def max_parts(self) -> int:
-        """Into how many parts every slice can be cut along an axis that is not sharded."""
+        """Return into how many parts every slice can be cut along an axis that is not sharded."""
         blocks = [region[0][1] for regions in self.regions for region in regions]
         axes = [self._axis_to_cut(block, block.numel) for block in blocks]
         return min((1 if axis is None else axis.size for axis in axes), default=1)

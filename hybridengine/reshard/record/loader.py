@@ -66,7 +66,7 @@ def record_layout(
 
     model: the engine's module; on the meta device it takes no memory.
     checkpoint_shapes: checkpoint tensor → full shape, as `load_weights` expects them.
-    dtype: of the tensors passed to it.
+    dtype: the dtype of the tensors passed to it.
     expected: which of the engine's parameters they must write.
 
     The sources of the returned layout are checkpoint tensors; see `compose_with_checkpoint`.

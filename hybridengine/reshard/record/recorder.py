@@ -33,7 +33,7 @@ _SCALAR_READS = {_aten._local_scalar_dense, _aten.item}
 class StorageContents:
     """What one storage holds.
 
-    copies: from named tensors, in the order they were made.
+    copies: the copies from named tensors, in the order in which they were made.
     constants: (region, value), overwritten by copies.
     computed: why some of it is neither, or None.
     sources: names of all tensors it depends on.

@@ -28,7 +28,7 @@ _PAUSES = 4, 64  # dense syncs without a comparison: after the first that found 
 
 
 class Part(NamedTuple):
-    """A shard, or a box of one that is merged with its adapter at a time (box not None)."""
+    """A shard, or, if `box` is given, a part of one that is merged with its adapter at once."""
 
     name: str
     dtype: torch.dtype  # of the engine
@@ -36,9 +36,11 @@ class Part(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What changed on this rank, by part. share: of all elements of all ranks, those that changed.
+    """The changes that a comparison has found on this rank.
 
-    num_bytes: received from other ranks to merge adapters.
+    changes: the changes of each part.
+    share: the share of changed elements among all elements of all ranks.
+    num_bytes: the bytes received from other ranks to merge adapters.
     """
 
     changes: Mapping[Part, Changed]

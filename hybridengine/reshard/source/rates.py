@@ -85,9 +85,12 @@ def max_share(
 ) -> float:
     """Return the share of changed elements up to which a delta takes less time; 0: none.
 
-    Collective, the same on all ranks. received, compared, engines: bytes that each rank receives
-    densely, that a comparison reads there, and of its engine, with 16 bits per element. An engine
-    that is smaller than what is measured is synced in a few milliseconds either way: 0.
+    Collective, with the same result on all ranks. An engine that is smaller than the measured
+    transfer gives 0, because either kind of sync takes a few milliseconds.
+
+    received: bytes that each rank receives in a dense sync.
+    compared: bytes that a comparison reads on each rank.
+    engines: bytes of each rank's engine, with 16 bits per element.
     """
     if max(engines) < _BYTES or not max(received):
         return 0.0

@@ -32,8 +32,9 @@ _CHECKSUM_BYTES = 8
 
 
 class TrainersEnd(Transport):
-    """What a trainer sends. guard: of the trainers' own collectives.
+    """The sending end, on a trainer.
 
+    guard: the guard of the trainers' own collectives.
     When a connection has failed, messages are no longer sent, so that the trainers stay together,
     and `failure` is set: the engines tell whether they have committed.
     """
@@ -171,7 +172,7 @@ def _of_all_trainers(own: np.ndarray) -> np.ndarray:
 
 
 class EnginesEnd(Transport):
-    """What an engine rank receives. num_trainers: they are the first ranks of the plan."""
+    """The receiving end, on an engine rank. The first `num_trainers` ranks of the plan send."""
 
     def __init__(self, plan: ReshardPlan, num_trainers: int) -> None:
         self._num_trainers, self._staging_bytes = num_trainers, plan.staging_bytes

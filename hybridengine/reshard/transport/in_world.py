@@ -26,7 +26,7 @@ from hybridengine.sharding.shards import ShardSpec
 class AllToAll(Transport):
     """Two staging buffers serve all buckets, because allocating new memory is slow.
 
-    staging_bytes: of the plan.
+    staging_bytes: the staging memory of the plan.
     merges: each bucket gets a buffer of its own size, because merged rows take the rest of its
       budget.
     keeps_staging: the buffers serve all syncs, so that the addresses in the tables of copies stay

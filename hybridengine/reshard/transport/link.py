@@ -61,7 +61,7 @@ def feeders_of(
     """Return which trainers write what each member reads; None where one has none on its device.
 
     trainers: processes, as `this_process`.
-    devices: of the trainers, as `device_id`.
+    devices: the devices of the trainers, as `device_id` names them.
     """
     places = [(machine_of(p), d) for p, d in zip(trainers, devices, strict=True)]
     on_one_machine = len(set(places)) == 1 and set(devices) == {"cpu"}
@@ -86,7 +86,7 @@ class Place(NamedTuple):
     rank: among the trainers, then the members.
     members: sorted.
     peers: name → process of every other rank, as `this_process`.
-    device: of the weights.
+    device: the device that holds the weights.
     """
 
     rank: int
@@ -106,9 +106,9 @@ class Link(ABC):
 
     Attributes:
         replicas: tensor-parallel rank → ranks of its members.
-        phase: what this rank does now, for messages.
-        failure: of a connection that a trainer could not make.
-        activity: of this process, once the link is made.
+        phase: what this rank is doing, for messages.
+        failure: the error of a connection that a trainer could not make.
+        activity: the record of what this process is doing, once the link is made.
     """
 
     checks = is_kept = True
@@ -152,7 +152,7 @@ class Link(ABC):
     def buffer(self, size: int, largest: int) -> torch.Tensor:
         """Return memory for the next message, uint8 [size]; valid until two others were requested.
 
-        largest: of a bucket; 0: each message gets a buffer of its own size.
+        largest: the size of the largest bucket; 0: each message gets a buffer of its own size.
         """
         return self._buffers.next(size, largest)
 
@@ -173,7 +173,7 @@ class Link(ABC):
     def receive(self, sizes: np.ndarray, largest: int) -> Pending:
         """Start to receive a message; return what waits for the part of each trainer.
 
-        sizes: from each trainer.
+        sizes: the bytes from each trainer.
         largest: as of `buffer` for a bucket, whose memory is used again; 0 for others.
         """
 

@@ -58,11 +58,13 @@ class _Listener(NamedTuple):
 
 
 class MemoryLink(Link):
-    """See the module. feeders: by member. On a trainer also guard: of the trainers' collectives,
-    and buckets: bytes from each trainer to each tensor-parallel rank, of all buckets.
+    """The link that the module describes.
 
-    relays: whether the trainers exchange messages first. A trainer whose connections have failed,
-    `failure`, then still takes part in that.
+    feeders: the trainers that feed each member.
+    guard: on a trainer, the guard of the trainers' collectives.
+    buckets: on a trainer, the bytes from each trainer to each tensor-parallel rank, by bucket.
+    relays: whether the trainers exchange messages first. A trainer whose connections have failed
+      (`failure`) then still takes part in the exchange.
     """
 
     checks = False  # memory does not damage messages

@@ -23,14 +23,17 @@ from hybridengine.runtime.failures import one_line
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """buffers: the memory of each rank, uint8 [size], mapped as long as this object lives."""
+    """Memory of all ranks, mapped as long as this object lives.
+
+    buffers: the memory of each rank, uint8 [size].
+    """
 
     buffers: list[torch.Tensor]
     _owner: object
 
 
 class _HostMemory:
-    """address: the path of this rank's memory, for ranks of this machine."""
+    """Memory of the host; `address` is the path by which ranks of this machine open it."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._size = size
@@ -50,7 +53,7 @@ class _HostMemory:
 
 
 class _DeviceMemory:
-    """address: the index of this rank's GPU."""
+    """Memory of a GPU; `address` is the index of this rank's GPU."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         from torch._C._distributed_c10d import _SymmetricMemory
