@@ -119,8 +119,15 @@ class ImageFormat:
         other run is text.
 
         Raises:
-            ModelError: an image without placeholders; the message names `sequence`.
+            ModelError: an image without placeholders, or without a tensor that the model needs; the
+                message names `sequence`.
         """
+        for image in images:
+            if missing := [name for name in self._family.tensors if name not in image.tensors]:
+                raise ModelError(
+                    f"sequence {sequence}: an image has the tensors {sorted(image.tensors)}, but a "
+                    f"model of type {self.config.model_type!r} needs {missing[0]!r}"
+                )
         changes = nn.functional.pad((ids == self.token_id).int(), (1, 1)).diff()
         begins, ends = ((changes == sign).nonzero().flatten().tolist() for sign in (1, -1))
         runs = list(zip(begins, ends, strict=True))
@@ -144,13 +151,6 @@ class ImageFormat:
 
     def join(self, images: Sequence[ImageInputs]) -> dict[str, Tensor]:
         """Return the arguments of the model's forward for `images`."""
-        for name in self._family.tensors:
-            for image in images:
-                if name not in image.tensors:
-                    raise ModelError(
-                        f"an image has the tensors {sorted(image.tensors)}, but a model of type "
-                        f"{self.config.model_type!r} needs {name!r}"
-                    )
         return {
             # Processors that cut images into tiles return them as [1, tiles, 3, H, W].
             name: torch.cat(

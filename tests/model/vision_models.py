@@ -106,6 +106,31 @@ def image(kind: str, height: int, width: int, seed: int = 0) -> ImageInputs:
     return ImageInputs(key, num_tokens, {"pixel_values": pixels, "image_sizes": sizes})
 
 
+def cases(kind: str, seed: int = 0) -> tuple[list, list[list[ImageInputs]]]:
+    """(prompt, response) pairs and their images.
+
+    A group of one prompt, the same tokens with another image, an image in a response as a tool
+    returns it, two images without text between them, and text alone.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(n: int) -> list[int]:
+        return torch.randint(3, VIDEO, (n,), generator=generator).tolist()
+
+    a, b, c = image(kind, 2, 1, 1), image(kind, 2, 1, 2), image(kind, 1, 2, 3)
+    run = [IMAGE] * a.num_tokens
+    prompt = [*ids(3), *run, *ids(4)]
+    between = [] if kind == "internvl" else ids(1)  # transformers' M-RoPE takes a run for one image
+    return [
+        (prompt, ids(4)),
+        (ids(5), ids(3)),
+        (prompt, ids(6)),
+        (prompt, ids(2)),
+        ([*ids(2), *run, *between, *[IMAGE] * c.num_tokens, *ids(2)], ids(3)),
+        (prompt, [*ids(2), *[IMAGE] * c.num_tokens, *ids(3)]),
+    ], [[a], [], [b], [a], [a, c], [a, c]]
+
+
 def alone(model: Any, ids: list[int], images: list[ImageInputs]) -> torch.Tensor:
     """Logits [l, V] of one sequence by transformers' own forward."""
     options = {}
