@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hybridengine.checkpoint import check_resume
 from hybridengine.config import ConfigError, JobConfig, RLConfig, SFTConfig
@@ -33,7 +33,7 @@ from hybridengine.model import (
     prepare_routers,
 )
 from hybridengine.model.compile import check_compiler
-from hybridengine.model.validation import check_model, check_weights
+from hybridengine.model.validation import auto_class, check_model, check_weights
 from hybridengine.preflight_engine import (
     check_engine,
     check_heads,
@@ -274,7 +274,7 @@ def _check_routers(config: JobConfig, model: PretrainedConfig) -> None:
     if not (any(losses) or rate or freezes):
         return
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(
+        built = auto_class(model).from_config(
             model, trust_remote_code=config.model.trust_remote_code
         )
     balance_routers(built, *losses, rate)

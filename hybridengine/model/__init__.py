@@ -9,6 +9,7 @@ from hybridengine.model.forward import (
     packed_values,
 )
 from hybridengine.model.head import accepts_head_function
+from hybridengine.model.images import ImageFormat, ImageInputs, PackedImages
 from hybridengine.model.kept import KeptIds
 from hybridengine.model.loading import is_sequence_classifier, load_causal_lm, sharding_mesh
 from hybridengine.model.lora import adapter_shards, adapters_disabled, apply_lora, check_lora
@@ -21,9 +22,12 @@ from hybridengine.model.router_replay import RouterReplay, route_shape
 from hybridengine.model.validation import check_sequence_parallel
 
 __all__ = [
+    "ImageFormat",
+    "ImageInputs",
     "KeptIds",
     "Optimizer",
     "PackedBatch",
+    "PackedImages",
     "RouterBalance",
     "RouterReplay",
     "SavedWork",

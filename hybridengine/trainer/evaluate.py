@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from hybridengine.config import ConfigError, RLConfig, load_config
 from hybridengine.data import PromptDataset, Subset
 from hybridengine.model import parameter_shards
+from hybridengine.model.validation import auto_class, check_model
 from hybridengine.reshard import Resharder
 from hybridengine.rewards import build_reward_manager
 from hybridengine.rollout import RolloutEngine, SamplingSpec
@@ -86,10 +87,9 @@ def open_engine(
         tokenizer = load_tokenizer(config)
         engine = build_engine(config, tokenizer)
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                config.model.path,
-                dtype=getattr(torch, config.rollout.dtype),
-                trust_remote_code=config.model.trust_remote_code,
+            path, trust = config.model.path, config.model.trust_remote_code
+            model: Any = auto_class(check_model(path, trust)).from_pretrained(
+                path, dtype=getattr(torch, config.rollout.dtype), trust_remote_code=trust
             )
             model = model.to(session.device)
             engine.sleep()
