@@ -92,9 +92,7 @@ def find_images(where: str, content: Any, folder: Path) -> tuple[Any, list[Encod
     return _plain(message)["content"], images
 
 
-def _take_sources(
-    where: str, messages: Sequence[_Message], folder: Path
-) -> Iterator[EncodedImage]:
+def _take_sources(where: str, messages: Sequence[_Message], folder: Path) -> Iterator[EncodedImage]:
     """Yield the images of all parts, and leave the parts without them."""
     number = 0
     for message in messages:

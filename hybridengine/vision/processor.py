@@ -9,13 +9,14 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from hybridengine.errors import DataError, ModelError
-from hybridengine.model.images import IMAGE_MODEL_TYPES, ImageInputs
+from hybridengine.model.images import IMAGE_MODEL_TYPES, ImageFormat, ImageInputs
 from hybridengine.vision.encoded import EncodedImage
 from hybridengine.vision.torchvision import has_torchvision
 
@@ -41,15 +42,20 @@ class ImagePreparer:
     """Prepares images for a model, each once as long as it is in the cache.
 
     processor: transformers' processor of the model.
-    options: of its image processor (`data.mm_processor_kwargs`).
-    token_id: the model's image token.
+    model: the model's config.
+    options: of the image processor (`data.mm_processor_kwargs`).
+
+    Attributes:
+        image_format: how the model takes images.
+        token_id: of the model's placeholder.
     """
 
     def __init__(
-        self, processor: Any, token_id: int, model_type: str, options: Mapping[str, Any]
+        self, processor: Any, model: Any, options: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
-        self.processor, self.token_id, self.options = processor, token_id, dict(options)
-        self.model_type = model_type
+        self.processor, self.options = processor, dict(options)
+        self.image_format = ImageFormat(model)
+        self.token_id = self.image_format.token_id
         # By key, the last used at the end: inputs, and the text that replaces the placeholder.
         self._prepared = OrderedDict[str, tuple[ImageInputs, str]]()
         self._num_bytes = 0
@@ -139,60 +145,55 @@ class ImagePreparer:
 
 
 def load_image_preparer(
-    model: Any,
-    path: str,
-    tokenizer: Any,
-    options: Mapping[str, Any],
-    trust_remote_code: bool = False,
+    model: Any, path: str, options: Mapping[str, Any], trust_remote_code: bool = False
 ) -> ImagePreparer | None:
     """Load the processor of the model folder `path`; None where the model takes no images.
 
-    model: its config. These are text models, and models of families that are not supported.
+    model: its config. options: of `ImagePreparer`.
 
     Raises ModelError where a model of a supported family has no image processor that works here.
     """
     if model.model_type not in IMAGE_MODEL_TYPES:
         return None
     try:
-        processor = load_processor(path, tokenizer, model.model_type, trust_remote_code)
+        processor = load_processor(path, model.model_type, trust_remote_code)
     except Exception as error:  # missing, cut and unknown files raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
             f"the image processor of model {path!r} cannot be read ({reason}); put "
             "preprocessor_config.json into the folder of its weights"
         ) from error
-    return ImagePreparer(processor, model.image_token_id, model.model_type, options)
+    return ImagePreparer(processor, model, options)
 
 
-def load_processor(
-    path: str, tokenizer: Any, model_type: str, trust_remote_code: bool = False, **options: Any
-) -> Any:
+def load_processor(path: str, model_type: str, trust_remote_code: bool = False) -> Any:
     """Load transformers' processor; without torchvision one that takes no videos."""
-    from transformers import AutoImageProcessor, AutoProcessor
+    import transformers
+    from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
     from transformers.processing_utils import ProcessorMixin
 
     if has_torchvision():
-        return AutoProcessor.from_pretrained(
-            path, tokenizer=tokenizer, trust_remote_code=trust_remote_code, **options
-        )
-    import transformers
-
+        return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     kind = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
-    images = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+    parts: dict[str, Any] = {
+        "image_processor": AutoImageProcessor.from_pretrained(
+            path, trust_remote_code=trust_remote_code
+        ),
+        "tokenizer": AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code),
+    }
     state, _ = kind.get_processor_dict(path)
     own = {n: v for n, v in state.items() if not isinstance(v, dict) and n != "processor_class"}
-    parts = {"image_processor": images, "tokenizer": tokenizer}
     if "video_processor" in kind.get_attributes():
         parts["video_processor"] = _NoVideos()
     with patch.object(ProcessorMixin, "check_argument_for_proper_class"):
-        return kind(**parts, **own, **options)
+        return kind(**parts, **own)
 
 
 class _NoVideos:
     """In the place of a video processor, which needs torchvision."""
 
-    class valid_kwargs:  # noqa: N801, as in transformers
+    class valid_kwargs:
         pass
 
 
