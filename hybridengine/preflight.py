@@ -46,7 +46,7 @@ from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 from hybridengine.rewards import build_reward_manager
 from hybridengine.storage import check_disk_space
 from hybridengine.tracking.metrics import check_loggers
-from hybridengine.trainer.algorithms import NEEDS
+from hybridengine.trainer.algorithms import NEEDS, uses_critic
 from hybridengine.trainer.build import (
     build_agents,
     check_algorithm,

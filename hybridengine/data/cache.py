@@ -46,9 +46,8 @@ def fingerprint(tokenizer: Any, content: str, *settings: Any) -> str:
     digest = hashlib.sha256()
     version = importlib.metadata.version("transformers")
     package = Path(__file__).parent.parent
-    code = content_hash(
-        sorted(p for name in ("data", "vision") for p in package.glob(f"{name}/*.py"))
-    )
+    files = [file for name in ("data", "vision") for file in package.glob(f"{name}/*.py")]
+    code = content_hash(sorted(files))
     for part in (version, sys.byteorder, *_tokenizer_state(tokenizer), content, code, *settings):
         digest.update(f"{part!r}\0".encode(errors="surrogatepass"))
     return digest.hexdigest()[:32]

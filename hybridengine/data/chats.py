@@ -32,7 +32,7 @@ _SHAREGPT_ROLES = {
 
 
 def parse_chat(where: str, row: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return the chat in column `key` as [{"role", "content"}, …]; a content may be a list of parts.
+    """Return the chat in column `key` as [{"role", "content"}, …], with text or parts as content.
 
     ShareGPT's [{"from", "value"}, …] is converted. Raises DataError for anything else.
     """

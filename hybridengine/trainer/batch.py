@@ -275,7 +275,8 @@ class DataParallel:
     ) -> list[list[PackedBatch]]:
         """Pack the responses `index` of this replica, whose tokens are in `columns`.
 
-        images: of each response. mini_batches: the rows of each micro-batch. A dummy runs this replica's shortest response.
+        images: of each response.
+        mini_batches: the rows of each micro-batch. A dummy runs this replica's shortest response.
         """
         outcomes = rollouts.outcomes
         lengths = outcomes.response_lengths[index].tolist()

@@ -19,7 +19,7 @@ from hybridengine.agent import (
     find_parser,
     load_tools,
 )
-from hybridengine.config import ConfigError, JobConfig, RLConfig
+from hybridengine.config import ConfigError, JobConfig, RLConfig, SFTConfig
 from hybridengine.data import PromptDataset
 from hybridengine.data.chats import ChatTemplate
 from hybridengine.data.special_tokens import SpecialTokens
@@ -56,7 +56,7 @@ def load_tokenizer(config: JobConfig, path: str | None = None) -> PreTrainedToke
         ) from error
 
 
-def load_preparer(config: JobConfig) -> ImagePreparer | None:
+def load_preparer(config: RLConfig | SFTConfig) -> ImagePreparer | None:
     """Load what prepares images for the trained model, None where it takes none.
 
     Data, engine and trainer of a process share it, and so the images that it has prepared. Raises

@@ -7,6 +7,7 @@ looks for the tokens that it would have written, and refuses a prompt that does 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from itertools import takewhile, zip_longest
 from typing import Any
@@ -27,9 +28,8 @@ def prepare_images(preparer: ImagePreparer, architectures: Sequence[str]) -> Non
     """
     if has_torchvision():
         return
-    from vllm.model_executor.models import registry
-    from vllm.transformers_utils import processor
-
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+    processor: Any = importlib.import_module("vllm.transformers_utils.processor")
     for name in architectures:
         if name in registry.ModelRegistry.models:
             import_without_torchvision(registry.ModelRegistry.models[name].module_name)
