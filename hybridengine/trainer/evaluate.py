@@ -28,6 +28,7 @@ from hybridengine.trainer.build import (
     build_agents,
     build_engine,
     import_external,
+    load_preparer,
     load_tokenizer,
     tool_schemas,
 )
@@ -106,7 +107,13 @@ def evaluate(config: RLConfig) -> list[Problem]:
         raise ConfigError("data.val_files is empty; give the prompts to evaluate on")
     import_external(config)
     with open_engine(config) as (session, tokenizer, engine):
-        prompts = PromptDataset(config.data.val_files, tokenizer, config.data, tool_schemas(config))
+        prompts = PromptDataset(
+            config.data.val_files,
+            tokenizer,
+            config.data,
+            tool_schemas(config),
+            load_preparer(config),
+        )
         limit, v = config.data.max_response_length, config.rollout.val_kwargs
         reward = build_reward_manager(config.reward, limit, tokenizer)
         agents = build_agents(config, tokenizer)

@@ -28,7 +28,7 @@ from hybridengine.model import (
 )
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.base import BaseTrainer
-from hybridengine.trainer.build import load_tokenizer
+from hybridengine.trainer.build import load_preparer, load_tokenizer
 from hybridengine.trainer.build_models import build_optimizer, load_model
 from hybridengine.trainer.plan import resolve_dtypes, sft_plan
 from hybridengine.trainer.shared_prefix import build_data_parallel
@@ -37,8 +37,9 @@ from hybridengine.trainer.shared_prefix import build_data_parallel
 def load_sft_data(config: SFTConfig) -> tuple[Any, SFTDataset, SFTDataset | None]:
     """Load tokenizer, training conversations and validation conversations (or None)."""
     tokenizer, data = load_tokenizer(config), config.data
-    val = SFTDataset(data.val_files, tokenizer, data) if data.val_files else None
-    return tokenizer, SFTDataset(data.train_files, tokenizer, data), val
+    preparer = load_preparer(config)
+    val = SFTDataset(data.val_files, tokenizer, data, preparer) if data.val_files else None
+    return tokenizer, SFTDataset(data.train_files, tokenizer, data, preparer), val
 
 
 class SFTTrainer(BaseTrainer[SFTConfig]):
@@ -138,7 +139,12 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
             chosen = [samples[i] for i in rows or shortest]
             ids, loss_masks = [s.ids for s in chosen], [s.loss_mask for s in chosen]
             packed = pack_batch(
-                ids, loss_masks, self.session.device, dp.sp_group, shared_prefix=dp.shared_prefix
+                ids,
+                loss_masks,
+                self.session.device,
+                dp.sp_group,
+                shared_prefix=dp.shared_prefix,
+                **dp.image_arguments([s.images for s in chosen]),
             )
             yield packed if rows else packed.as_dummy()
 
