@@ -47,6 +47,9 @@ def image_options(preparer: ImagePreparer, limit: int | None) -> dict[str, Any]:
         # It runs the vision tower on the largest image that there is: minutes on a CPU.
         "skip_mm_profiling": not torch.cuda.is_available(),
         "skip_tokenizer_init": False,  # its processor wants it
+        # The processor normalises pixels, as for the trainer. In the model, vLLM would do it by
+        # buffers that no checkpoint has, and that `load_format="dummy"` fills with random numbers.
+        "mm_device_do_normalize": False,
     }
 
 
