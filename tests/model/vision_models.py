@@ -44,6 +44,14 @@ VISION: dict[str, dict[str, Any]] = {
         | dict(hidden_size=64, intermediate_size=96, out_hidden_size=128)
         | dict(deepstack_visual_indexes=[0, 1], num_position_embeddings=16),
     },
+    "qwen3_vl_moe": {
+        "text_config": _TEXT
+        | _MROPE
+        | dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
+        "vision_config": _QWEN_VISION
+        | dict(hidden_size=64, intermediate_size=96, out_hidden_size=128)
+        | dict(deepstack_visual_indexes=[0, 1], num_position_embeddings=16),
+    },
     "llava_onevision": {
         "text_config": {"model_type": "qwen2"} | _TEXT,
         "vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False} | _VIT,
