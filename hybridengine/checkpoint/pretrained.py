@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,25 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 from transformers.utils.logging import set_tqdm_hook
 
 from hybridengine.errors import ModelError
 from hybridengine.model.lora import adapter_shards, has_experts, peft_factors
 from hybridengine.model.parameters import original_class, parameter_shards, use_checkpoint_names
+from hybridengine.model.validation import takes_images
 from hybridengine.runtime.all_ranks import run_on_rank0
 from hybridengine.sharding.adapter import ExpertAdapter
 from hybridengine.sharding.shards import full_tensor
 from hybridengine.storage import atomic_folder, check_disk_space
 from hybridengine.writes import note_progress, writing_to
 
+_PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.json",
+)
 _RENAMED_BY_PEFT = tuple(f".{n}.weight" for n in ("gate_proj", "up_proj", "down_proj", "gate"))
 
 
@@ -76,6 +85,7 @@ def save_model_files(
             if model.can_generate():
                 model.generation_config.save_pretrained(hf_folder)
             tokenizer.save_pretrained(hf_folder)
+            _copy_processor(model, hf_folder)
 
     if weights:
         save_pretrained(model, tokenizer, hf_folder, dtype, group=group)
@@ -130,7 +140,21 @@ def write_pretrained(
     with atomic_folder(out, **origin) as partial:
         skeleton.save_pretrained(partial, state_dict=dict(state_dict))
         tokenizer.save_pretrained(partial)
+        _copy_processor(model, partial)
         _compare(model_class, partial, state_dict, dtype)
+
+
+def _copy_processor(model: PreTrainedModel, folder: Path) -> None:
+    """Copy what prepares the images of a vision-language model; training does not change it."""
+    for name in _PROCESSOR_FILES if takes_images(model.config) else ():
+        file = cached_file(
+            model.config.name_or_path,
+            name,
+            local_files_only=True,
+            _raise_exceptions_for_missing_entries=False,
+        )
+        if file is not None:
+            shutil.copyfile(file, folder / name)
 
 
 def _compare(
