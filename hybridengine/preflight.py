@@ -33,6 +33,7 @@ from hybridengine.model import (
     prepare_routers,
 )
 from hybridengine.model.compile import check_compiler
+from hybridengine.model.images import check_vision_tower
 from hybridengine.model.validation import auto_class, check_model, check_weights
 from hybridengine.preflight_engine import (
     check_engine,
@@ -234,6 +235,9 @@ def _check_run(config: RLConfig | SFTConfig, faults: Faults) -> PretrainedConfig
     if model is not None:
         with faults:
             check_weights(path, model, trust)
+        with faults:
+            if config.freeze_vision_tower:
+                check_vision_tower(model)
         with faults:
             shapes = checkpoint_layout_from_config(model, trust).tensors.values()
             # Not resolve_dtypes, a collective, for a type that the caller left auto.

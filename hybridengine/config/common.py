@@ -195,6 +195,10 @@ class JobConfig(ABC):
 
     @property
     @abstractmethod
+    def freeze_vision_tower(self) -> bool: ...
+
+    @property
+    @abstractmethod
     def sequence_parallel_size(self) -> int: ...
 
     @property

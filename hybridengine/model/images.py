@@ -310,6 +310,25 @@ def placeholders_of(model: Any, images: PackedImages) -> Iterator[None]:
         del base.get_placeholder_mask
 
 
+def check_vision_tower(config: PretrainedConfig) -> None:
+    """Raise ModelError if the model of `config` has no vision tower."""
+    if config.model_type not in _FAMILIES:
+        raise ModelError(
+            f"freeze_vision_tower: a model of type {config.model_type!r} has no vision tower; "
+            "leave it out"
+        )
+
+
+def freeze_vision_tower(model: Any) -> None:
+    """Exclude the vision tower from training, before `model` is sharded.
+
+    A projector outside of the tower (LLaVA-OneVision, InternVL) stays trained. Raises ModelError
+    for a model without a tower.
+    """
+    check_vision_tower(model.config)
+    model.get_encoder(modality="image").requires_grad_(False)
+
+
 def _cat(parts: Sequence[Tensor | None]) -> Tensor | None:
     given = [part for part in parts if part is not None]
     return torch.cat(given, dim=1) if given else None

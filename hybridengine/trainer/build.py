@@ -24,7 +24,7 @@ from hybridengine.data import PromptDataset
 from hybridengine.data.chats import ChatTemplate
 from hybridengine.data.special_tokens import SpecialTokens
 from hybridengine.errors import ModelError, UserError, located
-from hybridengine.model import adapter_shards, parameter_shards
+from hybridengine.model import adapter_shards, frozen_parameters, parameter_shards
 from hybridengine.model.validation import check_model
 from hybridengine.reshard import Resharder, WeightReceiver, WeightSender
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
@@ -271,6 +271,7 @@ def build_resharder(config: RLConfig, actor: Actor, engine: RolloutEngine) -> Re
         engine,
         bucket_bytes=None if mib is None else mib << 20,
         adapters=partial(adapter_shards, actor.model),
+        frozen=partial(frozen_parameters, actor.model),
         merge=config.reshard.lora == "merged",
         delta=config.reshard.delta,
     )
@@ -285,6 +286,7 @@ def build_sender(config: RLConfig, actor: Actor, link: RoleLink) -> WeightSender
         num_engines=config.num_engines,
         bucket_bytes=None if mib is None else mib << 20,
         adapters=partial(adapter_shards, actor.model),
+        frozen=partial(frozen_parameters, actor.model),
         merge=config.reshard.lora == "merged",
         delta=config.reshard.delta,
         config=model.config.to_dict(),

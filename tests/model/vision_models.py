@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,6 +87,12 @@ def vision_models(kind: str) -> tuple[Any, Any]:
     packed = build(kind, attention_of(vision_config(kind)))
     packed.load_state_dict(eager.state_dict())
     return packed, eager
+
+
+def save_vision(kind: str, folder: Path | str) -> str:
+    """Write a tiny model to `folder` and return `folder` as str."""
+    build(kind, "eager").save_pretrained(folder)
+    return str(folder)
 
 
 def image(kind: str, height: int, width: int, seed: int = 0) -> ImageInputs:

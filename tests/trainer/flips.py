@@ -112,6 +112,8 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "actor.shared_prefix": ("off", ()),
     # refused: the model has no experts; its effects: test_router_replay_jobs
     "actor.router_replay": ("old", ()),
+    # refused: the model has no vision tower; its effects: test_vision_loading
+    "actor.freeze_vision_tower": ("true", ()),
     "actor.clip_ratio": ("0.01", REUSED),
     "actor.clip_ratio_low": ("0.01", REUSED),
     "actor.clip_ratio_high": ("0.01", REUSED),
@@ -315,6 +317,7 @@ SFT_FLIPS = {
 } | {
     "trainer.test_freq": ("1", (VALIDATED[0], TWO_STEPS)),
     "trainer.val_before_train": ("false", VALIDATED[:1]),
+    "model.freeze_vision_tower": ("true", ()),  # refused, as in GRPO
     "model.fsdp_config.dtype": ("bfloat16", ()),
     "model.fsdp_config.fsdp_size": ("2", ()),
     "model.fsdp_config.expert_parallel_size": ("2", ()),
