@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hybridengine.config import SFTDataConfig
@@ -41,7 +41,7 @@ else:
 class SFTSample:
     ids: Ids
     loss_mask: bytes  # 1 for each token that is trained on, else 0; as long as ids
-    images: Sequence[EncodedImage] = ()  # in the order of their tokens
+    images: Sequence[EncodedImage] = field(default_factory=list)  # in the order of their tokens
 
     @property
     def num_loss_tokens(self) -> int:

@@ -13,7 +13,7 @@ Images are in the chat, or in the column `data.image_key` (`data.images`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hybridengine.config import DataConfig
@@ -42,7 +42,7 @@ class PromptSample:
     ground_truth: Any
     extra_info: Mapping[str, Any]
     chat: Sequence[Mapping[str, Any]] = ()  # as in the file; images are parts without content
-    images: Sequence[EncodedImage] = ()  # in the order of their places
+    images: Sequence[EncodedImage] = field(default_factory=list)  # in the order of their places
 
 
 class PromptDataset(CachedDataset[PromptSample]):
