@@ -148,7 +148,7 @@ def _copy_processor(model: PreTrainedModel, folder: Path) -> None:
     """Copy what prepares the images of a vision-language model; training does not change it."""
     for name in _PROCESSOR_FILES if takes_images(model.config) else ():
         file = cached_file(
-            model.config.name_or_path,
+            model.config.name_or_path or "",
             name,
             local_files_only=True,
             _raise_exceptions_for_missing_entries=False,
