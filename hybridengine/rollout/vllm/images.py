@@ -20,6 +20,8 @@ from hybridengine.vision.torchvision import has_torchvision, import_without_torc
 
 __all__ = ["PromptImages", "check_prompt", "image_options", "prepare_images"]
 
+_WITH_TORCHVISION = {"InternVLForConditionalGeneration"}  # vLLM builds a video processor for it
+
 
 def prepare_images(preparer: ImagePreparer, architectures: Sequence[str]) -> None:
     """Let vLLM load models that take images where torchvision, which it imports, is missing.
@@ -28,6 +30,11 @@ def prepare_images(preparer: ImagePreparer, architectures: Sequence[str]) -> Non
     """
     if has_torchvision():
         return
+    if _WITH_TORCHVISION & {*architectures}:
+        raise RolloutError(
+            f"vLLM's model {architectures[0]} needs torchvision, which is not installed; install "
+            "it, or set rollout.name=hf"
+        )
     registry: Any = importlib.import_module("vllm.model_executor.models.registry")
     processor: Any = importlib.import_module("vllm.transformers_utils.processor")
     for name in architectures:
