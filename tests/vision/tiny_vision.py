@@ -74,6 +74,8 @@ def save_tiny_vision(kind: str, folder: Path, seed: int = 0) -> str:
     model = build(kind, "eager", seed)
     model.config.vision_start_token_id = _SPECIAL["<|vision_start|>"]
     model.config.vision_end_token_id = _SPECIAL["<|vision_end|>"]
+    if kind == "qwen3_vl":  # what transformers' model always does, and vLLM's by the config
+        model.config.text_config.rope_parameters["mrope_interleaved"] = True
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     for name, content in zip(("preprocessor", "processor"), _PROCESSORS[kind], strict=True):

@@ -109,10 +109,13 @@ class PromptImages:
                 position = place.start_idx + place.length
                 continue
             self._refuse(ids, position, mm_res.hashes["image"][number], image_tokens)
-        if (tokens := sum(list(p.tokens).count(self._token_id) for p in placed)) != ids.count(
-            self._token_id
-        ):
-            self._refuse(ids, position, mm_res.hashes["image"][-1], tokens)
+        covered = {i for p in placed for i in range(p.start_idx, p.start_idx + p.length)}
+        rest = {i for i, token in enumerate(ids) if token == self._token_id} - covered
+        for number, place in enumerate(placed):
+            start, end = place.start_idx, place.start_idx + place.length
+            if rest & {start - 1, end}:  # image tokens that vLLM would read as text
+                tokens = list(place.tokens).count(self._token_id)
+                self._refuse(ids, start, mm_res.hashes["image"][number], tokens)
         return ids, found
 
     def _refuse(self, ids: list[int], after: int, key: str, num_tokens: int) -> None:
