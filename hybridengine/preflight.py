@@ -47,7 +47,7 @@ from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 from hybridengine.rewards import build_reward_manager
 from hybridengine.storage import check_disk_space
 from hybridengine.tracking.metrics import check_loggers
-from hybridengine.trainer.algorithms import NEEDS, uses_critic
+from hybridengine.trainer.algorithms import NEEDS
 from hybridengine.trainer.build import (
     build_agents,
     check_algorithm,
@@ -57,6 +57,7 @@ from hybridengine.trainer.build import (
     tool_schemas,
 )
 from hybridengine.trainer.build_models import saved_states
+from hybridengine.trainer.images import check_images
 from hybridengine.trainer.routes import config_route_shape
 from hybridengine.trainer.shared_prefix import no_sharing_reason
 
@@ -117,7 +118,7 @@ def check_grpo(
         with faults:
             build_agents(config, tokenizer)
     with faults:
-        _check_images(config, (train, val))
+        check_images(config, (train, val))
     if model is not None:
         with faults:
             _check_tokens(model, (s.prompt_ids for part in (train, val) for s in part or ()))
@@ -161,7 +162,7 @@ def check_sft(
         with faults:
             _check_routers(config, model)
         with faults:
-            _check_images(config, (train, val))
+            check_images(config, (train, val))
         samples = [sample.ids for part in (train, val) for sample in part or ()]
         longest = max(map(len, samples), default=0)
         with faults:
@@ -253,33 +254,6 @@ def _load_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer of a model that can be read."""
     return None if model is None else faults.attempt(lambda: load_tokenizer(config))
-
-
-def _check_images(config: JobConfig, parts: Sequence[PromptDataset | SFTDataset | None]) -> None:
-    """Check that a job whose data has images has no part that reads text alone."""
-    samples = (sample for part in parts for sample in part or ())
-    image = next((sample.images[0] for sample in samples if sample.images), None)
-    if image is None:
-        return
-    group = "" if isinstance(config, SFTConfig) else "actor."
-    obstacles = {
-        f"{group}ulysses_sequence_parallel_size={config.sequence_parallel_size}": (
-            config.sequence_parallel_size > 1
-        )
-    }
-    if isinstance(config, RLConfig):
-        obstacles |= {
-            "algorithm.adv_estimator=gae": uses_critic(config),
-            "reward.reward_model.enable=true": config.reward.reward_model.enable,
-            "algorithm.distill.teacher_path": config.distills,
-            "rollout.servers": bool(config.rollout.servers),
-        }
-    for setting, is_set in obstacles.items():
-        if is_set:
-            raise ConfigError(
-                f"{image.where}: the data has images, which {setting} does not support; leave it "
-                "out, or the images"
-            )
 
 
 def _load_data(

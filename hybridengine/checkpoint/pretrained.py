@@ -18,7 +18,6 @@ from transformers.utils.logging import set_tqdm_hook
 from hybridengine.errors import ModelError
 from hybridengine.model.lora import adapter_shards, has_experts, peft_factors
 from hybridengine.model.parameters import original_class, parameter_shards, use_checkpoint_names
-from hybridengine.model.validation import takes_images
 from hybridengine.runtime.all_ranks import run_on_rank0
 from hybridengine.sharding.adapter import ExpertAdapter
 from hybridengine.sharding.shards import full_tensor
@@ -27,8 +26,8 @@ from hybridengine.writes import note_progress, writing_to
 
 _PROCESSOR_FILES = (
     "preprocessor_config.json",
-    "video_preprocessor_config.json",
     "processor_config.json",
+    "video_preprocessor_config.json",
     "chat_template.json",
 )
 _RENAMED_BY_PEFT = tuple(f".{n}.weight" for n in ("gate_proj", "up_proj", "down_proj", "gate"))
@@ -84,8 +83,7 @@ def save_model_files(
             config.save_pretrained(hf_folder)
             if model.can_generate():
                 model.generation_config.save_pretrained(hf_folder)
-            tokenizer.save_pretrained(hf_folder)
-            _copy_processor(model, hf_folder)
+            _save_tokenizer(tokenizer, hf_folder)
 
     if weights:
         save_pretrained(model, tokenizer, hf_folder, dtype, group=group)
@@ -94,6 +92,21 @@ def save_model_files(
         run_on_rank0(save_configs, doing, group)
     if hasattr(model, "peft_config"):
         save_adapter(model, folder / "adapter", group)
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save the tokenizer, and the files of the image processor beside which it was loaded."""
+    tokenizer.save_pretrained(folder)
+    for name in _PROCESSOR_FILES:
+        file = cached_file(
+            tokenizer.name_or_path,
+            name,
+            local_files_only=True,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if file is not None:
+            shutil.copyfile(file, folder / name)
 
 
 @torch.no_grad()
@@ -139,22 +152,8 @@ def write_pretrained(
     use_checkpoint_names(skeleton)
     with atomic_folder(out, **origin) as partial:
         skeleton.save_pretrained(partial, state_dict=dict(state_dict))
-        tokenizer.save_pretrained(partial)
-        _copy_processor(model, partial)
+        _save_tokenizer(tokenizer, partial)
         _compare(model_class, partial, state_dict, dtype)
-
-
-def _copy_processor(model: PreTrainedModel, folder: Path) -> None:
-    """Copy what prepares the images of a vision-language model; training does not change it."""
-    for name in _PROCESSOR_FILES if takes_images(model.config) else ():
-        file = cached_file(
-            model.config.name_or_path or "",
-            name,
-            local_files_only=True,
-            _raise_exceptions_for_missing_entries=False,
-        )
-        if file is not None:
-            shutil.copyfile(file, folder / name)
 
 
 def _compare(

@@ -72,7 +72,7 @@ def _fault(message: Any) -> str:
         return ""
     if isinstance(content, str | list):
         return ""
-    return f"content is {shorten(repr(content), 80)}, neither text nor a list of parts"
+    return f"content is {shorten(repr(content), 80)}, not text"
 
 
 class ChatTemplate:

@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from hybridengine.kernels import token_log_probs
+from hybridengine.model.images import ImageInputs, PackedImages, placeholders_of
 from hybridengine.model.validation import auto_class
 from hybridengine.reshard.plan.configuration import config_differences, in_words, plain_values
 from hybridengine.rollout.engine import (
@@ -182,20 +183,21 @@ class HfEngine(RolloutEngine):
         sampler = _Sampler(spec)
         stops = _StopTexts(self._tokenizer, spec.stop, ids.shape[1] - num_new)
         updates = _UpdatesBetweenSteps(self)
-        out = self._model.generate(
-            ids,
-            attention_mask=mask,
-            **self._image_arguments(ids, [image for own in images for image in own]),
-            logits_processor=LogitsProcessorList([sampler]),
-            stopping_criteria=StoppingCriteriaList([updates, *([stops] if spec.stop else [])]),
-            max_new_tokens=limit,
-            eos_token_id=self._stop_token_ids,
-            pad_token_id=0,
-            do_sample=spec.temperature != 0,
-            temperature=1.0,  # `sampler` applies these three
-            top_k=0,
-            top_p=1.0,
-        )
+        with self._images_of(ids, mask, images) as arguments:
+            out = self._model.generate(
+                ids,
+                attention_mask=mask,
+                **arguments,
+                logits_processor=LogitsProcessorList([sampler]),
+                stopping_criteria=StoppingCriteriaList([updates, *([stops] if spec.stop else [])]),
+                max_new_tokens=limit,
+                eos_token_id=self._stop_token_ids,
+                pad_token_id=0,
+                do_sample=spec.temperature != 0,
+                temperature=1.0,  # `sampler` applies these three
+                top_k=0,
+                top_p=1.0,
+            )
         log_probs = sampler.finish(out)
         new = out[:, ids.shape[1] :].tolist()
         completions = []
@@ -213,16 +215,35 @@ class HfEngine(RolloutEngine):
             )
         return sampler.with_kept(completions) if spec.records else completions
 
-    def _image_arguments(
-        self, ids: torch.Tensor, images: Sequence[EncodedImage]
-    ) -> dict[str, torch.Tensor]:
-        """Return what the model reads of the images of a batch of token ids [B, L]."""
-        if self._preparer is None or not images:
-            return {}
-        inputs = [self._preparer.inputs(image) for image in images]
-        joined = self._preparer.image_format.join(inputs)
-        is_image = (ids == self._preparer.token_id).long()
-        return {n: x.to(ids.device) for n, x in joined.items()} | {"mm_token_type_ids": is_image}
+    @contextmanager
+    def _images_of(
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        images: Sequence[Sequence[EncodedImage]],
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield what the model reads of the images of a left-padded batch [B, L].
+
+        While open, image tokens that are not of these images, but sampled, are text.
+        """
+        if self._preparer is None or not any(images):
+            yield {}
+            return
+        image_format, is_image = (
+            self._preparer.image_format,
+            torch.zeros_like(ids, dtype=torch.bool),
+        )
+        inputs = list[ImageInputs]()
+        for row, own in enumerate(images):
+            prepared = [self._preparer.inputs(image) for image in own]
+            padding = ids.shape[1] - int(mask[row].sum())
+            starts = image_format.find(ids[row, padding:].cpu(), prepared, row)
+            for image, start in zip(prepared, starts, strict=True):
+                is_image[row, padding + start : padding + start + image.num_tokens] = True
+            inputs += prepared
+        tensors = {name: x.to(ids.device) for name, x in image_format.join(inputs).items()}
+        with placeholders_of(self._model, PackedImages(tensors, is_image, None)):
+            yield tensors | {"mm_token_type_ids": is_image.long()}
 
     def _end(self, ids: list[int], stopped: int) -> int | None:
         """Return how many tokens there are up to the one that ends the response, None without one.

@@ -117,7 +117,13 @@ def build_agents(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> AgentR
     render = partial(chats.render, "a trajectory")
     stops = find_stop_token_ids(config.model.path, tokenizer)
     policy = config.data.special_tokens.replace("error", "text")  # of tools: never an error
-    template = TurnTemplate(render, tokenizer, stops, SpecialTokens(tokenizer, policy))
+    template = TurnTemplate(
+        render,
+        tokenizer,
+        stops,
+        SpecialTokens(tokenizer, policy),
+        lambda text, images: chats.expand("a trajectory", text, images)[0],
+    )
     context = LoopContext(turns, find_parser(turns.format, tokenizer))
     return AgentRunner(context, name, template, tools)
 

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 
-from hybridengine.errors import DataError, ModelError
+from hybridengine.errors import ConfigError, DataError, ModelError
 from hybridengine.model.images import IMAGE_MODEL_TYPES, ImageFormat, ImageInputs
 from hybridengine.vision.encoded import EncodedImage
 from hybridengine.vision.torchvision import has_torchvision
@@ -151,7 +151,8 @@ def load_image_preparer(
 
     model: its config. options: of `ImagePreparer`.
 
-    Raises ModelError where a model of a supported family has no image processor that works here.
+    Raises ModelError where a model of a supported family has no image processor that works here,
+    and ConfigError for an option that it does not take.
     """
     if model.model_type not in IMAGE_MODEL_TYPES:
         return None
@@ -163,6 +164,12 @@ def load_image_preparer(
             f"the image processor of model {path!r} cannot be read ({reason}); put "
             "preprocessor_config.json into the folder of its weights"
         ) from error
+    known = processor.image_processor.valid_kwargs.__annotations__
+    if unknown := sorted(options.keys() - known.keys()):
+        raise ConfigError(
+            f"data.mm_processor_kwargs has {unknown[0]!r}, which the image processor of model "
+            f"{path!r} does not take, it takes {sorted(known)}"
+        )
     return ImagePreparer(processor, model, options)
 
 
@@ -185,16 +192,24 @@ def load_processor(path: str, model_type: str, trust_remote_code: bool = False) 
     state, _ = kind.get_processor_dict(path)
     own = {n: v for n, v in state.items() if not isinstance(v, dict) and n != "processor_class"}
     if "video_processor" in kind.get_attributes():
-        parts["video_processor"] = _NoVideos()
+        parts["video_processor"] = _NoVideos(parts["image_processor"])
     with patch.object(ProcessorMixin, "check_argument_for_proper_class"):
         return kind(**parts, **own)
 
 
 class _NoVideos:
-    """In the place of a video processor, which needs torchvision."""
+    """In the place of a video processor, which needs torchvision; sizes are those of images."""
 
     class valid_kwargs:
         pass
+
+    def __init__(self, image_processor: Any) -> None:
+        self._image_processor = image_processor
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._image_processor, name)
 
 
 def _size(inputs: ImageInputs) -> int:

@@ -2,61 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.trainer.in_process import Result, run_jobs
-from tests.vision.tiny_vision import count_rows, save_tiny_vision
-
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    digits = [c for c in solution_str if c.isdigit()]
-    return float(digits[:1] == [ground_truth]) + len(digits) / 8
-"""
-
-
-def vision_job(folder: Path, kind: str = "qwen2_vl", **overrides: object) -> list[str]:
-    """Write model, images, data and reward to `folder`; every step has all its rows."""
-    rows = count_rows(folder, num_rows=6, num_texts=2)
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "reward.py").write_text(REWARD)
-    settings = {
-        "model.path": save_tiny_vision(kind, folder / "model"),
-        "data.train_files": folder / "rows.jsonl",
-        "data.train_batch_size": len(rows),
-        "data.max_prompt_length": 48,
-        "data.max_response_length": 4,
-        "actor.ppo_mini_batch_size": len(rows) // 2,
-        "actor.ppo_max_token_len_per_gpu": 256,
-        "actor.optim.lr": 3e-3,
-        "actor.fsdp_config.dtype": "float32",
-        "rollout.name": "hf",
-        "rollout.dtype": "float32",
-        "rollout.n": 4,
-        "reward.custom_reward_function.path": folder / "reward.py",
-        "reward.num_workers": 1,
-        "trainer.total_training_steps": 3,
-        "trainer.logger": "[jsonl]",
-        "trainer.resume_mode": "disable",
-        "trainer.default_local_dir": folder / "run",
-        **overrides,
-    }
-    return [f"{key}={value}" for key, value in settings.items()]
-
-
-def check_steps(result: Result) -> None:
-    """Assert that engine and trainer agree on every token, also after updates of the tower."""
-    assert not result.refused, result.refused
-    assert max(row["training/rollout_probs_diff_max"] for row in result.rows) < 1e-4
-    assert max(row["actor/grad_norm"] for row in result.rows) > 0
-    for line in result.rollouts["step_3"]:
-        is_text = line["data_source"] == "text"
-        assert ("images" in line) == (not is_text)
-        # The placeholder is one token of the text, and nine of the ids.
-        assert line["prompt_ids"].count(100) == (0 if is_text else 9)
-        assert line["prompt"].count("<|image_pad|>") == (0 if is_text else 1)
+from tests.trainer.in_process import run_jobs
+from tests.vision.vision_jobs import check_steps, vision_job
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.in_process import Result, lines_of
-from tests.vision.test_vision_grpo import check_steps, vision_job
+from tests.vision.vision_jobs import check_steps, vision_job
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")

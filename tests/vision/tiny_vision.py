@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.model.vision_models import IMAGE, VIDEO, build
 from tests.tiny_models import VOCAB
 
-__all__ = ["SIDE", "count_rows", "draw_squares", "save_tiny_vision"]
+__all__ = ["FAMILIES", "SIDE", "count_rows", "draw_squares", "save_tiny_vision"]
 
 SIDE = 24  # pixels of an image, 9 tokens
 _SPECIAL = {
@@ -38,13 +38,35 @@ _TEMPLATE = (
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-_QWEN_PROCESSOR = {
+_QWEN = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "patch_size": 4,
     "merge_size": 2,
     "temporal_patch_size": 2,
     "size": {"shortest_edge": 64, "longest_edge": 4096},
 }
+_TILES = {"size": {"height": 16, "width": 16}}
+# preprocessor_config.json and processor_config.json
+_PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": (_QWEN, {}),
+    "qwen2_5_vl": (_QWEN, {}),
+    "qwen3_vl": (_QWEN, {}),
+    "llava_onevision": (
+        {
+            **_TILES,
+            "image_processor_type": "LlavaOnevisionImageProcessor",
+            "image_grid_pinpoints": [[16, 16], [16, 32], [32, 16], [32, 32]],
+        },
+        {"num_image_tokens": 16, "vision_feature_select_strategy": "full"}
+        | {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+    ),
+    "internvl": (
+        {**_TILES, "image_processor_type": "GotOcr2ImageProcessor", "crop_to_patches": True}
+        | {"min_patches": 1, "max_patches": 4},
+        {"image_seq_length": 4},
+    ),
+}
+FAMILIES = tuple(_PROCESSORS)
 
 
 def save_tiny_vision(kind: str, folder: Path, seed: int = 0) -> str:
@@ -52,9 +74,13 @@ def save_tiny_vision(kind: str, folder: Path, seed: int = 0) -> str:
     model = build(kind, "eager", seed)
     model.config.vision_start_token_id = _SPECIAL["<|vision_start|>"]
     model.config.vision_end_token_id = _SPECIAL["<|vision_end|>"]
+    if kind == "qwen3_vl":  # what transformers' model always does, and vLLM's by the config
+        model.config.text_config.rope_parameters["mrope_interleaved"] = True
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(_QWEN_PROCESSOR))
+    for name, content in zip(("preprocessor", "processor"), _PROCESSORS[kind], strict=True):
+        if content:
+            (folder / f"{name}_config.json").write_text(json.dumps(content))
     return str(folder)
 
 
@@ -73,6 +99,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<|endoftext|>",
         eos_token="<|im_end|>",
         chat_template=_TEMPLATE,
+        extra_special_tokens={  # of InternVL's processor
+            "start_image_token": "<|vision_start|>",
+            "end_image_token": "<|vision_end|>",
+            "context_image_token": "<|image_pad|>",
+            "video_token": "<|video_pad|>",
+        },
     )
 
 

@@ -20,6 +20,8 @@ from hybridengine.vision.torchvision import has_torchvision, import_without_torc
 
 __all__ = ["PromptImages", "check_prompt", "image_options", "prepare_images"]
 
+_WITH_TORCHVISION = {"InternVLForConditionalGeneration"}  # vLLM builds a video processor for it
+
 
 def prepare_images(preparer: ImagePreparer, architectures: Sequence[str]) -> None:
     """Let vLLM load models that take images where torchvision, which it imports, is missing.
@@ -28,6 +30,11 @@ def prepare_images(preparer: ImagePreparer, architectures: Sequence[str]) -> Non
     """
     if has_torchvision():
         return
+    if _WITH_TORCHVISION & {*architectures}:
+        raise RolloutError(
+            f"vLLM's model {architectures[0]} needs torchvision, which is not installed; install "
+            "it, or set rollout.name=hf"
+        )
     registry: Any = importlib.import_module("vllm.model_executor.models.registry")
     processor: Any = importlib.import_module("vllm.transformers_utils.processor")
     for name in architectures:
@@ -102,10 +109,13 @@ class PromptImages:
                 position = place.start_idx + place.length
                 continue
             self._refuse(ids, position, mm_res.hashes["image"][number], image_tokens)
-        if (tokens := sum(list(p.tokens).count(self._token_id) for p in placed)) != ids.count(
-            self._token_id
-        ):
-            self._refuse(ids, position, mm_res.hashes["image"][-1], tokens)
+        covered = {i for p in placed for i in range(p.start_idx, p.start_idx + p.length)}
+        rest = {i for i, token in enumerate(ids) if token == self._token_id} - covered
+        for number, place in enumerate(placed):
+            start, end = place.start_idx, place.start_idx + place.length
+            if rest & {start - 1, end}:  # image tokens that vLLM would read as text
+                tokens = list(place.tokens).count(self._token_id)
+                self._refuse(ids, start, mm_res.hashes["image"][number], tokens)
         return ids, found
 
     def _refuse(self, ids: list[int], after: int, key: str, num_tokens: int) -> None:
