@@ -85,9 +85,10 @@ class Rollouts:
             self.outcomes.groups.tolist(),
             self.outcomes.sizes["context_ids"].tolist(),
         )
+        of_prompts = {g: self.prompts[g].images for g in {groups[row] for row in rows}}
         images = list[list[EncodedImage]]()
         for row, record in zip(rows, moved, strict=True):
-            of_prompt = [] if contexts[row] else self.prompts[groups[row]].images
+            of_prompt = [] if contexts[row] else of_prompts[groups[row]]
             of_tools = decode(record, list[EncodedImage], "images of a response") if record else []
             images.append([*of_prompt, *of_tools])
         return images
