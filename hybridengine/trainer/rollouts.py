@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.data import PromptSample, Subset
+from hybridengine.errors import RolloutError
 from hybridengine.rollout import Response
 from hybridengine.rollout.response import token_columns
 from hybridengine.runtime.messages import decode, encode
@@ -66,6 +67,15 @@ class Rollouts:
             for name in (token_columns() if names is None else names)
             if sizes[name].any()
         }
+
+    def check_images(self, supported: bool) -> None:
+        """Raise RolloutError for an image of a tool in a job that does not support images."""
+        image = next((image for r in self.own for image in r.images), None)
+        if image is not None and not supported:
+            raise RolloutError(
+                f"{image.where} returned an image, which this job does not support: its model, "
+                "critic, reward model, teacher or sequence parallelism reads text alone"
+            )
 
     def move_images(self, exchange: RowExchange, rows: Sequence[int]) -> list[list[EncodedImage]]:
         """Return the images in the tokens of `rows`, those of their prompts first. Collective.

@@ -84,4 +84,5 @@ def test_images_of_tools_reach_the_ranks_that_train(tmp_path: Path) -> None:
 
 def test_images_of_tools_through_vllm(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
-    check_trajectories(run_vllm(tmp_path, tool_job(tmp_path)))
+    job = tool_job(tmp_path, **{"data.mm_processor_kwargs": "{max_pixels: 256}"})
+    check_trajectories(run_vllm(tmp_path, job))
