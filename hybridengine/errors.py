@@ -100,7 +100,7 @@ class RewardError(UserError):
 
 
 class RolloutError(UserError):
-    """A rollout server that lacks an option or refuses a request; the message names its URL."""
+    """An engine that lacks an option or refuses a request; the message names a server's URL."""
 
 
 class CallbackError(UserError):

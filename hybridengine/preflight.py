@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hybridengine.checkpoint import check_resume
 from hybridengine.config import ConfigError, JobConfig, RLConfig, SFTConfig
@@ -33,7 +33,8 @@ from hybridengine.model import (
     prepare_routers,
 )
 from hybridengine.model.compile import check_compiler
-from hybridengine.model.validation import check_model, check_weights
+from hybridengine.model.images import check_vision_tower
+from hybridengine.model.validation import auto_class, check_model, check_weights
 from hybridengine.preflight_engine import (
     check_engine,
     check_heads,
@@ -51,10 +52,12 @@ from hybridengine.trainer.build import (
     build_agents,
     check_algorithm,
     import_external,
+    load_preparer,
     load_tokenizer,
     tool_schemas,
 )
 from hybridengine.trainer.build_models import saved_states
+from hybridengine.trainer.images import check_images
 from hybridengine.trainer.routes import config_route_shape
 from hybridengine.trainer.shared_prefix import no_sharing_reason
 
@@ -102,7 +105,9 @@ def check_grpo(
     train, val = (
         _load_data(
             files,
-            lambda names: PromptDataset(names, tokenizer, config.data, tools or ()),
+            lambda names: PromptDataset(
+                names, tokenizer, config.data, tools or (), load_preparer(config)
+            ),
             lambda names: check_prompts(names, config.data),
             faults,
             is_readable=tokenizer is not None and tools is not None,
@@ -112,6 +117,8 @@ def check_grpo(
     if tokenizer is not None and tools is not None:
         with faults:
             build_agents(config, tokenizer)
+    with faults:
+        check_images(config, (train, val))
     if model is not None:
         with faults:
             _check_tokens(model, (s.prompt_ids for part in (train, val) for s in part or ()))
@@ -140,7 +147,7 @@ def check_sft(
     train, val = (
         _load_data(
             files,
-            lambda names: SFTDataset(names, tokenizer, config.data),
+            lambda names: SFTDataset(names, tokenizer, config.data, load_preparer(config)),
             lambda names: check_conversations(names, config.data),
             faults,
             is_readable=tokenizer is not None,
@@ -154,6 +161,8 @@ def check_sft(
             _check_adapters(config, model)
         with faults:
             _check_routers(config, model)
+        with faults:
+            check_images(config, (train, val))
         samples = [sample.ids for part in (train, val) for sample in part or ()]
         longest = max(map(len, samples), default=0)
         with faults:
@@ -228,6 +237,9 @@ def _check_run(config: RLConfig | SFTConfig, faults: Faults) -> PretrainedConfig
         with faults:
             check_weights(path, model, trust)
         with faults:
+            if config.freeze_vision_tower:
+                check_vision_tower(model)
+        with faults:
             shapes = checkpoint_layout_from_config(model, trust).tensors.values()
             # Not resolve_dtypes, a collective, for a type that the caller left auto.
             dtype = "float32" if trainer.save_dtype == "auto" else trainer.save_dtype
@@ -274,7 +286,7 @@ def _check_routers(config: JobConfig, model: PretrainedConfig) -> None:
     if not (any(losses) or rate or freezes):
         return
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(
+        built = auto_class(model).from_config(
             model, trust_remote_code=config.model.trust_remote_code
         )
     balance_routers(built, *losses, rate)

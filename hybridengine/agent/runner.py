@@ -31,6 +31,7 @@ from hybridengine.rollout import (
     SamplingSpec,
     derive_seed,
 )
+from hybridengine.vision import EncodedImage
 
 __all__ = ["AgentRunner"]
 
@@ -77,9 +78,11 @@ class AgentRunner:
             def start(position: int, sample: PromptSample, k: int) -> Trajectory:
                 turns = count()
 
-                async def generate(ids: Sequence[int], max_tokens: int) -> Response:
+                async def generate(
+                    ids: Sequence[int], max_tokens: int, images: Sequence[EncodedImage]
+                ) -> Response:
                     own = derive_seed(seed, position, k, next(turns))
-                    return await queue.request(Request(number, ids, max_tokens, own))
+                    return await queue.request(Request(number, ids, max_tokens, own, images))
 
                 number = next(numbers)  # it has one request at a time
                 return self._trajectory(sample, k, generate, spec.max_tokens, queue)

@@ -26,19 +26,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridengine.data.special_tokens import SpecialTokens
-from hybridengine.errors import DataError
+from hybridengine.errors import DataError, shorten
+from hybridengine.vision import EncodedImage
 
-__all__ = ["Extension", "ModelTurn", "Segment", "TurnTemplate"]
+__all__ = ["Extension", "ModelTurn", "Segment", "TurnTemplate", "images_of", "text_of"]
 
-Message = Mapping[str, Any]
+Message = Mapping[str, Any]  # a part of type image has its EncodedImage under "image"
+Expand = Callable[[str, Sequence[EncodedImage]], str]
 
 
 @dataclass
 class Segment:
-    """A run of tokens and its text as the template renders it."""
+    """A run of tokens and its text as the template renders it.
+
+    images: those in it; the text has one placeholder for each, the tokens all of its own.
+    """
 
     text: str
     ids: list[int]
+    images: Sequence[EncodedImage] = ()
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,8 @@ class TurnTemplate:
     stop_token_ids: tokens that end a turn.
     special: hides special tokens in the messages of others than the model, so that the result of a
       tool cannot end its turn.
+    expand: (rendered text, its images) → text with all tokens of the images; raises DataError for
+      another number of placeholders. None: the model takes no images.
     """
 
     def __init__(
@@ -88,8 +96,10 @@ class TurnTemplate:
         tokenizer: Any,
         stop_token_ids: Sequence[int],
         special: SpecialTokens,
+        expand: Expand | None = None,
     ) -> None:
         self._render, self._tokenizer, self._special = render, tokenizer, special
+        self._expand = expand
         self._stop_texts = {token: self.decode([token]) for token in stop_token_ids}
         self.form = next(filter(self._renders, _FORMS), "raw")
 
@@ -131,8 +141,16 @@ class TurnTemplate:
 
     def begin(self, chat: Sequence[Message]) -> Segment:
         """Return the prompt of a chat."""
-        text = self._render(self._messages(chat, self.form), True)
-        return Segment(self._special.reveal(text), self.encode(text))
+        text, images = self._render(self._messages(chat, self.form), True), images_of(chat)
+        ids = self.encode(self._expanded(text, images))
+        return Segment(self._special.reveal(text), ids, images)
+
+    def _expanded(self, text: str, images: Sequence[EncodedImage]) -> str:
+        if self._expand is not None:
+            return self._expand(text, images)
+        if images:
+            raise DataError(f"{images[0].where}: an image, but the model takes none")
+        return text
 
     def sampled_text(self, ids: Sequence[int]) -> str:
         """Return the text of a sampled turn without the token that ended it."""
@@ -150,7 +168,7 @@ class TurnTemplate:
         text = self._special.reveal(rendered_chat)  # of the same length
         last = max(i for i, entry in enumerate(chat) if isinstance(entry, ModelTurn))
         for entry in chat[last + 1 :]:
-            if isinstance(entry, Mapping) and not _mentions(text, str(entry["content"])):
+            if isinstance(entry, Mapping) and not _mentions(text, text_of(entry["content"])):
                 raise DataError(
                     f"the chat template leaves out messages of role {entry['role']!r}; set "
                     "data.chat_template to one that renders them"
@@ -179,8 +197,10 @@ class TurnTemplate:
             segments[-1].text = text[ends[-2] : len(text) - len(after)]
         else:
             after, ids = rendered_chat[ends[-1] :], segments[kept - 1].ids if kept else []
-        added = Segment(self._special.reveal(after), self._encode_after(ids, after))
-        return Extension(kept, added)
+        # Images are in their order: those that the kept segments lack follow them.
+        images = images_of(chat)[sum(len(segment.images) for segment in segments[:kept]) :]
+        encoded = self._encode_after(ids, self._expanded(after, images))
+        return Extension(kept, Segment(self._special.reveal(after), encoded, images))
 
     def _messages(self, chat: Sequence[Entry], form: str) -> list[Message]:
         """Return a chat as templates take it, with special tokens hidden in others' messages."""
@@ -230,13 +250,45 @@ def _messages(chat: Sequence[Entry], form: str) -> list[Message]:
         if isinstance(entry, ModelTurn):
             messages.append(entry.message(form))
         elif form == "as user" and entry["role"] == "tool":
-            before = [messages.pop()["content"]] if joins else []
-            content = "\n".join([*before, str(entry["content"])])
+            before = messages.pop()["content"] if joins else None
+            content = entry["content"] if before is None else _joined(before, entry["content"])
             messages.append({"role": "user", "content": content})
         else:
             messages.append(dict(entry))
         joins = form == "as user" and isinstance(entry, Mapping) and entry["role"] == "tool"
     return list(messages)
+
+
+def _joined(before: Any, after: Any) -> Any:
+    """Return the contents of two messages as one, on lines of their own."""
+    if isinstance(before, str) and isinstance(after, str):
+        return f"{before}\n{after}"
+    parts = [[{"type": "text", "text": c}] if isinstance(c, str) else c for c in (before, after)]
+    return [*parts[0], {"type": "text", "text": "\n"}, *parts[1]]
+
+
+def text_of(content: Any) -> str:
+    """Return the text in the content of a message, text itself or a list of parts."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(part.get("text", "") for part in content)
+
+
+def images_of(chat: Sequence[Entry]) -> list[EncodedImage]:
+    """Return the images in the messages of a chat, in their order.
+
+    Raises DataError for a part of type image with anything else than an EncodedImage.
+    """
+    contents = [entry.get("content") for entry in chat if isinstance(entry, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    images = [part.get("image") for part in parts if part.get("type") == "image"]
+    for image in images:
+        if not isinstance(image, EncodedImage):
+            raise DataError(
+                f"a message has the image {shorten(repr(image), 80)}, expected an "
+                "EncodedImage.of_bytes or EncodedImage.of_file (hybridengine.vision)"
+            )
+    return images
 
 
 def _ends(text: str, parts: Sequence[str | None]) -> list[int]:

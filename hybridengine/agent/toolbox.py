@@ -6,15 +6,19 @@ import asyncio
 import json
 import time
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 from hybridengine.agent.calls import call
 from hybridengine.agent.parsers import ToolCall
 from hybridengine.agent.tools import Tool
 from hybridengine.config.rollout import MultiTurnConfig
+from hybridengine.data.images import find_images
 from hybridengine.errors import shorten
+from hybridengine.vision import EncodedImage
 
 __all__ = ["ToolResult", "Toolbox"]
 
@@ -24,6 +28,7 @@ class ToolResult:
     """The answer of a tool call.
 
     text: what the model reads.
+    images: that it reads before the text.
     reward: of the call, which its turn adds up.
     error: whether the call failed; `text` then says why.
     """
@@ -31,6 +36,15 @@ class ToolResult:
     text: str
     reward: float = 0.0
     error: bool = False
+    images: Sequence[EncodedImage] = ()
+
+    @property
+    def content(self) -> str | list[dict[str, Any]]:
+        """The content of its message: text, or parts where it has images."""
+        if not self.images:
+            return self.text
+        parts = [{"type": "image", "image": image} for image in self.images]
+        return [*parts, {"type": "text", "text": self.text}] if self.text else parts
 
 
 @dataclass
@@ -64,7 +78,7 @@ class Toolbox:
             result = self._error(f"tool {wanted.name!r} failed: {shorten(reason, 500)}")
         self.num_errors += result.error
         self.seconds += time.monotonic() - started
-        return ToolResult(self._shorten(result.text), result.reward, result.error)
+        return replace(result, text=self._shorten(result.text))
 
     async def _run(self, wanted: ToolCall) -> ToolResult:
         if wanted.fault:
@@ -74,19 +88,20 @@ class Toolbox:
             known = ", ".join(self.tools) or "none"
             return self._error(f"there is no tool {wanted.name!r}; tools: {known}")
         if tool.function is not None:
-            return _result(await self._call(tool.function, **wanted.arguments))
+            return _result(wanted.name, await self._call(tool.function, **wanted.arguments))
         if tool.name not in self._instances:
             created = await self._call(
                 tool.implementation.create, create_kwargs=self._options(tool, "create_kwargs")
             )
             self._instances[tool.name] = created[0] if isinstance(created, tuple) else created
         return _result(
+            wanted.name,
             await self._call(
                 tool.implementation.execute,
                 self._instances[tool.name],
                 wanted.arguments,
                 **self._options(tool, "execute_kwargs"),
-            )
+            ),
         )
 
     async def close(self) -> dict[str, float]:
@@ -136,20 +151,60 @@ class Toolbox:
         return text[:half] + "...(truncated)..." + text[-half:]
 
 
-def _result(value: Any) -> ToolResult:
+def _result(name: str, value: Any) -> ToolResult:
     """Convert what a tool returned: a response, or (response, reward, metrics) as in verl.
 
-    Raises TypeError for a response that is no text and that JSON cannot hold.
+    A response is text, a JSON value, an image of Pillow, a list of parts as chats have them, or
+    verl's ToolResponse.
+
+    Raises TypeError for a response that is none of these, and DataError for an image that cannot
+    be read.
     """
     reward = 0.0
     if isinstance(value, tuple) and 1 <= len(value) <= 3:
         value, reward = value[0], float((value[1] if len(value) > 1 else None) or 0.0)
-    if hasattr(value, "text"):  # verl's ToolResponse
+    images = list[EncodedImage]()
+    if hasattr(value, "text") and not _is_pillow(value):  # verl's ToolResponse
+        if getattr(value, "video", None):
+            raise TypeError("it returned a video, and only text and images are supported")
+        given = getattr(value, "image", None) or []
+        given = given if isinstance(given, list) else [given]
+        images = [_encode(f"tool {name!r}", image) for image in given]
         value = value.text or ""
+    elif _is_pillow(value):
+        images, value = [_encode(f"tool {name!r}", value)], ""
+    elif isinstance(value, list) and any(_is_image(part) for part in value):
+        parts = [
+            {**part, "image": _png(part["image"])} if _is_pillow(part.get("image")) else part
+            for part in value
+        ]
+        content, images = find_images(f"tool {name!r}", parts, Path.cwd())
+        value = "".join(part.get("text", "") for part in content)
     if not isinstance(value, str):
         try:
             value = json.dumps(value, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError):
             raise TypeError(f"it returned {type(value).__name__}, expected text") from None
     # Half of a surrogate pair, which no tokenizer takes.
-    return ToolResult(value.encode("utf-8", "replace").decode(), reward)
+    return ToolResult(value.encode("utf-8", "replace").decode(), reward, images=images)
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
+def _is_pillow(value: Any) -> bool:
+    return hasattr(value, "mode") and hasattr(value, "save")
+
+
+def _png(image: Any) -> bytes:
+    content = BytesIO()
+    image.save(content, "PNG")
+    return content.getvalue()
+
+
+def _encode(where: str, image: Any) -> EncodedImage:
+    """Return an image of Pillow, or in any form of data files."""
+    part = {"type": "image", "image": _png(image) if _is_pillow(image) else image}
+    _, [encoded] = find_images(where, [part], Path.cwd())
+    return encoded

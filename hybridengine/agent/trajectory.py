@@ -8,15 +8,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridengine.agent.parsers import ToolCall
-from hybridengine.agent.template import Entry, ModelTurn, Segment, TurnTemplate
+from hybridengine.agent.template import Entry, ModelTurn, Segment, TurnTemplate, text_of
 from hybridengine.agent.toolbox import Toolbox, ToolResult
 from hybridengine.data import PromptSample
 from hybridengine.errors import UserError
 from hybridengine.rollout import Response
+from hybridengine.vision import EncodedImage
 
 __all__ = ["AgentError", "TokenSequence", "Trajectory", "Turn"]
 
-Generate = Callable[[Sequence[int], int], Awaitable[Response]]  # (prompt ids, maximum tokens)
+# (prompt ids, maximum tokens, images of the prompt)
+Generate = Callable[[Sequence[int], int, Sequence[EncodedImage]], Awaitable[Response]]
 
 
 class AgentError(UserError):
@@ -83,6 +85,21 @@ class TokenSequence:
         return self.response.token_ids
 
     @property
+    def images(self) -> list[EncodedImage]:
+        """Those in the context, if it has one of its own, and in the tokens."""
+        own = self.segments if self.context_ids is not None else self.segments[1:]
+        return [image for segment in own for image in segment.images]
+
+    def end_at(self, count: int) -> None:
+        """Keep `count` tokens after the context, and what segments these have."""
+        self.response = self.response.first(count)
+        context = self.segments[0].ids if self.context_ids is None else self.context_ids
+        rest, kept = len(context) + count, 0
+        while rest > 0:
+            rest, kept = rest - len(self.segments[kept].ids), kept + 1
+        del self.segments[kept:]
+
+    @property
     def is_sampled(self) -> bool:
         """Whether any of its tokens is the model's."""
         return any(self.response.per_token("sampled"))
@@ -100,6 +117,23 @@ class TokenSequence:
     def _append(self, segment: Segment, response: Response) -> None:
         self.segments.append(segment)
         self.response = self.response.join(response).compact()
+
+
+def _with_images(sample: PromptSample) -> list[Entry]:
+    """Return the chat of a row with its images in the parts that stand for them."""
+    if not sample.images:
+        return [dict(message) for message in sample.chat]
+    images, chat = iter(sample.images), list[Entry]()
+    for message in sample.chat:
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [
+                {**part, "image": next(images)} if part["type"] == "image" else dict(part)
+                for part in content
+            ]
+            message = {**message, "content": parts}
+        chat.append(dict(message))
+    return chat
 
 
 class Trajectory:
@@ -125,7 +159,7 @@ class Trajectory:
         max_tokens: int,
     ) -> None:
         self.sample, self.number, self.toolbox = sample, number, toolbox
-        self.messages: list[Entry] = [dict(message) for message in sample.chat]
+        self.messages: list[Entry] = list(_with_images(sample))
         self.turns: list[Turn] = []
         self.state: dict[str, Any] = {}
         self.is_truncated = False
@@ -154,7 +188,8 @@ class Trajectory:
         if room < 1:
             self.is_truncated = True
             return None
-        completion = await self._generate(ids, min(room, max_tokens or room))
+        images = [image for segment in sequence.segments for image in segment.images]
+        completion = await self._generate(ids, min(room, max_tokens or room), images)
         turn = self._add_turn(sequence, completion)
         self.is_truncated = turn.finish_reason == "length"
         return turn
@@ -196,8 +231,8 @@ class Trajectory:
 
     def _begin(self) -> TokenSequence:
         sample = self.sample
-        if self.messages == [dict(message) for message in sample.chat]:
-            prompt = Segment(sample.prompt_text, list(sample.prompt_ids))
+        if self.messages == _with_images(sample):
+            prompt = Segment(sample.prompt_text, list(sample.prompt_ids), sample.images)
             sequence = TokenSequence([prompt])
         else:
             prompt = self._template.begin(self.messages)  # type: ignore[arg-type]
@@ -221,7 +256,8 @@ class Trajectory:
         """Record turns of others; they share `num_tokens`, which are the first one's."""
         for entry in entries:
             if not isinstance(entry, ModelTurn):
-                self.turns.append(Turn(str(entry["role"]), str(entry["content"]), num_tokens))
+                text = text_of(entry["content"])
+                self.turns.append(Turn(str(entry["role"]), text, num_tokens))
                 num_tokens = 0
 
     async def run_tools(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
@@ -233,7 +269,7 @@ class Trajectory:
                     "role": "tool",
                     "name": wanted.name,
                     "tool_call_id": f"call{k:05}",
-                    "content": result.text,
+                    "content": result.content,
                 }
             )
         return results
@@ -247,7 +283,7 @@ class Trajectory:
         self._num_read = len(self.messages)
         self.sequences = [s for s in self.sequences if s.is_sampled]
         for sequence in self.sequences:
-            sequence.response = sequence.response.first(sequence.turn_ends[-1][0] + 1)
+            sequence.end_at(sequence.turn_ends[-1][0] + 1)
         if not self.sequences:
             raise AgentError(
                 "the agent loop ended without a token of the model; it must await "

@@ -15,7 +15,7 @@ from pickle import UnpicklingError
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Placement, Shard
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from hybridengine import storage
 from hybridengine.checkpoint.folders import TENSORS, open_checkpoint, resume_plan
@@ -23,6 +23,7 @@ from hybridengine.checkpoint.metadata import MetadataReader
 from hybridengine.checkpoint.pretrained import write_pretrained
 from hybridengine.errors import CheckpointError, ModelError
 from hybridengine.model.parameters import parameter_shards
+from hybridengine.model.validation import auto_class
 
 _ADAPTER = "adapter"  # folder of a LoRA run's checkpoint
 _VERL_SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
@@ -128,7 +129,7 @@ def _export_model(
     config = AutoConfig.from_pretrained(hf_folder, trust_remote_code=trust_remote_code)
     dtype = dtype or config.dtype or torch.bfloat16
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     expected = parameter_shards(model)
     storage.check_disk_space(
         out, sum(tensor.numel() for tensor in expected.values()) * dtype.itemsize
@@ -171,7 +172,8 @@ def _merge_adapter(folder: Path, trust_remote_code: bool) -> dict[str, torch.Ten
 
     path = PeftConfig.from_pretrained(str(folder / _ADAPTER)).base_model_name_or_path
     try:
-        base = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        base = auto_class(config).from_pretrained(
             path, dtype=torch.float32, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError) as error:

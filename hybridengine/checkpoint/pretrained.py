@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 from transformers.utils.logging import set_tqdm_hook
 
 from hybridengine.errors import ModelError
@@ -22,6 +24,12 @@ from hybridengine.sharding.shards import full_tensor
 from hybridengine.storage import atomic_folder, check_disk_space
 from hybridengine.writes import note_progress, writing_to
 
+_PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
 _RENAMED_BY_PEFT = tuple(f".{n}.weight" for n in ("gate_proj", "up_proj", "down_proj", "gate"))
 
 
@@ -75,7 +83,7 @@ def save_model_files(
             config.save_pretrained(hf_folder)
             if model.can_generate():
                 model.generation_config.save_pretrained(hf_folder)
-            tokenizer.save_pretrained(hf_folder)
+            _save_tokenizer(tokenizer, hf_folder)
 
     if weights:
         save_pretrained(model, tokenizer, hf_folder, dtype, group=group)
@@ -84,6 +92,21 @@ def save_model_files(
         run_on_rank0(save_configs, doing, group)
     if hasattr(model, "peft_config"):
         save_adapter(model, folder / "adapter", group)
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save the tokenizer, and the files of the image processor beside which it was loaded."""
+    tokenizer.save_pretrained(folder)
+    for name in _PROCESSOR_FILES:
+        file = cached_file(
+            tokenizer.name_or_path,
+            name,
+            local_files_only=True,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if file is not None:
+            shutil.copyfile(file, folder / name)
 
 
 @torch.no_grad()
@@ -129,7 +152,7 @@ def write_pretrained(
     use_checkpoint_names(skeleton)
     with atomic_folder(out, **origin) as partial:
         skeleton.save_pretrained(partial, state_dict=dict(state_dict))
-        tokenizer.save_pretrained(partial)
+        _save_tokenizer(tokenizer, partial)
         _compare(model_class, partial, state_dict, dtype)
 
 

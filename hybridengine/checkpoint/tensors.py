@@ -246,6 +246,9 @@ def reason_of(error: BaseException) -> str:
 
 
 def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return trainable parameters and buffers, not copied; tied parameters once."""
-    buffers = {n: x for n, x in parameter_shards(model).items() if not isinstance(x, DTensor)}
+    """Return parameters and buffers, not copied, tied ones once; under LoRA without its base."""
+    shards = parameter_shards(model)
+    if not hasattr(model, "peft_config"):
+        return shards
+    buffers = {n: x for n, x in shards.items() if not isinstance(x, DTensor)}
     return buffers | {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}

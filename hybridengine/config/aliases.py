@@ -51,7 +51,7 @@ _VLLM = "the engine is vLLM, or plain generate"
 _OWN_CODE = "register your own under a name, see model.external_lib"
 _OWN_LOOP = "name the class in rollout.agent.default_agent_loop"
 _COLOCATED = "set trainer.mode and rollout.n_gpus_per_node for engines on ranks of their own"
-_TEXT = "only text is supported, no images, video or audio"
+_TEXT = "only text and images are supported, no video or audio"
 _MANAGER = (
     "set reward.reward_manager.name to package.module.Class, or to a class in the file "
     "reward.reward_manager.module.path"
@@ -64,9 +64,8 @@ _REFUSED = {
     "trained model is a key",
     "*.override_optimizer_config*": "the optimizer is AdamW with betas and weight_decay",
     "*.hf_config_path *.tokenizer_path": "config and tokenizer come from the model's folder",
-    "data.image_key data.video_key data.audio_key": f"{_TEXT}; leave it out",
+    "data.video_key data.audio_key": f"{_TEXT}; leave it out",
     "*.lora.adapter_path": "set model.lora_adapter_path",
-    "model.exclude_modules": "name the modules to adapt in model.target_modules",
     "data.sampler.*": "order the rows of the data files, and set data.shuffle=false",
     "*.custom_cls.*": "convert the data to verl's columns",
     "trainer.checkpoint_callback_class": _UNSUPPORTED,
@@ -95,7 +94,10 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "*.pad_to_length": (_OFF, _PACKED),
     "*.lora.rank": ((0,), "set model.lora_rank"),
-    "*.freeze_vision_tower": (_OFF, _TEXT),
+    "model.exclude_modules": (
+        (".*visual.*",),
+        "name the modules to adapt in model.target_modules; all-linear leaves a vision tower out",
+    ),
     "data.train_max_samples data.val_max_samples": ((-1,), "write fewer rows to the data file"),
     "trainer.device": (("cuda", "cpu"), "ranks use GPUs if there are any, else the CPU"),
     "trainer.del_local_ckpt_after_load": (_OFF, "set trainer.max_actor_ckpt_to_keep"),
@@ -203,7 +205,6 @@ RL_ALIASES = AliasTable(
         ),
         "rollout.scheduling_policy": (("fcfs",), _ENGINE),
         "rollout.cudagraph_capture_sizes": ((), _ENGINE),
-        "rollout.limit_images": ((), _TEXT),
         "rollout.quantization_config_file rollout.mtp rollout.qat": (
             (),
             "the engine's weights are the trainer's; set rollout.quantization=fp8 for FP8",
@@ -272,7 +273,8 @@ RL_ALIASES = AliasTable(
         "rollout.multi_turn.num_repeat_rollouts rollout.agent._target_ "
         "data.need_tools_kwargs": "turns are always checked against the chat template",
         "data.gen_batch_size": "prompts are generated data.train_batch_size at a time",
-        "data.return_multi_modal_inputs data.mm_processor_kwargs.* data.image_patch_size": _TEXT,
+        "data.return_multi_modal_inputs data.image_patch_size": "the model's own image processor "
+        "prepares images, once for engine and trainer",
         "rollout.engine_kwargs.sglang.* rollout.engine_kwargs.trtllm.* "
         "rollout.sglang_rollout_mode rollout.server.*": _VLLM,
         "rollout.over_sample_rate": "every prompt gets rollout.n full responses",

@@ -110,6 +110,8 @@ class DatasetConfig:
     chat_template: PathText | None = None  # Jinja text or a file; null: the tokenizer's own
     apply_chat_template_kwargs: Options = field(default_factory=dict)  # variables of the template
     special_tokens: SpecialTokensInData = "text"  # <|im_end|> in a message; allow: a control token
+    image_key: str = "images"  # column of a row's images, where it has any; docs/images.md
+    mm_processor_kwargs: Options = field(default_factory=dict)  # of the model's image processor
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,10 @@ class JobConfig(ABC):
     @property
     @abstractmethod
     def router(self) -> RouterConfig: ...
+
+    @property
+    @abstractmethod
+    def freeze_vision_tower(self) -> bool: ...
 
     @property
     @abstractmethod

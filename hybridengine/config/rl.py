@@ -85,6 +85,7 @@ class ActorConfig(RouterConfig):
     grad_clip: PositiveFloat = 1.0  # maximum global gradient norm, the critic's too
     ulysses_sequence_parallel_size: PositiveInt = 1  # ranks that share a micro-batch
     deterministic: StrictBool = False  # a GPU adds gradients in a fixed order, also in attention
+    freeze_vision_tower: StrictBool = False  # of a vision-language model; docs/images.md
     fsdp_config: FsdpConfig = FsdpConfig()
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -183,6 +184,10 @@ class RLConfig(JobConfig):
     @property
     def router(self) -> RouterConfig:
         return self.actor
+
+    @property
+    def freeze_vision_tower(self) -> bool:
+        return self.actor.freeze_vision_tower
 
     @property
     def sequence_parallel_size(self) -> int:

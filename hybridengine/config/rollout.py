@@ -76,6 +76,7 @@ class RolloutConfig:
     kv_cache_gib: PositiveFloat = 1.0  # KV cache per rank, on CPUs only
     in_flight_update: InFlight = "off"  # new weights during responses (async), which go on
     max_num_seqs: PositiveInt = 256  # sequences that one engine generates at once
+    limit_images: PositiveInt | None = None  # images in one prompt; null: vLLM's own limit
     max_num_batched_tokens: PositiveInt | None = None  # tokens in one forward pass of the engine
     max_model_len: PositiveInt | None = None  # null: max_prompt_length + max_response_length
     enforce_eager: StrictBool = False  # engine without CUDA graphs and torch.compile

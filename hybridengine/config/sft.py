@@ -29,6 +29,7 @@ class SFTFsdpConfig(ShardingConfig):
 
 @dataclass(frozen=True)
 class SFTModelConfig(RouterConfig, TrainedModelConfig):
+    freeze_vision_tower: StrictBool = False  # of a vision-language model; docs/images.md
     fsdp_config: SFTFsdpConfig = SFTFsdpConfig()
 
 
@@ -75,6 +76,10 @@ class SFTConfig(JobConfig):
     @property
     def router(self) -> RouterConfig:
         return self.model
+
+    @property
+    def freeze_vision_tower(self) -> bool:
+        return self.model.freeze_vision_tower
 
     @property
     def sequence_parallel_size(self) -> int:

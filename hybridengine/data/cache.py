@@ -45,7 +45,9 @@ def fingerprint(tokenizer: Any, content: str, *settings: Any) -> str:
     """Return a hash of tokenizer, content hash of the files, settings and this package's code."""
     digest = hashlib.sha256()
     version = importlib.metadata.version("transformers")
-    code = content_hash(sorted(Path(__file__).parent.glob("*.py")))
+    package = Path(__file__).parent.parent
+    files = [file for name in ("data", "vision") for file in package.glob(f"{name}/*.py")]
+    code = content_hash(sorted(files))
     for part in (version, sys.byteorder, *_tokenizer_state(tokenizer), content, code, *settings):
         digest.update(f"{part!r}\0".encode(errors="surrogatepass"))
     return digest.hexdigest()[:32]

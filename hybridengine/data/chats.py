@@ -15,6 +15,8 @@ from typing import Any
 from hybridengine.config import DataConfig, SFTDataConfig
 from hybridengine.data.special_tokens import SpecialTokens
 from hybridengine.errors import DataError, shorten
+from hybridengine.model.images import IMAGE_MODEL_TYPES
+from hybridengine.vision import EncodedImage, ImagePreparer, Replacement
 
 _RENDER_TIMEOUT_S = 10.0  # for one chat; a template may loop forever
 _SHAREGPT_ROLES = {
@@ -30,7 +32,7 @@ _SHAREGPT_ROLES = {
 
 
 def parse_chat(where: str, row: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return the chat in column `key` as [{"role", "content"}, …].
+    """Return the chat in column `key` as [{"role", "content"}, …], with text or parts as content.
 
     ShareGPT's [{"from", "value"}, …] is converted. Raises DataError for anything else.
     """
@@ -68,9 +70,9 @@ def _fault(message: Any) -> str:
         return f"role is {shorten(repr(role), 80)}"
     if content is None and message.get("tool_calls"):
         return ""
-    if isinstance(content, list):
-        return "content is a list of parts, and only text is supported"
-    return "" if isinstance(content, str) else f"content is {shorten(repr(content), 80)}, not text"
+    if isinstance(content, str | list):
+        return ""
+    return f"content is {shorten(repr(content), 80)}, not text"
 
 
 class ChatTemplate:
@@ -80,6 +82,7 @@ class ChatTemplate:
       apply_chat_template_kwargs are further variables of the template; special_tokens is the policy
       of `SpecialTokens`.
     tools: schemas of the tools that the model may call.
+    preparer: of the model's images; its processor's own template replaces the tokenizer's.
     """
 
     def __init__(
@@ -87,11 +90,13 @@ class ChatTemplate:
         tokenizer: Any,
         data: DataConfig | SFTDataConfig,
         tools: Sequence[Mapping[str, Any]] = (),
+        preparer: ImagePreparer | None = None,
     ) -> None:
-        self._tokenizer, self.tools = tokenizer, list(tools)
+        self._tokenizer, self._preparer, self.tools = tokenizer, preparer, list(tools)
         self.special = SpecialTokens(tokenizer, data.special_tokens)
         self.options = dict(data.apply_chat_template_kwargs)
-        self.text = _find_template(tokenizer, data.chat_template)
+        own = None if preparer is None else preparer.chat_template
+        self.text = _find_template(tokenizer, data.chat_template or own)
 
     def of_row(self, tools: Sequence[Mapping[str, Any]], **options: Any) -> ChatTemplate:
         """Return the template with tools and further variables of one row."""
@@ -117,6 +122,22 @@ class ChatTemplate:
                 "cannot be told from its own; remove it, or set data.special_tokens=allow"
             )
         return text
+
+    def expand(
+        self, where: str, text: str, images: Sequence[EncodedImage]
+    ) -> tuple[str, list[Replacement]]:
+        """Expand the placeholders of images in a rendered text, as `ImagePreparer.expand`.
+
+        Raises DataError for images of a model that takes none.
+        """
+        if self._preparer is not None:
+            return self._preparer.expand(where, text, images)
+        if images:
+            raise DataError(
+                f"{where} has {len(images)} images, but the model of model.path takes none: it is "
+                f"of none of the types {', '.join(IMAGE_MODEL_TYPES)}"
+            )
+        return text, []
 
     def _render(
         self, where: str, chat: Sequence[Mapping[str, Any]], tools: Sequence[Any], prompt: bool

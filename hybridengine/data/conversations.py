@@ -5,21 +5,31 @@ under `tools_key`. The full chat is rendered and tokenised at once, as `apply_ch
 The loss mask is 1 for tokens of assistant turns, tool calls included, up to and including the
 special token that ends the turn. Where the template writes no such token after the last turn, the
 tokenizer's EOS is appended.
+
+Images are in the chat, or in the column `data.image_key` (`data.images`).
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hybridengine.config import SFTDataConfig
 from hybridengine.data.cache import CachedDataset, content_hash, fingerprint
 from hybridengine.data.chats import ChatTemplate, parse_chat
-from hybridengine.data.files import data_files, read_chunks, read_files, require_columns
+from hybridengine.data.files import (
+    RowLocation,
+    data_files,
+    read_chunks,
+    read_files,
+    require_columns,
+)
+from hybridengine.data.images import image_settings, place_images
 from hybridengine.data.tools import check_tools_shown, parse_tools, plain_tool_calls, tool_names
 from hybridengine.errors import DataError, shorten
+from hybridengine.vision import EncodedImage, ImagePreparer, Replacement
 
 if TYPE_CHECKING:
     Ids = array[int]
@@ -31,6 +41,7 @@ else:
 class SFTSample:
     ids: Ids
     loss_mask: bytes  # 1 for each token that is trained on, else 0; as long as ids
+    images: Sequence[EncodedImage] = field(default_factory=list)  # in the order of their tokens
 
     @property
     def num_loss_tokens(self) -> int:
@@ -42,10 +53,13 @@ class _Rendered:
     where: str
     text: str
     assistant_spans: list[tuple[int, int]]  # (start, end) characters of assistant turns
+    images: list[EncodedImage]
 
 
 class SFTDataset(CachedDataset[SFTSample]):
     """All conversations of one or more files, tokenised once per machine.
+
+    preparer: of the model's images; None: the model takes no images.
 
     Attributes:
         content: hash of the files' contents.
@@ -53,18 +67,25 @@ class SFTDataset(CachedDataset[SFTSample]):
     Raises DataError for any fault of a file, a row or the template.
     """
 
-    def __init__(self, files: str | Sequence[str], tokenizer: Any, data: SFTDataConfig) -> None:
+    def __init__(
+        self,
+        files: str | Sequence[str],
+        tokenizer: Any,
+        data: SFTDataConfig,
+        preparer: ImagePreparer | None = None,
+    ) -> None:
         if not tokenizer.is_fast:
             raise DataError(
                 "SFT needs the character offsets of tokens; use a model with a fast tokenizer"
             )
-        paths, template = data_files(files), ChatTemplate(tokenizer, data)
+        paths, template = data_files(files), ChatTemplate(tokenizer, data, (), preparer)
         settings = (
             *(data.messages_key, data.prompt_key, data.response_key, data.max_length),
             *(data.tools_key, data.enable_thinking_key),
             *(data.prompt_dict_keys, data.response_dict_keys),
             *(data.truncation, data.special_tokens, template.text),
             *sorted(template.options.items()),
+            *image_settings(paths, data, preparer),
         )
         self.content = content_hash(paths)
         key = fingerprint(tokenizer, self.content, "sft", *settings)
@@ -74,7 +95,7 @@ class SFTDataset(CachedDataset[SFTSample]):
 def check_conversations(files: str | Sequence[str], data: SFTDataConfig) -> None:
     """Raise DataError for what needs no tokenizer to be seen: faults of files and of their rows."""
     for where, row in read_files(files):
-        _chat(where, row, data)
+        place_images(where, _chat(where, row, data), row, data.image_key)
 
 
 def _samples(
@@ -90,9 +111,10 @@ def _samples(
 
 
 def _render(
-    where: str, row: Mapping[str, Any], template: ChatTemplate, data: SFTDataConfig
+    where: RowLocation, row: Mapping[str, Any], template: ChatTemplate, data: SFTDataConfig
 ) -> _Rendered:
-    chat = [plain_tool_calls(where, message) for message in _chat(where, row, data)]
+    given, images = place_images(where, _chat(where, row, data), row, data.image_key)
+    chat = [plain_tool_calls(where, message) for message in given]
     tools, thinking = parse_tools(where, row, data.tools_key), row.get(data.enable_thinking_key)
     chat, tools = (template.special.hide(where, value) for value in (chat, tools))
     if thinking is not None and not isinstance(thinking, bool):
@@ -128,7 +150,18 @@ def _render(
         spans.append(span)
     if not spans:
         raise DataError(f"{where}: no turn has the role assistant, so there is nothing to train on")
-    return _Rendered(where, text, spans)
+    text, replaced = template.expand(where, text, images)
+    return _Rendered(where, text, [_moved(span, replaced) for span in spans], images)
+
+
+def _moved(span: tuple[int, int], replaced: Sequence[Replacement]) -> tuple[int, int]:
+    """Return where characters of a text are once its placeholders are replaced."""
+    before = [[r for r in replaced if r.end <= position] for position in span]
+    start, end = (
+        position + sum(r.length - (r.end - r.start) for r in earlier)
+        for position, earlier in zip(span, before, strict=True)
+    )
+    return start, end
 
 
 def _span_of_turn(
@@ -209,6 +242,12 @@ def _sample(
     if loss_mask[-1] and ids[-1] not in special and eos is not None:
         ids, loss_mask = [*ids, eos], loss_mask + b"\1"
     if len(ids) > data.max_length:
+        if row.images:
+            raise DataError(
+                f"{row.where}: the conversation is {len(ids)} tokens, more than data.max_length "
+                f"{data.max_length}, and one with images is not cut; raise it, or shrink images by "
+                "data.mm_processor_kwargs"
+            )
         if data.truncation == "error":
             raise DataError(
                 f"{row.where}: the conversation is {len(ids)} tokens, more than data.max_length "
@@ -220,7 +259,7 @@ def _sample(
     loss_mask[0] = 0  # no token precedes it
     if not any(loss_mask):
         raise DataError(f"{row.where}: no token of a response is left within data.max_length")
-    return SFTSample(array("i", ids), bytes(loss_mask))
+    return SFTSample(array("i", ids), bytes(loss_mask), row.images)
 
 
 def _loss_mask(

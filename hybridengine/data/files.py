@@ -21,6 +21,20 @@ _MAX_DEPTH = 100  # of nested lists and objects
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
+class RowLocation(str):
+    """A data file and the number of a row or line in it, for messages.
+
+    folder: that of the file.
+    """
+
+    folder: Path
+
+    def __new__(cls, file: Path, row: str) -> RowLocation:
+        location = super().__new__(cls, f"{file}, {row}")
+        location.folder = file.parent
+        return location
+
+
 def data_files(names: str | Sequence[str]) -> list[Path]:
     """Return the data files of `names`: files, folders (all data files below them) and globs.
 
@@ -52,11 +66,9 @@ def data_files(names: str | Sequence[str]) -> list[Path]:
     return paths
 
 
-def read_files(names: str | Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (where, row) for every row of `data_files(names)`.
-
-    where: the file and the line or row number, for messages. A .json file is an array of rows, or
-    has one row per line like .jsonl.
+def read_files(names: str | Sequence[str]) -> Iterator[tuple[RowLocation, dict[str, Any]]]:
+    """Yield (where, row) for every row of `data_files(names)`. A .json file is an array of
+    rows, or has one row per line like .jsonl.
 
     Raises DataError for content that cannot be parsed, and where there is no row at all.
     """
@@ -70,7 +82,7 @@ def read_files(names: str | Sequence[str]) -> Iterator[tuple[str, dict[str, Any]
         raise DataError(f"no rows in {', '.join(map(str, files))}; the data file is empty")
 
 
-def read_chunks(names: str | Sequence[str]) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+def read_chunks(names: str | Sequence[str]) -> Iterator[list[tuple[RowLocation, dict[str, Any]]]]:
     """As `read_files`, in lists of rows to tokenise at once."""
     rows = read_files(names)
     while chunk := list(islice(rows, _CHUNK_ROWS)):
@@ -85,7 +97,7 @@ def require_columns(where: str, row: Mapping[str, Any], *columns: str) -> None:
             raise DataError(f"{where} has no column {column!r}; columns there: {columns_there}")
 
 
-def _read(file: Path) -> Iterator[tuple[str, Any]]:
+def _read(file: Path) -> Iterator[tuple[RowLocation, Any]]:
     if file.suffix == ".parquet":
         return _parquet_rows(file)
     if file.name.removesuffix(".gz").endswith(".json") and _is_array(file):
@@ -93,7 +105,7 @@ def _read(file: Path) -> Iterator[tuple[str, Any]]:
     return _line_items(file)
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet_rows(file: Path) -> Iterator[tuple[RowLocation, dict[str, Any]]]:
     import pyarrow.parquet as pq
     from pyarrow.lib import ArrowException
 
@@ -105,7 +117,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise DataError(f"data file {file} has the column {twice[0]!r} twice")
             for batch in table.iter_batches(batch_size=1024):
                 for row in batch.to_pylist():
-                    yield f"{file}, row {number}", row
+                    yield RowLocation(file, f"row {number}"), row
                     number += 1
     except UnicodeDecodeError as error:
         raise DataError(
@@ -131,15 +143,15 @@ def _is_array(file: Path) -> bool:
     return first.lstrip().startswith(b"[")
 
 
-def _array_items(file: Path) -> Iterator[tuple[str, Any]]:
+def _array_items(file: Path) -> Iterator[tuple[RowLocation, Any]]:
     for number, item in enumerate(_parse(str(file), b"".join(_lines(file)))):
-        yield f"{file}, item {number}", item
+        yield RowLocation(file, f"item {number}"), item
 
 
-def _line_items(file: Path) -> Iterator[tuple[str, Any]]:
+def _line_items(file: Path) -> Iterator[tuple[RowLocation, Any]]:
     for number, line in enumerate(_lines(file), start=1):
         if line.strip():
-            yield (where := f"{file}, line {number}"), _parse(where, line)
+            yield (where := RowLocation(file, f"line {number}")), _parse(where, line)
 
 
 def _parse(where: str, data: bytes) -> Any:

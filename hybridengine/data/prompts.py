@@ -6,19 +6,29 @@ rollouts, may be columns of their own or keys of `extra_info`. Other columns are
 
 A row with neither `data_source` nor `reward_model` is one of TRL: `prompt`, and any other columns,
 which are the sample's `extra_info`.
+
+Images are in the chat, or in the column `data.image_key` (`data.images`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hybridengine.config import DataConfig
 from hybridengine.data.cache import CachedDataset, content_hash, fingerprint
 from hybridengine.data.chats import ChatTemplate, parse_chat
-from hybridengine.data.files import data_files, read_chunks, read_files, require_columns
+from hybridengine.data.files import (
+    RowLocation,
+    data_files,
+    read_chunks,
+    read_files,
+    require_columns,
+)
+from hybridengine.data.images import image_columns, image_settings, place_images
 from hybridengine.errors import DataError, shorten
+from hybridengine.vision import EncodedImage, ImagePreparer
 
 _TURN_COLUMNS = ("tools_kwargs", "interaction_kwargs", "agent_name")  # moved to extra_info
 
@@ -26,18 +36,20 @@ _TURN_COLUMNS = ("tools_kwargs", "interaction_kwargs", "agent_name")  # moved to
 @dataclass(frozen=True)
 class PromptSample:
     index: int  # position in the files, before any filtering
-    prompt_ids: list[int]
-    prompt_text: str  # the rendered chat template
+    prompt_ids: list[int]  # each image as the model's tokens for it
+    prompt_text: str  # the rendered chat template, with one placeholder for each image
     data_source: str
     ground_truth: Any
     extra_info: Mapping[str, Any]
-    chat: Sequence[Mapping[str, Any]] = ()  # as in the file
+    chat: Sequence[Mapping[str, Any]] = ()  # as in the file; images are parts without content
+    images: Sequence[EncodedImage] = field(default_factory=list)  # in the order of their places
 
 
 class PromptDataset(CachedDataset[PromptSample]):
     """All prompts of one or more files, tokenised once per machine.
 
     tools: schemas of the tools that the template shows to the model.
+    preparer: of the model's images; None: the model takes no images.
 
     Attributes:
         dropped: the number of rows that `filter_overlong_prompts` removed.
@@ -52,8 +64,9 @@ class PromptDataset(CachedDataset[PromptSample]):
         tokenizer: Any,
         data: DataConfig,
         tools: Sequence[Mapping[str, Any]] = (),
+        preparer: ImagePreparer | None = None,
     ) -> None:
-        paths, template = data_files(files), ChatTemplate(tokenizer, data, tools)
+        paths, template = data_files(files), ChatTemplate(tokenizer, data, tools, preparer)
         settings = (
             *(data.prompt_key, data.reward_fn_key, data.max_prompt_length, data.truncation),
             *(
@@ -63,6 +76,7 @@ class PromptDataset(CachedDataset[PromptSample]):
                 sorted(template.options.items()),
             ),
             *(str(tool) for tool in tools),
+            *image_settings(paths, data, preparer),
         )
         self.content = content_hash(paths)
         key = fingerprint(tokenizer, self.content, "prompts", *settings)
@@ -90,40 +104,49 @@ def _samples(
         chats = [_chat(where, row, data) for where, row in rows]
         texts = [
             template.render(where, template.special.hide(where, chat), True)
-            for (where, _), chat in zip(rows, chats, strict=True)
+            for (where, _), (chat, _) in zip(rows, chats, strict=True)
+        ]
+        expanded = [
+            template.expand(where, text, images)[0]
+            for (where, _), (_, images), text in zip(rows, chats, texts, strict=True)
         ]
         # The template has already written the special tokens.
-        encoded = template.special.encode(texts)["input_ids"]
-        for (where, row), chat, text, ids in zip(rows, chats, texts, encoded, strict=True):
+        encoded = template.special.encode(expanded)["input_ids"]
+        for (where, row), (chat, images), text, ids in zip(
+            rows, chats, texts, encoded, strict=True
+        ):
             index += 1
             if len(ids) > data.max_prompt_length:
                 if data.filter_overlong_prompts:
                     yield None
                     continue
-                ids = _truncate(where, ids, data)
+                ids = _truncate(where, ids, data, has_images=bool(images))
                 text = tokenizer.decode(ids)
             text = template.special.reveal(text)
             if not ids:
                 raise DataError(f"{where}: the chat template made an empty prompt")
             source, truth = str(row[data.reward_fn_key]), row["reward_model"]["ground_truth"]
-            yield PromptSample(index, ids, text, source, truth, _extra_info(row), chat)
+            yield PromptSample(index, ids, text, source, truth, _extra_info(row), chat, images)
 
 
 def _verl_row(row: dict[str, Any], data: DataConfig) -> dict[str, Any]:
     """Return a row of TRL in verl's schema, any other as it is."""
     if data.reward_fn_key in row or "reward_model" in row or data.prompt_key not in row:
         return row
-    columns = {name: value for name, value in row.items() if name != data.prompt_key}
+    own = [name for name in (data.prompt_key, *image_columns(data.image_key)) if name in row]
+    columns = {name: value for name, value in row.items() if name not in own}
     return {
-        data.prompt_key: row[data.prompt_key],
+        **{name: row[name] for name in own},
         data.reward_fn_key: "data",  # names the validation metrics
         "reward_model": {"ground_truth": columns.pop("ground_truth", None)},
         "extra_info": columns,
     }
 
 
-def _chat(where: str, row: Mapping[str, Any], data: DataConfig) -> list[dict[str, Any]]:
-    """Check the columns of a row and return its prompt."""
+def _chat(
+    where: RowLocation, row: Mapping[str, Any], data: DataConfig
+) -> tuple[list[dict[str, Any]], list[EncodedImage]]:
+    """Check the columns of a row and return its prompt, with its images."""
     require_columns(where, row, data.prompt_key, data.reward_fn_key, "reward_model")
     reward_model, extra_info = row["reward_model"], row.get("extra_info") or {}
     if not isinstance(reward_model, Mapping) or "ground_truth" not in reward_model:
@@ -141,7 +164,7 @@ def _chat(where: str, row: Mapping[str, Any], data: DataConfig) -> list[dict[str
             f"{where}: tools_kwargs is {shorten(repr(tools_kwargs), 80)}, expected an object with "
             "the names of tools"
         )
-    return parse_chat(where, row, data.prompt_key)
+    return place_images(where, parse_chat(where, row, data.prompt_key), row, data.image_key)
 
 
 def _extra_info(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -150,8 +173,14 @@ def _extra_info(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**own, **given} if own else given
 
 
-def _truncate(where: str, ids: list[int], data: DataConfig) -> list[int]:
+def _truncate(where: str, ids: list[int], data: DataConfig, has_images: bool) -> list[int]:
     limit = data.max_prompt_length
+    if has_images:
+        raise DataError(
+            f"{where}: the prompt is {len(ids)} tokens, more than data.max_prompt_length {limit}, "
+            "and one with images is not cut; raise it, set data.filter_overlong_prompts=true, or "
+            "shrink images by data.mm_processor_kwargs"
+        )
     if data.truncation == "error":
         raise DataError(
             f"{where}: the prompt is {len(ids)} tokens, more than data.max_prompt_length {limit}; "

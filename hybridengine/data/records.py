@@ -32,7 +32,8 @@ _TYPES: dict[int, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
 class Records(Generic[T]):
     """Encodes and decodes samples of a type: a dataclass, or Any for plain values.
 
-    Fields are numbers, text, bytes, lists, arrays of int32, and values as they are in data files.
+    Fields are numbers, text, bytes, lists, arrays of int32, dataclasses, and values as they are in
+    data files.
     """
 
     def __init__(self, sample_type: Any) -> None:
@@ -41,8 +42,7 @@ class Records(Generic[T]):
         )
 
     def encode(self, sample: T) -> bytes:
-        fields = vars(sample) if is_dataclass(sample) else sample
-        return msgspec.msgpack.encode(_storable(fields), enc_hook=array.tobytes)
+        return msgspec.msgpack.encode(_storable(sample), enc_hook=array.tobytes)
 
     def decode(self, record: bytes) -> T:
         """Raises ValueError for anything but a sample."""
@@ -59,6 +59,8 @@ def _storable(value: Any) -> Any:
         return value
     if isinstance(value, int) and -(1 << 63) <= value < 1 << 64:
         return value
+    if is_dataclass(value):
+        value = vars(value)
     if isinstance(value, Mapping):
         return {name: _storable(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -9,21 +9,30 @@ from hybridengine.model.forward import (
     packed_values,
 )
 from hybridengine.model.head import accepts_head_function
+from hybridengine.model.images import (
+    ImageFormat,
+    ImageInputs,
+    PackedImages,
+    freeze_vision_tower,
+)
 from hybridengine.model.kept import KeptIds
 from hybridengine.model.loading import is_sequence_classifier, load_causal_lm, sharding_mesh
 from hybridengine.model.lora import adapter_shards, adapters_disabled, apply_lora, check_lora
 from hybridengine.model.offload import on_device
 from hybridengine.model.optim import Optimizer, SkippedUpdate
 from hybridengine.model.packed import PackedBatch, SavedWork, pack_batch, pack_rollouts
-from hybridengine.model.parameters import free_gathered, parameter_shards
+from hybridengine.model.parameters import free_gathered, frozen_parameters, parameter_shards
 from hybridengine.model.router_balance import RouterBalance, balance_routers, prepare_routers
 from hybridengine.model.router_replay import RouterReplay, route_shape
 from hybridengine.model.validation import check_sequence_parallel
 
 __all__ = [
+    "ImageFormat",
+    "ImageInputs",
     "KeptIds",
     "Optimizer",
     "PackedBatch",
+    "PackedImages",
     "RouterBalance",
     "RouterReplay",
     "SavedWork",
@@ -36,6 +45,8 @@ __all__ = [
     "check_lora",
     "check_sequence_parallel",
     "free_gathered",
+    "freeze_vision_tower",
+    "frozen_parameters",
     "is_sequence_classifier",
     "load_causal_lm",
     "on_device",

@@ -34,7 +34,10 @@ ATTENTION = "hybridengine_varlen"
 _QUERY_BLOCK = 256  # query rows per SDPA call where an explicit mask is needed
 
 # Tensor arguments that models pass to attention and that do not change its result.
-_IGNORED = {"num_items_in_batch", "seq_idx", "cache_position", "position_embeddings", "labels"}
+_IGNORED = {
+    *("num_items_in_batch", "seq_idx", "cache_position", "position_embeddings", "labels"),
+    "logits_to_keep",
+}
 
 
 class _ScoreOptions(NamedTuple):

@@ -15,6 +15,7 @@ from torch import nn
 
 from hybridengine.errors import ModelError
 from hybridengine.model.head import HeadFunction, accepts_head_function, log_prob_head
+from hybridengine.model.images import placeholders_of
 from hybridengine.model.packed import PackedBatch
 from hybridengine.model.router_balance import RouterBalance
 from hybridengine.model.router_replay import RouterReplay
@@ -28,7 +29,11 @@ def _forward(model: nn.Module, batch: PackedBatch, **options: object) -> Any:
         options["subtree_ends"] = batch.subtree_ends
         options["tree_position_ids"] = batch.tree_position_ids
     replay, balance = RouterReplay.of(model), RouterBalance.of(model)
+    images = batch.images
+    if images is not None:
+        options.update(images.tensors)
     with (
+        nullcontext() if images is None else placeholders_of(model, images),
         nullcontext() if replay is None else replay.of_batch(batch.routes),
         nullcontext() if balance is None else balance.micro_batch(batch),
     ):
@@ -36,9 +41,13 @@ def _forward(model: nn.Module, batch: PackedBatch, **options: object) -> Any:
 
 
 def _call(model: nn.Module, batch: PackedBatch, options: dict[str, object]) -> Any:
+    position_ids = batch.position_ids[None]
+    if batch.images is not None and batch.images.rope_position_ids is not None:
+        # transformers' form for packed sequences: positions in the sequence, then M-RoPE's three.
+        position_ids = torch.cat([position_ids, batch.images.rope_position_ids])[:, None]
     return model(
         input_ids=batch.input_ids[None],
-        position_ids=batch.position_ids[None],
+        position_ids=position_ids,
         cu_seq_lens_q=batch.cu_seqlens,
         cu_seq_lens_k=batch.cu_seqlens,
         max_length_q=batch.max_seqlen,

@@ -25,6 +25,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hybridengine.kernels.linear.mixed_gemm import mixed_gemm
 from hybridengine.model.kept import KeptIds
+from hybridengine.model.validation import takes_images
 
 # (rows [R, H] of the head's input, weight [V, H], bias [V] or None, logit_scale, softcap or None)
 # -> the results of the model's forward. Only tensors in them that require a gradient get FSDP2's
@@ -102,12 +103,12 @@ def detect_logit_transform(
     That is scale * x, or softcap * tanh(x / softcap); None if it is neither.
     """
     x = torch.tensor([-1e4, -70.0, -3.0, 0.0, 0.5, 2.0, 30.0, 1e4])
-    decoder = model.get_decoder()
+    body = model.base_model if takes_images(model.config) else model.get_decoder()
     outputs = _DecoderOutput(last_hidden_state=torch.zeros(1, 1, head.in_features))  # type: ignore[arg-type]
     ids = torch.zeros(1, 1, dtype=torch.int64)
     try:
         with (
-            patch.object(decoder, "forward", lambda *_, **__: outputs),
+            patch.object(body, "forward", lambda *_, **__: outputs),
             patch.object(head, "forward", lambda input: x.clone()[None, None]),
         ):
             y = model.forward(input_ids=ids, use_cache=False).logits.flatten().float()

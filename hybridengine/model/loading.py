@@ -1,4 +1,4 @@
-"""Load any Hugging Face causal LM, unchanged, as FSDP2 shards.
+"""Load any Hugging Face causal LM, also with a vision tower, unchanged, as FSDP2 shards.
 
 Every rank builds the model on the meta device and shards it. Rank 0 reads the checkpoint and
 broadcasts it parameter by parameter, so the other ranks hold at most one unsharded parameter.
@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GenerationConfig,
     PretrainedConfig,
@@ -38,7 +37,7 @@ from hybridengine.model.head import patch_head
 from hybridengine.model.lora import columns_of
 from hybridengine.model.offload import Offloader
 from hybridengine.model.parameters import is_finite, parameter_shards
-from hybridengine.model.validation import check_model
+from hybridengine.model.validation import auto_class, check_model
 from hybridengine.runtime.all_ranks import broadcast_value, group_timeout, run_on_rank0
 
 
@@ -135,7 +134,8 @@ def load_causal_lm(
     layer_types = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in layer_types]
     if compile:
-        compile_layers(layers)
+        decoder = set(model.get_decoder().modules())
+        compile_layers([layer for layer in layers if layer in decoder])
     groups = _modules_of_size(model, min_num_params) if min_num_params else layers
     expert_mesh = None
     if expert_parallel_size > 1:
@@ -181,12 +181,12 @@ def _read_weights(
 ) -> PreTrainedModel:
     """Read the full causal LM at `path` in float32, with a value head if `value_head`."""
     classifier = value_head and is_sequence_classifier(config)
-    auto_class: Any = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    loader = AutoModelForSequenceClassification if classifier else auto_class(config)
     if classifier and config.num_labels != 1:
         raise ModelError(
             f"model {path!r} has {config.num_labels} labels; a reward or value model has one"
         )
-    model, report = auto_class.from_pretrained(
+    model, report = loader.from_pretrained(
         path,
         dtype=torch.float32,
         trust_remote_code=trust_remote_code,
@@ -211,6 +211,16 @@ def _read_weights(
     return model
 
 
+def attention_of(config: PretrainedConfig) -> str | dict[str, str]:
+    """Return `attn_implementation`: of a vision-language model, packed in the language model alone.
+
+    The vision tower attends among the patches of an image in both directions, with sdpa.
+    """
+    if config.get_text_config() is config:
+        return ATTENTION
+    return {"": ATTENTION, "text_config": ATTENTION, "vision_config": "sdpa"}
+
+
 def _build_model(
     path: str,
     config: PretrainedConfig,
@@ -220,10 +230,10 @@ def _build_model(
 ) -> PreTrainedModel:
     """Build the model on the meta device; `experts` names the implementation of a mixture's."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(config).from_config(
             config,
             dtype=torch.float32,
-            attn_implementation=ATTENTION,
+            attn_implementation=attention_of(config),
             experts_implementation=experts,
             trust_remote_code=trust_remote_code,
         )
@@ -270,8 +280,9 @@ def _set_value_head(model: PreTrainedModel) -> None:
 
 def _move_score_to_output_head(model: PreTrainedModel, trust_remote_code: bool = False) -> None:
     """Move the `score` head of a sequence classifier to where its causal LM has the output head."""
+    loader = auto_class(model.config)
     with torch.device("meta"):
-        causal = AutoModelForCausalLM.from_config(model.config, trust_remote_code=trust_remote_code)
+        causal = loader.from_config(model.config, trust_remote_code=trust_remote_code)
     head = causal.get_output_embeddings()
     name = next(n for n, module in causal.named_modules() if module is head)
     model.set_submodule(name, model.get_submodule("score"))

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hybridengine.errors import ModelError
 from hybridengine.model.experts import SharedFactors
 from hybridengine.model.parameters import is_finite, unwrapped_name
+from hybridengine.model.validation import auto_class, takes_images
 from hybridengine.sharding.adapter import Adapter, ExpertAdapter
 
 
@@ -34,8 +35,9 @@ def apply_lora(
 ) -> None:
     """Freeze `model` and add an adapter, scaled by alpha / rank, to each target; in place.
 
-    target_modules: "all-linear" (every linear layer except the output head) or module names, of
-      which the last part is enough. Call it before sharding; the model may be on the meta device.
+    target_modules: "all-linear" (every linear layer of the language model except the output head)
+      or module names, of which the last part is enough. Call it before sharding; the model may be
+      on the meta device.
     adapter_path: PEFT folder with the initial factors (safetensors), which a model on the meta
       device does not read; None: the update starts at zero. Adapters have the dtype of the weights
       (float32 in `load_causal_lm`).
@@ -57,8 +59,13 @@ def apply_lora(
         raise ModelError(f"lora_rank: got {rank}, expected at least 1")
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     if targets == "all-linear":  # PEFT's all-linear adapts fused experts as well
-        linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
-        targets = [n for n, m in linear.items() if m is not model.get_output_embeddings()]
+        body = model.get_decoder() if takes_images(model.config) else model
+        language = set(body.modules()) - {model.get_output_embeddings()}
+        targets = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear | Conv1D) and module in language
+        ]
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT computes alpha / r
@@ -125,7 +132,7 @@ def check_lora(
 ) -> None:
     """Raise the ModelError of `apply_lora` for the causal LM of `config`; reads no weights."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     experts = target_parameters, share_expert_adapters
     apply_lora(model, rank, 1.0, target_modules, None, *experts)
     if adapter_path is not None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from hybridengine.errors import ModelError
+from hybridengine.model.images import ImageFormat, ImageInputs, PackedImages, PlacedImages
 from hybridengine.model.kept import KeptIds
 from hybridengine.model.router_replay import merge_routes, pad_routes
 from hybridengine.model.ulysses import SequenceShard
@@ -59,7 +60,8 @@ class PackedBatch:
     saved: SavedWork = _NOTHING_SAVED  # over all ranks that share the batch
     routes: torch.Tensor | None = None  # int16 [T, layers, k], see `RouterReplay.replay`
     kept: KeptIds | None = None  # what target_ids were sampled from; None: the full vocabulary
-    padding: int = 0  # the last tokens here that are of no sequence, with `shard`
+    images: PackedImages | None = None
+    padding: int = 0  # the last tokens here that are of no sequence
     is_dummy: bool = False
     active_rows: torch.Tensor | None = None
 
@@ -79,7 +81,9 @@ class PackedBatch:
         """Move the tensors; `shard` stays on the CPU."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {
-            name: x.to(device) for name, x in values.items() if isinstance(x, torch.Tensor)
+            name: x.to(device)
+            for name, x in values.items()
+            if isinstance(x, torch.Tensor | PackedImages)
         }
         return replace(self, **moved)
 
@@ -91,15 +95,19 @@ def pack_rollouts(
     *,
     shared_prefix: bool = False,
     routes: Sequence[torch.Tensor] | None = None,
+    images: Sequence[Sequence[ImageInputs]] | None = None,
+    image_format: ImageFormat | None = None,
 ) -> PackedBatch:
     """Pack (prompt_ids, response_ids) pairs; the R result rows are in the order of the pairs.
 
     sequence_parallel: the ranks that share this batch; all of them pass the same pairs.
     shared_prefix: pack common prefixes, such as the prompt of several responses, once.
     routes: for each pair int16 [t, layers, k], of its first t tokens.
+    images, image_format: as `pack_batch`, for each pair.
 
     Raises:
-        ModelError: a pair without prompt tokens, as nothing predicts its first token.
+        ModelError: a pair without prompt tokens, as nothing predicts its first token; images as
+            `pack_batch`.
 
     Examples:
         >>> batch = pack_rollouts([([5, 6], [7, 8]), ([9], [5])])
@@ -121,6 +129,8 @@ def pack_rollouts(
         sequence_parallel,
         shared_prefix,
         None if routes is None else pad_routes(routes, cu_seqlens.diff().tolist()),
+        images,
+        image_format,
     )
     return batch.to(device)
 
@@ -132,18 +142,36 @@ def pack_batch(
     sequence_parallel: dist.ProcessGroup | None = None,
     *,
     shared_prefix: bool = False,
+    images: Sequence[Sequence[ImageInputs]] | None = None,
+    image_format: ImageFormat | None = None,
 ) -> PackedBatch:
     """Pack sequences; tokens with `loss_mask` 1 are predicted.
 
     loss_mask: for each sequence one 0 or 1 per token; 0 at the first token. It may differ between
       equal prefixes: rows belong to sequences, not to packed tokens.
-    shared_prefix: pack common prefixes once; plain packing where there are none.
+    shared_prefix: pack common prefixes once, with their images; plain packing where there are none.
+    images: for each sequence those in it, in their order; None: there are none.
+    image_format: of the model, in a job with images. A batch without images then has a dummy image
+      as padding, so that all ranks run the vision tower.
+
+    Raises:
+        ModelError: images that are not those of the placeholders in their sequence, or together
+            with sequence parallelism.
     """
     from hybridengine.kernels import pack_sequences
 
     packed = pack_sequences(sequences, loss_mask)
     input_ids, is_target = packed.values
-    batch = _pack(input_ids, packed.cu_seqlens, is_target, sequence_parallel, shared_prefix)
+    batch = _pack(
+        input_ids,
+        packed.cu_seqlens,
+        is_target,
+        sequence_parallel,
+        shared_prefix,
+        None,
+        images,
+        image_format,
+    )
     return batch.to(device)
 
 
@@ -153,7 +181,9 @@ def _pack(
     is_target: torch.Tensor,
     sequence_parallel: dist.ProcessGroup | None,
     shared_prefix: bool,
-    routes: torch.Tensor | None = None,
+    routes: torch.Tensor | None,
+    images: Sequence[Sequence[ImageInputs]] | None,
+    image_format: ImageFormat | None,
 ) -> PackedBatch:
     """Pack sequences that are end to end in `input_ids` [T]; all tensors are on the CPU."""
     lengths = cu_seqlens.diff().long()
@@ -170,24 +200,60 @@ def _pack(
         cu_rows=functional.pad(is_target.cumsum(0, dtype=torch.int32), (1, 0))[cu_seqlens],
         routes=routes,
     )
+    if image_format is not None:
+        if sequence_parallel is not None:
+            raise ModelError(
+                "images with sequence parallelism are not supported, as a rank would need features "
+                "of other ranks' images; set ulysses_sequence_parallel_size to 1"
+            )
+        return _with_images(batch, shared_prefix, images, image_format)
+    if images is not None and any(images):
+        raise ModelError("images: got some without image_format, the ImageFormat of the model")
     if shared_prefix:
-        batch = _share_prefixes(batch)
+        batch, _ = _share_prefixes(batch, None)
     return batch if sequence_parallel is None else _split_sequence(batch, sequence_parallel)
 
 
-def _share_prefixes(batch: PackedBatch) -> PackedBatch:
-    """Pack the common prefixes of plainly packed sequences once."""
+def _with_images(
+    batch: PackedBatch,
+    shared_prefix: bool,
+    images: Sequence[Sequence[ImageInputs]] | None,
+    image_format: ImageFormat,
+) -> PackedBatch:
+    """Give plainly packed sequences their images, or a dummy image."""
+    images = [()] * (batch.cu_seqlens.shape[0] - 1) if images is None else images
+    placed = PlacedImages.find(batch.input_ids, batch.cu_seqlens, images, image_format)
+    if shared_prefix:
+        batch, merged = _share_prefixes(batch, placed)
+        placed = merged or placed
+    if not placed.images:
+        dummy = image_format.dummy()
+        placed = placed.append(dummy, batch.input_ids.shape[0], image_format)
+        batch = _pad(batch, dummy.num_tokens, image_format.token_id)
+    return replace(batch, images=placed.pack(batch.input_ids.shape[0], image_format))
+
+
+def _share_prefixes(
+    batch: PackedBatch, images: PlacedImages | None
+) -> tuple[PackedBatch, PlacedImages | None]:
+    """Pack the common prefixes of plainly packed sequences once, with the `images` in them."""
     from hybridengine.kernels import pack_forest
 
-    forest = pack_forest(batch.input_ids, batch.cu_seqlens)
-    tokens = batch.input_ids.shape[0] - forest.input_ids.shape[0]
+    ids = batch.input_ids if images is None else images.distinct_ids(batch.input_ids)
+    forest = pack_forest(ids, batch.cu_seqlens)
+    num_tokens = forest.input_ids.shape[0]
+    tokens = batch.input_ids.shape[0] - num_tokens
     if not tokens:
-        return batch
+        return batch, images
+    input_ids = forest.input_ids
+    if images is not None:
+        input_ids = input_ids.index_copy(0, forest.token_index.long(), batch.input_ids)
+        images = images.merge(forest.token_index, num_tokens)
     # Keys besides a token's own.
     others = int(batch.position_ids.sum()) - int(forest.position_ids.sum())
-    return replace(
+    shared = replace(
         batch,
-        input_ids=forest.input_ids,
+        input_ids=input_ids,
         position_ids=forest.position_ids,
         cu_seqlens=forest.cu_seqlens,
         max_seqlen=forest.max_seqlen,
@@ -196,6 +262,31 @@ def _share_prefixes(batch: PackedBatch) -> PackedBatch:
         tree_position_ids=forest.position_ids,
         saved=SavedWork(tokens, tokens + others),
         routes=None if batch.routes is None else merge_routes(batch.routes, forest.token_index),
+    )
+    return shared, images
+
+
+def _pad(batch: PackedBatch, padding: int, token_id: int) -> PackedBatch:
+    """Append a sequence, or tree, of `padding` tokens of no sequence; no rows."""
+    filler, total = torch.arange(padding), batch.input_ids.shape[0] + padding
+    position_ids = torch.cat([batch.position_ids, filler])
+    cu_seqlens, subtree_ends, routes = batch.cu_seqlens, batch.subtree_ends, batch.routes
+    if routes is not None:
+        routes = torch.cat([routes, routes.new_full((padding, *routes.shape[1:]), -1)])
+    if padding:
+        cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([total])])
+    if subtree_ends is not None:
+        subtree_ends = torch.cat([subtree_ends, subtree_ends.new_full((padding,), total)])
+    return replace(
+        batch,
+        input_ids=torch.cat([batch.input_ids, torch.full_like(filler, token_id)]),
+        position_ids=position_ids,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max(batch.max_seqlen, padding),
+        subtree_ends=subtree_ends,
+        tree_position_ids=None if subtree_ends is None else position_ids,
+        routes=routes,
+        padding=padding,
     )
 
 
@@ -207,31 +298,17 @@ def _split_sequence(batch: PackedBatch, group: dist.ProcessGroup) -> PackedBatch
     """
     size, rank = group.size(), group.rank()
     total = batch.input_ids.shape[0]
-    padding = -total % size
-    length = (total + padding) // size
+    batch = _pad(batch, -total % size, 0)
+    length = batch.input_ids.shape[0] // size
     local = slice(rank * length, (rank + 1) * length)
-    filler = torch.arange(padding)
-    position_ids = torch.cat([batch.position_ids, filler])
     rows = (batch.logit_positions // length == rank).nonzero().flatten()
-    cu_seqlens, subtree_ends, routes = batch.cu_seqlens, batch.subtree_ends, batch.routes
-    if routes is not None:
-        routes = torch.cat([routes, routes.new_full((padding, *routes.shape[1:]), -1)])[local]
-    if padding:
-        cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([total + padding])])
-    if subtree_ends is not None:
-        ends = subtree_ends.new_full((padding,), total + padding)
-        subtree_ends = torch.cat([subtree_ends, ends])
     return replace(
         batch,
-        input_ids=torch.cat([batch.input_ids, torch.zeros_like(filler)])[local],
-        position_ids=position_ids[local],
-        cu_seqlens=cu_seqlens,
-        max_seqlen=max(batch.max_seqlen, padding),
+        input_ids=batch.input_ids[local],
+        position_ids=batch.position_ids[local],
         logit_positions=batch.logit_positions[rows] - local.start,
         target_ids=batch.target_ids[rows],
         shard=SequenceShard(group, rows, batch.logit_positions.shape[0]),
-        subtree_ends=subtree_ends,
-        tree_position_ids=None if subtree_ends is None else position_ids,
-        routes=routes,
+        routes=None if batch.routes is None else batch.routes[local],
         padding=min(length, max(0, local.stop - total)),
     )

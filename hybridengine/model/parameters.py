@@ -40,6 +40,13 @@ def parameter_shards(model: nn.Module) -> dict[str, DTensor | torch.Tensor]:
     return stored
 
 
+def frozen_parameters(model: nn.Module) -> frozenset[str]:
+    """Return the names, as in `parameter_shards`, of the parameters that are not trained."""
+    return frozenset(
+        unwrapped_name(name) for name, p in model.named_parameters() if not p.requires_grad
+    )
+
+
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether no element (of a DTensor: of the local shard) is NaN or infinite."""
     local = local_shard(tensor)

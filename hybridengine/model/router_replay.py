@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from hybridengine.errors import ModelError
 from hybridengine.model.routers import Router, SelectedExperts, find_routers
+from hybridengine.model.validation import auto_class
 
 __all__ = [
     "RouteCall",
@@ -99,10 +100,8 @@ def route_shape(config: Any, trust_remote_code: bool = False) -> tuple[int, int]
 
     Raises ModelError as `find_routers`.
     """
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     return _shape(model, find_routers(model))
 
 

@@ -14,16 +14,19 @@ from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PretrainedConfig,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 from transformers.utils import logging
 
 from hybridengine.errors import ModelError, located
+from hybridengine.model.images import IMAGE_MODEL_TYPES
 
 _HUB_SECONDS = 8.0
 _SCALED = {"linear", "dynamic", "ntk"}  # rotary types whose limit grows by their factor
@@ -31,6 +34,16 @@ _SCALED = {"linear", "dynamic", "ntk"}  # rotary types whose limit grows by thei
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 _FIXED_ROPE = ("default", "linear", "llama3")  # their frequencies do not depend on the length
 _PACKABLE = {"full_attention", "sliding_attention"}  # layers without state between tokens
+
+
+def takes_images(config: PretrainedConfig) -> bool:
+    """Return whether the model of `config` is a vision-language model that can run packed."""
+    return config.model_type in IMAGE_MODEL_TYPES
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return the class of transformers that loads the model of `config`, as by its config.json."""
+    return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
 
 
 def check_model(
@@ -43,9 +56,9 @@ def check_model(
 
     Raises:
         ModelError: the path does not exist, has no weights or is not a causal language model of
-            text alone, or the model cannot run packed (recurrent layers, attention outside
-            AttentionInterface), or an override has no such entry or would change the rotary
-            frequencies.
+            text or of text and images, or the model cannot run packed (recurrent layers, attention
+            outside AttentionInterface), or an override has no such entry or would change the
+            rotary frequencies.
     """
     local = Path(path)
     if local.is_dir():
@@ -87,10 +100,10 @@ def check_weights(
                 f"weight file {str(file)!r} ({file.stat().st_size} bytes) cannot be read: {error}; "
                 "it is truncated, empty or a Git LFS pointer: copy it again"
             ) from None
-    auto_class: Any = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    loader = AutoModelForSequenceClassification if classifier else auto_class(config)
     with _silent_transformers():
         try:
-            model, report = auto_class.from_pretrained(
+            model, report = loader.from_pretrained(
                 path,
                 config=config,
                 device_map="meta",
@@ -137,9 +150,9 @@ def shared_prefix_obstacle(config: PretrainedConfig) -> str | None:
     others = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _PACKABLE
     if others:
         return f"its layers of type {sorted(others)} read the sequence in packed order"
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    model_class = _model_class(config)
+    if model_class is None:
         return f"its own code ({config.model_type}) may read the sequence in packed order"
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if model_class._is_stateful:
         return f"{model_class.__name__} carries a state along the sequence"
     if not model_class._supports_attention_backend:
@@ -238,16 +251,18 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_config(path: str, config: PretrainedConfig, trust_remote_code: bool) -> None:
-    if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+    if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and not takes_images(config):
         text = config.get_text_config()
         is_model = text is not config and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
         kind = text.model_type if is_model else "qwen3"
         raise ModelError(
-            f"model {path!r} ({config.model_type}) also takes images, video or audio, and only "
-            f"text is supported yet; use a model of text alone, such as one of type {kind!r}"
+            f"model {path!r} ({config.model_type}) also takes images, video or audio, which cannot "
+            f"be packed; use a vision-language model of a type in {list(IMAGE_MODEL_TYPES)}, or a "
+            f"model of text alone, such as one of type {kind!r}"
         )
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not (remote and trust_remote_code):
+    model_class = _model_class(config)
+    if model_class is None and not (remote and trust_remote_code):
         hint = "; set trust_remote_code to run its own code" if remote else ""
         raise ModelError(
             f"model {path!r} ({config.model_type}) is not a causal language model{hint}"
@@ -260,13 +275,24 @@ def _check_config(path: str, config: PretrainedConfig, trust_remote_code: bool) 
             f"model {path!r} ({config.model_type}) has layers of type {sorted(layers)}, which "
             f"cannot run packed; supported are {sorted(_PACKABLE)}"
         )
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        if model_class._is_stateful or not model_class._supports_attention_backend:
-            raise ModelError(
-                f"model {path!r} ({model_class.__name__}) does not call its attention through "
-                "transformers' AttentionInterface and cannot run packed"
-            )
+    if model_class is not None and (
+        model_class._is_stateful or not model_class._supports_attention_backend
+    ):
+        raise ModelError(
+            f"model {path!r} ({model_class.__name__}) does not call its attention through "
+            "transformers' AttentionInterface and cannot run packed"
+        )
+
+
+def _model_class(config: PretrainedConfig) -> Any:
+    """Return the class of transformers with the layers of `config`'s model; None: its own code.
+
+    Of a vision-language model it is that of the language model, if that has a class of its own.
+    """
+    text = config.get_text_config() if takes_images(config) else config
+    if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)] if takes_images(config) else None
 
 
 @contextmanager

@@ -6,7 +6,7 @@ The engine refuses to generate from the first byte of a sync until all ranks hav
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 
 import torch
@@ -58,7 +58,9 @@ class Resharder:
       the memory that is free on the GPUs now, at most 1 GiB; 64 MiB on CPUs.
     adapters: function that returns parameter → LoRA adapter. With `merge`, adapters are merged when
       the parameter is packed, else the engine receives them in addition to its weights. All other
-      parameters are frozen: they travel again only if their bits change, here or in the engine.
+      parameters are then frozen.
+    frozen: function that returns the names of parameters that are not trained. Frozen parameters
+      travel again only if their bits change, here or in the engine.
     delta: whether a sync moves only the elements whose bits changed since the last one, where its
       changes are few and the engine still holds what that sync wrote. They are found by comparison
       with a copy of what was sent, 16 bits per element of the shards. auto: across machines; on one
@@ -80,9 +82,11 @@ class Resharder:
         merge: bool = True,
         delta: DeltaMode = "auto",
         timeout_s: float | None = None,
+        frozen: Callable[[], Set[str]] = frozenset,
     ) -> None:
         self.engine = target_of(engine)
-        self._trainers = trainers = Trainers(parameters, adapters, merge, delta, timeout_s)
+        trainers = Trainers(parameters, adapters, merge, delta, timeout_s, frozen)
+        self._trainers = trainers
         self.rank, self.world_size = trainers.rank, trainers.world_size
         self._trained, self._guard = trainers.model, trainers.guard
         doing = operation(self._guard, "planning the syncs")

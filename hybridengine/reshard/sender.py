@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -64,8 +64,8 @@ class Delta(NamedTuple):
 class WeightSender:
     """Sends trained FSDP2 parameters to engines in other processes; make one on every trainer rank.
 
-    parameters, adapters, merge, delta: see `Resharder`. Each engine that has what the last sync
-      sent receives a delta.
+    parameters, adapters, merge, delta, frozen: see `Resharder`. Each engine that has what the last
+      sync sent receives a delta.
     config: that of the trained model (`model.config.to_dict()`). An engine that would compute
       another function of equal weights is refused. {}: configs are not compared.
     store: a `torch.distributed` store that all trainers and engines reach (`TCPStore`).
@@ -94,10 +94,11 @@ class WeightSender:
         delta: DeltaMode = "auto",
         config: Mapping[str, Any] = MappingProxyType({}),
         timeout_s: float = 300.0,
+        frozen: Callable[[], Set[str]] = frozenset,
     ) -> None:
         if num_engines < 1:
             raise ValueError(f"num_engines: got {num_engines}, expected at least 1")
-        self._trainers = trainers = Trainers(parameters, adapters, merge, delta, timeout_s)
+        self._trainers = trainers = Trainers(parameters, adapters, merge, delta, timeout_s, frozen)
         self.rank, self.world_size = trainers.rank, trainers.world_size
         self._trained, self._guard = trainers.model, trainers.guard
         self._store, self._config, self._timeout_s = SyncStore(store), config, timeout_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 
 import torch
@@ -55,12 +55,13 @@ class Trainers:
         merge: bool,
         delta: DeltaMode,
         timeout_s: float | None = None,
+        frozen: Callable[[], Set[str]] = frozenset,
     ) -> None:
         check_mode(delta)
         self.timeout_s = timeout_s
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._delta = delta
-        self.model = model = TrainedTensors(parameters, adapters, merge)
+        self.model = model = TrainedTensors(parameters, adapters, merge, frozen)
         self.guard = CollectiveGuard(
             self.rank,
             self.world_size,

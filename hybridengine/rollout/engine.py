@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hybridengine.errors import UserError
+from hybridengine.errors import RolloutError, UserError
 from hybridengine.rollout.response import Response
 from hybridengine.sharding.weight_target import StaleWeightsError, WeightTarget
+from hybridengine.vision import EncodedImage
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,16 @@ class CacheSize:
 
 @dataclass(frozen=True)
 class Request:
-    """One response that is wanted of a `RequestStream`; id: unique in the stream."""
+    """One response that is wanted of a `RequestStream`; id: unique in the stream.
+
+    images: in the order of their tokens in the prompt.
+    """
 
     id: int
     prompt_ids: Sequence[int]
     max_tokens: int
     seed: int
+    images: Sequence[EncodedImage] = ()
 
 
 class RequestStream(ABC):
@@ -142,6 +147,7 @@ class RolloutEngine(ABC):
     wants_weights: whether it has lost its weights, and waits for new ones.
     in_flight: how `generate` and `stream` take new weights; None: not before all requests have
       finished.
+    takes_images: whether prompts may have images.
     """
 
     target: WeightTarget | None = None
@@ -153,17 +159,28 @@ class RolloutEngine(ABC):
     free_cache: bool = True
     wants_weights: bool = False
     in_flight: InFlightUpdate | None = None
+    takes_images: bool = False
     _asleep: tuple[str, ...] = ()  # which of "weights" and "kv_cache" are freed
 
     @abstractmethod
     def _generate(
-        self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        spec: SamplingSpec,
+        seed: int,
+        images: Sequence[Sequence[EncodedImage]],
     ) -> list[list[Response]]: ...
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        spec: SamplingSpec,
+        seed: int,
+        images: Sequence[Sequence[EncodedImage]] | None = None,
     ) -> list[list[Response]]:
         """Return spec.n completions for each prompt of token ids, reproducible from `seed`.
+
+        images: of each prompt, in the order of their tokens in it, which are all there.
 
         Every rank of a replica calls it with the same arguments. Replicas given the same seed draw
         different random numbers, prompt i of a replica those of prompt i * replicas + replica of
@@ -173,8 +190,18 @@ class RolloutEngine(ABC):
         self._check_weights()
         if not prompts:
             return []
+        images = images or [()] * len(prompts)
+        self.check_images(image for own in images for image in own)
         self._wake("weights", "kv_cache")
-        return self._generate(prompts, spec, seed)
+        return self._generate(prompts, spec, seed, images)
+
+    def check_images(self, images: Iterable[EncodedImage]) -> None:
+        """Raise RolloutError for an image where the engine takes none."""
+        if not self.takes_images and (image := next(iter(images), None)) is not None:
+            raise RolloutError(
+                f"{image.where}: {type(self).__name__} takes no images; set rollout.name to vllm "
+                "or hf, without rollout.servers, and take a model with a vision tower"
+            )
 
     def _stream(self, spec: SamplingSpec, seed: int) -> AbstractContextManager[RequestStream]:
         raise UserError(

@@ -28,6 +28,8 @@ from transformers import (
 )
 
 from hybridengine.kernels import token_log_probs
+from hybridengine.model.images import ImageInputs, PackedImages, placeholders_of
+from hybridengine.model.validation import auto_class
 from hybridengine.reshard.plan.configuration import config_differences, in_words, plain_values
 from hybridengine.rollout.engine import (
     Request,
@@ -41,6 +43,7 @@ from hybridengine.rollout.kept import pack_kept
 from hybridengine.rollout.response import Response
 from hybridengine.sharding.layout import CheckpointLayout, LayoutError, identity_layout
 from hybridengine.sharding.weight_target import WeightTarget
+from hybridengine.vision import EncodedImage, ImagePreparer
 
 
 class HfWeights(WeightTarget):
@@ -84,6 +87,7 @@ class HfEngine(RolloutEngine):
 
     max_num_seqs: how many sequences are generated at once.
     tokenizer: decodes responses to detect the texts of `SamplingSpec.stop`.
+    preparer: of the images that prompts may have; None: they have none.
     Other arguments: as of VllmEngine.
     """
 
@@ -98,22 +102,26 @@ class HfEngine(RolloutEngine):
         trust_remote_code: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
         config_overrides: Mapping[str, Any] = MappingProxyType({}),
+        preparer: ImagePreparer | None = None,
     ) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(
             model_path, trust_remote_code=trust_remote_code, **config_overrides
         )
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        self._model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=trust_remote_code
-        ).to(device)
+        self._model = (
+            auto_class(config)
+            .from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            .to(device)
+        )
         self._model.eval().requires_grad_(False)
         self.tp_rank, self.tp_size = 0, 1
         self.replica, self.replicas = dist.get_rank(), dist.get_world_size()
         self.dtype = dtype
         self._stop_token_ids = list(stop_token_ids)
         self._max_num_seqs, self._tokenizer = max_num_seqs, tokenizer
+        self._preparer, self.takes_images = preparer, preparer is not None
         self.target: HfWeights = HfWeights(self._model, config, checkpoint)
 
     def shutdown(self) -> None:
@@ -121,11 +129,16 @@ class HfEngine(RolloutEngine):
 
     @torch.no_grad()
     def _generate(
-        self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        spec: SamplingSpec,
+        seed: int,
+        images: Sequence[Sequence[EncodedImage]],
     ) -> list[list[Response]]:
-        repeated = [list(ids) for ids in prompts for _ in range(spec.n)]
+        pairs = zip(prompts, images, strict=True)
+        repeated = [(list(ids), own) for ids, own in pairs for _ in range(spec.n)]
         # Sorted by length, so that little is padded.
-        order = sorted(range(len(repeated)), key=lambda i: len(repeated[i]))
+        order = sorted(range(len(repeated)), key=lambda i: len(repeated[i][0]))
         done: dict[int, Response] = {}
         with local_random_state(derive_seed(seed, self.replica)):
             for at in range(0, len(order), self._max_num_seqs):
@@ -138,7 +151,9 @@ class HfEngine(RolloutEngine):
     def _stream(self, spec: SamplingSpec, seed: int) -> Iterator[_BatchStream]:
         yield _BatchStream(self, spec, seed)
 
-    def _generate_batch(self, prompts: list[list[int]], spec: SamplingSpec) -> list[Response]:
+    def _generate_batch(
+        self, prompts: Sequence[tuple[list[int], Sequence[EncodedImage]]], spec: SamplingSpec
+    ) -> list[Response]:
         """Sample one completion for each prompt, all together.
 
         Those that a weight update interrupts go on with their tokens as part of the prompt.
@@ -146,12 +161,19 @@ class HfEngine(RolloutEngine):
         completions = [_EMPTY] * len(prompts)
         while running := [i for i, c in enumerate(completions) if c.finish_reason == _INTERRUPTED]:
             num_new = len(completions[running[0]].token_ids)  # of each of them
-            rows = [[*prompts[i], *completions[i].token_ids] for i in running]
-            for i, part in zip(running, self._sample(rows, num_new, spec), strict=True):
+            rows = [[*prompts[i][0], *completions[i].token_ids] for i in running]
+            images = [prompts[i][1] for i in running]
+            for i, part in zip(running, self._sample(rows, images, num_new, spec), strict=True):
                 completions[i] = completions[i].join(part)
         return completions
 
-    def _sample(self, prompts: list[list[int]], num_new: int, spec: SamplingSpec) -> list[Response]:
+    def _sample(
+        self,
+        prompts: list[list[int]],
+        images: Sequence[Sequence[EncodedImage]],
+        num_new: int,
+        spec: SamplingSpec,
+    ) -> list[Response]:
         """Sample further tokens; the last `num_new` of each prompt belong to the response."""
         rows = [torch.tensor(prompt) for prompt in prompts]
         pad = partial(pad_sequence, batch_first=True, padding_side="left")
@@ -161,19 +183,21 @@ class HfEngine(RolloutEngine):
         sampler = _Sampler(spec)
         stops = _StopTexts(self._tokenizer, spec.stop, ids.shape[1] - num_new)
         updates = _UpdatesBetweenSteps(self)
-        out = self._model.generate(
-            ids,
-            attention_mask=mask,
-            logits_processor=LogitsProcessorList([sampler]),
-            stopping_criteria=StoppingCriteriaList([updates, *([stops] if spec.stop else [])]),
-            max_new_tokens=limit,
-            eos_token_id=self._stop_token_ids,
-            pad_token_id=0,
-            do_sample=spec.temperature != 0,
-            temperature=1.0,  # `sampler` applies these three
-            top_k=0,
-            top_p=1.0,
-        )
+        with self._images_of(ids, mask, images) as arguments:
+            out = self._model.generate(
+                ids,
+                attention_mask=mask,
+                **arguments,
+                logits_processor=LogitsProcessorList([sampler]),
+                stopping_criteria=StoppingCriteriaList([updates, *([stops] if spec.stop else [])]),
+                max_new_tokens=limit,
+                eos_token_id=self._stop_token_ids,
+                pad_token_id=0,
+                do_sample=spec.temperature != 0,
+                temperature=1.0,  # `sampler` applies these three
+                top_k=0,
+                top_p=1.0,
+            )
         log_probs = sampler.finish(out)
         new = out[:, ids.shape[1] :].tolist()
         completions = []
@@ -190,6 +214,36 @@ class HfEngine(RolloutEngine):
                 )
             )
         return sampler.with_kept(completions) if spec.records else completions
+
+    @contextmanager
+    def _images_of(
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        images: Sequence[Sequence[EncodedImage]],
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield what the model reads of the images of a left-padded batch [B, L].
+
+        While open, image tokens that are not of these images, but sampled, are text.
+        """
+        if self._preparer is None or not any(images):
+            yield {}
+            return
+        image_format, is_image = (
+            self._preparer.image_format,
+            torch.zeros_like(ids, dtype=torch.bool),
+        )
+        inputs = list[ImageInputs]()
+        for row, own in enumerate(images):
+            prepared = [self._preparer.inputs(image) for image in own]
+            padding = ids.shape[1] - int(mask[row].sum())
+            starts = image_format.find(ids[row, padding:].cpu(), prepared, row)
+            for image, start in zip(prepared, starts, strict=True):
+                is_image[row, padding + start : padding + start + image.num_tokens] = True
+            inputs += prepared
+        tensors = {name: x.to(ids.device) for name, x in image_format.join(inputs).items()}
+        with placeholders_of(self._model, PackedImages(tensors, is_image, None)):
+            yield tensors | {"mm_token_type_ids": is_image.long()}
 
     def _end(self, ids: list[int], stopped: int) -> int | None:
         """Return how many tokens there are up to the one that ends the response, None without one.
@@ -212,6 +266,7 @@ class _BatchStream(RequestStream):
         self._num_steps = 0
 
     def _add(self, request: Request) -> None:
+        self._engine.check_images(request.images)
         self._waiting.append(request)
 
     def _step(self) -> list[tuple[int, Response]]:
@@ -221,9 +276,11 @@ class _BatchStream(RequestStream):
         self._num_steps += 1
         longest = max((request.max_tokens for request in requests), default=0)
         spec = replace(self._spec, n=1, max_tokens=longest)
-        prompts = [request.prompt_ids for request in requests]
         completions = self._engine._generate(
-            prompts, spec, derive_seed(self._seed, self._num_steps)
+            [request.prompt_ids for request in requests],
+            spec,
+            derive_seed(self._seed, self._num_steps),
+            [request.images for request in requests],
         )
         return [
             (request.id, completion.first(request.max_tokens))

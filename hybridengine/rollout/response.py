@@ -20,6 +20,7 @@ from hybridengine.rollout.columns import (
     extend_columns,
     first_columns,
 )
+from hybridengine.vision import EncodedImage
 
 __all__ = ["Response", "VersionRuns", "token_columns"]
 
@@ -55,7 +56,8 @@ class Response:
     advantage: mean over its tokens, where it is known.
     trained: what training computed per token, by name, for rollout files.
 
-    Of trajectories of several turns: context_ids: the prompt; empty: the sample's. is_last: see
+    Of trajectories of several turns: context_ids: the prompt; empty: the sample's. images: those in
+    context_ids and token_ids; without context_ids they follow the sample's. is_last: see
     `Outcomes`. turns: all turns, as rollout files have them. turn_numbers: numbers of the
     trajectory, by name.
     """
@@ -74,6 +76,7 @@ class Response:
     advantage: float | None = None
     trained: Mapping[str, Sequence[float]] = field(default_factory=dict)
     context_ids: Sequence[int] = ()
+    images: Sequence[EncodedImage] = ()
     is_last: bool = True
     turns: Sequence[Mapping[str, Any]] = ()
     turn_numbers: Mapping[str, float] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from hybridengine.trainer.outcomes import Outcomes
 from hybridengine.trainer.rollouts import Rollouts
 from hybridengine.trainer.routes import response_routes
 from hybridengine.trainer.split import split_micro_batches
+from hybridengine.vision import EncodedImage, ImagePreparer
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ class DataParallel:
     sp_size: ranks of sequence parallelism (Ulysses); 1: every rank is a replica.
     shared_prefix: compute common prefixes once; pair_cost: see `split_micro_batches`.
     route_shape: of a token's routes, where the engine's are replayed.
+    preparer: of the images of sequences; None: there are none.
 
     Attributes:
         replica, dp_size: index of this rank's replica, and how many there are.
@@ -144,8 +146,10 @@ class DataParallel:
         shared_prefix: bool = False,
         pair_cost: float = 0.0,
         route_shape: tuple[int, int] | None = None,
+        preparer: ImagePreparer | None = None,
     ) -> None:
         self.session, self.sp_size, self.route_shape = session, sp_size, route_shape
+        self.preparer = preparer
         self.shared_prefix, self.pair_cost = shared_prefix, pair_cost
         self.dp_size, self.replica = session.world_size // sp_size, session.rank // sp_size
         self.sp_group: dist.ProcessGroup | None = None
@@ -185,6 +189,7 @@ class DataParallel:
         are on these ranks. Collective.
         """
         outcomes, device = rollouts.outcomes, self.session.device
+        rollouts.check_images(self.preparer is not None)
         _, groups = outcomes.groups.unique(return_inverse=True)
         mini_batch_of = groups * num_mini_batches // (int(groups.max()) + 1)
         split = self._split(outcomes, mini_batch_of, num_mini_batches, max_tokens * self.sp_size)
@@ -199,6 +204,9 @@ class DataParallel:
                 columns = rollouts.move(exchange, device)
             else:
                 columns = {name: x.to(device) for name, x in receive(placement).items()}
+            images: Sequence[Sequence[EncodedImage]] = [()] * len(placement.held[self.session.rank])
+            if self.preparer is not None and receive is None:
+                images = rollouts.move_images(exchange, placement.held[self.session.rank])
         is_dummy = not trained[self.replica]
         index = torch.tensor(placement.held[self.session.rank])
         ends = [0, *accumulate(outcomes.response_lengths[index].tolist())]
@@ -212,7 +220,7 @@ class DataParallel:
             response_mask=mask,
             rollout_log_probs=columns["log_probs"],
             mini_batches=self._pack(
-                rollouts, index, columns, [replicas[self.replica] for replicas in split]
+                rollouts, index, columns, images, [replicas[self.replica] for replicas in split]
             ),
             mini_batch_of=mini_batch_of.to(device),
             placement=placement,
@@ -263,10 +271,12 @@ class DataParallel:
         rollouts: Rollouts,
         index: Tensor,
         columns: Mapping[str, Tensor],
+        images: Sequence[Sequence[EncodedImage]],
         mini_batches: Sequence[Sequence[list[int]]],
     ) -> list[list[PackedBatch]]:
         """Pack the responses `index` of this replica, whose tokens are in `columns`.
 
+        images: of each response.
         mini_batches: the rows of each micro-batch. A dummy runs this replica's shortest response.
         """
         outcomes = rollouts.outcomes
@@ -295,6 +305,7 @@ class DataParallel:
                 sequence_parallel=self.sp_group,
                 shared_prefix=self.shared_prefix,
                 routes=[routes[k] for k in chosen] if routes and rows else None,
+                **self.image_arguments([images[k] for k in chosen]),
             )
             packed = replace(
                 packed, row_index=tokens, kept=None if kept is None else kept.take(tokens)
@@ -302,6 +313,16 @@ class DataParallel:
             return packed if rows else packed.as_dummy()
 
         return [[pack(rows) for rows in micro_batches] for micro_batches in mini_batches]
+
+    def image_arguments(self, images: Sequence[Sequence[EncodedImage]]) -> dict[str, Any]:
+        """Return what packs the images of sequences; {} for a model without images.
+
+        A batch without images has a dummy one, so that every rank runs the vision tower.
+        """
+        if self.preparer is None:
+            return {}
+        inputs = [[self.preparer.inputs(image) for image in own] for own in images]
+        return {"images": inputs, "image_format": self.preparer.image_format}
 
     def num_trained(self, batch: RolloutBatch, number: int) -> tuple[Tensor, Tensor]:
         """Count (tokens, responses with a token) that a mini-batch trains on, over all ranks; 0-d.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,12 +19,12 @@ from hybridengine.agent import (
     find_parser,
     load_tools,
 )
-from hybridengine.config import ConfigError, JobConfig, RLConfig
+from hybridengine.config import ConfigError, JobConfig, RLConfig, SFTConfig
 from hybridengine.data import PromptDataset
 from hybridengine.data.chats import ChatTemplate
 from hybridengine.data.special_tokens import SpecialTokens
 from hybridengine.errors import ModelError, UserError, located
-from hybridengine.model import adapter_shards, parameter_shards
+from hybridengine.model import adapter_shards, frozen_parameters, parameter_shards
 from hybridengine.model.validation import check_model
 from hybridengine.reshard import Resharder, WeightReceiver, WeightSender
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
@@ -34,6 +35,7 @@ from hybridengine.runtime.roles import RoleLink
 from hybridengine.sharding import CheckpointLayout
 from hybridengine.trainer.algorithms import check_estimator, uses_critic
 from hybridengine.trainer.models import Actor
+from hybridengine.vision import ImagePreparer, load_image_preparer
 
 SYNC_SHARE = 0.8  # of trainer.timeout_s: a sync gives up before the trainers' collectives do
 
@@ -54,6 +56,23 @@ def load_tokenizer(config: JobConfig, path: str | None = None) -> PreTrainedToke
         ) from error
 
 
+def load_preparer(config: RLConfig | SFTConfig) -> ImagePreparer | None:
+    """Load what prepares images for the trained model, None where it takes none.
+
+    Data, engine and trainer of a process share it, and so the images that it has prepared. Raises
+    ModelError for a model whose image processor cannot be read.
+    """
+    model = config.model
+    options = json.dumps(dict(config.data.mm_processor_kwargs), sort_keys=True, default=str)
+    return _load_preparer(model.path, model.trust_remote_code, options)
+
+
+@cache
+def _load_preparer(path: str, trust_remote_code: bool, options: str) -> ImagePreparer | None:
+    model = check_model(path, trust_remote_code)
+    return load_image_preparer(model, path, json.loads(options), trust_remote_code)
+
+
 def load_data(
     config: RLConfig,
 ) -> tuple[PreTrainedTokenizerBase, PromptDataset, PromptDataset | None, RewardManager]:
@@ -64,8 +83,14 @@ def load_data(
     import_external(config)
     check_algorithm(config)
     tokenizer, data, tools = load_tokenizer(config), config.data, tool_schemas(config)
-    train = PromptDataset(data.train_files, tokenizer, data, tools)
-    val = PromptDataset(data.val_files, tokenizer, data, tools) if data.val_files else None
+    dataset = partial(
+        PromptDataset,
+        tokenizer=tokenizer,
+        data=data,
+        tools=tools,
+        preparer=load_preparer(config),
+    )
+    train, val = dataset(data.train_files), dataset(data.val_files) if data.val_files else None
     build_agents(config, tokenizer)  # its errors, before a model is loaded
     reward = build_reward_manager(config.reward, data.max_response_length, tokenizer)
     return tokenizer, train, val, reward
@@ -87,11 +112,18 @@ def build_agents(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> AgentR
         return None
     find_loop(name)
     tools = load_tools(turns)
-    chats = ChatTemplate(tokenizer, config.data, [tool.schema for tool in tools.values()])
+    preparer, schemas = load_preparer(config), [tool.schema for tool in tools.values()]
+    chats = ChatTemplate(tokenizer, config.data, schemas, preparer)
     render = partial(chats.render, "a trajectory")
     stops = find_stop_token_ids(config.model.path, tokenizer)
     policy = config.data.special_tokens.replace("error", "text")  # of tools: never an error
-    template = TurnTemplate(render, tokenizer, stops, SpecialTokens(tokenizer, policy))
+    template = TurnTemplate(
+        render,
+        tokenizer,
+        stops,
+        SpecialTokens(tokenizer, policy),
+        lambda text, images: chats.expand("a trajectory", text, images)[0],
+    )
     context = LoopContext(turns, find_parser(turns.format, tokenizer))
     return AgentRunner(context, name, template, tools)
 
@@ -159,7 +191,11 @@ def build_engine(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Rollou
         find_stop_token_ids(model.path, tokenizer),
         getattr(torch, rollout.dtype),
     )
-    shared: dict[str, Any] = {"stop_token_ids": stop_token_ids, "dtype": dtype}
+    shared: dict[str, Any] = {
+        "stop_token_ids": stop_token_ids,
+        "dtype": dtype,
+        "preparer": load_preparer(config),
+    }
     limits: dict[str, Any] = {
         "max_num_seqs": rollout.max_num_seqs,
         "trust_remote_code": model.trust_remote_code,
@@ -193,6 +229,7 @@ def build_engine(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Rollou
         stop_texts=bool(rollout.stop),
         quantization=rollout.quantization,
         record_routes=config.actor.router_replay == "rollout",
+        limit_images=rollout.limit_images,
         engine_options={
             **limits,
             "enforce_eager": rollout.enforce_eager,
@@ -240,6 +277,7 @@ def build_resharder(config: RLConfig, actor: Actor, engine: RolloutEngine) -> Re
         engine,
         bucket_bytes=None if mib is None else mib << 20,
         adapters=partial(adapter_shards, actor.model),
+        frozen=partial(frozen_parameters, actor.model),
         merge=config.reshard.lora == "merged",
         delta=config.reshard.delta,
     )
@@ -254,6 +292,7 @@ def build_sender(config: RLConfig, actor: Actor, link: RoleLink) -> WeightSender
         num_engines=config.num_engines,
         bucket_bytes=None if mib is None else mib << 20,
         adapters=partial(adapter_shards, actor.model),
+        frozen=partial(frozen_parameters, actor.model),
         merge=config.reshard.lora == "merged",
         delta=config.reshard.delta,
         config=model.config.to_dict(),

@@ -18,6 +18,7 @@ from hybridengine.model import (
     adapters_disabled,
     apply_lora,
     balance_routers,
+    freeze_vision_tower,
     load_causal_lm,
     on_device,
     prepare_routers,
@@ -51,23 +52,34 @@ def load_model(
     fsdp, model, router = config.sharding, config.model, config.router
     rank, alpha, modules = model.lora_rank, model.lora_alpha, model.target_modules
     is_policy = path in ("", model.path) and "value_head" not in options
-    adapt: Callable[[Any], object] | None = None
+    changes = list[Callable[[Any], object]]()
     if rank:
-        adapt = partial(
-            apply_lora,
-            rank=rank,
-            alpha=alpha,
-            target_modules=modules,
-            adapter_path=model.lora_adapter_path,
-            target_parameters=model.target_parameters,
-            share_expert_adapters=model.share_expert_adapters,
+        changes.append(
+            partial(
+                apply_lora,
+                rank=rank,
+                alpha=alpha,
+                target_modules=modules,
+                adapter_path=model.lora_adapter_path,
+                target_parameters=model.target_parameters,
+                share_expert_adapters=model.share_expert_adapters,
+            )
         )
     elif router.freeze_moe_router or router.router_bias_update_rate:  # not with LoRA
-        adapt = partial(
-            prepare_routers,
-            freeze=router.freeze_moe_router,
-            updates_bias=bool(router.router_bias_update_rate),
+        changes.append(
+            partial(
+                prepare_routers,
+                freeze=router.freeze_moe_router,
+                updates_bias=bool(router.router_bias_update_rate),
+            )
         )
+    if config.freeze_vision_tower:
+        changes.append(freeze_vision_tower)
+
+    def adapt(unsharded: Any) -> None:
+        for change in changes:
+            change(unsharded)
+
     loaded = load_causal_lm(
         path or model.path,
         mesh=sharding_mesh(
@@ -84,7 +96,7 @@ def load_model(
         trust_remote_code=model.trust_remote_code,
         deterministic=config.deterministic,
         expert_parallel_size=fsdp.expert_parallel_size if is_policy else 1,
-        adapt=adapt if is_trained else None,
+        adapt=adapt if is_trained and changes else None,
         config_overrides=model.config_overrides if path in ("", model.path) else {},
         **options,
     )

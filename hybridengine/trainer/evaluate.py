@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from hybridengine.config import ConfigError, RLConfig, load_config
 from hybridengine.data import PromptDataset, Subset
 from hybridengine.model import parameter_shards
+from hybridengine.model.validation import auto_class, check_model
 from hybridengine.reshard import Resharder
 from hybridengine.rewards import build_reward_manager
 from hybridengine.rollout import RolloutEngine, SamplingSpec
@@ -27,6 +28,7 @@ from hybridengine.trainer.build import (
     build_agents,
     build_engine,
     import_external,
+    load_preparer,
     load_tokenizer,
     tool_schemas,
 )
@@ -86,10 +88,9 @@ def open_engine(
         tokenizer = load_tokenizer(config)
         engine = build_engine(config, tokenizer)
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                config.model.path,
-                dtype=getattr(torch, config.rollout.dtype),
-                trust_remote_code=config.model.trust_remote_code,
+            path, trust = config.model.path, config.model.trust_remote_code
+            model: Any = auto_class(check_model(path, trust)).from_pretrained(
+                path, dtype=getattr(torch, config.rollout.dtype), trust_remote_code=trust
             )
             model = model.to(session.device)
             engine.sleep()
@@ -106,7 +107,13 @@ def evaluate(config: RLConfig) -> list[Problem]:
         raise ConfigError("data.val_files is empty; give the prompts to evaluate on")
     import_external(config)
     with open_engine(config) as (session, tokenizer, engine):
-        prompts = PromptDataset(config.data.val_files, tokenizer, config.data, tool_schemas(config))
+        prompts = PromptDataset(
+            config.data.val_files,
+            tokenizer,
+            config.data,
+            tool_schemas(config),
+            load_preparer(config),
+        )
         limit, v = config.data.max_response_length, config.rollout.val_kwargs
         reward = build_reward_manager(config.reward, limit, tokenizer)
         agents = build_agents(config, tokenizer)

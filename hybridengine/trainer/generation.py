@@ -69,7 +69,10 @@ class RolloutGenerator:
     ) -> list[Response]:
         with self.session.phase("gen"):
             completions = self.engine.generate(
-                [sample.prompt_ids for sample in samples.values()], spec, seed
+                [sample.prompt_ids for sample in samples.values()],
+                spec,
+                seed,
+                [sample.images for sample in samples.values()],
             )
         if not samples or self.engine.tp_rank != 0:  # the replica's other ranks have the same
             return []

@@ -109,6 +109,7 @@ def rollout_line(sample: PromptSample, r: Response) -> str:
         **({"weight_versions": list(map(list, r.versions))} if len(r.versions) > 1 else {}),
         "prompt_ids": list(r.context_ids or sample.prompt_ids),
         "response_ids": list(r.token_ids),
+        **({"images": images} if (images := _image_names(sample, r)) else {}),
         "log_probs": list(map(float, r.log_probs)),
         **r.trained,
         **({"sampled": list(r.columns["sampled"]), "turns": list(r.turns)} if r.turns else {}),
@@ -120,6 +121,11 @@ def rollout_line(sample: PromptSample, r: Response) -> str:
         for name, value in {**r.extras, **r.texts}.items()
     }
     return json.dumps({**prompt, **results, **response}, ensure_ascii=False) + "\n"
+
+
+def _image_names(sample: PromptSample, r: Response) -> list[str]:
+    """Return the images in the tokens of prompt and response, in their order."""
+    return [image.name for image in (*(() if r.context_ids else sample.images), *r.images)]
 
 
 def _plain(value: Any) -> Any:

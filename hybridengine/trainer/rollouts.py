@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
@@ -12,10 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.data import PromptSample, Subset
+from hybridengine.errors import RolloutError
 from hybridengine.rollout import Response
 from hybridengine.rollout.response import token_columns
+from hybridengine.runtime.messages import decode, encode
 from hybridengine.trainer.exchange import RowExchange
 from hybridengine.trainer.outcomes import Outcomes
+from hybridengine.vision import EncodedImage
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,41 @@ class Rollouts:
             for name in (token_columns() if names is None else names)
             if sizes[name].any()
         }
+
+    def check_images(self, supported: bool) -> None:
+        """Raise RolloutError for an image of a tool in a job that does not support images."""
+        image = next((image for r in self.own for image in r.images), None)
+        if image is not None and not supported:
+            raise RolloutError(
+                f"{image.where} returned an image, which this job does not support: its model, "
+                "critic, reward model, teacher or sequence parallelism reads text alone"
+            )
+
+    def move_images(self, exchange: RowExchange, rows: Sequence[int]) -> list[list[EncodedImage]]:
+        """Return the images in the tokens of `rows`, those of their prompts first. Collective.
+
+        Every rank reads those of prompts in its own dataset. Those of tools move as they are
+        encoded, to where `exchange` wants its rows, which are `rows` here.
+        """
+        records = [encode(list(r.images)) if r.images else b"" for r in self.own]
+        sizes = self.gather_numbers([len(record) for record in records]).long()
+        moved = [b""] * len(rows)
+        if sizes.any():
+            values = torch.frombuffer(bytearray(b"".join(records) or b"\0"), dtype=torch.uint8)
+            content = exchange(values, sizes).numpy().tobytes()
+            ends = sizes[torch.tensor(rows)].cumsum(0).tolist()
+            moved = [content[a:b] for a, b in pairwise([0, *ends])]
+        groups, contexts = (
+            self.outcomes.groups.tolist(),
+            self.outcomes.sizes["context_ids"].tolist(),
+        )
+        of_prompts = {g: self.prompts[g].images for g in {groups[row] for row in rows}}
+        images = list[list[EncodedImage]]()
+        for row, record in zip(rows, moved, strict=True):
+            of_prompt = [] if contexts[row] else of_prompts[groups[row]]
+            of_tools = decode(record, list[EncodedImage], "images of a response") if record else []
+            images.append([*of_prompt, *of_tools])
+        return images
 
     def gather_numbers(self, values: Sequence[float]) -> Tensor:
         """Gather one number per own response to float64 [N] on every rank. Collective."""

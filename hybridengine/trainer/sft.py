@@ -28,7 +28,7 @@ from hybridengine.model import (
 )
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.base import BaseTrainer
-from hybridengine.trainer.build import load_tokenizer
+from hybridengine.trainer.build import load_preparer, load_tokenizer
 from hybridengine.trainer.build_models import build_optimizer, load_model
 from hybridengine.trainer.plan import resolve_dtypes, sft_plan
 from hybridengine.trainer.shared_prefix import build_data_parallel
@@ -37,8 +37,9 @@ from hybridengine.trainer.shared_prefix import build_data_parallel
 def load_sft_data(config: SFTConfig) -> tuple[Any, SFTDataset, SFTDataset | None]:
     """Load tokenizer, training conversations and validation conversations (or None)."""
     tokenizer, data = load_tokenizer(config), config.data
-    val = SFTDataset(data.val_files, tokenizer, data) if data.val_files else None
-    return tokenizer, SFTDataset(data.train_files, tokenizer, data), val
+    preparer = load_preparer(config)
+    val = SFTDataset(data.val_files, tokenizer, data, preparer) if data.val_files else None
+    return tokenizer, SFTDataset(data.train_files, tokenizer, data, preparer), val
 
 
 class SFTTrainer(BaseTrainer[SFTConfig]):
@@ -129,7 +130,10 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
         data, dp = self.config.data, self.dp
         lengths, limit = [len(s.ids) for s in samples], data.max_token_len_per_gpu * dp.sp_size
         starts = [s.loss_mask.index(1) if 1 in s.loss_mask else len(s.ids) for s in samples]
-        prompts = [(tuple(s.ids[:n]), n) for s, n in zip(samples, starts, strict=True)]
+        prompts: list[tuple[Any, int]] = [
+            ((tuple(s.ids[:n]), tuple(image.sha256 for image in s.images)), n)
+            for s, n in zip(samples, starts, strict=True)
+        ]
         if data.micro_batch_size_per_gpu is not None:
             lengths, limit = [1] * len(samples), data.micro_batch_size_per_gpu
             prompts = [(prompt, 0) for prompt, _ in prompts]
@@ -138,7 +142,12 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
             chosen = [samples[i] for i in rows or shortest]
             ids, loss_masks = [s.ids for s in chosen], [s.loss_mask for s in chosen]
             packed = pack_batch(
-                ids, loss_masks, self.session.device, dp.sp_group, shared_prefix=dp.shared_prefix
+                ids,
+                loss_masks,
+                self.session.device,
+                dp.sp_group,
+                shared_prefix=dp.shared_prefix,
+                **dp.image_arguments([s.images for s in chosen]),
             )
             yield packed if rows else packed.as_dummy()
 

@@ -61,6 +61,7 @@ def _with_rewards(sequence: TokenSequence, fields: dict[str, Any], is_last: bool
         sequence.response,
         columns={**sequence.response.columns, TURN_REWARDS: rewards},
         context_ids=array("i", sequence.context_ids or ()),
+        images=sequence.images,
         is_last=is_last,
         **fields,
     )

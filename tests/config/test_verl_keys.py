@@ -334,7 +334,6 @@ def test_verls_own_defaults_are_all_known(tmp_path):
     ):
         sft[group] = read(name)
     refused = {  # null or 0 has another meaning in verl
-        "data.image_key",
         "data.video_key",
         "data.audio_key",  # refused, though they are set
         "data.tools_key",

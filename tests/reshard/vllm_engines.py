@@ -35,7 +35,12 @@ def build(
     """Return (VllmEngine, sharded model, Resharder). options: of `load_causal_lm`."""
     import torch.distributed as dist
 
-    from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
+    from hybridengine.model import (
+        frozen_parameters,
+        load_causal_lm,
+        parameter_shards,
+        sharding_mesh,
+    )
     from hybridengine.model.lora import adapter_shards
     from hybridengine.reshard import Resharder
 
@@ -54,6 +59,7 @@ def build(
         bucket_bytes,
         lambda: adapter_shards(model),
         merge=not lora_rank,
+        frozen=lambda: frozen_parameters(model),
     )
     return engine, model, resharder
 
@@ -62,12 +68,13 @@ def build_engine(
     path: str, tp_size: int, dtype: torch.dtype, lora_rank: int = 0, quantization: str | None = None
 ) -> tuple:
     """Return (VllmEngine, layout of the checkpoint)."""
-    from transformers import AutoConfig
-
+    from hybridengine.model.validation import check_model
     from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
     from hybridengine.rollout.vllm.engine import VllmEngine
+    from hybridengine.vision import load_image_preparer
 
-    checkpoint = checkpoint_layout_from_config(AutoConfig.from_pretrained(path))
+    config = check_model(path)
+    checkpoint = checkpoint_layout_from_config(config)
     engine = VllmEngine(
         path,
         checkpoint,
@@ -78,6 +85,7 @@ def build_engine(
         kv_cache_bytes=64 << 20,
         lora_rank=lora_rank,
         quantization=quantization,
+        preparer=load_image_preparer(config, path, {}),
         engine_options={"enforce_eager": True},
     )
     return engine, checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hybridengine.errors import ModelError
@@ -15,6 +15,7 @@ from hybridengine.model.parameters import (
     unwrapped_name,
     use_checkpoint_names,
 )
+from hybridengine.model.validation import auto_class
 from hybridengine.reshard.record.loader import record_checkpoint
 from hybridengine.sharding.layout import CheckpointLayout, LayoutError
 
@@ -34,7 +35,7 @@ def checkpoint_layout_from_config(
     key = type(config), config.to_json_string(use_diff=False), trust_remote_code
     if key not in _layouts:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
         _layouts[key] = checkpoint_layout(model)
     return _layouts[key]
 

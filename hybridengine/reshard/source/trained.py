@@ -6,7 +6,7 @@ tensors, so none is kept from one sync to the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -57,7 +57,7 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
 class TrainedTensors:
     """This rank's view of the trained model; `read()` renews it.
 
-    read_parameters, read_adapters, merge: see `Resharder`.
+    read_parameters, read_adapters, merge, read_frozen: see `Resharder`.
     parameters: name → tensor, including the factors of unmerged adapters.
     shards: this rank's part of each, not copied.
     merged, unmerged: parameter → adapter.
@@ -69,6 +69,7 @@ class TrainedTensors:
         read_parameters: Callable[[], Parameters],
         read_adapters: Callable[[], Mapping[str, Adapter]],
         merge: bool,
+        read_frozen: Callable[[], Set[str]] = frozenset,
     ) -> None:
         for name, given in (("parameters", read_parameters), ("adapters", read_adapters)):
             if not callable(given):
@@ -78,7 +79,7 @@ class TrainedTensors:
                     "model's tensors may be replaced."
                 )
         self._read_parameters, self._read_adapters = read_parameters, read_adapters
-        self._merge = merge
+        self._merge, self._read_frozen = merge, read_frozen
         self.parameters: dict[str, torch.Tensor] = {}  # until the first read
 
     def read(self) -> None:
@@ -106,12 +107,12 @@ class TrainedTensors:
                     f"the adapter of {name!r} is of experts, which an engine gets with their "
                     "weights only; merge the adapters (reshard.lora=merged)"
                 )
-        trained = self.merged.keys() | self.factors.keys()
+        trained, frozen = self.merged.keys() | self.factors.keys(), self._read_frozen()
         return {
             name: replace(
                 ShardSpec.of(name, tensor, world_size),
                 merged=name in self.merged,
-                frozen=bool(trained) and name not in trained,
+                frozen=name not in trained if trained else name in frozen,
             )
             for name, tensor in self.parameters.items()
         }

@@ -23,6 +23,7 @@ from hybridengine.rollout.engine import (
 from hybridengine.rollout.response import Response
 from hybridengine.rollout.server.client import VllmServer
 from hybridengine.rollout.server.pool import ServerPool
+from hybridengine.vision import EncodedImage
 
 _STEP_S = 0.05  # between two looks for new weights, while requests run
 
@@ -62,7 +63,11 @@ class ServerEngine(RolloutEngine):
         return self.pool.wants_weights
 
     def _generate(
-        self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        spec: SamplingSpec,
+        seed: int,
+        images: Sequence[Sequence[EncodedImage]],
     ) -> list[list[Response]]:
         numbers = (i * self.replicas + self.replica for i in range(len(prompts)))
         seeds = [derive_seed(seed, number) for number in numbers]
@@ -131,6 +136,7 @@ class _ServerStream(RequestStream):
         self._done = queue.SimpleQueue[int]()
 
     def _add(self, request: Request) -> None:
+        self._engine.check_images(request.images)
         spec = replace(self._spec, max_tokens=request.max_tokens)
         future = self._engine._submit(request.prompt_ids, spec, request.seed)
         self._futures[request.id] = future

@@ -37,6 +37,12 @@ from hybridengine.rollout.vllm.environment import (
     unique_shared_memory,
 )
 from hybridengine.rollout.vllm.head import multiply_head_in_16_bits
+from hybridengine.rollout.vllm.images import (
+    PromptImages,
+    check_prompt,
+    image_options,
+    prepare_images,
+)
 from hybridengine.rollout.vllm.in_flight import refresh_caches, updates_between_steps
 from hybridengine.rollout.vllm.kept import record_kept_ids
 from hybridengine.rollout.vllm.options import check_plugins
@@ -51,6 +57,7 @@ from hybridengine.rollout.vllm.weights import LoraSlot, VllmWeights, slot_option
 from hybridengine.runtime.all_ranks import broadcast_value
 from hybridengine.sharding.layout import CheckpointLayout
 from hybridengine.sharding.tp_groups import tp_groups
+from hybridengine.vision import EncodedImage, ImagePreparer
 
 
 class VllmEngine(RolloutEngine):
@@ -67,6 +74,8 @@ class VllmEngine(RolloutEngine):
     stop_texts: whether `SamplingSpec.stop` may be given, for which vLLM needs its tokenizer.
     quantization: "fp8" for linear layers and experts quantized in blocks of 128 x 128.
     record_routes: whether `SamplingSpec.record_routes` may be set.
+    preparer: of the images that prompts may have; None: they have none.
+    limit_images: of a prompt; None: vLLM's own limit.
     engine_options: further keyword arguments of `vllm.LLM`.
     """
 
@@ -87,6 +96,8 @@ class VllmEngine(RolloutEngine):
         stop_texts: bool = False,
         quantization: str | None = None,
         record_routes: bool = False,
+        preparer: ImagePreparer | None = None,
+        limit_images: int | None = None,
         engine_options: Mapping[str, Any] | None = None,
     ) -> None:
         prepare_environment()
@@ -98,7 +109,11 @@ class VllmEngine(RolloutEngine):
         self.tp_size, self.replicas = tp_size, len(groups)
         self.replica = next(j for j, group in enumerate(groups) if dist.get_rank() in group)
         self._stop_token_ids, self.free_cache = list(stop_token_ids), free_cache
-        options = dict(engine_options or {})
+        options = {"skip_tokenizer_init": not stop_texts, **dict(engine_options or {})}
+        self.takes_images = preparer is not None
+        if preparer is not None:
+            prepare_images(preparer, checkpoint.config.get("architectures") or ())
+            options = options | image_options(preparer, limit_images)
         if not torch.cuda.is_available():
             options.setdefault("block_size", CPU_BLOCK_SIZE)
         if record_routes:
@@ -119,7 +134,6 @@ class VllmEngine(RolloutEngine):
                 distributed_executor_backend="external_launcher",
                 max_model_len=max_model_len,
                 seed=seed,
-                skip_tokenizer_init=not stop_texts,
                 logprobs_mode="processed_logprobs",
                 disable_log_stats=True,
                 kv_cache_memory_bytes=kv_cache_bytes,
@@ -130,6 +144,7 @@ class VllmEngine(RolloutEngine):
         self.target: EngineWeights = EngineWeights(self, self._llm, checkpoint, post_load)
         self.tp_rank, self.dtype = self.target.tp_rank, self.target.dtype
         self._runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self._images = PromptImages(preparer, self._llm.llm_engine.renderer)
         if record_routes and not torch.cuda.is_available():
             RouteRecorder(self._llm, self._runner)
         self._slot: LoraSlot | None = LoraSlot(self._runner) if lora_rank else None
@@ -147,15 +162,21 @@ class VllmEngine(RolloutEngine):
         return self._llm
 
     def _generate(
-        self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        spec: SamplingSpec,
+        seed: int,
+        images: Sequence[Sequence[EncodedImage]],
     ) -> list[list[Response]]:
-        requests: list[Any] = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        requests = [self._images.prompt(*prompt) for prompt in zip(prompts, images, strict=True)]
         seeds = [derive_seed(seed, i * self.replicas + self.replica) for i in range(len(prompts))]
         lora = self._slot.request if self._slot else None
         with self._sampling(spec, seeds[0]) as (sampling, convert):
             outputs = self._llm.generate(
                 requests, seeded(sampling, seeds), use_tqdm=False, lora_request=lora
             )
+        for output, ids in zip(outputs, prompts, strict=True):
+            check_prompt(output, ids)
         return [convert(output) for output in outputs]
 
     @contextmanager
@@ -196,7 +217,8 @@ class VllmEngine(RolloutEngine):
     def _stream(self, spec: SamplingSpec, seed: int) -> Iterator[VllmStream]:
         with self._sampling(replace(spec, n=1), seed) as (sampling, convert):
             lora_request = self._slot and self._slot.request
-            stream = VllmStream(self._llm.llm_engine, sampling, lora_request, convert)
+            engine, prompt = self._llm.llm_engine, self._images.prompt
+            stream = VllmStream(engine, sampling, lora_request, prompt, convert)
             try:
                 yield stream
             finally:

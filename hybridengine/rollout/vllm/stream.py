@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybridengine.rollout.engine import Request, RequestStream
 from hybridengine.rollout.response import Response
 from hybridengine.rollout.vllm.seeds import seeded
+from hybridengine.vision import EncodedImage
 
 __all__ = ["VllmStream"]
 
@@ -16,6 +17,7 @@ class VllmStream(RequestStream):
     """Adds requests to `engine`, vLLM's `LLMEngine`, between its steps.
 
     sampling: `SamplingParams` of all requests but for seed and length.
+    prompt: makes a prompt of token ids and images.
     convert: makes the completions of a `RequestOutput`.
     """
 
@@ -24,20 +26,21 @@ class VllmStream(RequestStream):
         engine: Any,
         sampling: Any,
         lora_request: Any,
+        prompt: Callable[[Sequence[int], Sequence[EncodedImage]], Any],
         convert: Callable[[Any], list[Response]],
     ) -> None:
         from vllm.sampling_params import RequestOutputKind
 
         super().__init__()
         self._engine, self._sampling, self._convert = engine, sampling, convert
-        self._lora_request = lora_request
+        self._lora_request, self._prompt = lora_request, prompt
         self._sampling.output_kind = RequestOutputKind.FINAL_ONLY
         self._internal: dict[str, str] = {}  # our id → vLLM's, of the requests that run
 
     def _add(self, request: Request) -> None:
         [sampling] = seeded(self._sampling, [request.seed])
         sampling.max_tokens = request.max_tokens
-        name, prompt = str(request.id), {"prompt_token_ids": list(request.prompt_ids)}
+        name, prompt = str(request.id), self._prompt(request.prompt_ids, request.images)
         self._internal[name] = self._engine.add_request(
             name, prompt, sampling, lora_request=self._lora_request
         )

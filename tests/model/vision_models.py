@@ -1,0 +1,156 @@
+"""Tiny random vision-language models of every family that packs images, and their images."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig
+
+from hybridengine.model.images import ImageFormat, ImageInputs
+from hybridengine.model.loading import attention_of
+from tests.tiny_models import SIZES, VOCAB
+
+IMAGE, VIDEO = VOCAB - 1, VOCAB - 2
+
+_TEXT = {name: x for name, x in SIZES.items() if name != "head_dim"} | {"initializer_range": 0.1}
+_MROPE = {
+    "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}
+}
+_QWEN_VISION = dict(
+    **dict(depth=3, embed_dim=64, num_heads=4, in_channels=3, patch_size=4, mlp_ratio=2),
+    **dict(spatial_merge_size=2, temporal_patch_size=2, initializer_range=0.1),
+)
+_VIT = dict(
+    **dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4),
+    **dict(image_size=16, patch_size=4, initializer_range=0.1),
+)
+VISION: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "text_config": _TEXT | _MROPE,
+        "vision_config": _QWEN_VISION | {"hidden_size": 128},
+    },
+    "qwen2_5_vl": {
+        "text_config": _TEXT | _MROPE,
+        "vision_config": _QWEN_VISION
+        | dict(hidden_size=64, intermediate_size=96, out_hidden_size=128)
+        | dict(window_size=16, fullatt_block_indexes=[1]),
+    },
+    "qwen3_vl": {
+        "text_config": _TEXT | _MROPE | {"head_dim": 32},
+        "vision_config": _QWEN_VISION
+        | dict(hidden_size=64, intermediate_size=96, out_hidden_size=128)
+        | dict(deepstack_visual_indexes=[0, 1], num_position_embeddings=16),
+    },
+    "qwen3_vl_moe": {
+        "text_config": _TEXT
+        | _MROPE
+        | dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
+        "vision_config": _QWEN_VISION
+        | dict(hidden_size=64, intermediate_size=96, out_hidden_size=128)
+        | dict(deepstack_visual_indexes=[0, 1], num_position_embeddings=16),
+    },
+    "llava_onevision": {
+        "text_config": {"model_type": "qwen2"} | _TEXT,
+        "vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False} | _VIT,
+        "image_grid_pinpoints": [[16, 16], [16, 32], [32, 16], [32, 32]],
+        "vision_feature_select_strategy": "full",
+        "vision_feature_layer": -1,
+        "vision_aspect_ratio": "anyres_max_9",
+    },
+    "internvl": {
+        "text_config": {"model_type": "qwen2"} | _TEXT,
+        "vision_config": {**_VIT, "image_size": [16, 16], "patch_size": [4, 4]},
+        "downsample_ratio": 0.5,
+    },
+}
+
+
+def vision_config(kind: str, tie: bool = False) -> PretrainedConfig:
+    config = AutoConfig.for_model(
+        kind, image_token_id=IMAGE, video_token_id=VIDEO, **copy.deepcopy(VISION[kind])
+    )
+    for part in (config, config.get_text_config()):
+        part.tie_word_embeddings = tie
+    return config
+
+
+def build(kind: str, attention: Any, seed: int = 0) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(
+            vision_config(kind), attn_implementation=attention
+        )
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def vision_models(kind: str) -> tuple[Any, Any]:
+    """Two models with the same random weights: packed attention, and transformers' eager."""
+    eager = build(kind, "eager")
+    packed = build(kind, attention_of(vision_config(kind)))
+    packed.load_state_dict(eager.state_dict())
+    return packed, eager
+
+
+def save_vision(kind: str, folder: Path | str) -> str:
+    """Write a tiny model to `folder` and return `folder` as str."""
+    build(kind, "eager").save_pretrained(folder)
+    return str(folder)
+
+
+def image(kind: str, height: int, width: int, seed: int = 0) -> ImageInputs:
+    """A random image of height x width merged patches (Qwen), or tiles of 16 pixels."""
+    generator = torch.Generator().manual_seed(seed)
+    key = f"{height}x{width}-{seed}"
+    if kind.startswith("qwen"):
+        pixels = torch.randn(4 * height * width, 3 * 2 * 4 * 4, generator=generator)
+        grid = torch.tensor([[1, 2 * height, 2 * width]])
+        return ImageInputs(key, height * width, {"pixel_values": pixels, "image_grid_thw": grid})
+    tiles = height * width
+    if kind == "internvl":
+        pixels = torch.randn(tiles, 3, 16, 16, generator=generator)
+        return ImageInputs(key, 4 * tiles, {"pixel_values": pixels})
+    pixels = torch.randn(1 + tiles, 3, 16, 16, generator=generator)
+    sizes = torch.tensor([[16 * height, 16 * width]])
+    num_tokens = 16 + 4 * height * (4 * width + 1)
+    return ImageInputs(key, num_tokens, {"pixel_values": pixels, "image_sizes": sizes})
+
+
+def cases(kind: str, seed: int = 0) -> tuple[list, list[list[ImageInputs]]]:
+    """(prompt, response) pairs and their images.
+
+    A group of one prompt, the same tokens with another image, an image in a response as a tool
+    returns it, two images without text between them, and text alone.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(n: int) -> list[int]:
+        return torch.randint(3, VIDEO, (n,), generator=generator).tolist()
+
+    a, b, c = image(kind, 2, 1, 1), image(kind, 2, 1, 2), image(kind, 1, 2, 3)
+    run = [IMAGE] * a.num_tokens
+    prompt = [*ids(3), *run, *ids(4)]
+    between = [] if kind == "internvl" else ids(1)  # transformers' M-RoPE takes a run for one image
+    return [
+        (prompt, ids(4)),
+        (ids(5), ids(3)),
+        (prompt, ids(6)),
+        (prompt, ids(2)),
+        ([*ids(2), *run, *between, *[IMAGE] * c.num_tokens, *ids(2)], ids(3)),
+        (prompt, [*ids(2), *[IMAGE] * c.num_tokens, *ids(3)]),
+    ], [[a], [], [b], [a], [a, c], [a, c]]
+
+
+def alone(model: Any, ids: list[int], images: list[ImageInputs]) -> torch.Tensor:
+    """Logits [l, V] of one sequence by transformers' own forward."""
+    options = {}
+    if images:
+        options = ImageFormat(model.config).join(images)
+        if "image_grid_thw" in options:
+            options["mm_token_type_ids"] = (torch.tensor([ids]) == IMAGE).int()
+    return model(input_ids=torch.tensor([ids]), use_cache=False, **options).logits[0]

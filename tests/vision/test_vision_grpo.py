@@ -1,0 +1,47 @@
+"""GRPO with images: engine and trainer read the same tokens and pixels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridengine.errors import RolloutError
+from hybridengine.rollout import Response
+from hybridengine.trainer.rollouts import Rollouts
+from hybridengine.vision import EncodedImage
+from tests.trainer.in_process import run_jobs
+from tests.vision.vision_jobs import check_steps, vision_job
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_plain_generate_and_trainer_agree(tmp_path: Path) -> None:
+    job = vision_job(tmp_path)
+    shared, plain, refused = run_jobs(
+        tmp_path,
+        [job, [*job, "actor.shared_prefix=off"], [*job, "algorithm.adv_estimator=gae"]],
+    )
+    check_steps(shared)
+    check_steps(plain)
+    for ours, other in zip(shared.rows, plain.rows, strict=True):
+        assert ours["critic/score/mean"] == other["critic/score/mean"]
+        assert ours["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-3)
+    assert shared.last["perf/shared_tokens_saved"] > 0
+    assert "rows.jsonl, line 1, image 0: the data has images" in refused.refused
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_images_move_with_responses_to_other_ranks(tmp_path: Path) -> None:
+    job = vision_job(tmp_path)
+    [result] = run_jobs(tmp_path, [[*job, "trainer.n_gpus_per_node=2"]], world_size=2)
+    check_steps(result)
+
+
+def test_a_job_of_text_refuses_images_of_tools() -> None:
+    image = EncodedImage("tool 'look'", sha256="0")
+    rollouts = Rollouts(None, None, [Response([5], [0.0], "stop", images=[image])])
+    rollouts.check_images(supported=True)
+    with pytest.raises(RolloutError, match="tool 'look' returned an image"):
+        rollouts.check_images(supported=False)
