@@ -23,6 +23,9 @@ def draw(path: Path) -> None:
     for panel, axes in zip(PANELS, panels, strict=True):
         panel(axes)
         axes.spines[["top", "right"]].set_visible(False)
+        if not axes.lines and not axes.patches:  # not measured yet
+            axes.clear()
+            axes.set_axis_off()
     figure.savefig(path)
 
 
