@@ -68,12 +68,13 @@ def build_engine(
     path: str, tp_size: int, dtype: torch.dtype, lora_rank: int = 0, quantization: str | None = None
 ) -> tuple:
     """Return (VllmEngine, layout of the checkpoint)."""
-    from hybridengine.model.validation import check_model
+    from transformers import AutoConfig
+
     from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
     from hybridengine.rollout.vllm.engine import VllmEngine
     from hybridengine.vision import load_image_preparer
 
-    config = check_model(path)
+    config = AutoConfig.from_pretrained(path)
     checkpoint = checkpoint_layout_from_config(config)
     engine = VllmEngine(
         path,
