@@ -145,6 +145,10 @@ void mark_changed(const Tensor& current, const Tensor& sent, const Tensor& mask)
   check_vector(sent, "mark_changed_: sent", type, numel);
   check_vector(current, "mark_changed_: current", current.scalar_type(), numel);
   check_vector(mask, "mark_changed_: mask", kInt, num_mask_words(numel));
+  const auto* begin = static_cast<const char*>(current.data());
+  const auto* written = static_cast<const char*>(sent.data());
+  HE_CHECK_VALUE(written + sent.nbytes() <= begin || begin + current.nbytes() <= written, kMark,
+                 ": sent shares memory with current; expected a copy");
   CompareParams p{};
   p.current = current.data();
   p.sent = sent.data();

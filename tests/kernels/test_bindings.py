@@ -70,6 +70,15 @@ def test_sparse_arguments_on_another_device() -> None:
         C.sparse_hidden_grad(hidden, weight, ids, ends, 0, torch.zeros(6, device="meta"))
 
 
+@pytest.mark.parametrize("offset", [0, 1, 7])
+def test_sent_values_in_the_memory_of_the_current_ones(offset: int) -> None:
+    values = torch.zeros(64, dtype=BF16)
+    mask = torch.zeros(1, dtype=I32)
+    with pytest.raises(ValueError, match="sent shares memory with current"):
+        C.mark_changed(values[:32], values[offset : offset + 32], mask)
+    C.mark_changed(values[:32], values[32:], mask)
+
+
 @pytest.mark.parametrize("row", [3, 1 << 30])
 def test_a_gradient_row_that_is_not_there(row: int) -> None:
     logits, results = torch.randn(2, 5), [torch.zeros(2) for _ in range(4)]
