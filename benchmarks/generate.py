@@ -43,6 +43,22 @@ def run(bench: Bench) -> None:
         reason = "an engine on a CPU, not in a quick run"
         bench.leave_out("generate", "step", "135M", dtype, {OURS: reason})
         return
+
+    def add(part: str, name: str, n: int, seconds: dict[str, float], note: str = "", **more: Any):  # type: ignore[no-untyped-def]
+        took, peer = seconds[name], {"step": "torch", "sampler": "vllm"}[part]
+        bench.add(
+            "generate",
+            part,
+            name,
+            f"135M sequences={n}{more.pop('label', '')}",
+            dtype=short(dtype),
+            ms_p50=took * 1e3,
+            ratio_to_best_peer=seconds[peer] / took if name == OURS else None,
+            note=f"  {n / took:.0f} tokens/s{note}",
+            tokens_per_s=n / took,
+            **more,
+        )
+
     prepare_environment()
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
@@ -56,17 +72,9 @@ def run(bench: Bench) -> None:
                     _generate(llm, sequences, FEW_TOKENS)  # warm up
                     seconds[name] = _seconds_per_step(llm, sequences)
                     parts = _parts(llm, sequences)
-                bench.add(
-                    "generate",
-                    "step",
-                    name,
-                    f"135M sequences={sequences}",
-                    dtype=short(dtype),
-                    ms_p50=seconds[name] * 1e3,
+                add(
+                    *("step", name, sequences, seconds, f"; ms of {parts}"),
                     share_of_limit=max(read, multiply * sequences) / seconds[name],
-                    ratio_to_best_peer=seconds["torch"] / seconds[name] if name == OURS else None,
-                    note=f"  {sequences / seconds[name]:.0f} tokens/s; ms of {parts}",
-                    tokens_per_s=sequences / seconds[name],
                     parts_ms=parts,
                 )
         for label, truncation in {"": {}, " top_p=0.95": {"top_p": 0.95}}.items():
@@ -74,17 +82,7 @@ def run(bench: Bench) -> None:
                 with _sampler(llm, name == OURS):
                     _generate(llm, SAMPLED_SEQUENCES, FEW_TOKENS, **truncation)  # warm up
                     seconds[name] = _seconds_per_step(llm, SAMPLED_SEQUENCES, **truncation)
-                bench.add(
-                    "generate",
-                    "sampler",
-                    name,
-                    f"135M sequences={SAMPLED_SEQUENCES}{label}",
-                    dtype=short(dtype),
-                    ms_p50=seconds[name] * 1e3,
-                    ratio_to_best_peer=seconds["vllm"] / seconds[name] if name == OURS else None,
-                    note=f"  {SAMPLED_SEQUENCES / seconds[name]:.0f} tokens/s",
-                    tokens_per_s=SAMPLED_SEQUENCES / seconds[name],
-                )
+                add("sampler", name, SAMPLED_SEQUENCES, seconds, label=label)
 
 
 def _build(folder: Path, dtype: torch.dtype) -> tuple[Any, int]:

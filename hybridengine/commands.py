@@ -29,7 +29,7 @@ def report_user_errors() -> Iterator[None]:
 
 def add_commands(app: typer.Typer) -> None:
     """Add the commands of this module to `app`."""
-    for command in (view, plot, diagnose, doctor, generate):
+    for command in (view, plot, diagnose, doctor, generate, parity):
         app.command()(command)
     app.command("eval")(evaluate)
 
@@ -164,6 +164,26 @@ def evaluate(
 
         problems = evaluate(load_evaluation(source.expanduser(), settings or []))
     Console().print(results_table(problems))
+
+
+def parity(
+    source: Annotated[
+        Path, typer.Argument(metavar="CONFIG|RUN|MODEL", help="A YAML file, a run, or a model.")
+    ],
+    settings: _Settings = None,
+) -> None:
+    """Compare the trained model with its engine: name the first operator that differs, and why.
+
+    Exit code 1 where something differs by more than rounding.
+    """
+    with report_user_errors():
+        from hybridengine.trainer.evaluate import load_evaluation
+        from hybridengine.trainer.parity import compare_job
+
+        report = compare_job(load_evaluation(source.expanduser(), settings or []))
+    print(report)
+    if report.finding is not None:
+        raise typer.Exit(1)
 
 
 def generate(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
@@ -207,34 +208,24 @@ def _check_ends(op: str, name: str, tensor: Tensor, num_tokens: int, mask: Tenso
         )
 
 
-def number(
-    op: str,
-    name: str,
-    value: float,
-    *,
-    above: float | None = None,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    infinite: bool = False,
-) -> float:
-    """Check for a number within bounds, no NaN, and no inf unless `infinite`; return a float."""
+_BOUNDS = {"above": operator.gt, "at_least": operator.ge, "at_most": operator.le}
+
+
+def number(op: str, name: str, value: float, *, infinite: bool = False, **bounds: float) -> float:
+    """Check for a number within bounds, no NaN, and no inf unless `infinite`; return a float.
+
+    bounds: by their names in _BOUNDS.
+    """
     if type(value) is not float and (
         isinstance(value, bool | Tensor) or not isinstance(value, (int, float, Real))
     ):
         raise TypeError(f"{op}: {name} is {_described(value)}; expected a number.")
     value = float(value)
     good = value == value and (infinite or abs(value) != float("inf"))
-    good = good and (above is None or value > above) and (at_least is None or value >= at_least)
-    if not good or not (at_most is None or value <= at_most):
-        bounds = [
-            f"{word} {bound}"
-            for word, bound in (("above", above), ("at least", at_least), ("at most", at_most))
-            if bound is not None
-        ]
+    if not good or not all(_BOUNDS[word](value, bound) for word, bound in bounds.items()):
         kind = "a number" if infinite else "a finite number"
-        raise ValueError(
-            f"{op}: {name} is {value}; expected {' '.join([kind, ' and '.join(bounds)]).strip()}."
-        )
+        within = " and ".join(f"{word.replace('_', ' ')} {x}" for word, x in bounds.items())
+        raise ValueError(f"{op}: {name} is {value}; expected {f'{kind} {within}'.strip()}.")
     return value
 
 

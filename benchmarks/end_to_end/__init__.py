@@ -17,17 +17,15 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks._bench import OURS, ROOT, Bench
-from benchmarks.end_to_end.data import job_of, write
+from benchmarks.end_to_end.data import MODEL, has_demo_model, job_of, write
 
-MODEL = ROOT / ".cache/demo/smollm2-135m-instruct"
 STEPS = 2  # after one warm-up step
 PROMPTS, N, MAX_PROMPT, MAX_RESPONSE, MICRO_BATCH = 4, 8, 384, 64, 8
 PHASES = ("gen", "old_log_prob", "update_actor", "update_weights")
 
 
 def run(bench: Bench) -> None:
-    if bench.quick or not MODEL.exists():
-        print("# end_to_end: needs the demo's model: `python examples/demo/prepare.py`", flush=True)
+    if not has_demo_model(bench, "end_to_end"):
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

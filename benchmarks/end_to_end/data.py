@@ -7,6 +7,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks._bench import ROOT, Bench
+
+MODEL = ROOT / ".cache/demo/smollm2-135m-instruct"
+
+
+def has_demo_model(bench: Bench, name: str) -> bool:
+    """Return whether benchmark `name` can run (not in a quick run); else say what it needs."""
+    if bench.quick or not MODEL.exists():
+        print(f"# {name}: needs the demo's model: `python examples/demo/prepare.py`", flush=True)
+        return False
+    return True
+
 
 def reward(response: str, truth: str) -> float:
     """Return 1 if the last number is right, 0.1 for any number, else 0."""

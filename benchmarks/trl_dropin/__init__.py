@@ -12,18 +12,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks._bench import OURS, ROOT, Bench
+from benchmarks._bench import OURS, Bench
 from benchmarks.end_to_end import PHASES, run_program
-from benchmarks.end_to_end.data import job_of, write
+from benchmarks.end_to_end.data import MODEL, has_demo_model, job_of, write
 
-MODEL = ROOT / ".cache/demo/smollm2-135m-instruct"
 STEPS, PROMPTS, N, MICRO_BATCH = 3, 2, 2, 4  # the first step is a warm-up
 MAX_PROMPT, MAX_RESPONSE = 384, 64
 
 
 def run(bench: Bench) -> None:
-    if bench.quick or not MODEL.exists():
-        print("# trl_dropin: needs the demo's model: `python examples/demo/prepare.py`", flush=True)
+    if not has_demo_model(bench, "trl_dropin"):
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -13,20 +13,17 @@ Isa cpu_isa();
 
 }  // namespace hybridengine
 
+#define HE_DECLARE_IN(isa, name, Params) \
+  namespace isa {                        \
+  void name(const Params& params);       \
+  }
+
 #if defined(__x86_64__)
 #define HE_CPU_KERNEL_OF(name, Params, widest) \
-  namespace portable {                         \
-  void name(const Params& params);             \
-  }                                            \
-  namespace avx2 {                             \
-  void name(const Params& params);             \
-  }                                            \
-  namespace avx512 {                           \
-  void name(const Params& params);             \
-  }                                            \
-  namespace widest {                           \
-  void name(const Params& params);             \
-  }                                            \
+  HE_DECLARE_IN(portable, name, Params)        \
+  HE_DECLARE_IN(avx2, name, Params)            \
+  HE_DECLARE_IN(avx512, name, Params)          \
+  HE_DECLARE_IN(widest, name, Params)          \
   inline void name(const Params& params) {     \
     switch (cpu_isa()) {                       \
       case Isa::avx512_bf16:                   \
@@ -41,9 +38,7 @@ Isa cpu_isa();
   }
 #else
 #define HE_CPU_KERNEL_OF(name, Params, widest) \
-  namespace portable {                         \
-  void name(const Params& params);             \
-  }                                            \
+  HE_DECLARE_IN(portable, name, Params)        \
   inline void name(const Params& params) { portable::name(params); }
 #endif
 

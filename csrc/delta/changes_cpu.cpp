@@ -101,15 +101,7 @@ void scatter_range(const MapChangesParams& params, int64_t begin, int64_t end) {
 
 void find_change_ranges_cpu(const MapChangesParams& params) {
   parallel_for(params.num_rows, kGrain, params.num_threads, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const ChangeRow& row = params.rows[i];
-      const ChangeList& list = params.sources[row.src];
-      with_indices(list, [&](const auto* indices) {
-        const int64_t low = lower_bound(indices, list.count, row.src_offset);
-        params.first[i] = low;
-        params.work[i + 1] = lower_bound(indices + low, list.count - low, row.src_end);
-      });
-    }
+    for (int64_t i = begin; i < end; ++i) find_range(params, i);
   });
   params.work[0] = 0;
   for (int64_t i = 0; i < params.num_rows; ++i) params.work[i + 1] += params.work[i];

@@ -22,13 +22,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i == 0) p.work[0] = 0;
   if (i >= p.num_rows) return;
-  const ChangeRow& row = p.rows[i];
-  const ChangeList& list = p.sources[row.src];
-  with_indices(list, [&](const auto* indices) {
-    const int64_t low = lower_bound(indices, list.count, row.src_offset);
-    p.first[i] = low;
-    p.work[i + 1] = lower_bound(indices + low, list.count - low, row.src_end);
-  });
+  find_range(p, i);
 }
 
 // Calls visit(pair, row, position or -1 if the row does not have the element, value).

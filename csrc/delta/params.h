@@ -45,4 +45,22 @@ int find_change_ranges_cuda(const MapChangesParams& params, void* stream);
 int map_changes_cuda(const MapChangesParams& params, int64_t num_pairs, void* stream);
 int scatter_changes_cuda(const MapChangesParams& params, int64_t max_pairs, void* stream);
 
+template <typename T>
+HE_HOST_DEVICE void find_range_in(const MapChangesParams& p, int64_t i, const T* indices) {
+  const ChangeRow& row = p.rows[i];
+  const int64_t count = p.sources[row.src].count;
+  const int64_t low = lower_bound(indices, count, row.src_offset);
+  p.first[i] = low;
+  p.work[i + 1] = lower_bound(indices + low, count - low, row.src_end);
+}
+
+// Writes the first change of row i, and how many it has.
+HE_HOST_DEVICE void find_range(const MapChangesParams& p, int64_t i) {
+  const ChangeList& list = p.sources[p.rows[i].src];
+  if (list.wide)
+    find_range_in(p, i, static_cast<const int64_t*>(list.indices));
+  else
+    find_range_in(p, i, static_cast<const int32_t*>(list.indices));
+}
+
 }  // namespace hybridengine

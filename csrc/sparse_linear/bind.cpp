@@ -36,7 +36,8 @@ void fill(SparseRows& p, const Tensor& hidden, const Tensor& weight, const Tenso
   check_vector(ids, "kept_ids", kInt, ids.numel());
   check_vector(ends, "cu_kept", kInt, p.rows + 1);
   check_cu_seqlens(ends, ids.numel(), op, "cu_kept", "kept_ids");
-  HE_CHECK_VALUE(first_id >= 0, op, ": first_id is ", first_id, "; expected 0 or more");
+  HE_CHECK_VALUE(first_id >= 0 && first_id <= INT32_MAX, op, ": first_id is ", first_id,
+                 "; expected 0 to 2^31 - 1, as ids are int32");
   p.ids = ids.data<int32_t>();
   p.ends = ends.data<int32_t>();
   HE_CHECK_VALUE(p.ends[p.rows] == ids.numel(), op, ": cu_kept ends at ", p.ends[p.rows],

@@ -12,13 +12,16 @@ from hybridengine.config.rl import RLConfig
 TP_SIZE = "rollout.tensor_model_parallel_size"
 
 
-def differences(
-    config: RLConfig, accepted: Mapping[str, object]
-) -> Iterator[tuple[str, object, object]]:
-    """Yield (key, value, accepted value) of the keys that have another than the accepted value."""
+def find_differences(
+    config: RLConfig, accepted: Mapping[str, object], reason: str
+) -> Iterator[str]:
+    """Yield a sentence for each key that has another value than the accepted one.
+
+    reason: why no other is, the part after "but".
+    """
     for name, needed in accepted.items():
         if (value := attrgetter(name)(config)) != needed:
-            yield name, value, needed
+            yield f"{name} is {value}, but {reason}; leave it {json.dumps(needed)}"
 
 
 def find_engine_faults(config: RLConfig) -> Iterator[str]:
@@ -195,11 +198,8 @@ def _servers(config: RLConfig) -> Iterator[str]:
             f"{key} has {len(servers)} servers for trainer.nnodes {config.trainer.nnodes}, and one "
             "rank of each machine sends requests to its share of them; give at least one for each"
         )
-    for name, value, needed in differences(config, _SET_BY_SERVERS):
-        yield (
-            f"{name} is {value}, but with {key} it is an option of `vllm serve`; "
-            f"leave it {json.dumps(needed)}"
-        )
+    reason = f"with {key} it is an option of `vllm serve`"
+    yield from find_differences(config, _SET_BY_SERVERS, reason)
     if config.rollout.name == "hf":
         yield f"rollout.name is hf, and {key} are vLLM servers; leave it auto"
     if config.reshard.lora == "adapters":

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from hybridengine.config.common import JobConfig, RateConfig
-from hybridengine.config.engine_checks import TP_SIZE, differences, find_engine_faults
+from hybridengine.config.engine_checks import TP_SIZE, find_differences, find_engine_faults
 from hybridengine.config.rl import RLConfig
 from hybridengine.config.sft import SFTConfig
 from hybridengine.config.simulation import SimulationConfig
@@ -265,11 +265,10 @@ def _distillation(config: RLConfig) -> Iterator[str]:
     if not config.distills:
         return
     key = "algorithm.distill.teacher_path"
-    for name, value, needed in differences(config, _WITHOUT_POLICY_LOSS):
-        yield (
-            f"{name} is {value}, but with {key} the loss is the mean divergence from the "
-            f"teacher, computed from hidden states; leave it {needed}"
-        )
+    reason = (
+        f"with {key} the loss is the mean divergence from the teacher, computed from hidden states"
+    )
+    yield from find_differences(config, _WITHOUT_POLICY_LOSS, reason)
     if config.algorithm.adv_estimator == "gae":
         yield f"algorithm.adv_estimator is gae, but with {key} no critic is trained; leave it out"
     if config.algorithm.sampling_replay == "on":

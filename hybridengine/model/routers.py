@@ -71,6 +71,7 @@ class SelectedExperts(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func not in _TOP_K:
+            self._see(func, result)
             return result
         scores: Tensor = args[0] if args else (kwargs or {})["input"]
         top_k = result.indices.shape[-1]
@@ -79,6 +80,9 @@ class SelectedExperts(TorchFunctionMode):
         if self._top_k not in (None, top_k):
             return result
         return self._select(scores, result)
+
+    def _see(self, func: Callable[..., Any], result: Any) -> None:
+        """Take note of the result of another function."""
 
 
 class _Probe(SelectedExperts):
@@ -93,19 +97,11 @@ class _Probe(SelectedExperts):
         self.top_k.append(natural.indices.shape[1])
         return natural
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = super().__torch_function__(func, types, args, kwargs)
+    def _see(self, func: Callable[..., Any], result: Any) -> None:
         if func in _SIGMOID:
             self.sigmoids.append(result)
         elif func in _SOFTMAX:
             self.softmaxes.append(result)
-        return result
 
     def outputs(self, result: Any) -> RouterOutputs | None:
         """Return where the tensors are in `result` of the router; None if one is not there."""

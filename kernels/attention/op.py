@@ -9,6 +9,7 @@ recomputed from the saved log-sum-exp, and no [T, T] tensor exists.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -145,14 +146,20 @@ def _run(name: str, *arguments: Any) -> Any:
     """Run `name`, forward or backward, on the backend that the last argument names."""
     *operands, backend = arguments
     first: Tensor = operands[0]
+    module: ModuleType
     chosen = choose_backend(OP, first.device, backend, first.dtype)
     if chosen == "cpp":
         return getattr(native(), f"attention_{name}")(*map(_unit_inner_stride, operands))
     if chosen == "triton":
-        from . import triton
-
-        return getattr(triton, f"tree_attention_{name}")(*operands)
-    return getattr(reference, f"tree_attention_{name}")(*operands)
+        from . import triton as module
+    else:
+        module = reference
+    options = reference.TreeOptions(*operands[-5:])
+    if name == "forward":
+        return module.tree_attention_forward(reference.Heads(*operands[:3]), options)
+    grad_out, query, key, value, out, lse = operands[:-5]
+    heads = reference.Heads(query, key, value)
+    return tuple(module.tree_attention_backward(grad_out, heads, out, lse, options))
 
 
 @_forward_op.register_fake

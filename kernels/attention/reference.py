@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,22 +12,32 @@ from .._per_token import compute_dtype
 _QUERY_BLOCK = 256  # query tokens at a time, to bound the scores: [H, block, T]
 
 
-def tree_attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    subtree_ends: Tensor,
-    position_ids: Tensor | None,
-    softmax_scale: float,
-    window_size: int | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
+class Heads(NamedTuple):
+    """query [T, H, D], key [T, H_kv, D], value [T, H_kv, D_v]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class TreeOptions(NamedTuple):
+    """Which keys a query sees, and how scores are computed: see `tree_attention`."""
+
+    subtree_ends: Tensor
+    position_ids: Tensor | None
+    softmax_scale: float
+    window_size: int | None
+    softcap: float | None
+
+
+def tree_attention_forward(heads: Heads, options: TreeOptions) -> tuple[Tensor, Tensor]:
     """Return out [T, H, D_v] and the log-sum-exp of the scores, [H, T] float32 (or float64)."""
-    q, k, v = _by_kv_head(query, key, value)
+    query = heads.query
+    q, k, v = _by_kv_head(heads)
     outs, sums = [], []
     for rows in _query_blocks(query):
-        scores, _ = _scores(q[:, :, rows], k, softmax_scale, softcap)
-        visible = _visible(rows, subtree_ends, position_ids, window_size)
+        scores, _ = _scores(q[:, :, rows], k, options)
+        visible = _visible(rows, options)
         scores = scores.masked_fill(~visible, -torch.inf)
         lse = scores.logsumexp(-1)
         outs.append((scores - lse[..., None]).exp() @ v)
@@ -35,20 +47,11 @@ def tree_attention_forward(
 
 
 def tree_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    subtree_ends: Tensor,
-    position_ids: Tensor | None,
-    softmax_scale: float,
-    window_size: int | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, heads: Heads, out: Tensor, lse: Tensor, options: TreeOptions
+) -> Heads:
     """Return the gradients of query, key and value."""
-    q, k, v = _by_kv_head(query, key, value)
+    query, key, _ = heads
+    q, k, v = _by_kv_head(heads)
     groups = (key.shape[1], -1)
     d_out = grad_out.to(q.dtype).transpose(0, 1).unflatten(0, groups)
     # The gradient of a score is p (d_p - delta): delta = sum_k p_k d_p_k = d_out . out.
@@ -56,8 +59,8 @@ def tree_attention_backward(
     lse = lse.unflatten(0, groups)[..., None]
     grads_q, grad_k, grad_v = [], torch.zeros_like(k), torch.zeros_like(v)
     for rows in _query_blocks(query):
-        scores, slope = _scores(q[:, :, rows], k, softmax_scale, softcap)
-        visible = _visible(rows, subtree_ends, position_ids, window_size)
+        scores, slope = _scores(q[:, :, rows], k, options)
+        visible = _visible(rows, options)
         p = (scores - lse[:, :, rows]).exp().masked_fill(~visible, 0.0)
         grad = d_out[:, :, rows]
         grad_v += (p.transpose(-1, -2) @ grad).sum(1, keepdim=True)
@@ -66,15 +69,14 @@ def tree_attention_backward(
         grad_k += (grad_scores.transpose(-1, -2) @ q[:, :, rows]).sum(1, keepdim=True)
     grad_q = torch.cat(grads_q, 2).flatten(0, 1)
     grads = grad_q, grad_k.flatten(0, 1), grad_v.flatten(0, 1)
-    dq, dk, dv = (grad.transpose(0, 1).to(query.dtype).contiguous() for grad in grads)
-    return dq, dk, dv
+    return Heads(*(grad.transpose(0, 1).to(query.dtype).contiguous() for grad in grads))
 
 
-def _by_kv_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _by_kv_head(heads: Heads) -> Heads:
     """Return query [H_kv, H / H_kv, T, D], key and value [H_kv, 1, T, D*], float32 or float64."""
-    dtype = compute_dtype(query)
-    q, k, v = (x.to(dtype).transpose(0, 1) for x in (query, key, value))
-    return q.unflatten(0, (key.shape[1], -1)), k.unsqueeze(1), v.unsqueeze(1)
+    dtype = compute_dtype(heads.query)
+    q, k, v = (x.to(dtype).transpose(0, 1) for x in heads)
+    return Heads(q.unflatten(0, (k.shape[0], -1)), k.unsqueeze(1), v.unsqueeze(1))
 
 
 def _query_blocks(query: Tensor) -> list[slice]:
@@ -83,25 +85,23 @@ def _query_blocks(query: Tensor) -> list[slice]:
     return [slice(i, min(i + _QUERY_BLOCK, tokens)) for i in range(0, max(tokens, 1), _QUERY_BLOCK)]
 
 
-def _scores(
-    q: Tensor, k: Tensor, softmax_scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor | float]:
+def _scores(q: Tensor, k: Tensor, options: TreeOptions) -> tuple[Tensor, Tensor | float]:
     """Return the scores [..., T_q, T] and their derivative by q . k."""
-    scores = q @ k.transpose(-1, -2) * softmax_scale
+    scale, softcap = options.softmax_scale, options.softcap
+    scores = q @ k.transpose(-1, -2) * scale
     if softcap is None:
-        return scores, softmax_scale
+        return scores, scale
     capped = torch.tanh(scores / softcap)
-    return softcap * capped, softmax_scale * (1.0 - capped.square())
+    return softcap * capped, scale * (1.0 - capped.square())
 
 
-def _visible(
-    rows: slice, subtree_ends: Tensor, position_ids: Tensor | None, window_size: int | None
-) -> Tensor:
+def _visible(rows: slice, options: TreeOptions) -> Tensor:
     """Return which keys the queries `rows` see, bool [T_q, T]."""
-    tokens = torch.arange(subtree_ends.shape[0], device=subtree_ends.device)
+    ends, position_ids = options.subtree_ends, options.position_ids
+    tokens = torch.arange(ends.shape[0], device=ends.device)
     queries = tokens[rows, None]
-    visible = (tokens <= queries) & (queries < subtree_ends)
-    if window_size is not None:
+    visible = (tokens <= queries) & (queries < ends)
+    if options.window_size is not None:
         assert position_ids is not None
-        visible &= position_ids[rows, None] - position_ids < window_size
+        visible &= position_ids[rows, None] - position_ids < options.window_size
     return visible

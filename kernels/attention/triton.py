@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .._launch import launch
 from . import reference
+from .reference import Heads, TreeOptions
 from .triton_backward import delta_kernel, key_grad_kernel, query_grad_kernel
 from .triton_forward import forward_kernel
 from .triton_tables import block_tables
@@ -48,14 +49,9 @@ class _Problem(NamedTuple):
         return choose_tiles(kernel, head_size, self.query.dtype.itemsize, capability, plain)
 
 
-def _problem(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    softmax_scale: float,
-    window_size: int | None,
-    softcap: float | None,
-) -> _Problem:
+def _problem(inputs: Heads, options: TreeOptions) -> _Problem:
+    query, key, value = inputs
+    _, _, softmax_scale, window_size, softcap = options
     width, value_width = query.shape[2], value.shape[2]
     sign = 1.0
     if softmax_scale <= 0:  # the kernels take the maximum before they scale
@@ -102,27 +98,18 @@ def _heads_per_program(key_blocks: int, heads: int, kv_heads: int, device: torch
     return 1
 
 
-def tree_attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    subtree_ends: Tensor,
-    position_ids: Tensor | None,
-    softmax_scale: float,
-    window_size: int | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
+def tree_attention_forward(inputs: Heads, options: TreeOptions) -> tuple[Tensor, Tensor]:
     """Return out [T, H, D_v] and the log-sum-exp of the scores, [H, T] float32."""
+    query, _, value = inputs
     (tokens, heads, _), value_width = query.shape, value.shape[2]
     out = query.new_empty(tokens, heads, value_width)
     lse = query.new_empty(heads, tokens, dtype=torch.float32)
     if lse.numel() == 0:
         return out, lse
     if max(query.shape[2], value_width) > _MAX_HEAD_SIZE:
-        return reference.tree_attention_forward(
-            query, key, value, subtree_ends, position_ids, softmax_scale, window_size, softcap
-        )
-    problem = _problem(query, key, value, softmax_scale, window_size, softcap)
+        return reference.tree_attention_forward(inputs, options)
+    subtree_ends, position_ids, _, window_size, _ = options
+    problem = _problem(inputs, options)
     tiles = problem.tiles("forward")
     tables = block_tables(subtree_ends, position_ids, window_size, tiles.block_n, tiles.block_m)
     launch(
@@ -146,37 +133,16 @@ def tree_attention_forward(
 
 
 def tree_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    subtree_ends: Tensor,
-    position_ids: Tensor | None,
-    softmax_scale: float,
-    window_size: int | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, inputs: Heads, out: Tensor, lse: Tensor, options: TreeOptions
+) -> Heads:
     """Return the gradients of query, key and value."""
-    grad_query, grad_key, grad_value = (x.new_empty(x.shape) for x in (query, key, value))
+    grads = Heads(*(x.new_empty(x.shape) for x in inputs))
     if lse.numel() == 0:
-        return grad_query, grad_key, grad_value
-    if max(query.shape[2], value.shape[2]) > _MAX_HEAD_SIZE:
-        return reference.tree_attention_backward(
-            grad_out,
-            query,
-            key,
-            value,
-            out,
-            lse,
-            subtree_ends,
-            position_ids,
-            softmax_scale,
-            window_size,
-            softcap,
-        )
-    problem = _problem(query, key, value, softmax_scale, window_size, softcap)
+        return grads
+    if max(inputs.query.shape[2], inputs.value.shape[2]) > _MAX_HEAD_SIZE:
+        return reference.tree_attention_backward(grad_out, inputs, out, lse, options)
+    subtree_ends, position_ids, _, window_size, _ = options
+    problem = _problem(inputs, options)
     grad_out = _unit_stride(grad_out)
     delta = torch.empty_like(lse)
     tokens, heads, value_width = out.shape
@@ -195,9 +161,9 @@ def tree_attention_backward(
     )
     problem.sizes.update(_strides(grad=grad_out), scale=problem.scale)
     rows = (problem.query, problem.key, problem.value, grad_out, lse, delta)
-    _query_grad(problem, rows, subtree_ends, position_ids, window_size, grad_query)
-    _key_grad(problem, rows, subtree_ends, position_ids, window_size, grad_key, grad_value)
-    return grad_query if problem.sign == 1 else grad_query * problem.sign, grad_key, grad_value
+    _query_grad(problem, rows, subtree_ends, position_ids, window_size, grads.query)
+    _key_grad(problem, rows, subtree_ends, position_ids, window_size, grads.key, grads.value)
+    return grads if problem.sign == 1 else grads._replace(query=grads.query * problem.sign)
 
 
 def _query_grad(

@@ -11,7 +11,7 @@ them. docs/linear_policy_loss.md has the derivation.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,13 @@ register_backends(
 )
 
 Results = tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]
+
+
+class _Inputs(NamedTuple):
+    hidden: Tensor
+    weight: Tensor
+    token_ids: Tensor
+    active_rows: Tensor | None
 
 
 def linear_policy_loss(
@@ -159,22 +166,11 @@ def linear_policy_loss(
     two_steps = backend == "reference"
     if mode in SEQUENCE_MODES and not two_steps:
         two_steps = not _waits_for_all_rows(hidden, weight, head, group, entropy_coeff, active_rows)
+    inputs = _Inputs(hidden, weight, token_ids, active_rows)
     if two_steps:
-        return _two_step_loss(
-            hidden, weight, token_ids, head, row_arguments, loss_arguments, active_rows, backend
-        )
-    return _one_pass_loss(
-        hidden,
-        weight,
-        token_ids,
-        head,
-        row_arguments,
-        loss_arguments,
-        active_rows,
-        mode,
-        grad_scale,
-        backend,
-    )
+        return _two_step_loss(inputs, head, row_arguments, loss_arguments, backend)
+    arguments = (head, row_arguments, loss_arguments)
+    return _one_pass_loss(inputs, *arguments, mode, grad_scale, backend)
 
 
 def _waits_for_all_rows(
@@ -214,16 +210,10 @@ def _packed_arguments(op: str, token_ids: Tensor, ignore_index: int, arguments: 
 
 
 def _two_step_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    token_ids: Tensor,
-    head: dict[str, Any],
-    row_arguments: dict,
-    loss_arguments: dict,
-    active_rows: Tensor | None,
-    backend: str,
+    inputs: _Inputs, head: dict[str, Any], row_arguments: dict, loss_arguments: dict, backend: str
 ) -> Results:
     """Compute log-probs, then the loss: the specification, and a form of sequence-level modes."""
+    hidden, weight, token_ids, active_rows = inputs
     bias = head["bias"]
     if backend == "reference" and head["main_grad"] is None and not head["deterministic"]:
         masked = token_ids == row_arguments["ignore_index"]
@@ -246,18 +236,16 @@ def _two_step_loss(
 
 
 def _one_pass_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    token_ids: Tensor,
+    inputs: _Inputs,
     head: dict[str, Any],
     row_arguments: dict,
     loss_arguments: dict,
-    active_rows: Tensor | None,
     mode: str,
     grad_scale: float,
     backend: str,
 ) -> Results:
     """Compute log-probs and gradients chunk by chunk, then loss and metrics by `policy_loss`."""
+    hidden, weight, token_ids, active_rows = inputs
     op, main_grad = "linear_policy_loss", head["main_grad"]
     hidden = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
     zeros = hidden.new_zeros(hidden.shape[0], dtype=torch.float32)

@@ -9,6 +9,7 @@ computes loss, gradient and partial sums. The formulas are in triton_terms.py.
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -239,33 +240,33 @@ def _token_kernel(
         tl.store(token_clips + (offsets + num_tokens), unmasked & lower, mask=inside)
 
 
-def policy_loss_triton(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor | None,
-    selected: Tensor | None,
-    ref_log_probs: Tensor | None,
-    entropy: Tensor | None,
-    is_weights: Tensor | None,
-    cu_seqlens: Tensor | None,
-    seq_num_tokens: Tensor | None,
-    denominators: Tensor | None,
-    mode: int,
-    agg_mode: int,
-    kl_type: int,
-    kl_straight_through: bool,
-    kl_times_ratio: bool,
-    options: list[float],
-    coefficients: list[float],
-    wants_tokens: bool,
-    wants_gradient: bool,
-    wants_entropy_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+class LossTensors(NamedTuple):
+    """The tensors of the C++ binding policy_loss, in its order."""
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    mask: Tensor | None
+    selected: Tensor | None
+    ref_log_probs: Tensor | None
+    entropy: Tensor | None
+    is_weights: Tensor | None
+    cu_seqlens: Tensor | None
+    seq_num_tokens: Tensor | None
+    denominators: Tensor | None
+
+
+def policy_loss_triton(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run the kernels; arguments and results as of the C++ binding policy_loss."""
+    given, settings = LossTensors(*arguments[:11]), arguments[11:]
+    mode, agg_mode, kl_type, kl_straight_through, kl_times_ratio, options, coefficients, *wants = (
+        settings
+    )
+    wants_tokens, wants_gradient, wants_entropy_gradient = wants
+    log_probs, mask, cu_seqlens = given.log_probs, given.mask, given.cu_seqlens
     loss_mode, agg = KERNEL_MODES[mode], LOSS_AGG_MODES[agg_mode]
     kl_coef, entropy_coeff, *_ = coefficients
-    denominators = _counted(agg, log_probs, mask, cu_seqlens, denominators, coefficients[3:])
+    denominators = _counted(agg, log_probs, mask, cu_seqlens, given.denominators, coefficients[3:])
     by_length = agg == "seq-mean-token-mean"
     needs_stats = by_length or loss_mode in SEQUENCE_MODES
     num_tokens = log_probs.numel()
@@ -281,18 +282,20 @@ def policy_loss_triton(
     sequence_stats = log_probs.new_empty(num_sequences if needs_stats else 0, _NUM_STATS)
     shared_weight = _shared_weight(agg, denominators, coefficients)
     flags = {"MODE": loss_mode, "HAS_MASK": mask is not None, "BLOCK": BLOCK}
-    flags["HAS_WEIGHTS"] = is_weights is not None
-    sequence_kl = kl_times_ratio and ref_log_probs is not None and loss_mode in SEQUENCE_RATIO_MODES
+    flags["HAS_WEIGHTS"] = given.is_weights is not None
+    sequence_kl = (
+        kl_times_ratio and given.ref_log_probs is not None and loss_mode in SEQUENCE_RATIO_MODES
+    )
     if needs_stats and num_sequences:
         launch(
             _sequence_kernel,
             (num_sequences,),
             log_probs,
-            old_log_probs,
-            advantages,
+            given.old_log_probs,
+            given.advantages,
             mask,
-            ref_log_probs,
-            is_weights,
+            given.ref_log_probs,
+            given.is_weights,
             cu_seqlens,
             sequence_stats,
             num_tokens,
@@ -306,16 +309,7 @@ def policy_loss_triton(
         launch(
             _token_kernel,
             (programs,),
-            log_probs,
-            old_log_probs,
-            advantages,
-            mask,
-            selected,
-            ref_log_probs,
-            entropy,
-            is_weights,
-            cu_seqlens,
-            seq_num_tokens,
+            *given[:-1],
             sequence_stats,
             shared_weight,
             partials,
@@ -332,11 +326,11 @@ def policy_loss_triton(
             KL=kl_type,
             STRAIGHT=kl_straight_through,
             TIMES_RATIO=kl_times_ratio,
-            HAS_SEQ_NUM=seq_num_tokens is not None,
+            HAS_SEQ_NUM=given.seq_num_tokens is not None,
             WANTS_TOKENS=wants_tokens,
-            HAS_SELECTED=selected is not None,
-            HAS_REF=ref_log_probs is not None,
-            HAS_ENTROPY=entropy is not None,
+            HAS_SELECTED=given.selected is not None,
+            HAS_REF=given.ref_log_probs is not None,
+            HAS_ENTROPY=given.entropy is not None,
             HAS_STATS=needs_stats,
             WANTS_GRADIENT=wants_gradient,
             WANTS_ENTROPY=wants_entropy_gradient,

@@ -20,7 +20,7 @@ from .._backend import choose_backend, register_backends
 from .._library import custom_op
 from .._per_token import compute_dtype, token_arguments
 from ..policy_loss.importance import ImportanceBounds
-from .reference import REJECTION_CRITERIA, Bounds, correct
+from .reference import REJECTION_CRITERIA, Bounds, RolloutTokens, correct
 
 register_backends("rollout_correction", cpu=("reference",), cuda=("triton", "reference"))
 
@@ -152,13 +152,13 @@ def _rollout_correction(
     limits = ImportanceBounds(upper, lower)
     names = [REJECTION_CRITERIA[i] for i in criteria]
     pairs: Bounds = dict(zip(names, zip(bounds[::2], bounds[1::2], strict=True), strict=True))
-    tokens = (old_log_probs, rollout_log_probs, mask, cu_seqlens)
+    tokens = RolloutTokens(old_log_probs, rollout_log_probs, mask, cu_seqlens)
     count: float | Tensor = num_tokens if denominators is None else denominators
     if backend == "reference":
-        return correct(*tokens, count, rollout_is, limits, pairs)
+        return correct(tokens, count, rollout_is, limits, pairs)
     from .triton import correct_triton
 
-    return correct_triton(*tokens, count, rollout_is, limits, pairs)
+    return correct_triton(tokens, count, rollout_is, limits, pairs)
 
 
 @_rollout_correction.register_fake

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,11 +25,17 @@ REJECTION_CRITERIA = (
 Bounds = dict[str, tuple[float, float]]  # criterion -> lower and upper bound of its divergence
 
 
+class RolloutTokens(NamedTuple):
+    """T tokens of packed sequences; mask: bool [T], None: all tokens count."""
+
+    old_log_probs: Tensor
+    rollout_log_probs: Tensor
+    mask: Tensor | None
+    cu_seqlens: Tensor
+
+
 def correct(
-    old_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    mask: Tensor | None,
-    cu_seqlens: Tensor,
+    tokens: RolloutTokens,
     num_tokens: float | Tensor,
     rollout_is: str | None,
     limits: ImportanceBounds,
@@ -38,6 +45,7 @@ def correct(
 
     num_tokens: N of the metrics, NaN to count the tokens, or a tensor whose first element it is.
     """
+    old_log_probs, rollout_log_probs, mask, cu_seqlens = tokens
     dtype = compute_dtype(old_log_probs)
     unmasked = as_mask(mask, old_log_probs)
     old, rollout = (zero_masked(x.to(dtype), unmasked) for x in (old_log_probs, rollout_log_probs))

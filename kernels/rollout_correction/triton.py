@@ -15,7 +15,7 @@ from .._launch import launch
 from ..policy_loss.importance import ImportanceBounds
 from ..policy_loss.triton import find_sequence
 from ..policy_loss.triton_terms import clamp, log_ratio
-from .reference import MAX_TERM, REJECTION_CRITERIA, Bounds
+from .reference import MAX_TERM, REJECTION_CRITERIA, Bounds, RolloutTokens
 
 BLOCK = 512
 SEQUENCE_BLOCK = 1024
@@ -209,17 +209,15 @@ def sum_kernel(
 
 
 def correct_triton(
-    old_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    mask: Tensor | None,
-    cu_seqlens: Tensor,
+    inputs: RolloutTokens,
     num_tokens: float | Tensor,
     rollout_is: str | None,
     limits: ImportanceBounds,
     bounds: Bounds,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the kernels; arguments and results as of the reference."""
-    tokens, sequences = old_log_probs.numel(), cu_seqlens.numel() - 1
+    old_log_probs = inputs.old_log_probs
+    tokens, sequences = old_log_probs.numel(), inputs.cu_seqlens.numel() - 1
     numbers = [REJECTION_CRITERIA.index(criterion) for criterion in bounds]
     free = (-math.inf, math.inf)
     pairs = tuple(b for name in REJECTION_CRITERIA for b in bounds.get(name, free))
@@ -230,8 +228,8 @@ def correct_triton(
     partials = old_log_probs.new_empty(blocks, NUM_SUMS, dtype=torch.float32)
     metrics = old_log_probs.new_empty(_NUM_METRICS, dtype=torch.float64)
     stats = old_log_probs.new_empty(sequences if by_sequence else 0, 2, dtype=torch.float32)
-    flags = {"CRITERIA": sum(1 << i for i in numbers), "HAS_MASK": mask is not None}
-    given = (old_log_probs, rollout_log_probs, mask, cu_seqlens, stats)
+    flags = {"CRITERIA": sum(1 << i for i in numbers), "HAS_MASK": inputs.mask is not None}
+    given = (*inputs, stats)
     if by_sequence and sequences:
         launch(sequence_kernel, (sequences,), *given, tokens, pairs, BLOCK=SEQUENCE_BLOCK, **flags)
     if blocks:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import _check as check
 from .._backend import choose_backend, native, register_backends
 from .._library import custom_op
-from .reference import reference_sample
+from .reference import SamplingParameters, reference_sample
 
 OP = "sample_tokens"
 _MAX_VOCAB = 2**31 - 1
@@ -135,42 +135,31 @@ def _per_row(name: str, value: Any, logits: Tensor, sizes: check.Sizes, **bounds
     return value.to(dtype).contiguous()
 
 
-@custom_op(f"hybridengine::{OP}", mutates_args=())
-def _op(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    return_kept_ids: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@custom_op(
+    f"hybridengine::{OP}",
+    mutates_args=(),
+    schema="(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
+    "Tensor seeds, Tensor positions, bool return_kept_ids, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _op(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *per_row, return_kept_ids, backend = arguments
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    arguments = (logits, temperature, top_k, top_p, min_p, seeds, positions, return_kept_ids)
     if backend == "cpp":
-        return native().sample_tokens(*arguments)
+        return native().sample_tokens(logits, *per_row, return_kept_ids)
+    parameters = SamplingParameters(*per_row)
     if backend == "triton":
         from .triton import triton_sample
 
-        return triton_sample(*arguments)
-    return reference_sample(*arguments)
+        return triton_sample(logits, parameters, return_kept_ids)
+    return reference_sample(logits, parameters, return_kept_ids)
 
 
 @_op.register_fake
-def _(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    return_kept_ids: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return_kept_ids = arguments[-2]
+
     def per_row(dtype: torch.dtype) -> Tensor:
         return logits.new_empty(logits.shape[0], dtype=dtype)
 

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 GREEDY_TEMPERATURE = 1e-5  # vLLM's; a temperature below it selects the largest logit
 _MASK = 0xFFFFFFFF
+
+
+class SamplingParameters(NamedTuple):
+    """[B] each, see `sample_tokens`; top_k is int32, temperature, top_p and min_p are float32."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    positions: Tensor
 
 
 def philox_uniform(seed: int, position: int) -> float:
@@ -55,16 +68,10 @@ def _weights(logits: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
 
 
 def reference_sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    return_kept_ids: bool,
+    logits: Tensor, parameters: SamplingParameters, return_kept_ids: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return tokens, log_probs, num_kept and kept_ids, which is empty unless requested."""
+    temperature, top_k, top_p, min_p, seeds, positions = parameters
     vocab = logits.shape[1]
     greedy = ~(temperature >= GREEDY_TEMPERATURE)
     temperature = temperature.masked_fill(greedy, 1.0)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._launch import launch
+from .reference import SamplingParameters
 
 TILE = 4096  # entries of one sum
 GROUP = 64  # entries of one maximum
@@ -323,14 +324,7 @@ def sample_kernel(
 
 
 def triton_sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    return_kept_ids: bool,
+    logits: Tensor, parameters: SamplingParameters, return_kept_ids: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return tokens, log_probs, num_kept and kept_ids, which is empty unless requested."""
     rows, vocab = logits.shape
@@ -350,12 +344,12 @@ def triton_sample(
     if rows:
         summary = (group_keys, references, sums)
         sizes = (logits.stride(0), vocab, tiles, TILE, GROUP)
-        launch(summarize_kernel, (rows, tiles), logits, temperature, *summary, *sizes)
+        launch(summarize_kernel, (rows, tiles), logits, parameters.temperature, *summary, *sizes)
         launch(
             sample_kernel,
             (rows,),
             logits,
-            *(temperature, top_k, top_p, min_p, seeds, positions),
+            *parameters,
             *summary,
             *(keys, weights, ids, tokens, log_probs, num_kept, width),
             *sizes,

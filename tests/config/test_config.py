@@ -169,11 +169,11 @@ def test_refusals(override, message):
     ("override", "message"),
     [
         ("actor.policy_loss.loss_mode=gspo", "loss_mode is gspo, but with algorithm.distill.teach"),
-        ("actor.loss_agg_mode=token-sum", "loss_agg_mode is token-sum, .* leave it token-mean"),
+        ("actor.loss_agg_mode=token-sum", 'loss_agg_mode is token-sum, .* leave it "token-mean"'),
         ("actor.entropy_coeff=0.1", "entropy_coeff is 0.1, .* leave it 0.0"),
         ("actor.use_kl_loss=true", "use_kl_loss is True"),
         ("algorithm.use_kl_in_reward=true", "use_kl_in_reward is True"),
-        ("model.use_fused_kernels=false", "use_fused_kernels is False, .* leave it True"),
+        ("model.use_fused_kernels=false", "use_fused_kernels is False, .* leave it true"),
         ("algorithm.adv_estimator=gae", "no critic is trained"),
     ],
 )

@@ -48,6 +48,19 @@ def test_sparse_rows_that_do_not_ascend(ends: list[int]) -> None:
         C.sparse_hidden_grad(hidden, weight, ids, cu_kept, 0, torch.zeros(6))
 
 
+@pytest.mark.parametrize("first_id", [-1, 1 << 31, (1 << 63) - 1])
+def test_a_first_id_that_no_int32_id_reaches(first_id: int) -> None:
+    """Its difference to a negative id would overflow."""
+    hidden, weight = torch.zeros(2, 4), torch.zeros(8, 4)
+    ids, ends = torch.full((6,), -(1 << 31), dtype=I32), torch.tensor([0, 3, 6], dtype=I32)
+    with pytest.raises(ValueError, match="first_id"):
+        C.sparse_logits(hidden, weight, ids, ends, first_id)
+    with pytest.raises(ValueError, match="first_id"):
+        C.sparse_weight_grad(
+            hidden, weight, ids, ends, first_id, torch.zeros(6), torch.zeros(8, 4), True
+        )
+
+
 def test_sparse_arguments_on_another_device() -> None:
     hidden, weight, ids = torch.zeros(2, 4), torch.zeros(8, 4), torch.zeros(6, dtype=I32)
     ends = torch.tensor([0, 3, 6], dtype=I32)

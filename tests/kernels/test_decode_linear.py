@@ -7,6 +7,8 @@ from hybridengine.kernels.decode_linear import MAX_ROWS, inference_linear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.strategies import integers
+
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -28,13 +30,7 @@ def assert_near_float64(got, x, weight, bias):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(deadline=None, max_examples=80)
-@given(
-    rows=st.integers(0, 140),
-    n=st.integers(0, 90),
-    k=st.integers(0, 200),
-    bias=st.booleans(),
-    wide=st.booleans(),
-)
+@given(**integers(rows=(0, 140), n=(0, 90), k=(0, 200)), bias=st.booleans(), wide=st.booleans())
 def test_against_float64(dtype, rows, n, k, bias, wide):
     x, weight, added = operands(rows, n, k, dtype, bias)
     out_dtype = torch.float32 if wide else None

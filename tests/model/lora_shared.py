@@ -34,6 +34,26 @@ def write_adapter(
     get_peft_model(base, config).to(dtype).save_pretrained(str(folder))
 
 
+def reload(path: str, folder: Path, result: dict) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    """Check the logits of what `train_and_save` saved in `folder`.
+
+    Returns the model at `path` with the adapter in PEFT, the merged model, and the weights before.
+    """
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32).eval()
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    adapted = PeftModel.from_pretrained(base, str(folder / "adapter")).eval()
+    with torch.no_grad():
+        for model in (adapted, merged):  # float32, another order of sums
+            torch.testing.assert_close(
+                model(IDS).logits[0, :-1], result["logits"], atol=1e-4, rtol=0
+            )
+    assert (result["logits"] - result["of_base"]).abs().max() > 0.05
+    return adapted, merged, before
+
+
 def train_and_save(rank: int, world_size: int, path: str, out: str, targets: tuple) -> dict:
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import AutoTokenizer

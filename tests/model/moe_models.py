@@ -81,3 +81,12 @@ def assert_close(got: Any, expected: Any) -> None:
     for name, grad in expected[1].items():  # sums over tokens, in another order
         limit = 1e-4 * float(grad.abs().max())
         torch.testing.assert_close(got[1][name], grad, rtol=1e-4, atol=limit)
+
+
+def assert_same_when_checkpointed(model: Any, ids: torch.Tensor, expected: Any) -> None:
+    """Logits and gradients are `expected`, bit for bit, where layers are computed again."""
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    logits, gradients = run(model, ids)
+    assert torch.equal(logits, expected[0])
+    assert all(torch.equal(gradients[name], grad) for name, grad in expected[1].items())

@@ -21,8 +21,14 @@ from hybridengine.model import (
 )
 from hybridengine.model.experts import EXPERTS
 from hybridengine.model.lora import peft_factors
-from tests.model.lora_shared import EXPERT_WEIGHTS, IDS, float64_update, train_and_save
-from tests.model.moe_models import ARCHITECTURES, assert_close, run, tiny_moe
+from tests.model.lora_shared import EXPERT_WEIGHTS, IDS, float64_update, reload, train_and_save
+from tests.model.moe_models import (
+    ARCHITECTURES,
+    assert_close,
+    assert_same_when_checkpointed,
+    run,
+    tiny_moe,
+)
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -69,11 +75,7 @@ def test_replay_checkpointing_and_compiled_layers() -> None:
         model(input_ids=ids, use_cache=False)
     with replay.replay(recorded.routes):
         assert torch.equal(run(model, ids)[0], expected[0])
-    model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    got = run(model, ids)
-    assert torch.equal(got[0], expected[0])
-    assert all(torch.equal(got[1][name], grad) for name, grad in expected[1].items())
+    assert_same_when_checkpointed(model, ids, expected)
     torch._dynamo.reset()
     block, hidden = model.model.layers[0].mlp, torch.randn(1, 9, 64)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
@@ -83,21 +85,11 @@ def test_replay_checkpointing_and_compiled_layers() -> None:
 @pytest.mark.multirank
 @pytest.mark.parametrize("shared", SHARED)
 def test_exports_load_as_peft_and_transformers_load_them(tmp_path: Path, shared: str) -> None:
-    from peft import PeftModel
-
     path = save_tiny("qwen3_moe", tmp_path / "base")
     targets = (["o_proj"], None, EXPERT_WEIGHTS, shared)
     result = run_ranks(train_and_save, 2, path, str(tmp_path), targets, timeout_s=200)[0]
-    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
-    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    of_peft = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
-    with torch.no_grad():
-        tolerance = dict(atol=1e-4, rtol=0)  # float32, another order of sums
-        torch.testing.assert_close(of_peft(IDS).logits[0, :-1], result["logits"], **tolerance)
-        torch.testing.assert_close(merged(IDS).logits[0, :-1], result["logits"], **tolerance)
-    assert (result["logits"] - result["of_base"]).abs().max() > 0.05
-    adapters, after = adapter_shards(base), merged.state_dict()
+    adapted, merged, before = reload(path, tmp_path, result)
+    adapters, after = adapter_shards(adapted.base_model.model), merged.state_dict()
     assert {n for n in before if not torch.equal(before[n], after[n])} == adapters.keys()
     assert sum(".experts." in name for name in adapters) == 4 and len(adapters) == 6
     for name, adapter in adapters.items():

@@ -13,7 +13,15 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from hybridengine.model import RouterReplay, experts
 from hybridengine.model.experts import EXPERTS
 from tests.model.cases import load
-from tests.model.moe_models import ARCHITECTURES, NUM_EXPERTS, TOP_K, assert_close, run, tiny_moe
+from tests.model.moe_models import (
+    ARCHITECTURES,
+    NUM_EXPERTS,
+    TOP_K,
+    assert_close,
+    assert_same_when_checkpointed,
+    run,
+    tiny_moe,
+)
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -98,11 +106,7 @@ def test_gradient_checkpointing_and_compiled_layers() -> None:
     model, ids = tiny_moe("qwen3_moe", **ARCHITECTURES["qwen3_moe"]), torch.randint(3, 100, (1, 24))
     model.set_experts_implementation(EXPERTS)
     expected = run(model, ids)
-    model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    got = run(model, ids)
-    assert torch.equal(got[0], expected[0])
-    assert all(torch.equal(got[1][name], grad) for name, grad in expected[1].items())
+    assert_same_when_checkpointed(model, ids, expected)
     torch._dynamo.reset()
     module = model.model.layers[0].mlp.experts
     hidden, index = torch.randn(9, 64), torch.rand(9, NUM_EXPERTS).topk(TOP_K).indices

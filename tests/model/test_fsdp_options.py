@@ -9,19 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.model.cases import (
-    LOGITS,
-    SIZES,
-    assert_close_by_scale,
-    backward,
-    full_tensors,
-    load,
-    loss_of,
-    one_by_one,
-    pairs_of_rank,
-    rollouts,
-    single_process_model,
-)
+from tests.model import cases
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -85,23 +73,23 @@ GROUPS = {
 def variants_body(rank: int, world_size: int, path: str) -> None:
     from hybridengine.model import Optimizer
 
-    reference, pairs = single_process_model(path), rollouts(SIZES)
-    expected, _ = one_by_one(reference, pairs_of_rank(pairs, rank, world_size))
-    loss_of(*one_by_one(reference, pairs)).backward()
+    reference, pairs = cases.single_process_model(path), cases.rollouts(cases.SIZES)
+    expected, _ = cases.one_by_one(reference, cases.pairs_of_rank(pairs, rank, world_size))
+    cases.loss_of(*cases.one_by_one(reference, pairs)).backward()
     gradients = {n: p.grad.clone() for n, p in reference.named_parameters()}
     norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
     torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=EPS, weight_decay=0.1).step()
     torch.compile = partial(torch.compile, backend="aot_eager")  # traced, no code generated
     for name, options in VARIANTS.items():
-        model = load(path, world_size, **options)
+        model = cases.load(path, world_size, **options)
         seen = Watcher(model) if name not in (*GROUPS, "compiled") else None
-        logits = backward(model, pairs_of_rank(pairs, rank, world_size), world_size)
-        torch.testing.assert_close(logits, expected, **LOGITS, msg=name)
+        logits = cases.backward(model, cases.pairs_of_rank(pairs, rank, world_size), world_size)
+        torch.testing.assert_close(logits, expected, **cases.LOGITS, msg=name)
         # Without a synchronisation over the replicas each would have its own ranks' part.
-        assert_close_by_scale(full_tensors(model, lambda p: p.grad), gradients)
+        cases.assert_close_by_scale(cases.full_tensors(model, lambda p: p.grad), gradients)
         optimizer = Optimizer(model, lr=1e-2, eps=EPS, weight_decay=0.1, total_steps=5)
         torch.testing.assert_close(optimizer.step(0.5), norm, rtol=1e-5, atol=0, msg=name)
-        for parameter, weight in full_tensors(model).items():
+        for parameter, weight in cases.full_tensors(model).items():
             target = reference.get_parameter(parameter)
             torch.testing.assert_close(weight, target, rtol=1e-5, atol=1e-6, msg=parameter)
         size = options.get("fsdp_size", world_size)
@@ -127,7 +115,7 @@ def offload_policy_body(rank: int, world_size: int, folder: Path) -> None:
         assert isinstance(policy, CPUOffloadPolicy) == offload
         losses = [run.step(step)[0]["train/loss"] for step in (1, 2)]
         assert all(parameter.is_cpu for parameter in run.model.parameters())
-        return losses, full_tensors(run.model)
+        return losses, cases.full_tensors(run.model)
 
     (kept, expected), (offloaded, weights) = steps(False), steps(True)
     assert kept == offloaded and kept[0] != kept[1]
@@ -145,10 +133,10 @@ def offload_body(rank: int, world_size: int, path: str) -> None:
     from hybridengine.model import Optimizer, parameter_shards
     from hybridengine.model.offload import Offloader
 
-    pairs = pairs_of_rank(rollouts(SIZES), rank, world_size)
+    pairs = cases.pairs_of_rank(cases.rollouts(cases.SIZES), rank, world_size)
 
     def steps(offload: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
-        model = load(path, world_size, fsdp_size=1 if world_size == 1 else 2)
+        model = cases.load(path, world_size, fsdp_size=1 if world_size == 1 else 2)
         shards = parameter_shards(model)  # as the reshard holds them: taken before any offload
         offloader = Offloader(lambda: parameter_shards(model).values(), offload)
         optimizer = Optimizer(model, lr=1e-2, eps=EPS, total_steps=5, offload=offload)
@@ -162,7 +150,7 @@ def offload_body(rank: int, world_size: int, path: str) -> None:
             assert (sizes(model.parameters()) == 0) == offload
             with offloader.on_device():
                 assert sizes(model.parameters()) > 0
-                backward(model, pairs, world_size)
+                cases.backward(model, pairs, world_size)
                 norms.append(optimizer.step(0.5).item())
                 assert (sizes(optimizer._moments()) == 0) == offload
             assert (sizes(shards.values()) == 0) == offload
@@ -202,19 +190,20 @@ def test_views_of_offloaded_tensors_are_restored(device: str) -> None:
 def float16_body(rank: int, world_size: int, path: str) -> None:
     from hybridengine.model import Optimizer
 
-    reference, pairs = single_process_model(path), rollouts(SIZES)
+    reference, pairs = cases.single_process_model(path), cases.rollouts(cases.SIZES)
     tiny = 2.0**-22  # the loss of one token among millions: gradients below float16's range
-    (loss_of(*one_by_one(reference, pairs)) * tiny).backward()
+    (cases.loss_of(*cases.one_by_one(reference, pairs)) * tiny).backward()
     expected = {n: p.grad for n, p in reference.named_parameters()}
     reference_norm = torch.nn.utils.get_total_norm(expected.values())
-    model = load(path, world_size, dtype=torch.float16)
+    model = cases.load(path, world_size, dtype=torch.float16)
     computed = []
     model.model.norm.register_forward_hook(lambda m, i, out: computed.append(out.dtype))
     optimizer = Optimizer(model, lr=1e-2, total_steps=9, param_dtype=torch.float16)
     errors, norms = [], []
     for scale in (1.0, optimizer.loss_scale):
-        backward_scaled(model, pairs_of_rank(pairs, rank, world_size), world_size * scale * tiny)
-        got = {n: g / scale for n, g in full_tensors(model, lambda p: p.grad).items()}
+        own = cases.pairs_of_rank(pairs, rank, world_size)
+        backward_scaled(model, own, world_size * scale * tiny)
+        got = {n: g / scale for n, g in cases.full_tensors(model, lambda p: p.grad).items()}
         errors.append(max((got[n] - e).norm() / e.norm() for n, e in expected.items()))
         if scale > 1:
             norms.append(optimizer.step(1e9))
@@ -224,18 +213,18 @@ def float16_body(rank: int, world_size: int, path: str) -> None:
     assert errors[0] > 0.5 > 0.02 > errors[1], errors
     torch.testing.assert_close(norms[0], reference_norm, rtol=1e-2, atol=0)
 
-    before = full_tensors(model)
+    before = cases.full_tensors(model)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, torch.inf)
     assert not optimizer.step(1.0).isfinite() and optimizer.loss_scale == 2.0**15
-    assert all(torch.equal(w, before[n]) for n, w in full_tensors(model).items())
+    assert all(torch.equal(w, before[n]) for n, w in cases.full_tensors(model).items())
 
 
 def backward_scaled(model, pairs: list, scale: float) -> None:
     from hybridengine.model import pack_rollouts, packed_logits
 
     batch = pack_rollouts(pairs)
-    (loss_of(packed_logits(model, batch), batch.target_ids) * scale).backward()
+    (cases.loss_of(packed_logits(model, batch), batch.target_ids) * scale).backward()
 
 
 def test_float16_needs_its_loss_scale_and_survives_an_overflow(tmp_path: Path) -> None:

@@ -11,17 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridengine.model import KeptIds, pack_rollouts, packed_log_probs
-from tests.model.cases import (
-    LOGITS,
-    SIZES,
-    assert_close_by_scale,
-    full_tensors,
-    load,
-    one_by_one,
-    rollouts,
-    single_process_model,
-    weighted,
-)
+from tests.model import cases
 from tests.ranks import run_ranks
 from tests.tiny_models import VOCAB, save_tiny
 
@@ -67,22 +57,22 @@ def kept_of(targets: list[int]) -> KeptIds:
 def body(rank: int, world_size: int, path: str, sp_size: int) -> None:
     import torch.distributed as dist
 
-    pairs = rollouts(SIZES)
-    single = single_process_model(path)
-    logits, targets = one_by_one(single, pairs)
+    pairs = cases.rollouts(cases.SIZES)
+    single = cases.single_process_model(path)
+    logits, targets = cases.one_by_one(single, pairs)
     kept = kept_of(targets.tolist())
     log_softmax = logits.masked_fill(~kept.vocab_mask(VOCAB), -torch.inf).log_softmax(-1)
     log_probs = log_softmax.gather(1, targets[:, None])[:, 0]
     entropy = -(log_softmax.exp() * log_softmax.nan_to_num(neginf=0.0)).sum(-1)
-    weighted(log_probs, entropy).backward()
+    cases.weighted(log_probs, entropy).backward()
     wanted = {n: p.grad for n, p in single.named_parameters()}
     batch = pack_rollouts(pairs, sequence_parallel=dist.group.WORLD if sp_size > 1 else None)
     for fused in (True, False):
-        model = load(path, world_size, use_fused_kernels=fused)
+        model = cases.load(path, world_size, use_fused_kernels=fused)
         results = packed_log_probs(model, replace(batch, kept=kept))
-        torch.testing.assert_close(results, (log_probs.detach(), entropy.detach()), **LOGITS)
-        (weighted(*results) * sp_size).backward()  # FSDP2 averages
-        assert_close_by_scale(full_tensors(model, lambda p: p.grad), wanted)
+        torch.testing.assert_close(results, (log_probs.detach(), entropy.detach()), **cases.LOGITS)
+        (cases.weighted(*results) * sp_size).backward()  # FSDP2 averages
+        cases.assert_close_by_scale(cases.full_tensors(model, lambda p: p.grad), wanted)
 
 
 @pytest.mark.multirank

@@ -61,17 +61,18 @@ def test_the_peak_is_that_since_the_restart() -> None:
     assert memory.allowed > before
 
 
+def tune(kind: str, job: list[str]) -> list[str]:
+    """Return the lines that `hybridengine tune` prints."""
+    command = [sys.executable, "-m", "hybridengine.cli", "tune", kind, *job]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line.strip() for line in done.stdout.splitlines()]
+
+
 @pytest.mark.multirank
 def test_the_overrides_of_a_job(tmp_path: Path) -> None:
     job = [*small_job(tmp_path), "trainer.n_gpus_per_node=2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "hybridengine.cli", "tune", "grpo", *job],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line.strip() for line in done.stdout.splitlines()]
+    lines = tune("grpo", job)
     probed = [line for line in lines if line.startswith("actor.ppo_max_token_len_per_gpu=")]
     limits = [int(line.split("=")[1].split(":")[0]) for line in probed[:-1]]
     assert limits == [10, 20, 40, 80]  # of the longest sequence, to all tokens of a rank
@@ -85,14 +86,7 @@ def test_the_overrides_of_a_job(tmp_path: Path) -> None:
 @pytest.mark.multirank
 def test_the_overrides_of_sft(tmp_path: Path) -> None:
     job = sft_settings(write_sft_job(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-m", "hybridengine.cli", "tune", "sft", *job],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    [override] = done.stdout.splitlines()[-1].split()
+    [override] = tune("sft", job)[-1].split()
     config = load_sft_config(None, [*job, override])
     assert override.startswith("data.max_token_len_per_gpu=")
     assert config.data.max_token_len_per_gpu >= 1

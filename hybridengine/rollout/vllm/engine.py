@@ -156,6 +156,11 @@ class VllmEngine(RolloutEngine):
             multiply_head_in_16_bits(self._runner.get_model())
             FusedSampler(self._runner)
 
+    @property
+    def llm(self) -> Any:
+        """The `vllm.LLM` of this rank."""
+        return self._llm
+
     def _generate(
         self,
         prompts: Sequence[Sequence[int]],

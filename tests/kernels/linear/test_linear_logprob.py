@@ -6,7 +6,6 @@ from hybridengine.kernels import linear_policy_loss, linear_token_log_probs
 from hybridengine.kernels.linear.chunks import Chunks
 from hybridengine.kernels.linear.mixed_gemm import WIDENED_BYTES
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import tolerances
@@ -19,17 +18,12 @@ from tests.kernels.linear.cases import (
     problem,
     two_steps,
 )
+from tests.kernels.strategies import integers
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @settings(deadline=None, max_examples=25)
-@given(
-    rows=st.integers(0, 50),
-    width=st.integers(1, 40),
-    vocab=st.integers(1, 130),
-    chunk_rows=st.integers(1, 60),
-    seed=st.integers(0, 100),
-)
+@given(**integers(rows=(0, 50), width=(1, 40), vocab=(1, 130), chunk_rows=(1, 60), seed=(0, 100)))
 def test_against_float64(device, rows, width, vocab, chunk_rows, seed):
     tensors, token_ids, weights = problem(rows, width, vocab, seed)
     token_ids[::5] = -100

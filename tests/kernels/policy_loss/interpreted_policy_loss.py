@@ -8,17 +8,7 @@ from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES, value_loss
 from hybridengine.kernels.policy_loss.terms import KL_ALIASES
 from hybridengine.kernels.policy_loss.triton import policy_loss_triton
 
-from tests.kernels.batches import (
-    FURTHER_OPTIONS,
-    KL,
-    assert_close,
-    assert_same,
-    batch,
-    impossible_tokens,
-    run,
-    run_tokens,
-    to_float64,
-)
+from tests.kernels import batches
 from tests.tolerances import POLICY_LOSS
 
 
@@ -46,75 +36,81 @@ def triton_for_cpp(monkeypatch):
     ],
 )
 def test_every_mode_and_aggregation(loss_mode, loss_agg_mode):
-    inputs = batch([5, 0, 70, 1, 33, 530, 16])  # more than a block of tokens
+    inputs = batches.batch([5, 0, 70, 1, 33, 530, 16])  # more than a block of tokens
     options = {"loss_mode": loss_mode, "loss_agg_mode": loss_agg_mode}
-    exact = run(to_float64(inputs), backend="reference", **options)
-    assert_same(run(inputs, backend="cpp", **options), exact)
+    exact = batches.run(batches.to_float64(inputs), backend="reference", **options)
+    batches.assert_same(batches.run(inputs, backend="cpp", **options), exact)
 
 
-@pytest.mark.parametrize("kl_type", sorted({*KL} - {*KL_ALIASES}))
+@pytest.mark.parametrize("kl_type", sorted({*batches.KL} - {*KL_ALIASES}))
 def test_every_kl(kl_type):
-    inputs = batch([40, 30], spread=2.0)
-    exact = run(to_float64(inputs), backend="reference", kl_type=kl_type)
-    assert_same(run(inputs, backend="cpp", kl_type=kl_type), exact)
+    inputs = batches.batch([40, 30], spread=2.0)
+    exact = batches.run(batches.to_float64(inputs), backend="reference", kl_type=kl_type)
+    batches.assert_same(batches.run(inputs, backend="cpp", kl_type=kl_type), exact)
 
 
-@pytest.mark.parametrize("options", FURTHER_OPTIONS)
+@pytest.mark.parametrize("options", batches.FURTHER_OPTIONS)
 def test_further_options(options):
-    inputs = impossible_tokens(batch([5, 0, 70, 1, 33], spread=1.0), "both")
+    inputs = batches.impossible_tokens(batches.batch([5, 0, 70, 1, 33], spread=1.0), "both")
     options = {"loss_agg_mode": "seq-mean-token-mean"} | options
-    exact = run(to_float64(inputs), backend="reference", **options)
-    assert_same(run(inputs, backend="cpp", **options), exact)
+    exact = batches.run(batches.to_float64(inputs), backend="reference", **options)
+    batches.assert_same(batches.run(inputs, backend="cpp", **options), exact)
 
 
 def test_losses_of_the_tokens():
-    inputs = batch([5, 0, 70, 1, 530, 16])
+    inputs = batches.batch([5, 0, 70, 1, 530, 16])
     for loss_mode in ("ppo_clip", "gspo"):
-        exact = run_tokens(to_float64(inputs), loss_mode=loss_mode, backend="reference")
-        got = run_tokens(inputs, loss_mode=loss_mode, backend="cpp")
+        exact = batches.run_tokens(
+            batches.to_float64(inputs), loss_mode=loss_mode, backend="reference"
+        )
+        got = batches.run_tokens(inputs, loss_mode=loss_mode, backend="cpp")
         for one, want in zip(got, exact, strict=True):
-            assert_close(one, want, POLICY_LOSS)
+            batches.assert_close(one, want, POLICY_LOSS)
 
 
 def test_masked_and_empty():
-    inputs = batch([20, 7])
+    inputs = batches.batch([20, 7])
     inputs["log_probs"] = inputs["log_probs"].masked_fill(~inputs["response_mask"], torch.nan)
     for loss_mode in LOSS_MODES:
-        assert_same(
-            run(inputs, backend="cpp", loss_mode=loss_mode, loss_agg_mode="token-sum"),
-            run(
-                to_float64(inputs),
+        batches.assert_same(
+            batches.run(inputs, backend="cpp", loss_mode=loss_mode, loss_agg_mode="token-sum"),
+            batches.run(
+                batches.to_float64(inputs),
                 backend="reference",
                 loss_mode=loss_mode,
                 loss_agg_mode="token-sum",
             ),
         )
-        loss, *_ = run(batch([]), backend="cpp", loss_mode=loss_mode)
+        loss, *_ = batches.run(batches.batch([]), backend="cpp", loss_mode=loss_mode)
         assert loss == 0
 
 
 @pytest.mark.parametrize("side", ["both", "new", "old"])
 def test_tokens_of_zero_probability(side):
-    inputs = impossible_tokens(batch([20, 30, 7]), side)
+    inputs = batches.impossible_tokens(batches.batch([20, 30, 7]), side)
     for loss_mode in LOSS_MODES:
         options = {"loss_mode": loss_mode, "loss_agg_mode": "seq-mean-token-mean"}
-        exact = run(to_float64(inputs), backend="reference", **options)
-        assert_same(run(inputs, backend="cpp", **options), exact)
+        exact = batches.run(batches.to_float64(inputs), backend="reference", **options)
+        batches.assert_same(batches.run(inputs, backend="cpp", **options), exact)
     kl = {"kl_type": "k1" if side == "both" else "k3"}
-    assert_same(
-        run(inputs, backend="cpp", **kl), run(to_float64(inputs), backend="reference", **kl)
+    batches.assert_same(
+        batches.run(inputs, backend="cpp", **kl),
+        batches.run(batches.to_float64(inputs), backend="reference", **kl),
     )
 
 
 def test_large_taus_stay_finite():
-    inputs = batch([40], spread=2.0)
+    inputs = batches.batch([40], spread=2.0)
     options = {"loss_mode": "sapo", "tau_pos": 500.0, "tau_neg": 1000.0}
-    assert_same(run(inputs, backend="cpp", **options), run(to_float64(inputs), **options))
+    batches.assert_same(
+        batches.run(inputs, backend="cpp", **options),
+        batches.run(batches.to_float64(inputs), **options),
+    )
 
 
 @pytest.mark.parametrize("loss_agg_mode", LOSS_AGG_MODES)
 def test_value_loss(loss_agg_mode):
-    inputs = batch([5, 0, 530, 33], spread=2.0)
+    inputs = batches.batch([5, 0, 530, 33], spread=2.0)
     names = ("log_probs", "old_log_probs", "advantages")
     options = {"loss_agg_mode": loss_agg_mode, "loss_scale_factor": 9.0, "cliprange_value": 0.3}
     options |= {name: inputs[name] for name in ("response_mask", "cu_seqlens")}
@@ -125,4 +121,4 @@ def test_value_loss(loss_agg_mode):
         loss, metrics = value_loss(values, old, returns, backend=backend, **options)
         results.append((loss, torch.autograd.grad(loss, values)[0], *metrics.values()))
     for got, want in zip(*results, strict=True):
-        assert_close(got, want, POLICY_LOSS)
+        batches.assert_close(got, want, POLICY_LOSS)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from hybridengine.kernels.sampling import SampledTokens
+from hybridengine.kernels.sampling.reference import SamplingParameters
 from hybridengine.kernels.sampling.triton import CHUNK, TILE, triton_sample
 
 from tests.kernels.sampling.cases import PARAMETERS, check_rows, keys, per_row, random_logits
@@ -12,7 +13,9 @@ def sample(logits, seeds, positions, **parameters):
     numbers = per_row(len(logits), parameters)
     if parameters.get("temperature") == 0.0:
         numbers = per_row(len(logits), {**parameters, "temperature": 1e-9})
-    return SampledTokens(*triton_sample(logits, *numbers, seeds, positions, True))
+    return SampledTokens(
+        *triton_sample(logits, SamplingParameters(*numbers, seeds, positions), True)
+    )
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))

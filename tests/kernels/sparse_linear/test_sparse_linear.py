@@ -6,11 +6,11 @@ from hybridengine.kernels import linear_token_log_probs
 from hybridengine.kernels.sparse_linear import op as module
 from hybridengine.kernels.sparse_linear import sparse_linear_token_log_probs
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests import tolerances
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.sparse_linear.cases import OPTIONS, gradients, options_for, problem
+from tests.kernels.strategies import integers
 from tests.ranks import run_ranks
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -47,13 +47,7 @@ def assert_equal_to_dense(case, device="cpu", tolerance=None, backend=None, **op
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @settings(deadline=None, max_examples=40)
-@given(
-    rows=st.integers(0, 30),
-    width=st.integers(1, 70),
-    vocab=st.integers(1, 300),
-    most=st.integers(1, 12),
-    seed=st.integers(0, 2**20),
-)
+@given(**integers(rows=(0, 30), width=(1, 70), vocab=(1, 300), most=(1, 12), seed=(0, 2**20)))
 def test_equal_to_the_dense_operator(device, rows, width, vocab, most, seed):
     case = problem(rows, width, vocab, most, seed)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,0 +1,165 @@
+"""What an engine computes at the points that it shares with the trained model, token by token.
+
+A point is the result of one operator, by the trained model's name of its module:
+`model.layers.3.self_attn.q_proj`. Operators that are no modules have names of their own: `.query`
+and `.key` of attention are behind the rotary embedding, `.attention` is before `o_proj`, and
+`mlp.activation` is before `down_proj`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LOGITS = "lm_head"
+
+
+@dataclass
+class EngineRecord:
+    """One response and what the engine computed for it.
+
+    token_ids: prompt and response. num_prompt: tokens of the prompt.
+    log_probs: that the engine returned, of the response.
+    positions: of the tokens that went through the model, ascending; a cached prefix did not, nor
+      did the last token.
+    points: float tensors [len(positions), ...] by name, in the order of computation; those of
+      LOGITS are [tokens of the response, V].
+    inputs: what norms received, likewise.
+    """
+
+    token_ids: list[int]
+    num_prompt: int
+    log_probs: list[float]
+    positions: list[int]
+    points: dict[str, Tensor]
+    inputs: dict[str, Tensor]
+
+
+@dataclass
+class _Rows:
+    """Rows as they come, by point."""
+
+    positions: list[int] = field(default_factory=list)
+    points: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    inputs: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, name: str, value: Tensor) -> None:
+        self.points[name].append(value.detach().clone())
+
+
+def record_engine(llm: Any, token_ids: Sequence[int], sampling: Any) -> EngineRecord:
+    """Generate one response to a prompt by `vllm.LLM` in this process, and record every point.
+
+    The engine must run eagerly (`enforce_eager=True`), as a compiled model calls no modules.
+    """
+    model = engine_model(llm)
+    rows = _Rows()
+    with _recording(model, rows):
+        [output] = llm.generate([{"prompt_token_ids": list(token_ids)}], sampling, use_tqdm=False)
+    [response] = output.outputs
+    log_probs = [
+        at[token].logprob for at, token in zip(response.logprobs, response.token_ids, strict=True)
+    ]
+    return EngineRecord(
+        [*token_ids, *response.token_ids],
+        len(token_ids),
+        log_probs,
+        rows.positions,
+        {name: torch.cat(parts) for name, parts in rows.points.items()},
+        {name: torch.cat(parts) for name, parts in rows.inputs.items()},
+    )
+
+
+def engine_model(llm: Any) -> nn.Module:
+    """Return the model that `llm` runs in this process."""
+    executor = getattr(llm.llm_engine, "model_executor", None)
+    if executor is None:
+        raise ValueError(
+            "the engine's model is in another process; set VLLM_ENABLE_V1_MULTIPROCESSING=0 before "
+            "vLLM is imported"
+        )
+    model: nn.Module = executor.driver_worker.worker.model_runner.get_model()
+    return model
+
+
+@contextmanager
+def _recording(model: nn.Module, rows: _Rows) -> Iterator[None]:
+    with ExitStack() as stack:
+
+        def note_positions(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            positions = kwargs["positions"] if "positions" in kwargs else args[1]
+            rows.positions += positions.reshape(-1, positions.shape[-1])[0].tolist()
+
+        handle = model.register_forward_pre_hook(note_positions, with_kwargs=True)
+        stack.callback(handle.remove)
+        for name, module in model.named_modules():
+            for handle in _hooks(name, module, rows):
+                stack.callback(handle.remove)
+        yield
+
+
+def _hooks(name: str, module: nn.Module, rows: _Rows) -> Iterator[Any]:
+    """Register what records `module` of vLLM; yield the handles."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+
+    parent = name.rpartition(".")[0]
+    if isinstance(module, Attention):
+
+        def note_operands(module: nn.Module, args: tuple) -> None:
+            for operand, value in zip(("query", "key"), args, strict=False):
+                rows.add(f"{parent}.{operand}", value.flatten(1))
+
+        yield module.register_forward_pre_hook(note_operands)
+        yield module.register_forward_hook(
+            lambda module, args, out: rows.add(f"{parent}.attention", out.flatten(1))
+        )
+    elif isinstance(module, QKVParallelLinear):
+        head, last = module.head_size, getattr(module, "v_head_size", module.head_size)
+        sizes = (module.num_heads * head, module.num_kv_heads * head, module.num_kv_heads * last)
+        names = [f"{parent}.{part}_proj" for part in "qkv"]
+        yield module.register_forward_hook(_split(rows, names, sizes))
+    elif isinstance(module, MergedColumnParallelLinear) and name.endswith(".gate_up_proj"):
+        half = module.output_size_per_partition // 2
+        names = [f"{parent}.gate_proj", f"{parent}.up_proj"]
+        yield module.register_forward_hook(_split(rows, names, (half, half)))
+    elif name == "logits_processor":
+        yield module.register_forward_hook(lambda module, args, out: rows.add(LOGITS, out))
+    elif type(module).__name__.endswith("RMSNorm"):
+
+        def note_input(module: nn.Module, args: tuple) -> None:
+            rows.inputs[name].append(sum(x.detach().double() for x in args if x is not None))
+
+        yield module.register_forward_pre_hook(note_input)
+        yield module.register_forward_hook(lambda module, args, out: rows.add(name, _first(out)))
+    elif name.endswith(".act_fn"):
+        return  # with the product: `mlp.activation`
+    elif name.endswith((".experts", ".down_proj")) or not any(True for _ in module.children()):
+        if name.endswith(".down_proj"):
+            yield module.register_forward_pre_hook(
+                lambda module, args: rows.add(f"{parent}.activation", args[0])
+            )
+        yield module.register_forward_hook(lambda module, args, out: _add_first(rows, name, out))
+
+
+def _split(rows: _Rows, names: Sequence[str], sizes: Sequence[int]) -> Any:
+    def note(module: nn.Module, args: tuple, out: Any) -> None:
+        for name, part in zip(names, _first(out).split(list(sizes), -1), strict=True):
+            rows.add(name, part)
+
+    return note
+
+
+def _first(out: Any) -> Any:
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _add_first(rows: _Rows, name: str, out: Any) -> None:
+    if isinstance(value := _first(out), Tensor):
+        rows.add(name, value)

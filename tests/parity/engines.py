@@ -1,0 +1,72 @@
+"""A tiny trained model and a vLLM engine of its weights, in the process of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+PROMPTS = [list(range(5, 45)), list(range(60, 99))]
+
+
+def open_parity(path: str, *, prefix_caching: bool = False) -> tuple[Any, Any, Any]:
+    """Return (Parity, vLLM's model, the trained model)."""
+    from hybridengine.rollout.vllm.environment import CPU_BLOCK_SIZE, prepare_environment
+
+    prepare_environment()
+    from transformers import AutoModelForCausalLM
+    from vllm import LLM
+
+    from hybridengine.model.attention import ATTENTION
+    from hybridengine.parity import attach
+    from hybridengine.parity.points import engine_model
+    from hybridengine.rollout.vllm.post_load import writable_weights
+
+    with writable_weights():
+        llm = LLM(
+            path,
+            dtype="float32",
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            max_model_len=128,
+            block_size=CPU_BLOCK_SIZE,
+            hf_overrides={"head_dtype": "float32"},
+            logprobs_mode="processed_logprobs",
+            enable_prefix_caching=prefix_caching,
+            kv_cache_memory_bytes=64 << 20,
+            disable_log_stats=True,
+        )
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation=ATTENTION
+    ).eval()
+    return attach(model, llm), engine_model(llm), model
+
+
+@contextmanager
+def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """While open, an attribute has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def written(tensor: torch.Tensor, write: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """While open, a tensor has what `write` makes of it."""
+    before = tensor.detach().clone()
+    with torch.no_grad():
+        write(tensor.data)
+    try:
+        yield
+    finally:
+        tensor.data.copy_(before)
+
+
+def exchange_halves(tensor: torch.Tensor, dim: int) -> None:
+    first, second = tensor.clone().chunk(2, dim)
+    tensor.copy_(torch.cat([second, first], dim))
