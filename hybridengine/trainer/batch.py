@@ -189,6 +189,7 @@ class DataParallel:
         are on these ranks. Collective.
         """
         outcomes, device = rollouts.outcomes, self.session.device
+        rollouts.check_images(self.preparer is not None)
         _, groups = outcomes.groups.unique(return_inverse=True)
         mini_batch_of = groups * num_mini_batches // (int(groups.max()) + 1)
         split = self._split(outcomes, mini_batch_of, num_mini_batches, max_tokens * self.sp_size)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.data import PromptSample, Subset
+from hybridengine.errors import RolloutError
 from hybridengine.rollout import Response
 from hybridengine.rollout.response import token_columns
 from hybridengine.runtime.messages import decode, encode
@@ -67,6 +68,15 @@ class Rollouts:
             if sizes[name].any()
         }
 
+    def check_images(self, supported: bool) -> None:
+        """Raise RolloutError for an image of a tool in a job that does not support images."""
+        image = next((image for r in self.own for image in r.images), None)
+        if image is not None and not supported:
+            raise RolloutError(
+                f"{image.where} returned an image, which this job does not support: its model, "
+                "critic, reward model, teacher or sequence parallelism reads text alone"
+            )
+
     def move_images(self, exchange: RowExchange, rows: Sequence[int]) -> list[list[EncodedImage]]:
         """Return the images in the tokens of `rows`, those of their prompts first. Collective.
 
@@ -85,9 +95,10 @@ class Rollouts:
             self.outcomes.groups.tolist(),
             self.outcomes.sizes["context_ids"].tolist(),
         )
+        of_prompts = {g: self.prompts[g].images for g in {groups[row] for row in rows}}
         images = list[list[EncodedImage]]()
         for row, record in zip(rows, moved, strict=True):
-            of_prompt = [] if contexts[row] else self.prompts[groups[row]].images
+            of_prompt = [] if contexts[row] else of_prompts[groups[row]]
             of_tools = decode(record, list[EncodedImage], "images of a response") if record else []
             images.append([*of_prompt, *of_tools])
         return images

@@ -130,7 +130,10 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
         data, dp = self.config.data, self.dp
         lengths, limit = [len(s.ids) for s in samples], data.max_token_len_per_gpu * dp.sp_size
         starts = [s.loss_mask.index(1) if 1 in s.loss_mask else len(s.ids) for s in samples]
-        prompts = [(tuple(s.ids[:n]), n) for s, n in zip(samples, starts, strict=True)]
+        prompts: list[tuple[Any, int]] = [
+            ((tuple(s.ids[:n]), tuple(image.sha256 for image in s.images)), n)
+            for s, n in zip(samples, starts, strict=True)
+        ]
         if data.micro_batch_size_per_gpu is not None:
             lengths, limit = [1] * len(samples), data.micro_batch_size_per_gpu
             prompts = [(prompt, 0) for prompt, _ in prompts]

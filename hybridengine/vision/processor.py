@@ -22,6 +22,13 @@ from hybridengine.vision.torchvision import has_torchvision
 
 __all__ = ["ImagePreparer", "Replacement", "load_image_preparer", "load_processor"]
 
+# Of processors, what the number of an image's tokens depends on.
+_TOKEN_SETTINGS = (
+    "image_seq_length",
+    "num_image_tokens",
+    "vision_aspect_ratio",
+    "vision_feature_select_strategy",
+)
 _CACHE_BYTES = 1 << 30  # of prepared images that a process keeps
 
 
@@ -64,10 +71,10 @@ class ImagePreparer:
     def settings(self) -> str:
         """Hash of all that the preparation of an image depends on, besides the image."""
         state = {
-            "class": type(self.processor).__name__,
+            "classes": [type(x).__name__ for x in (self.processor, self.processor.image_processor)],
             "image_processor": json.loads(self.processor.image_processor.to_json_string()),
             "options": self.options,
-            **{n: getattr(self.processor, n, None) for n in ("image_seq_length", "patch_size")},
+            **{name: getattr(self.processor, name, None) for name in _TOKEN_SETTINGS},
         }
         return hashlib.sha256(json.dumps(state, sort_keys=True, default=str).encode()).hexdigest()
 

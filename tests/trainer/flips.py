@@ -13,6 +13,9 @@ TWO_STEPS = "trainer.total_training_steps=2"
 VALIDATED = ("data.val_files={dir}/rows.jsonl", "trainer.val_before_train=true")
 SAMPLED = (*VALIDATED, "rollout.val_kwargs.do_sample=true", "rollout.val_kwargs.temperature=1.0")
 VLLM = ("rollout.name=vllm",)
+WITH_IMAGES = ("model.path={dir}/vision", "data.train_files={dir}/images.jsonl")
+IMAGES = (*WITH_IMAGES, "data.max_prompt_length=48", "actor.ppo_max_token_len_per_gpu=256")
+SFT_IMAGES = (*WITH_IMAGES, "data.max_length=48", "data.max_token_len_per_gpu=256")
 REUSED = ("actor.ppo_epochs=3", "actor.optim.lr=0.1")
 CRITIC = ("algorithm.adv_estimator=gae", TWO_STEPS)
 KL_LOSS = ("actor.use_kl_loss=true", "actor.ppo_epochs=2")
@@ -107,6 +110,9 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "data.chat_template": ("{dir}/template.jinja", ()),
     "data.apply_chat_template_kwargs": OPTIONS,
     "data.special_tokens": ("error", SPECIAL),
+    "data.image_key": ("pictures", IMAGES),
+    "data.mm_processor_kwargs": ("{{max_pixels: 256}}", IMAGES),
+    "rollout.limit_images": ("2", VLLM),
     "actor.ppo_mini_batch_size": ("2", ()),
     "actor.ppo_max_token_len_per_gpu": ("48", ()),
     "actor.shared_prefix": ("off", ()),
@@ -323,6 +329,8 @@ SFT_FLIPS = {
     "model.fsdp_config.expert_parallel_size": ("2", ()),
     "data.messages_key": ("chat", ()),
     "data.special_tokens": ("error", SPECIAL),
+    "data.image_key": ("pictures", SFT_IMAGES),
+    "data.mm_processor_kwargs": ("{{max_pixels: 256}}", SFT_IMAGES),
     "data.prompt_dict_keys": ("[inner]", ()),
     "data.response_dict_keys": ("[inner]", ()),
     "data.tools_key": ("prompt", ()),

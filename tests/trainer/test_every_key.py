@@ -18,6 +18,7 @@ from tests.trainer.effects import JobKind, effects_body, effects_of_flips, merge
 from tests.trainer.flips import CRITIC, FLIPS, GRPO_CONTEXTS, REFUSED_WITHOUT, SFT_FLIPS
 from tests.trainer.in_process import small_job
 from tests.trainer.turns import TURN_LOOP, TURN_TOOLS
+from tests.vision.tiny_vision import write_image_rows
 
 pytestmark = pytest.mark.multirank
 
@@ -58,6 +59,7 @@ def prepare(folder: Path) -> list[str]:
     counted = "import itertools\ncount = itertools.count()\n"  # of the calls in its process
     head = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
     (folder / "counted_reward.py").write_text(f"{counted}{head}    return next(count)\n")
+    write_image_rows(folder)
     return base
 
 
@@ -96,6 +98,7 @@ def prepare_sft(folder: Path) -> list[str]:
     (folder / "template.jinja").write_text(
         "{% for m in messages %}{{ word or 'w50' }} {{ m.content }} {% endfor %}"
     )
+    write_image_rows(folder)
     settings = {
         "model.path": model,
         "model.fsdp_config.dtype": "float32",

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from hybridengine.errors import RolloutError
+from hybridengine.rollout import Response
+from hybridengine.trainer.rollouts import Rollouts
+from hybridengine.vision import EncodedImage
 from tests.trainer.in_process import run_jobs
 from tests.vision.vision_jobs import check_steps, vision_job
 
@@ -33,3 +37,11 @@ def test_images_move_with_responses_to_other_ranks(tmp_path: Path) -> None:
     job = vision_job(tmp_path)
     [result] = run_jobs(tmp_path, [[*job, "trainer.n_gpus_per_node=2"]], world_size=2)
     check_steps(result)
+
+
+def test_a_job_of_text_refuses_images_of_tools() -> None:
+    image = EncodedImage("tool 'look'", sha256="0")
+    rollouts = Rollouts(None, None, [Response([5], [0.0], "stop", images=[image])])
+    rollouts.check_images(supported=True)
+    with pytest.raises(RolloutError, match="tool 'look' returned an image"):
+        rollouts.check_images(supported=False)

@@ -2,38 +2,79 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from transformers import AutoConfig
 
-from tests.trainer.in_process import Result, lines_of
-from tests.vision.vision_jobs import check_steps, vision_job
+from hybridengine.errors import RolloutError
+from hybridengine.vision import EncodedImage, load_image_preparer
+from tests.vision.tiny_vision import save_tiny_vision
+from tests.vision.vision_jobs import check_steps, run_vllm, vision_job
 
-pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
 
 
-def _run(folder: Path, job: list[str]) -> subprocess.CompletedProcess[str]:
-    (folder / "empty.yaml").write_text("")
-    command = [sys.executable, "-m", "hybridengine.cli", "grpo", str(folder / "empty.yaml"), *job]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500)
-
-
+@pytest.mark.slow
+@pytest.mark.multirank
 def test_vllm_and_trainer_agree(tmp_path: Path) -> None:
-    job = vision_job(
-        tmp_path,
-        **{
-            "rollout.name": "vllm",
-            "rollout.enforce_eager": True,
-            "rollout.kv_cache_gib": 0.25,
-            "trainer.n_gpus_per_node": 1,
-        },
+    """Every step has the same images, and updates the tower: vLLM keeps no features of old ones."""
+    check_steps(run_vllm(tmp_path, vision_job(tmp_path)))
+
+
+def _place(start: int, tokens: list[int]) -> SimpleNamespace:
+    return SimpleNamespace(start_idx=start, length=len(tokens), tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("ids", "found", "message"),
+    [
+        ([5, 97, 100, 100, 98], [_place(2, [100, 100])], None),
+        ([100, 97, 100, 100, 98], [_place(2, [100, 100])], None),  # the first one was sampled
+        ([5, 97, 100, 98], [], r"row 3: vLLM .* to 2 image tokens.* has 1 from position 2 on"),
+        (
+            [5, 97, 100, 100, 100, 98],
+            [_place(2, [100, 100])],
+            r"row 3: vLLM .* to 2 image tokens.* has 3 from position 2 on",
+        ),
+        ([5, 6], [], r"row 3: vLLM .* to 2 image tokens.* has 0 from position 2 on"),
+    ],
+)
+def test_other_tokens_than_vllm_would_write_are_refused(
+    tmp_path: Path, ids: list[int], found: list[SimpleNamespace], message: str | None
+) -> None:
+    """vLLM's processor, whose expansion of the image is two image tokens, is a stand-in."""
+    from hybridengine.rollout.vllm.images import PromptImages
+
+    save_tiny_vision("qwen2_vl", tmp_path)
+    preparer = load_image_preparer(AutoConfig.from_pretrained(tmp_path), str(tmp_path), {})
+    assert preparer is not None
+    image = EncodedImage("row 3", "abc", data=b"")
+    key = preparer.key(image)
+    processor = SimpleNamespace(
+        _validate_mm_kwargs=lambda *_: None,
+        _validate_mm_updates=lambda *_: None,
+        _find_mm_placeholders=lambda *_: {"image": found} if found else {},
     )
-    run = _run(tmp_path, job)
-    assert run.returncode == 0, run.stdout + run.stderr
-    folder = tmp_path / "run"
-    rows = [row for row in lines_of(folder / "metrics.jsonl") if "actor/grad_norm" in row]
-    rollouts = {"step_3": lines_of(folder / "rollouts" / "step_3.jsonl")}
-    check_steps(Result(rows, rollouts, set()))
+    prompts = PromptImages(preparer, SimpleNamespace(get_mm_processor=lambda: processor))
+    prompts._names[key] = image.where
+    update = SimpleNamespace(content=SimpleNamespace(full=[100, 100]))
+    result = SimpleNamespace(
+        prompt_ids=ids, kwargs={}, prompt_updates={"image": [[update]]}, hashes={"image": [key]}
+    )
+    items = SimpleNamespace(get_all_counts=lambda: {"image": 1})
+    if message is None:
+        assert processor._maybe_apply_prompt_updates(items, result)[0] == ids
+        return
+    with pytest.raises(RolloutError, match=message):
+        processor._maybe_apply_prompt_updates(items, result)
+
+
+def test_a_prompt_that_vllm_has_read_otherwise_is_refused() -> None:
+    from hybridengine.rollout.vllm.images import check_prompt
+
+    check_prompt(SimpleNamespace(prompt_token_ids=[1, 2, 3]), [1, 2, 3])
+    for other, position in (([1, 4, 3], 1), ([1, 2, 3, 4], 3), ([1], 1)):
+        with pytest.raises(RolloutError, match=f"difference is at position {position}"):
+            check_prompt(SimpleNamespace(prompt_token_ids=other), [1, 2, 3])

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.model.vision_models import IMAGE, VIDEO, build
 from tests.tiny_models import VOCAB
 
-__all__ = ["FAMILIES", "SIDE", "count_rows", "draw_squares", "save_tiny_vision"]
+__all__ = ["FAMILIES", "SIDE", "count_rows", "draw_squares", "save_tiny_vision", "write_image_rows"]
 
 SIDE = 24  # pixels of an image, 9 tokens
 _SPECIAL = {
@@ -106,6 +106,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
             "video_token": "<|video_pad|>",
         },
     )
+
+
+def write_image_rows(folder: Path) -> None:
+    """Write `vision/`, a model, and `images.jsonl` for small GRPO and SFT jobs about text."""
+    save_tiny_vision("qwen2_vl", folder / "vision")
+    rows = [
+        {**row, "response": "1", "reward_model": {"ground_truth": [3, 43]}}
+        for row in count_rows(folder, num_rows=8)
+    ]
+    (folder / "images.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
 def draw_squares(count: int, seed: int = 0) -> Image.Image:

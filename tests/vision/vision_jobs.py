@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
-from tests.trainer.in_process import Result
+from tests.trainer.in_process import Result, lines_of
 from tests.vision.tiny_vision import count_rows, save_tiny_vision
 
-__all__ = ["check_steps", "vision_job"]
+__all__ = ["check_steps", "run_vllm", "vision_job"]
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -57,3 +59,20 @@ def check_steps(result: Result) -> None:
         # The placeholder is one token of the text, and nine of the ids.
         assert line["prompt_ids"].count(100) == (0 if is_text else 9)
         assert line["prompt"].count("<|image_pad|>") == (0 if is_text else 1)
+
+
+def run_vllm(folder: Path, job: list[str]) -> Result:
+    """Run a job with vLLM in a process of its own, which vLLM's settings need."""
+    (folder / "empty.yaml").write_text("")
+    options = ["rollout.name=vllm", "rollout.enforce_eager=true", "rollout.kv_cache_gib=0.25"]
+    command = [sys.executable, "-m", "hybridengine.cli", "grpo", str(folder / "empty.yaml")]
+    run = subprocess.run(
+        [*command, *job, *options, "trainer.n_gpus_per_node=1"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    rows = [r for r in lines_of(folder / "run/metrics.jsonl") if "actor/grad_norm" in r]
+    rollouts = {file.stem: lines_of(file) for file in (folder / "run/rollouts").glob("*.jsonl")}
+    return Result(rows, rollouts, set())

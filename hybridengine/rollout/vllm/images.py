@@ -99,23 +99,18 @@ class PromptImages:
         self._processor._validate_mm_kwargs(mm_res.kwargs, counts)
         self._processor._validate_mm_updates(mm_res.prompt_updates, counts)
         found = self._processor._find_mm_placeholders(ids, mm_res.prompt_updates)
-        updates, placed = mm_res.prompt_updates["image"], found.get("image", ())
-        position = 0
-        for number, alternatives in enumerate(updates):
-            expected = list(alternatives[0].content.full)
-            image_tokens = expected.count(self._token_id)
-            if number < len(placed):
-                place = placed[number]
-                position = place.start_idx + place.length
-                continue
-            self._refuse(ids, position, mm_res.hashes["image"][number], image_tokens)
+        updates, placed = mm_res.prompt_updates["image"], list(found.get("image", ()))
+        keys = mm_res.hashes["image"]
+        if (number := len(placed)) < len(updates):
+            after = placed[-1].start_idx + placed[-1].length if placed else 0
+            expected = list(updates[number][0].content.full)
+            self._refuse(ids, after, keys[number], expected.count(self._token_id))
         covered = {i for p in placed for i in range(p.start_idx, p.start_idx + p.length)}
         rest = {i for i, token in enumerate(ids) if token == self._token_id} - covered
-        for number, place in enumerate(placed):
+        for key, place in zip(keys, placed, strict=True):
             start, end = place.start_idx, place.start_idx + place.length
             if rest & {start - 1, end}:  # image tokens that vLLM would read as text
-                tokens = list(place.tokens).count(self._token_id)
-                self._refuse(ids, start, mm_res.hashes["image"][number], tokens)
+                self._refuse(ids, start, key, list(place.tokens).count(self._token_id))
         return ids, found
 
     def _refuse(self, ids: list[int], after: int, key: str, num_tokens: int) -> None:
