@@ -105,7 +105,7 @@ def pad(
 
 def train_padded(model: Any, arguments: dict[str, torch.Tensor], length: int) -> None:
     """Forward and backward of the log-probs of the last `length` tokens of each sequence."""
-    model.zero_grad()
     logits = model(**arguments, use_cache=False).logits[:, -length - 1 : -1].float()
     targets = arguments["input_ids"][:, -length:, None]
     logits.log_softmax(-1).gather(2, targets).mean().backward()
+    model.zero_grad()

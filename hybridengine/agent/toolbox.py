@@ -180,6 +180,8 @@ def _result(name: str, value: Any) -> ToolResult:
         ]
         content, images = find_images(f"tool {name!r}", parts, Path.cwd())
         value = "".join(part.get("text", "") for part in content)
+    for image in images:
+        image.decode()  # an error of this call, not of the run
     if not isinstance(value, str):
         try:
             value = json.dumps(value, ensure_ascii=False)

@@ -31,7 +31,7 @@ def _forward(model: nn.Module, batch: PackedBatch, **options: object) -> Any:
     replay, balance = RouterReplay.of(model), RouterBalance.of(model)
     images = batch.images
     if images is not None:
-        options.update(images.tensors)
+        options.update(images.arguments())
     with (
         nullcontext() if images is None else placeholders_of(model, images),
         nullcontext() if replay is None else replay.of_batch(batch.routes),

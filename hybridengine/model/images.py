@@ -55,13 +55,18 @@ class PackedImages:
     rope_position_ids: Tensor | None
 
     def to(self, device: torch.device | str) -> PackedImages:
-        """Move the tensors."""
+        """Move what there is of each token; `tensors`, which are large, stay on the CPU."""
         positions = self.rope_position_ids
         return PackedImages(
-            {name: x.to(device) for name, x in self.tensors.items()},
+            self.tensors,
             self.placeholders.to(device),
             None if positions is None else positions.to(device),
         )
+
+    def arguments(self) -> dict[str, Tensor]:
+        """Return the arguments of the model's forward on the device of the tokens."""
+        device = self.placeholders.device
+        return {name: x.to(device, non_blocking=True) for name, x in self.tensors.items()}
 
 
 class _Family(NamedTuple):

@@ -13,6 +13,7 @@ import torch
 from transformers import PretrainedConfig
 
 from hybridengine.model import SavedWork
+from hybridengine.model.validation import takes_images
 
 # Dense bfloat16 TFLOP/s of the data sheets; the first entry that the device name contains applies.
 _PEAK_TFLOPS = {
@@ -57,16 +58,21 @@ class FlopCounter:
     Matrix products only (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), with three
     deviations: attention counts the keys that a token attends to, frozen weights have no gradient,
     and what shared prefixes save does not count. Recomputation by gradient checkpointing does not
-    count. In a mixture of experts only the experts of a token count. The peak is the data sheet's;
-    for a CPU or an unknown GPU, the measured rate of a matrix product.
+    count. In a mixture of experts only the experts of a token count; of a model with a vision tower
+    only the language model. The peak is the data sheet's; for a CPU or an unknown GPU, the measured
+    rate of a matrix product.
     """
 
     def __init__(self, model: Any, device: torch.device, world_size: int) -> None:
         config = model.config.get_text_config()
         embedding = None if config.tie_word_embeddings else model.get_input_embeddings().weight
+        parts = [model]
+        if takes_images(model.config):
+            parts = [model.get_decoder(), model.get_output_embeddings()]
+        language = {id(p) for part in parts for p in part.parameters()}
         self._per_token = 0.0
         for name, p in model.named_parameters():
-            if p.ndim >= 2 and p is not embedding:
+            if p.ndim >= 2 and p is not embedding and id(p) in language:
                 share = _share_per_token(name, config)
                 self._per_token += share * p.numel() * (6 if p.requires_grad else 4)
         self._per_pair = 3.0 * _forward_flops_per_pair(config)
