@@ -10,6 +10,7 @@ their backward; nothing is recomputed. The limit is the token ratio of the langu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def run(bench: Bench) -> None:
             for share in (False, True)
         )
         padded = pad(pairs, image, bench.device)
-        calls = {
+        calls: dict[str, Callable[[], object]] = {
             OURS: lambda b=shared: training(model, b),
             "plain packing": lambda b=plain: training(model, b),
             "padded": lambda b=padded, n=length: train_padded(padded_model, b, n),

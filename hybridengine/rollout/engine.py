@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -134,6 +134,13 @@ def local_random_state(seed: int) -> Iterator[None]:
         yield
 
 
+class Prompt(NamedTuple):
+    """Token ids, and the images in them, in the order of their tokens."""
+
+    ids: Sequence[int]
+    images: Sequence[EncodedImage] = ()
+
+
 class RolloutEngine(ABC):
     """An inference engine whose weights the reshard writes in place.
 
@@ -164,11 +171,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        spec: SamplingSpec,
-        seed: int,
-        images: Sequence[Sequence[EncodedImage]],
+        self, prompts: Sequence[Prompt], spec: SamplingSpec, seed: int
     ) -> list[list[Response]]: ...
 
     def generate(
@@ -192,8 +195,9 @@ class RolloutEngine(ABC):
             return []
         images = images or [()] * len(prompts)
         self.check_images(image for own in images for image in own)
+        pairs = [Prompt(*pair) for pair in zip(prompts, images, strict=True)]
         self._wake("weights", "kv_cache")
-        return self._generate(prompts, spec, seed, images)
+        return self._generate(pairs, spec, seed)
 
     def check_images(self, images: Iterable[EncodedImage]) -> None:
         """Raise RolloutError for an image where the engine takes none."""

@@ -32,6 +32,7 @@ from hybridengine.model.images import ImageInputs, PackedImages, placeholders_of
 from hybridengine.model.validation import auto_class
 from hybridengine.reshard.plan.configuration import config_differences, in_words, plain_values
 from hybridengine.rollout.engine import (
+    Prompt,
     Request,
     RequestStream,
     RolloutEngine,
@@ -129,16 +130,11 @@ class HfEngine(RolloutEngine):
 
     @torch.no_grad()
     def _generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        spec: SamplingSpec,
-        seed: int,
-        images: Sequence[Sequence[EncodedImage]],
+        self, prompts: Sequence[Prompt], spec: SamplingSpec, seed: int
     ) -> list[list[Response]]:
-        pairs = zip(prompts, images, strict=True)
-        repeated = [(list(ids), own) for ids, own in pairs for _ in range(spec.n)]
+        repeated = [prompt for prompt in prompts for _ in range(spec.n)]
         # Sorted by length, so that little is padded.
-        order = sorted(range(len(repeated)), key=lambda i: len(repeated[i][0]))
+        order = sorted(range(len(repeated)), key=lambda i: len(repeated[i].ids))
         done: dict[int, Response] = {}
         with local_random_state(derive_seed(seed, self.replica)):
             for at in range(0, len(order), self._max_num_seqs):
@@ -151,9 +147,7 @@ class HfEngine(RolloutEngine):
     def _stream(self, spec: SamplingSpec, seed: int) -> Iterator[_BatchStream]:
         yield _BatchStream(self, spec, seed)
 
-    def _generate_batch(
-        self, prompts: Sequence[tuple[list[int], Sequence[EncodedImage]]], spec: SamplingSpec
-    ) -> list[Response]:
+    def _generate_batch(self, prompts: Sequence[Prompt], spec: SamplingSpec) -> list[Response]:
         """Sample one completion for each prompt, all together.
 
         Those that a weight update interrupts go on with their tokens as part of the prompt.
@@ -161,8 +155,8 @@ class HfEngine(RolloutEngine):
         completions = [_EMPTY] * len(prompts)
         while running := [i for i, c in enumerate(completions) if c.finish_reason == _INTERRUPTED]:
             num_new = len(completions[running[0]].token_ids)  # of each of them
-            rows = [[*prompts[i][0], *completions[i].token_ids] for i in running]
-            images = [prompts[i][1] for i in running]
+            rows = [[*prompts[i].ids, *completions[i].token_ids] for i in running]
+            images = [prompts[i].images for i in running]
             for i, part in zip(running, self._sample(rows, images, num_new, spec), strict=True):
                 completions[i] = completions[i].join(part)
         return completions
@@ -277,10 +271,9 @@ class _BatchStream(RequestStream):
         longest = max((request.max_tokens for request in requests), default=0)
         spec = replace(self._spec, n=1, max_tokens=longest)
         completions = self._engine._generate(
-            [request.prompt_ids for request in requests],
+            [Prompt(request.prompt_ids, request.images) for request in requests],
             spec,
             derive_seed(self._seed, self._num_steps),
-            [request.images for request in requests],
         )
         return [
             (request.id, completion.first(request.max_tokens))

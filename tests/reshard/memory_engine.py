@@ -66,7 +66,7 @@ class MemoryEngine(WeightTarget, RolloutEngine):
 
     def _finish_update(self) -> None: ...
 
-    def _generate(self, prompts, spec, seed, images):
+    def _generate(self, prompts, spec, seed):
         return [[] for _ in prompts]
 
     def shutdown(self) -> None: ...

@@ -14,6 +14,7 @@ import torch
 
 from hybridengine.rollout.engine import (
     InFlightUpdate,
+    Prompt,
     Request,
     RequestStream,
     RolloutEngine,
@@ -23,7 +24,6 @@ from hybridengine.rollout.engine import (
 from hybridengine.rollout.response import Response
 from hybridengine.rollout.server.client import VllmServer
 from hybridengine.rollout.server.pool import ServerPool
-from hybridengine.vision import EncodedImage
 
 _STEP_S = 0.05  # between two looks for new weights, while requests run
 
@@ -63,17 +63,13 @@ class ServerEngine(RolloutEngine):
         return self.pool.wants_weights
 
     def _generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        spec: SamplingSpec,
-        seed: int,
-        images: Sequence[Sequence[EncodedImage]],
+        self, prompts: Sequence[Prompt], spec: SamplingSpec, seed: int
     ) -> list[list[Response]]:
         numbers = (i * self.replicas + self.replica for i in range(len(prompts)))
         seeds = [derive_seed(seed, number) for number in numbers]
         futures = [
-            self._submit(ids, spec, prompt_seed)
-            for ids, prompt_seed in zip(prompts, seeds, strict=True)
+            self._submit(prompt.ids, spec, prompt_seed)
+            for prompt, prompt_seed in zip(prompts, seeds, strict=True)
         ]
         running = set(futures)
         try:

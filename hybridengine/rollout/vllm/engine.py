@@ -21,6 +21,7 @@ import torch.distributed as dist
 from hybridengine.reshard.plan.senders import ranks_per_node
 from hybridengine.rollout.engine import (
     CacheSize,
+    Prompt,
     RolloutEngine,
     SamplingSpec,
     derive_seed,
@@ -57,7 +58,7 @@ from hybridengine.rollout.vllm.weights import LoraSlot, VllmWeights, slot_option
 from hybridengine.runtime.all_ranks import broadcast_value
 from hybridengine.sharding.layout import CheckpointLayout
 from hybridengine.sharding.tp_groups import tp_groups
-from hybridengine.vision import EncodedImage, ImagePreparer
+from hybridengine.vision import ImagePreparer
 
 
 class VllmEngine(RolloutEngine):
@@ -162,21 +163,17 @@ class VllmEngine(RolloutEngine):
         return self._llm
 
     def _generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        spec: SamplingSpec,
-        seed: int,
-        images: Sequence[Sequence[EncodedImage]],
+        self, prompts: Sequence[Prompt], spec: SamplingSpec, seed: int
     ) -> list[list[Response]]:
-        requests = [self._images.prompt(*prompt) for prompt in zip(prompts, images, strict=True)]
+        requests = [self._images.prompt(*prompt) for prompt in prompts]
         seeds = [derive_seed(seed, i * self.replicas + self.replica) for i in range(len(prompts))]
         lora = self._slot.request if self._slot else None
         with self._sampling(spec, seeds[0]) as (sampling, convert):
             outputs = self._llm.generate(
                 requests, seeded(sampling, seeds), use_tqdm=False, lora_request=lora
             )
-        for output, ids in zip(outputs, prompts, strict=True):
-            check_prompt(output, ids)
+        for output, prompt in zip(outputs, prompts, strict=True):
+            check_prompt(output, prompt.ids)
         return [convert(output) for output in outputs]
 
     @contextmanager
