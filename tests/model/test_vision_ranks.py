@@ -88,3 +88,32 @@ def test_a_rank_with_images_and_a_rank_of_text(tmp_path: Path, kind: str, option
     groups = run_ranks(step_body, 2, path, kind, options)[0]["groups"]
     assert {"model.language_model.layers.0", "model.language_model.layers.1", ""} <= {*groups}
     assert sum("blocks" in name or "encoder.layers" in name for name in groups) == 3
+
+
+def text_body(rank: int, world_size: int, path: str) -> list[torch.Tensor]:
+    """Log-probs of text, of every rank's own batch and of one batch that the ranks share."""
+    import torch.distributed as dist
+
+    from hybridengine.model import pack_rollouts, packed_log_probs
+
+    model, results = load(path, world_size), []
+    for group in (None, dist.group.WORLD):
+        batch = pack_rollouts(TEXT, sequence_parallel=group)
+        log_probs, _ = packed_log_probs(model, batch)
+        log_probs.sum().backward()
+        results.append(log_probs.detach())
+    assert all(p.grad is None for p in model.get_encoder(modality="image").parameters())
+    return results
+
+
+TEXT = [([5, 6, 7], [8, 9, 10]), ([11, 12], [13])]
+
+
+def test_a_job_of_text_alone_leaves_the_tower_out(tmp_path: Path) -> None:
+    path = save_vision("qwen2_vl", tmp_path)
+    _, logits = reference_of(path, TEXT, [[], []])
+    targets = torch.tensor([token for _, response in TEXT for token in response])
+    expected = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    for results in run_ranks(text_body, 2, path):
+        for log_probs in results:
+            torch.testing.assert_close(log_probs, expected, **LOGITS)
