@@ -14,7 +14,12 @@ VALIDATED = ("data.val_files={dir}/rows.jsonl", "trainer.val_before_train=true")
 SAMPLED = (*VALIDATED, "rollout.val_kwargs.do_sample=true", "rollout.val_kwargs.temperature=1.0")
 VLLM = ("rollout.name=vllm",)
 WITH_IMAGES = ("model.path={dir}/vision", "data.train_files={dir}/images.jsonl")
-IMAGES = (*WITH_IMAGES, "data.max_prompt_length=48", "actor.ppo_max_token_len_per_gpu=256")
+IMAGES = (
+    *WITH_IMAGES,
+    "data.max_prompt_length=48",
+    "actor.ppo_max_token_len_per_gpu=256",
+    "reward.custom_reward_function.name=shorter",
+)
 SFT_IMAGES = (*WITH_IMAGES, "data.max_length=48", "data.max_token_len_per_gpu=256")
 REUSED = ("actor.ppo_epochs=3", "actor.optim.lr=0.1")
 CRITIC = ("algorithm.adv_estimator=gae", TWO_STEPS)
