@@ -11,6 +11,7 @@ their backward; nothing is recomputed. The limit is the token ratio of the langu
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,10 +48,10 @@ def run(bench: Bench) -> None:
             for share in (False, True)
         )
         padded = pad(pairs, image, bench.device)
-        calls: dict[str, Callable[[], object]] = {
-            OURS: lambda b=shared: training(model, b),
-            "plain packing": lambda b=plain: training(model, b),
-            "padded": lambda b=padded, n=length: train_padded(padded_model, b, n),
+        calls: dict[str, Callable[[], None]] = {
+            OURS: partial(training, model, shared),
+            "plain packing": partial(training, model, plain),
+            "padded": partial(train_padded, padded_model, padded, length),
         }
         ratio = plain.input_ids.numel() / shared.input_ids.numel()
         print(f"# {shape}: token ratio {ratio:.2f}, image ratio {responses}", flush=True)
