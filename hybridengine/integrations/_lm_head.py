@@ -28,6 +28,9 @@ __all__ = ["OutputHead", "Scores", "rows_of_labels"]
 Scores = Callable[[Tensor, Tensor | None, Tensor | None, float, float | None], tuple[Any, ...]]
 
 
+_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # arguments of the loss
+
+
 class OutputHead:
     """The forward of a model as it is now, and results of a call of it in place of logits.
 
@@ -52,10 +55,11 @@ class OutputHead:
         return type(model).forward(model, *args, **kwargs)
 
     def forward_given(
-        self, model: PreTrainedModel, args: Any, kwargs: Mapping[str, Any], **optional: Any
+        self, model: PreTrainedModel, args: Any, kwargs: Mapping[str, Any], *loss_arguments: Any
     ) -> Any:
-        """Call the forward, with those of `optional` that are not None."""
-        given = {name: value for name, value in optional.items() if value is not None}
+        """Call the forward with those of `loss_arguments`, that are given, in the order of _LOSS."""
+        pairs = zip(_LOSS, loss_arguments, strict=True)
+        given = {name: value for name, value in pairs if value is not None}
         return self.forward(model, *args, **kwargs, **given)
 
     def call(

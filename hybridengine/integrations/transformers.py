@@ -106,14 +106,7 @@ def fuse_loss(model: PreTrainedModel) -> None:
     ) -> Any:
         target = labels if shift_labels is None else shift_labels
         if not self.training or target is None or kwargs.get("return_dict") is False:
-            return head.forward_given(
-                self,
-                args,
-                kwargs,
-                labels=labels,
-                shift_labels=shift_labels,
-                num_items_in_batch=num_items_in_batch,
-            )
+            return head.forward_given(self, args, kwargs, labels, shift_labels, num_items_in_batch)
         scores = functools.partial(_loss, target, shift_labels is not None, num_items_in_batch)
         output, (loss,) = head.call(self, scores, *args, **kwargs)
         if getattr(output, "aux_loss", None) is not None:

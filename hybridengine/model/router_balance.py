@@ -34,7 +34,13 @@ from torch import Tensor, nn
 
 from hybridengine.errors import ModelError
 from hybridengine.model.packed import PackedBatch
-from hybridengine.model.routers import Router, RouterOutputs, find_routers, router_blocks
+from hybridengine.model.routers import (
+    Router,
+    RouterOutputs,
+    check_alike,
+    find_routers,
+    router_blocks,
+)
 
 __all__ = ["BIAS", "RouterBalance", "balance_routers", "prepare_routers"]
 
@@ -122,11 +128,7 @@ class RouterBalance:
                     f"{type(model).__name__}: its result is not the logits of all experts, weights "
                     "and indices of the selected ones"
                 )
-        if len({router.num_experts for router in routers}) > 1:
-            raise ModelError(
-                f"{_PURPOSE} does not support {type(model).__name__}: its layers have different "
-                "numbers of experts"
-            )
+        check_alike([r.num_experts for r in routers], f"{_PURPOSE}: the layers have", model)
 
     @staticmethod
     def of(model: nn.Module) -> RouterBalance | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -158,12 +158,17 @@ def find_routers(model: nn.Module, purpose: str = "router replay") -> list[Route
             f"{purpose} needs a mixture of experts, and {type(model).__name__} has no module "
             "`experts` with a router beside it"
         )
-    if len({router.top_k for router in routers}) > 1:
-        raise ModelError(
-            f"{purpose} does not support {type(model).__name__}: its layers select different "
-            "numbers of experts"
-        )
+    check_alike([router.top_k for router in routers], f"{purpose}: the layers select", model)
     return routers
+
+
+def check_alike(numbers: Sequence[int], what: str, model: nn.Module) -> None:
+    """Raise ModelError if layers differ in a number of experts; what: for the message."""
+    if len({*numbers}) > 1:
+        raise ModelError(
+            f"{what} different numbers of experts, {sorted({*numbers})}, which is not supported "
+            f"({type(model).__name__})"
+        )
 
 
 def _probe(router: nn.Module, block: nn.Module) -> tuple[int, int, RouterOutputs | None, bool]:

@@ -149,14 +149,9 @@ class Parity:
             *find_weight_faults(weights, self._layout, tensors),
             *tied_head_faults(weights, tensors),
         ]
+        how: Any = {"temperature": temperature, "top_p": top_p, "seed": seed}
         sampling = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            logprobs=0,
-            seed=seed,
-            ignore_eos=True,
-            detokenize=False,
+            max_tokens=max_tokens, logprobs=0, ignore_eos=True, detokenize=False, **how
         )
         report = self._compare(prompts, sampling, faults)
         finding = report.finding

@@ -23,6 +23,8 @@ from hybridengine.errors import RewardError, shorten
 from hybridengine.reward_worker.results import to_text
 from hybridengine.rewards.workers import CallError, RewardFunction
 
+TokenIds = Sequence[Sequence[int]]  # of each response
+
 MANAGERS: dict[str, type[RewardManager]] = {}
 
 
@@ -190,10 +192,7 @@ class RewardManager:
         return RewardResult(scores, extras, parts, texts)
 
     def score_tokens(
-        self,
-        samples: Sequence[PromptSample],
-        responses: Sequence[str],
-        token_ids: Sequence[Sequence[int]],
+        self, samples: Sequence[PromptSample], responses: Sequence[str], token_ids: TokenIds
     ) -> RewardResult:
         """As `score`, from the tokens of each response; what a run calls."""
         return self.score(samples, responses, list(map(len, token_ids)))

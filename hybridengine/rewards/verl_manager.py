@@ -22,7 +22,7 @@ from hybridengine.errors import ConfigError, RewardError
 from hybridengine.reward_worker.function import import_reward_function
 from hybridengine.reward_worker.results import to_text
 from hybridengine.rewards.local import PREFIX, given_function
-from hybridengine.rewards.manager import RewardManager, RewardPart, RewardResult
+from hybridengine.rewards.manager import RewardManager, RewardPart, RewardResult, TokenIds
 from hybridengine.rewards.service import SCHEMES
 
 
@@ -117,10 +117,7 @@ class VerlRewardManager(RewardManager):
         self._manager = manager(**{n: value for n, value in known.items() if n in named})
 
     def score_tokens(
-        self,
-        samples: Sequence[PromptSample],
-        responses: Sequence[str],
-        token_ids: Sequence[Sequence[int]],
+        self, samples: Sequence[PromptSample], responses: Sequence[str], token_ids: TokenIds
     ) -> RewardResult:
         if not samples:
             return RewardResult([], {})

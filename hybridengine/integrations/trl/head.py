@@ -76,14 +76,7 @@ def add_fused_lm_head(
         **kwargs: Any,
     ) -> Any:
         if not fused_lm_head:
-            return head.forward_given(
-                self,
-                args,
-                kwargs,
-                labels=labels,
-                shift_labels=shift_labels,
-                num_items_in_batch=num_items_in_batch,
-            )
+            return head.forward_given(self, args, kwargs, labels, shift_labels, num_items_in_batch)
         kwargs["use_cache"] = False
         row = (
             unpadded(self, kwargs, labels) if unpads and not args and shift_labels is None else None
