@@ -57,7 +57,7 @@ class OutputHead:
     def forward_given(
         self, model: PreTrainedModel, args: Any, kwargs: Mapping[str, Any], *loss_arguments: Any
     ) -> Any:
-        """Call the forward with those of `loss_arguments`, that are given, in the order of _LOSS."""
+        """Call the forward with the `loss_arguments` that are given, in the order of _LOSS."""
         pairs = zip(_LOSS, loss_arguments, strict=True)
         given = {name: value for name, value in pairs if value is not None}
         return self.forward(model, *args, **kwargs, **given)
