@@ -228,13 +228,13 @@ class RowSampler {
     double least = least_z * params_.temperature;
     if (cuts_k()) {
       least = std::max(least, double{summary_.bound_of_top_k(p_.top_k[row_], scratch)});
-    } else if (least_z == -double{kInfinity}) {
+    } else if (cuts_p() && least_z == -double{kInfinity}) {
       least = bound_of_top_p(p_.top_p[row_]);
     }
     return std::isfinite(least) ? below_ties(least, params_.temperature) : -FLT_MAX;
   }
 
-  // The entries below the bound have at most half of the probability that top-p removes, even if
+  // For top_p below 1. The entries below the bound have at most half of what it removes, even if
   // all are as large as the bound; or the groups whose maxima reach it have `top_p` in the maxima
   // alone. The larger bound holds.
   double bound_of_top_p(double top_p) const {

@@ -79,6 +79,19 @@ def test_sent_values_in_the_memory_of_the_current_ones(offset: int) -> None:
     C.mark_changed(values[:32], values[32:], mask)
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_min_p_of_logits_that_overflow_by_their_temperature(top_p: float) -> None:
+    """Without top-p there is no bound from it; all scaled logits are -inf."""
+    logits = torch.full((1, 3), -1e38)
+    numbers = [torch.tensor([x]) for x in (8e-4, top_p, 0.25)]
+    temperature, p, min_p = numbers
+    no_k, seed, position = torch.zeros(1, dtype=I32), torch.tensor([7]), torch.tensor([32])
+    tokens, _, num_kept, _ = C.sample_tokens(
+        logits, temperature, no_k, p, min_p, seed, position, False
+    )
+    assert 0 <= int(tokens) < 3 and 0 < int(num_kept) <= 3
+
+
 @pytest.mark.parametrize("row", [3, 1 << 30])
 def test_a_gradient_row_that_is_not_there(row: int) -> None:
     logits, results = torch.randn(2, 5), [torch.zeros(2) for _ in range(4)]
