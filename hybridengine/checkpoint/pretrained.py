@@ -97,6 +97,8 @@ def save_model_files(
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save the tokenizer, and the files of the image processor beside which it was loaded."""
     tokenizer.save_pretrained(folder)
+    if not tokenizer.name_or_path:  # made in memory
+        return
     for name in _PROCESSOR_FILES:
         file = cached_file(
             tokenizer.name_or_path,
