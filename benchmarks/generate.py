@@ -40,7 +40,9 @@ def run(bench: Bench) -> None:
     if dtype is None:
         return
 
-    def add(part: str, name: str, n: int, seconds: dict[str, float], note: str = "", **more: Any):  # type: ignore[no-untyped-def]
+    def add(
+        part: str, name: str, n: int, seconds: dict[str, float], note: str = "", **more: Any
+    ) -> None:
         took, peer = seconds[name], {"step": "torch", "sampler": "vllm"}[part]
         bench.add(
             "generate",

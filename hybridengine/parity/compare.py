@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hybridengine.model import pack_rollouts, packed_logits
 from hybridengine.model.attention import ATTENTION
@@ -35,9 +36,9 @@ class Finding:
     """Where the engine differs first.
 
     point: TOKENS, SAMPLING, or the trained model's name of the module or operator.
-    difference: of the token in which it is largest, relative to the norm of its values; of SAMPLING
-      the largest one of log-probs.
-    cause: a clause.
+    difference: the largest difference of a token's values, relative to their norm; at SAMPLING the
+      largest difference of two log-probs.
+    cause: the likely cause, as a clause.
     """
 
     point: str
@@ -83,11 +84,10 @@ class Report:
 class Parity:
     """A trained model and a vLLM engine in the same process.
 
-    model: a Hugging Face model, sharded by FSDP2 or not; every rank calls the same methods then.
+    model: a Hugging Face model whose parameters are all on this rank, sharded by FSDP2 or not.
     llm: `vllm.LLM` with `enforce_eager=True` and tensor-parallel size 1.
     layout, tensors: how the engine's tensors derive from the model's; None: recorded from vLLM's
       own loader.
-    forward: computes logits [T, V] of token ids [T]; None: by the model as it is.
     """
 
     def __init__(
@@ -97,7 +97,6 @@ class Parity:
         *,
         layout: EngineLayout | None = None,
         tensors: Callable[[], Mapping[str, Tensor]] | None = None,
-        forward: Callable[[nn.Module, Tensor], Tensor] | None = None,
     ) -> None:
         self.model, self.llm = model, llm
         config = llm.llm_engine.vllm_config
@@ -108,12 +107,16 @@ class Parity:
             )
         if not config.model_config.enforce_eager:
             raise ValueError("the engine runs compiled graphs; build it with enforce_eager=True")
+        if any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in model.parameters()):
+            raise ValueError(
+                "the model is sharded over several ranks, whose engines may differ; compare a "
+                "model that is on one rank"
+            )
         self._dtype: torch.dtype = config.model_config.dtype
         self._config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         self._engine_model = engine_model(llm)
         self._layout = layout or _recorded_layout(config, model.config)
         self._tensors = tensors or self._named_tensors
-        self._forward = forward or _forward
 
     def _named_tensors(self) -> dict[str, Tensor]:
         named = dict(self._engine_model.named_parameters()) | dict(
@@ -171,7 +174,7 @@ class Parity:
         self, prompts: Sequence[Sequence[int]], sampling: Any, faults: Sequence[WeightFault]
     ) -> Report:
         forced = [
-            ForcedForward(self.model, record_engine(self.llm, ids, sampling), self._forward)
+            ForcedForward(self.model, record_engine(self.llm, ids, sampling), _forward)
             for ids in prompts
         ]
         records = [ours.record for ours in forced]
@@ -246,7 +249,7 @@ class Parity:
         """Return the log-probs of the response, of the trained model and of the engine."""
         tokens = torch.tensor(record.token_ids[:-1], device=next(self.model.parameters()).device)
         with torch.no_grad():
-            logits = self._forward(self.model, tokens)[record.num_prompt - 1 :].double()
+            logits = _forward(self.model, tokens)[record.num_prompt - 1 :].double()
         ours = response_log_probs(record, logits, temperature, top_p)
         return ours.cpu(), torch.tensor(record.log_probs, dtype=torch.float64)
 

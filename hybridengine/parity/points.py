@@ -24,13 +24,14 @@ LOGITS = "lm_head"
 class EngineRecord:
     """One response and what the engine computed for it.
 
-    token_ids: prompt and response. num_prompt: tokens of the prompt.
-    log_probs: that the engine returned, of the response.
-    positions: of the tokens that went through the model, ascending; a cached prefix did not, nor
-      did the last token.
-    points: float tensors [len(positions), ...] by name, in the order of computation; those of
-      LOGITS are [tokens of the response, V].
-    inputs: what norms received, likewise.
+    token_ids: the tokens of prompt and response.
+    num_prompt: how many of them are the prompt.
+    log_probs: the log-probs of the response's tokens that the engine returned.
+    positions: the ascending positions of the tokens that went through the model. A cached prefix
+      did not, nor did the last token.
+    points: a float tensor [len(positions), ...] by name, in the order of computation; that of
+      LOGITS is [tokens of the response, V].
+    inputs: what each norm received, a tensor of the same rows by name.
     """
 
     token_ids: list[int]
