@@ -16,6 +16,7 @@ void register_decode_linear(pybind11::module_& m);
 void register_delta(pybind11::module_& m);
 void register_distillation(pybind11::module_& m);
 void register_grouped_linear(pybind11::module_& m);
+void register_layer(pybind11::module_& m);
 void register_logprob(pybind11::module_& m);
 void register_mixed_gemm(pybind11::module_& m);
 void register_packing(pybind11::module_& m);
@@ -45,6 +46,7 @@ PYBIND11_MODULE(_C, m) {
   register_delta(m);
   register_distillation(m);
   register_grouped_linear(m);
+  register_layer(m);
   register_logprob(m);
   m.def(
       "empty_from_pool",

@@ -16,6 +16,7 @@ from .changes import Changed, change_mask, mark_changed_, take_changed
 from .checksum import bit_checksum
 from .decode_linear import decode_linear
 from .grouped_linear import grouped_linear
+from .layer import gated_activation, rms_norm
 from .linear import (
     LinearStats,
     has_fast_products,
@@ -71,6 +72,7 @@ __all__ = [
     "decode_linear",
     "empty_from_pool",
     "gae",
+    "gated_activation",
     "group_advantage",
     "grouped_linear",
     "has_fast_products",
@@ -85,6 +87,7 @@ __all__ = [
     "pack_forest",
     "pack_sequences",
     "policy_loss",
+    "rms_norm",
     "rollout_correction",
     "rollout_metrics",
     "sample_tokens",

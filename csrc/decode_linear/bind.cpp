@@ -8,11 +8,12 @@ namespace hybridengine {
 
 namespace {
 
-// x [rows, k] @ weight [n, k].T (+ bias [n]) as a new [rows, n] tensor of `out_dtype`.
+// x [rows, k] @ weight [n, k].T (+ bias [n]) as a [rows, n] tensor of `out_dtype`: a new one, or
+// `result`, which is contiguous.
 Tensor decode_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                     ScalarType out_dtype) {
+                     ScalarType out_dtype, const std::optional<Tensor>& result) {
   const char* op = "decode_linear";
-  check_same_device(op, {{"x", x}, {"weight", weight}, {"bias", bias}});
+  check_same_device(op, {{"x", x}, {"weight", weight}, {"bias", bias}, {"out", result}});
   if (!x.device().is_cpu()) no_kernel_for(x.device(), op);
   for (const NamedTensor& operand : {NamedTensor("x", x), NamedTensor("weight", weight)}) {
     HE_CHECK_VALUE(operand.tensor->dim() == 2 &&
@@ -31,7 +32,13 @@ Tensor decode_linear(const Tensor& x, const Tensor& weight, const std::optional<
   DecodeLinear p{};
   p.rows = x.size(0), p.n = weight.size(0), p.k = x.size(1);
   if (bias) check_vector(*bias, "bias", dtype, p.n);
-  Tensor out = empty({p.rows, p.n}, out_dtype);
+  if (result) {
+    HE_CHECK_VALUE(result->dim() == 2 && result->size(0) == p.rows && result->size(1) == p.n &&
+                       result->is_contiguous() && result->scalar_type() == out_dtype,
+                   op, ": out has shape ", result->sizes(), " and dtype ", result->scalar_type(),
+                   "; expected a contiguous [", p.rows, ", ", p.n, "] tensor of ", out_dtype);
+  }
+  Tensor out = result ? *result : empty({p.rows, p.n}, out_dtype);
   if (out.numel() == 0) return out;
   p.x = x.data(), p.x_stride = x.stride(0);
   p.weight = weight.data(), p.weight_stride = weight.stride(0);
@@ -48,7 +55,7 @@ Tensor decode_linear(const Tensor& x, const Tensor& weight, const std::optional<
 
 void register_decode_linear(py::module_& m) {
   m.def("decode_linear", &decode_linear, py::arg("x"), py::arg("weight"), py::arg("bias"),
-        py::arg("out_dtype"));
+        py::arg("out_dtype"), py::arg("out") = py::none());
 }
 
 }  // namespace hybridengine

@@ -10,20 +10,32 @@ namespace hybridengine::HYBRIDENGINE_ISA {
 
 namespace {
 
+// A register tile has kRows x kOutputs sums; as many tiles are joined at a time as fill vectors.
+template <int kRows, typename T>
+struct Shape {
 #if defined(__AVX512F__)
-constexpr int kSums = 16;  // sums of a register tile, kRows x kOutputs
+  static constexpr int kOutputs = 16 / kRows, kTiles = 1;
+#elif defined(__AVX2__)
+  // 12 sums, 3 outputs and 1 row: 16 registers. A conversion from bfloat16 needs one for a mask.
+  static constexpr bool kFull = kRows == 4 && std::is_same_v<T, float>;
+  static constexpr int kOutputs = kFull ? 3 : 8 / kRows, kTiles = kFull ? 2 : 1;
 #else
-constexpr int kSums = 8;
+  static constexpr int kOutputs = 8 / kRows, kTiles = 1;
 #endif
+  static constexpr int kSums = kRows * kOutputs;
+  static_assert(kTiles * kSums % kWidth == 0);
+};
+constexpr int kMostOutputs = 16;
 constexpr int64_t kStep = 2 * kWidth;   // elements of a load
 constexpr int64_t kLine = 64;           // bytes of a cache line
 constexpr int64_t kCachedRows = 128;    // of x, which stay in the cache while the weight is read
 constexpr int64_t kPanelBytes = 16384;  // of the weight, which stay in the cache for all rows
 
 // One load of an operand: 2 * kWidth elements. The order of the elements is that of load_pair.
+// It is multiplied in kParts<T> parts: its two halves, or all of it as pairs.
 #if defined(__AVX512BF16__)
 template <typename T>
-using Step = std::conditional_t<std::is_same_v<T, bf16>, VecU, VecPair>;
+constexpr int kParts = std::is_same_v<T, bf16> ? 1 : 2;
 
 // Rounds after each of the two products; subnormal numbers count as zero.
 HE_SIMD VecF multiply_add(VecU a, VecU b, VecF sum) {
@@ -31,28 +43,24 @@ HE_SIMD VecF multiply_add(VecU a, VecU b, VecF sum) {
 }
 #else
 template <typename T>
-using Step = VecPair;
+constexpr int kParts = 2;
 #endif
 
-HE_SIMD VecF multiply_add(VecPair a, VecPair b, VecF sum) { return a.b * b.b + (a.a * b.a + sum); }
+HE_SIMD VecF multiply_add(VecF a, VecF b, VecF sum) { return a * b + sum; }
 
-template <typename T>
-HE_SIMD Step<T> load_step(const T* p) {
-  if constexpr (std::is_same_v<Step<T>, VecPair>) {
-    return load_pair(p);
+template <int part, typename T>
+HE_SIMD auto load_part_of_step(const T* p) {
+  if constexpr (std::is_same_v<T, float>) {
+    return load(p + part * kWidth);
   } else {
-    Step<T> v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
+    VecU bits;
+    std::memcpy(&bits, p, sizeof bits);
+    if constexpr (kParts<T> == 1) {
+      return bits;
+    } else {
+      return (VecF)(part == 0 ? bits << 16 : bits & 0xFFFF0000u);
+    }
   }
-}
-
-// The last count < 2 * kWidth elements, followed by zeros.
-template <typename T>
-Step<T> load_last_step(const T* p, int64_t count) {
-  T padded[2 * kWidth] = {};
-  std::memcpy(padded, p, count * sizeof(T));
-  return load_step(padded);
 }
 
 // Lane i of the result is the sum of the lanes of sums[i], joined pairwise: neighbours first.
@@ -77,32 +85,37 @@ HE_SIMD VecF join_lanes(const VecF* sums) {
   }
 }
 
-// A tile reads up to 4 rows of x and kSums / 4 to kSums rows of the weight, and prefetches the rows
-// of the weight that are `ahead` elements further, from element ahead_begin to ahead_end.
+// A tile reads up to 4 rows of x and kOutputs rows of the weight, and prefetches the rows of the
+// weight that are `ahead` elements further, from element ahead_begin to ahead_end.
 template <typename T>
 struct Tile {
   const T* x[4];
-  const T* weight[kSums];
+  const T* weight[kMostOutputs];
   int64_t k;
   int64_t ahead, ahead_begin, ahead_end;
 };
 
-// sums[r * kOutputs + o] = x[r] . weight[o]
+// sums[r * kOutputs + o] are the lanes of x[r] . weight[o].
 template <int kRows, int kOutputs, typename T>
-HE_SIMD void multiply_tile(const Tile<T>& tile, float* result) {
-  VecF sums[kSums] = {};
-  const auto add = [&](auto load_at) __attribute__((always_inline)) {
-    Step<T> w[kOutputs];
+HE_SIMD void multiply_tile(const Tile<T>& tile, VecF* result) {
+  VecF sums[kRows * kOutputs] = {};
+  const auto add_part = [&](auto part, const Tile<T>& from,
+                            int64_t k) __attribute__((always_inline)) {
+    decltype(load_part_of_step<0>(from.x[0])) w[kOutputs];
 #pragma GCC unroll 16
-    for (int o = 0; o < kOutputs; ++o) w[o] = load_at(tile.weight[o]);
+    for (int o = 0; o < kOutputs; ++o) w[o] = load_part_of_step<part>(from.weight[o] + k);
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      const Step<T> x = load_at(tile.x[r]);
+      const auto x = load_part_of_step<part>(from.x[r] + k);
 #pragma GCC unroll 16
       for (int o = 0; o < kOutputs; ++o) {
         sums[r * kOutputs + o] = multiply_add(x, w[o], sums[r * kOutputs + o]);
       }
     }
+  };
+  const auto add_step = [&](const Tile<T>& from, int64_t k) __attribute__((always_inline)) {
+    add_part(std::integral_constant<int, 0>{}, from, k);
+    if constexpr (kParts<T> == 2) add_part(std::integral_constant<int, 1>{}, from, k);
   };
   int64_t k = 0;
   for (; k + kStep <= tile.k; k += kStep) {
@@ -114,14 +127,21 @@ HE_SIMD void multiply_tile(const Tile<T>& tile, float* result) {
         }
       }
     }
-    add([k](const T* p) __attribute__((always_inline)) { return load_step(p + k); });
+    add_step(tile, k);
   }
   if (k < tile.k) {
-    const int64_t count = tile.k - k;
-    add([k, count](const T* p) { return load_last_step(p + k, count); });
+    T padded[kRows + kOutputs][kStep] = {};
+    Tile<T> last;
+    const auto pad = [&](int i, const T* from) {
+      std::memcpy(padded[i], from + k, (tile.k - k) * sizeof(T));
+      return padded[i];
+    };
+    for (int r = 0; r < kRows; ++r) last.x[r] = pad(r, tile.x[r]);
+    for (int o = 0; o < kOutputs; ++o) last.weight[o] = pad(kRows + o, tile.weight[o]);
+    add_step(last, 0);
   }
-#pragma GCC unroll 4
-  for (int i = 0; i < kSums; i += kWidth) store(result + i, join_lanes(sums + i));
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows * kOutputs; ++i) result[i] = sums[i];
 }
 
 // Rows of x and outputs that share one pass over a panel of the weight.
@@ -136,7 +156,7 @@ struct Panel {
   // stored. Each group of rows prefetches an equal part of the next panel.
   template <int kRows>
   void multiply_rows(int64_t row) const {
-    constexpr int kOutputs = kSums / kRows;
+    using S = Shape<kRows, T>;
     const int64_t group = (row - first_row) / 4, groups = (last_row - first_row + 3) / 4;
     Tile<T> tile;
     for (int r = 0; r < kRows; ++r) {
@@ -147,33 +167,36 @@ struct Panel {
     tile.ahead_begin = p.k * group / groups;
     tile.ahead_end = p.k * (group + 1) / groups;
     const auto* weight = static_cast<const T*>(p.weight);
-    for (int64_t n = begin; n < end; n += kOutputs) {
-      for (int o = 0; o < kOutputs; ++o) {
-        tile.weight[o] = weight + std::min(n + o, p.n - 1) * p.weight_stride;
+    for (int64_t n = begin; n < end; n += S::kTiles * S::kOutputs) {
+      VecF lanes[S::kTiles * S::kSums];
+      for (int t = 0; t < S::kTiles; ++t) {
+        for (int o = 0; o < S::kOutputs; ++o) {
+          tile.weight[o] = weight + std::min(n + t * S::kOutputs + o, end - 1) * p.weight_stride;
+        }
+        multiply_tile<kRows, S::kOutputs>(tile, lanes + t * S::kSums);
       }
-      float sums[kSums];
-      multiply_tile<kRows, kOutputs>(tile, sums);
-      store_tile<kOutputs>(row, std::min<int64_t>(kRows, p.rows - row), n, sums);
+      float sums[S::kTiles * S::kSums];
+#pragma GCC unroll 4
+      for (int i = 0; i < S::kTiles * S::kSums; i += kWidth) store(sums + i, join_lanes(lanes + i));
+      for (int t = 0; t < S::kTiles && n + t * S::kOutputs < end; ++t) {
+        store_tile<S::kOutputs>(row, std::min<int64_t>(kRows, p.rows - row), n + t * S::kOutputs,
+                                sums + t * S::kSums);
+      }
     }
   }
 
   template <int kOutputs>
-  void store_tile(int64_t row, int64_t rows, int64_t n, float* sums) const {
-    if (p.bias) {
-      for (int i = 0; i < kSums; ++i) {
-        sums[i] += to_float(static_cast<const T*>(p.bias)[std::min(n + i % kOutputs, p.n - 1)]);
-      }
-    }
-    Out rounded[kSums];
-    for (int i = 0; i < kSums; i += kWidth) store(rounded + i, load(sums + i));
+  void store_tile(int64_t row, int64_t rows, int64_t n, const float* sums) const {
     Out* out = static_cast<Out*>(p.out) + row * p.n + n;
-    const int64_t outputs = std::min<int64_t>(kOutputs, p.n - n);
-    for (int64_t r = 0; r < rows; ++r, out += p.n) {
-      const Out* from = rounded + r * kOutputs;
-      if (outputs == kOutputs) {
-        std::memcpy(out, from, kOutputs * sizeof(Out));
+    const auto* bias = static_cast<const T*>(p.bias);
+    const int64_t outputs = std::min<int64_t>(kOutputs, end - n);
+    for (int64_t r = 0; r < rows; ++r, out += p.n, sums += kOutputs) {
+      if (outputs == kOutputs && !bias) {
+        for (int o = 0; o < kOutputs; ++o) out[o] = convert<float, Out>(sums[o]);
       } else {
-        std::memcpy(out, from, outputs * sizeof(Out));
+        for (int o = 0; o < outputs; ++o) {
+          out[o] = convert<float, Out>(bias ? sums[o] + to_float(bias[n + o]) : sums[o]);
+        }
       }
     }
   }
@@ -182,7 +205,9 @@ struct Panel {
 template <typename T, typename Out>
 void multiply(const DecodeLinear& p) {
   const int64_t fitting = kPanelBytes / (p.k * static_cast<int64_t>(sizeof(T)) + 1);
-  const int64_t panel_size = std::max<int64_t>(1, fitting / kSums) * kSums;
+  const int64_t unit =
+      p.rows > 2 ? Shape<4, T>::kTiles * Shape<4, T>::kOutputs : Shape<1, T>::kOutputs;
+  const int64_t panel_size = std::max<int64_t>(1, fitting / unit) * unit;
   const int64_t panels = (p.n + panel_size - 1) / panel_size;
   parallel_for(panels, 1, p.num_threads, [&](int64_t begin, int64_t end) {
     for (int64_t first = 0; first < p.rows; first += kCachedRows) {

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hybridengine.errors import ModelError
+from hybridengine.model.exact import has_exact_operators
 from hybridengine.model.head import HeadFunction, accepts_head_function, log_prob_head
 from hybridengine.model.images import placeholders_of
 from hybridengine.model.packed import PackedBatch
@@ -112,7 +113,8 @@ def packed_log_probs(
     if kept is not None and batch.shard is not None:
         kept = kept.take(batch.shard.rows)
     if accepts_head_function(model):
-        head = log_prob_head(batch.target_ids, temperature, kept)
+        exact = has_exact_operators(model)
+        head = log_prob_head(batch.target_ids, temperature, kept, exact)
         log_probs, entropy = packed_head(model, batch, head)
     else:
         logits = packed_logits(model, batch)  # no other reader: the gradient may overwrite them
@@ -148,6 +150,7 @@ def packed_policy_loss(
             logit_scale=logit_scale,
             softcap=softcap,
             active_rows=batch.active_rows,
+            deterministic=has_exact_operators(model),
             **arguments,
         )
 

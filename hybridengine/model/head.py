@@ -65,10 +65,13 @@ def accepts_head_function(model: nn.Module) -> bool:
     return getattr(model.forward, "accepts_head_function", False)
 
 
-def log_prob_head(target_ids: Tensor, temperature: float, kept: KeptIds | None) -> HeadFunction:
+def log_prob_head(
+    target_ids: Tensor, temperature: float, kept: KeptIds | None, exact: bool = False
+) -> HeadFunction:
     """Return a head function that computes (log_probs [R], entropy [R]) of `target_ids` [R].
 
     kept: the entries of each row's distribution; None: the full vocabulary.
+    exact: the engine computes the same bits (`hybridengine.model.exact`).
     """
     from hybridengine.kernels import linear_token_log_probs, sparse_linear_token_log_probs
 
@@ -77,7 +80,14 @@ def log_prob_head(target_ids: Tensor, temperature: float, kept: KeptIds | None) 
     ) -> tuple[Tensor, Tensor]:
         if kept is None:
             return linear_token_log_probs(
-                rows, weight, target_ids, temperature, bias=bias, logit_scale=scale, softcap=softcap
+                rows,
+                weight,
+                target_ids,
+                temperature,
+                bias=bias,
+                logit_scale=scale,
+                softcap=softcap,
+                deterministic=exact,
             )
         entries = kept.filled(weight.shape[0])
         return sparse_linear_token_log_probs(

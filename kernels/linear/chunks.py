@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .._backend import native
 from .._per_token import compute_dtype
 from ..memory_pool import empty_from_pool
 from .mixed_gemm import WIDENED_BYTES, keeps_16_bits, mixed_gemm, unit_stride
@@ -37,7 +38,8 @@ class Chunks:
 
     Args:
         budget_bytes: memory for the buffers and for temporary copies of hidden and weight.
-        deterministic: pad every product to the same number of rows, and to enough columns.
+        deterministic: logits by a batch-invariant product where there is one; every other product
+            is padded to the same number of rows, and to enough columns.
         grad_rows: rows whose gradient is computed; 0: logits only.
         group: name of the process group of vocabulary-parallel ranks; "": none.
         kept: all logits are given (`logits_fit`); one chunk, with a buffer for its gradient.
@@ -56,6 +58,8 @@ class Chunks:
     ) -> None:
         self.hidden, self.weight, self.bias = unit_stride(hidden), unit_stride(weight), bias
         self.deterministic = deterministic
+        # Logits by `decode_linear`, whose rows do not depend on their number.
+        self._invariant = deterministic and is_invariant(hidden, weight)
         dtype = compute_dtype(hidden)
         grad_dtype = hidden.dtype if keeps_16_bits(hidden) else dtype
         # Whether gradients have a buffer of their own.
@@ -96,6 +100,10 @@ class Chunks:
     def logits(self, rows: slice | Tensor, offset: int = 0) -> Tensor:
         """Compute logits [rows, V] into the buffer at row `offset`; valid until the next call."""
         hidden = self.hidden[rows]
+        if self._invariant:
+            out = self._logits[offset : offset + hidden.shape[0]]
+            native().decode_linear(hidden, self.weight, self.bias, out.dtype, out)
+            return out
         padded = self._padded(hidden)
         out = self._logits[offset : offset + padded.shape[0]]
         self._multiply(out, padded, self.weight, self.bias)
@@ -141,6 +149,12 @@ class Chunks:
         padded = rows.new_zeros(self.rows, rows.shape[1])
         padded[: rows.shape[0]] = rows
         return padded
+
+
+def is_invariant(hidden: Tensor, weight: Tensor) -> bool:
+    """Return whether the deterministic mode computes logits by `decode_linear`."""
+    fits = hidden.is_cpu and hidden.dtype in (torch.float32, torch.bfloat16)
+    return fits and native() is not None and hidden.stride(1) == weight.stride(1) == 1
 
 
 def logits_fit(hidden: Tensor, weight: Tensor, budget_bytes: int) -> bool:

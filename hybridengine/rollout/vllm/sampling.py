@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridengine.kernels import sample_tokens
+from hybridengine.kernels import sample_tokens, token_log_probs
 
 __all__ = ["FusedSampler"]
 
@@ -24,16 +24,20 @@ class FusedSampler:
     What it does not cover, vLLM's own forward does: other log-probs than the processed ones of the
     sampled tokens, and logits processors that apply to random sampling only, such as min-p.
 
+    exact: log-probs are those of `token_log_probs`, as the trained model computes them, where
+        nothing is cut from the vocabulary.
+
     Attributes:
         records: whether `masks` are kept.
         masks: of the newest step: the ids that were kept as vLLM's `SamplingMaskLists`; a row from
             which nothing was cut has none.
     """
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, exact: bool = False) -> None:
         self._sampler = runner.sampler
         self._forward = self._sampler.forward
         self._sampler.forward = self.forward
+        self._exact = exact
         self.records = False
         self.masks: Any = None
 
@@ -74,7 +78,10 @@ class FusedSampler:
         log_probs = None
         if metadata.max_num_logprobs is not None:
             ranks = torch.zeros_like(sampled.tokens)
-            log_probs = LogprobsTensors(tokens, sampled.log_probs.unsqueeze(1), ranks)
+            values = sampled.log_probs
+            if self._exact and metadata.all_random:
+                values, _ = token_log_probs(logits, sampled.tokens, metadata.temperature)
+            log_probs = LogprobsTensors(tokens, values.unsqueeze(1), ranks)
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=log_probs)
 
     def _covers(self, metadata: Any) -> bool:

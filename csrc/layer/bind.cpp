@@ -1,0 +1,135 @@
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "common/binding.h"
+#include "layer/params.h"
+
+namespace hybridengine {
+
+namespace {
+
+Rows rows_argument(const char* op, const char* name, const Tensor& tensor, const Tensor& like) {
+  HE_CHECK_VALUE(tensor.dim() == 2 && tensor.sizes() == like.sizes() &&
+                     tensor.scalar_type() == like.scalar_type() &&
+                     (tensor.size(1) <= 1 || tensor.stride(1) == 1),
+                 op, ": ", name, " has shape ", tensor.sizes(), ", dtype ", tensor.scalar_type(),
+                 " and strides ", tensor.strides(), "; expected ", like.sizes(), " of ",
+                 like.scalar_type(), " with inner stride 1");
+  return {tensor.data(), tensor.stride(0)};
+}
+
+DType layer_dtype(const char* op, const Tensor& x) {
+  HE_CHECK_VALUE(x.scalar_type() == kFloat || x.scalar_type() == kBFloat16, op, ": dtype ",
+                 x.scalar_type(), "; expected float32 or bfloat16");
+  if (!x.device().is_cpu()) no_kernel_for(x.device(), op);
+  return float_dtype(x, "x");
+}
+
+// The norm of x [rows, width] and, if wanted, 1 / rms of its rows (else empty).
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, double eps,
+                                    double offset, bool round_first, bool wants_inverse) {
+  const char* op = "rms_norm";
+  check_same_device(op, {{"x", x}, {"weight", weight}});
+  RmsNorm p{};
+  p.dtype = layer_dtype(op, x);
+  p.x = rows_argument(op, "x", x, x);
+  p.rows = x.size(0), p.width = x.size(1);
+  check_vector(weight, "weight", x.scalar_type(), p.width);
+  Tensor out = empty({p.rows, p.width}, x.scalar_type());
+  Tensor inverse = empty({wants_inverse ? p.rows : 0}, kFloat);
+  if (out.numel() == 0) return {out, inverse};
+  p.weight = weight.data();
+  p.inverse_rms = wants_inverse ? inverse.data<float>() : nullptr;
+  p.out = out.data();
+  p.eps = static_cast<float>(eps), p.offset = static_cast<float>(offset);
+  p.round_first = round_first;
+  p.num_threads = get_num_threads();
+  without_gil([&] { rms_norm_cpu(p); });
+  return {out, inverse};
+}
+
+// The gradients of x and weight (float32).
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_out, const Tensor& x,
+                                             const Tensor& weight, const Tensor& inverse_rms,
+                                             double offset) {
+  const char* op = "rms_norm_backward";
+  check_same_device(
+      op, {{"x", x}, {"grad_out", grad_out}, {"weight", weight}, {"inverse_rms", inverse_rms}});
+  RmsNormBackward p{};
+  p.dtype = layer_dtype(op, x);
+  p.x = rows_argument(op, "x", x, x);
+  p.grad_out = rows_argument(op, "grad_out", grad_out, x);
+  p.rows = x.size(0), p.width = x.size(1);
+  check_vector(weight, "weight", x.scalar_type(), p.width);
+  check_vector(inverse_rms, "inverse_rms", kFloat, p.rows);
+  Tensor grad_x = empty({p.rows, p.width}, x.scalar_type());
+  Tensor grad_weight = empty({p.width}, kFloat);
+  p.weight = weight.data();
+  p.inverse_rms = inverse_rms.data<float>();
+  p.grad_x = grad_x.data();
+  p.grad_weight = grad_weight.data<float>();
+  p.offset = static_cast<float>(offset);
+  p.num_threads = get_num_threads();
+  without_gil([&] { rms_norm_backward_cpu(p); });
+  return {grad_x, grad_weight};
+}
+
+Gate gate_of(const std::string& name) {
+  if (name == "silu") return Gate::silu;
+  HE_CHECK_VALUE(name == "gelu_tanh", "gated_activation: activation is '", name,
+                 "'; expected 'silu' or 'gelu_tanh'");
+  return Gate::gelu_tanh;
+}
+
+Tensor gated_activation(const Tensor& gate, const Tensor& up, const std::string& activation) {
+  const char* op = "gated_activation";
+  check_same_device(op, {{"gate", gate}, {"up", up}});
+  GatedActivation p{};
+  p.activation = gate_of(activation);
+  p.dtype = layer_dtype(op, gate);
+  p.gate = rows_argument(op, "gate", gate, gate), p.up = rows_argument(op, "up", up, gate);
+  p.rows = gate.size(0), p.width = gate.size(1);
+  Tensor out = empty({p.rows, p.width}, gate.scalar_type());
+  if (out.numel() == 0) return out;
+  p.out = out.data();
+  p.num_threads = get_num_threads();
+  without_gil([&] { gated_activation_cpu(p); });
+  return out;
+}
+
+// The gradients of gate and up.
+std::tuple<Tensor, Tensor> gated_activation_backward(const Tensor& grad_out, const Tensor& gate,
+                                                     const Tensor& up,
+                                                     const std::string& activation) {
+  const char* op = "gated_activation_backward";
+  check_same_device(op, {{"gate", gate}, {"up", up}, {"grad_out", grad_out}});
+  GatedActivationBackward p{};
+  p.activation = gate_of(activation);
+  p.dtype = layer_dtype(op, gate);
+  p.gate = rows_argument(op, "gate", gate, gate), p.up = rows_argument(op, "up", up, gate);
+  p.grad_out = rows_argument(op, "grad_out", grad_out, gate);
+  p.rows = gate.size(0), p.width = gate.size(1);
+  Tensor grad_gate = empty({p.rows, p.width}, gate.scalar_type());
+  Tensor grad_up = empty({p.rows, p.width}, gate.scalar_type());
+  if (grad_up.numel() == 0) return {grad_gate, grad_up};
+  p.grad_gate = grad_gate.data(), p.grad_up = grad_up.data();
+  p.num_threads = get_num_threads();
+  without_gil([&] { gated_activation_backward_cpu(p); });
+  return {grad_gate, grad_up};
+}
+
+}  // namespace
+
+void register_layer(py::module_& m) {
+  m.def("rms_norm", &rms_norm, py::arg("x"), py::arg("weight"), py::arg("eps"), py::arg("offset"),
+        py::arg("round_first"), py::arg("wants_inverse"));
+  m.def("rms_norm_backward", &rms_norm_backward, py::arg("grad_out"), py::arg("x"),
+        py::arg("weight"), py::arg("inverse_rms"), py::arg("offset"));
+  m.def("gated_activation", &gated_activation, py::arg("gate"), py::arg("up"),
+        py::arg("activation"));
+  m.def("gated_activation_backward", &gated_activation_backward, py::arg("grad_out"),
+        py::arg("gate"), py::arg("up"), py::arg("activation"));
+}
+
+}  // namespace hybridengine

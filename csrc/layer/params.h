@@ -1,0 +1,73 @@
+// Row operators of a decoder layer: RMSNorm and the gated activation.
+//
+// An element's bits depend on its row and its place in it alone, not on the other rows or on the
+// number of threads: sums go over a row in an order that its width fixes. The gradient of the
+// norm's weight is summed over blocks of rows, in a fixed order too.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/isa.h"
+
+namespace hybridengine {
+
+// [rows, width], inner stride 1.
+struct Rows {
+  const void* data;
+  int64_t stride;
+};
+
+// out = x / sqrt(mean(x^2) + eps) * (weight + offset), in float32, rounded at the end. With
+// round_first x / sqrt(...) is rounded to the dtype before it is multiplied.
+struct RmsNorm {
+  Rows x;
+  const void* weight;  // [width]
+  DType dtype;         // of all tensors but the next: f32 or bf16
+  float* inverse_rms;  // [rows], or null
+  void* out;           // [rows, width] contiguous
+  int64_t rows, width;
+  float eps, offset;
+  bool round_first;
+  int num_threads;
+};
+
+struct RmsNormBackward {
+  Rows x, grad_out;
+  const void* weight;
+  DType dtype;
+  const float* inverse_rms;
+  void* grad_x;        // [rows, width] contiguous
+  float* grad_weight;  // [width]
+  int64_t rows, width;
+  float offset;
+  int num_threads;
+};
+
+enum class Gate { silu, gelu_tanh };
+
+// out = activation(gate) * up, in float32, rounded once.
+struct GatedActivation {
+  Rows gate, up;
+  DType dtype;  // of all tensors: f32 or bf16
+  Gate activation;
+  void* out;  // [rows, width] contiguous
+  int64_t rows, width;
+  int num_threads;
+};
+
+struct GatedActivationBackward {
+  Rows gate, up, grad_out;
+  DType dtype;
+  Gate activation;
+  void *grad_gate, *grad_up;  // [rows, width] contiguous
+  int64_t rows, width;
+  int num_threads;
+};
+
+HE_CPU_KERNEL(rms_norm_cpu, RmsNorm)
+HE_CPU_KERNEL(rms_norm_backward_cpu, RmsNormBackward)
+HE_CPU_KERNEL(gated_activation_cpu, GatedActivation)
+HE_CPU_KERNEL(gated_activation_backward_cpu, GatedActivationBackward)
+
+}  // namespace hybridengine

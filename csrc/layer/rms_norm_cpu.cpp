@@ -1,0 +1,95 @@
+// One row at a time; see params.h.
+#include <cmath>
+#include <vector>
+
+#include "common/parallel.h"
+#include "layer/row_vectors.h"
+
+namespace hybridengine::HYBRIDENGINE_ISA {
+
+namespace {
+
+constexpr int64_t kBlockRows = 64;  // whose weight gradients are summed one after another
+
+// sum_i term(i) over the vectors of a row: four chains, joined pairwise.
+template <typename Term>
+float sum_row(int64_t width, const Term& term) {
+  VecF sums[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * kWidth <= width; i += 4 * kWidth) {
+    for (int j = 0; j < 4; ++j) sums[j] += term(Part{i + j * kWidth, kWidth});
+  }
+  for (; i < width; i += kWidth) {
+    sums[0] += term(Part{i, std::min<int64_t>(kWidth, width - i)});
+  }
+  return static_cast<float>(sum((sums[0] + sums[1]) + (sums[2] + sums[3])));
+}
+
+template <typename T>
+VecF rounded(VecF v) {
+  T stored[kWidth];
+  store(stored, v);
+  return load(stored);
+}
+
+template <typename T>
+void forward(const RmsNorm& p) {
+  const auto* weight = static_cast<const T*>(p.weight);
+  parallel_for(p.rows, kRowGrain, p.num_threads, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* x = row_of<T>(p.x, row);
+      T* out = static_cast<T*>(p.out) + row * p.width;
+      const float squares = sum_row(p.width, [x](Part part) {
+        const VecF v = part.load_from(x);
+        return v * v;
+      });
+      const float inverse = 1.0f / std::sqrt(squares / static_cast<float>(p.width) + p.eps);
+      if (p.inverse_rms) p.inverse_rms[row] = inverse;
+      for_parts(p.width, [&](Part part) {
+        VecF v = part.load_from(x) * inverse;
+        if (p.round_first) v = rounded<T>(v);
+        part.store_to(out, v * (part.load_from(weight) + p.offset));
+      });
+    }
+  });
+}
+
+template <typename T>
+void backward(const RmsNormBackward& p) {
+  const auto* weight = static_cast<const T*>(p.weight);
+  const int64_t blocks = (p.rows + kBlockRows - 1) / kBlockRows;
+  const int64_t padded = (p.width + kWidth - 1) / kWidth * kWidth;
+  std::vector<float> sums(blocks * padded);
+  parallel_for(blocks, 1, p.num_threads, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin * kBlockRows; row < std::min(p.rows, end * kBlockRows); ++row) {
+      const T *x = row_of<T>(p.x, row), *grad = row_of<T>(p.grad_out, row);
+      T* grad_x = static_cast<T*>(p.grad_x) + row * p.width;
+      float* grad_weight = sums.data() + row / kBlockRows * padded;
+      const float inverse = p.inverse_rms[row];
+      const float product = sum_row(p.width, [&](Part part) {
+        return part.load_from(grad) * (part.load_from(weight) + p.offset) * part.load_from(x);
+      });
+      const float mean = product * inverse * inverse / static_cast<float>(p.width);
+      for_parts(p.width, [&](Part part) {
+        const VecF v = part.load_from(x), g = part.load_from(grad);
+        const VecF weighted = g * (part.load_from(weight) + p.offset);
+        part.store_to(grad_x, (weighted - v * mean) * inverse);
+        store(grad_weight + part.begin, load(grad_weight + part.begin) + g * (v * inverse));
+      });
+    }
+  });
+  std::fill_n(p.grad_weight, p.width, 0.0f);
+  for (int64_t block = 0; block < blocks; ++block) {
+    for (int64_t i = 0; i < p.width; ++i) p.grad_weight[i] += sums[block * padded + i];
+  }
+}
+
+}  // namespace
+
+void rms_norm_cpu(const RmsNorm& p) { (p.dtype == DType::f32 ? forward<float> : forward<bf16>)(p); }
+
+void rms_norm_backward_cpu(const RmsNormBackward& p) {
+  (p.dtype == DType::f32 ? backward<float> : backward<bf16>)(p);
+}
+
+}  // namespace hybridengine::HYBRIDENGINE_ISA

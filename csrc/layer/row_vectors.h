@@ -1,0 +1,44 @@
+// Loops over the vectors of a row. Included only by *_cpu.cpp files.
+#pragma once
+
+#include <algorithm>
+
+#include "common/simd.h"
+#include "layer/params.h"
+
+namespace hybridengine::HYBRIDENGINE_ISA {
+
+constexpr int64_t kRowGrain = 4;  // rows of a thread at least
+
+template <typename T>
+const T* row_of(const Rows& rows, int64_t row) {
+  return static_cast<const T*>(rows.data) + row * rows.stride;
+}
+
+// A vector of a row: the first `count` elements exist, the others are 0 and are not stored.
+struct Part {
+  int64_t begin;
+  int64_t count;
+
+  template <typename T>
+  VecF load_from(const T* p) const {
+    return count == kWidth ? load(p + begin) : load_part(p + begin, count, 0.0f);
+  }
+  template <typename T>
+  void store_to(T* p, VecF v) const {
+    if (count == kWidth) {
+      store(p + begin, v);
+    } else {
+      store_part(p + begin, v, count);
+    }
+  }
+};
+
+template <typename Body>
+HE_SIMD void for_parts(int64_t width, const Body& body) {
+  int64_t i = 0;
+  for (; i + kWidth <= width; i += kWidth) body(Part{i, kWidth});
+  if (i < width) body(Part{i, width - i});
+}
+
+}  // namespace hybridengine::HYBRIDENGINE_ISA

@@ -1,0 +1,127 @@
+"""A decoder of operators whose bits for a token depend on its sequence alone (`rollout.exact`).
+
+The engine has the same operators (`hybridengine.rollout.vllm.exact`), so that it and the trained
+model compute the same log-probs, bit for bit: in any packing, micro-batch or batch of requests, by
+prefill or decoding. Attention (`hybridengine.model.attention`) has this property by itself on a
+CPU. The modules stay as they are, their forwards are replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hybridengine.errors import ModelError
+from hybridengine.kernels import decode_linear, gated_activation, rms_norm
+from hybridengine.kernels.rotary import RotaryTable
+
+_EXACT = "has_exact_operators"
+_ROPE_TYPES = ("default", "linear", "llama3")
+
+
+def use_exact_operators(model: PreTrainedModel, splits: Mapping[str, int]) -> None:
+    """Replace the forwards of linear layers, norms, activations and rotary embeddings of `model`.
+
+    Call it before sharding; parameters may be on the meta device.
+
+    splits: weights that an engine slices along their input → into how many slices
+        (`decode_linear`).
+
+    Raises:
+        ModelError: a module with parameters, an activation or a rotary embedding is none of those
+            that are known; the message names it.
+    """
+    decoder = model.get_decoder()
+    for name, module in decoder.named_modules():
+        _replace_forward(name, module, splits)
+    setattr(model, _EXACT, True)
+
+
+def has_exact_operators(model: nn.Module) -> bool:
+    """Return whether `use_exact_operators` was called for the model."""
+    return getattr(model, _EXACT, False)
+
+
+def _replace_forward(name: str, module: Any, splits: Mapping[str, int]) -> None:
+    kind = type(module).__name__
+    forward: Callable[..., Any] | None = None
+    if type(module) is nn.Linear:
+        parts = next((n for weight, n in splits.items() if weight.endswith(f"{name}.weight")), 1)
+
+        def linear(self: Any, x: Tensor) -> Tensor:
+            return decode_linear(x, self.weight, self.bias, splits=parts)
+
+        forward = linear
+    elif kind.endswith("RMSNorm"):
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        options = _norm_options(name, module, eps)
+
+        def norm(self: Any, x: Tensor) -> Tensor:
+            return rms_norm(x, self.weight, eps, **options)
+
+        forward = norm
+    elif kind.endswith("MLP") and hasattr(module, "act_fn") and hasattr(module, "gate_proj"):
+        activation = _activation(name, module.act_fn)
+
+        def mlp(self: Any, x: Tensor) -> Tensor:
+            gated = gated_activation(self.gate_proj(x), self.up_proj(x), activation)
+            return self.down_proj(gated)  # type: ignore[no-any-return]
+
+        forward = mlp
+    elif kind.endswith("RotaryEmbedding"):
+        if getattr(module, "rope_type", None) not in _ROPE_TYPES:
+            raise _unknown(name, module, f"rope_type {getattr(module, 'rope_type', None)!r}")
+        forward = _rotary
+    elif not isinstance(module, nn.Embedding) and list(module.parameters(recurse=False)):
+        raise _unknown(name, module, "parameters of its own")
+    if forward is not None:
+        module.forward = MethodType(forward, module)
+
+
+def _rotary(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        if not hasattr(self, "_table"):  # the frequencies are on the meta device before loading
+            self._table = RotaryTable(self.inv_freq, self.attention_scaling)
+        cos, sin = (torch.cat([t, t], -1).to(x.dtype) for t in self._table.rows(position_ids))
+    return cos, sin
+
+
+def _norm_options(name: str, module: Any, eps: float | None) -> dict[str, Any]:
+    """Return the options of `rms_norm` that give what the module does, found by trying them."""
+    weight = getattr(module, "weight", None)
+    if eps is None or not isinstance(weight, nn.Parameter):
+        raise _unknown(name, module, "no weight or epsilon")
+    probe = copy.deepcopy(module).to_empty(device="cpu").bfloat16()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        probe.weight.copy_(torch.rand(weight.shape, generator=generator) + 0.5)
+        x = torch.randn(16, weight.numel(), generator=generator).bfloat16()
+        expected = probe(x)
+        for options in ({"round_first": True}, {}, {"offset": 1.0}):
+            result = rms_norm(x, probe.weight, eps, **options)  # type: ignore[arg-type]
+            if (result != expected).float().mean() < 0.01:  # roundings of another order of sums
+                return options
+    raise _unknown(name, module, "another formula than that of Llama or Gemma")
+
+
+def _activation(name: str, function: Callable[[Tensor], Tensor]) -> Any:
+    x = torch.linspace(-6, 6, 101)
+    known = {"silu": F.silu(x), "gelu_tanh": F.gelu(x, approximate="tanh")}
+    for activation, expected in known.items():
+        if torch.allclose(function(x), expected, rtol=0, atol=1e-6):
+            return activation
+    raise _unknown(name, function, "an activation other than SiLU and GELU by tanh")
+
+
+def _unknown(name: str, module: Any, what: str) -> ModelError:
+    return ModelError(
+        f"rollout.exact: {name} ({type(module).__name__}) has {what}, for which there is no exact "
+        "operator; set rollout.exact=false for this model"
+    )

@@ -1,0 +1,140 @@
+"""vLLM with the operators of a trained model that has `use_exact_operators`, on a CPU.
+
+A token's log-prob is then the same float32 bits as the trained model's, whatever else is in the
+batch. Attention is replaced before the engine is built (`hybridengine.rollout.vllm.attention`), the
+other operators in the loaded model; it must run eagerly.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridengine.errors import ModelError
+from hybridengine.kernels import decode_linear, gated_activation, rms_norm
+from hybridengine.kernels.decode_linear import join_parts
+from hybridengine.kernels.rotary import RotaryTable
+
+
+def use_exact_operators(model: nn.Module) -> None:
+    """Replace the operators of `model`, as vLLM has loaded it.
+
+    Raises:
+        ModelError: it has a module with parameters for which there is no exact operator.
+    """
+    from vllm.model_executor.layers import activation, layernorm, linear, logits_processor
+    from vllm.model_executor.layers import rotary_embedding as rotary
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    replaced = "\0"  # the newest module with another forward, which does not call its children
+    for name, module in model.named_modules():
+        forward: Any = None
+        if name.startswith(f"{replaced}."):
+            continue
+        if isinstance(module, linear.LinearBase):
+            module.cpu_linear = _product  # type: ignore[assignment]
+            if isinstance(module, linear.RowParallelLinear) and module.tp_size > 1:
+                forward = _row_parallel
+        elif isinstance(module, layernorm.GemmaRMSNorm):
+            forward = _gemma_norm
+        elif isinstance(module, layernorm.RMSNorm):
+            forward = _norm
+        elif isinstance(module, activation.SiluAndMul):
+            forward = _silu_and_mul
+        elif isinstance(module, activation.GeluAndMul) and module.approximate == "tanh":
+            forward = _gelu_and_mul
+        elif type(module) in (rotary.RotaryEmbedding, rotary.Llama3RotaryEmbedding):
+            forward = _rotary(module)
+        elif isinstance(module, logits_processor.LogitsProcessor) and module.soft_cap is None:
+            module._apply_head = _head  # type: ignore[method-assign]
+        elif not isinstance(module, VocabParallelEmbedding | Attention) and _computes(module):
+            raise ModelError(
+                f"rollout.exact: vLLM's {name} ({type(module).__name__}) has no exact operator; "
+                "set rollout.exact=false for this model"
+            )
+        if forward is not None:
+            module.forward = MethodType(forward, module)
+            replaced = name
+
+
+def _computes(module: nn.Module) -> bool:
+    """Return whether the module does arithmetic of its own, and not by modules in it."""
+    from vllm.model_executor.custom_op import CustomOp
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    return (
+        isinstance(module, CustomOp | LogitsProcessor)
+        or next(module.parameters(recurse=False), None) is not None
+    )
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return decode_linear(x, weight, bias)
+
+
+def _head(lm_head: Any, hidden: Tensor, bias: Tensor | None) -> Tensor:
+    return decode_linear(hidden, lm_head.weight, bias, out_dtype=torch.float32)
+
+
+def _row_parallel(self: Any, x: Tensor) -> Any:
+    """Join float32 sums of the ranks in their order; then the bias, and one rounding."""
+    from vllm.distributed import tensor_model_parallel_all_gather
+
+    part = decode_linear(x, self.weight, out_dtype=torch.float32)
+    parts = tensor_model_parallel_all_gather(part.unsqueeze(0), dim=0)
+    bias = None if self.skip_bias_add else self.bias
+    out = join_parts(parts.unbind(0), bias, x.dtype)
+    return (out, self.bias if self.skip_bias_add else None) if self.return_bias else out
+
+
+def _norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+    return _normed(self, x, residual, round_first=True)
+
+
+def _gemma_norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+    return _normed(self, x, residual, offset=1.0)
+
+
+def _normed(module: Any, x: Tensor, residual: Tensor | None, **options: Any) -> Any:
+    if residual is not None:
+        x = residual = x + residual
+    out = rms_norm(x, module.weight, module.variance_epsilon, **options)
+    return out if residual is None else (out, residual)
+
+
+def _silu_and_mul(self: Any, x: Tensor) -> Tensor:
+    return gated_activation(*x.chunk(2, -1))
+
+
+def _gelu_and_mul(self: Any, x: Tensor) -> Tensor:
+    return gated_activation(*x.chunk(2, -1), "gelu_tanh")
+
+
+def _rotary(module: Any) -> Any:
+    """Return a forward that rotates as transformers does."""
+    if module.rotary_dim != module.head_size or not module.is_neox_style:
+        raise ModelError(
+            f"rollout.exact: rotary embedding of {module.rotary_dim} of {module.head_size} "
+            "dimensions, or of neighbours; set rollout.exact=false for this model"
+        )
+    table = RotaryTable(module._compute_inv_freq(module.base))
+
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = x.view(x.shape[0], -1, module.head_size)
+        first, second = heads.chunk(2, -1)
+        half = torch.cat([-second, first], -1)
+        return (heads * cos + half * sin).view(x.shape)
+
+    def forward(
+        self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        cos, sin = (
+            torch.cat([t, t], -1).to(query.dtype)[:, None] for t in table.rows(positions.flatten())
+        )
+        return rotate(query, cos, sin), None if key is None else rotate(key, cos, sin)
+
+    return forward

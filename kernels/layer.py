@@ -1,0 +1,223 @@
+"""rms_norm and gated_activation: row operators of a decoder layer, batch-invariant.
+
+An element's bits depend on its row and its place in it alone. So a token has the same values in any
+batch: in a trainer's packed sequences and in a decoding step of an engine (csrc/layer).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import _check as check
+from ._backend import choose_backend, native, register_backends
+from ._library import custom_op
+
+Activation = Literal["silu", "gelu_tanh"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+for _name in ("rms_norm", "gated_activation"):
+    register_backends(_name, cpu=("cpp", "reference"), cuda=("reference",))
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    round_first: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * (weight + offset) of every row (Zhang and Sennrich 2019).
+
+    Computed in float32 and rounded at the end.
+
+    Args:
+        x: [..., H], float32 or bfloat16 (float64: on the reference backend).
+        weight: [H] of the dtype of `x`.
+        offset: 1 for models whose weights are differences from 1, such as Gemma.
+        round_first: round x / sqrt(...) to the dtype before it is multiplied, as Llama does.
+        backend: `cpp` (CPU) or `reference`; None: the best one for the device.
+
+    Returns:
+        [..., H], differentiable with respect to x and weight. The gradient of the weight is summed
+        in float32, in an order that the number of rows fixes.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or the backend cannot run here.
+
+    Example:
+        >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.0).mul(12.5**0.5)
+        tensor([[3., 4.]])
+    """
+    op = "rms_norm"
+    check.same_device(op, x=x, weight=weight)
+    sizes: check.Sizes = {}
+    check.shape(op, "x", x, "... H", sizes)
+    check.shape(op, "weight", weight, "H", sizes)
+    check.dtype(op, "x", x, _DTYPES)
+    check.dtype(op, "weight", weight, (x.dtype,))
+    chosen = choose_backend(op, x.device, backend, x.dtype)
+    if chosen == "reference":
+        return _rms_norm_reference(x, weight, eps, offset, round_first)
+    out, _ = torch.ops.hybridengine.rms_norm(_rows(x), weight, eps, offset, round_first)
+    return out.view(x.shape)  # type: ignore[no-any-return]
+
+
+def gated_activation(
+    gate: Tensor, up: Tensor, activation: Activation = "silu", *, backend: str | None = None
+) -> Tensor:
+    """Return activation(gate) * up (Shazeer 2020), computed in float32 and rounded once.
+
+    Args:
+        gate, up: [..., H] of the same shape and dtype, float32 or bfloat16 (float64: on the
+            reference backend).
+        activation: `silu`, or `gelu_tanh` (GELU by its approximation with tanh).
+        backend: `cpp` (CPU) or `reference`; None: the best one for the device.
+
+    Returns:
+        [..., H], differentiable.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, the activation is unknown, or the backend
+            cannot run here.
+
+    Example:
+        >>> gated_activation(torch.zeros(1, 2), torch.ones(1, 2))
+        tensor([[0., 0.]])
+    """
+    op = "gated_activation"
+    check.same_device(op, gate=gate, up=up)
+    sizes: check.Sizes = {}
+    check.shape(op, "gate", gate, "... H", sizes)
+    if up.shape != gate.shape:
+        raise ValueError(
+            f"{op}: up has shape {tuple(up.shape)}; expected {tuple(gate.shape)}, as gate."
+        )
+    check.dtype(op, "gate", gate, _DTYPES)
+    check.dtype(op, "up", up, (gate.dtype,))
+    if activation not in ("silu", "gelu_tanh"):
+        raise ValueError(f"{op}: activation is {activation!r}; expected 'silu' or 'gelu_tanh'.")
+    chosen = choose_backend(op, gate.device, backend, gate.dtype)
+    if chosen == "reference":
+        return _gated_reference(gate, up, activation)
+    out = torch.ops.hybridengine.gated_activation(_rows(gate), _rows(up), activation)
+    return out.view(gate.shape)  # type: ignore[no-any-return]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return x as [rows, H] with inner stride 1."""
+    rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return rows if rows.shape[-1] <= 1 or rows.stride(1) == 1 else rows.contiguous()
+
+
+@custom_op("hybridengine::rms_norm", mutates_args=())
+def _rms_norm(
+    x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
+) -> tuple[Tensor, Tensor]:
+    results: tuple[Tensor, Tensor] = native().rms_norm(
+        x, weight.contiguous(), eps, offset, round_first, True
+    )
+    return results
+
+
+@_rms_norm.register_fake
+def _(
+    x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+@custom_op("hybridengine::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, offset: float
+) -> tuple[Tensor, Tensor]:
+    grads: tuple[Tensor, Tensor] = native().rms_norm_backward(
+        _rows(grad), x, weight.contiguous(), inverse_rms, offset
+    )
+    return grads
+
+
+@_rms_norm_backward.register_fake
+def _(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, offset: float
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(weight.shape, dtype=torch.float32)
+
+
+def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _, ctx.offset, _ = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _norm_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, inverse_rms = ctx.saved_tensors
+    grad_x, grad_weight = torch.ops.hybridengine.rms_norm_backward(
+        grad, x, weight, inverse_rms, ctx.offset
+    )
+    return grad_x, grad_weight.to(weight.dtype), None, None, None
+
+
+_rms_norm.register_autograd(_norm_gradients, setup_context=_save_norm)
+
+
+@custom_op("hybridengine::gated_activation", mutates_args=())
+def _gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    out: Tensor = native().gated_activation(gate, up, activation)
+    return out
+
+
+@_gated_activation.register_fake
+def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@custom_op("hybridengine::gated_activation_backward", mutates_args=())
+def _gated_activation_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    grads: tuple[Tensor, Tensor] = native().gated_activation_backward(
+        _rows(grad), gate, up, activation
+    )
+    return grads
+
+
+@_gated_activation_backward.register_fake
+def _(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+
+
+def _save_gated(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gate, up, ctx.activation = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _gated_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    gate, up = ctx.saved_tensors
+    return *torch.ops.hybridengine.gated_activation_backward(grad, gate, up, ctx.activation), None
+
+
+_gated_activation.register_autograd(_gated_gradients, setup_context=_save_gated)
+
+
+def _rms_norm_reference(
+    x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
+) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if round_first:
+        normed = normed.to(x.dtype).to(wide.dtype)
+    return (normed * (weight.to(wide.dtype) + offset)).to(x.dtype)
+
+
+def _gated_reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
+    active = F.silu(wide) if activation == "silu" else F.gelu(wide, approximate="tanh")
+    return (active * up.to(wide.dtype)).to(gate.dtype)
