@@ -23,8 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from hybridengine.kernels import decode_linear, has_fast_products
-from hybridengine.kernels.decode_linear import inference_linear
+from hybridengine.kernels import has_fast_products, mixed_gemm
 from torch import Tensor, nn
 
 from benchmarks._bench import OURS, Bench, short
@@ -100,7 +99,7 @@ def build(folder: Path, dtype: torch.dtype) -> tuple[Any, int]:
     from vllm import LLM
 
     from hybridengine.rollout.vllm.environment import CPU_BLOCK_SIZE
-    from hybridengine.rollout.vllm.head import multiply_head_in_16_bits
+    from hybridengine.rollout.vllm.head import use_plain_head
     from hybridengine.rollout.vllm.post_load import writable_weights
 
     config = smollm2_135m(max_position_embeddings=2048, architectures=["LlamaForCausalLM"])
@@ -121,7 +120,7 @@ def build(folder: Path, dtype: torch.dtype) -> tuple[Any, int]:
             disable_log_stats=True,
         )
     model = _model(llm)
-    multiply_head_in_16_bits(model)
+    use_plain_head(model)
     return llm, sum(p.numel() for p in model.parameters() if p.dim() == 2)
 
 
@@ -147,19 +146,20 @@ def sampler(llm: Any, ours: bool) -> Iterator[None]:
 
 @contextmanager
 def products(llm: Any, ours: bool) -> Iterator[None]:
-    """While open, multiply by our product, or by torch's and, in the head, oneDNN's."""
+    """While open, multiply as our engine does, or by torch's product and, in the head, oneDNN's."""
     from hybridengine.rollout.vllm import head
 
-    def head_by_ours(logits: Tensor, hidden: Tensor, weight: Tensor, bias: Any) -> None:
-        logits.copy_(decode_linear(hidden, weight, bias, out_dtype=logits.dtype))
+    def head_product(x: Tensor, weight: Tensor, bias: Any, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype)
+        mixed_gemm(out, x, weight, bias)
+        return out
 
     with ExitStack() as stack:
-        if ours:
-            stack.enter_context(patch.object(head, "mixed_gemm", head_by_ours))
-        for module in _model(llm).modules():
-            if hasattr(module, "cpu_linear"):
-                product = inference_linear if ours else nn.functional.linear
-                stack.enter_context(patch.object(module, "cpu_linear", product))
+        if not ours:
+            stack.enter_context(patch.object(head, "inference_linear", head_product))
+            for module in _model(llm).modules():
+                if hasattr(module, "cpu_linear"):
+                    stack.enter_context(patch.object(module, "cpu_linear", nn.functional.linear))
         yield
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import _check as check
 from ._backend import choose_backend, native, register_backends
 from ._library import custom_op
-from .linear.mixed_gemm import has_fast_products
+from .linear.mixed_gemm import has_fast_products, mixed_gemm
 
 OP = "decode_linear"
 MAX_ROWS = 128  # from there on a general product is as fast
@@ -89,38 +89,54 @@ def decode_linear(
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def inference_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """Return `torch.nn.functional.linear` without a gradient, by `decode_linear` if it is faster.
 
     That is on a CPU up to MAX_ROWS rows, and for bfloat16 without AVX512-BF16 for any number. There
     the overhead is the least possible, because a product of one row takes no longer than the
     argument checks, the choice of a backend and torch's dispatcher. Under torch.compile it is one
     operator, so that the number of rows may change without another compilation.
+
+    out_dtype: dtype of `x` (the default) or float32, to which sums are not rounded before.
     """
     if torch.compiler.is_compiling():
-        return _inference_op(x, weight, bias)
-    return _inference_linear(x, weight, bias)
+        return _inference_op(x, weight, bias, out_dtype)
+    return _inference_linear(x, weight, bias, out_dtype)
 
 
-def _inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _inference_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
     extension, dtype = native(), x.dtype
-    if extension is None or x.device.type != "cpu" or dtype not in _KERNEL_DTYPES:
-        return F.linear(x, weight, bias)
+    out_dtype = out_dtype or dtype
     rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    if rows.shape[0] > MAX_ROWS and has_fast_products(dtype):
+    shape = *x.shape[:-1], weight.shape[0]
+    plain = extension is None or x.device.type != "cpu" or dtype not in _KERNEL_DTYPES
+    if not plain and (rows.shape[0] <= MAX_ROWS or not has_fast_products(dtype)):
+        out: Tensor = extension.decode_linear(rows, weight, bias, out_dtype)
+    elif out_dtype == dtype:
         return F.linear(x, weight, bias)
-    out: Tensor = extension.decode_linear(rows, weight, bias, dtype)
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
+    else:
+        out = x.new_empty(rows.shape[0], weight.shape[0], dtype=out_dtype)
+        mixed_gemm(out, rows, weight, bias)
+    return out if x.dim() == 2 else out.view(shape)
 
 
 @custom_op("hybridengine::inference_linear", mutates_args=())
-def _inference_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _inference_linear(x, weight, bias)
+def _inference_op(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
+    return _inference_linear(x, weight, bias, out_dtype)
 
 
 @_inference_op.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=out_dtype or x.dtype)
 
 
 @custom_op(f"hybridengine::{OP}", mutates_args=())
@@ -139,7 +155,7 @@ def _op(
     else:
         product = _reference
     if splits == 1:
-        return product(x, weight, bias, out_dtype)  # type: ignore[no-any-return]
+        return product(x, weight, bias, out_dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
     parts = zip(x.chunk(splits, 1), weight.chunk(splits, 1), strict=True)
     return join_parts((product(*part, None, wide) for part in parts), bias, out_dtype)

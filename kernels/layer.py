@@ -67,7 +67,7 @@ def rms_norm(
     if chosen == "reference":
         return _rms_norm_reference(x, weight, eps, offset, round_first)
     out, _ = torch.ops.hybridengine.rms_norm(_rows(x), weight, eps, offset, round_first)
-    return out.view(x.shape)  # type: ignore[no-any-return]
+    return out.view(x.shape)
 
 
 def gated_activation(
@@ -108,7 +108,7 @@ def gated_activation(
     if chosen == "reference":
         return _gated_reference(gate, up, activation)
     out = torch.ops.hybridengine.gated_activation(_rows(gate), _rows(up), activation)
-    return out.view(gate.shape)  # type: ignore[no-any-return]
+    return out.view(gate.shape)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ namespace {
 Rows rows_argument(const char* op, const char* name, const Tensor& tensor, const Tensor& like) {
   HE_CHECK_VALUE(tensor.dim() == 2 && tensor.sizes() == like.sizes() &&
                      tensor.scalar_type() == like.scalar_type() &&
-                     (tensor.size(1) <= 1 || tensor.stride(1) == 1),
+                     (tensor.numel() == 0 || tensor.size(1) == 1 || tensor.stride(1) == 1),
                  op, ": ", name, " has shape ", tensor.sizes(), ", dtype ", tensor.scalar_type(),
                  " and strides ", tensor.strides(), "; expected ", like.sizes(), " of ",
                  like.scalar_type(), " with inner stride 1");

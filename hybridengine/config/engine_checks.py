@@ -29,6 +29,7 @@ def find_engine_faults(config: RLConfig) -> Iterator[str]:
     yield from _lengths(config)
     yield from _sampling(config)
     yield from _router_replay(config)
+    yield from _exact(config)
     yield from _multi_turn(config)
     yield from _overlap(config)
 
@@ -107,6 +108,34 @@ def _router_replay(config: RLConfig) -> Iterator[str]:
         yield (
             f"{key}, but without a pass for old log-probs (algorithm.rollout_correction.bypass_mode"
             ", algorithm.distill.teacher_path) no routes are recorded; set it to off or rollout"
+        )
+
+
+# What rollout.exact needs: only operators that both sides have.
+_NEEDED_BY_EXACT: dict[str, object] = {
+    "rollout.servers": (),
+    "rollout.quantization": None,
+    "rollout.top_p": 1.0,
+    "rollout.top_k": -1,
+    "model.lora_rank": 0,
+    "model.compile": False,
+    "model.use_fused_kernels": True,
+    "actor.ulysses_sequence_parallel_size": 1,
+}
+
+
+def _exact(config: RLConfig) -> Iterator[str]:
+    """Yield what cannot be combined with rollout.exact."""
+    if not config.rollout.exact:
+        return
+    yield from find_differences(config, _NEEDED_BY_EXACT, "rollout.exact does not cover that")
+    if config.rollout.name == "hf":
+        yield "rollout.name is hf, but rollout.exact replaces operators of vLLM; leave it auto"
+    engine, trainer = config.rollout.dtype, config.actor.fsdp_config.dtype
+    if engine != trainer or trainer not in ("float32", "bfloat16"):
+        yield (
+            f"rollout.dtype is {engine} and actor.fsdp_config.dtype {trainer}, but rollout.exact "
+            "needs the same for both, float32 or bfloat16; leave rollout.dtype auto"
         )
 
 

@@ -1,5 +1,6 @@
 """Hugging Face causal LMs, unchanged: load as FSDP2 shards, run packed, optimize, offload."""
 
+from hybridengine.model.exact import use_exact_operators
 from hybridengine.model.forward import (
     packed_cross_entropy,
     packed_distillation_loss,
@@ -62,4 +63,5 @@ __all__ = [
     "prepare_routers",
     "route_shape",
     "sharding_mesh",
+    "use_exact_operators",
 ]

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from hybridengine.errors import ModelError
 from hybridengine.kernels import decode_linear, gated_activation, rms_norm
 from hybridengine.kernels.rotary import RotaryTable
+from hybridengine.model.validation import takes_images
 
 _EXACT = "has_exact_operators"
 _ROPE_TYPES = ("default", "linear", "llama3")
@@ -38,6 +39,8 @@ def use_exact_operators(model: PreTrainedModel, splits: Mapping[str, int]) -> No
         ModelError: a module with parameters, an activation or a rotary embedding is none of those
             that are known; the message names it.
     """
+    if takes_images(model.config):
+        raise ModelError("rollout.exact has no operators for vision towers; set it to false")
     decoder = model.get_decoder()
     for name, module in decoder.named_modules():
         _replace_forward(name, module, splits)
@@ -72,7 +75,7 @@ def _replace_forward(name: str, module: Any, splits: Mapping[str, int]) -> None:
 
         def mlp(self: Any, x: Tensor) -> Tensor:
             gated = gated_activation(self.gate_proj(x), self.up_proj(x), activation)
-            return self.down_proj(gated)  # type: ignore[no-any-return]
+            return self.down_proj(gated)
 
         forward = mlp
     elif kind.endswith("RotaryEmbedding"):
@@ -105,7 +108,7 @@ def _norm_options(name: str, module: Any, eps: float | None) -> dict[str, Any]:
         x = torch.randn(16, weight.numel(), generator=generator).bfloat16()
         expected = probe(x)
         for options in ({"round_first": True}, {}, {"offset": 1.0}):
-            result = rms_norm(x, probe.weight, eps, **options)  # type: ignore[arg-type]
+            result = rms_norm(x, probe.weight, eps, **options)
             if (result != expected).float().mean() < 0.01:  # roundings of another order of sums
                 return options
     raise _unknown(name, module, "another formula than that of Llama or Gemma")

@@ -228,6 +228,7 @@ def build_engine(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Rollou
         free_cache=rollout.free_cache_engine,
         stop_texts=bool(rollout.stop),
         quantization=rollout.quantization,
+        exact=rollout.exact,
         record_routes=config.actor.router_replay == "rollout",
         limit_images=rollout.limit_images,
         engine_options={

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from hybridengine.model import (
     on_device,
     prepare_routers,
     sharding_mesh,
+    use_exact_operators,
 )
 from hybridengine.runtime.session import Session
 from hybridengine.sharding.dim1 import dim1_parameters
@@ -40,6 +42,7 @@ def load_model(
     path: str = "",
     *,
     is_trained: bool = False,
+    splits: Mapping[str, int] = MappingProxyType({}),
     shard_dim1: Callable[[str], bool] = lambda name: False,
     **options: bool,
 ) -> Any:
@@ -47,13 +50,16 @@ def load_model(
 
     path: of the weights; empty: model.path.
     is_trained: it is the policy, or the model of SFT: it gets adapters and the settings of routers.
+    splits: of the policy with rollout.exact, see `use_exact_operators`.
     options: further options of `load_causal_lm`.
     """
     fsdp, model, router = config.sharding, config.model, config.router
     rank, alpha, modules = model.lora_rank, model.lora_alpha, model.target_modules
     is_policy = path in ("", model.path) and "value_head" not in options
     changes = list[Callable[[Any], object]]()
-    if rank:
+    if config.exact and is_policy:
+        changes.append(partial(use_exact_operators, splits=splits))
+    if is_trained and rank:
         changes.append(
             partial(
                 apply_lora,
@@ -65,7 +71,7 @@ def load_model(
                 share_expert_adapters=model.share_expert_adapters,
             )
         )
-    elif router.freeze_moe_router or router.router_bias_update_rate:  # not with LoRA
+    elif is_trained and (router.freeze_moe_router or router.router_bias_update_rate):
         changes.append(
             partial(
                 prepare_routers,
@@ -73,7 +79,7 @@ def load_model(
                 updates_bias=bool(router.router_bias_update_rate),
             )
         )
-    if config.freeze_vision_tower:
+    if is_trained and config.freeze_vision_tower:
         changes.append(freeze_vision_tower)
 
     def adapt(unsharded: Any) -> None:
@@ -96,7 +102,7 @@ def load_model(
         trust_remote_code=model.trust_remote_code,
         deterministic=config.deterministic,
         expert_parallel_size=fsdp.expert_parallel_size if is_policy else 1,
-        adapt=adapt if is_trained and changes else None,
+        adapt=adapt if changes else None,
         config_overrides=model.config_overrides if path in ("", model.path) else {},
         **options,
     )
@@ -155,12 +161,15 @@ def build_actor(
     copy of the policy, or under LoRA the policy without its adapters; a teacher is another model.
     """
     shapes, optim = checkpoint_layout(config).parameters, config.actor.optim
-    columns = dim1_parameters(shapes, sliced_dims(shapes), num_shards(config))
+    sliced = sliced_dims(shapes)
+    columns = dim1_parameters(shapes, sliced, num_shards(config))
+    tp_size = config.rollout.tensor_model_parallel_size
     load = partial(
         load_model,
         config,
         dp.session,
         shard_dim1=columns.__contains__,
+        splits={name: tp_size for name, dim in sliced.items() if dim == 1 and tp_size > 1},
         param_offload=config.actor.fsdp_config.param_offload,
     )
     reference: Any = None

@@ -80,6 +80,31 @@ def test_any_strides_and_leading_dimensions(dtype):
     assert torch.equal(decode_linear(x[0], weight, bias), expected[0])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_splits_are_the_sums_of_ranks_with_a_slice_each(dtype):
+    x, weight, bias = operands(9, 40, 96, dtype)
+    for splits in (2, 3):
+        parts = zip(x.chunk(splits, 1), weight.chunk(splits, 1), strict=True)
+        total, *others = (decode_linear(*part, out_dtype=torch.float32) for part in parts)
+        for part in others:
+            total = total + part
+        expected = (total + bias.float()).to(dtype)
+        assert torch.equal(decode_linear(x, weight, bias, splits=splits), expected)
+
+
+@pytest.mark.parametrize("splits", (1, 2))
+def test_gradients_are_those_of_a_linear_layer(splits):
+    x, weight, bias = (t.double().requires_grad_() for t in operands(7, 5, 12, torch.float32))
+    call = lambda *t: decode_linear(*t, splits=splits)  # noqa: E731
+    assert torch.autograd.gradcheck(call, (x, weight, bias))
+    narrow = [t.detach().float().requires_grad_() for t in (x, weight, bias)]
+    grad = torch.ones(7, 5)
+    call(*narrow).backward(grad)
+    torch.nn.functional.linear(x, weight, bias).backward(grad.double())
+    for ours, exact in zip(narrow, (x, weight, bias), strict=True):
+        torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-5, atol=1e-5)
+
+
 def test_it_reads_a_weight_that_was_written_in_place():
     x, weight, _ = operands(3, 20, 64, torch.bfloat16)
     decode_linear(x, weight)
@@ -110,7 +135,7 @@ def test_opcheck_and_compile(backend):
     x, weight, bias = operands(4, 5, 36, torch.bfloat16)
     op = torch.ops.hybridengine.decode_linear
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(op, (x, weight, bias, torch.float32, backend), test_utils=tests)
+    torch.library.opcheck(op, (x, weight, bias, torch.float32, 2, backend), test_utils=tests)
     call = lambda *t: decode_linear(*t, backend=backend)  # noqa: E731
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, weight, bias), call(x, weight, bias))
@@ -143,6 +168,8 @@ def test_inference_linear_of_any_number_of_rows(dtype):
         ({"weight": torch.zeros(6)}, "weight"),
         ({"bias": torch.zeros(4)}, "bias"),
         ({"bias": torch.zeros(5).bfloat16()}, "bias"),
+        ({"splits": 4}, "splits is 4; expected a divisor of K = 6"),
+        ({"splits": 0}, "splits is 0"),
         ({"out_dtype": torch.bfloat16}, "out_dtype is torch.bfloat16; expected torch.float32"),
         ({"backend": "cuda"}, "backend 'cuda' does not exist"),
     ),

@@ -20,12 +20,12 @@ def processor():
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-    from hybridengine.rollout.vllm.head import multiply_head_in_16_bits
+    from hybridengine.rollout.vllm.head import use_plain_head
 
     with set_current_vllm_config(VllmConfig()):
         processor = LogitsProcessor(300)
     processor.head_dtype = torch.float32
-    multiply_head_in_16_bits(torch.nn.ModuleList([processor]))
+    use_plain_head(torch.nn.ModuleList([processor]))
     return processor
 
 

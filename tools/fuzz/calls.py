@@ -138,7 +138,32 @@ def mark_changed(d: Draw) -> list:
 def decode_linear(d: Draw) -> list:
     dtype, rows, n, k = d.pick((torch.float32, torch.bfloat16)), d.size(), d.size(70), d.size(70)
     x, weight = (d.rows(d.floats(m, k, dtype=dtype)) for m in (rows, n))
-    return [x, weight, d.maybe(lambda: d.floats(n, dtype=dtype)), d.pick((dtype, torch.float32))]
+    out_dtype = d.pick((dtype, torch.float32))
+    out = d.maybe(lambda: d.floats(rows, n, dtype=out_dtype))
+    return [x, weight, d.maybe(lambda: d.floats(n, dtype=dtype)), out_dtype, out]
+
+
+def rms_norm(d: Draw) -> list:
+    dtype, rows, width = d.pick((torch.float32, torch.bfloat16)), d.size(), d.size(70)
+    x, weight = d.rows(d.floats(rows, width, dtype=dtype)), d.floats(width, dtype=dtype)
+    return [x, weight, 1e-6, d.pick((0.0, 1.0)), d.chance(0.5), d.chance(0.5)]
+
+
+def rms_norm_backward(d: Draw) -> list:
+    x, weight, _, offset, *_ = rms_norm(d)
+    grad = d.rows(d.floats(*x.shape, dtype=x.dtype))
+    return [grad, x, weight, d.floats(len(x)), offset]
+
+
+def gated_activation(d: Draw) -> list:
+    dtype, rows, width = d.pick((torch.float32, torch.bfloat16)), d.size(), d.size(70)
+    gate, up = (d.rows(d.floats(rows, width, dtype=dtype)) for _ in range(2))
+    return [gate, up, d.pick(("silu", "gelu_tanh"))]
+
+
+def gated_activation_backward(d: Draw) -> list:
+    gate, up, activation = gated_activation(d)
+    return [d.rows(d.floats(*gate.shape, dtype=gate.dtype)), gate, up, activation]
 
 
 def distillation(d: Draw) -> list:
@@ -406,6 +431,10 @@ _MAKERS = (
     take_changed,
     mark_changed,
     decode_linear,
+    rms_norm,
+    rms_norm_backward,
+    gated_activation,
+    gated_activation_backward,
     distillation,
     grouped_linear,
     grouped_weight_grad,

@@ -37,7 +37,8 @@ from hybridengine.rollout.vllm.environment import (
     unchanged_local_world_size,
     unique_shared_memory,
 )
-from hybridengine.rollout.vllm.head import multiply_head_in_16_bits
+from hybridengine.rollout.vllm.exact import exact_options, use_exact_operators
+from hybridengine.rollout.vllm.head import use_plain_head
 from hybridengine.rollout.vllm.images import (
     PromptImages,
     check_prompt,
@@ -74,6 +75,7 @@ class VllmEngine(RolloutEngine):
     free_cache: `sleep()` frees weights and cache on a GPU, the cache alone on a CPU.
     stop_texts: whether `SamplingSpec.stop` may be given, for which vLLM needs its tokenizer.
     quantization: "fp8" for linear layers and experts quantized in blocks of 128 x 128.
+    exact: its log-probs are the bits of a model that has `use_exact_operators`; on a CPU, eagerly.
     record_routes: whether `SamplingSpec.record_routes` may be set.
     preparer: of the images that prompts may have; None: they have none.
     limit_images: of a prompt; None: vLLM's own limit.
@@ -96,6 +98,7 @@ class VllmEngine(RolloutEngine):
         free_cache: bool = True,
         stop_texts: bool = False,
         quantization: str | None = None,
+        exact: bool = False,
         record_routes: bool = False,
         preparer: ImagePreparer | None = None,
         limit_images: int | None = None,
@@ -117,6 +120,8 @@ class VllmEngine(RolloutEngine):
             options = options | image_options(preparer, limit_images)
         if not torch.cuda.is_available():
             options.setdefault("block_size", CPU_BLOCK_SIZE)
+        if exact:
+            options |= exact_options()
         if record_routes:
             options = recording_options(options)
         with (
@@ -154,8 +159,9 @@ class VllmEngine(RolloutEngine):
         self._level2_sleep = Level2Sleep.of(self._llm) if sleeps else None
         self.target.discards_weights = self._level2_sleep is not None
         if not torch.cuda.is_available():
-            multiply_head_in_16_bits(self._runner.get_model())
-            FusedSampler(self._runner)
+            model = self._runner.get_model()
+            (use_exact_operators if exact else use_plain_head)(model)
+            FusedSampler(self._runner, exact)
 
     @property
     def llm(self) -> Any:

@@ -19,6 +19,16 @@ from hybridengine.kernels.decode_linear import join_parts
 from hybridengine.kernels.rotary import RotaryTable
 
 
+def exact_options() -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` that an exact engine needs.
+
+    Raises ModelError on a GPU, for which there are no such operators yet.
+    """
+    if torch.cuda.is_available():
+        raise ModelError("rollout.exact has operators for CPUs only; set it to false on a GPU")
+    return {"enforce_eager": True}
+
+
 def use_exact_operators(model: nn.Module) -> None:
     """Replace the operators of `model`, as vLLM has loaded it.
 
@@ -50,7 +60,7 @@ def use_exact_operators(model: nn.Module) -> None:
         elif type(module) in (rotary.RotaryEmbedding, rotary.Llama3RotaryEmbedding):
             forward = _rotary(module)
         elif isinstance(module, logits_processor.LogitsProcessor) and module.soft_cap is None:
-            module._apply_head = _head  # type: ignore[method-assign]
+            module._apply_head = _head  # type: ignore[method-assign, assignment]
         elif not isinstance(module, VocabParallelEmbedding | Attention) and _computes(module):
             raise ModelError(
                 f"rollout.exact: vLLM's {name} ({type(module).__name__}) has no exact operator; "

@@ -1,8 +1,8 @@
-"""Float32 logits from the engine's 16-bit output head on a CPU.
+"""Float32 logits of the engine's output head on a CPU, from its weight as it is.
 
-There vLLM's `head_dtype=float32` converts the whole weight [V, H] to float32 for every generated
-token. Here the product reads the 16-bit weight; products of 16-bit numbers are exact in float32, so
-the logits differ only by the order of their sums.
+There vLLM's `head_dtype=float32` converts a 16-bit weight [V, H] to float32 for every generated
+token. Products of 16-bit numbers are exact in float32, so the logits of a product that reads it as
+it is differ only by the order of their sums.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridengine.kernels import mixed_gemm
+from hybridengine.kernels.decode_linear import inference_linear
 
 
-def multiply_head_in_16_bits(model: nn.Module) -> None:
+def use_plain_head(model: nn.Module) -> None:
     """Make the float32 head of `model`, loaded by vLLM on a CPU, read its weight as it is."""
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
@@ -29,8 +29,6 @@ def _apply_head(original: Any, lm_head: Any, hidden: Tensor, bias: Tensor | None
     """Return logits [T, V], float32; `original` handles heads that are not a plain matrix."""
     weight: Tensor = lm_head.weight
     is_matrix = hidden.dim() == 2 and weight.shape[1:] == hidden.shape[1:]
-    if not is_matrix or weight.dtype.itemsize != 2:
+    if not is_matrix or weight.dtype != hidden.dtype:
         return original(lm_head, hidden, bias)
-    logits = torch.empty(hidden.shape[0], weight.shape[0])
-    mixed_gemm(logits, hidden, weight, bias)
-    return logits
+    return inference_linear(hidden, weight, bias, torch.float32)

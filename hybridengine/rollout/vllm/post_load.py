@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 
+from hybridengine.kernels.decode_linear import inference_linear
 from hybridengine.reshard.record.loader import engine_tensors
 from hybridengine.reshard.record.reordering import (
     find_reordering,
@@ -45,9 +46,10 @@ def writable_weights() -> Iterator[PostLoadProcessing]:
 class PostLoadProcessing:
     """vLLM's processing of models after loading, run so that their weights stay writable.
 
-    CPU linears use their `weight` directly (vLLM otherwise packs it away). CPU expert kernels read
-    packed weights only: the plain ones are kept as well and packed again by `rerun`. For every
-    other tensor whose content changed, the permutation is detected; `adapt_layout` applies it.
+    CPU linears read their `weight` as it is, by `inference_linear` (vLLM packs it away). CPU expert
+    kernels read packed weights only: the plain ones are kept as well and packed again by `rerun`.
+    For every other tensor whose content changed, the permutation is detected; `adapt_layout`
+    applies it.
     """
 
     def __init__(self) -> None:
@@ -69,7 +71,7 @@ class PostLoadProcessing:
         self._pack = experts_class.process_weights_after_loading
 
         def use_plain_weight(layer: Any, remove_weight: bool) -> None:
-            layer.cpu_linear = torch.nn.functional.linear
+            layer.cpu_linear = inference_linear
 
         def keep_and_pack(experts: Any, layer: torch.nn.Module) -> None:
             self._experts.append((experts, layer, dict(layer.named_parameters(recurse=False))))

@@ -1,0 +1,159 @@
+"""rms_norm and gated_activation against float64, and the same bits for a row in any batch."""
+
+import pytest
+import torch
+from hybridengine.kernels import gated_activation, rms_norm
+from hybridengine.kernels.rotary import RotaryTable
+
+DTYPES = (torch.float32, torch.bfloat16)
+WIDTHS = (1, 5, 8, 31, 64, 576, 1100)
+ACTIVATIONS = ("silu", "gelu_tanh")
+NORMS = ({}, {"offset": 1.0}, {"round_first": True})
+
+
+def draw(rows, width, dtype, seed=0, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(rows, width, generator=generator)).to(dtype)
+
+
+def assert_near(got, exact, dtype, roundings=1):
+    """Within so many roundings of the largest value."""
+    limit = roundings * (2.0**-8 if dtype == torch.bfloat16 else 2.0**-21)
+    assert (got.double() - exact).abs().max() <= limit * max(1.0, exact.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("options", NORMS)
+def test_norm_against_float64(dtype, width, options):
+    x, grad = (draw(70, width, dtype, seed) for seed in (0, 1))
+    weight = draw(1, width, dtype, 2)[0]
+    ours = [t.clone().requires_grad_() for t in (x, weight)]
+    exact = [t.double().requires_grad_() for t in (x, weight)]
+    out = rms_norm(*ours, 1e-6, **options)
+    expected = rms_norm(*exact, 1e-6, **options)
+    out.backward(grad)
+    expected.backward(grad.double())
+    assert out.dtype == dtype
+    assert_near(out, expected, dtype, 2)
+    for one, other in zip(ours, exact, strict=True):
+        assert one.grad.dtype == dtype
+        assert_near(one.grad, other.grad, dtype, 16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_against_float64(dtype, width, activation):
+    gate, up, grad = (draw(21, width, dtype, seed, scale=3.0) for seed in (0, 1, 2))
+    ours = [t.clone().requires_grad_() for t in (gate, up)]
+    exact = [t.double().requires_grad_() for t in (gate, up)]
+    out = gated_activation(*ours, activation)
+    expected = gated_activation(*exact, activation)
+    out.backward(grad)
+    expected.backward(grad.double())
+    assert out.dtype == dtype
+    assert_near(out, expected, dtype)
+    for one, other in zip(ours, exact, strict=True):
+        assert_near(one.grad, other.grad, dtype, 2)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_of_large_values(activation):
+    gate = torch.tensor([[-1e30, -300.0, -90.0, -20.0, 0.0, 20.0, 90.0, 1e30]])
+    for given in (gate, gate.bfloat16()):
+        ones = torch.ones_like(given)
+        exact = gated_activation(given.double(), ones.double(), activation)
+        got = gated_activation(given, ones, activation)
+        torch.testing.assert_close(got.double(), exact, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", (31, 576))
+def test_a_row_does_not_depend_on_other_rows_or_threads(dtype, width):
+    both = draw(150, 2 * width, dtype, scale=2.0)
+    weight = draw(1, width, dtype, 1)[0]
+    gate, up = both.chunk(2, 1)
+    normed, gated = rms_norm(gate, weight, 1e-5), gated_activation(gate, up)
+    assert torch.equal(normed, rms_norm(gate.contiguous(), weight, 1e-5))
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            for rows in (slice(0, 1), slice(149, 150), slice(5, 7), slice(8, 11), slice(17, 150)):
+                assert torch.equal(rms_norm(gate[rows], weight, 1e-5), normed[rows])
+                assert torch.equal(gated_activation(gate[rows], up[rows]), gated[rows])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_gradient_of_the_weight_does_not_depend_on_threads():
+    x, weight = draw(500, 64, torch.float32), torch.ones(64, requires_grad=True)
+    grads, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            grads += torch.autograd.grad(rms_norm(x, weight, 1e-5).square().sum(), weight)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+
+
+@pytest.mark.parametrize("backend", ("cpp", "reference"))
+def test_compile(backend):
+    x, weight = draw(6, 40, torch.bfloat16), torch.ones(40).bfloat16()
+
+    def call(x, weight):
+        normed = rms_norm(x, weight, 1e-6, backend=backend)
+        return gated_activation(normed, x, backend=backend)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    assert torch.equal(compiled(*inputs), call(x, weight))
+    compiled(*inputs).sum().backward()
+    assert all(t.grad is not None for t in inputs)
+
+
+def test_opcheck():
+    x, weight = draw(6, 40, torch.float32), torch.ones(40)
+    ops = torch.ops.hybridengine
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.rms_norm, (x, weight, 1e-6, 0.0, True), test_utils=tests)
+    torch.library.opcheck(ops.gated_activation, (x, x, "silu"), test_utils=tests)
+
+
+def test_no_rows():
+    empty, weight = torch.zeros(0, 4, requires_grad=True), torch.ones(4, requires_grad=True)
+    out = gated_activation(rms_norm(empty, weight, 1e-6), empty)
+    out.sum().backward()
+    assert out.shape == (0, 4) and torch.equal(weight.grad, torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    (
+        (lambda x: rms_norm(x, torch.ones(3), 1e-6), "weight"),
+        (lambda x: rms_norm(x, torch.ones(4).bfloat16(), 1e-6), "weight"),
+        (lambda x: rms_norm(x.half(), torch.ones(4).half(), 1e-6), "x"),
+        (lambda x: rms_norm(x, torch.ones(4), 1e-6, backend="cuda"), "does not exist"),
+        (lambda x: gated_activation(x, x[:1]), "up has shape"),
+        (lambda x: gated_activation(x, x.bfloat16()), "up"),
+        (lambda x: gated_activation(x, x, "relu"), "activation is 'relu'"),
+    ),
+)
+def test_wrong_arguments_are_refused(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(torch.zeros(2, 4))
+
+
+def test_a_position_has_the_same_angles_in_any_order():
+    inv_freq = 1.0 / 10_000 ** (torch.arange(0, 64, 2).float() / 64)
+    positions = torch.tensor([700, 3, 0, 64, 63, 3])
+    at_once = RotaryTable(inv_freq, 1.5).rows(positions)
+    grown = RotaryTable(inv_freq, 1.5)
+    for i, position in sorted(enumerate(positions.tolist()), key=lambda pair: pair[1]):
+        for table, row in zip(at_once, grown.rows(torch.tensor([[position]])), strict=True):
+            assert torch.equal(table[i], row[0, 0])
+    angles = positions[:, None].double() * inv_freq.double()
+    for table, exact in zip(at_once, (angles.cos(), angles.sin()), strict=True):
+        torch.testing.assert_close(table.double(), 1.5 * exact, rtol=0, atol=1e-4)
