@@ -20,6 +20,7 @@ void register_layer(pybind11::module_& m);
 void register_logprob(pybind11::module_& m);
 void register_mixed_gemm(pybind11::module_& m);
 void register_packing(pybind11::module_& m);
+void register_paged_attention(pybind11::module_& m);
 void register_policy_loss(pybind11::module_& m);
 void register_sampling(pybind11::module_& m);
 void register_sparse_linear(pybind11::module_& m);
@@ -54,6 +55,7 @@ PYBIND11_MODULE(_C, m) {
       py::arg("shape"), py::arg("dtype"));
   register_mixed_gemm(m);
   register_packing(m);
+  register_paged_attention(m);
   register_policy_loss(m);
   register_sampling(m);
   register_sparse_linear(m);

@@ -135,6 +135,18 @@ def pack_forest(tokens: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, T
 def pack_layout(
     mask: Tensor, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]: ...
+def paged_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    softmax_scale: float,
+    window_size: int | None,
+    softcap: float | None,
+    out: Tensor,
+) -> None: ...
+def write_kv_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None: ...
 def policy_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,

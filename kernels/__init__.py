@@ -29,6 +29,7 @@ from .linear.mixed_gemm import mixed_gemm
 from .logprob import RowStats, check_labels, cross_entropy, token_entropy, token_log_probs
 from .memory_pool import empty_from_pool
 from .packing import Packed, PackedForest, pack, pack_forest, pack_sequences, unpack
+from .paged_attention import paged_attention, write_kv_cache
 from .policy_loss import (
     LOSS_MODES,
     TokenLosses,
@@ -86,6 +87,7 @@ __all__ = [
     "pack",
     "pack_forest",
     "pack_sequences",
+    "paged_attention",
     "policy_loss",
     "rms_norm",
     "rollout_correction",
@@ -104,4 +106,5 @@ __all__ = [
     "value_loss",
     "vespo_weights",
     "whiten",
+    "write_kv_cache",
 ]

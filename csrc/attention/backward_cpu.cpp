@@ -210,7 +210,7 @@ void differentiate_rows(const AttentionBackward& p, const Forest& forest, const 
                         KeyGradients& sums, int64_t block, int64_t kv_head, Scratch<Step>& s) {
   const RowBlock rows = forest.rows(block);
   load_task<T>(p, forest, rows, kv_head, s);
-  const float factor = score_factor(p), cap = p.softcap * kLog2E;
+  const float factor = score_factor(p.softmax_scale, p.softcap), cap = p.softcap * kLog2E;
   for (int64_t b = 0; b <= forest.last_key_block(block); ++b) {
     if (!forest.may_see(block, b)) continue;
     Tile tile = forest.tile(rows, block, b);

@@ -26,20 +26,9 @@ struct Scratch {
   alignas(64) float total[kBlock];  // of the weights 2^(score - maximum)
 };
 
-// p 2^e for integral e <= 0; 0 below the normal range.
-HE_SIMD VecF scale_down(VecF p, VecF e) {
-#if defined(__AVX512F__)
-  return (VecF)_mm512_scalef_ps((__m512)p, (__m512)e);
-#else
-  const VecI exponent = (VecI)(e + 12582912.0f) - 0x4B400000;
-  return select(e < -126.0f, VecF{}, p * (VecF)((exponent + 127) << 23));
-#endif
-}
-
 // Forms weights of products q . k and updates maximum and total of one vector of rows. Returns
-// whether the maximum has grown. 2^(s - m) is formed as 2^(s - floor(s)) 2^(floor(s) - m), so that
-// another m changes nothing but the exponent.
-template <bool kMasked, bool kCapped, typename Step>
+// whether the maximum has grown.
+template <bool kAnyMasked, bool kCapped, typename Step>
 bool weigh(const Forest& forest, const RowBlock& rows, const Tile& tile, const float* poison,
            float factor, float cap, int vector, Scratch<Step>& s, VecF& decay) {
   float* scores = s.scores + vector * kWidth;
@@ -55,10 +44,9 @@ bool weigh(const Forest& forest, const RowBlock& rows, const Tile& tile, const f
   for_keys([&](int64_t first, bool computed) {
     if (!computed) return;
     for (int64_t j = first; j < first + kStep<Step>; ++j) {
-      VecF x = load(scores + j * kBlock) * factor;
-      if constexpr (kCapped) x = cap * tanh(x);
-      if constexpr (kMasked)
-        x = select(forest.visible(rows, vector, tile.first_key + j), x + poison[j], splat(-2e30f));
+      VecF x = score_of<kCapped>(load(scores + j * kBlock), factor, cap);
+      if constexpr (kAnyMasked)
+        x = select(forest.visible(rows, vector, tile.first_key + j), x + poison[j], splat(kMasked));
       store(scores + j * kBlock, x);
       largest = max(x, largest);
     }
@@ -75,8 +63,7 @@ bool weigh(const Forest& forest, const RowBlock& rows, const Tile& tile, const f
       chain = select(seen, VecF{}, chain);
     }
     for (int64_t i = 0; i < kStep<Step> && computed; ++i) {
-      const VecF x = load(scores + (first + i) * kBlock), integral = floor(x);
-      weights[i] = scale_down(exp2_fraction(x - integral), integral - maximum);
+      weights[i] = weight_of(load(scores + (first + i) * kBlock), maximum);
       chain += weights[i];
     }
     store_along_keys(s.weights, first, vector * kWidth, weights);
@@ -111,14 +98,14 @@ void attend(const AttentionForward& p, const Forest& forest, const Keys<T>& keys
             int64_t kv_head, Scratch<Step>& s) {
   const RowBlock rows = forest.rows(block);
   const int64_t dim = keys.values.dim;
-  std::fill_n(s.maximum, kBlock, -1e30f);
+  std::fill_n(s.maximum, kBlock, kNoMaximum);
   std::fill_n(s.total, kBlock, 0.0f);
   std::fill_n(s.total_chain, kBlock, 0.0f);
   std::fill_n(+s.chain, kBlock * dim, 0.0f);
   std::fill_n(+s.sums, kBlock * dim, 0.0f);
   load_rows<T>(p, p.query, forest.slots, rows, kv_head, p.dim, s.query, s.total);
   transpose_rows(s.query, +s.query_t);
-  const float factor = score_factor(p), cap = p.softcap * kLog2E;
+  const float factor = score_factor(p.softmax_scale, p.softcap), cap = p.softcap * kLog2E;
   for (int64_t b = 0; b <= forest.last_key_block(block); ++b) {
     if (!forest.may_see(block, b)) continue;
     Tile tile = forest.tile(rows, block, b);

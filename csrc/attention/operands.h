@@ -136,9 +136,13 @@ HE_SIMD void store_along_keys(float* out, int64_t key, int64_t row, const VecF (
 }
 
 #if defined(__AVX512BF16__)
+HE_SIMD void store_rounded(Pair* out, VecF numbers) {
+  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)numbers);
+  std::memcpy(out, &rounded, sizeof rounded);
+}
+
 HE_SIMD void store_along_rows(Pair* out, int64_t key, int64_t row, VecF weight) {
-  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)weight);
-  std::memcpy(out + (key * kBlock + row) / 2, &rounded, sizeof rounded);
+  store_rounded(out + (key * kBlock + row) / 2, weight);
 }
 
 HE_SIMD void store_along_keys(Pair* out, int64_t key, int64_t row, const VecF (&weights)[2]) {
@@ -151,12 +155,12 @@ HE_SIMD void store_along_keys(Pair* out, int64_t key, int64_t row, const VecF (&
 }
 #endif
 
-// Weights [kBlock, kBlock] as steps: `numbers` itself where a step is a number, else a buffer.
+// `count` weights as steps: `numbers` itself where a step is a number, else a buffer.
 template <typename Step>
 class Weights {
  public:
-  explicit Weights(float* numbers)
-      : numbers_(numbers), pairs_(kRounded ? kBlock * kBlock / 2 : 0) {}
+  explicit Weights(float* numbers, int64_t count = kBlock * kBlock)
+      : numbers_(numbers), pairs_(kRounded ? count / 2 : 0) {}
 
   operator Step*() const {
     if constexpr (kRounded) {

@@ -3,36 +3,18 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <limits>
 #include <vector>
 
 #include "attention/forest.h"
 #include "attention/operands.h"
 #include "attention/params.h"
+#include "attention/softmax.h"
 #include "common/parallel.h"
 #include "common/products.h"
 #include "common/simd.h"
 
 namespace hybridengine::HYBRIDENGINE_ISA {
-
-constexpr float kLog2E = 1.44269504f;
-
-// Scores in base 2 are this times q . k, or cap * tanh(this times q . k).
-inline float score_factor(const Attention& p) {
-  return p.softcap > 0 ? p.softmax_scale / p.softcap : p.softmax_scale * kLog2E;
-}
-
-// Calls body(task, scratch) for all tasks, in ascending order of their start.
-template <typename Scratch, typename Body>
-void for_each_task(const Attention& p, int64_t count, const Body& body) {
-  std::atomic<int64_t> next{0};
-  const int64_t threads = std::min<int64_t>(p.num_threads, count);
-  parallel_for(threads, 1, static_cast<int>(threads), [&](int64_t, int64_t) {
-    Scratch scratch(p);
-    for (int64_t task; (task = next.fetch_add(1)) < count;) body(task, scratch);
-  });
-}
 
 // Keys and values of every head, [kv_heads, slots, dim]. A key or value that is not finite has NaN
 // as its poison, else 0: added to its scores it spreads to the rows that see it, while its

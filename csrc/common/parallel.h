@@ -3,6 +3,7 @@
 
 #include <omp.h>
 
+#include <atomic>
 #include <cstdint>
 #include <exception>
 
@@ -56,5 +57,17 @@ void parallel_for(int64_t count, int64_t grain, int num_threads, const Body& bod
 }
 
 #endif
+
+// Calls body(task, scratch) for the tasks [0, count), in ascending order of their start, with a
+// Scratch(params) for each of params.num_threads threads.
+template <typename Scratch, typename Params, typename Body>
+void for_each_task(const Params& params, int64_t count, const Body& body) {
+  std::atomic<int64_t> next{0};
+  const int64_t threads = count < params.num_threads ? count : params.num_threads;
+  parallel_for(threads, 1, static_cast<int>(threads), [&](int64_t, int64_t) {
+    Scratch scratch(params);
+    for (int64_t task; (task = next.fetch_add(1)) < count;) body(task, scratch);
+  });
+}
 
 }  // namespace hybridengine

@@ -21,6 +21,7 @@ OPERATORS = (
     "linear_cross_entropy",
     "logprob",
     "packing",
+    "paged_attention",
     "policy_loss",
     "sampling",
     "shared_prefix",

@@ -235,6 +235,37 @@ def pack_layout(d: Draw) -> list:
     return [mask.to(d.pick(dtypes)), d.pick((-1, int(mask.sum()), mask.numel() + 3))]
 
 
+def paged(d: Draw) -> tuple[Tensor, int, int, int]:
+    """A cache [blocks, kv_heads, block_size, dim + value_dim]; dim, value_dim and block_size."""
+    dtype = d.pick((torch.float32, torch.bfloat16))
+    dim, value_dim, block_size = d.pick((16, 48)), d.pick((16, 32)), d.pick((16, 32, 80))
+    cache = d.floats(1 + d.size(9), d.pick((1, 2)), block_size, dim + value_dim, dtype=dtype)
+    return cache, dim, value_dim, block_size
+
+
+def write_kv_cache(d: Draw) -> list:
+    cache, dim, value_dim, block_size = paged(d)
+    tokens, dtype = d.size(), cache.dtype
+    key, value = (
+        d.rows(d.floats(tokens, cache.shape[1], n, dtype=dtype)) for n in (dim, value_dim)
+    )
+    return [key, value, cache, d.ints(-1, len(cache) * block_size, tokens, dtype=torch.int64)]
+
+
+def paged_attention(d: Draw) -> list:
+    cache, dim, value_dim, block_size = paged(d)
+    sequences, blocks, heads = d.size(4), d.pick((1, 3, 8)), cache.shape[1] * d.pick((1, 3, 7))
+    counts = d.ints(0, d.pick((2, 17)), sequences, dtype=torch.int32)
+    lengths = counts + d.ints(0, blocks * block_size - 16, sequences, dtype=torch.int32)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()])
+    table = d.ints(0, len(cache), sequences * blocks, dtype=torch.int32).view(sequences, blocks)
+    tokens, window = int(starts[-1]), d.maybe(lambda: d.pick((1, 5, 100)))
+    query = d.rows(d.floats(tokens, heads, dim, dtype=cache.dtype))
+    out = d.floats(tokens, heads, value_dim, dtype=cache.dtype)
+    options = [0.2, window, d.pick((None, None, 30.0))]
+    return [query, cache, table, starts, lengths, *options, out]
+
+
 def policy_loss(d: Draw) -> list:
     tokens = d.pick((d.size(80), 3000))
     mode = d.random.randrange(13)
@@ -442,6 +473,8 @@ _MAKERS = (
     move_rows,
     pack_forest,
     pack_layout,
+    write_kv_cache,
+    paged_attention,
     policy_loss,
     strided_copy,
     sample_tokens,

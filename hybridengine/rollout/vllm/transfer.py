@@ -20,6 +20,7 @@ partially updated weights. Therefore the init info contains the engine as well.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from hybridengine.model.parameters import parameter_shards, unwrap_peft
 from hybridengine.reshard.errors import operation
 from hybridengine.reshard.record.checkpoint import checkpoint_layout
 from hybridengine.reshard.resharder import Resharder
+from hybridengine.rollout.vllm.attention import VARIABLE, use_exact_attention
 from hybridengine.rollout.vllm.in_flight import drop_cached_prefixes
 from hybridengine.rollout.vllm.post_load import PostLoadProcessing
 from hybridengine.rollout.vllm.quantized import check_quantization
@@ -57,8 +59,13 @@ _STATE = "_hybridengine_weight_state"  # attribute of an `LLMEngine`
 
 
 def register() -> None:
-    """Register both halves of the backend in this process; does nothing the second time."""
+    """Register both halves of the backend in this process; does nothing the second time.
+
+    Also the trainer's attention, where `exact_attention` is open in the process that starts this.
+    """
     register_trainer()
+    if os.environ.get(VARIABLE) == "1":
+        use_exact_attention()
     if BACKEND in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(BACKEND, HybridEngineTransfer)

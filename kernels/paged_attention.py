@@ -1,0 +1,156 @@
+"""paged_attention: attention over a paged key-value cache, with the bits of `tree_attention`.
+
+On a CPU a query has the bits that `tree_attention` gives the token at its position of its sequence,
+whatever the batch, the split of a prompt into chunks, the size of blocks and the number of threads.
+
+The cache is [num_blocks, H_kv, block_size, D + D_v]. A block of a head begins with its keys as
+[D / n, block_size, n], followed by its values as [block_size / n, D_v, n], where n is 2 for
+bfloat16 and 1 for float32: consecutive keys are in one vector register, and pairs are those of
+AVX512-BF16. `write_kv_cache` writes it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _check as check
+from ._backend import choose_backend, native, register_backends
+from .attention import tree_attention
+
+OP = "paged_attention"
+_DTYPES = (torch.float32, torch.bfloat16)
+
+register_backends(OP, cpu=("cpp", "reference"), cuda=("reference",))
+
+
+def write_kv_cache(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Write keys and values of new tokens to the cache.
+
+    A token whose key or value is not finite becomes a key of NaN and zeros and a value of zeros:
+    queries that see it become NaN, others are not affected.
+
+    Args:
+        key: [T, H_kv, D]; value: [T, H_kv, D_v], of the dtype of the cache.
+        kv_cache: [num_blocks, H_kv, block_size, D + D_v], float32 or bfloat16; block_size, D and
+            D_v are multiples of 16.
+        slot_mapping: [T] int64, block * block_size + offset of each token; negative: not written.
+        backend: `cpp` or `reference`; None takes the best one.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or slots that do not fit.
+    """
+    if choose_backend(OP, kv_cache.device, backend) == "cpp":
+        native().write_kv_cache(key, value, kv_cache, slot_mapping)
+        return
+    finite = (key.isfinite().all(-1) & value.isfinite().all(-1))[..., None]
+    key, value = key.where(finite, 0), value.where(finite, 0)
+    key[..., :1] = key[..., :1].where(finite, torch.nan)
+    written = slot_mapping >= 0
+    keys, values = _views(kv_cache, key.shape[2])
+    in_keys, in_values = _indices(slot_mapping[written], kv_cache)
+    keys[in_keys] = key[written].unflatten(2, keys.shape[3:])
+    values[in_values] = value[written]
+
+
+def paged_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    window_size: int | None = None,
+    softcap: float | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Compute causal attention of the last tokens of sequences whose keys and values are cached.
+
+    Args:
+        query: [T, H, D], the queries of all sequences; H is a multiple of H_kv.
+        kv_cache: [num_blocks, H_kv, block_size, D + D_v] as `write_kv_cache` writes it, with the
+            keys and values of the queries themselves.
+        block_table: [S, max_blocks] int32, the blocks of each sequence.
+        query_start_loc: [S + 1] int32, where the queries of each sequence begin.
+        seq_lens: [S] int32, tokens of each sequence, of which the queries are the last.
+        softmax_scale, window_size, softcap: see `tree_attention`.
+        out: [T, H, D_v] to write to; None: a new tensor.
+        backend: `cpp` or `reference`; None takes the best one.
+
+    Returns:
+        [T, H, D_v] of the dtype of `query`, without a gradient.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or numbers that do not fit, blocks outside of the cache.
+
+    Example:
+        >>> cache = torch.zeros(3, 1, 16, 32)
+        >>> write_kv_cache(torch.zeros(2, 1, 16), torch.ones(2, 1, 16), cache, torch.arange(16, 18))
+        >>> table, starts, lengths = (torch.tensor(x).int() for x in ([[1]], [0, 1], [2]))
+        >>> paged_attention(torch.zeros(1, 1, 16), cache, table, starts, lengths)[0, 0, :2]
+        tensor([1., 1.])
+    """
+    sizes: check.Sizes = {}
+    check.shape(OP, "query", query, "T H D", sizes)
+    check.shape(OP, "kv_cache", kv_cache, "num_blocks H_kv block_size C", sizes)
+    check.dtype(OP, "kv_cache", kv_cache, _DTYPES)
+    scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    value_dim = kv_cache.shape[3] - query.shape[2]
+    if out is None:
+        out = query.new_empty(*query.shape[:2], max(value_dim, 0))
+    if choose_backend(OP, query.device, backend) == "cpp":
+        sequences = (block_table, query_start_loc, seq_lens)
+        native().paged_attention(query, kv_cache, *sequences, scale, window_size, softcap, out)
+        return out
+    keys, values = _views(kv_cache, query.shape[2])
+    starts = query_start_loc.tolist()
+    for i, length in enumerate(seq_lens.tolist()):
+        rows = slice(starts[i], starts[i + 1])
+        positions = torch.arange(length, device=query.device)
+        size = kv_cache.shape[2]
+        slots = block_table[i].long()[positions // size] * size + positions % size
+        in_keys, in_values = _indices(slots, kv_cache)
+        own = query.new_zeros(length, *query.shape[1:])
+        first = length - (rows.stop - rows.start)
+        own[first:] = query[rows]
+        out[rows] = tree_attention(
+            own,
+            keys[in_keys].flatten(2),
+            values[in_values],
+            torch.full_like(positions, length),
+            positions,
+            softmax_scale=scale,
+            window_size=window_size,
+            softcap=softcap,
+            backend="reference",
+        )[first:]
+    return out
+
+
+def _views(kv_cache: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return keys [num_blocks, block_size, H_kv, D / n, n] and values [..., D_v] of the cache.
+
+    The values have the dimensions [num_blocks, block_size / n, n, H_kv, D_v].
+    """
+    n = 4 // kv_cache.element_size()
+    blocks, heads, size, width = kv_cache.shape
+    flat = kv_cache.view(blocks, heads, size * width)
+    keys = flat[..., : size * dim].view(blocks, heads, dim // n, size, n)
+    values = flat[..., size * dim :].view(blocks, heads, size // n, width - dim, n)
+    return keys.permute(0, 3, 1, 2, 4), values.permute(0, 2, 4, 1, 3)
+
+
+def _indices(slots: Tensor, kv_cache: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return the indices of slots in the two views."""
+    size, n = kv_cache.shape[2], 4 // kv_cache.element_size()
+    blocks, offsets = slots // size, slots % size
+    return (blocks, offsets), (blocks, offsets // n, offsets % n)

@@ -1,0 +1,214 @@
+"""`exact_attention` in real vLLM engines: every call has the bits of the trainer's attention."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.ranks import message_of, run_ranks
+from tests.tiny_models import save_tiny
+
+pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
+
+# The second and the third have the first blocks of the first one in common.
+SHARED = [3 + 7 * i % 90 for i in range(70)]
+PROMPTS = [SHARED, [*SHARED[:64], 5, 6], [*SHARED, *SHARED[:50]], [9, 8, 7], [11] * 33, [4] * 60]
+MAX_TOKENS = 40
+FEW_BLOCKS = 16  # of 32 tokens: not all requests fit until their end
+
+
+def build(path: str, dtype: str, tp_size: int, **options: Any) -> Any:
+    from hybridengine.rollout.vllm.environment import unique_shared_memory
+
+    with unique_shared_memory():
+        from vllm import LLM
+
+        return LLM(
+            path,
+            dtype=dtype,
+            tensor_parallel_size=tp_size,
+            distributed_executor_backend="external_launcher",
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            max_model_len=256,
+            block_size=32,
+            kv_cache_memory_bytes=32 << 20,
+            **options,
+        )
+
+
+def greedy(llm: Any) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False
+    )
+    requests = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    return [list(o.outputs[0].token_ids) for o in llm.generate(requests, sampling, use_tqdm=False)]
+
+
+class Checked:
+    """Counts the calls of the attention of which every row has the trainer's bits, and others."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    def forward(self, forward: Any, impl: Any, layer: Any, *arguments: Any, **named: Any) -> Any:
+        from hybridengine.kernels import tree_attention
+        from hybridengine.kernels.paged_attention import _indices, _views
+
+        out = forward(impl, layer, *arguments, **named)
+        query, _, _, cache, metadata = arguments[:5]
+        if metadata is None:
+            return out
+        keys, values = _views(cache, impl.head_size)
+        starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+        output = named.get("output", arguments[5] if len(arguments) > 5 else out)
+        counts = [end - begin for begin, end in itertools.pairwise(starts)]
+        decodes = [count == 1 for count in counts]
+        self.calls["mixed"] += any(decodes) and not all(decodes)
+        for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+            rows = slice(starts[i], starts[i + 1])
+            positions = torch.arange(length)
+            slots = metadata.block_table[i].long()[positions // 32] * 32 + positions % 32
+            in_keys, in_values = _indices(slots, cache)
+            own = query.new_zeros(length, *query.shape[1:])
+            own[length - count :] = query[rows]
+            expected = tree_attention(
+                own,
+                keys[in_keys].flatten(2),
+                values[in_values],
+                torch.full_like(positions, length),
+                positions,
+                softmax_scale=impl.scale,
+                window_size=impl.sliding_window if impl.sliding_window > 0 else None,
+                softcap=impl.logits_soft_cap or None,
+            )[length - count :]
+            equal = torch.equal(output[rows].view_as(expected), expected)
+            self.calls["equal" if equal else "unequal"] += 1
+            self.calls["windowed"] += impl.sliding_window > 0
+            self.calls["continued"] += 1 < count < length
+        return out
+
+    def update(self, update: Any, impl: Any, layer: Any, *arguments: Any, **named: Any) -> None:
+        from hybridengine.kernels.paged_attention import _indices, _views
+
+        update(impl, layer, *arguments, **named)
+        key, value, cache, slots = arguments
+        in_keys, in_values = _indices(slots, cache)
+        keys, values = _views(cache, impl.head_size)
+        equal = torch.equal(keys[in_keys].flatten(2), key[: len(slots)])
+        equal &= torch.equal(values[in_values], value[: len(slots)])
+        self.calls["written" if equal else "miswritten"] += 1
+
+
+def engine_body(rank: int, world_size: int, path: str, dtype: str) -> dict[str, Any]:
+    from hybridengine.rollout.vllm.environment import prepare_environment
+
+    prepare_environment()
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from hybridengine.rollout.vllm.attention import VARIABLE, ExactAttention, exact_attention
+
+    tokens = {"vllm": greedy(build(path, dtype, world_size))}
+    checked = Checked()
+    forward, update = ExactAttention.forward, ExactAttention.do_kv_cache_update
+    preempt = Scheduler._preempt_request
+
+    def count_and_preempt(*arguments: Any, **named: Any) -> Any:
+        checked.calls["preempted"] += 1
+        return preempt(*arguments, **named)
+
+    with (
+        patch.object(ExactAttention, "forward", lambda *a, **k: checked.forward(forward, *a, **k)),
+        patch.object(
+            ExactAttention, "do_kv_cache_update", lambda *a, **k: checked.update(update, *a, **k)
+        ),
+        patch.object(Scheduler, "_preempt_request", count_and_preempt),
+    ):
+        with exact_attention():
+            llm = build(path, dtype, world_size, enable_prefix_caching=False)
+        tokens["plain"] = greedy(llm)
+        with exact_attention():
+            llm = build(
+                path,
+                dtype,
+                world_size,
+                max_num_batched_tokens=48,
+                max_num_seqs=6,
+                num_gpu_blocks_override=FEW_BLOCKS,
+                enable_prefix_caching=True,
+            )
+        tokens["chunked"] = greedy(llm)
+        before = checked.calls["continued"]
+        greedy(llm)  # with cached prefixes
+        tokens["continued"] = [[checked.calls["continued"] - before]]
+    restored = not AttentionBackendEnum.CPU_ATTN.is_overridden() and VARIABLE not in os.environ
+    return {"tokens": tokens, "calls": dict(checked.calls), "restored": restored}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "dtype", "world_size"),
+    [("qwen3", "float32", 1), ("gemma2", "bfloat16", 1), ("qwen3", "float32", 2)],
+)
+def test_an_engine_has_the_bits_of_the_trainer(
+    kind: str, dtype: str, world_size: int, tmp_path: Path
+) -> None:
+    path = save_tiny(kind, tmp_path)
+    for result in run_ranks(engine_body, world_size, path, dtype, timeout_s=500):
+        calls = result["calls"]
+        assert "unequal" not in calls and "miswritten" not in calls, calls
+        assert all(calls[key] for key in ("equal", "mixed", "continued", "preempted", "written"))
+        assert bool(calls["windowed"]) == (kind == "gemma2")
+        assert result["restored"]
+        tokens = result["tokens"]
+        if dtype == "float32":
+            assert tokens["plain"] == tokens["vllm"] == tokens["chunked"]
+
+
+def refused_body(rank: int, world_size: int, path: str) -> str:
+    from hybridengine.rollout.vllm.environment import prepare_environment
+
+    prepare_environment()
+    from hybridengine.rollout.vllm.attention import exact_attention
+
+    with exact_attention():
+        return message_of(lambda: build(path, "float16", world_size))
+
+
+@pytest.mark.slow
+def test_another_dtype_is_refused_by_name(tmp_path: Path) -> None:
+    (message,) = run_ranks(refused_body, 1, save_tiny("qwen3", tmp_path), timeout_s=200)
+    assert "UserError" in message and "dtype float16, which is not supported" in message
+
+
+WORKER = """
+from vllm.plugins import load_general_plugins
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+load_general_plugins()
+print(AttentionBackendEnum.CPU_ATTN.get_class().get_impl_cls().__name__)
+"""
+
+
+@pytest.mark.parametrize("value", ("1", None))
+def test_a_process_of_vllm_has_it_by_the_plugin(value: str | None) -> None:
+    from hybridengine.rollout.vllm.attention import VARIABLE
+
+    environment = {k: v for k, v in os.environ.items() if k != VARIABLE}
+    environment |= {VARIABLE: value} if value else {}
+    command = [sys.executable, "-c", WORKER]
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=200)
+    expected = "ExactAttention" if value else "CPUAttentionBackendImpl"
+    assert done.stdout.split()[-1] == expected, done.stderr[-2000:]
