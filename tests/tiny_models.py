@@ -18,7 +18,9 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     Gemma2Config,
+    GemmaConfig,
     LlamaConfig,
+    MistralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
@@ -54,6 +56,10 @@ TINY = {
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
+    ),
+    "gemma": lambda: GemmaConfig(**_COMMON, hidden_activation="gelu_pytorch_tanh"),
+    "mistral": lambda: MistralConfig(
+        **_COMMON, sliding_window=16, tie_word_embeddings=False, rope_theta=1e6
     ),
     "gemma2": lambda: Gemma2Config(
         **_COMMON,

@@ -37,7 +37,7 @@ from hybridengine.rollout.vllm.environment import (
     unchanged_local_world_size,
     unique_shared_memory,
 )
-from hybridengine.rollout.vllm.exact import exact_options, use_exact_operators
+from hybridengine.rollout.vllm.exact import exact_engine, use_exact_operators
 from hybridengine.rollout.vllm.head import use_plain_head
 from hybridengine.rollout.vllm.images import (
     PromptImages,
@@ -121,7 +121,7 @@ class VllmEngine(RolloutEngine):
         if not torch.cuda.is_available():
             options.setdefault("block_size", CPU_BLOCK_SIZE)
         if exact:
-            options |= exact_options()
+            options["enforce_eager"] = True
         if record_routes:
             options = recording_options(options)
         with (
@@ -129,6 +129,7 @@ class VllmEngine(RolloutEngine):
             strided_groups(groups),
             writable_weights() as post_load,
             unique_shared_memory(),
+            exact_engine() if exact else nullcontext(),
         ):
             self._llm = LLM(
                 model=str(model_path),

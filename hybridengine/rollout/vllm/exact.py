@@ -7,6 +7,8 @@ other operators in the loaded model; it must run eagerly.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -19,14 +21,18 @@ from hybridengine.kernels.decode_linear import join_parts
 from hybridengine.kernels.rotary import RotaryTable
 
 
-def exact_options() -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` that an exact engine needs.
+@contextmanager
+def exact_engine() -> Iterator[None]:
+    """While open, vLLM builds engines with exact attention.
 
     Raises ModelError on a GPU, for which there are no such operators yet.
     """
     if torch.cuda.is_available():
         raise ModelError("rollout.exact has operators for CPUs only; set it to false on a GPU")
-    return {"enforce_eager": True}
+    from hybridengine.rollout.vllm.attention import exact_attention
+
+    with exact_attention():
+        yield
 
 
 def use_exact_operators(model: nn.Module) -> None:

@@ -1,0 +1,139 @@
+"""rollout.exact: the log-probs of a vLLM engine and of the trained model are the same bits."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridengine.errors import ModelError
+from hybridengine.rollout.vllm.environment import vllm_available
+from tests.ranks import run_ranks
+from tests.tiny_models import VOCAB, save_tiny
+
+pytestmark = [
+    pytest.mark.multirank,
+    pytest.mark.skipif(not vllm_available(), reason="the rollout engine; `make setup` installs it"),
+]
+KINDS = ("llama", "qwen2", "qwen3", "gemma", "mistral")
+
+
+def open_engine(path: str, dtype: str, **options: Any) -> Any:
+    from hybridengine.rollout.vllm.environment import CPU_BLOCK_SIZE, prepare_environment
+
+    prepare_environment()
+    from vllm import LLM
+
+    from hybridengine.rollout.vllm.exact import exact_engine, use_exact_operators
+    from hybridengine.rollout.vllm.post_load import writable_weights
+    from hybridengine.rollout.vllm.sampling import FusedSampler
+
+    with writable_weights(), exact_engine():
+        llm = LLM(
+            path,
+            dtype=dtype,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            max_model_len=160,
+            block_size=CPU_BLOCK_SIZE,
+            hf_overrides={"head_dtype": "float32"},
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            **options,
+        )
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    use_exact_operators(runner.get_model())
+    FusedSampler(runner, exact=True)
+    return llm
+
+
+def open_model(path: str, dtype: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from hybridengine.model.attention import ATTENTION
+    from hybridengine.model.exact import use_exact_operators
+    from hybridengine.model.head import patch_head
+
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
+    ).eval()
+    use_exact_operators(model, {})
+    patch_head(model)
+    return model
+
+
+def sampled(llm: Any, prompts: list[list[int]]) -> list[tuple[list[int], list[int], list[float]]]:
+    """Return (prompt, response, log-probs) of each response."""
+    from vllm import SamplingParams
+
+    options = {"temperature": 0.8, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+    requests = [
+        SamplingParams(n=1 + i % 3, max_tokens=1 + 7 * i % 24, **options)
+        for i in range(len(prompts))
+    ]
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], requests, use_tqdm=False)
+    rows = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        for sample in output.outputs:
+            ids = list(sample.token_ids)
+            values = [step[i].logprob for i, step in zip(ids, sample.logprobs, strict=True)]
+            rows.append((prompt, ids, values))
+    return rows
+
+
+def compare(rank: int, world_size: int, folder: Path, kind: str, dtype: str) -> None:
+    """Generate under pressure, and compare all log-probs in several packings."""
+    from hybridengine.model import pack_rollouts, packed_log_probs
+
+    path = save_tiny(kind, folder / kind)
+    # A cache of 20 blocks of 16 tokens: prefixes are shared, prompts come in chunks of at most 32
+    # tokens beside decoding sequences, and running sequences are preempted.
+    llm = open_engine(
+        path, dtype, kv_cache_memory_bytes=KV_BYTES[dtype], max_num_batched_tokens=32,
+        enable_chunked_prefill=True, enable_prefix_caching=True, max_num_seqs=8,
+    )  # fmt: skip
+    model = open_model(path, dtype)
+    draw = random.Random(0)
+    tokens = lambda n: [draw.randrange(3, VOCAB) for _ in range(n)]  # noqa: E731
+    shared = tokens(40)
+    prompts = [tokens(n) for n in (1, 2, 17, 60, 90)] + [shared + tokens(n) for n in (1, 9, 30)]
+    rows = sampled(llm, prompts) + sampled(llm, prompts[::-1])  # hits of the prefix cache
+    pairs = [(prompt, response) for prompt, response, _ in rows]
+    theirs = torch.tensor([value for *_, values in rows for value in values])
+    assert len(theirs) > 250
+    threads = torch.get_num_threads()
+    for shared_prefix, count in ((False, threads), (True, 1), (True, 3)):
+        torch.set_num_threads(count)
+        batch = pack_rollouts(pairs, shared_prefix=shared_prefix)
+        ours, _ = packed_log_probs(model, batch, 0.8)
+        assert ours.requires_grad
+        assert torch.equal(ours.detach(), theirs), (shared_prefix, count)
+    torch.set_num_threads(threads)
+    order = 0
+    for prompt, response in pairs[:6]:  # each by itself, recomputed
+        with torch.no_grad():
+            ours, _ = packed_log_probs(model, pack_rollouts([(prompt, response)]), 0.8)
+        assert torch.equal(ours, theirs[order : order + len(response)])
+        order += len(response)
+
+
+# 20 blocks of 16 tokens: 2 layers, keys and values of 2 heads of 32.
+KV_BYTES = {"float32": 20 * 16 * 2 * 2 * 2 * 32 * 4, "bfloat16": 20 * 16 * 2 * 2 * 2 * 32 * 2}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_are_the_same_bits(tmp_path: Path, kind: str) -> None:
+    run_ranks(compare, 1, tmp_path, kind, "float32", timeout_s=200)
+
+
+def test_log_probs_in_bfloat16(tmp_path: Path) -> None:
+    run_ranks(compare, 1, tmp_path, "qwen3", "bfloat16", timeout_s=200)
+
+
+def test_a_model_with_other_operators_is_refused(tmp_path: Path) -> None:
+    for kind, message in (("qwen3_moe", r"layers.0.mlp.experts .*has parameters of its own"),):
+        with pytest.raises(ModelError, match=message):
+            open_model(save_tiny(kind, tmp_path / kind), "float32")

@@ -1,0 +1,55 @@
+"""rollout.exact in jobs: no token's probability differs between engine and trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridengine.rollout.vllm.environment import vllm_available
+from tests.ranks import run_ranks
+from tests.trainer.in_process import lines_of, small_job
+
+pytestmark = [
+    pytest.mark.multirank,
+    pytest.mark.skipif(not vllm_available(), reason="the rollout engine; `make setup` installs it"),
+]
+
+
+def train(rank: int, world_size: int, folder: Path, job: list[str]) -> None:
+    from hybridengine.config import load_config
+    from hybridengine.preflight import check_grpo
+    from hybridengine.runtime.session import Session
+    from hybridengine.runtime.status import PhaseStatus
+    from hybridengine.trainer.rl import RLTrainer
+
+    config = load_config(None, job)
+    check_grpo(config)
+    RLTrainer(config, Session(PhaseStatus(folder / "run", rank))).train()
+
+
+@pytest.mark.parametrize("tp_size, dtype", ((1, "float32"), (2, "float32"), (2, "bfloat16")))
+def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
+    tmp_path: Path, tp_size: int, dtype: str
+) -> None:
+    """Three steps with shared prompts, recomputed layers, and old log-probs of their own."""
+    job = [
+        *small_job(tmp_path),
+        "rollout.exact=true",
+        "rollout.name=vllm",
+        "rollout.kv_cache_gib=0.01",
+        f"rollout.tensor_model_parallel_size={tp_size}",
+        f"rollout.dtype={dtype}",
+        f"actor.fsdp_config.dtype={dtype}",
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=3",
+        "data.max_response_length=16",
+        "actor.ppo_max_token_len_per_gpu=64",
+        "model.enable_gradient_checkpointing=true",
+    ]
+    run_ranks(train, 2, tmp_path, job, timeout_s=500)
+    rows = [row for row in lines_of(tmp_path / "run" / "metrics.jsonl") if "actor/grad_norm" in row]
+    assert len(rows) == 3
+    for row in rows:
+        assert row["training/rollout_probs_diff_max"] == 0.0
+        assert row["actor/grad_norm"] > 0
