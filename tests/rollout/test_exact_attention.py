@@ -122,7 +122,8 @@ def engine_body(rank: int, world_size: int, path: str, dtype: str) -> dict[str, 
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from hybridengine.rollout.vllm.attention import VARIABLE, ExactAttention, exact_attention
+    from hybridengine.rollout.vllm.attention import EXACT_ATTENTION, exact_attention
+    from hybridengine.rollout.vllm.attention_backend import ExactAttention
 
     tokens: dict[str, list[list[int]]] = {}
     own = build(path, dtype, world_size)  # is kept: its end would be that of the process group
@@ -157,7 +158,9 @@ def engine_body(rank: int, world_size: int, path: str, dtype: str) -> dict[str, 
             )
         tokens["chunked"], _ = greedy(small)
         _, checked.calls["cached"] = greedy(small)
-    restored = not AttentionBackendEnum.CPU_ATTN.is_overridden() and VARIABLE not in os.environ
+    restored = (
+        not AttentionBackendEnum.CPU_ATTN.is_overridden() and EXACT_ATTENTION not in os.environ
+    )
     return {"tokens": tokens, "calls": dict(checked.calls), "restored": restored}
 
 
@@ -207,12 +210,13 @@ print(AttentionBackendEnum.CPU_ATTN.get_class().get_impl_cls().__name__)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ("1", None))
 def test_a_process_of_vllm_has_it_by_the_plugin(value: str | None) -> None:
-    from hybridengine.rollout.vllm.attention import VARIABLE
+    from hybridengine.rollout.vllm.attention import EXACT_ATTENTION
 
-    environment = {k: v for k, v in os.environ.items() if k != VARIABLE}
-    environment |= {VARIABLE: value} if value else {}
+    environment = {k: v for k, v in os.environ.items() if k != EXACT_ATTENTION}
+    environment |= {EXACT_ATTENTION: value} if value else {}
     command = [sys.executable, "-c", WORKER]
     done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=200)
     expected = "ExactAttention" if value else "CPUAttentionBackendImpl"
