@@ -8,13 +8,15 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.ranks import message_of, run_ranks
+from hybridengine.errors import UserError
+from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
@@ -185,20 +187,52 @@ def test_an_engine_has_the_bits_of_the_trainer(
             assert tokens["plain"] == tokens["vllm"] == tokens["chunked"]
 
 
-def refused_body(rank: int, world_size: int, path: str) -> str:
-    from hybridengine.rollout.vllm.environment import prepare_environment
-
-    prepare_environment()
-    from hybridengine.rollout.vllm.attention import exact_attention
-
-    with exact_attention():
-        return message_of(lambda: build(path, "float16", world_size))
+def config(**changed: Any) -> SimpleNamespace:
+    model = SimpleNamespace(dtype=changed.get("dtype", torch.float32), is_mm_prefix_lm=False)
+    transfer = changed.get("kv_transfer_config")
+    return SimpleNamespace(model_config=model, kv_transfer_config=transfer)
 
 
-@pytest.mark.slow
-def test_another_dtype_is_refused_by_name(tmp_path: Path) -> None:
-    (message,) = run_ranks(refused_body, 1, save_tiny("qwen3", tmp_path), timeout_s=200)
-    assert "UserError" in message and "dtype float16, which is not supported" in message
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"attn_type": "encoder_only"}, "encoder_only attention"),
+        ({"attn_type": "encoder_decoder"}, "encoder_decoder attention"),
+        ({"alibi_slopes": [0.5, 0.25]}, "ALiBi"),
+        ({"sinks": torch.zeros(2)}, "attention sinks"),
+        ({"dtype": torch.float16}, "dtype float16"),
+        ({"kv_cache_dtype": "fp8"}, "a key-value cache of fp8"),
+        ({"head_size": 40}, "head size 40"),
+        ({"kv_transfer_config": object()}, "the transfer of key-value caches"),
+    ],
+)
+def test_other_attention_is_refused_by_name(changed: dict[str, Any], message: str) -> None:
+    from hybridengine.rollout.vllm import attention_backend
+
+    arguments: dict[str, Any] = {
+        "num_heads": 2,
+        "head_size": 32,
+        "scale": 1.0,
+        "num_kv_heads": 1,
+        "alibi_slopes": None,
+        "sliding_window": None,
+        "kv_cache_dtype": "auto",
+    }
+    engine_keys = {"dtype", "kv_transfer_config"} & changed.keys()
+    engine = config(**{key: changed[key] for key in engine_keys})
+    arguments |= {key: value for key, value in changed.items() if key not in engine_keys}
+    with (
+        patch.object(attention_backend, "get_current_vllm_config", lambda: engine),
+        pytest.raises(UserError, match=f"uses {message}.*, which is not supported"),
+    ):
+        attention_backend.ExactAttention(**arguments)
+
+
+def test_latent_attention_is_refused() -> None:
+    from hybridengine.rollout.vllm.attention_backend import RefusedMlaBackend
+
+    with pytest.raises(UserError, match="multi-head latent attention"):
+        RefusedMlaBackend.get_impl_cls()
 
 
 WORKER = """

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest.mock import patch
 
 EXACT_ATTENTION = "HYBRIDENGINE_EXACT_ATTENTION"
 
@@ -32,16 +31,20 @@ def exact_attention() -> Iterator[None]:
 
     backends = [AttentionBackendEnum[name] for name in _BACKENDS]
     overridden = {b: b.get_path() for b in backends if b.is_overridden()}
-    with patch.dict(os.environ, {EXACT_ATTENTION: "1"}):
-        use_exact_attention()
-        try:
-            yield
-        finally:
-            for backend in backends:
-                backend.clear_override()
-            for backend, path in overridden.items():
-                register_backend(backend, path)
-            selector._cached_get_attn_backend.cache_clear()
+    variable = os.environ.get(EXACT_ATTENTION)
+    os.environ[EXACT_ATTENTION] = "1"
+    use_exact_attention()
+    try:
+        yield
+    finally:
+        for backend in backends:
+            backend.clear_override()
+        for backend, path in overridden.items():
+            register_backend(backend, path)
+        selector._cached_get_attn_backend.cache_clear()
+        del os.environ[EXACT_ATTENTION]
+        if variable is not None:
+            os.environ[EXACT_ATTENTION] = variable
 
 
 def use_exact_attention() -> None:
