@@ -1,9 +1,9 @@
 """Attention over the engine's key-value cache: a decoding step, and a chunk of a prompt.
 
 `vllm` is the kernel of vLLM's attention on a CPU over its own layout of the cache; its schedule,
-which is computed once a step, is not timed. Every call takes the next of many caches, as a step
-takes the next layer. `share_of_limit` of a decoding step is of the machine's read bandwidth, of a
-chunk of its rate of a large product.
+which is computed once a step, is not timed. Every call of a decoding step takes the next of many
+caches, as a step takes the next layer. `share_of_limit` of a decoding step is of the machine's
+read bandwidth, of a chunk of its rate of a large product.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def make_batch(
     for row, part in zip(table, order.split(blocks), strict=True):
         row[: len(part)] = part
     size = sum(blocks) * kv_heads * CPU_BLOCK_SIZE * 2 * dim * dtype.itemsize
-    copies = max(2, min(64, CACHES_BYTES // size))
+    decoding = all(count == 1 for _, count in sequences)
+    copies = max(2, min(64, CACHES_BYTES // size)) if decoding else 1
     shape = (copies, sum(blocks), kv_heads, CPU_BLOCK_SIZE, 2 * dim)
     counts = torch.tensor([0, *(count for _, count in sequences)])
     return Batch(

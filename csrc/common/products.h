@@ -37,6 +37,16 @@ HE_SIMD VecF multiply_add(Pair left, VecU right, VecF sum) {
 }
 #endif
 
+// Two numbers, which multiply those of a Pair one after the other where it is no step.
+struct WidePair {
+  float even, odd;
+};
+
+HE_SIMD VecF multiply_add(WidePair left, VecU right, VecF sum) {
+  sum = multiply_add(left.even, (VecF)(right << 16), sum);
+  return multiply_add(left.odd, (VecF)(right & 0xFFFF0000u), sum);
+}
+
 HE_SIMD VecF load_steps(const float* p) { return load(p); }
 
 HE_SIMD VecU load_steps(const Pair* p) {
@@ -54,9 +64,20 @@ constexpr int kPanel = 2;  // 12 of 16
 
 enum class Layout { rows, columns };  // element (m, k) is a[m * lda + k] or a[k * lda + m]
 
-template <int kRows, int kVectors, Layout layout, typename Step>
-void multiply_tile(int64_t steps, const Step* a, int64_t lda, const Step* b, int64_t ldb, float* c,
-                   int64_t ldc, bool accumulate) {
+// What a product prefetches to the second cache as it reads its operand b.
+struct NoPrefetch {
+  void operator()(const void*) const {}
+};
+struct Prefetch {
+  int64_t distance;  // bytes
+  void operator()(const void* p) const {
+    __builtin_prefetch(static_cast<const char*>(p) + distance, 0, 2);
+  }
+};
+
+template <int kRows, int kVectors, Layout layout, typename Left, typename Right, typename Ahead>
+void multiply_tile(int64_t steps, const Left* a, int64_t lda, const Right* b, int64_t ldb, float* c,
+                   int64_t ldc, bool accumulate, Ahead ahead) {
   VecF sums[kRows][kVectors];
 #pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m)
@@ -66,10 +87,13 @@ void multiply_tile(int64_t steps, const Step* a, int64_t lda, const Step* b, int
   for (int64_t k = 0; k < steps; ++k, b += ldb) {
     decltype(load_steps(b)) right[kVectors];
 #pragma GCC unroll 8
-    for (int n = 0; n < kVectors; ++n) right[n] = load_steps(b + n * kWidth);
+    for (int n = 0; n < kVectors; ++n) {
+      right[n] = load_steps(b + n * kWidth);
+      if (n * kWidth % (64 / sizeof(float)) == 0) ahead(b + n * kWidth);
+    }
 #pragma GCC unroll 8
     for (int m = 0; m < kRows; ++m) {
-      const Step left = layout == Layout::rows ? a[m * lda + k] : a[k * lda + m];
+      const Left left = layout == Layout::rows ? a[m * lda + k] : a[k * lda + m];
 #pragma GCC unroll 8
       for (int n = 0; n < kVectors; ++n) sums[m][n] = multiply_add(left, right[n], sums[m][n]);
     }
@@ -80,44 +104,47 @@ void multiply_tile(int64_t steps, const Step* a, int64_t lda, const Step* b, int
     for (int n = 0; n < kVectors; ++n) store(c + m * ldc + n * kWidth, sums[m][n]);
 }
 
-template <int kRows, Layout layout, typename Step>
-void multiply_panels(int64_t vectors, int64_t steps, const Step* a, int64_t lda, const Step* b,
-                     int64_t ldb, float* c, int64_t ldc, bool accumulate) {
+template <int kRows, Layout layout, typename Left, typename Right, typename Ahead>
+void multiply_panels(int64_t vectors, int64_t steps, const Left* a, int64_t lda, const Right* b,
+                     int64_t ldb, float* c, int64_t ldc, bool accumulate, Ahead ahead) {
   int64_t n = 0;
   for (; n + kPanel <= vectors; n += kPanel)
     multiply_tile<kRows, kPanel, layout>(steps, a, lda, b + n * kWidth, ldb, c + n * kWidth, ldc,
-                                         accumulate);
+                                         accumulate, ahead);
   if constexpr (kPanel == 4) {
     if (vectors - n >= 2) {
       multiply_tile<kRows, 2, layout>(steps, a, lda, b + n * kWidth, ldb, c + n * kWidth, ldc,
-                                      accumulate);
+                                      accumulate, ahead);
       n += 2;
     }
   }
   if (n < vectors)
     multiply_tile<kRows, 1, layout>(steps, a, lda, b + n * kWidth, ldb, c + n * kWidth, ldc,
-                                    accumulate);
+                                    accumulate, ahead);
 }
 
 // c[m, n] (+)= sum_k a(m, k) b[k, n] for rows <= kGroup and n < vectors * kWidth, each sum in
 // ascending order of its steps k.
-template <Layout layout, typename Step>
-void multiply(int64_t rows, int64_t vectors, int64_t steps, const Step* a, int64_t lda,
-              const Step* b, int64_t ldb, float* c, int64_t ldc, bool accumulate) {
-  const auto run = [&](auto panels) { panels(vectors, steps, a, lda, b, ldb, c, ldc, accumulate); };
+template <Layout layout, typename Left, typename Right, typename Ahead = NoPrefetch>
+void multiply(int64_t rows, int64_t vectors, int64_t steps, const Left* a, int64_t lda,
+              const Right* b, int64_t ldb, float* c, int64_t ldc, bool accumulate,
+              Ahead ahead = {}) {
+  const auto run = [&](auto panels) {
+    panels(vectors, steps, a, lda, b, ldb, c, ldc, accumulate, ahead);
+  };
   switch (rows) {
     case 6:
-      return run(multiply_panels<6, layout, Step>);
+      return run(multiply_panels<6, layout, Left, Right, Ahead>);
     case 5:
-      return run(multiply_panels<5, layout, Step>);
+      return run(multiply_panels<5, layout, Left, Right, Ahead>);
     case 4:
-      return run(multiply_panels<4, layout, Step>);
+      return run(multiply_panels<4, layout, Left, Right, Ahead>);
     case 3:
-      return run(multiply_panels<3, layout, Step>);
+      return run(multiply_panels<3, layout, Left, Right, Ahead>);
     case 2:
-      return run(multiply_panels<2, layout, Step>);
+      return run(multiply_panels<2, layout, Left, Right, Ahead>);
     default:
-      return run(multiply_panels<1, layout, Step>);
+      return run(multiply_panels<1, layout, Left, Right, Ahead>);
   }
 }
 

@@ -23,16 +23,21 @@ struct Sums {
       : values(memory), maximum(values + rows * value_dim), total(maximum + rows) {}
   static int64_t size(int64_t rows, int64_t value_dim) { return rows * (value_dim + 2); }
 
+  void clear(int64_t rows, int64_t value_dim) const {
+    std::fill_n(values, rows * value_dim, 0.0f);
+    std::fill_n(maximum, rows, kNoMaximum);
+    std::fill_n(total, rows, 0.0f);
+  }
+
   float* values;           // [rows, value_dim]
   float *maximum, *total;  // [rows]
 };
 
-// Rows [first, first + count) of a key-value head of a sequence, row = query * group + g.
+// Rows [first, first + count) of any key-value head of a sequence, row = query * group + g.
 class RowGroup {
  public:
-  RowGroup(const PagedAttention& p, int64_t sequence, int64_t kv_head, int64_t first, int64_t count)
+  RowGroup(const PagedAttention& p, int64_t sequence, int64_t first, int64_t count)
       : sequence(sequence),
-        kv_head(kv_head),
         count(count),
         first_(first),
         group_(p.heads / p.kv_heads),
@@ -41,14 +46,16 @@ class RowGroup {
         window_(p.window) {}
 
   int64_t token(int64_t r) const { return first_token_ + (first_ + r) / group_; }
-  int64_t head(int64_t r) const { return kv_head * group_ + (first_ + r) % group_; }
+  int64_t head(int64_t kv_head, int64_t r) const {
+    return kv_head * group_ + (first_ + r) % group_;
+  }
   // Row r sees the keys [first_key, end_key).
   int64_t first_key(int64_t r) const { return std::max<int64_t>(0, end_key(r) - window_); }
   int64_t end_key(int64_t r) const { return first_position_ + (first_ + r) / group_ + 1; }
   int64_t first_chain() const { return first_key(0) / kChain; }
   int64_t end_chain() const { return (end_key(count - 1) - 1) / kChain + 1; }
 
-  int64_t sequence, kv_head, count;
+  int64_t sequence, count;
 
  private:
   int64_t first_, group_, first_token_, first_position_, window_;
@@ -58,182 +65,196 @@ template <typename Step>
 struct Scratch {
   explicit Scratch(const PagedAttention& p)
       : query(kRows, p.dim, false),
-        scores(kRows * kChain),
-        weights(scores, kRows * kChain),
-        run(std::max(p.dim, p.value_dim) * kRunKeys),
+        scores(kRows * kRunKeys),
+        weights(scores, kRows * kRunKeys),
+        last(p.value_dim),
         memory(2 * Sums::size(kRows, p.value_dim)),
         chain(memory, kRows, p.value_dim),
         joined(memory + Sums::size(kRows, p.value_dim), kRows, p.value_dim) {}
 
-  Operand<Step> query;    // [rows, dim]
+  Operand<Step> query;    // [rows of all heads, dim]
   bool finite[kRows];     // whether the query is
-  Floats scores;          // [rows, keys of a chain]
+  Floats scores;          // [rows, keys of a run], then the weights
   Weights<Step> weights;  // the same
-  Floats run;             // keys or values of a run where the cache does not have them as steps
+  Buffer<Pair> last;      // values of the last key where it has no other one in its pair
   Floats memory;
   Sums chain, joined;
-};
-
-// Keys or values of a run, in steps.
-template <typename Step>
-struct Run {
-  const Step* data;
-  int64_t stride;
 };
 
 template <typename T>
 class PagedRows {
   using Step = StepOf<T>;
   using Cached = std::conditional_t<std::is_same_v<T, bf16>, Pair, float>;
+  // What multiplies it: rounded to pairs where an instruction multiplies these.
+  using Factor = std::conditional_t<std::is_same_v<Step, Cached>, Step, WidePair>;
+  static constexpr int64_t kNumbers = sizeof(Cached) / sizeof(T);
+
+  struct Matrix {
+    const Cached* data;
+    int64_t stride;
+  };
+
+  // Keys [j, j + count) of a head, of one block.
+  struct Run {
+    Matrix keys, values;
+    int64_t j, count;
+  };
 
  public:
-  explicit PagedRows(const PagedAttention& p) : p_(p) {}
+  explicit PagedRows(const PagedAttention& p)
+      : p_(p), factor_(score_factor(p.softmax_scale, p.softcap)), cap_(p.softcap * kLog2E) {}
 
-  // Sums of the rows over the keys of one chain.
-  void attend(const RowGroup& rows, int64_t chain, Scratch<Step>& s, const Sums& out) const {
-    const int64_t first = chain * kChain;
-    const int64_t begin = std::max(first, rows.first_key(0) / kCacheUnit * kCacheUnit);
-    const int64_t end = std::min(first + kChain, rows.end_key(rows.count - 1));
-    for_runs(rows, begin, end, [&](const Cached* keys, const Cached*, int64_t j, int64_t n) {
-      const int64_t vectors = (n + kWidth - 1) / kWidth;
-      const Run<Step> run = in_steps({keys, p_.block_size}, p_.dim, vectors, s);
-      multiply_rows(rows.count, vectors, p_.dim / kStep<Step>, s.query.along_dim(0),
-                    s.query.dim / kStep<Step>, run, s.scores + (j - first), kChain, false);
-    });
+  // The queries of a head, to the rows of the scratch from `row` on.
+  void load_queries(const RowGroup& rows, int64_t head, int64_t row, Scratch<Step>& s) const {
     for (int64_t r = 0; r < rows.count; ++r)
-      out.maximum[r] = (p_.softcap > 0 ? weigh<true>(rows, r, first, begin, end, s)
-                                       : weigh<false>(rows, r, first, begin, end, s));
-    add_weights(rows.count, begin - first, end - first, s, out.total);
-    for_runs(rows, begin, end, [&](const Cached*, const Cached* values, int64_t j, int64_t n) {
-      const Step* weights = s.weights + (j - first) / kStep<Step>;
-      const int64_t vectors = p_.value_dim / kWidth, complete = n / kStep<Step>;
-      const auto add = [&](const Step* w, int64_t steps, Run<Step> run, bool accumulate) {
-        multiply_rows(rows.count, vectors, steps, w, kChain / kStep<Step>, run, out.values,
-                      p_.value_dim, accumulate);
-      };
-      if constexpr (kStep<Step> == 1) {
-        add(weights, n, in_steps({values, p_.value_dim}, n, vectors, s), j > begin);
-      } else {
-        add(weights, complete, {values, p_.value_dim}, j > begin);
-        if (n % kStep<Step>) {
-          Step* last = reinterpret_cast<Step*>(+s.run);
-          for (int64_t d = 0; d < p_.value_dim; ++d)
-            last[d].bits = values[complete * p_.value_dim + d].bits & 0xFFFFu;
-          add(weights + complete, 1, {last, p_.value_dim}, true);
-        }
-      }
-    });
+      s.finite[row + r] = load_row(row_of<T>(p_.query, rows.token(r), rows.head(head, r)), p_.dim,
+                                   s.query.along_dim(row + r));
   }
 
-  void load_queries(const RowGroup& rows, Scratch<Step>& s) const {
-    for (int64_t r = 0; r < rows.count; ++r)
-      s.finite[r] =
-          load_row(row_of<T>(p_.query, rows.token(r), rows.head(r)), p_.dim, s.query.along_dim(r));
+  // Sums over the keys of one chain, for the heads [head, end_head), whose queries are loaded. A
+  // block has the heads one after the other: it is read as it lies in memory.
+  template <typename SumsOf>
+  void attend(const RowGroup& rows, int64_t chain, int64_t head, int64_t end_head, Scratch<Step>& s,
+              const SumsOf& sums_of) const {
+    for (int64_t h = head; h < end_head; ++h) sums_of(h).clear(rows.count, p_.value_dim);
+    // Vectors of keys begin at multiples of their size.
+    const int64_t first = std::max(chain * kChain, rows.first_key(0) / kCacheUnit * kCacheUnit);
+    const int64_t end = std::min((chain + 1) * kChain, rows.end_key(rows.count - 1));
+    Run run = run_at(rows, head, first, end);
+    for (int64_t j = first, h = head; j < end;) {
+      const int64_t next_head = h + 1 < end_head ? h + 1 : head;
+      const int64_t next = next_head > h ? j : j + run.count;
+      const Run next_run = next < end ? run_at(rows, next_head, next, end) : run;
+      add_run(rows, (h - head) * rows.count, run, next_run, s, sums_of(h));
+      run = next_run, j = next, h = next_head;
+    }
   }
 
-  // Joins the chains of the rows, results_of(chain) each, and stores what they give.
-  template <typename ResultsOf>
-  void finish(const RowGroup& rows, Scratch<Step>& s, const ResultsOf& results_of) const {
+  // Joins the chains of the rows of a head, sums_of(chain) each, and stores what they give.
+  template <typename SumsOf>
+  void finish(const RowGroup& rows, int64_t head, Scratch<Step>& s, const SumsOf& sums_of) const {
     const Sums& sums = s.joined;
-    std::fill_n(sums.values, rows.count * p_.value_dim, 0.0f);
-    std::fill_n(sums.maximum, rows.count, kNoMaximum);
-    std::fill_n(sums.total, rows.count, 0.0f);
+    sums.clear(rows.count, p_.value_dim);
     for (int64_t c = rows.first_chain(); c < rows.end_chain(); ++c) {
-      const Sums chain = results_of(c);
+      const Sums chain = sums_of(c);
       for (int64_t r = 0; r < rows.count; ++r) join(r, sums, chain);
     }
     for (int64_t r = 0; r < rows.count; ++r) {
       if (!s.finite[r]) sums.total[r] = std::numeric_limits<float>::quiet_NaN();
-      T* out =
-          static_cast<T*>(p_.out) + rows.token(r) * p_.out_stride + rows.head(r) * p_.value_dim;
+      T* out = static_cast<T*>(p_.out) + rows.token(r) * p_.out_stride +
+               rows.head(head, r) * p_.value_dim;
       store_row(out, sums.values + r * p_.value_dim, p_.value_dim, 1.0f / sums.total[r]);
     }
   }
 
  private:
-  // Calls body(keys, values, j, n) for the keys [begin, end), n keys at j of one block at a time.
-  template <typename Body>
-  void for_runs(const RowGroup& rows, int64_t begin, int64_t end, const Body& body) const {
-    const int32_t* table = p_.block_table + rows.sequence * p_.table_stride;
-    for (int64_t j = begin, n; j < end; j += n) {
-      const int64_t offset = j % p_.block_size;
-      n = std::min({p_.block_size - offset, kRunKeys, end - j});
-      const T* keys = static_cast<const T*>(p_.data) + table[j / p_.block_size] * p_.block_stride +
-                      rows.kv_head * p_.head_stride;
-      const T* values = keys + p_.block_size * p_.dim + offset * p_.value_dim;
-      body(reinterpret_cast<const Cached*>(keys) + offset, reinterpret_cast<const Cached*>(values),
-           j, n);
+  Run run_at(const RowGroup& rows, int64_t head, int64_t j, int64_t end) const {
+    const int64_t offset = j % p_.block_size;
+    const int32_t block = p_.block_table[rows.sequence * p_.table_stride + j / p_.block_size];
+    const T* keys =
+        static_cast<const T*>(p_.data) + block * p_.block_stride + head * p_.head_stride;
+    const T* values = keys + p_.block_size * p_.dim + offset * p_.value_dim;
+    return {{reinterpret_cast<const Cached*>(keys) + offset, p_.block_size},
+            {reinterpret_cast<const Cached*>(values), p_.value_dim},
+            j,
+            std::min({p_.block_size - offset, kRunKeys, end - j})};
+  }
+
+  void add_run(const RowGroup& rows, int64_t row, const Run& run, const Run& next, Scratch<Step>& s,
+               const Sums& sums) const {
+    const int64_t vectors = (run.count + kWidth - 1) / kWidth;
+    multiply_rows(rows.count, vectors, p_.dim, s.query.along_dim(row), s.query.dim, run.keys,
+                  next.keys, s.scores, kRunKeys, false);
+    for (int64_t r = 0; r < rows.count; ++r)
+      p_.softcap > 0 ? weigh<true>(rows, r, run, s, sums) : weigh<false>(rows, r, run, s, sums);
+    add_weights(rows.count, run.count, s, sums.total);
+    const auto add = [&](int64_t begin, int64_t count, Matrix values, Matrix next_values) {
+      multiply_rows(rows.count, p_.value_dim / kWidth, count, s.weights + begin / kStep<Step>,
+                    kRunKeys, values, next_values, sums.values, p_.value_dim, true);
+    };
+    const int64_t odd = run.count % kNumbers;
+    add(0, run.count - odd, run.values, next.values);
+    if constexpr (kNumbers > 1) {
+      if (!odd) return;
+      // The other number of a pair is of no key of the sequence, and may be NaN.
+      const Pair* last = run.values.data + run.count / 2 * p_.value_dim;
+      for (int64_t d = 0; d < p_.value_dim; ++d) s.last[d].bits = last[d].bits & 0xFFFFu;
+      const Matrix values{s.last, p_.value_dim};
+      add(run.count - odd, kNumbers, values, values);
     }
   }
 
-  // `count` numbers along the sum, a multiple of a step of the cache or followed by others.
-  static Run<Step> in_steps(Run<Cached> run, int64_t count, int64_t vectors, Scratch<Step>& s) {
-    if constexpr (std::is_same_v<Step, Cached>) {
-      return run;
-    } else {
-      const int64_t stride = vectors * kWidth;
-      for (int64_t i = 0; i < (count + 1) / 2; ++i) {
-        for (int64_t v = 0; v < stride; v += kWidth) {
-          const VecU bits = load_steps(run.data + i * run.stride + v);
-          store(s.run + 2 * i * stride + v, (VecF)(bits << 16));
-          store(s.run + (2 * i + 1) * stride + v, (VecF)(bits & 0xFFFF0000u));
-        }
-      }
-      return {s.run, stride};
+  // c[m, n] (+)= sum_k a[m, k] b[k, n] over `count` numbers k, for any number of rows of `a_size`
+  // numbers; prefetches `next`, which lies in memory as b does.
+  static void multiply_rows(int64_t rows, int64_t vectors, int64_t count, const Step* a,
+                            int64_t a_size, Matrix b, Matrix next, float* c, int64_t ldc,
+                            bool accumulate) {
+    const Prefetch ahead{reinterpret_cast<const char*>(next.data) -
+                         reinterpret_cast<const char*>(b.data)};
+    const Factor* factors = reinterpret_cast<const Factor*>(a);
+    const int64_t lda = a_size / kNumbers;
+    // Tiles of about as many rows each: one of a single row would take as long as one of four.
+    const int64_t tiles = (rows + kGroup - 1) / kGroup;
+    for (int64_t i = 0; i < tiles; ++i) {
+      const int64_t r = rows * i / tiles;
+      const auto run = [&](auto prefetch) {
+        multiply<Layout::rows>(rows * (i + 1) / tiles - r, vectors, count / kNumbers,
+                               factors + r * lda, lda, b.data, b.stride, c + r * ldc, ldc,
+                               accumulate, prefetch);
+      };
+      i == 0 ? run(ahead) : run(NoPrefetch{});
     }
   }
 
-  // c[m, n] (+)= sum_k a[m, k] b[k, n] for any number of rows.
-  static void multiply_rows(int64_t rows, int64_t vectors, int64_t steps, const Step* a,
-                            int64_t lda, Run<Step> b, float* c, int64_t ldc, bool accumulate) {
-    for (int64_t r = 0; r < rows; r += kGroup)
-      multiply<Layout::rows>(std::min<int64_t>(kGroup, rows - r), vectors, steps, a + r * lda, lda,
-                             b.data, b.stride, c + r * ldc, ldc, accumulate);
-  }
-
-  // Makes the weights of a row's scores; returns their maximum.
+  // Makes the weights of a row's scores, by a maximum that may grow.
   template <bool kCapped>
-  float weigh(const RowGroup& rows, int64_t r, int64_t first, int64_t begin, int64_t end,
-              Scratch<Step>& s) const {
-    const float factor = score_factor(p_.softmax_scale, p_.softcap), cap = p_.softcap * kLog2E;
-    const int64_t first_key = rows.first_key(r), end_key = rows.end_key(r);
-    float* scores = s.scores + r * kChain - first;
-    VecF most = splat(kNoMaximum);
-    for (int64_t j = begin; j < end; j += kWidth) {
-      VecF x = score_of<kCapped>(load(scores + j), factor, cap);
-      if (j < first_key || j + kWidth > end_key) {
+  void weigh(const RowGroup& rows, int64_t r, const Run& run, Scratch<Step>& s,
+             const Sums& sums) const {
+    const int64_t first = rows.first_key(r) - run.j, end = rows.end_key(r) - run.j;
+    float* scores = s.scores + r * kRunKeys;
+    VecF most = splat(sums.maximum[r]);
+    for (int64_t j = 0; j < run.count; j += kWidth) {
+      VecF x = score_of<kCapped>(load(scores + j), factor_, cap_);
+      if (j < first || j + kWidth > end) {
         VecI visible;
         for (int lane = 0; lane < kWidth; ++lane)
-          visible[lane] = -(first_key <= j + lane && j + lane < end_key);
+          visible[lane] = -(first <= j + lane && j + lane < end);
         x = select(visible, x, splat(kMasked));
       }
       store(scores + j, x);
       most = max(x, most);
     }
     const VecF maximum = floor(splat(largest(most)));
-    for (int64_t j = begin; j < end; j += kWidth) {
+    for (int64_t j = 0; j < run.count; j += kWidth) {
       const VecF weight = weight_of(load(scores + j), maximum);
       store(scores + j, weight);
       if constexpr (kStep<Step> > 1)
-        store_rounded(s.weights + (r * kChain + j - first) / kStep<Step>, weight);
+        store_rounded(s.weights + (r * kRunKeys + j) / kStep<Step>, weight);
     }
-    return maximum[0];
+    if (maximum[0] == sums.maximum[r]) return;
+    const float decay = scale_down(splat(1.0f), splat(sums.maximum[r]) - maximum)[0];
+    float* values = sums.values + r * p_.value_dim;
+    for (int64_t d = 0; d < p_.value_dim; ++d) values[d] *= decay;
+    sums.total[r] *= decay;
+    sums.maximum[r] = maximum[0];
   }
 
-  // total[r] = the sum of the weights of the keys [begin, end) of a chain, in ascending order.
-  static void add_weights(int64_t rows, int64_t begin, int64_t end, const Scratch<Step>& s,
-                          float* total) {
+  // total[r] += the weights of the keys of a run, in ascending order.
+  static void add_weights(int64_t rows, int64_t keys, const Scratch<Step>& s, float* total) {
     for (int64_t r = 0; r < rows; r += kWidth) {
-      VecF sums{};
-      for (int64_t j = begin; j < end; j += kWidth) {
+      const int64_t count = std::min<int64_t>(kWidth, rows - r);
+      alignas(64) float lanes[kWidth]{};
+      std::copy_n(total + r, count, lanes);
+      VecF sums = load(lanes);
+      for (int64_t j = 0; j < keys; j += kWidth) {
         VecU block[kWidth];
         for (int i = 0; i < kWidth; ++i)
-          block[i] = (VecU)load(s.scores + std::min(r + i, rows - 1) * kChain + j);
+          block[i] = (VecU)load(s.scores + std::min(r + i, rows - 1) * kRunKeys + j);
         swap_blocks<1>(block);
         for (int i = 0; i < kWidth; ++i) sums += (VecF)block[i];
       }
-      const int64_t count = std::min<int64_t>(kWidth, rows - r);
-      for (int64_t i = 0; i < count; ++i) total[r + i] = sums[i];
+      store(lanes, sums);
+      std::copy_n(lanes, count, total + r);
     }
   }
 
@@ -250,48 +271,63 @@ class PagedRows {
   }
 
   const PagedAttention& p_;
+  const float factor_, cap_;
 };
 
-// A sequence of few rows has tasks of one chain each, for many threads; others of kRows rows.
+// Sequences of few rows have tasks of one chain and several heads, to occupy many threads and to
+// read blocks as they lie in memory; others have tasks of kRows rows of one head.
 struct Tasks {
-  struct Chain {
-    int64_t rows, chain;  // index in `of_chains`
+  struct Task {
+    int64_t rows;            // index in `groups`
+    int64_t head, end_head;  // key-value heads
+    int64_t chain;           // -1: all
   };
 
-  explicit Tasks(const PagedAttention& p) : value_dim(p.value_dim) {
+  explicit Tasks(const PagedAttention& p) : p(p) {
     const int64_t group = p.heads / p.kv_heads;
     for (int64_t i = 0; i < p.sequences; ++i) {
       const int64_t count = (p.query_start_loc[i + 1] - p.query_start_loc[i]) * group;
       for (int64_t first = 0; first < count; first += kRows) {
-        for (int64_t head = 0; head < p.kv_heads; ++head)
-          add({p, i, head, first, std::min(kRows, count - first)}, count <= kRows);
+        groups.emplace_back(p, i, first, std::min(kRows, count - first));
+        results.push_back(count <= kRows ? results_size : -1);
+        if (count > kRows) continue;
+        results_size += (groups.back().end_chain() - groups.back().first_chain()) * p.kv_heads *
+                        Sums::size(count, p.value_dim);
+        num_chains += groups.back().end_chain() - groups.back().first_chain();
       }
     }
-  }
-
-  void add(const RowGroup& rows, bool few) {
-    if (!few) {
-      complete.push_back(rows);
-      return;
+    // The last rows of a sequence see most keys: they come first, for balance.
+    for (int64_t i = groups.size() - 1; i >= 0; --i) {
+      for (int64_t head = 0; head < p.kv_heads && results[i] < 0; ++head)
+        all.push_back({i, head, head + 1, -1});
     }
-    results.push_back(results_size - rows.first_chain() * Sums::size(rows.count, value_dim));
-    for (int64_t c = rows.first_chain(); c < rows.end_chain(); ++c) {
-      chains.push_back({static_cast<int64_t>(of_chains.size()), c});
-      results_size += Sums::size(rows.count, value_dim);
+    for (int64_t i = 0; i < static_cast<int64_t>(groups.size()); ++i) {
+      if (results[i] >= 0) add_chains(i);
     }
-    of_chains.push_back(rows);
   }
 
-  Sums result(float* memory, int64_t rows, int64_t chain) const {
-    const int64_t count = of_chains[rows].count;
-    return {memory + results[rows] + chain * Sums::size(count, value_dim), count, value_dim};
+  void add_chains(int64_t i) {
+    const int64_t parts = std::min(p.kv_heads, 4 * p.num_threads / num_chains + 1);
+    const int64_t heads = std::min(kRows / groups[i].count, (p.kv_heads + parts - 1) / parts);
+    for (int64_t chain = groups[i].first_chain(); chain < groups[i].end_chain(); ++chain) {
+      for (int64_t head = 0; head < p.kv_heads; head += heads)
+        all.push_back({i, head, std::min(p.kv_heads, head + heads), chain});
+    }
   }
 
-  std::vector<RowGroup> complete, of_chains;
-  std::vector<Chain> chains;
-  std::vector<int64_t> results;  // of chain 0 of each of `of_chains`
-  int64_t results_size = 0;
-  int64_t value_dim;
+  // Of a chain and a head of groups[i].
+  Sums result(float* memory, int64_t i, int64_t chain, int64_t head) const {
+    const int64_t count = groups[i].count;
+    const int64_t at = (chain - groups[i].first_chain()) * p.kv_heads + head;
+    return {memory + results[i] + at * Sums::size(count, p.value_dim), count, p.value_dim};
+  }
+
+  const PagedAttention& p;
+  std::vector<RowGroup> groups;
+  std::vector<int64_t>
+      results;  // of each group; -1: tasks have all chains and store what they give
+  std::vector<Task> all;
+  int64_t num_chains = 0, results_size = 0;
 };
 
 template <typename T>
@@ -300,26 +336,27 @@ void attention(const PagedAttention& p) {
   const PagedRows<T> paged(p);
   const Tasks tasks(p);
   const Floats results(tasks.results_size);
-  const int64_t complete = tasks.complete.size();
-  // The last rows of a sequence see most keys: they come first, for balance.
-  for_each_task<Scratch<Step>>(p, complete + tasks.chains.size(), [&](int64_t i, auto& s) {
-    if (i < complete) {
-      const RowGroup& rows = tasks.complete[complete - 1 - i];
-      paged.load_queries(rows, s);
-      paged.finish(rows, s, [&](int64_t chain) {
-        paged.attend(rows, chain, s, s.chain);
-        return s.chain;
-      });
-    } else {
-      const auto [index, chain] = tasks.chains[i - complete];
-      paged.load_queries(tasks.of_chains[index], s);
-      paged.attend(tasks.of_chains[index], chain, s, tasks.result(results, index, chain));
+  for_each_task<Scratch<Step>>(p, tasks.all.size(), [&](int64_t i, auto& s) {
+    const auto [index, head, end_head, chain] = tasks.all[i];
+    const RowGroup& rows = tasks.groups[index];
+    for (int64_t h = head; h < end_head; ++h)
+      paged.load_queries(rows, h, (h - head) * rows.count, s);
+    if (chain >= 0) {
+      paged.attend(rows, chain, head, end_head, s,
+                   [&](int64_t h) { return tasks.result(results, index, chain, h); });
+      return;
     }
+    paged.finish(rows, head, s, [&](int64_t c) {
+      paged.attend(rows, c, head, end_head, s, [&](int64_t) { return s.chain; });
+      return s.chain;
+    });
   });
-  for_each_task<Scratch<Step>>(p, tasks.of_chains.size(), [&](int64_t i, auto& s) {
-    paged.load_queries(tasks.of_chains[i], s);
-    paged.finish(tasks.of_chains[i], s,
-                 [&](int64_t chain) { return tasks.result(results, i, chain); });
+  for_each_task<Scratch<Step>>(p, tasks.groups.size(), [&](int64_t i, auto& s) {
+    for (int64_t head = 0; head < p.kv_heads && tasks.results[i] >= 0; ++head) {
+      paged.load_queries(tasks.groups[i], head, 0, s);
+      paged.finish(tasks.groups[i], head, s,
+                   [&](int64_t chain) { return tasks.result(results, i, chain, head); });
+    }
   });
 }
 

@@ -8,13 +8,15 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.ranks import message_of, run_ranks
+from hybridengine.errors import UserError
+from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
@@ -46,14 +48,18 @@ def build(path: str, dtype: str, tp_size: int, **options: Any) -> Any:
         )
 
 
-def greedy(llm: Any) -> list[list[int]]:
+def greedy(llm: Any) -> tuple[list[list[int]], int]:
+    """Return the tokens of each prompt, and how many prompt tokens were in the cache."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(
         temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False
     )
     requests = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    return [list(o.outputs[0].token_ids) for o in llm.generate(requests, sampling, use_tqdm=False)]
+    outputs = llm.generate(requests, sampling, use_tqdm=False)
+    return [list(o.outputs[0].token_ids) for o in outputs], sum(
+        o.num_cached_tokens for o in outputs
+    )
 
 
 class Checked:
@@ -118,9 +124,12 @@ def engine_body(rank: int, world_size: int, path: str, dtype: str) -> dict[str, 
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from hybridengine.rollout.vllm.attention import VARIABLE, ExactAttention, exact_attention
+    from hybridengine.rollout.vllm.attention import EXACT_ATTENTION, exact_attention
+    from hybridengine.rollout.vllm.attention_backend import ExactAttention
 
-    tokens = {"vllm": greedy(build(path, dtype, world_size))}
+    tokens: dict[str, list[list[int]]] = {}
+    own = build(path, dtype, world_size)  # is kept: its end would be that of the process group
+    tokens["vllm"], _ = greedy(own)
     checked = Checked()
     forward, update = ExactAttention.forward, ExactAttention.do_kv_cache_update
     preempt = Scheduler._preempt_request
@@ -138,9 +147,9 @@ def engine_body(rank: int, world_size: int, path: str, dtype: str) -> dict[str, 
     ):
         with exact_attention():
             llm = build(path, dtype, world_size, enable_prefix_caching=False)
-        tokens["plain"] = greedy(llm)
+        tokens["plain"], _ = greedy(llm)
         with exact_attention():
-            llm = build(
+            small = build(
                 path,
                 dtype,
                 world_size,
@@ -149,11 +158,11 @@ def engine_body(rank: int, world_size: int, path: str, dtype: str) -> dict[str, 
                 num_gpu_blocks_override=FEW_BLOCKS,
                 enable_prefix_caching=True,
             )
-        tokens["chunked"] = greedy(llm)
-        before = checked.calls["continued"]
-        greedy(llm)  # with cached prefixes
-        tokens["continued"] = [[checked.calls["continued"] - before]]
-    restored = not AttentionBackendEnum.CPU_ATTN.is_overridden() and VARIABLE not in os.environ
+        tokens["chunked"], _ = greedy(small)
+        _, checked.calls["cached"] = greedy(small)
+    restored = (
+        not AttentionBackendEnum.CPU_ATTN.is_overridden() and EXACT_ATTENTION not in os.environ
+    )
     return {"tokens": tokens, "calls": dict(checked.calls), "restored": restored}
 
 
@@ -169,7 +178,8 @@ def test_an_engine_has_the_bits_of_the_trainer(
     for result in run_ranks(engine_body, world_size, path, dtype, timeout_s=500):
         calls = result["calls"]
         assert "unequal" not in calls and "miswritten" not in calls, calls
-        assert all(calls[key] for key in ("equal", "mixed", "continued", "preempted", "written"))
+        met = ("equal", "written", "mixed", "continued", "preempted", "cached")
+        assert all(calls[key] for key in met), calls
         assert bool(calls["windowed"]) == (kind == "gemma2")
         assert result["restored"]
         tokens = result["tokens"]
@@ -177,20 +187,52 @@ def test_an_engine_has_the_bits_of_the_trainer(
             assert tokens["plain"] == tokens["vllm"] == tokens["chunked"]
 
 
-def refused_body(rank: int, world_size: int, path: str) -> str:
-    from hybridengine.rollout.vllm.environment import prepare_environment
-
-    prepare_environment()
-    from hybridengine.rollout.vllm.attention import exact_attention
-
-    with exact_attention():
-        return message_of(lambda: build(path, "float16", world_size))
+def config(**changed: Any) -> SimpleNamespace:
+    model = SimpleNamespace(dtype=changed.get("dtype", torch.float32), is_mm_prefix_lm=False)
+    transfer = changed.get("kv_transfer_config")
+    return SimpleNamespace(model_config=model, kv_transfer_config=transfer)
 
 
-@pytest.mark.slow
-def test_another_dtype_is_refused_by_name(tmp_path: Path) -> None:
-    (message,) = run_ranks(refused_body, 1, save_tiny("qwen3", tmp_path), timeout_s=200)
-    assert "UserError" in message and "dtype float16, which is not supported" in message
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"attn_type": "encoder_only"}, "encoder_only attention"),
+        ({"attn_type": "encoder_decoder"}, "encoder_decoder attention"),
+        ({"alibi_slopes": [0.5, 0.25]}, "ALiBi"),
+        ({"sinks": torch.zeros(2)}, "attention sinks"),
+        ({"dtype": torch.float16}, "dtype float16"),
+        ({"kv_cache_dtype": "fp8"}, "a key-value cache of fp8"),
+        ({"head_size": 40}, "head size 40"),
+        ({"kv_transfer_config": object()}, "the transfer of key-value caches"),
+    ],
+)
+def test_other_attention_is_refused_by_name(changed: dict[str, Any], message: str) -> None:
+    from hybridengine.rollout.vllm import attention_backend
+
+    arguments: dict[str, Any] = {
+        "num_heads": 2,
+        "head_size": 32,
+        "scale": 1.0,
+        "num_kv_heads": 1,
+        "alibi_slopes": None,
+        "sliding_window": None,
+        "kv_cache_dtype": "auto",
+    }
+    engine_keys = {"dtype", "kv_transfer_config"} & changed.keys()
+    engine = config(**{key: changed[key] for key in engine_keys})
+    arguments |= {key: value for key, value in changed.items() if key not in engine_keys}
+    with (
+        patch.object(attention_backend, "get_current_vllm_config", lambda: engine),
+        pytest.raises(UserError, match=f"uses {message}.*, which is not supported"),
+    ):
+        attention_backend.ExactAttention(**arguments)
+
+
+def test_latent_attention_is_refused() -> None:
+    from hybridengine.rollout.vllm.attention_backend import RefusedMlaBackend
+
+    with pytest.raises(UserError, match="multi-head latent attention"):
+        RefusedMlaBackend.get_impl_cls()
 
 
 WORKER = """
@@ -202,12 +244,13 @@ print(AttentionBackendEnum.CPU_ATTN.get_class().get_impl_cls().__name__)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ("1", None))
 def test_a_process_of_vllm_has_it_by_the_plugin(value: str | None) -> None:
-    from hybridengine.rollout.vllm.attention import VARIABLE
+    from hybridengine.rollout.vllm.attention import EXACT_ATTENTION
 
-    environment = {k: v for k, v in os.environ.items() if k != VARIABLE}
-    environment |= {VARIABLE: value} if value else {}
+    environment = {k: v for k, v in os.environ.items() if k != EXACT_ATTENTION}
+    environment |= {EXACT_ATTENTION: value} if value else {}
     command = [sys.executable, "-c", WORKER]
     done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=200)
     expected = "ExactAttention" if value else "CPUAttentionBackendImpl"

@@ -1,9 +1,8 @@
-"""vLLM's attention on a CPU with the bits of the trainer's: `paged_attention` as its backend.
+"""The switch that makes vLLM build engines with the trainer's attention on a CPU.
 
-`exact_attention()` makes vLLM build its engines with it. The environment variable `VARIABLE` does
-the same in the processes that vLLM starts, such as the workers of a server, by the package's
-plug-in (`transfer.register`). The key-value cache has a layout of its own in vLLM's memory; vLLM
-moves it in blocks only, so prefix caching, chunked prefill and preemption work as before.
+`exact_attention()` registers `attention_backend` with vLLM in this process, and sets the
+environment variable EXACT_ATTENTION, by which the package's plug-in (`transfer.register`) does so
+in the processes that vLLM starts meanwhile, such as the workers of a server.
 """
 
 from __future__ import annotations
@@ -11,203 +10,49 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
 
-import torch
-from torch import Tensor
-from vllm.config import get_current_vllm_config
-from vllm.v1.attention import selector
-from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionBackend,
-    CPUAttentionBackendImpl,
-    CPUAttentionMetadata,
-    CPUAttentionMetadataBuilder,
-)
-from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+EXACT_ATTENTION = "HYBRIDENGINE_EXACT_ATTENTION"
 
-from hybridengine.errors import UserError
-from hybridengine.kernels import paged_attention, write_kv_cache
-
-__all__ = ["VARIABLE", "exact_attention", "use_exact_attention"]
-
-VARIABLE = "HYBRIDENGINE_EXACT_ATTENTION"
-_HEAD_UNIT = 16
+_BACKENDS = {  # of vLLM: what takes its place
+    "CPU_ATTN": "ExactAttentionBackend",
+    "CPU_MLA": "RefusedMlaBackend",
+    "AMX_MLA": "RefusedMlaBackend",
+}
 
 
 @contextmanager
 def exact_attention() -> Iterator[None]:
-    """While open, vLLM builds engines on a CPU with the trainer's attention, in any process."""
-    overridden = {b: b.get_path() for b in _BACKENDS if b.is_overridden()}
-    variable = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = "1"
+    """While open, vLLM builds engines on a CPU with the trainer's attention.
+
+    What that does not cover raises UserError as an engine is built.
+    """
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    backends = [AttentionBackendEnum[name] for name in _BACKENDS]
+    overridden = {b: b.get_path() for b in backends if b.is_overridden()}
+    variable = os.environ.get(EXACT_ATTENTION)
+    os.environ[EXACT_ATTENTION] = "1"
     use_exact_attention()
     try:
         yield
     finally:
-        for backend in _BACKENDS:
+        for backend in backends:
             backend.clear_override()
         for backend, path in overridden.items():
             register_backend(backend, path)
         selector._cached_get_attn_backend.cache_clear()
-        del os.environ[VARIABLE]
+        del os.environ[EXACT_ATTENTION]
         if variable is not None:
-            os.environ[VARIABLE] = variable
+            os.environ[EXACT_ATTENTION] = variable
 
 
 def use_exact_attention() -> None:
     """Make vLLM build engines with the trainer's attention in this process from now on."""
-    for backend, replacement in _BACKENDS.items():
-        register_backend(backend, f"{__name__}.{replacement.__name__}")
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    for name, replacement in _BACKENDS.items():
+        path = f"hybridengine.rollout.vllm.attention_backend.{replacement}"
+        register_backend(AttentionBackendEnum[name], path)
     selector._cached_get_attn_backend.cache_clear()
-
-
-class ExactAttention(CPUAttentionBackendImpl):
-    """Decoder self-attention of a causal model; anything else is refused as the engine is built."""
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        config = get_current_vllm_config()
-        dtype = config.model_config.dtype
-        name = str(dtype).removeprefix("torch.")
-        _refuse_any(
-            (attn_type != AttentionType.DECODER, f"{attn_type} attention"),
-            (config.model_config.is_mm_prefix_lm, "bidirectional attention among image tokens"),
-            (alibi_slopes is not None, "ALiBi"),
-            (sinks is not None, "attention sinks"),
-            (dtype not in (torch.float32, torch.bfloat16), f"dtype {name}"),
-            (kv_cache_dtype not in ("auto", name), f"a key-value cache of {kv_cache_dtype}"),
-            (head_size % _HEAD_UNIT != 0, f"head size {head_size}, no multiple of {_HEAD_UNIT}"),
-            (config.kv_transfer_config is not None, "the transfer of key-value caches"),
-        )
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            sinks,
-        )
-
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: CPUAttentionMetadata | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """Write the attention of `query` [T, H, D] to `output`, from the cache alone."""
-        if attn_metadata is None:  # vLLM warms up
-            return output
-        tokens = attn_metadata.num_actual_tokens
-        paged_attention(
-            query[:tokens],
-            kv_cache,
-            attn_metadata.block_table,
-            attn_metadata.query_start_loc,
-            attn_metadata.seq_lens,
-            softmax_scale=self.scale,
-            window_size=self.sliding_window if self.sliding_window > 0 else None,
-            softcap=self.logits_soft_cap or None,
-            out=output[:tokens].view(tokens, self.num_heads, self.head_size),
-        )
-        return output
-
-    def do_kv_cache_update(
-        self,
-        layer: torch.nn.Module,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-    ) -> None:
-        """Write new keys and values; `slot_mapping` may be of fewer tokens than these."""
-        tokens = slot_mapping.shape[0]
-        write_kv_cache(key[:tokens], value[:tokens], kv_cache, slot_mapping)
-
-
-class ExactMetadataBuilder(CPUAttentionMetadataBuilder):
-    """vLLM's metadata without the schedule of its own kernel."""
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> CPUAttentionMetadata:
-        batch = common_attn_metadata
-        _refuse_any((batch.causal is not True, "attention that is not causal"))
-        return CPUAttentionMetadata(
-            num_actual_tokens=batch.num_actual_tokens,
-            max_query_len=batch.max_query_len,
-            query_start_loc=batch.query_start_loc,
-            max_seq_len=batch.max_seq_len,
-            seq_lens=batch.seq_lens,
-            block_table=batch.block_table_tensor,
-            slot_mapping=batch.slot_mapping,
-            scheduler_metadata=None,
-        )
-
-
-class ExactAttentionBackend(CPUAttentionBackend):
-    """The backend in place of `CPU_ATTN`."""
-
-    @staticmethod
-    def get_impl_cls() -> type[ExactAttention]:
-        return ExactAttention
-
-    @staticmethod
-    def get_builder_cls() -> type[ExactMetadataBuilder]:
-        return ExactMetadataBuilder
-
-
-class RefusedMlaBackend(CPUMLABackend):
-    """In place of the backends of multi-head latent attention, which vLLM would choose silently."""
-
-    @staticmethod
-    def get_impl_cls() -> NoReturn:
-        _refuse("multi-head latent attention")
-
-
-_BACKENDS = {
-    AttentionBackendEnum.CPU_ATTN: ExactAttentionBackend,
-    AttentionBackendEnum.CPU_MLA: RefusedMlaBackend,
-    AttentionBackendEnum.AMX_MLA: RefusedMlaBackend,
-}
-
-
-def _refuse_any(*cases: tuple[bool, str]) -> None:
-    """Raise UserError for the first (condition, feature) whose condition is true."""
-    for condition, feature in cases:
-        if condition:
-            _refuse(feature)
-
-
-def _refuse(feature: str) -> NoReturn:
-    raise UserError(
-        f"the engine cannot have the trainer's attention: the model or the engine uses {feature}, "
-        "which is not supported; supported is causal self-attention in float32 or bfloat16"
-    )

@@ -42,7 +42,7 @@ from hybridengine.model.parameters import parameter_shards, unwrap_peft
 from hybridengine.reshard.errors import operation
 from hybridengine.reshard.record.checkpoint import checkpoint_layout
 from hybridengine.reshard.resharder import Resharder
-from hybridengine.rollout.vllm.attention import VARIABLE, use_exact_attention
+from hybridengine.rollout.vllm.attention import EXACT_ATTENTION, use_exact_attention
 from hybridengine.rollout.vllm.in_flight import drop_cached_prefixes
 from hybridengine.rollout.vllm.post_load import PostLoadProcessing
 from hybridengine.rollout.vllm.quantized import check_quantization
@@ -64,7 +64,7 @@ def register() -> None:
     Also the trainer's attention, where `exact_attention` is open in the process that starts this.
     """
     register_trainer()
-    if os.environ.get(VARIABLE) == "1":
+    if os.environ.get(EXACT_ATTENTION) == "1":
         use_exact_attention()
     if BACKEND in WeightTransferEngineFactory._registry:
         return

@@ -138,6 +138,18 @@ def test_a_token_that_is_not_finite_spreads_only_to_those_that_see_it(operand, b
     assert torch.equal(got[~got.isnan()], expected[~got.isnan()])
 
 
+@DTYPES
+@pytest.mark.parametrize("softcap", (None, 300.0))
+@pytest.mark.parametrize("softmax_scale", (50.0, 1e30))
+def test_large_scores(softmax_scale, softcap, dtype):
+    """Weights that underflow, and scores that overflow."""
+    case = Sequences.random([700, 64], dtype=dtype)
+    options = {"softmax_scale": softmax_scale, "softcap": softcap}
+    got = Cache(case).run(seed=5, longest=200, **options)
+    assert torch.equal(got.isnan(), packed(case, **options).isnan())
+    assert torch.equal(got.nan_to_num(), packed(case, **options).nan_to_num())
+
+
 def test_padding_is_not_written():
     cache = torch.zeros(2, 1, 16, 32)
     write_kv_cache(torch.ones(3, 1, 16), torch.ones(3, 1, 16), cache, torch.tensor([-1, 20, -1]))
