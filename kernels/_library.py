@@ -13,6 +13,17 @@ from typing import Any
 import torch
 
 
+def needs_dispatcher(*tensors: torch.Tensor | None) -> bool:
+    """Return whether a call has to go through torch's dispatcher, for a gradient or a compiler.
+
+    Otherwise an operator may call its kernel itself: at the sizes of a decoding step the dispatcher
+    takes longer than the kernel.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
 def custom_op(
     name: str, *, mutates_args: str | Iterable[str], schema: str | None = None
 ) -> Callable[[Callable], Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import _check as check
 from ._backend import choose_backend, native, register_backends
-from ._library import custom_op
+from ._library import custom_op, needs_dispatcher
 from .linear.mixed_gemm import has_fast_products, mixed_gemm
 
 OP = "decode_linear"
@@ -85,7 +85,8 @@ def decode_linear(
         raise ValueError(f"{OP}: splits is {splits}; expected a divisor of K = {x.shape[-1]}.")
     chosen = choose_backend(OP, x.device, backend, x.dtype)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    out = _op(rows, weight, bias, out_dtype, splits, chosen)
+    run = _op if needs_dispatcher(x, weight, bias) else _run
+    out = run(rows, weight, bias, out_dtype, splits, chosen)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -139,8 +140,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | N
     return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=out_dtype or x.dtype)
 
 
-@custom_op(f"hybridengine::{OP}", mutates_args=())
-def _op(
+def _run(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -159,6 +159,9 @@ def _op(
     wide = torch.promote_types(x.dtype, torch.float32)
     parts = zip(x.chunk(splits, 1), weight.chunk(splits, 1), strict=True)
     return join_parts((product(*part, None, wide) for part in parts), bias, out_dtype)
+
+
+_op = custom_op(f"hybridengine::{OP}", mutates_args=())(_run)
 
 
 def join_parts(parts: Iterable[Tensor], bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

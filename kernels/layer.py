@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import _check as check
 from ._backend import choose_backend, native, register_backends
-from ._library import custom_op
+from ._library import custom_op, needs_dispatcher
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -66,7 +66,11 @@ def rms_norm(
     chosen = choose_backend(op, x.device, backend, x.dtype)
     if chosen == "reference":
         return _rms_norm_reference(x, weight, eps, offset, round_first)
-    out, _ = torch.ops.hybridengine.rms_norm(_rows(x), weight, eps, offset, round_first)
+    if needs_dispatcher(x, weight):
+        out, _ = torch.ops.hybridengine.rms_norm(_rows(x), weight, eps, offset, round_first)
+    else:
+        rows, contiguous = _rows(x), weight.contiguous()
+        out, _ = native().rms_norm(rows, contiguous, eps, offset, round_first, False)
     return out.view(x.shape)
 
 
@@ -107,7 +111,10 @@ def gated_activation(
     chosen = choose_backend(op, gate.device, backend, gate.dtype)
     if chosen == "reference":
         return _gated_reference(gate, up, activation)
-    out = torch.ops.hybridengine.gated_activation(_rows(gate), _rows(up), activation)
+    if needs_dispatcher(gate, up):
+        out = torch.ops.hybridengine.gated_activation(_rows(gate), _rows(up), activation)
+    else:
+        out = native().gated_activation(_rows(gate), _rows(up), activation)
     return out.view(gate.shape)
 
 

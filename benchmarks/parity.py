@@ -1,0 +1,147 @@
+"""Log-probs that a vLLM engine returns against those of the trained model, bit by bit.
+
+Two ranks: FSDP2 over both, an engine of TP 1 on each or of TP 2 over both, weights by the sync. The
+engine generates for prompts of 1 to 300 tokens of which many share a prefix, with a cache that is
+too small (so that sequences are preempted), prompts in chunks, and hits of the prefix cache. The
+model computes the same tokens packed, with shared prefixes once. `exact` is `rollout.exact`; a row
+counts the tokens and those whose float32 log-probs differ in any bit.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks._bench import OURS, Bench
+from tests.ranks import run_ranks
+from tests.tiny_models import VOCAB, save_tiny
+
+KINDS = ("llama", "qwen2", "qwen3", "gemma", "mistral")
+TOKENS, QUICK_TOKENS = 200_000, 400  # of a kind, over TP 1 and 2 and their ranks
+MODEL = Path(".cache/demo/smollm2-135m-instruct")  # `python examples/demo/prepare.py`
+MODEL_TOKENS = 10_000
+ROUND_PROMPTS, RESPONSES, MAX_TOKENS = 24, 4, 128
+
+
+def run(bench: Bench) -> None:
+    cases = [(kind, tp_size) for kind in KINDS for tp_size in (1, 2)]
+    for kind, tp_size in cases[1:2] if bench.quick else cases:
+        for exact in (True, False):
+            with tempfile.TemporaryDirectory() as folder:
+                path = save_tiny(kind, folder)
+                wanted = QUICK_TOKENS if bench.quick else TOKENS // (2 if exact else 20)
+                _add(bench, f"{kind} TP {tp_size}", path, VOCAB, tp_size, exact, wanted)
+    if MODEL.is_dir() and not bench.quick:
+        for tp_size, exact in ((1, True), (1, False)):
+            _add(
+                bench,
+                f"SmolLM2-135M TP {tp_size}",
+                str(MODEL),
+                49_152,
+                tp_size,
+                exact,
+                MODEL_TOKENS,
+            )
+
+
+def _add(
+    bench: Bench, shape: str, path: str, vocab: int, tp_size: int, exact: bool, wanted: int
+) -> None:
+    results = run_ranks(_rank, 2, path, vocab, tp_size, exact, wanted, timeout_s=1500)
+    tokens, differing = (sum(r[i] for r in results) // (tp_size if i < 2 else 1) for i in (0, 1))
+    largest, seconds = (max(r[i] for r in results) for i in (2, 3))
+    bench.add(
+        "parity",
+        "exact" if exact else "default",
+        OURS,
+        f"{shape} {tokens} tokens",
+        f"  {differing} differ, by up to {largest:.1e}",
+        dtype="float32",
+        ms_p50=seconds * 1e3,
+        error_vs_float64=largest,
+    )
+
+
+def _rank(
+    rank: int, world_size: int, path: str, vocab: int, tp_size: int, exact: bool, wanted: int
+) -> tuple[int, int, float, float]:
+    """Return tokens, how many differ, the largest difference, and seconds, of this rank."""
+    from transformers import AutoConfig
+
+    from hybridengine.model import (
+        load_causal_lm,
+        pack_rollouts,
+        packed_log_probs,
+        parameter_shards,
+        sharding_mesh,
+        use_exact_operators,
+    )
+    from hybridengine.reshard import Resharder
+    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
+    from hybridengine.rollout import SamplingSpec
+    from hybridengine.rollout.vllm.engine import VllmEngine
+
+    checkpoint = checkpoint_layout_from_config(AutoConfig.from_pretrained(path))
+    is_tiny = vocab == VOCAB
+    engine = VllmEngine(
+        path,
+        checkpoint,
+        tp_size=tp_size,
+        max_model_len=512,
+        stop_token_ids=[vocab - 1],
+        dtype=torch.float32,
+        kv_cache_bytes=(6 << 20 if is_tiny else 64 << 20) // tp_size,
+        exact=exact,
+        engine_options={
+            "enforce_eager": True,
+            "max_num_batched_tokens": 96,
+            "max_num_seqs": 64,
+            "hf_overrides": {"head_dtype": "float32"},
+        },
+    )
+    sliced = engine.target.layout.sliced_dims(checkpoint.parameters)
+    splits = {name: tp_size for name, dim in sliced.items() if dim == 1}
+    model = load_causal_lm(
+        path,
+        mesh=sharding_mesh("cpu", world_size),
+        shard_dim1=lambda name: False,
+        param_dtype=torch.float32,
+        adapt=partial(use_exact_operators, splits=splits) if exact else None,
+    )
+    Resharder(lambda: parameter_shards(model), engine).sync(0)
+    draw = random.Random(rank // tp_size)
+    tokens = lambda n: [draw.randrange(3, vocab) for _ in range(n)]  # noqa: E731
+    count = differing = number = 0
+    largest, start, done = 0.0, time.perf_counter(), torch.zeros(1)
+    shared = tokens(180)
+    while not done.item():
+        prompts = [
+            shared[: draw.randrange(181)] + tokens(draw.randrange(1, 120))
+            for _ in range(ROUND_PROMPTS)
+        ]
+        spec = SamplingSpec(n=RESPONSES, temperature=0.9, max_tokens=MAX_TOKENS)
+        groups = engine.generate(prompts, spec, seed=number)
+        pairs: list[tuple[Any, Any]] = [
+            (prompt, list(response.token_ids))
+            for prompt, group in zip(prompts, groups, strict=True)
+            for response in group
+        ]
+        theirs = torch.tensor([x for group in groups for r in group for x in r.log_probs])
+        batch = pack_rollouts(pairs, shared_prefix=number % 2 == 0)
+        with torch.no_grad():
+            ours, _ = packed_log_probs(model, batch, spec.temperature)
+        count, number = count + len(ours), number + 1
+        differing += int((ours != theirs).sum())
+        largest = max(largest, (ours - theirs).abs().max().item())
+        done[0] = count * world_size >= wanted * tp_size
+        dist.all_reduce(done, dist.ReduceOp.MIN)  # ranks gather weights together
+    seconds = time.perf_counter() - start
+    engine.shutdown()
+    return count, differing, largest, seconds
