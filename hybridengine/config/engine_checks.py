@@ -132,7 +132,7 @@ def _exact(config: RLConfig) -> Iterator[str]:
     if config.rollout.name == "hf":
         yield "rollout.name is hf, but rollout.exact replaces operators of vLLM; leave it auto"
     engine, trainer = config.rollout.dtype, config.actor.fsdp_config.dtype
-    if engine != trainer or trainer not in ("float32", "bfloat16"):
+    if engine not in ("auto", trainer) or trainer == "float16":
         yield (
             f"rollout.dtype is {engine} and actor.fsdp_config.dtype {trainer}, but rollout.exact "
             "needs the same for both, float32 or bfloat16; leave rollout.dtype auto"

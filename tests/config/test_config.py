@@ -247,6 +247,28 @@ def test_what_servers_refuse(overrides, message):
     assert load(servers, off_policy).staleness == 0
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.servers=[http://10.0.0.5:8000]",
+        "rollout.quantization=fp8",
+        "rollout.top_p=0.9",
+        "rollout.top_k=5",
+        "model.lora_rank=4",
+        "model.compile=true",
+        "model.use_fused_kernels=false",
+        "rollout.name=hf",
+        "rollout.dtype=bfloat16",
+    ],
+)
+def test_what_exact_rollouts_refuse(override):
+    key = override.partition("=")[0]
+    base = ("rollout.exact=true", "actor.fsdp_config.dtype=float32")
+    assert load(*base).exact
+    with pytest.raises(ConfigError, match=rf"{re.escape(key)} is .*rollout\.exact"):
+        load(*base, override)
+
+
 def test_compiled_layers_are_one_fsdp_group():
     size = "actor.fsdp_config.wrap_policy.min_num_params"
     with pytest.raises(ConfigError, match=rf"model\.compile is true and {size} is 9"):
