@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
@@ -24,52 +25,46 @@ def parameter_views(
 
     weights: the engine's tensors by the names of the layout.
     shapes: of the parameters.
-    dtype: of the trainer's computation.
+    dtype: of the computation.
 
     Raises LayoutError for a parameter that the engine holds in another form.
     """
-    copies: dict[str, list[Copy]] = {name: [] for name in shapes}
+    parts: dict[str, dict[str, list[Copy]]] = {name: defaultdict(list) for name in shapes}
     for copy in layout.copies:
-        if copy.source in copies:
-            copies[copy.source].append(copy)
-    return {n: _view(n, shapes[n], own, layout, weights, dtype) for n, own in copies.items()}
+        if copy.source in parts:
+            parts[copy.source][copy.destination].append(copy)
+    views = {}
+    for name, shape in shapes.items():
+        found = [
+            _view(name, shape, weights[destination], copies, dtype)
+            for destination, copies in parts[name].items()
+            if destination not in layout.quantized
+        ]
+        if name in layout.fallback or len(found) < max(1, len(parts[name])):
+            raise LayoutError(f"the engine does not hold the values of {name!r}")
+        if len({view.data_ptr() for view in found}) > 1:
+            raise LayoutError(f"the engine holds {name!r} {len(found)} times")
+        views[name] = found[0]
+    return views
 
 
 def _view(
-    name: str,
-    shape: Shape,
-    copies: list[Copy],
-    layout: EngineLayout,
-    weights: Mapping[str, torch.Tensor],
-    dtype: torch.dtype,
+    name: str, shape: Shape, tensor: torch.Tensor, copies: list[Copy], dtype: torch.dtype
 ) -> torch.Tensor:
-    views = []
-    for copy in copies:
-        tensor = weights[copy.destination]
-        if copy.destination in layout.quantized:
-            raise LayoutError(f"the engine holds {name!r} quantized")
-        if tensor.dtype != dtype:
-            raise LayoutError(
-                f"the engine holds {name!r} in {tensor.dtype}, and the trainer computes in {dtype}"
-            )
-        if not _is_contiguous(copy, math.prod(shape)):
-            raise LayoutError(
-                f"the engine holds {name!r} in another order, or in several parts, in "
-                f"{copy.destination!r}"
-            )
-        offset = tensor.storage_offset() + copy.destination_offset
-        views.append(tensor.as_strided(shape, contiguous_strides(shape), offset))
-    if name in layout.fallback or not views:
-        raise LayoutError(f"the engine does not hold {name!r} as it is")
-    if len({view.data_ptr() for view in views}) > 1:
-        raise LayoutError(f"the engine holds {name!r} {len(views)} times")
-    return views[0]
+    """Return the view of an engine's tensor into which `copies` write a parameter."""
+    if tensor.dtype != dtype:
+        raise LayoutError(
+            f"the engine holds {name!r} in {tensor.dtype}, and the trainer computes in {dtype}"
+        )
+    # Element i of the parameter has to be element i + offset of the tensor.
+    offsets = {copy.destination_offset - copy.source_offset for copy in copies}
+    is_complete = sum(copy.numel for copy in copies) == math.prod(shape)
+    if len(offsets) > 1 or not is_complete or not all(map(_keeps_distances, copies)):
+        raise LayoutError(f"the engine holds {name!r} in another order, or not all of it")
+    offset = tensor.storage_offset() + offsets.pop()
+    return tensor.as_strided(shape, contiguous_strides(shape), offset)
 
 
-def _is_contiguous(copy: Copy, numel: int) -> bool:
-    """Return whether it copies all `numel` elements of its source to consecutive addresses."""
-    axes = zip(copy.sizes, copy.source_strides, copy.destination_strides, strict=True)
-    steps = [axis for axis in axes if axis[0] > 1]  # the strides of one step have no meaning
-    contiguous = contiguous_strides(tuple(size for size, _, _ in steps))
-    strides = ((source, destination) for _, source, destination in steps)
-    return copy.numel == numel and list(strides) == [(step, step) for step in contiguous]
+def _keeps_distances(copy: Copy) -> bool:
+    steps = zip(copy.sizes, copy.source_strides, copy.destination_strides, strict=True)
+    return all(size == 1 or source == destination for size, source, destination in steps)

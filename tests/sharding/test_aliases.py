@@ -41,6 +41,13 @@ def test_rows_of_fused_and_padded_tensors() -> None:
     assert {view.untyped_storage().data_ptr() for view in views.values()} == storages
 
 
+def test_parts_that_are_together() -> None:
+    """A tower's qkv is loaded in three parts; experts one by one, gate and up in turns."""
+    parts = [Copy("q", "qk", at, at + 4, (2, 4), (4, 1), (4, 1)) for at in (0, 16, 8)]
+    views = parameter_views(layout_of(parts, WEIGHTS), WEIGHTS, {"q": (6, 4)}, torch.float32)
+    assert torch.equal(views["q"], WEIGHTS["qk"][1:])
+
+
 def test_a_slice_of_a_tensor_that_begins_inside_its_storage() -> None:
     storage = torch.arange(30.0)
     weights = WEIGHTS | {"ln": storage[10:14]}
@@ -52,9 +59,16 @@ def test_a_slice_of_a_tensor_that_begins_inside_its_storage() -> None:
     ("copies", "message"),
     [
         ([Copy("q", "qk", 0, 0, (6, 4), (4, 1), (1, 6))], "'q' in another order"),
-        ([Copy("q", "qk", 0, 0, (3, 4), (4, 1), (4, 1))], "or in several parts, in 'qk'"),
+        ([Copy("q", "qk", 0, 0, (3, 4), (4, 1), (4, 1))], "'q' in another order, or not all of it"),
         ([Copy("q", "qk", 0, 0, (6, 4), (0, 1), (4, 1))], "'q' in another order"),
-        ([], "does not hold 'q' as it is"),
+        (
+            [
+                Copy("q", "qk", 0, 4, (3, 4), (4, 1), (4, 1)),
+                Copy("q", "qk", 12, 0, (3, 4), (4, 1), (4, 1)),
+            ],
+            "'q' in another order",
+        ),
+        ([], "does not hold the values of 'q'"),
         (
             [
                 Copy("q", "qk", 0, 0, (6, 4), (4, 1), (4, 1)),
@@ -74,10 +88,10 @@ def test_other_values_are_refused_by_name() -> None:
     with pytest.raises(LayoutError, match=r"'q' in torch.float32.*computes in torch.bfloat16"):
         parameter_views(layout, WEIGHTS, SHAPES, torch.bfloat16)
     quantized = replace(layout, quantized={"ln": Quantized(torch.bfloat16, "scale")})
-    with pytest.raises(LayoutError, match="'norm' quantized"):
+    with pytest.raises(LayoutError, match="the values of 'norm'"):
         parameter_views(quantized, WEIGHTS, SHAPES, torch.float32)
     loaded = replace(layout, fallback={"embed": "table: no copy"})
-    with pytest.raises(LayoutError, match="does not hold 'embed' as it is"):
+    with pytest.raises(LayoutError, match="the values of 'embed'"):
         parameter_views(loaded, WEIGHTS, SHAPES, torch.float32)
 
 
