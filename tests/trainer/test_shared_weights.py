@@ -74,6 +74,7 @@ def body(rank: int, world_size: int, path: str, dtype: torch.dtype) -> dict[str,
             shard_dim1=lambda name: False,
             param_dtype=dtype,
             adapt=lambda model: apply_lora(model, 3, 6.0),
+            gradient_checkpointing=world_size == 2,
             **options,
         )
 
