@@ -60,6 +60,7 @@ from hybridengine.trainer.build_models import saved_states
 from hybridengine.trainer.images import check_images
 from hybridengine.trainer.routes import config_route_shape
 from hybridengine.trainer.shared_prefix import no_sharing_reason
+from hybridengine.trainer.shared_weights import unshared_reason
 
 __all__ = ["check_grpo", "check_launch", "check_sft"]
 
@@ -92,8 +93,9 @@ def check_grpo(
                 fits(config, model)
         with faults:
             check_sequence_parallel(model, config.actor.ulysses_sequence_parallel_size)
-        with faults:
-            no_sharing_reason(config)
+        for reason in (no_sharing_reason, unshared_reason):
+            with faults:
+                reason(config)
         with faults:
             config_route_shape(config)
         with faults:

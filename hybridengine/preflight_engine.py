@@ -23,6 +23,7 @@ from hybridengine.rollout.vllm.options import check_engine_options, check_plugin
 from hybridengine.trainer.algorithms import uses_critic
 from hybridengine.trainer.build import engine_name
 from hybridengine.trainer.build_models import num_shards
+from hybridengine.trainer.shared_weights import unshared_reason
 
 _GIB = 2**30
 _MASTER, _MOMENTS = 4, 8  # bytes of a weight and of its state in AdamW, float32
@@ -166,7 +167,8 @@ def resident_bytes(config: RLConfig, numel: int) -> float:
     fsdp, is_full = config.actor.fsdp_config, not config.model.lora_rank
     critics = uses_critic(config) and not config.num_critic_ranks
     frozen = config.uses_reference and is_full
-    of_weight = 0 if fsdp.param_offload else _MASTER * (1 + frozen + critics)
+    own = is_full or unshared_reason(config) is not None  # no base in the engine's weights
+    of_weight = 0 if fsdp.param_offload else _MASTER * (own + frozen + critics)
     of_weight += 0 if fsdp.optimizer_offload else _MOMENTS * (is_full + critics)
     return of_weight * numel / num_shards(config)
 

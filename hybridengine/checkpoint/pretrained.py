@@ -121,12 +121,13 @@ def _full_state_dict(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, to
     adapters, state_dict = adapter_shards(model), {}
     for name, tensor in parameter_shards(model).items():
         if name in adapters:
-            tensor = adapters[name].merge_full(tensor).to(dtype)
+            # A base in the engine's dtype would round the sum before `dtype` does.
+            tensor = adapters[name].merge_full(tensor.float()).to(dtype)
         elif tensor.is_floating_point():
             tensor = tensor.to(dtype)  # before the gather
         full = full_tensor(tensor)
         if dist.get_rank() == 0:
-            state_dict[name] = full.cpu()
+            state_dict[name] = full.to("cpu", copy=full is tensor)  # no view of the engine's
     return state_dict
 
 

@@ -23,14 +23,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hybridengine.checkpoint.folders import TENSORS
 from hybridengine.checkpoint.metadata import MetadataReader
 from hybridengine.errors import CheckpointError
 from hybridengine.model.offload import on_device
 from hybridengine.model.optim import Optimizer
-from hybridengine.model.parameters import is_finite, parameter_shards
+from hybridengine.model.parameters import frozen_parameters, is_finite, parameter_shards
 from hybridengine.runtime import all_ranks
 from hybridengine.storage import file_records
 from hybridengine.writes import writing_to
@@ -250,5 +249,6 @@ def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     shards = parameter_shards(model)
     if not hasattr(model, "peft_config"):
         return shards
-    buffers = {n: x for n, x in shards.items() if not isinstance(x, DTensor)}
+    frozen = frozen_parameters(model)
+    buffers = {n: x for n, x in shards.items() if n not in frozen}
     return buffers | {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}

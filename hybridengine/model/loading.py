@@ -33,6 +33,7 @@ from hybridengine.model.compile import compile_layers
 from hybridengine.model.expert_parallel import EXPERT_DIM, distribute_experts
 from hybridengine.model.experts import EXPERTS
 from hybridengine.model.flash_attention import choose_flash_kernel
+from hybridengine.model.frozen_base import base_parameters, fill_base, place_base
 from hybridengine.model.head import patch_head
 from hybridengine.model.lora import columns_of
 from hybridengine.model.offload import Offloader
@@ -81,6 +82,7 @@ def load_causal_lm(
     deterministic: bool = False,
     config_overrides: Mapping[str, Any] = MappingProxyType({}),
     expert_parallel_size: int = 1,
+    base_memory: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> PreTrainedModel:
     """Load the model at `path` (folder or hub name) onto `mesh` (`sharding_mesh`); collective.
 
@@ -109,6 +111,8 @@ def load_causal_lm(
         config_overrides: entries of config.json → other values (`check_model`).
         expert_parallel_size: consecutive ranks over which the experts of a mixture are divided
             (`hybridengine.model.expert_parallel`); a 1-D mesh of all ranks, and no min_num_params.
+        base_memory: frozen parameter, by its name without adapters → the tensor, in `param_dtype`,
+            that holds it unsharded on every rank (`hybridengine.model.frozen_base`).
 
     Raises:
         ModelError: on every rank, also if only rank 0 fails (unreadable or missing weights).
@@ -142,6 +146,7 @@ def load_causal_lm(
         names = "efsdp", EXPERT_DIM
         expert_mesh = _mesh_2d(mesh.device_type, mesh.size(), expert_parallel_size, names)
         expert_mesh._flatten()  # so that DTensor reduces a norm over both dimensions at once
+    base = base_parameters(model, base_memory)
     _shard(
         model,
         groups,
@@ -151,18 +156,24 @@ def load_causal_lm(
         cpu_offload,
         reshard_after_forward,
         expert_mesh,
+        set(base.values()),
     )
     if forward_prefetch:
         for group, following in pairwise(groups):
             assert isinstance(group, fsdp.FSDPModule) and isinstance(following, fsdp.FSDPModule)
             group.set_modules_to_forward_prefetch([following])
-    _load_weights(model, weights, mesh, cpu_offload)
+    place_base(model, base, base_memory)
+    _load_weights(model, weights, mesh, cpu_offload, base_memory)
     model.eval()
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in layers:
             layer.training = True
-    offloader = Offloader(lambda: parameter_shards(model).values(), param_offload)
+
+    def shards() -> list[torch.Tensor]:
+        return [x for name, x in parameter_shards(model).items() if name not in base_memory]
+
+    offloader = Offloader(shards, param_offload)
     model.offloader = offloader  # type: ignore[assignment]
     return model
 
@@ -298,10 +309,12 @@ def _shard(
     cpu_offload: bool,
     reshard_after_forward: bool,
     expert_mesh: DeviceMesh | None,
+    ignored: set[nn.Parameter],
 ) -> None:
     """Apply FSDP2 to each of `groups` and to the rest of `model`, in place.
 
     expert_mesh: over which experts are divided and sharded, see `distribute_experts`.
+    ignored: parameters that are not sharded.
     """
     experts = distribute_experts(model, expert_mesh) if expert_mesh is not None else []
     names = {id(p): columns_of(name) for name, p in model.named_parameters()}
@@ -319,6 +332,7 @@ def _shard(
         "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned)
         if cpu_offload
         else fsdp.OffloadPolicy(),
+        "ignored_params": ignored,
     }
     for module in experts:  # FSDP2 requires inner modules first
         assert expert_mesh is not None
@@ -335,15 +349,28 @@ def _shard(
 
 
 def _load_weights(
-    model: nn.Module, weights: nn.Module | None, mesh: DeviceMesh, cpu_offload: bool
+    model: nn.Module,
+    weights: nn.Module | None,
+    mesh: DeviceMesh,
+    cpu_offload: bool,
+    base_memory: Mapping[str, torch.Tensor],
 ) -> None:
     """Materialize the sharded meta `model` from `weights`, the full model on rank 0."""
     device = torch.device(mesh.device_type)
-    model.to_empty(device="cpu" if cpu_offload else device)
+    home = torch.device("cpu") if cpu_offload else device
+    # As `to_empty`, which would also replace the memory of the base.
+    model._apply(lambda x: torch.empty_like(x, device=home) if x.device.type == "meta" else x)
+    fill_base(base_memory, weights)
+    own_state = {} if weights is None else weights.state_dict(keep_vars=True)
+    in_base = (
+        set() if weights is None else {*map(id, base_parameters(weights, base_memory).values())}
+    )
     set_model_state_dict(
         model,
-        {} if weights is None else weights.state_dict(),
-        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+        {name: x.detach() for name, x in own_state.items() if id(x) not in in_base},
+        options=StateDictOptions(
+            full_state_dict=True, broadcast_from_rank0=True, strict=not base_memory
+        ),
     )
     # Computed buffers (rotary frequencies) are not in the state dict. Buffers are not offloaded.
     own = None if weights is None else dict(weights.named_buffers())

@@ -108,6 +108,19 @@ class EngineLayout:
             copies=self.copies + added.copies,
         )
 
+    def without(self, sources: Iterable[str]) -> EngineLayout:
+        """Return the layout of the tensors that are written from other sources than these."""
+        left_out = set(sources)
+        copies = [copy for copy in self.copies if copy.source not in left_out]
+        written = {copy.destination for copy in copies}
+        return replace(
+            self,
+            destinations={n: spec for n, spec in self.destinations.items() if n in written},
+            copies=copies,
+            constants=[constant for constant in self.constants if constant[0] in written],
+            quantized={n: q for n, q in self.quantized.items() if n in written},
+        )
+
     def sliced_dims(self, shapes: Mapping[str, Shape]) -> dict[str, int]:
         """Return source → the dimension of which this engine rank reads only a part.
 

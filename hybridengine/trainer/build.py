@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Collection
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -270,11 +271,21 @@ def find_stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) ->
     return sorted(token for token in tokens if token is not None)
 
 
-def build_resharder(config: RLConfig, actor: Actor, engine: RolloutEngine) -> Resharder:
-    """Build the weight sync from the policy's shards into the engine."""
+def build_resharder(
+    config: RLConfig, actor: Actor, engine: RolloutEngine, shared: Collection[str] = ()
+) -> Resharder:
+    """Build the weight sync from the policy's shards into the engine.
+
+    shared: parameters that are the engine's own tensors.
+    """
     mib = config.reshard.bucket_mib
+
+    def parameters() -> dict[str, torch.Tensor]:
+        shards = parameter_shards(actor.model)
+        return {name: shard for name, shard in shards.items() if name not in shared}
+
     return Resharder(
-        partial(parameter_shards, actor.model),
+        parameters,
         engine,
         bucket_bytes=None if mib is None else mib << 20,
         adapters=partial(adapter_shards, actor.model),

@@ -44,6 +44,7 @@ def load_model(
     is_trained: bool = False,
     splits: Mapping[str, int] = MappingProxyType({}),
     shard_dim1: Callable[[str], bool] = lambda name: False,
+    base_memory: Mapping[str, torch.Tensor] = MappingProxyType({}),
     **options: bool,
 ) -> Any:
     """Load one model of the run, sharded by `config.sharding`.
@@ -51,7 +52,7 @@ def load_model(
     path: of the weights; empty: model.path.
     is_trained: it is the policy, or the model of SFT: it gets adapters and the settings of routers.
     splits: of the policy with rollout.exact, see `use_exact_operators`.
-    options: further options of `load_causal_lm`.
+    base_memory, options: further options of `load_causal_lm`.
     """
     fsdp, model, router = config.sharding, config.model, config.router
     rank, alpha, modules = model.lora_rank, model.lora_alpha, model.target_modules
@@ -103,6 +104,7 @@ def load_model(
         deterministic=config.deterministic,
         expert_parallel_size=fsdp.expert_parallel_size if is_policy else 1,
         adapt=adapt if changes else None,
+        base_memory=base_memory,
         config_overrides=model.config_overrides if path in ("", model.path) else {},
         **options,
     )
@@ -152,10 +154,12 @@ def build_actor(
     dp: DataParallel,
     updates: int,
     steps: int,
+    base_memory: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Actor:
     """Build the policy under FSDP2 over all ranks; updates: optimizer steps in all its steps.
 
     sliced_dims: which dimensions an engine on these ranks slices (`EngineLayout.sliced_dims`).
+    base_memory: of the frozen base under LoRA, where it is the engine's (`shared_weights`).
 
     `dim1_parameters` are sharded in dim 1, so that a weight sync moves less. The reference is a
     copy of the policy, or under LoRA the policy without its adapters; a teacher is another model.
@@ -178,7 +182,7 @@ def build_actor(
         if config.actor.router_replay == "rollout":
             RouterReplay(frozen)
         reference = partial(on_device, frozen)
-    model = load(is_trained=True)
+    model = load(is_trained=True, base_memory=base_memory)
     if config.actor.router_replay != "off":
         RouterReplay(model)
     if config.uses_reference and config.model.lora_rank:

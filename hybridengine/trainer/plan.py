@@ -24,6 +24,7 @@ from hybridengine.trainer.algorithms import uses_critic
 from hybridengine.trainer.build import checkpoint_layout, engine_name
 from hybridengine.trainer.build_models import num_shards
 from hybridengine.trainer.shared_prefix import no_sharing_reason
+from hybridengine.trainer.shared_weights import unshared_reason
 
 _GIB = 2.0**30
 _Config = TypeVar("_Config", bound=JobConfig)
@@ -211,7 +212,8 @@ def _memory_gib(config: RLConfig) -> dict[str, float]:
         -(-config.max_sequence_length // config.sequence_parallel_size),
     )
     lora = config.model.lora_rank > 0  # frozen weights have neither gradients nor moments
-    parts = {"policy": (4.0 if lora else 16.0) * numel / num_shards(config)}
+    shared = unshared_reason(config) is None  # the base of LoRA is the engine's weights
+    parts = {"policy": (4.0 if lora else 16.0) * numel * (not shared) / num_shards(config)}
     if config.uses_reference and not lora:
         parts["reference"] = 4.0 * numel / num_shards(config)
     if path := config.algorithm.distill.teacher_path:

@@ -98,7 +98,14 @@ class RLTrainer(BaseTrainer[RLConfig]):
             self.critic = remote = RemoteCritic(config, session, updates)
         with session.phase("load_model"):
             self.dp = build_data_parallel(config, session)
-            self.actor = build_actor(config, self.source.sliced_dims, self.dp, updates, self.steps)
+            self.actor = build_actor(
+                config,
+                self.source.sliced_dims,
+                self.dp,
+                updates,
+                self.steps,
+                self.source.base.memory,
+            )
             self.model = self.actor.model
             trained: dict[str, Learner] = {"actor": self.actor}
             if uses_critic(config) and remote is None:

@@ -23,10 +23,16 @@ from hybridengine.trainer.generation import RolloutGenerator
 from hybridengine.trainer.models import Actor
 from hybridengine.trainer.reward_model import RewardModel
 from hybridengine.trainer.rollouts import Rollouts
+from hybridengine.trainer.shared_weights import SharedBase, share_base
 
 
 class RolloutSource(ABC):
-    """All methods are collective over the trainer ranks."""
+    """All methods are collective over the trainer ranks.
+
+    base: the base of the policy where it is the engine's weights.
+    """
+
+    base = SharedBase()
 
     @abstractmethod
     def sliced_dims(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
@@ -91,6 +97,7 @@ class ColocatedRollouts(RolloutSource):
         self._reward, self._loader, self._sampling = reward, loader, sampling
         with session.phase("start_engine"):
             self.engine = build_engine(config, tokenizer)
+            self.base = share_base(config, self.engine)
         self.engine.sleep()
 
     def sliced_dims(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
@@ -98,7 +105,7 @@ class ColocatedRollouts(RolloutSource):
 
     def connect(self, actor: Actor, reward_model: RewardModel | None) -> None:
         with self._session.phase("plan_reshard"):
-            self._resharder = build_resharder(self._config, actor, self.engine)
+            self._resharder = build_resharder(self._config, actor, self.engine, self.base.memory)
         agents = build_agents(self._config, self._tokenizer)
         scoring = (self._tokenizer, self._reward, self._session, reward_model)
         self._generator = RolloutGenerator(self.engine, *scoring, agents)
@@ -125,6 +132,9 @@ class ColocatedRollouts(RolloutSource):
             f"{max(plan.lower_bound) / mib:.1f}), {len(plan.buckets)} buckets of up to "
             f"{plan.staging_bytes / mib:.1f} MiB"
         }
+        if self._config.model.lora_rank:
+            own = f"shards of the trainer's own: {self.base.reason}"
+            rows["frozen base"] = own if self.base.reason else "the engine's weights"
         return rows | ({"fully gathered": ", ".join(plan.fallback)} if plan.fallback else {})
 
     def summary(self, last: SyncReport) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.reshard.plan.senders import ranks_per_node
+from hybridengine.reshard.target import write_constants
 from hybridengine.rollout.engine import (
     CacheSize,
     Prompt,
@@ -57,7 +58,8 @@ from hybridengine.rollout.vllm.sleep import Level2Sleep
 from hybridengine.rollout.vllm.stream import VllmStream
 from hybridengine.rollout.vllm.weights import LoraSlot, VllmWeights, slot_options
 from hybridengine.runtime.all_ranks import broadcast_value
-from hybridengine.sharding.layout import CheckpointLayout
+from hybridengine.sharding.aliases import parameter_views
+from hybridengine.sharding.layout import CheckpointLayout, LayoutError
 from hybridengine.sharding.tp_groups import tp_groups
 from hybridengine.vision import ImagePreparer
 
@@ -110,7 +112,7 @@ class VllmEngine(RolloutEngine):
 
         world_size = dist.get_world_size()
         groups = tp_groups(world_size, tp_size, ranks_per_node(world_size))
-        self.tp_size, self.replicas = tp_size, len(groups)
+        self.tp_size, self.replicas, self.checkpoint = tp_size, len(groups), checkpoint
         self.replica = next(j for j, group in enumerate(groups) if dist.get_rank() in group)
         self._stop_token_ids, self.free_cache = list(stop_token_ids), free_cache
         options = {"skip_tokenizer_init": not stop_texts, **dict(engine_options or {})}
@@ -158,6 +160,7 @@ class VllmEngine(RolloutEngine):
         self.target.slot = self._slot
         sleeps = free_cache and torch.cuda.is_available()
         self._level2_sleep = Level2Sleep.of(self._llm) if sleeps else None
+        self._keeps_weights = False
         self.target.discards_weights = self._level2_sleep is not None
         if not torch.cuda.is_available():
             model = self._runner.get_model()
@@ -168,6 +171,28 @@ class VllmEngine(RolloutEngine):
     def llm(self) -> Any:
         """The `vllm.LLM` of this rank."""
         return self._llm
+
+    def share_weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return the trained parameters as views of the engine's tensors, which the caller fills.
+
+        From then on a sync writes the other parameters only (buffers, adapters), and `sleep` frees
+        the key-value cache alone. dtype: of the trainer's computation.
+
+        Raises LayoutError where the engine holds a parameter in another form.
+        """
+        target, checkpoint = self.target, self.checkpoint
+        if self.tp_size > 1:
+            raise LayoutError(f"the engine divides its weights over {self.tp_size} ranks")
+        if self._level2_sleep is None and self.free_cache and torch.cuda.is_available():
+            raise LayoutError("the engine's sleep_mode_backend is not vLLM's own")
+        shapes = {n: s for n, s in checkpoint.parameters.items() if n not in checkpoint.buffers}
+        weights = target.weights()
+        views = parameter_views(target.layout, weights, shapes, dtype)
+        write_constants(target.layout, weights)
+        target.layout = target.layout.without(views)
+        self._level2_sleep, self._keeps_weights = None, True
+        target.discards_weights = False
+        return views
 
     def _generate(
         self, prompts: Sequence[Prompt], spec: SamplingSpec, seed: int
@@ -244,7 +269,10 @@ class VllmEngine(RolloutEngine):
     def _suspend(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            if self._level2_sleep is None:
+            if self._keeps_weights:
+                self.target.reset_caches()
+                self._llm.llm_engine.model_executor.discard(("kv_cache",))
+            elif self._level2_sleep is None:
                 self._llm.sleep(level=1)
             else:
                 self._level2_sleep.sleep(self._written_in_full())
@@ -255,7 +283,7 @@ class VllmEngine(RolloutEngine):
             _release_pages(cache.untyped_storage())
 
     def _resume(self, part: str) -> None:
-        if not torch.cuda.is_available():
+        if not torch.cuda.is_available() or (part == "weights" and self._keeps_weights):
             return
         if part == "weights" and self._level2_sleep is not None:
             self._level2_sleep.wake_weights()

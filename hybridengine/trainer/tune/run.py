@@ -124,7 +124,9 @@ def _syncs(job: RLJob) -> Iterator[Probe]:
         config = replace(config, reshard=replace(config.reshard, bucket_mib=mib, delta="off"))
         with on_device(job.model):
             job.source.sleep()
-            resharder = build_resharder(config, job.actor, job.source.engine)
+            resharder = build_resharder(
+                config, job.actor, job.source.engine, job.source.base.memory
+            )
             times = list[float]()
             for _ in range(1 + _SYNCS):  # the first one allocates
                 job.session.step += 1

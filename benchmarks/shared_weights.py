@@ -1,0 +1,239 @@
+"""An update of LoRA adapters beside the engine's weights, with and without a base of its own.
+
+Two gloo ranks (on a GPU machine: two GPUs), each with a vLLM engine (TP 1) and LoRA of rank 16 on
+all linear layers, at the shapes of SmolLM2-135M and of a model of 0.5B parameters:
+  hybridengine    the base is the engine's weights (`model.share_engine_weights`)
+  shards          ours with FSDP2 shards of the base
+  trl_peft        TRL's way without its trainer: the whole base and PEFT's adapters under DDP, and
+                  its log-probs from logits
+
+Each row in new processes, the most of the ranks. The memory of weights (`weights_mib`) is that of
+the tensors of engine and trainer, adapters among them, counted once where they share it.
+`gathered_mib`: what FSDP2's all-gathers receive on a rank for one micro-batch; of `hybridengine`
+these are adapters alone. `peak_mib`: of the process during updates, over its memory before engine
+and trainer. `ms_p50`: forward, backward and AdamW. In bfloat16, and in float32 where a CPU
+multiplies bfloat16 slowly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from hybridengine.kernels import has_fast_products
+
+from benchmarks._bench import OURS, Bench, short, status_kib
+from benchmarks._models import smollm2_135m
+from hybridengine.model.collectives import DirectAllGather
+from tests.ranks import run_ranks
+from tests.reshard.vllm_engines import build_engine
+
+RANKS, RANK_OF_LORA = 2, 16
+UPDATES = 3
+# Sequences and tokens of each in a micro-batch; less where a product takes ten times as long.
+TOKENS, TOKENS_IF_SLOW = (4, 64), (1, 16)
+IMPLEMENTATIONS = ("trl_peft", "shards", OURS)
+
+
+def run(bench: Bench) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        print("# shared_weights: needs vllm", flush=True)
+        return
+    dtypes = [torch.bfloat16]
+    if not has_fast_products(torch.bfloat16, bench.device):
+        dtypes.append(torch.float32)
+    for config in configs(bench.quick):
+        for dtype in dtypes:
+            with tempfile.TemporaryDirectory() as folder:
+                million = write_model(folder, config, dtype)
+                _compare(bench, folder, f"{million}M N={RANKS} tp=1", dtype)
+
+
+def _compare(bench: Bench, folder: str, shape: str, dtype: torch.dtype) -> None:
+    figures: dict[str, dict[str, float]] = {}
+    missing = {} if importlib.util.find_spec("trl") else {"trl_peft": "trl is not installed"}
+    bench.leave_out("shared_weights", "update", shape, dtype, missing)
+    for name in (name for name in IMPLEMENTATIONS if name not in missing):
+        arguments = (folder, name, dtype)
+        ranks = run_ranks(_rank, RANKS, *arguments, timeout_s=580, device=bench.device.type)
+        figures[name] = own = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+        best = min((f["ms_p50"] for n, f in figures.items() if n != OURS), default=own["ms_p50"])
+        bench.add(
+            "shared_weights",
+            "update",
+            name,
+            shape,
+            dtype=short(dtype),
+            isa=None,
+            device=f"{RANKS} ranks, 1 thread each" if bench.gpu is None else bench.device_name,
+            ratio_to_best_peer=best / own["ms_p50"] if name == OURS else None,
+            note=f"  weights {own['weights_mib']:.1f} MiB, "
+            f"gathered {own['gathered_mib']:.2f} MiB per micro-batch",
+            **own,
+        )
+    for name in figures.keys() - {OURS}:
+        of_weights = figures[OURS]["weights_mib"] / figures[name]["weights_mib"]
+        print(f"# memory of weights {of_weights:.2f} of {name}'s", flush=True)
+
+
+def configs(quick: bool) -> Iterable[Any]:
+    from transformers import LlamaConfig
+
+    if quick:
+        sizes: dict[str, Any] = dict(vocab_size=1024, hidden_size=256, intermediate_size=512)
+        return [LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=8, head_dim=32)]
+    sizes = dict(vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24)
+    heads = dict(num_attention_heads=14, num_key_value_heads=2)  # the shape of Qwen2.5-0.5B
+    return [smollm2_135m(), LlamaConfig(**sizes, **heads, tie_word_embeddings=True)]
+
+
+def write_model(folder: str, config: Any, dtype: torch.dtype) -> int:
+    """Write random weights; return the millions of them."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(folder)
+    return round(sum(p.numel() for p in model.parameters()) / 1e6)
+
+
+def _rank(rank: int, world_size: int, path: str, name: str, dtype: torch.dtype) -> dict[str, float]:
+    before = _memory_kib("VmRSS")
+    engine, _ = build_engine(path, 1, dtype, RANK_OF_LORA)
+    engine_tensors = [*engine.target.weights().values()]
+    engine.sleep()
+    draw = torch.Generator().manual_seed(rank)
+    tokens = TOKENS if has_fast_products(dtype, _device()) else TOKENS_IF_SLOW
+    ids = torch.randint(1000, tokens, generator=draw).to(_device())
+    build = _with_peft if name == "trl_peft" else _with_adapters
+    model, update = build(engine if name == OURS else None, path, ids, dtype)
+    if _device().type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        ctypes.CDLL(None).malloc_trim(0)  # what reading the checkpoint has left
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    with _gathers() as received:
+        update()
+    times = []
+    for _ in range(UPDATES):
+        dist.barrier()
+        start = time.perf_counter()
+        update()
+        if _device().type == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    peak = (_memory_kib("VmHWM") - before) / 2**10
+    return {
+        "ms_p50": median(times),
+        "weights_mib": _bytes_of([*engine_tensors, *model.parameters()]) / 2**20,
+        "gathered_mib": sum(received) / 2**20,
+        "peak_mib": peak,
+    }
+
+
+def _with_adapters(
+    engine: Any, path: str, ids: torch.Tensor, dtype: torch.dtype
+) -> tuple[Any, Callable[[], None]]:
+    """Return our model and what updates it. engine: whose weights are the base."""
+    from hybridengine.model import (
+        Optimizer,
+        apply_lora,
+        load_causal_lm,
+        pack_rollouts,
+        packed_log_probs,
+        sharding_mesh,
+    )
+
+    model = load_causal_lm(
+        path,
+        mesh=sharding_mesh(_device().type, dist.get_world_size()),
+        shard_dim1=lambda name: False,
+        param_dtype=dtype,
+        adapt=lambda plain: apply_lora(plain, RANK_OF_LORA, RANK_OF_LORA),
+        base_memory=engine.share_weights(dtype) if engine is not None else {},
+    )
+    optimizer = Optimizer(model, lr=1e-5, total_steps=UPDATES + 1)
+    half = ids.shape[1] // 2
+    batch = pack_rollouts([(row[:half], row[half:]) for row in ids.tolist()], _device())
+
+    def update() -> None:
+        packed_log_probs(model, batch)[0].mean().backward()
+        optimizer.step(1.0)
+
+    return model, update
+
+
+def _with_peft(
+    engine: None, path: str, ids: torch.Tensor, dtype: torch.dtype
+) -> tuple[Any, Callable[[], None]]:
+    """Return PEFT's model under DDP, and what updates it by TRL's log-probs."""
+    from peft import LoraConfig, get_peft_model
+    from torch.nn.parallel import DistributedDataParallel
+    from transformers import AutoModelForCausalLM
+    from trl.trainer.utils import selective_log_softmax
+
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(_device())
+    adapters = LoraConfig(r=RANK_OF_LORA, lora_alpha=RANK_OF_LORA, target_modules="all-linear")
+    model = DistributedDataParallel(get_peft_model(plain, adapters))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5)
+    half = ids.shape[1] // 2
+
+    def update() -> None:
+        logits = model(input_ids=ids, logits_to_keep=half + 1).logits[:, :-1]
+        selective_log_softmax(logits, ids[:, half:]).mean().backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, update
+
+
+@contextmanager
+def _gathers() -> Iterator[list[int]]:
+    """Yield the bytes that each all-gather of FSDP2 receives while open."""
+    received: list[int] = []
+
+    def counting(gather: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            sizes = sorted(tensor.nbytes for tensor in tensors)  # input and output
+            received.append(sizes[1] - sizes[0])
+            return gather(*args, **kwargs)
+
+        return call
+
+    own, torchs = DirectAllGather.__call__, dist.all_gather_into_tensor
+    with (
+        patch.object(DirectAllGather, "__call__", counting(own)),
+        patch.object(dist, "all_gather_into_tensor", counting(torchs)),
+    ):
+        yield received
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the tensors' storages on this rank, each counted once."""
+    from hybridengine.sharding.shards import local_shard
+
+    storages = (local_shard(tensor).untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _memory_kib(field: str) -> int:
+    """Return a field of the process's status; on a GPU what its allocator has."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() >> 10
+    return status_kib(field)

@@ -1,0 +1,70 @@
+"""Trained parameters as views of the engine's tensors, where an engine holds them as they are."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+
+from hybridengine.sharding.copies import Copy
+from hybridengine.sharding.geometry import contiguous_strides
+from hybridengine.sharding.layout import EngineLayout, LayoutError, Shape
+
+
+def parameter_views(
+    layout: EngineLayout,
+    weights: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, Shape],
+    dtype: torch.dtype,
+) -> dict[str, torch.Tensor]:
+    """Return every parameter as a contiguous view of the engine's tensors.
+
+    A part of a fused tensor (q, k and v; gate and up) is such a view if its rows are together.
+
+    weights: the engine's tensors by the names of the layout.
+    shapes: of the parameters.
+    dtype: of the computation.
+
+    Raises LayoutError for a parameter that the engine holds in another form.
+    """
+    parts: dict[str, dict[str, list[Copy]]] = {name: defaultdict(list) for name in shapes}
+    for copy in layout.copies:
+        if copy.source in parts:
+            parts[copy.source][copy.destination].append(copy)
+    views = {}
+    for name, shape in shapes.items():
+        found = [
+            _view(name, shape, weights[destination], copies, dtype)
+            for destination, copies in parts[name].items()
+            if destination not in layout.quantized
+        ]
+        if name in layout.fallback or len(found) < max(1, len(parts[name])):
+            raise LayoutError(f"the engine does not hold the values of {name!r}")
+        if len({view.data_ptr() for view in found}) > 1:
+            raise LayoutError(f"the engine holds {name!r} {len(found)} times")
+        views[name] = found[0]
+    return views
+
+
+def _view(
+    name: str, shape: Shape, tensor: torch.Tensor, copies: list[Copy], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the view of an engine's tensor into which `copies` write a parameter."""
+    if tensor.dtype != dtype:
+        raise LayoutError(
+            f"the engine holds {name!r} in {tensor.dtype}, and the trainer computes in {dtype}"
+        )
+    # Element i of the parameter has to be element i + offset of the tensor.
+    offsets = {copy.destination_offset - copy.source_offset for copy in copies}
+    is_complete = sum(copy.numel for copy in copies) == math.prod(shape)
+    if len(offsets) > 1 or not is_complete or not all(map(_keeps_distances, copies)):
+        raise LayoutError(f"the engine holds {name!r} in another order, or not all of it")
+    offset = tensor.storage_offset() + offsets.pop()
+    return tensor.as_strided(shape, contiguous_strides(shape), offset)
+
+
+def _keeps_distances(copy: Copy) -> bool:
+    steps = zip(copy.sizes, copy.source_strides, copy.destination_strides, strict=True)
+    return all(size == 1 or source == destination for size, source, destination in steps)

@@ -1,0 +1,253 @@
+"""A base that is the engine's weights: the same bits as with shards, no copy of the base."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hybridengine.config import ConfigError, load_config
+from tests.ranks import run_ranks
+from tests.reshard.vllm_engines import PROMPTS, build_engine
+from tests.tiny_models import save_tiny
+from tests.trainer.in_process import small_job
+from tests.trainer.toy import toy_job
+
+pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
+
+STEPS = 20
+ADAPTERS = (
+    "model.lora_rank=3",
+    "reshard.lora=adapters",
+    "rollout.name=vllm",
+    "rollout.kv_cache_gib=0.0625",
+    "rollout.enforce_eager=true",
+)
+
+
+def trained(model: Any, rank: int) -> list[torch.Tensor]:
+    """Train adapters; return log-probs, gradients and adapters of every step."""
+    from hybridengine.model import Optimizer, pack_rollouts, packed_log_probs
+
+    optimizer = Optimizer(model, lr=1e-2, total_steps=STEPS)
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    batch = pack_rollouts([(prompt, [4, 5, 6 + rank, 9]) for prompt in PROMPTS])
+    values = []
+    for _ in range(STEPS):
+        log_probs, entropy = packed_log_probs(model, batch)
+        (log_probs.mean() + 0.01 * entropy.mean()).backward()
+        values += [log_probs.detach(), *(p.grad.to_local().clone() for p in adapters)]
+        optimizer.step(1.0)
+        values += [p.detach().to_local().clone() for p in adapters]
+    return values
+
+
+def body(rank: int, world_size: int, path: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Train beside shards of the base, then beside the engine's weights."""
+    from torch.distributed.tensor import DTensor
+
+    from hybridengine.model import (
+        adapters_disabled,
+        apply_lora,
+        load_causal_lm,
+        pack_rollouts,
+        packed_log_probs,
+        parameter_shards,
+        sharding_mesh,
+    )
+
+    engine, checkpoint = build_engine(path, 1, dtype, lora_rank=3)
+    memory = engine.share_weights(dtype)
+    for tensor in memory.values():
+        tensor.fill_(float("nan"))
+
+    def load(**options: Any) -> Any:
+        torch.manual_seed(0)
+        return load_causal_lm(
+            path,
+            mesh=sharding_mesh("cpu", world_size),
+            shard_dim1=lambda name: False,
+            param_dtype=dtype,
+            adapt=lambda model: apply_lora(model, 3, 6.0),
+            gradient_checkpointing=world_size == 2,
+            **options,
+        )
+
+    sharded, shared = load(), load(base_memory=memory)
+    pairs = zip(trained(sharded, rank), trained(shared, rank), strict=True)
+    unequal = [i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+    with torch.no_grad(), adapters_disabled(sharded), adapters_disabled(shared):
+        batch = pack_rollouts([(prompt, [4, 5]) for prompt in PROMPTS])
+        references = [packed_log_probs(model, batch)[0] for model in (sharded, shared)]
+    own, full = parameter_shards(shared), parameter_shards(sharded)
+    return {
+        "names": set(memory) == set(full) == set(checkpoint.parameters),
+        "unequal": unequal,
+        "reference": torch.equal(*references),
+        "shards": [n for n, x in own.items() if isinstance(x, DTensor)],
+        "copies": [n for n, x in own.items() if x.data_ptr() != memory[n].data_ptr()],
+        "changed": [
+            n for n, x in full.items() if not torch.equal(x.full_tensor().to(dtype), own[n])
+        ],
+        "synced": sorted(engine.target.layout.destinations),
+    }
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("llama", torch.float32), ("llama", torch.bfloat16), ("qwen2", torch.bfloat16)],
+)
+def test_twenty_steps_equal_those_beside_shards(
+    tmp_path: Path, kind: str, dtype: torch.dtype, world_size: int
+) -> None:
+    """llama: tied embeddings; qwen2: biases. 101 rows and rank 3 divide unevenly over 2 ranks."""
+    path = save_tiny(kind, tmp_path, dtype)
+    for result in run_ranks(body, world_size, path, dtype, timeout_s=300):
+        assert result.pop("names")
+        assert result.pop("reference")
+        assert result == {"unequal": [], "shards": [], "copies": [], "changed": [], "synced": []}
+
+
+def rollout_body(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    """Sync adapters three times, and sleep in between."""
+    from hybridengine.model import (
+        adapter_shards,
+        apply_lora,
+        load_causal_lm,
+        pack_rollouts,
+        packed_log_probs,
+        sharding_mesh,
+    )
+    from hybridengine.reshard import Resharder
+    from hybridengine.rollout import SamplingSpec
+
+    engine, _ = build_engine(path, 1, torch.float32, lora_rank=3)
+    memory = engine.share_weights(torch.float32)
+    engine.sleep()
+    model = load_causal_lm(
+        path,
+        mesh=sharding_mesh("cpu", world_size),
+        shard_dim1=lambda name: False,
+        param_dtype=torch.float32,
+        adapt=lambda m: apply_lora(m, 3, 6.0),
+        base_memory=memory,
+        param_offload=True,
+    )
+    base = [tensor.clone() for tensor in memory.values()]
+    resharder = Resharder(
+        dict, engine, 1 << 20, adapters=lambda: adapter_shards(model), merge=False
+    )
+    gaps, tokens = [], []
+    for version in range(3):
+        engine.sleep()
+        resharder.sync(version, verify=True)
+        rollouts = engine.generate(PROMPTS, SamplingSpec(temperature=0, max_tokens=6), seed=0)
+        tokens.append([c[0].token_ids for c in rollouts])
+        sampled = torch.tensor([lp for c in rollouts for lp in c[0].log_probs])
+        with torch.no_grad():
+            batch = pack_rollouts(list(zip(PROMPTS, tokens[-1], strict=True)))
+            gaps.append((packed_log_probs(model, batch)[0] - sampled).abs().max().item())
+            for parameter in model.parameters():
+                if parameter.requires_grad:  # a step of the adapters
+                    parameter.mul_(1.5).add_(0.05)
+    kept = all(torch.equal(x, y) for x, y in zip(base, memory.values(), strict=True))
+    return {"gaps": gaps, "tokens": tokens, "kept": kept, "received": resharder.plan.bytes_received}
+
+
+@pytest.mark.multirank
+def test_rollouts_follow_the_adapters_alone(tmp_path: Path) -> None:
+    path = save_tiny("llama", tmp_path)
+    for result in run_ranks(rollout_body, 2, path, timeout_s=300):
+        assert result["kept"], "a sync, sleep or offload changed the engine's weights"
+        assert max(result["gaps"]) < 1e-4  # float32 on both sides, sums in another order
+        first, second, third = result["tokens"]
+        assert first != second != third
+        # factors of q, o; k, v; gate, up, down in two layers: what one rank has, the other needs
+        sizes = 3 * 2 * (2 * 256 + 2 * (128 + 64) + 3 * (128 + 96)) * 4
+        assert sum(result["received"]) == sizes
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    kinds = ("actor/", "critic/", "training/", "response", "prompt")
+    return [
+        {name: value for name, value in row.items() if name.startswith(kinds)}
+        for row in rows
+        if "actor/kl_loss" in row
+    ]
+
+
+@pytest.mark.multirank
+@pytest.mark.exhaustive
+def test_a_job_and_its_files_are_those_of_shards(tmp_path: Path) -> None:
+    """Four steps beside shards; two beside the engine's weights, resumed for two more."""
+    common = {"model.lora_rank": 4, "actor.use_kl_loss": True, "actor.optim.lr": 2e-2}
+    common |= dict(override.split("=") for override in ADAPTERS)
+
+    def run(name: str, **settings: object) -> Path:
+        folder = tmp_path / name
+        command = toy_job(folder, **common, **settings)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return folder / "run"
+
+    key, steps = "model.share_engine_weights", "trainer.total_training_steps"
+    sharded = run("sharded", **{key: "off", steps: 4})
+    run("shared", **{key: "true", steps: 2, "trainer.save_freq": 2})
+    shared = run("shared", **{key: "true", steps: 4, "trainer.save_freq": 2})
+    assert metrics_of(shared) == metrics_of(sharded) and len(metrics_of(shared)) == 4
+    for file in ("final/model.safetensors", "final_adapter/adapter_model.safetensors"):
+        tensors, expected = load_file(shared / file), load_file(sharded / file)
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(x, expected[name]) for name, x in tensors.items())
+    summary = json.loads((shared / "summary.json").read_text())
+    received = summary["reshard_bytes_received_by_dense_sync_per_rank"]
+    assert received == summary["reshard_bytes_received_by_last_sync_per_rank"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("model.lora_rank=0", "reshard.lora=merged"), "model.lora_rank is 0"),
+        (("reshard.lora=merged",), "reshard.lora is merged"),
+        (("rollout.dtype=bfloat16",), "rollout.dtype is bfloat16"),
+        (
+            ("rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"),
+            "rollout.tensor_model_parallel_size is 2",
+        ),
+        (
+            ("rollout.dtype=bfloat16", "actor.fsdp_config.dtype=bfloat16"),
+            "are torch.float32, of which torch.bfloat16 would lose bits",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_is_named(
+    tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    from hybridengine.trainer.shared_weights import unshared_reason
+
+    job = [*small_job(tmp_path), *ADAPTERS, *overrides]
+    assert message in (unshared_reason(load_config(None, job)) or "")
+    with pytest.raises(ConfigError, match=f"share_engine_weights is on, but .*{message}"):
+        unshared_reason(load_config(None, [*job, "model.share_engine_weights=true"]))
+
+
+def test_auto_shares_what_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the engine's weights must not take more memory in the update than shards."""
+    from hybridengine.trainer.shared_weights import unshared_reason
+
+    job = [*small_job(tmp_path), *ADAPTERS]
+    assert unshared_reason(load_config(None, job)) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert unshared_reason(load_config(None, job)) is None
+    four = [*job, "trainer.n_gpus_per_node=4"]
+    assert "frees its weights for the update" in (unshared_reason(load_config(None, four)) or "")
+    for more in ("rollout.free_cache_engine=false", "model.share_engine_weights=true"):
+        assert unshared_reason(load_config(None, [*four, more])) is None
