@@ -93,7 +93,9 @@ def configs(quick: bool) -> Iterable[Any]:
         sizes: dict[str, Any] = dict(vocab_size=1024, hidden_size=256, intermediate_size=512)
         return [LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=8, head_dim=32)]
     sizes = dict(vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24)
-    heads = dict(num_attention_heads=14, num_key_value_heads=2)  # the shape of Qwen2.5-0.5B
+    heads: dict[str, Any] = dict(
+        num_attention_heads=14, num_key_value_heads=2
+    )  # the shape of Qwen2.5-0.5B
     return [smollm2_135m(), LlamaConfig(**sizes, **heads, tie_word_embeddings=True)]
 
 
@@ -181,7 +183,8 @@ def _with_peft(
     from transformers import AutoModelForCausalLM
     from trl.trainer.utils import selective_log_softmax
 
-    plain = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(_device())
+    plain: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    plain = plain.to(_device())
     adapters = LoraConfig(r=RANK_OF_LORA, lora_alpha=RANK_OF_LORA, target_modules="all-linear")
     model = DistributedDataParallel(get_peft_model(plain, adapters))
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -95,6 +95,7 @@ def inference_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    max_rows: int | None = MAX_ROWS,
 ) -> Tensor:
     """Return `torch.nn.functional.linear` without a gradient, by `decode_linear` if it is faster.
 
@@ -104,21 +105,28 @@ def inference_linear(
     operator, so that the number of rows may change without another compilation.
 
     out_dtype: dtype of `x` (the default) or float32, to which sums are not rounded before.
+    max_rows: `decode_linear` is taken up to so many rows; None: always, so that the result is
+        batch-invariant.
     """
     if torch.compiler.is_compiling():
-        return _inference_op(x, weight, bias, out_dtype)
-    return _inference_linear(x, weight, bias, out_dtype)
+        return _inference_op(x, weight, bias, out_dtype, max_rows)
+    return _inference_linear(x, weight, bias, out_dtype, max_rows)
 
 
 def _inference_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    max_rows: int | None,
 ) -> Tensor:
     extension, dtype = native(), x.dtype
     out_dtype = out_dtype or dtype
     rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     shape = *x.shape[:-1], weight.shape[0]
     plain = extension is None or x.device.type != "cpu" or dtype not in _KERNEL_DTYPES
-    if not plain and (rows.shape[0] <= MAX_ROWS or not has_fast_products(dtype)):
+    few = max_rows is None or rows.shape[0] <= max_rows or not has_fast_products(dtype)
+    if few and not plain:
         out: Tensor = extension.decode_linear(rows, weight, bias, out_dtype)
     elif out_dtype == dtype:
         return F.linear(x, weight, bias)
@@ -130,13 +138,23 @@ def _inference_linear(
 
 @custom_op("hybridengine::inference_linear", mutates_args=())
 def _inference_op(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    max_rows: int | None,
 ) -> Tensor:
-    return _inference_linear(x, weight, bias, out_dtype)
+    return _inference_linear(x, weight, bias, out_dtype, max_rows)
 
 
 @_inference_op.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    max_rows: int | None,
+) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=out_dtype or x.dtype)
 
 

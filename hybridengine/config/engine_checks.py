@@ -131,6 +131,12 @@ def _exact(config: RLConfig) -> Iterator[str]:
     yield from find_differences(config, _NEEDED_BY_EXACT, "rollout.exact does not cover that")
     if config.rollout.name == "hf":
         yield "rollout.name is hf, but rollout.exact replaces operators of vLLM; leave it auto"
+    if config.overlaps and config.rollout.tensor_model_parallel_size > 1:
+        yield (
+            f"{TP_SIZE} is {config.rollout.tensor_model_parallel_size} and trainer.mode "
+            f"{config.trainer.mode}, but rollout.exact adds the sums of engine ranks in the same "
+            f"process; set {TP_SIZE}=1, or trainer.mode=sync"
+        )
     engine, trainer = config.rollout.dtype, config.actor.fsdp_config.dtype
     if engine not in ("auto", trainer) or trainer == "float16":
         yield (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hybridengine.errors import ModelError
-from hybridengine.kernels import decode_linear, gated_activation, rms_norm
-from hybridengine.kernels.decode_linear import join_parts
+from hybridengine.kernels import gated_activation, rms_norm
+from hybridengine.kernels.decode_linear import inference_linear, join_parts
 from hybridengine.kernels.rotary import RotaryTable
 
 
@@ -88,19 +89,18 @@ def _computes(module: nn.Module) -> bool:
     )
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return decode_linear(x, weight, bias)
+_product = partial(inference_linear, max_rows=None)
 
 
 def _head(lm_head: Any, hidden: Tensor, bias: Tensor | None) -> Tensor:
-    return decode_linear(hidden, lm_head.weight, bias, out_dtype=torch.float32)
+    return _product(hidden, lm_head.weight, bias, torch.float32)
 
 
 def _row_parallel(self: Any, x: Tensor) -> Any:
     """Join float32 sums of the ranks in their order; then the bias, and one rounding."""
     from vllm.distributed import tensor_model_parallel_all_gather
 
-    part = decode_linear(x, self.weight, out_dtype=torch.float32)
+    part = _product(x, self.weight, None, torch.float32)
     parts = tensor_model_parallel_all_gather(part.unsqueeze(0), dim=0)
     bias = None if self.skip_bias_add else self.bias
     out = join_parts(parts.unbind(0), bias, x.dtype)
