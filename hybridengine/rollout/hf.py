@@ -236,8 +236,8 @@ class HfEngine(RolloutEngine):
                 is_image[row, padding + start : padding + start + image.num_tokens] = True
             inputs += prepared
         tensors = {name: x.to(ids.device) for name, x in image_format.join(inputs).items()}
-        with placeholders_of(self._model, PackedImages(tensors, is_image, None)):
-            yield tensors | {"mm_token_type_ids": is_image.long()}
+        with placeholders_of(self._model, PackedImages(tensors, is_image)):
+            yield tensors | {image_format.token_types: is_image.long()}
 
     def _end(self, ids: list[int], stopped: int) -> int | None:
         """Return how many tokens there are up to the one that ends the response, None without one.

@@ -65,6 +65,13 @@ VISION: dict[str, dict[str, Any]] = {
         "vision_config": {**_VIT, "image_size": [16, 16], "patch_size": [4, 4]},
         "downsample_ratio": 0.5,
     },
+    "gemma3": {
+        "text_config": _TEXT
+        | dict(head_dim=32, query_pre_attn_scalar=32, num_hidden_layers=3, sliding_window=6)
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        "vision_config": {"vision_use_head": False} | _VIT,
+        "mm_tokens_per_image": 4,
+    },
 }
 
 
@@ -83,8 +90,8 @@ def build(kind: str, attention: Any, seed: int = 0) -> Any:
         model = AutoModelForImageTextToText.from_config(
             vision_config(kind), attn_implementation=attention
         )
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or "mm_input_projection" in name:  # Gemma 3's begins at zero
                 parameter.data += 0.1 * torch.randn_like(parameter)
     return model.eval()
 
@@ -112,6 +119,9 @@ def image(kind: str, height: int, width: int, seed: int = 0) -> ImageInputs:
         grid = torch.tensor([[1, 2 * height, 2 * width]])
         return ImageInputs(key, height * width, {"pixel_values": pixels, "image_grid_thw": grid})
     tiles = height * width
+    if kind == "gemma3":
+        pixels = torch.randn(1, 3, 16, 16, generator=generator)
+        return ImageInputs(key, 4, {"pixel_values": pixels})
     if kind == "internvl":
         pixels = torch.randn(tiles, 3, 16, 16, generator=generator)
         return ImageInputs(key, 4 * tiles, {"pixel_values": pixels})
@@ -148,9 +158,10 @@ def cases(kind: str, seed: int = 0) -> tuple[list, list[list[ImageInputs]]]:
 
 def alone(model: Any, ids: list[int], images: list[ImageInputs]) -> torch.Tensor:
     """Logits [l, V] of one sequence by transformers' own forward."""
-    options = {}
+    options, kind = {}, model.config.model_type
     if images:
         options = ImageFormat(model.config).join(images)
-        if "image_grid_thw" in options:
-            options["mm_token_type_ids"] = (torch.tensor([ids]) == IMAGE).int()
+        if kind.startswith("qwen") or kind == "gemma3":
+            types = ImageFormat(model.config).token_types
+            options[types] = (torch.tensor([ids]) == IMAGE).int()
     return model(input_ids=torch.tensor([ids]), use_cache=False, **options).logits[0]

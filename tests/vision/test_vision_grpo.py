@@ -33,6 +33,16 @@ def test_plain_generate_and_trainer_agree(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multirank
+@pytest.mark.parametrize("kind", ["gemma3", "internvl"])
+def test_plain_generate_of_families_that_vllm_cannot_run_here(tmp_path: Path, kind: str) -> None:
+    """In batches that are padded on the left, and with a sliding window of six keys."""
+    [result] = run_jobs(tmp_path, [vision_job(tmp_path, kind)])
+    check_steps(result, kind)
+    assert result.last["perf/shared_tokens_saved"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
 def test_images_move_with_responses_to_other_ranks(tmp_path: Path) -> None:
     job = vision_job(tmp_path)
     [result] = run_jobs(tmp_path, [[*job, "trainer.n_gpus_per_node=2"]], world_size=2)
