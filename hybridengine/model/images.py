@@ -79,16 +79,18 @@ class _Family(NamedTuple):
     tensors: names of the arguments of their forward.
     has_mrope: positions have three components, by `image_grid_thw`.
     is_bidirectional: tokens of an image attend to each other in both directions.
-    token_types: the argument of transformers' `generate` that marks tokens of images.
+    token_types: the argument of transformers' forward that marks tokens of images, if it has one.
     """
 
     tensors: tuple[str, ...]
     has_mrope: bool = False
     is_bidirectional: bool = False
-    token_types: str = "mm_token_type_ids"
+    token_types: str | None = None
 
 
-_QWEN = _Family(("pixel_values", "image_grid_thw"), has_mrope=True)
+_QWEN = _Family(
+    ("pixel_values", "image_grid_thw"), has_mrope=True, token_types="mm_token_type_ids"
+)
 _FAMILIES = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
@@ -127,10 +129,10 @@ class ImageFormat:
         """Whether tokens of an image attend to each other in both directions."""
         return self._family.is_bidirectional
 
-    @property
-    def token_types(self) -> str:
-        """The argument of transformers' `generate` that marks tokens of images."""
-        return self._family.token_types
+    def token_types(self, is_image: Tensor) -> dict[str, Tensor]:
+        """Return what transformers' own forward needs of `is_image` (bool), as an argument."""
+        name = self._family.token_types
+        return {} if name is None else {name: is_image.long()}
 
     @property
     def _family(self) -> _Family:

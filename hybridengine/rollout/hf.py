@@ -237,7 +237,7 @@ class HfEngine(RolloutEngine):
             inputs += prepared
         tensors = {name: x.to(ids.device) for name, x in image_format.join(inputs).items()}
         with placeholders_of(self._model, PackedImages(tensors, is_image)):
-            yield tensors | {image_format.token_types: is_image.long()}
+            yield tensors | image_format.token_types(is_image)
 
     def _end(self, ids: list[int], stopped: int) -> int | None:
         """Return how many tokens there are up to the one that ends the response, None without one.

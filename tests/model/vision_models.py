@@ -158,10 +158,9 @@ def cases(kind: str, seed: int = 0) -> tuple[list, list[list[ImageInputs]]]:
 
 def alone(model: Any, ids: list[int], images: list[ImageInputs]) -> torch.Tensor:
     """Logits [l, V] of one sequence by transformers' own forward."""
-    options, kind = {}, model.config.model_type
+    options = {}
     if images:
-        options = ImageFormat(model.config).join(images)
-        if kind.startswith("qwen") or kind == "gemma3":
-            types = ImageFormat(model.config).token_types
-            options[types] = (torch.tensor([ids]) == IMAGE).int()
+        image_format = ImageFormat(model.config)
+        options = image_format.join(images)
+        options |= image_format.token_types(torch.tensor([ids]) == IMAGE)
     return model(input_ids=torch.tensor([ids]), use_cache=False, **options).logits[0]

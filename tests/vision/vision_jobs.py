@@ -12,7 +12,9 @@ from tests.vision.tiny_vision import count_rows, save_tiny_vision
 
 __all__ = ["check_steps", "run_vllm", "vision_job"]
 
-NUM_TOKENS = {"qwen2_vl": 9, "internvl": 20, "gemma3": 4}  # of an image of a job's rows
+# Of an image of a job's rows.
+NUM_TOKENS = {"qwen2_vl": 9, "qwen2_5_vl": 9, "qwen3_vl": 9}
+NUM_TOKENS |= {"llava_onevision": 88, "internvl": 20, "gemma3": 4}
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -30,10 +32,10 @@ def vision_job(folder: Path, kind: str = "qwen2_vl", **overrides: object) -> lis
         "model.path": save_tiny_vision(kind, folder / "model"),
         "data.train_files": folder / "rows.jsonl",
         "data.train_batch_size": len(rows),
-        "data.max_prompt_length": 48,
+        "data.max_prompt_length": 112 if kind == "llava_onevision" else 48,
         "data.max_response_length": 4,
         "actor.ppo_mini_batch_size": len(rows) // 2,
-        "actor.ppo_max_token_len_per_gpu": 256,
+        "actor.ppo_max_token_len_per_gpu": 512 if kind == "llava_onevision" else 256,
         "actor.optim.lr": 3e-3,
         "actor.fsdp_config.dtype": "float32",
         "rollout.name": "hf",
