@@ -214,14 +214,15 @@ def _attend_in_spans(
     rows, results = [], []
     for index, length in spans:
         own, window = index[-length:], options.window_size
-        parts = (x.transpose(0, 1)[None] for x in (q[own], k[index], v[index]))
+        queries, keys, values = (x.transpose(0, 1)[None] for x in (q[own], k[index], v[index]))
         mask = None
         if window is not None or options.softcap is not None:
             positions = torch.arange(index.shape[0], device=index.device)
             distance = positions[-length:, None] - positions
             mask = distance < (index.shape[0] if window is None else window)
         rows.append(own)
-        results.append(_masked_attention(*parts, mask, options)[0].transpose(0, 1))
+        attended = _masked_attention(queries, keys, values, mask, options)
+        results.append(attended[0].transpose(0, 1))
     return out.index_copy(0, torch.cat(rows), torch.cat(results))
 
 

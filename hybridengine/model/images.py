@@ -88,9 +88,7 @@ class _Family(NamedTuple):
     token_types: str | None = None
 
 
-_QWEN = _Family(
-    ("pixel_values", "image_grid_thw"), has_mrope=True, token_types="mm_token_type_ids"
-)
+_QWEN = _Family(("pixel_values", "image_grid_thw"), has_mrope=True, token_types="mm_token_type_ids")
 _FAMILIES = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
@@ -363,8 +361,8 @@ def check_vision_tower(config: PretrainedConfig) -> None:
 def freeze_vision_tower(model: Any) -> None:
     """Exclude the vision tower from training, before `model` is sharded.
 
-    A projector outside of the tower (LLaVA-OneVision, InternVL, Gemma 3) stays trained. Raises ModelError
-    for a model without a tower.
+    A projector outside of the tower (LLaVA-OneVision, InternVL, Gemma 3) stays trained. Raises
+    ModelError for a model without a tower.
     """
     check_vision_tower(model.config)
     model.get_encoder(modality="image").requires_grad_(False)
