@@ -59,7 +59,7 @@ def test_a_teacher_reads_images(tmp_path: Path) -> None:
         ],
     )
     # The teacher with the student's weights has its distribution, so it has read the same.
-    assert losses_of(itself, "actor/distill_loss")[0] < 1e-9
+    assert losses_of(itself, "actor/distill_loss")[0] < 1e-6
     assert min(losses_of(other, "actor/distill_loss")) > 1e-3
 
 
@@ -86,20 +86,22 @@ def test_scores_of_a_reward_model_are_the_classifiers(tmp_path: Path) -> None:
     model = Gemma3ForSequenceClassification.from_pretrained(path, attn_implementation="eager")
     preparer = load_image_preparer(AutoConfig.from_pretrained(path), path, {})
     assert preparer is not None
-    rows = result.rollouts["step_1"]
-    for row in rows:
+    scores = set[float]()
+    for row in result.rollouts["step_1"]:
+        if {IMAGE, 0} & {*row["response_ids"]}:  # sampled; an image, and padding, for transformers
+            continue
         ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]]])
         images = [
             preparer.inputs(EncodedImage.of_file("test", Path(name)))
             for name in row.get("images", ())
         ]
         tensors = preparer.image_format.join(images) if images else {}
-        is_prompt = torch.arange(ids.shape[1]) < len(row["prompt_ids"])
-        types = preparer.image_format.token_types((ids == IMAGE) & is_prompt)
+        types = preparer.image_format.token_types(ids == IMAGE)
         with torch.no_grad():
             score = float(model(ids, **tensors, **types).logits)
         assert row["reward_model"] == pytest.approx(score, abs=1e-4)  # sums in another order
-    assert len({round(row["reward_model"], 4) for row in rows}) > 8
+        scores.add(round(score, 4))
+    assert len(scores) > 8
 
 
 def test_models_that_prepare_images_otherwise_are_refused(tmp_path: Path) -> None:
