@@ -173,6 +173,16 @@ class ImageFormat:
             )
         return starts
 
+    def mark(self, ids: Tensor, images: Sequence[ImageInputs], sequence: int) -> Tensor:
+        """Return which of the token ids [l] are placeholders of `images`, bool [l].
+
+        Raises ModelError as `find`.
+        """
+        is_image = torch.zeros_like(ids, dtype=torch.bool)
+        for image, start in zip(images, self.find(ids, images, sequence), strict=True):
+            is_image[start : start + image.num_tokens] = True
+        return is_image
+
     def join(self, images: Sequence[ImageInputs]) -> dict[str, Tensor]:
         """Return the arguments of the model's forward for `images`."""
         return {

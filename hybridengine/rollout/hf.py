@@ -231,9 +231,7 @@ class HfEngine(RolloutEngine):
         for row, own in enumerate(images):
             prepared = [self._preparer.inputs(image) for image in own]
             padding = ids.shape[1] - int(mask[row].sum())
-            starts = image_format.find(ids[row, padding:].cpu(), prepared, row)
-            for image, start in zip(prepared, starts, strict=True):
-                is_image[row, padding + start : padding + start + image.num_tokens] = True
+            is_image[row, padding:] = image_format.mark(ids[row, padding:].cpu(), prepared, row)
             inputs += prepared
         tensors = {name: x.to(ids.device) for name, x in image_format.join(inputs).items()}
         with placeholders_of(self._model, PackedImages(tensors, is_image)):
