@@ -15,6 +15,7 @@ to another sequence, and no mask is built.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from transformers.masking_utils import sdpa_mask
 
 from hybridengine.errors import ModelError
 from hybridengine.kernels import tree_attention
+from hybridengine.model.bidirectional import BidirectionalSpan
 from hybridengine.model.flash_attention import flash_kernel
 from hybridengine.model.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
 
@@ -64,13 +66,15 @@ def varlen_attention(
     sequence_parallel: dist.ProcessGroup | None = None,
     subtree_ends: Tensor | None = None,
     tree_position_ids: Tensor | None = None,
+    bidirectional_spans: Sequence[BidirectionalSpan] = (),
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention: query [B, H, T, D], key, value [B, H_kv, T, D*] -> [B, T, H, D_v].
 
     Packed if `cu_seq_lens_q` (int32 [num_seqs + 1]) is given; B is then 1. H is a multiple of H_kv.
     A packed forest has its trees between the boundaries, its `subtree_ends` and, for a sliding
-    window, the depths of its tokens, `tree_position_ids` (integers [T] each). Supports a sliding
+    window, the depths of its tokens, `tree_position_ids` (integers [T] each). Tokens of
+    `bidirectional_spans` of packed input also see the later ones of their span. Supports a sliding
     window, logit soft-cap and any scaling; differentiable. With `sequence_parallel`, the T of
     query, key and value counts this rank's tokens, and the other tensors are of all ranks.
 
@@ -137,6 +141,8 @@ def varlen_attention(
             window_size=sliding_window,
             softcap=softcap,
         )
+    if bidirectional_spans:
+        out = _attend_in_spans(out, q, k, v, bidirectional_spans, options)
     if sequence_parallel is not None:
         out = gather_heads_scatter_seq(out, sequence_parallel)
     return out.unsqueeze(0), None
@@ -192,13 +198,45 @@ def _unpacked_attention(
     return _causal_attention(q, k, v, options)
 
 
-def _masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: _ScoreOptions
+def _attend_in_spans(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Sequence[BidirectionalSpan],
+    options: _ScoreOptions,
 ) -> Tensor:
-    """Attention to keys where `mask` (bool, broadcastable to [B, 1, L, L_kv]) is True."""
+    """Replace the rows of `spans` in `out` [T, H, D_v], the result of causal attention.
+
+    Text sees an image causally, so only the rows of the image itself differ. A sliding window
+    limits the keys before a token, not those after it in its span.
+    """
+    rows, results = [], []
+    for index, length in spans:
+        own, window = index[-length:], options.window_size
+        queries, keys, values = (x.transpose(0, 1)[None] for x in (q[own], k[index], v[index]))
+        mask = None
+        if window is not None or options.softcap is not None:
+            positions = torch.arange(index.shape[0], device=index.device)
+            distance = positions[-length:, None] - positions
+            mask = distance < (index.shape[0] if window is None else window)
+        rows.append(own)
+        attended = _masked_attention(queries, keys, values, mask, options)
+        results.append(attended[0].transpose(0, 1))
+    return out.index_copy(0, torch.cat(rows), torch.cat(results))
+
+
+def _masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: _ScoreOptions
+) -> Tensor:
+    """Attention to keys where `mask` (bool, broadcastable to [B, 1, L, L_kv]) is True.
+
+    mask: None: to all keys; only without a soft-cap.
+    """
     scale, softcap = options.softmax_scale, options.softcap
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+    assert mask is not None
     groups = q.shape[1] // k.shape[1]
     scores = q.unflatten(1, (-1, groups)) @ k.unsqueeze(2).transpose(-1, -2) * scale
     scores = softcap * torch.tanh(scores / softcap)

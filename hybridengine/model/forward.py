@@ -33,6 +33,8 @@ def _forward(model: nn.Module, batch: PackedBatch, **options: object) -> Any:
     images = batch.images
     if images is not None:
         options.update(images.arguments())
+        if images.spans:
+            options["bidirectional_spans"] = images.spans
     with (
         nullcontext() if images is None else placeholders_of(model, images),
         nullcontext() if replay is None else replay.of_batch(batch.routes),

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from hybridengine.errors import ModelError
+from hybridengine.model.bidirectional import BidirectionalSpan, find_spans
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,13 @@ class PackedImages:
     placeholders: bool [T], the tokens whose embeddings are features of an image.
     rope_position_ids: int64 [3, T], temporal position, row and column (M-RoPE); None: the model
       uses the position of the token in its sequence.
+    spans: images whose tokens attend to each other in both directions.
     """
 
     tensors: Mapping[str, Tensor]
     placeholders: Tensor
-    rope_position_ids: Tensor | None
+    rope_position_ids: Tensor | None = None
+    spans: tuple[BidirectionalSpan, ...] = ()
 
     def to(self, device: torch.device | str) -> PackedImages:
         """Move what there is of each token; `tensors`, which are large, stay on the CPU."""
@@ -61,6 +64,7 @@ class PackedImages:
             self.tensors,
             self.placeholders.to(device),
             None if positions is None else positions.to(device),
+            tuple(span._replace(token_index=span.token_index.to(device)) for span in self.spans),
         )
 
     def arguments(self) -> dict[str, Tensor]:
@@ -74,20 +78,29 @@ class _Family(NamedTuple):
 
     tensors: names of the arguments of their forward.
     has_mrope: positions have three components, by `image_grid_thw`.
+    is_bidirectional: tokens of an image attend to each other in both directions.
+    is_framed: the processor replaces a placeholder by more than its own repetition.
+    token_types: the argument of transformers' forward that marks tokens of images, if it has one.
     """
 
     tensors: tuple[str, ...]
     has_mrope: bool = False
+    is_bidirectional: bool = False
+    is_framed: bool = False
+    token_types: str | None = None
 
 
-_QWEN = _Family(("pixel_values", "image_grid_thw"), has_mrope=True)
+_QWEN = _Family(("pixel_values", "image_grid_thw"), has_mrope=True, token_types="mm_token_type_ids")
 _FAMILIES = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
     "qwen3_vl_moe": _QWEN,
     "llava_onevision": _Family(("pixel_values", "image_sizes")),
-    "internvl": _Family(("pixel_values",)),
+    "internvl": _Family(("pixel_values",), is_framed=True),
+    "gemma3": _Family(
+        ("pixel_values",), is_bidirectional=True, is_framed=True, token_types="token_type_ids"
+    ),
 }
 IMAGE_MODEL_TYPES = tuple(_FAMILIES)
 
@@ -112,6 +125,21 @@ class ImageFormat:
     def token_id(self) -> int:
         """The placeholder."""
         return int(self.config.image_token_id)
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """Whether tokens of an image attend to each other in both directions."""
+        return self._family.is_bidirectional
+
+    @property
+    def is_framed(self) -> bool:
+        """Whether the processor replaces a placeholder by more than its own repetition."""
+        return self._family.is_framed
+
+    def token_types(self, is_image: Tensor) -> dict[str, Tensor]:
+        """Return what transformers' own forward needs of `is_image` (bool), as an argument."""
+        name = self._family.token_types
+        return {} if name is None else {name: is_image.long()}
 
     @property
     def _family(self) -> _Family:
@@ -153,6 +181,16 @@ class ImageFormat:
                 "the number of its tokens, and keep the images of each sequence in their order"
             )
         return starts
+
+    def mark(self, ids: Tensor, images: Sequence[ImageInputs], sequence: int) -> Tensor:
+        """Return which of the token ids [l] are placeholders of `images`, bool [l].
+
+        Raises ModelError as `find`.
+        """
+        is_image = torch.zeros_like(ids, dtype=torch.bool)
+        for image, start in zip(images, self.find(ids, images, sequence), strict=True):
+            is_image[start : start + image.num_tokens] = True
+        return is_image
 
     def join(self, images: Sequence[ImageInputs]) -> dict[str, Tensor]:
         """Return the arguments of the model's forward for `images`."""
@@ -208,6 +246,7 @@ class ImageFormat:
         )
         side = size // patch
         num_tokens = round((side * getattr(self.config, "downsample_ratio", 1)) ** 2)
+        num_tokens = getattr(self.config, "mm_tokens_per_image", num_tokens)  # Gemma 3
         tiles, tensors = 1, {}
         if "image_sizes" in self._family.tensors:  # the tiles of the image, after a thumbnail
             height, width = min(self.config.image_grid_pinpoints, key=lambda hw: hw[0] * hw[1])
@@ -288,12 +327,26 @@ class PlacedImages:
         positions = _cat([self.rope_position_ids, own])
         return PlacedImages([*self.images, image], [*self.starts, num_tokens], positions)
 
-    def pack(self, num_tokens: int, image_format: ImageFormat) -> PackedImages:
-        """Return the images as inputs of the forward pass of `num_tokens`."""
-        placeholders = torch.zeros(num_tokens, dtype=torch.bool)
+    def pack(
+        self,
+        num_tokens: int,
+        cu_seqlens: Tensor,
+        subtree_ends: Tensor | None,
+        image_format: ImageFormat,
+    ) -> PackedImages:
+        """Return the images as inputs of the forward pass of `num_tokens`.
+
+        cu_seqlens, subtree_ends: of the `PackedBatch`.
+        """
+        placeholders, lengths = torch.zeros(num_tokens, dtype=torch.bool), list[int]()
         for image, start in zip(self.images, self.starts, strict=True):
             placeholders[start : start + image.num_tokens] = True
-        return PackedImages(image_format.join(self.images), placeholders, self.rope_position_ids)
+            lengths.append(image.num_tokens)
+        spans: tuple[BidirectionalSpan, ...] = ()
+        if image_format.is_bidirectional:
+            spans = find_spans(self.starts, lengths, cu_seqlens, subtree_ends)
+        tensors = image_format.join(self.images)
+        return PackedImages(tensors, placeholders, self.rope_position_ids, spans)
 
 
 @contextmanager
@@ -327,8 +380,8 @@ def check_vision_tower(config: PretrainedConfig) -> None:
 def freeze_vision_tower(model: Any) -> None:
     """Exclude the vision tower from training, before `model` is sharded.
 
-    A projector outside of the tower (LLaVA-OneVision, InternVL) stays trained. Raises ModelError
-    for a model without a tower.
+    A projector outside of the tower (LLaVA-OneVision, InternVL, Gemma 3) stays trained. Raises
+    ModelError for a model without a tower.
     """
     check_vision_tower(model.config)
     model.get_encoder(modality="image").requires_grad_(False)

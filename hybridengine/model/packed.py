@@ -230,7 +230,10 @@ def _with_images(
         dummy = image_format.dummy()
         placed = placed.append(dummy, batch.input_ids.shape[0], image_format)
         batch = _pad(batch, dummy.num_tokens, image_format.token_id)
-    return replace(batch, images=placed.pack(batch.input_ids.shape[0], image_format))
+    packed = placed.pack(
+        batch.input_ids.shape[0], batch.cu_seqlens, batch.subtree_ends, image_format
+    )
+    return replace(batch, images=packed)
 
 
 def _share_prefixes(

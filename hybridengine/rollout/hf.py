@@ -231,13 +231,11 @@ class HfEngine(RolloutEngine):
         for row, own in enumerate(images):
             prepared = [self._preparer.inputs(image) for image in own]
             padding = ids.shape[1] - int(mask[row].sum())
-            starts = image_format.find(ids[row, padding:].cpu(), prepared, row)
-            for image, start in zip(prepared, starts, strict=True):
-                is_image[row, padding + start : padding + start + image.num_tokens] = True
+            is_image[row, padding:] = image_format.mark(ids[row, padding:].cpu(), prepared, row)
             inputs += prepared
         tensors = {name: x.to(ids.device) for name, x in image_format.join(inputs).items()}
-        with placeholders_of(self._model, PackedImages(tensors, is_image, None)):
-            yield tensors | {"mm_token_type_ids": is_image.long()}
+        with placeholders_of(self._model, PackedImages(tensors, is_image)):
+            yield tensors | image_format.token_types(is_image)
 
     def _end(self, ids: list[int], stopped: int) -> int | None:
         """Return how many tokens there are up to the one that ends the response, None without one.

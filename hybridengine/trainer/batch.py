@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -22,10 +23,10 @@ from hybridengine.runtime.all_ranks import group_timeout
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.exchange import RowExchange, RowLocations
 from hybridengine.trainer.outcomes import Outcomes
-from hybridengine.trainer.rollouts import Rollouts
+from hybridengine.trainer.rollouts import ReceivedRows, Rollouts
 from hybridengine.trainer.routes import response_routes
 from hybridengine.trainer.split import split_micro_batches
-from hybridengine.vision import EncodedImage, ImagePreparer
+from hybridengine.vision import EncodedImage, ImagePreparer, image_arguments
 
 
 @dataclass(frozen=True)
@@ -180,13 +181,13 @@ class DataParallel:
         rollouts: Rollouts,
         num_mini_batches: int,
         max_tokens: int,
-        receive: Callable[[RowLocations], Mapping[str, Tensor]] | None = None,
+        receive: Callable[[RowLocations], ReceivedRows] | None = None,
     ) -> RolloutBatch:
         """Split rollouts into optimizer steps of whole groups, each balanced over the replicas.
 
         Every rank receives the tokens that its replica trains on. max_tokens: of a micro-batch, per
-        rank. receive: returns the columns of the responses that this rank is to hold; None: they
-        are on these ranks. Collective.
+        rank. receive: returns what this rank is to hold of the responses; None: they are on these
+        ranks. Collective.
         """
         outcomes, device = rollouts.outcomes, self.session.device
         rollouts.check_images(self.preparer is not None)
@@ -200,13 +201,9 @@ class DataParallel:
         placement = self._place(outcomes, trained)
         with self.session.phase("exchange_rollouts"):
             if receive is None:
-                exchange = RowExchange(outcomes.ranks, placement.held)
-                columns = rollouts.move(exchange, device)
-            else:
-                columns = {name: x.to(device) for name, x in receive(placement).items()}
-            images: Sequence[Sequence[EncodedImage]] = [()] * len(placement.held[self.session.rank])
-            if self.preparer is not None and receive is None:
-                images = rollouts.move_images(exchange, placement.held[self.session.rank])
+                receive = partial(self._move, rollouts)
+            received = receive(placement)
+            columns = {name: x.to(device) for name, x in received.columns.items()}
         is_dummy = not trained[self.replica]
         index = torch.tensor(placement.held[self.session.rank])
         ends = [0, *accumulate(outcomes.response_lengths[index].tolist())]
@@ -220,7 +217,11 @@ class DataParallel:
             response_mask=mask,
             rollout_log_probs=columns["log_probs"],
             mini_batches=self._pack(
-                rollouts, index, columns, images, [replicas[self.replica] for replicas in split]
+                rollouts,
+                index,
+                columns,
+                received.images,
+                [replicas[self.replica] for replicas in split],
             ),
             mini_batch_of=mini_batch_of.to(device),
             placement=placement,
@@ -231,6 +232,15 @@ class DataParallel:
                 if name in columns and column.counts is None
             },
         )
+
+    def _move(self, rollouts: Rollouts, placement: RowLocations) -> ReceivedRows:
+        """Move responses to the replicas that train on them. Collective."""
+        exchange = RowExchange(rollouts.outcomes.ranks, placement.held)
+        rows = placement.held[self.session.rank]
+        columns = rollouts.move(exchange, self.session.device)
+        if self.preparer is None:
+            return ReceivedRows(columns, [()] * len(rows))
+        return ReceivedRows(columns, rollouts.move_images(exchange, rows, rollouts.image_sizes()))
 
     def _place(self, outcomes: Outcomes, trained: Sequence[list[int]]) -> RowLocations:
         """trained: the rows that each replica trains on; without any it holds the shortest one."""
@@ -305,7 +315,7 @@ class DataParallel:
                 sequence_parallel=self.sp_group,
                 shared_prefix=self.shared_prefix,
                 routes=[routes[k] for k in chosen] if routes and rows else None,
-                **self.image_arguments([images[k] for k in chosen]),
+                **image_arguments(self.preparer, [images[k] for k in chosen]),
             )
             packed = replace(
                 packed, row_index=tokens, kept=None if kept is None else kept.take(tokens)
@@ -313,16 +323,6 @@ class DataParallel:
             return packed if rows else packed.as_dummy()
 
         return [[pack(rows) for rows in micro_batches] for micro_batches in mini_batches]
-
-    def image_arguments(self, images: Sequence[Sequence[EncodedImage]]) -> dict[str, Any]:
-        """Return what packs the images of sequences; {} for a model without images.
-
-        A batch without images has a dummy one, so that every rank runs the vision tower.
-        """
-        if self.preparer is None:
-            return {}
-        inputs = [[self.preparer.inputs(image) for image in own] for own in images]
-        return {"images": inputs, "image_format": self.preparer.image_format}
 
     def num_trained(self, batch: RolloutBatch, number: int) -> tuple[Tensor, Tensor]:
         """Count (tokens, responses with a token) that a mini-batch trains on, over all ranks; 0-d.

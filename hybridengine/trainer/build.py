@@ -57,15 +57,17 @@ def load_tokenizer(config: JobConfig, path: str | None = None) -> PreTrainedToke
         ) from error
 
 
-def load_preparer(config: RLConfig | SFTConfig) -> ImagePreparer | None:
-    """Load what prepares images for the trained model, None where it takes none.
+def load_preparer(config: RLConfig | SFTConfig, path: str | None = None) -> ImagePreparer | None:
+    """Load what prepares images for a model, None where it takes none.
+
+    path: of the model; None: of the trained one.
 
     Data, engine and trainer of a process share it, and so the images that it has prepared. Raises
     ModelError for a model whose image processor cannot be read.
     """
     model = config.model
     options = json.dumps(dict(config.data.mm_processor_kwargs), sort_keys=True, default=str)
-    return _load_preparer(model.path, model.trust_remote_code, options)
+    return _load_preparer(path or model.path, model.trust_remote_code, options)
 
 
 @cache

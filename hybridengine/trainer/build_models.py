@@ -30,8 +30,9 @@ from hybridengine.runtime.session import Session
 from hybridengine.sharding.dim1 import dim1_parameters
 from hybridengine.trainer.algorithms import uses_critic
 from hybridengine.trainer.batch import DataParallel
-from hybridengine.trainer.build import checkpoint_layout, load_tokenizer
+from hybridengine.trainer.build import checkpoint_layout, load_preparer, load_tokenizer
 from hybridengine.trainer.distill import Student
+from hybridengine.trainer.images import find_conflicts
 from hybridengine.trainer.models import Actor
 from hybridengine.trainer.reward_model import RewardModel
 
@@ -223,4 +224,5 @@ def build_reward_model(
         session,
         config.actor.ppo_max_token_len_per_gpu,
         config.reward.all_weights[-1],
+        None if find_conflicts(config) else load_preparer(config),
     )

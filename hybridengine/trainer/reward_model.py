@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from hybridengine.runtime.session import Session
 from hybridengine.trainer.exchange import RowExchange
 from hybridengine.trainer.rollouts import Rollouts
 from hybridengine.trainer.split import split_micro_batches
+from hybridengine.vision import EncodedImage, ImagePreparer, image_arguments
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,9 @@ class RewardModel:
 
     It scores a response by the model's value at its last token.
 
-    A model with the policy's vocabulary reads the token ids as generated. A model with another
-    vocabulary reads the conversation and the response's text in its own chat template.
+    A model with the policy's vocabulary reads the token ids as generated, with their images. A
+    model with another vocabulary reads the conversation and the response's text in its own chat
+    template, without images.
     """
 
     model: nn.Module
@@ -34,6 +38,7 @@ class RewardModel:
     session: Session
     max_tokens: int  # of a micro-batch
     weight: float  # of the score in a response's reward
+    preparer: ImagePreparer | None = None  # None: it reads text alone
 
     @torch.no_grad()
     def score(self, rollouts: Rollouts) -> Tensor:
@@ -41,21 +46,29 @@ class RewardModel:
 
         Responses move to the ranks that score them, balanced by tokens.
         """
-        pairs = rollouts.with_prompts()
-        own_ids = [torch.tensor(self._ids(*pair), dtype=torch.int32) for pair in pairs]
+        rollouts.check_images(self.preparer is not None)
+        own = rollouts.with_prompts()
+        own_ids = [torch.tensor(self._ids(*pair), dtype=torch.int32) for pair in own]
         session = self.session
         lengths = rollouts.gather_numbers([ids.numel() for ids in own_ids]).long()
         split = split_micro_batches(lengths.tolist(), session.world_size, self.max_tokens)
         shortest = [int(lengths.argmin())]  # of dummy micro-batches
         wanted = [[i for rows in part for i in rows or shortest] for part in split]
         packed = torch.cat([torch.empty(0, dtype=torch.int32), *own_ids]).to(session.device)
-        received = RowExchange(rollouts.outcomes.ranks, wanted)(packed, lengths)
-        ids = iter(received.cpu().split(lengths[wanted[session.rank]].tolist()))
+        exchange, own_rows = RowExchange(rollouts.outcomes.ranks, wanted), wanted[session.rank]
+        ids = iter(exchange(packed, lengths).cpu().split(lengths[own_rows].tolist()))
+        images: Iterator[Sequence[EncodedImage]] = repeat(())
+        if self.preparer is not None:
+            images = iter(rollouts.move_images(exchange, own_rows, rollouts.image_sizes()))
         scores = torch.zeros(len(lengths), dtype=torch.float64, device=session.device)
         with on_device(self.model) as model:
             for rows in split[session.rank]:
-                sequences = [(next(ids), ()) for _ in rows or shortest]
-                batch = pack_rollouts(sequences, session.device)
+                pairs = [(next(ids), next(images)) for _ in rows or shortest]
+                batch = pack_rollouts(
+                    [(sequence, ()) for sequence, _ in pairs],
+                    session.device,
+                    **image_arguments(self.preparer, [own for _, own in pairs]),
+                )
                 batch = replace(batch, logit_positions=batch.cu_seqlens[1:].long() - 1)
                 values = packed_values(model, batch)
                 if rows:

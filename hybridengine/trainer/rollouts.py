@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,17 @@ from hybridengine.runtime.messages import decode, encode
 from hybridengine.trainer.exchange import RowExchange
 from hybridengine.trainer.outcomes import Outcomes
 from hybridengine.vision import EncodedImage
+
+
+class ReceivedRows(NamedTuple):
+    """What a rank gets of the responses that it is to hold.
+
+    columns: see `Rollouts.move`.
+    images: of each response.
+    """
+
+    columns: Mapping[str, Tensor]
+    images: Sequence[Sequence[EncodedImage]]
 
 
 @dataclass(frozen=True)
@@ -74,22 +86,35 @@ class Rollouts:
         if image is not None and not supported:
             raise RolloutError(
                 f"{image.where} returned an image, which this job does not support: its model, "
-                "critic, reward model, teacher or sequence parallelism reads text alone"
+                "critic, reward model, teacher, engine or sequence parallelism reads text alone"
             )
 
-    def move_images(self, exchange: RowExchange, rows: Sequence[int]) -> list[list[EncodedImage]]:
+    def image_sizes(self) -> Tensor:
+        """Return the encoded bytes of the images of tools of all responses, int64 [N]. Collective.
+
+        For `move_images`.
+        """
+        return self.gather_numbers([len(record) for record in self._image_records()]).long()
+
+    def _image_records(self) -> list[bytes]:
+        return [encode(list(r.images)) if r.images else b"" for r in self.own]
+
+    def move_images(
+        self, exchange: RowExchange, rows: Sequence[int], sizes: Tensor
+    ) -> list[list[EncodedImage]]:
         """Return the images in the tokens of `rows`, those of their prompts first. Collective.
 
         Every rank reads those of prompts in its own dataset. Those of tools move as they are
         encoded, to where `exchange` wants its rows, which are `rows` here.
+
+        sizes: of all responses, see `image_sizes`.
         """
-        records = [encode(list(r.images)) if r.images else b"" for r in self.own]
-        sizes = self.gather_numbers([len(record) for record in records]).long()
         moved = [b""] * len(rows)
         if sizes.any():
-            values = torch.frombuffer(bytearray(b"".join(records) or b"\0"), dtype=torch.uint8)
+            records = b"".join(self._image_records())
+            values = torch.frombuffer(bytearray(records or b"\0"), dtype=torch.uint8)
             content = exchange(values, sizes).numpy().tobytes()
-            ends = sizes[torch.tensor(rows)].cumsum(0).tolist()
+            ends = sizes[torch.tensor(rows, dtype=torch.int64)].cumsum(0).tolist()
             moved = [content[a:b] for a, b in pairwise([0, *ends])]
         groups, contexts = (
             self.outcomes.groups.tolist(),

@@ -32,6 +32,7 @@ from hybridengine.trainer.build import load_preparer, load_tokenizer
 from hybridengine.trainer.build_models import build_optimizer, load_model
 from hybridengine.trainer.plan import resolve_dtypes, sft_plan
 from hybridengine.trainer.shared_prefix import build_data_parallel
+from hybridengine.vision import image_arguments
 
 
 def load_sft_data(config: SFTConfig) -> tuple[Any, SFTDataset, SFTDataset | None]:
@@ -147,7 +148,7 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
                 self.session.device,
                 dp.sp_group,
                 shared_prefix=dp.shared_prefix,
-                **dp.image_arguments([s.images for s in chosen]),
+                **image_arguments(dp.preparer, [s.images for s in chosen]),
             )
             yield packed if rows else packed.as_dummy()
 

@@ -12,7 +12,7 @@ from hybridengine.tracking.performance import pair_cost
 from hybridengine.trainer.algorithms import uses_critic
 from hybridengine.trainer.batch import DataParallel
 from hybridengine.trainer.build import checkpoint_layout, load_preparer
-from hybridengine.trainer.images import parts_of_text
+from hybridengine.trainer.images import find_conflicts
 from hybridengine.trainer.routes import config_route_shape
 
 
@@ -28,7 +28,7 @@ def build_data_parallel(config: RLConfig | SFTConfig, session: Session) -> DataP
         shared_prefix=no_sharing_reason(config) is None,
         pair_cost=pair_cost(model, checkpoint_layout(config).parameters),
         route_shape=config_route_shape(config) if isinstance(config, RLConfig) else None,
-        preparer=None if parts_of_text(config) else load_preparer(config),
+        preparer=None if find_conflicts(config) else load_preparer(config),
     )
 
 

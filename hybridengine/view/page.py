@@ -17,7 +17,7 @@ from hybridengine.errors import ConfigError
 from hybridengine.storage import atomic_file
 from hybridengine.view.attention import Attention, compute_attention
 from hybridengine.view.detail import COLORS, Detail, detail_of, text_of_token
-from hybridengine.view.rollouts import Entry, RolloutIndex
+from hybridengine.view.rollouts import Entry, RolloutIndex, run_setting
 
 __all__ = ["Shown", "attention_of", "write_page"]
 
@@ -32,7 +32,8 @@ def attention_of(index: RolloutIndex, query: str, checkpoint: Path | None) -> Sh
     if entry is None:
         raise ConfigError(f"--attention {query!r} selects no rollout")
     folder = index.run / "final" if checkpoint is None else checkpoint.expanduser()
-    return entry, *compute_attention(index.read(entry), folder)
+    options = run_setting(index.run, "data", "mm_processor_kwargs") or {}
+    return entry, *compute_attention(index.read(entry), folder, options)
 
 
 def write_page(

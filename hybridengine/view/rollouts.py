@@ -14,7 +14,7 @@ import msgspec
 
 from hybridengine.errors import ConfigError
 
-__all__ = ["Entry", "Filter", "RolloutIndex"]
+__all__ = ["Entry", "Filter", "RolloutIndex", "run_setting"]
 
 _FILE = re.compile(r"(step|val)_(\d+)\.jsonl")
 _TERM = re.compile(r"(step|reward|length|group|row|kind)(<=|>=|!=|=|<|>)(\S+)")
@@ -154,7 +154,7 @@ class RolloutIndex:
 
     def _tokenizer_files(self) -> Iterator[Path]:
         yield self.run / "final" / "tokenizer.json"
-        if model := _setting(self.run, "model", "path"):
+        if model := run_setting(self.run, "model", "path"):
             yield Path(model).expanduser() / "tokenizer.json"
 
 
@@ -163,10 +163,10 @@ def _rollout_folder(run: Path) -> Path:
         raise ConfigError(f"{run} is not a folder; give the folder of a run")
     if any(_FILE.fullmatch(path.name) for path in run.iterdir()):
         return run
-    return Path(_setting(run, "trainer", "rollout_data_dir") or run / "rollouts")
+    return Path(run_setting(run, "trainer", "rollout_data_dir") or run / "rollouts")
 
 
-def _setting(run: Path, section: str, key: str) -> Any:
+def run_setting(run: Path, section: str, key: str) -> Any:
     """Return a setting of the run's config.yaml; None where there is none."""
     file = run / "config.yaml"
     if not file.is_file():

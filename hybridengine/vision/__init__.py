@@ -6,6 +6,17 @@ torchvision  what transformers and vLLM import of it where it is not installed
 """
 
 from hybridengine.vision.encoded import EncodedImage
-from hybridengine.vision.processor import ImagePreparer, Replacement, load_image_preparer
+from hybridengine.vision.processor import (
+    ImagePreparer,
+    Replacement,
+    image_arguments,
+    load_image_preparer,
+)
 
-__all__ = ["EncodedImage", "ImagePreparer", "Replacement", "load_image_preparer"]
+__all__ = [
+    "EncodedImage",
+    "ImagePreparer",
+    "Replacement",
+    "image_arguments",
+    "load_image_preparer",
+]

@@ -20,7 +20,13 @@ from hybridengine.model.images import IMAGE_MODEL_TYPES, ImageFormat, ImageInput
 from hybridengine.vision.encoded import EncodedImage
 from hybridengine.vision.torchvision import has_torchvision
 
-__all__ = ["ImagePreparer", "Replacement", "load_image_preparer", "load_processor"]
+__all__ = [
+    "ImagePreparer",
+    "Replacement",
+    "image_arguments",
+    "load_image_preparer",
+    "load_processor",
+]
 
 # Of processors, what the number of an image's tokens depends on.
 _TOKEN_SETTINGS = (
@@ -149,6 +155,20 @@ class ImagePreparer:
             )
         tensors = {name: torch.as_tensor(value) for name, value in features.items()}
         return ImageInputs(key, len(runs[0]) // len(token), tensors), text
+
+
+def image_arguments(
+    preparer: ImagePreparer | None, images: Sequence[Sequence[EncodedImage]]
+) -> dict[str, Any]:
+    """Return the arguments of `pack_rollouts` for the images of sequences.
+
+    preparer: of the model; None: it takes no images. A batch without images has a dummy image, so
+      that every rank runs the vision tower.
+    """
+    if preparer is None:
+        return {}
+    inputs = [[preparer.inputs(image) for image in own] for own in images]
+    return {"images": inputs, "image_format": preparer.image_format}
 
 
 def load_image_preparer(

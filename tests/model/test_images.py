@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Gemma3Config
+from transformers import PaliGemmaConfig
 
 from hybridengine.errors import ModelError
 from hybridengine.model import (
@@ -178,6 +178,6 @@ def test_images_that_do_not_fit_are_refused():
 
 
 def test_other_families_are_refused_by_name():
-    with pytest.raises(ModelError, match=r"'gemma3', expected one of .*'qwen2_vl'") as error:
-        ImageFormat(Gemma3Config())
+    with pytest.raises(ModelError, match=r"'paligemma', expected one of .*'gemma3'") as error:
+        ImageFormat(PaliGemmaConfig())
     assert all(repr(kind) in str(error.value) for kind in IMAGE_MODEL_TYPES)

@@ -8,8 +8,8 @@ import pytest
 from transformers import (
     AutoConfig,
     FalconConfig,
-    Gemma3Config,
     GptOssConfig,
+    PaliGemmaConfig,
     Phi4MultimodalConfig,
     Qwen3NextConfig,
     T5Config,
@@ -105,8 +105,7 @@ def test_broken_config(folder, tmp_path):
         (T5Config(), r"\(t5\) is not a causal language model"),
         (FalconConfig(), r"FalconForCausalLM\) does not call its attention"),
         (Qwen3NextConfig(), r"layers of type \['linear_attention'\]"),
-        (Gemma3Config(), r"\(gemma3\) also takes images, .* such as one of type 'gemma3_text'"),
-        (Gemma3Config(), r"\(gemma3\) also takes images, .* such as one of type 'gemma3_text'"),
+        (PaliGemmaConfig(), r"\(paligemma\) also takes images, .* such as one of type 'gemma'"),
         (Phi4MultimodalConfig(), r"\(phi4_multimodal\) also takes images, .* 'qwen3'"),
     ],
 )

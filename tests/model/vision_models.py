@@ -47,7 +47,9 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {
         "text_config": _TEXT
         | _MROPE
-        | dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
+        # Saved transposed, which transformers does not undo for a square gate_up_proj.
+        | dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+        | {"norm_topk_prob": True},  # of published configs; vLLM reads it
         "vision_config": _QWEN_VISION
         | dict(hidden_size=64, intermediate_size=96, out_hidden_size=128)
         | dict(deepstack_visual_indexes=[0, 1], num_position_embeddings=16),
@@ -64,6 +66,13 @@ VISION: dict[str, dict[str, Any]] = {
         "text_config": {"model_type": "qwen2"} | _TEXT,
         "vision_config": {**_VIT, "image_size": [16, 16], "patch_size": [4, 4]},
         "downsample_ratio": 0.5,
+    },
+    "gemma3": {
+        "text_config": _TEXT
+        | dict(head_dim=32, query_pre_attn_scalar=32, num_hidden_layers=3, sliding_window=6)
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        "vision_config": {"vision_use_head": False} | _VIT,
+        "mm_tokens_per_image": 4,
     },
 }
 
@@ -83,8 +92,8 @@ def build(kind: str, attention: Any, seed: int = 0) -> Any:
         model = AutoModelForImageTextToText.from_config(
             vision_config(kind), attn_implementation=attention
         )
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or "mm_input_projection" in name:  # Gemma 3's begins at zero
                 parameter.data += 0.1 * torch.randn_like(parameter)
     return model.eval()
 
@@ -112,6 +121,9 @@ def image(kind: str, height: int, width: int, seed: int = 0) -> ImageInputs:
         grid = torch.tensor([[1, 2 * height, 2 * width]])
         return ImageInputs(key, height * width, {"pixel_values": pixels, "image_grid_thw": grid})
     tiles = height * width
+    if kind == "gemma3":
+        pixels = torch.randn(1, 3, 16, 16, generator=generator)
+        return ImageInputs(key, 4, {"pixel_values": pixels})
     if kind == "internvl":
         pixels = torch.randn(tiles, 3, 16, 16, generator=generator)
         return ImageInputs(key, 4 * tiles, {"pixel_values": pixels})
@@ -150,7 +162,7 @@ def alone(model: Any, ids: list[int], images: list[ImageInputs]) -> torch.Tensor
     """Logits [l, V] of one sequence by transformers' own forward."""
     options = {}
     if images:
-        options = ImageFormat(model.config).join(images)
-        if "image_grid_thw" in options:
-            options["mm_token_type_ids"] = (torch.tensor([ids]) == IMAGE).int()
+        image_format = ImageFormat(model.config)
+        options = image_format.join(images)
+        options |= image_format.token_types(torch.tensor([ids]) == IMAGE)
     return model(input_ids=torch.tensor([ids]), use_cache=False, **options).logits[0]

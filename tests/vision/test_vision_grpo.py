@@ -11,24 +11,30 @@ from hybridengine.rollout import Response
 from hybridengine.trainer.rollouts import Rollouts
 from hybridengine.vision import EncodedImage
 from tests.trainer.in_process import run_jobs
-from tests.vision.vision_jobs import check_steps, vision_job
+from tests.vision.vision_jobs import NUM_TOKENS, check_steps, vision_job
 
 
 @pytest.mark.slow
 @pytest.mark.multirank
 def test_plain_generate_and_trainer_agree(tmp_path: Path) -> None:
     job = vision_job(tmp_path)
-    shared, plain, refused = run_jobs(
-        tmp_path,
-        [job, [*job, "actor.shared_prefix=off"], [*job, "algorithm.adv_estimator=gae"]],
-    )
+    shared, plain = run_jobs(tmp_path, [job, [*job, "actor.shared_prefix=off"]])
     check_steps(shared)
     check_steps(plain)
     for ours, other in zip(shared.rows, plain.rows, strict=True):
         assert ours["critic/score/mean"] == other["critic/score/mean"]
         assert ours["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-3)
     assert shared.last["perf/shared_tokens_saved"] > 0
-    assert "rows.jsonl, line 1, image 0: the data has images" in refused.refused
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+@pytest.mark.parametrize("kind", sorted(NUM_TOKENS.keys() - {"qwen2_vl"}))
+def test_plain_generate_of_other_families(tmp_path: Path, kind: str) -> None:
+    """In batches that are padded on the left; Gemma 3 has a sliding window of six keys."""
+    [result] = run_jobs(tmp_path, [vision_job(tmp_path, kind)])
+    check_steps(result, kind)
+    assert result.last["perf/shared_tokens_saved"] > 0
 
 
 @pytest.mark.slow

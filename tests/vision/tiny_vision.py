@@ -34,7 +34,7 @@ _SPECIAL = {
 _TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
-    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% if part.type == 'image' %}IMAGE"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
@@ -51,6 +51,7 @@ _PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": (_QWEN, {}),
     "qwen2_5_vl": (_QWEN, {}),
     "qwen3_vl": (_QWEN, {}),
+    "qwen3_vl_moe": (_QWEN, {}),
     "llava_onevision": (
         {
             **_TILES,
@@ -65,6 +66,10 @@ _PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"min_patches": 1, "max_patches": 4},
         {"image_seq_length": 4},
     ),
+    "gemma3": (
+        {**_TILES, "image_processor_type": "Gemma3ImageProcessor"},
+        {"image_seq_length": 4},
+    ),
 }
 FAMILIES = tuple(_PROCESSORS)
 
@@ -74,18 +79,20 @@ def save_tiny_vision(kind: str, folder: Path, seed: int = 0) -> str:
     model = build(kind, "eager", seed)
     model.config.vision_start_token_id = _SPECIAL["<|vision_start|>"]
     model.config.vision_end_token_id = _SPECIAL["<|vision_end|>"]
-    if kind == "qwen3_vl":  # what transformers' model always does, and vLLM's by the config
+    if kind.startswith("qwen3"):  # what transformers' model always does, and vLLM's by the config
         model.config.text_config.rope_parameters["mrope_interleaved"] = True
     model.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    tokenizer(kind).save_pretrained(folder)
     for name, content in zip(("preprocessor", "processor"), _PROCESSORS[kind], strict=True):
         if content:
             (folder / f"{name}_config.json").write_text(json.dumps(content))
     return str(folder)
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(kind: str) -> PreTrainedTokenizerFast:
     """One token for each printable character of ASCII but for three."""
+    # Gemma's template writes the token that begins an image, and its processor all others.
+    place = "<|vision_start|>" + ("" if kind == "gemma3" else "<|image_pad|><|vision_end|>")
     free = [i for i in range(VOCAB) if i not in _SPECIAL.values()]
     characters = [chr(c) for c in (*range(97, 123), *range(48, 58), *range(32, 48), *range(58, 97))]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -98,8 +105,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
         tokenizer_object=state,
         pad_token="<|endoftext|>",
         eos_token="<|im_end|>",
-        chat_template=_TEMPLATE,
-        extra_special_tokens={  # of InternVL's processor
+        chat_template=_TEMPLATE.replace("IMAGE", place),
+        extra_special_tokens={  # of the processors of Gemma 3 and InternVL
+            "boi_token": "<|vision_start|>",
+            "eoi_token": "<|vision_end|>",
+            "image_token": "<|image_pad|>",
             "start_image_token": "<|vision_start|>",
             "end_image_token": "<|vision_end|>",
             "context_image_token": "<|image_pad|>",

@@ -12,6 +12,10 @@ from tests.vision.tiny_vision import count_rows, save_tiny_vision
 
 __all__ = ["check_steps", "run_vllm", "vision_job"]
 
+# Of an image of a job's rows.
+NUM_TOKENS = {"qwen2_vl": 9, "qwen2_5_vl": 9, "qwen3_vl": 9, "qwen3_vl_moe": 9}
+NUM_TOKENS |= {"llava_onevision": 88, "internvl": 20, "gemma3": 4}
+
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     digits = [c for c in solution_str if c.isdigit()]
@@ -28,10 +32,10 @@ def vision_job(folder: Path, kind: str = "qwen2_vl", **overrides: object) -> lis
         "model.path": save_tiny_vision(kind, folder / "model"),
         "data.train_files": folder / "rows.jsonl",
         "data.train_batch_size": len(rows),
-        "data.max_prompt_length": 48,
+        "data.max_prompt_length": 112 if kind == "llava_onevision" else 48,
         "data.max_response_length": 4,
         "actor.ppo_mini_batch_size": len(rows) // 2,
-        "actor.ppo_max_token_len_per_gpu": 256,
+        "actor.ppo_max_token_len_per_gpu": 512 if kind == "llava_onevision" else 256,
         "actor.optim.lr": 3e-3,
         "actor.fsdp_config.dtype": "float32",
         "rollout.name": "hf",
@@ -48,7 +52,7 @@ def vision_job(folder: Path, kind: str = "qwen2_vl", **overrides: object) -> lis
     return [f"{key}={value}" for key, value in settings.items()]
 
 
-def check_steps(result: Result) -> None:
+def check_steps(result: Result, kind: str = "qwen2_vl") -> None:
     """Assert that engine and trainer agree on every token, also after updates of the tower."""
     assert not result.refused, result.refused
     assert max(row["training/rollout_probs_diff_max"] for row in result.rows) < 1e-4
@@ -56,9 +60,9 @@ def check_steps(result: Result) -> None:
     for line in result.rollouts["step_3"]:
         is_text = line["data_source"] == "text"
         assert ("images" in line) == (not is_text)
-        # The placeholder is one token of the text, and nine of the ids.
-        assert line["prompt_ids"].count(100) == (0 if is_text else 9)
-        assert line["prompt"].count("<|image_pad|>") == (0 if is_text else 1)
+        # The placeholder is one token of the text, and several of the ids.
+        assert line["prompt_ids"].count(100) == (0 if is_text else NUM_TOKENS[kind])
+        assert line["prompt"].count("<|vision_start|>") == (0 if is_text else 1)
 
 
 def run_vllm(folder: Path, job: list[str]) -> Result:

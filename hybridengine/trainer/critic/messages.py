@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from msgspec import Struct
+from torch import Tensor
 
 from hybridengine.config import RLConfig
 from hybridengine.model import SkippedUpdate
 from hybridengine.trainer.exchange import RowLocations
 from hybridengine.trainer.outcomes import Outcomes
+from hybridengine.vision import EncodedImage
 
 COLUMNS = ("token_ids", "log_probs", "sampled", "context_ids")  # what a critic's batch needs
 
@@ -40,12 +42,19 @@ class Ready(Struct):
 
 
 class TrainStep(Struct, tag=True):
-    """A step begins. prompts: the token ids of each group. actor: which of the policy's ranks hold
-    which responses."""
+    """A step begins.
+
+    prompts: the token ids of each group.
+    images: of the prompt of each group.
+    image_sizes: see `Rollouts.image_sizes`.
+    actor: which of the policy's ranks hold which responses.
+    """
 
     step: int
     outcomes: Outcomes
     prompts: Sequence[Sequence[int]]
+    images: Sequence[Sequence[EncodedImage]]
+    image_sizes: Tensor
     actor: RowLocations
 
 

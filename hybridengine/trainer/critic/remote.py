@@ -91,14 +91,18 @@ class RemoteCritic(StepCritic):
         self._lengths = rollouts.outcomes.response_lengths
         self._waited_s = 0.0
         with self._session.phase("send_rollouts"):
-            command = None
+            command, sizes = None, rollouts.image_sizes()
             if self._session.is_main:
                 prompts = [prompt.prompt_ids for prompt in rollouts.prompts]
-                command = messages.TrainStep(step, rollouts.outcomes, prompts, self._actor)
+                images = [prompt.images for prompt in rollouts.prompts]
+                command = messages.TrainStep(
+                    step, rollouts.outcomes, prompts, images, sizes, self._actor
+                )
             self._channel.from_actor(messages.Command, command)
             self._critic: RowLocations = self._channel.from_critic(RowLocations)
             exchange = self._channel.to_critic(rollouts.outcomes.ranks, self._critic)
             rollouts.move(exchange, "cpu", messages.COLUMNS)
+            rollouts.move_images(exchange, [], sizes)
 
     def values(self, batch: RolloutBatch) -> Tensor:
         exchange = self._channel.to_actor(self._critic, self._actor)

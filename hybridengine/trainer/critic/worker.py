@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from hybridengine.checkpoint.tensors import PartWriter
 from hybridengine.data import PromptSample, Subset
@@ -17,7 +16,7 @@ from hybridengine.trainer.critic import messages
 from hybridengine.trainer.critic.channel import CriticChannel
 from hybridengine.trainer.critic.model import build_critic
 from hybridengine.trainer.exchange import RowLocations
-from hybridengine.trainer.rollouts import Rollouts
+from hybridengine.trainer.rollouts import ReceivedRows, Rollouts
 from hybridengine.trainer.shared_prefix import build_data_parallel
 
 _WAITING = "wait_for_actor"
@@ -69,13 +68,18 @@ class CriticWorker:
         session, critic, config = self._session, self._critic, self._config
         session.step = command.step
         session.take_timings()
-        prompts = [PromptSample(i, [*x], "", "", None, {}) for i, x in enumerate(command.prompts)]
+        prompts = [
+            PromptSample(i, [*ids], "", "", None, {}, images=images)
+            for i, (ids, images) in enumerate(zip(command.prompts, command.images, strict=True))
+        ]
         rollouts = Rollouts(Subset(prompts, range(len(prompts))), command.outcomes, [], rank=-1)
 
-        def receive(placement: RowLocations) -> Mapping[str, Tensor]:
+        def receive(placement: RowLocations) -> ReceivedRows:
             self._channel.from_critic(RowLocations, placement)
             exchange = self._channel.to_critic(command.outcomes.ranks, placement)
-            return rollouts.move(exchange, "cpu", messages.COLUMNS)
+            columns = rollouts.move(exchange, "cpu", messages.COLUMNS)
+            rows = placement.held[session.rank]
+            return ReceivedRows(columns, rollouts.move_images(exchange, rows, command.image_sizes))
 
         num_mini_batches = config.data.train_batch_size // config.ppo_mini_batch_size
         max_tokens = config.actor.ppo_max_token_len_per_gpu
