@@ -79,12 +79,14 @@ class _Family(NamedTuple):
     tensors: names of the arguments of their forward.
     has_mrope: positions have three components, by `image_grid_thw`.
     is_bidirectional: tokens of an image attend to each other in both directions.
+    is_framed: the processor replaces a placeholder by more than its own repetition.
     token_types: the argument of transformers' forward that marks tokens of images, if it has one.
     """
 
     tensors: tuple[str, ...]
     has_mrope: bool = False
     is_bidirectional: bool = False
+    is_framed: bool = False
     token_types: str | None = None
 
 
@@ -95,8 +97,10 @@ _FAMILIES = {
     "qwen3_vl": _QWEN,
     "qwen3_vl_moe": _QWEN,
     "llava_onevision": _Family(("pixel_values", "image_sizes")),
-    "internvl": _Family(("pixel_values",)),
-    "gemma3": _Family(("pixel_values",), is_bidirectional=True, token_types="token_type_ids"),
+    "internvl": _Family(("pixel_values",), is_framed=True),
+    "gemma3": _Family(
+        ("pixel_values",), is_bidirectional=True, is_framed=True, token_types="token_type_ids"
+    ),
 }
 IMAGE_MODEL_TYPES = tuple(_FAMILIES)
 
@@ -126,6 +130,11 @@ class ImageFormat:
     def is_bidirectional(self) -> bool:
         """Whether tokens of an image attend to each other in both directions."""
         return self._family.is_bidirectional
+
+    @property
+    def is_framed(self) -> bool:
+        """Whether the processor replaces a placeholder by more than its own repetition."""
+        return self._family.is_framed
 
     def token_types(self, is_image: Tensor) -> dict[str, Tensor]:
         """Return what transformers' own forward needs of `is_image` (bool), as an argument."""

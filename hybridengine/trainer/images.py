@@ -70,17 +70,27 @@ def _reads_alike(config: RLConfig, path: str) -> bool:
 
 
 def _conflicts_of_engine(config: RLConfig) -> Iterator[Conflict]:
+    preparer = load_preparer(config)
+    if preparer is None:
+        return
+    image_format, kind = preparer.image_format, preparer.image_format.config.model_type
     if config.rollout.servers:
-        yield Conflict("rollout.servers")
-    elif engine_name(config) == "vllm" and not torch.cuda.is_available():
-        preparer = load_preparer(config)
-        if preparer is not None and preparer.image_format.is_bidirectional:
-            kind = preparer.image_format.config.model_type
+        if image_format.is_framed:
             yield Conflict(
-                f"rollout.name=vllm on a CPU with a model of type {kind!r}",
-                "vLLM's attention on CPUs is causal, also among the tokens of an image, which "
-                "attend to each other in both directions in this model; set rollout.name=hf",
+                f"rollout.servers with a model of type {kind!r}",
+                "its processor writes further tokens around those of an image, so that a server "
+                "cannot be given the image in its place; leave rollout.servers out",
             )
+    elif image_format.is_bidirectional and _runs_vllm_on_a_cpu(config):
+        yield Conflict(
+            f"rollout.name=vllm on a CPU with a model of type {kind!r}",
+            "vLLM's attention on CPUs is causal, also among the tokens of an image, which attend "
+            "to each other in both directions in this model; set rollout.name=hf",
+        )
+
+
+def _runs_vllm_on_a_cpu(config: RLConfig) -> bool:
+    return engine_name(config) == "vllm" and not torch.cuda.is_available()
 
 
 def check_images(

@@ -13,6 +13,7 @@ import pytest
 
 from hybridengine.errors import RolloutError
 from hybridengine.rollout import InFlightUpdate, Request, Response, SamplingSpec, StaleWeightsError
+from hybridengine.rollout.engine import Prompt
 from hybridengine.rollout.server import (
     NoServerError,
     ServerEngine,
@@ -23,6 +24,7 @@ from hybridengine.rollout.server import (
     network,
     pool,
 )
+from hybridengine.rollout.server.images import ServerPrompt
 from hybridengine.rollout.server.network import address_for, prepare_network
 from tests.ports import free_port
 from tests.rollout.stand_in_server import SETTINGS, answer_requests, as_choice
@@ -271,7 +273,7 @@ def test_every_wait_ends_with_the_name_of_the_server(stand_ins: list[StandIn]) -
     patient = VllmServer(slow.url, 0, timeout_s=60)
     threading.Thread(target=lambda: asked.wait(60) and patient.abort()).start()
     with pytest.raises(ServerLostError, match=slow.url) as caught:
-        patient.complete([1], {"n": 1}, {})
+        patient.complete(ServerPrompt(Prompt([1])), {"n": 1}, {})
     assert "no answer within" not in str(caught.value)
     release.set()
     slow.close()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from hybridengine.errors import RolloutError
 from hybridengine.reshard.commit.records import EngineInfo, SyncStore
 from hybridengine.rollout import InFlightUpdate, Response, SamplingSpec, StaleWeightsError
+from hybridengine.rollout.engine import Prompt
 from hybridengine.rollout.server import (
     NoServerError,
     ServerEngine,
@@ -29,6 +30,7 @@ from hybridengine.rollout.server import (
     TrainersStore,
     VllmServer,
 )
+from hybridengine.rollout.server.images import ServerPrompt
 from hybridengine.runtime.polling import wait_until
 from tests.ranks import Ranks, message_of, run_ranks
 from tests.rollout.version_oracle import logits_by_version
@@ -373,7 +375,7 @@ def test_vllms_own_trainer_interface(server: VllmServer, model: str, tp_size: in
     digests = server._request("POST", "/weight_checker", {"action": "checksum"})
     assert digests["checksums"] == expected_digests(model, tp_size, FACTORS[1] * FACTORS[2])
     sampling = {"n": 1, "max_tokens": 2, "logprobs": 0, "ignore_eos": True}
-    [completion] = server.complete([5, 9], sampling, {"2": 2})
+    [completion] = server.complete(ServerPrompt(Prompt([5, 9])), sampling, {"2": 2})
     assert completion.versions == [(2, 2)]
 
 
@@ -409,7 +411,7 @@ def test_slices_arrive_bit_for_bit_and_a_failed_update_ends_generation(
     assert server._request("GET", "/is_paused") == {"is_paused": True}
     server._request("POST", "/resume")
     with pytest.raises(ServerLostError):
-        server.complete([5], {"n": 1, "max_tokens": 1, "logprobs": 0}, {})
+        server.complete(ServerPrompt(Prompt([5])), {"n": 1, "max_tokens": 1, "logprobs": 0}, {})
     with pytest.raises(ServerLostError):
         server.check_health()
     pool.close()

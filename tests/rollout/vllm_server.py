@@ -39,9 +39,11 @@ ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # `vllm serve` of vllm-cp
 
 
 @contextmanager
-def serving(model: str, tp_size: int, folder: Path, fp8: bool = False) -> Iterator[VllmServer]:
+def serving(
+    model: str, tp_size: int, folder: Path, fp8: bool = False, images: bool = False
+) -> Iterator[VllmServer]:
     port = free_port()
-    process = start(model, port, tp_size, folder, fp8)
+    process = start(model, port, tp_size, folder, fp8, images)
     server = VllmServer(f"http://127.0.0.1:{port}", 0, TIMEOUT_S)
     try:
         deadline = time.monotonic() + START_S
@@ -56,11 +58,14 @@ def serving(model: str, tp_size: int, folder: Path, fp8: bool = False) -> Iterat
         process.wait()
 
 
-def start(model: str, port: int, tp_size: int, folder: Path, fp8: bool) -> subprocess.Popen:
+def start(
+    model: str, port: int, tp_size: int, folder: Path, fp8: bool, images: bool
+) -> subprocess.Popen:
     """Start a server, with `folder` on its import path.
 
     It writes to folder / server.log; its steps are slow while there is a file folder / slow.
     fp8: with FP8 weights. Their matrix product is the tests' own.
+    images: of a model that takes them, also without torchvision.
     """
     options = {
         "model": model,
@@ -80,9 +85,15 @@ def start(model: str, port: int, tp_size: int, folder: Path, fp8: bool) -> subpr
     if fp8:
         options |= {"dtype": "bfloat16", "quantization": "fp8_per_block"}
         plugins["kernel"] = "tests.reshard.quantized_kernel:register_kernel"
+    flags = ["--enable-scale-out", "--enforce-eager"]
+    if images:
+        options |= {"limit-mm-per-prompt": '{"video": 0, "audio": 0}'}
+        flags += ["--no-mm-device-do-normalize", "--skip-mm-profiling"]
+        plugins["images"] = "tests.vision.server_plugin:prepare"
+    else:
+        flags.append("--skip-tokenizer-init")
     write_plugins(folder, plugins)
     arguments = [x for key, value in options.items() for x in (f"--{key}", str(value))]
-    flags = ["--enable-scale-out", "--enforce-eager", "--skip-tokenizer-init"]
     environment = os.environ | {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -92,6 +103,7 @@ def start(model: str, port: int, tp_size: int, folder: Path, fp8: bool) -> subpr
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join(map(str, (folder, Path(__file__).parents[2]))),
         "SLOW_DECODING_FILE": str(folder / "slow"),
+        "SERVED_MODEL": model,
     }
     if fp8:
         environment["TORCH_COMPILE_DISABLE"] = "1"  # vLLM compiles its quantization

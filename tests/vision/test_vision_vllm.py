@@ -74,7 +74,7 @@ def test_other_tokens_than_vllm_would_write_are_refused(
 def test_a_prompt_that_vllm_has_read_otherwise_is_refused() -> None:
     from hybridengine.rollout.vllm.images import check_prompt
 
-    check_prompt(SimpleNamespace(prompt_token_ids=[1, 2, 3]), [1, 2, 3])
+    check_prompt("vLLM", [1, 2, 3], [1, 2, 3])
     for other, position in (([1, 4, 3], 1), ([1, 2, 3, 4], 3), ([1], 1)):
         with pytest.raises(RolloutError, match=f"difference is at position {position}"):
-            check_prompt(SimpleNamespace(prompt_token_ids=other), [1, 2, 3])
+            check_prompt("vLLM", other, [1, 2, 3])

@@ -12,13 +12,14 @@ import math
 import socket
 import threading
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from hybridengine.errors import RolloutError, shorten
 from hybridengine.rollout.response import Response
+from hybridengine.rollout.server.images import ServerPrompt, check_image_settings
 
 BACKEND = "hybridengine"  # of vLLM's weight transfer
 HOW_TO_START = (
@@ -75,6 +76,7 @@ class VllmServer:
         )
         self._port = parts.port or (443 if secure else 80)
         self._lock, self._open = threading.Lock(), set[http.client.HTTPConnection]()
+        self._checked_images = False
 
     def __str__(self) -> str:
         return f"server {self.url}"
@@ -88,6 +90,12 @@ class VllmServer:
         """Return vLLM's configuration of the server."""
         info: dict[str, Any] = self._request("GET", "/server_info?config_format=json")
         return dict(info["vllm_config"])
+
+    def check_images(self, options: Mapping[str, Any]) -> None:
+        """Raise RolloutError if it prepares images otherwise; options: data.mm_processor_kwargs."""
+        if not self._checked_images:
+            check_image_settings(self, self.settings()["model_config"], options)
+            self._checked_images = True
 
     def check_settings(self, max_model_len: int) -> None:
         """Raise RolloutError if the server lacks an option, or is for shorter sequences."""
@@ -174,7 +182,7 @@ class VllmServer:
     # Generation
 
     def complete(
-        self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], versions: Mapping[str, int]
+        self, prompt: ServerPrompt, sampling: Mapping[str, Any], versions: Mapping[str, int]
     ) -> list[Response]:
         """Return sampling["n"] completions.
 
@@ -182,9 +190,10 @@ class VllmServer:
         versions: of the weights, by their labels; a completion of other weights is an error of the
           server.
         """
-        body = {"token_ids": list(prompt_ids), "sampling_params": sampling}
+        body = {**prompt.request(), "sampling_params": sampling}
         answer = self._request("POST", "/inference/v1/generate", body)
         try:
+            prompt.check(self, answer)
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             completions = [self._completion(choice, versions) for choice in choices]
         except (KeyError, TypeError) as error:

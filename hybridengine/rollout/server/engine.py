@@ -23,7 +23,9 @@ from hybridengine.rollout.engine import (
 )
 from hybridengine.rollout.response import Response
 from hybridengine.rollout.server.client import VllmServer
+from hybridengine.rollout.server.images import ServerPrompt
 from hybridengine.rollout.server.pool import ServerPool
+from hybridengine.vision import ImagePreparer
 
 _STEP_S = 0.05  # between two looks for new weights, while requests run
 
@@ -33,6 +35,7 @@ class ServerEngine(RolloutEngine):
 
     stop_token_ids: tokens that end a response (kept as its last token).
     max_sequences: of all servers together, at a time.
+    preparer: of the images that prompts may have; None: they have none.
     Generation raises NoServerError if no server has the weights.
     """
 
@@ -41,9 +44,15 @@ class ServerEngine(RolloutEngine):
     dtype = torch.bfloat16  # of no tensor of this process
 
     def __init__(
-        self, pool: ServerPool, *, stop_token_ids: Sequence[int], max_sequences: int
+        self,
+        pool: ServerPool,
+        *,
+        stop_token_ids: Sequence[int],
+        max_sequences: int,
+        preparer: ImagePreparer | None = None,
     ) -> None:
         self.pool, self._stop_token_ids = pool, list(stop_token_ids)
+        self._preparer, self.takes_images = preparer, preparer is not None
         self._threads = ThreadPoolExecutor(max_sequences, "server-request")
 
     @property
@@ -68,7 +77,7 @@ class ServerEngine(RolloutEngine):
         numbers = (i * self.replicas + self.replica for i in range(len(prompts)))
         seeds = [derive_seed(seed, number) for number in numbers]
         futures = [
-            self._submit(prompt.ids, spec, prompt_seed)
+            self._submit(prompt, spec, prompt_seed)
             for prompt, prompt_seed in zip(prompts, seeds, strict=True)
         ]
         running = set(futures)
@@ -83,13 +92,13 @@ class ServerEngine(RolloutEngine):
             for future in futures:  # if one failed
                 future.cancel()
 
-    def _submit(
-        self, prompt_ids: Sequence[int], spec: SamplingSpec, seed: int
-    ) -> Future[list[Response]]:
-        sampling = self._sampling(spec, seed)
+    def _submit(self, prompt: Prompt, spec: SamplingSpec, seed: int) -> Future[list[Response]]:
+        sampling, served = self._sampling(spec, seed), ServerPrompt.of(prompt, self._preparer)
 
         def complete(server: VllmServer, versions: Mapping[str, int]) -> list[Response]:
-            return server.complete(prompt_ids, sampling, versions)
+            if prompt.images and self._preparer is not None:
+                server.check_images(self._preparer.options)
+            return server.complete(served, sampling, versions)
 
         return self._threads.submit(partial(self.pool.call, complete, spec.n))
 
@@ -134,7 +143,8 @@ class _ServerStream(RequestStream):
     def _add(self, request: Request) -> None:
         self._engine.check_images(request.images)
         spec = replace(self._spec, max_tokens=request.max_tokens)
-        future = self._engine._submit(request.prompt_ids, spec, request.seed)
+        prompt = Prompt(request.prompt_ids, request.images)
+        future = self._engine._submit(prompt, spec, request.seed)
         self._futures[request.id] = future
         future.add_done_callback(lambda _: self._done.put(request.id))
 

@@ -173,7 +173,7 @@ class VllmEngine(RolloutEngine):
                 requests, seeded(sampling, seeds), use_tqdm=False, lora_request=lora
             )
         for output, prompt in zip(outputs, prompts, strict=True):
-            check_prompt(output, prompt.ids)
+            check_prompt("vLLM", output.prompt_token_ids or (), prompt.ids)
         return [convert(output) for output in outputs]
 
     @contextmanager

@@ -82,6 +82,12 @@ class PromptImages:
         if not images:
             return {"prompt_token_ids": list(ids)}
         assert self._preparer is not None, "RolloutEngine.takes_images"
+        if self._preparer.image_format.is_bidirectional and not torch.cuda.is_available():
+            raise RolloutError(
+                f"{images[0].where}: vLLM's attention on CPUs is causal, also among the tokens of "
+                "an image, which attend to each other in both directions in this model; set "
+                "rollout.name=hf"
+            )
         keys = [self._preparer.key(image) for image in images]
         self._names |= {key: image.where for key, image in zip(keys, images, strict=True)}
         return {
@@ -126,15 +132,18 @@ class PromptImages:
         )
 
 
-def check_prompt(output: Any, ids: Sequence[int]) -> None:
-    """Raise RolloutError where the prompt of a `RequestOutput` is not `ids`."""
-    engines = list(output.prompt_token_ids)
-    if engines == list(ids):
+def check_prompt(engine: str, read: Sequence[int], ids: Sequence[int]) -> None:
+    """Raise RolloutError where the prompt that an engine has `read` is not `ids`.
+
+    engine: its name, for the message.
+    """
+    if list(read) == list(ids):
         return
-    pairs = zip_longest(ids, engines)
+    pairs = zip_longest(ids, read)
     first = next(i for i, (ours, other) in enumerate(pairs) if ours != other)
     raise RolloutError(
-        f"vLLM has read other tokens than the trainer's prompt of {len(ids)} tokens: the first "
+        f"{engine} has read other tokens than the trainer's prompt of {len(ids)} tokens: the first "
         f"difference is at position {first}, {list(ids[first : first + 3])} in the prompt and "
-        f"{engines[first : first + 3]} in vLLM"
+        f"{list(read[first : first + 3])} in the engine. Both need the same model folder, and "
+        "versions of transformers and vLLM whose processors agree"
     )

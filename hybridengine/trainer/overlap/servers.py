@@ -14,7 +14,8 @@ from hybridengine.rollout.server import (
 )
 from hybridengine.rollout.server.network import address_for
 from hybridengine.runtime.roles import RoleLink
-from hybridengine.trainer.build import SYNC_SHARE, find_stop_token_ids
+from hybridengine.trainer.build import SYNC_SHARE, find_stop_token_ids, load_preparer
+from hybridengine.trainer.images import find_conflicts
 
 
 def connect_servers(
@@ -40,5 +41,6 @@ def connect_servers(
         pool,
         stop_token_ids=find_stop_token_ids(config.model.path, tokenizer),
         max_sequences=most * len(servers),
+        preparer=None if find_conflicts(config) else load_preparer(config),
     )
     return engine, ServerReceiver(pool, link.store.substore("weights"))
