@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, Gemma3ForSequenceClassification
 
+from hybridengine.config import ConfigError, load_config
+from hybridengine.preflight import check_grpo
 from hybridengine.vision import EncodedImage, load_image_preparer
 from tests.model.vision_models import IMAGE
 from tests.trainer.in_process import Result, run_jobs
@@ -102,6 +104,31 @@ def test_scores_of_a_reward_model_are_the_classifiers(tmp_path: Path) -> None:
         assert row["reward_model"] == pytest.approx(score, abs=1e-4)  # sums in another order
         scores.add(round(score, 4))
     assert len(scores) > 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "message"),
+    [
+        ("gemma3", ["rollout.name=vllm"], "vLLM's attention on CPUs is causal, .* rollout.name=hf"),
+        ("internvl", ["rollout.servers=[http://127.0.0.1:1]"], "writes further tokens around"),
+        ("qwen2_vl", ["actor.ulysses_sequence_parallel_size=2"], "does not support; leave it out"),
+    ],
+)
+def test_settings_that_images_exclude(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    overrides: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if overrides == ["rollout.name=vllm"]:
+        pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
+    job = [*vision_job(tmp_path, kind), "trainer.n_gpus_per_node=2", *overrides]
+    if overrides[0].startswith("rollout.servers"):
+        job.append("rollout.name=auto")
+    with pytest.raises(ConfigError, match=f"line 1, image 0: the data has images.*{message}"):
+        check_grpo(load_config(None, job))
 
 
 def test_models_that_prepare_images_otherwise_are_refused(tmp_path: Path) -> None:

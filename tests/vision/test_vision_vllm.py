@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from hybridengine.errors import RolloutError
@@ -69,6 +70,21 @@ def test_other_tokens_than_vllm_would_write_are_refused(
         return
     with pytest.raises(RolloutError, match=message):
         processor._maybe_apply_prompt_updates(items, result)
+
+
+def test_images_that_attend_in_both_directions_are_refused_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hybridengine.rollout.vllm.images import PromptImages
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    save_tiny_vision("gemma3", tmp_path)
+    preparer = load_image_preparer(AutoConfig.from_pretrained(tmp_path), str(tmp_path), {})
+    processor = SimpleNamespace()
+    prompts = PromptImages(preparer, SimpleNamespace(get_mm_processor=lambda: processor))
+    assert prompts.prompt([5, 6], []) == {"prompt_token_ids": [5, 6]}
+    with pytest.raises(RolloutError, match="row 3: vLLM's attention on CPUs is causal"):
+        prompts.prompt([5, 6], [EncodedImage("row 3", "abc")])
 
 
 def test_a_prompt_that_vllm_has_read_otherwise_is_refused() -> None:

@@ -37,12 +37,19 @@ class ServerPrompt:
 
     @staticmethod
     def of(prompt: Prompt, preparer: ImagePreparer | None) -> ServerPrompt:
+        """Raise RolloutError for a prompt with an image token that the model has sampled."""
         if not prompt.images:
             return ServerPrompt(prompt)
         assert preparer is not None, "RolloutEngine.takes_images"
         inputs = [preparer.inputs(image) for image in prompt.images]
         starts = preparer.image_format.find(torch.tensor(prompt.ids), inputs, 0)
         lengths = [image.num_tokens for image in inputs]
+        if list(prompt.ids).count(preparer.token_id) != sum(lengths):
+            raise RolloutError(
+                f"{prompt.images[0].where}: the model has sampled the image token "
+                f"{preparer.token_id} in an earlier turn, which a server takes for a place of an "
+                "image; leave rollout.servers out, as vLLM in this process tells them apart"
+            )
         return ServerPrompt(
             prompt,
             tuple(preparer.key(image) for image in prompt.images),
@@ -71,8 +78,7 @@ class ServerPrompt:
         if found != list(self.ranges):
             raise RolloutError(
                 f"{server} has read images at {found} (first token, number of tokens), and the "
-                f"trainer's prompt has them at {list(self.ranges)}: the model has sampled an image "
-                "token; set rollout.name=vllm without rollout.servers, which tells them apart"
+                f"trainer's prompt has them at {list(self.ranges)}; give both the same model folder"
             )
 
 
