@@ -55,7 +55,7 @@ def frozen_body(rank: int, world_size: int, path: str, kind: str) -> set[str]:
     return {n for n, p in model.named_parameters() if torch.equal(p.full_tensor(), before[n])}
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "internvl"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "internvl", "gemma3"])
 def test_a_frozen_tower_has_no_gradient_and_no_moments(tmp_path: Path, kind: str) -> None:
     path = save_vision(kind, tmp_path)
     for unchanged in run_ranks(frozen_body, 2, path, kind):

@@ -15,8 +15,8 @@ from hybridengine.vision import EncodedImage, load_image_preparer
 from tests.model.vision_models import IMAGE
 from tests.trainer.in_process import Result, run_jobs
 from tests.trainer.overlapped import run_named
-from tests.vision.test_vision_tools import tool_job
 from tests.vision.tiny_vision import save_tiny_vision
+from tests.vision.tool_jobs import tool_job
 from tests.vision.vision_jobs import check_steps, vision_job
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]

@@ -7,56 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.in_process import Result, run_jobs
-from tests.vision.vision_jobs import run_vllm, vision_job
+from tests.vision.tool_jobs import tool_job
+from tests.vision.vision_jobs import run_vllm
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
-
-LOOP = """
-from dataclasses import replace
-from hybridengine.agent import ToolCall
-from hybridengine.agent.loops import ToolLoop
-
-def parse(text):  # the tiny model writes no JSON
-    return [ToolCall("look", {"count": 1 + len(text) % 3}), ToolCall("broken", {})]
-
-class Loop(ToolLoop):
-    def __init__(self, context):
-        super().__init__(replace(context, parse=parse))
-"""
-TOOLS = '''
-from PIL import Image
-
-def look(count: int) -> list:
-    """Look again.
-
-    Args:
-        count: of columns
-    """
-    image = Image.new("RGB", (8 * count, 16), (255, 60 * count, 0))
-    return [{"type": "image", "image": image}, {"type": "text", "text": "seen"}]
-
-def broken() -> list:
-    """Fail to decode."""
-    return [{"type": "image", "image": b"no image"}]
-'''
-
-
-def tool_job(folder: Path, **overrides: object) -> list[str]:
-    (folder / "loop.py").write_text(LOOP)
-    (folder / "tools.py").write_text(TOOLS)
-    return vision_job(
-        folder,
-        **{
-            "data.max_response_length": 64,
-            "rollout.multi_turn.enable": True,
-            "rollout.multi_turn.max_assistant_turns": 3,
-            "rollout.multi_turn.max_parallel_calls": 1,
-            "rollout.multi_turn.function_tool_path": folder / "tools.py",
-            "rollout.agent.default_agent_loop": f"{folder}/loop.py:Loop",
-            "trainer.total_training_steps": 2,
-            **overrides,
-        },
-    )
 
 
 def check_trajectories(result: Result) -> None:

@@ -51,6 +51,7 @@ _PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": (_QWEN, {}),
     "qwen2_5_vl": (_QWEN, {}),
     "qwen3_vl": (_QWEN, {}),
+    "qwen3_vl_moe": (_QWEN, {}),
     "llava_onevision": (
         {
             **_TILES,
@@ -78,7 +79,7 @@ def save_tiny_vision(kind: str, folder: Path, seed: int = 0) -> str:
     model = build(kind, "eager", seed)
     model.config.vision_start_token_id = _SPECIAL["<|vision_start|>"]
     model.config.vision_end_token_id = _SPECIAL["<|vision_end|>"]
-    if kind == "qwen3_vl":  # what transformers' model always does, and vLLM's by the config
+    if kind.startswith("qwen3"):  # what transformers' model always does, and vLLM's by the config
         model.config.text_config.rope_parameters["mrope_interleaved"] = True
     model.save_pretrained(folder)
     tokenizer(kind).save_pretrained(folder)

@@ -13,7 +13,7 @@ from tests.vision.tiny_vision import count_rows, save_tiny_vision
 __all__ = ["check_steps", "run_vllm", "vision_job"]
 
 # Of an image of a job's rows.
-NUM_TOKENS = {"qwen2_vl": 9, "qwen2_5_vl": 9, "qwen3_vl": 9}
+NUM_TOKENS = {"qwen2_vl": 9, "qwen2_5_vl": 9, "qwen3_vl": 9, "qwen3_vl_moe": 9}
 NUM_TOKENS |= {"llava_onevision": 88, "internvl": 20, "gemma3": 4}
 
 REWARD = """
