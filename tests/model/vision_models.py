@@ -47,7 +47,8 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {
         "text_config": _TEXT
         | _MROPE
-        | dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
+        # Saved transposed, which transformers does not undo for a square gate_up_proj.
+        | dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
         "vision_config": _QWEN_VISION
         | dict(hidden_size=64, intermediate_size=96, out_hidden_size=128)
         | dict(deepstack_visual_indexes=[0, 1], num_position_embeddings=16),
