@@ -48,7 +48,8 @@ VISION: dict[str, dict[str, Any]] = {
         "text_config": _TEXT
         | _MROPE
         # Saved transposed, which transformers does not undo for a square gate_up_proj.
-        | dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
+        | dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+        | {"norm_topk_prob": True},  # of published configs; vLLM reads it
         "vision_config": _QWEN_VISION
         | dict(hidden_size=64, intermediate_size=96, out_hidden_size=128)
         | dict(deepstack_visual_indexes=[0, 1], num_position_embeddings=16),
