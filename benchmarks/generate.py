@@ -2,7 +2,8 @@
 
 A random model of the shapes of SmolLM2-135M with a float32 head, set up as the trainer sets up its
 engine: in bfloat16 where the CPU multiplies it fast, else in float32. `step` compares the products,
-with our sampler in both; `sampler` compares it with vLLM's own, with torch's products in both.
+with our sampler in both, and `rollout.exact`, which has our attention and norms as well; `sampler`
+compares it with vLLM's own.
 
 A time is that of one decoding step of all sequences: of a generation of many tokens less that of
 few, by the difference in tokens. `share_of_limit` compares it with the larger of the time to read
@@ -17,7 +18,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from benchmarks._bench import OURS, Bench, short
 from benchmarks._models import smollm2_135m
 
+EXACT = f"{OURS}_exact"
 SEQUENCES = (1, 8, 32, 128)
 SAMPLED_SEQUENCES = 32
 PROMPT_TOKENS, FEW_TOKENS, MANY_TOKENS = 128, 4, 28
@@ -50,7 +52,7 @@ def run(bench: Bench) -> None:
             f"135M sequences={n}{more.pop('label', '')}",
             dtype=short(dtype),
             ms_p50=took * 1e3,
-            ratio_to_best_peer=seconds[peer] / took if name == OURS else None,
+            ratio_to_best_peer=seconds[peer] / took if name.startswith(OURS) else None,
             note=f"  {n / took:.0f} tokens/s{note}",
             tokens_per_s=n / took,
             **more,
@@ -58,15 +60,17 @@ def run(bench: Bench) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         llm, parameters = build(Path(folder), dtype)
+        exact_llm, _ = build(Path(folder), dtype, exact=True)
         read = dtype.itemsize * parameters / (bench.peak("read", dtype) * 1e9)
         multiply = 2 * parameters / (bench.peak("gemm", dtype) * 1e12)
         seconds = dict[str, float]()
         for sequences in SEQUENCES:
-            for name in ("torch", OURS):
-                with products(llm, name == OURS), sampler(llm, True):
-                    _generate(llm, sequences, FEW_TOKENS)  # warm up
-                    seconds[name] = _seconds_per_step(llm, sequences)
-                    parts = _parts(llm, sequences)
+            for name in ("torch", OURS, EXACT):
+                used = exact_llm if name == EXACT else llm
+                with products(used, name != "torch"), sampler(used, True):
+                    _generate(used, sequences, FEW_TOKENS)  # warm up
+                    seconds[name] = _seconds_per_step(used, sequences)
+                    parts = _parts(used, sequences)
                 add(
                     *("step", name, sequences, seconds, f"; ms of {parts}"),
                     share_of_limit=max(read, multiply * sequences) / seconds[name],
@@ -94,17 +98,18 @@ def prepared_dtype(bench: Bench, op: str) -> torch.dtype | None:
     return dtype
 
 
-def build(folder: Path, dtype: torch.dtype) -> tuple[Any, int]:
-    """Return an engine, and the number of weights that a step multiplies with."""
+def build(folder: Path, dtype: torch.dtype, exact: bool = False) -> tuple[Any, int]:
+    """Return an engine, as `rollout.exact` builds it if `exact`, and the weights of its products."""
     from vllm import LLM
 
     from hybridengine.rollout.vllm.environment import CPU_BLOCK_SIZE
+    from hybridengine.rollout.vllm.exact import exact_engine, use_exact_operators
     from hybridengine.rollout.vllm.head import use_plain_head
     from hybridengine.rollout.vllm.post_load import writable_weights
 
     config = smollm2_135m(max_position_embeddings=2048, architectures=["LlamaForCausalLM"])
     config.save_pretrained(folder)
-    with writable_weights():
+    with writable_weights(), exact_engine() if exact else nullcontext():
         llm = LLM(
             str(folder),
             load_format="dummy",
@@ -120,8 +125,14 @@ def build(folder: Path, dtype: torch.dtype) -> tuple[Any, int]:
             disable_log_stats=True,
         )
     model = _model(llm)
-    use_plain_head(model)
+    (use_exact_operators if exact else use_plain_head)(model)
     return llm, sum(p.numel() for p in model.parameters() if p.dim() == 2)
+
+
+def _is_exact(llm: Any) -> bool:
+    from hybridengine.rollout.vllm.attention_backend import ExactAttention
+
+    return any(isinstance(getattr(m, "impl", None), ExactAttention) for m in _model(llm).modules())
 
 
 def _runner(llm: Any) -> Any:
@@ -140,7 +151,7 @@ def sampler(llm: Any, ours: bool) -> Iterator[None]:
     own = _runner(llm).sampler
     with patch.object(own, "forward", own.forward):
         if ours:
-            FusedSampler(_runner(llm))
+            FusedSampler(_runner(llm), exact=_is_exact(llm))
         yield
 
 
@@ -168,6 +179,8 @@ def _parts(llm: Any, sequences: int) -> dict[str, float]:
     from vllm import _custom_ops
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
+    from hybridengine.rollout.vllm import attention_backend
+
     totals: dict[int, dict[str, float]] = {}
     for tokens in (FEW_TOKENS, MANY_TOKENS):
         seconds: dict[str, float] = defaultdict(float)
@@ -188,6 +201,8 @@ def _parts(llm: Any, sequences: int) -> dict[str, float]:
         linears = [("products", m, "cpu_linear") for m in modules if hasattr(m, "cpu_linear")]
         heads = [("head", m, "_apply_head") for m in modules if isinstance(m, LogitsProcessor)]
         attention = [("attention", _custom_ops, "cpu_attention_with_kv_cache")]
+        if _is_exact(llm):
+            attention = [("attention", attention_backend, "paged_attention")]
         with ExitStack() as stack:
             for name, owner, function in (
                 *linears,
