@@ -99,7 +99,7 @@ def prepared_dtype(bench: Bench, op: str) -> torch.dtype | None:
 
 
 def build(folder: Path, dtype: torch.dtype, exact: bool = False) -> tuple[Any, int]:
-    """Return an engine, as `rollout.exact` builds it if `exact`, and the weights of its products."""
+    """Return an engine, by `rollout.exact` if `exact`, and how many weights a step multiplies."""
     from vllm import LLM
 
     from hybridengine.rollout.vllm.environment import CPU_BLOCK_SIZE
