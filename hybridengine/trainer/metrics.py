@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridengine.errors import RolloutError
 from hybridengine.trainer.batch import RolloutBatch
 from hybridengine.trainer.outcomes import Outcomes
 
@@ -59,12 +60,17 @@ def mean_max_min(name: str, values: Tensor) -> dict[str, float]:
     return {f"{name}/{kind}": float(value) for kind, value in numbers.items()}
 
 
-def probs_diff(batch: RolloutBatch, group: dist.ProcessGroup | None) -> dict[str, float]:
+def probs_diff(
+    batch: RolloutBatch, group: dist.ProcessGroup | None, exact: bool = False
+) -> dict[str, float]:
     """Compare the engine's probabilities with the trainer's of the same tokens. Collective.
 
     Names are verl's. A mean below 0.005 is healthy; above 0.01 engine and trainer run different
     models. The mean ratio is of the trainer's to the engine's probability: 1 where both are over
     the same vocabulary entries, and what the trainer gives to the engine's entries otherwise.
+
+    Raises:
+        RolloutError: with `exact`, on every rank, if the log-probs of any token are not equal.
     """
     assert batch.old_log_probs is not None
     p, q = (
@@ -77,6 +83,13 @@ def probs_diff(batch: RolloutBatch, group: dist.ProcessGroup | None) -> dict[str
     )
     largest = _max(diff).clamp(min=0)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    if exact and largest > 0:
+        raise RolloutError(
+            "rollout.exact: the engine's log-probs are not the trainer's (a probability differs by "
+            f"{float(largest):.1e}), so the responses are not of the trained weights, or an "
+            "operator is not exact. `hybridengine parity` on this run names the first difference; "
+            "rollout.exact=false goes on without the check"
+        )
     count = count.clamp(min=1)
     p, q = p - sum_p / count, q - sum_q / count
     pp, qq, pq = _sum_over_ranks(torch.stack([p * p, q * q, p * q]).sum(1), group)

@@ -197,7 +197,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
                 batch = replace(batch, old_log_probs=batch.rollout_log_probs)
             elif warming_up or needs_old_log_probs(config, self.num_mini_batches):
                 batch = replace(batch, old_log_probs=actor.old_log_probs(batch))
-                metrics |= probs_diff(batch, self.dp.group)
+                metrics |= self._probs_diff(batch)
             if critic is not None:
                 batch = replace(batch, values=critic.values(batch))
 
@@ -220,7 +220,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
             elif batch.old_log_probs is None:  # used for one optimizer step only
                 old_log_probs, update_metrics = actor.update_once(batch)
                 batch = replace(batch, old_log_probs=old_log_probs)
-                metrics |= update_metrics | probs_diff(batch, self.dp.group)
+                metrics |= update_metrics | self._probs_diff(batch)
             elif not warming_up:
                 metrics |= actor.update(batch)
             sync = self.sync(step)
@@ -267,6 +267,10 @@ class RLTrainer(BaseTrainer[RLConfig]):
         with on_device(self.model):
             self.syncs.append(self.source.sync(step))
         return self.syncs[-1]
+
+    def _probs_diff(self, batch: RolloutBatch) -> dict[str, float]:
+        exact = self.config.rollout.exact and not self.config.overlaps  # weights may be older there
+        return probs_diff(batch, self.dp.group, exact)
 
     def validate(self, step: int) -> tuple[float, dict[str, float]]:
         assert self.val is not None

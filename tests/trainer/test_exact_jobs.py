@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from hybridengine.errors import RolloutError
 from hybridengine.rollout.vllm.environment import vllm_available
 from tests.ranks import run_ranks
 from tests.trainer.in_process import lines_of, small_job
@@ -26,6 +30,29 @@ def train(rank: int, world_size: int, folder: Path, job: list[str]) -> None:
     config = load_config(None, job)
     check_grpo(config)
     RLTrainer(config, Session(PhaseStatus(folder / "run", rank))).train()
+
+
+def one_token_differs(rank: int, world_size: int) -> None:
+    from hybridengine.trainer.metrics import probs_diff
+
+    ours = torch.tensor([-0.5, -1.5, -2.5])
+    theirs = ours.clone()
+    batch: Any = SimpleNamespace(
+        old_log_probs=ours,
+        rollout_log_probs=theirs,
+        response_mask=torch.tensor([True, True, False]),
+    )
+    theirs[2] = -3.0  # masked
+    assert probs_diff(batch, None, exact=True)["training/rollout_probs_diff_max"] == 0.0
+    if rank == 1:
+        theirs[1] = torch.nextafter(theirs[1], theirs[0])
+    assert 0 < probs_diff(batch, None)["training/rollout_probs_diff_max"] < 1e-6
+    with pytest.raises(RolloutError, match=r"not of the trained weights.*hybridengine parity"):
+        probs_diff(batch, None, exact=True)
+
+
+def test_a_token_of_other_weights_is_an_error_on_every_rank() -> None:
+    run_ranks(one_token_differs, 2)
 
 
 @pytest.mark.parametrize("tp_size, dtype", ((1, "float32"), (2, "float32"), (2, "bfloat16")))
