@@ -33,6 +33,7 @@ from benchmarks._models import smollm2_135m
 EXACT = f"{OURS}_exact"
 SEQUENCES = (1, 8, 32, 128)
 SAMPLED_SEQUENCES = 32
+MAX_MODEL_LEN = 512
 PROMPT_TOKENS, FEW_TOKENS, MANY_TOKENS = 128, 4, 28
 
 
@@ -115,7 +116,7 @@ def build(folder: Path, dtype: torch.dtype, exact: bool = False) -> tuple[Any, i
             load_format="dummy",
             dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
             skip_tokenizer_init=True,
-            max_model_len=512,
+            max_model_len=MAX_MODEL_LEN,
             enforce_eager=True,
             logprobs_mode="processed_logprobs",
             hf_overrides={"head_dtype": "float32"},
@@ -125,7 +126,10 @@ def build(folder: Path, dtype: torch.dtype, exact: bool = False) -> tuple[Any, i
             disable_log_stats=True,
         )
     model = _model(llm)
-    (use_exact_operators if exact else use_plain_head)(model)
+    if exact:
+        use_exact_operators(model, MAX_MODEL_LEN)
+    else:
+        use_plain_head(model)
     return llm, sum(p.numel() for p in model.parameters() if p.dim() == 2)
 
 

@@ -45,7 +45,7 @@ def open_engine(path: str, dtype: str, **options: Any) -> Any:
             **options,
         )
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    use_exact_operators(runner.get_model())
+    use_exact_operators(runner.get_model(), 160)
     FusedSampler(runner, exact=True)
     return llm
 

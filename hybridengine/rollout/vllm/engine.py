@@ -164,7 +164,10 @@ class VllmEngine(RolloutEngine):
         self.target.discards_weights = self._level2_sleep is not None
         if not torch.cuda.is_available():
             model = self._runner.get_model()
-            (use_exact_operators if exact else use_plain_head)(model)
+            if exact:
+                use_exact_operators(model, max_model_len)
+            else:
+                use_plain_head(model)
             FusedSampler(self._runner, exact)
 
     @property

@@ -36,8 +36,10 @@ def exact_engine() -> Iterator[None]:
         yield
 
 
-def use_exact_operators(model: nn.Module) -> None:
+def use_exact_operators(model: nn.Module, max_model_len: int) -> None:
     """Replace the operators of `model`, as vLLM has loaded it.
+
+    max_model_len: positions that its sequences may have.
 
     Raises:
         ModelError: it has a module with parameters for which there is no exact operator.
@@ -65,7 +67,7 @@ def use_exact_operators(model: nn.Module) -> None:
         elif isinstance(module, activation.GeluAndMul) and module.approximate == "tanh":
             forward = _gelu_and_mul
         elif type(module) in (rotary.RotaryEmbedding, rotary.Llama3RotaryEmbedding):
-            forward = _rotary(module)
+            forward = _rotary(module, max_model_len)
         elif isinstance(module, logits_processor.LogitsProcessor) and module.soft_cap is None:
             module._apply_head = _head  # type: ignore[method-assign, assignment]
         elif not isinstance(module, VocabParallelEmbedding | Attention) and _computes(module):
@@ -130,7 +132,7 @@ def _gelu_and_mul(self: Any, x: Tensor) -> Tensor:
     return gated_activation(*x.chunk(2, -1), "gelu_tanh")
 
 
-def _rotary(module: Any) -> Any:
+def _rotary(module: Any, max_model_len: int) -> Any:
     """Return a forward that rotates as transformers does."""
     if module.rotary_dim != module.head_size or not module.is_neox_style:
         raise ModelError(
@@ -138,6 +140,9 @@ def _rotary(module: Any) -> Any:
             "dimensions, or of neighbours; set rollout.exact=false for this model"
         )
     table = RotaryTable(module._compute_inv_freq(module.base))
+    cos_table, sin_table = (
+        torch.cat([t, t], -1)[:, None] for t in table.rows(torch.arange(max_model_len))
+    )
 
     def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = x.view(x.shape[0], -1, module.head_size)
@@ -148,9 +153,8 @@ def _rotary(module: Any) -> Any:
     def forward(
         self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        cos, sin = (
-            torch.cat([t, t], -1).to(query.dtype)[:, None] for t in table.rows(positions.flatten())
-        )
+        rows = positions.flatten()
+        cos, sin = cos_table[rows].to(query.dtype), sin_table[rows].to(query.dtype)
         return rotate(query, cos, sin), None if key is None else rotate(key, cos, sin)
 
     return forward
