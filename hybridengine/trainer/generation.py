@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +40,8 @@ class RolloutGenerator:
     """Spreads a batch of prompts over the engine's replicas and scores the responses.
 
     agents: runs trajectories of several turns; None: a response is one completion.
+    weights_checksum: returns that of the weights that the engine has generated with; raises
+      RolloutError if they are not the trainer's.
     """
 
     engine: RolloutEngine
@@ -48,6 +50,7 @@ class RolloutGenerator:
     session: Session
     reward_model: RewardModel | None
     agents: AgentRunner | None = None
+    weights_checksum: Callable[[], str] = str  # "": not known
 
     def generate(self, prompts: Subset[PromptSample], spec: SamplingSpec, seed: int) -> Rollouts:
         """Generate and score spec.n responses per prompt, in the prompts' order. Collective."""
@@ -61,8 +64,10 @@ class RolloutGenerator:
     ) -> list[Response]:
         """Return the scored responses of this engine's `samples`, given by their position in the
         batch; [] on all but the first rank of an engine."""
-        responses = self._respond if self.agents is None else self._act
-        return responses(samples, spec, seed)
+        respond = self._respond if self.agents is None else self._act
+        responses = respond(samples, spec, seed)
+        checksum = self.weights_checksum()
+        return [replace(response, weights_checksum=checksum) for response in responses]
 
     def _respond(
         self, samples: Mapping[int, PromptSample], spec: SamplingSpec, seed: int

@@ -106,6 +106,7 @@ def rollout_line(sample: PromptSample, r: Response) -> str:
         **({} if r.advantage is None else {"advantage": r.advantage}),
         "finish_reason": r.finish_reason,
         "weight_version": r.version,
+        **({"weights_checksum": r.weights_checksum} if r.weights_checksum else {}),
         **({"weight_versions": list(map(list, r.versions))} if len(r.versions) > 1 else {}),
         "prompt_ids": list(r.context_ids or sample.prompt_ids),
         "response_ids": list(r.token_ids),

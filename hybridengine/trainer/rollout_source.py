@@ -12,7 +12,9 @@ from typing import Any
 
 from hybridengine.config import RLConfig
 from hybridengine.data import PromptLoader, PromptSample, Subset
+from hybridengine.errors import RolloutError
 from hybridengine.reshard import SyncReport
+from hybridengine.reshard.target import EngineState
 from hybridengine.rewards import RewardManager
 from hybridengine.rollout import SamplingSpec, derive_seed
 from hybridengine.runtime.all_ranks import all_gather_values
@@ -95,6 +97,9 @@ class ColocatedRollouts(RolloutSource):
     ) -> None:
         self._config, self._session, self._tokenizer = config, session, tokenizer
         self._reward, self._loader, self._sampling = reward, loader, sampling
+        # Adapters in the engine are not among its weights.
+        self._names_weights = config.trainer.rollout_freq > 0 and config.reshard.lora == "merged"
+        self._synced: EngineState | None = None
         with session.phase("start_engine"):
             self.engine = build_engine(config, tokenizer)
             self.base = share_base(config, self.engine)
@@ -108,7 +113,8 @@ class ColocatedRollouts(RolloutSource):
             self._resharder = build_resharder(self._config, actor, self.engine, self.base.memory)
         agents = build_agents(self._config, self._tokenizer)
         scoring = (self._tokenizer, self._reward, self._session, reward_model)
-        self._generator = RolloutGenerator(self.engine, *scoring, agents)
+        checksum = self._weights_checksum if self._names_weights else str
+        self._generator = RolloutGenerator(self.engine, *scoring, agents, checksum)
 
     def generate(self, prompts: Subset[PromptSample], spec: SamplingSpec, seed: int) -> Rollouts:
         return self._generator.generate(prompts, spec, seed)
@@ -119,7 +125,22 @@ class ColocatedRollouts(RolloutSource):
 
     def sync(self, version: int) -> SyncReport:
         with self._session.phase("update_weights"):
-            return self._resharder.sync(version)
+            report = self._resharder.sync(version)
+            if self._names_weights:
+                self._synced = EngineState.of(target_of(self.engine))
+            return report
+
+    def _weights_checksum(self) -> str:
+        """Return the checksum of the engine's weights, which are those that the sync has left."""
+        now = EngineState.of(target_of(self.engine))
+        if self._synced is None or now != self._synced:
+            raise RolloutError(
+                f"the engine's weights have changed since the sync to version {now.version} "
+                f"(checksum {now.checksum}, then {self._synced and self._synced.checksum}): "
+                "something other than the trainer writes to them, and responses are not the "
+                "policy's. `hybridengine doctor --attach --verify` names the tensors"
+            )
+        return now.checksum
 
     def sleep(self) -> None:
         self.engine.sleep()

@@ -4,11 +4,14 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
+import torch
 
 from hybridengine.data import PromptSample, Subset
+from hybridengine.errors import RolloutError
 from hybridengine.rollout import Response
 from hybridengine.trainer.rollouts import Rollouts, own_outcomes, select_groups
 from hybridengine.trainer.validation import expected_majority
+from tests.ranks import run_ranks
 from tests.trainer.in_process import run_jobs, small_job
 
 SAMPLES = [PromptSample(index, [1], "", "", "", {}) for index in range(23)]
@@ -112,3 +115,41 @@ def test_a_group_of_one_has_signal():
     alone = group(0, 1, [1.0])
     rollouts, with_signal = select_groups([batch_of(alone)], "score", 1)
     assert (list(rollouts.own), with_signal) == ([r for _, r in alone], 1)
+
+
+@pytest.mark.multirank
+def test_files_name_the_weights(tmp_path: Path):
+    options = ["trainer.n_gpus_per_node=2", "trainer.total_training_steps=2"]
+    [result] = run_jobs(tmp_path, [[*small_job(tmp_path), *options]], world_size=2)
+    assert not result.refused
+    of_steps = [{row["weights_checksum"] for row in result.rollouts[f"step_{n}"]} for n in (1, 2)]
+    assert [len(names) for names in of_steps] == [1, 1], "both engines have the same weights"
+    assert of_steps[0] != of_steps[1]
+
+
+def train_beside_a_writer(rank: int, world_size: int, folder: Path, job: list[str]) -> str:
+    """Something changes one bit of the engine's weights after the first step's sync."""
+    from hybridengine.config import load_config
+    from hybridengine.runtime.session import Session
+    from hybridengine.runtime.status import PhaseStatus
+    from hybridengine.sharding.weight_target import target_of
+    from hybridengine.trainer.callbacks import Callbacks
+    from hybridengine.trainer.rl import RLTrainer
+
+    trainer = RLTrainer(load_config(None, job), Session(PhaseStatus(folder / "run", rank)))
+
+    def write(step: int, metrics: object) -> None:
+        weights = target_of(trainer.source.engine).weights()
+        next(iter(weights.values())).data.view(torch.int32).view(-1)[7] ^= 1
+
+    trainer.callbacks = Callbacks(on_step_end=write)
+    with pytest.raises(RolloutError, match=r"changed since the sync to version \d") as error:
+        trainer.train()
+    return str(error.value)
+
+
+@pytest.mark.multirank
+def test_weights_that_something_else_wrote_are_an_error(tmp_path: Path):
+    job = [*small_job(tmp_path), "trainer.total_training_steps=3"]
+    [message] = run_ranks(train_beside_a_writer, 1, tmp_path, job)
+    assert "responses are not the policy's" in message
