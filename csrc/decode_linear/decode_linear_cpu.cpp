@@ -25,11 +25,11 @@ struct Shape {
   static constexpr int kSums = kRows * kOutputs;
   static_assert(kTiles * kSums % kWidth == 0);
 };
-constexpr int kMostOutputs = 16;
+constexpr int kMostOutputs = 16, kMostSums = 24;
 constexpr int64_t kStep = 2 * kWidth;   // elements of a load
 constexpr int64_t kLine = 64;           // bytes of a cache line
 constexpr int64_t kCachedRows = 128;    // of x, which stay in the cache while the weight is read
-constexpr int64_t kPanelBytes = 16384;  // of the weight, which stay in the cache for all rows
+constexpr int64_t kPanelBytes = 18432;  // of the weight, which stay in the cache for all rows
 
 // One load of an operand: 2 * kWidth elements. The order of the elements is that of load_pair.
 // It is multiplied in kParts<T> parts: its two halves, or all of it as pairs.
@@ -95,10 +95,12 @@ struct Tile {
   int64_t ahead, ahead_begin, ahead_end;
 };
 
-// sums[r * kOutputs + o] are the lanes of x[r] . weight[o].
+// result[r * kOutputs + o] (+)= the lanes of x[r] . weight[o].
 template <int kRows, int kOutputs, typename T>
-HE_SIMD void multiply_tile(const Tile<T>& tile, VecF* result) {
-  VecF sums[kRows * kOutputs] = {};
+HE_SIMD void multiply_tile(const Tile<T>& tile, VecF* result, bool accumulate) {
+  VecF sums[kRows * kOutputs];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows * kOutputs; ++i) sums[i] = accumulate ? result[i] : VecF{};
   const auto add_part = [&](auto part, const Tile<T>& from,
                             int64_t k) __attribute__((always_inline)) {
     decltype(load_part_of_step<0>(from.x[0])) w[kOutputs];
@@ -149,8 +151,10 @@ template <typename T, typename Out>
 struct Panel {
   const DecodeLinear& p;
   int64_t first_row, last_row;
-  int64_t begin, end;  // outputs
-  int64_t ahead;       // distance of the next panel, in rows of the weight
+  int64_t begin, end;          // outputs
+  int64_t ahead;               // distance of the next panel, in rows of the weight
+  int64_t first_k, last_k;     // multiples of kStep but for the end of k
+  VecF (*carried)[kMostSums];  // lanes of each group of rows, between parts of k
 
   // The rows from `row` on. Rows and outputs past the end are computed from the last ones and not
   // stored. Each group of rows prefetches an equal part of the next panel.
@@ -160,27 +164,41 @@ struct Panel {
     const int64_t group = (row - first_row) / 4, groups = (last_row - first_row + 3) / 4;
     Tile<T> tile;
     for (int r = 0; r < kRows; ++r) {
-      tile.x[r] = static_cast<const T*>(p.x) + std::min(row + r, p.rows - 1) * p.x_stride;
+      tile.x[r] = static_cast<const T*>(p.x) + std::min(row + r, p.rows - 1) * p.x_stride + first_k;
     }
-    tile.k = p.k;
+    tile.k = last_k - first_k;
     tile.ahead = ahead * p.weight_stride;
-    tile.ahead_begin = p.k * group / groups;
-    tile.ahead_end = p.k * (group + 1) / groups;
-    const auto* weight = static_cast<const T*>(p.weight);
+    tile.ahead_begin = tile.k * group / groups;
+    tile.ahead_end = tile.k * (group + 1) / groups;
+    const auto* weight = static_cast<const T*>(p.weight) + first_k;
+    const bool is_whole = first_k == 0 && last_k == p.k;
     for (int64_t n = begin; n < end; n += S::kTiles * S::kOutputs) {
-      VecF lanes[S::kTiles * S::kSums];
+      VecF* lanes = carried[group] + (is_whole ? 0 : (n - begin) * kRows);
       for (int t = 0; t < S::kTiles; ++t) {
         for (int o = 0; o < S::kOutputs; ++o) {
           tile.weight[o] = weight + std::min(n + t * S::kOutputs + o, end - 1) * p.weight_stride;
         }
-        multiply_tile<kRows, S::kOutputs>(tile, lanes + t * S::kSums);
+        multiply_tile<kRows, S::kOutputs>(tile, lanes + t * S::kSums, first_k > 0);
       }
+      if (last_k < p.k) continue;
       float sums[S::kTiles * S::kSums];
 #pragma GCC unroll 4
       for (int i = 0; i < S::kTiles * S::kSums; i += kWidth) store(sums + i, join_lanes(lanes + i));
       for (int t = 0; t < S::kTiles && n + t * S::kOutputs < end; ++t) {
         store_tile<S::kOutputs>(row, std::min<int64_t>(kRows, p.rows - row), n + t * S::kOutputs,
                                 sums + t * S::kSums);
+      }
+    }
+  }
+
+  void multiply_all() const {
+    for (int64_t row = first_row; row < last_row; row += 4) {
+      if (last_row - row >= 3) {
+        multiply_rows<4>(row);
+      } else if (last_row - row == 2) {
+        multiply_rows<2>(row);
+      } else {
+        multiply_rows<1>(row);
       }
     }
   }
@@ -204,25 +222,26 @@ struct Panel {
 
 template <typename T, typename Out>
 void multiply(const DecodeLinear& p) {
-  const int64_t fitting = kPanelBytes / (p.k * static_cast<int64_t>(sizeof(T)) + 1);
+  constexpr int64_t kItem = sizeof(T);
+  const int64_t fitting = kPanelBytes / (p.k * kItem + 1);
   const int64_t unit =
       p.rows > 2 ? Shape<4, T>::kTiles * Shape<4, T>::kOutputs : Shape<1, T>::kOutputs;
   const int64_t panel_size = std::max<int64_t>(1, fitting / unit) * unit;
   const int64_t panels = (p.n + panel_size - 1) / panel_size;
+  // A panel that does not fit, which has `unit` outputs then, is multiplied part by part of k.
+  const bool splits = fitting < unit && p.rows > 4;
+  const int64_t parts = splits ? (p.k * kItem * unit + kPanelBytes - 1) / kPanelBytes : 1;
+  const int64_t part = std::max<int64_t>(1, (p.k + parts * kStep - 1) / (parts * kStep)) * kStep;
   parallel_for(panels, 1, p.num_threads, [&](int64_t begin, int64_t end) {
+    VecF carried[kCachedRows / 4][kMostSums];
+    Panel<T, Out> panel{p, 0, 0, 0, 0, panel_size, 0, 0, carried};
     for (int64_t first = 0; first < p.rows; first += kCachedRows) {
-      const int64_t last = std::min(first + kCachedRows, p.rows);
+      panel.first_row = first, panel.last_row = std::min(first + kCachedRows, p.rows);
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t n = i * panel_size;
-        const Panel<T, Out> panel{p, first, last, n, std::min(n + panel_size, p.n), panel_size};
-        for (int64_t row = first; row < last; row += 4) {
-          if (last - row >= 3) {
-            panel.template multiply_rows<4>(row);
-          } else if (last - row == 2) {
-            panel.template multiply_rows<2>(row);
-          } else {
-            panel.template multiply_rows<1>(row);
-          }
+        panel.begin = i * panel_size, panel.end = std::min(panel.begin + panel_size, p.n);
+        for (int64_t k = 0; k == 0 || k < p.k; k += part) {
+          panel.first_k = k, panel.last_k = std::min(k + part, p.k);
+          panel.multiply_all();
         }
       }
     }

@@ -40,7 +40,7 @@ def test_against_float64(dtype, rows, n, k, bias, wide):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n, k", ((130, 576), (64, 1536), (33, 77), (700, 40)))
+@pytest.mark.parametrize("n, k", ((130, 576), (64, 1536), (33, 77), (700, 40), (27, 4999)))
 def test_a_row_does_not_depend_on_other_rows_or_threads(dtype, n, k):
     x, weight, bias = operands(150, n, k, dtype)
     full = decode_linear(x, weight, bias)
@@ -48,7 +48,14 @@ def test_a_row_does_not_depend_on_other_rows_or_threads(dtype, n, k):
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            for rows in (slice(0, 1), slice(149, 150), slice(5, 7), slice(8, 11), slice(17, 150)):
+            for rows in (
+                slice(0, 1),
+                slice(149, 150),
+                slice(5, 7),
+                slice(8, 11),
+                slice(17, 150),
+                slice(20, 26),
+            ):
                 part = decode_linear(x[rows], weight, bias)
                 assert torch.equal(part, full[rows])
                 if len(part) <= MAX_ROWS:
