@@ -336,14 +336,21 @@ class Worker {
   // Columns of a tile, `rows` long, as rows of the result.
   static void store_columns(T* out, int64_t stride, const float* tile, int64_t rows,
                             int64_t columns) {
-    VecU block[kWidth] = {};
-    for (int64_t r = 0; r < kGroup; ++r) block[r] = (VecU)load(tile + r * kPanelColumns);
-    swap_blocks<1>(block);
-    for (int64_t c = 0; c < columns; ++c, out += stride) {
-      if (rows == kGroup) {  // a copy of constant size
-        store_part(out, (VecF)block[c], kGroup);
-      } else {
-        store_part(out, (VecF)block[c], rows);
+    constexpr int64_t kPart = std::min<int64_t>(kGroup, kWidth);
+    for (int64_t first = 0; first < rows; first += kPart) {
+      VecU block[kWidth] = {};
+      for (int64_t r = first; r < std::min<int64_t>(first + kPart, kGroup); ++r) {
+        block[r - first] = (VecU)load(tile + r * kPanelColumns);
+      }
+      swap_blocks<1>(block);
+      const int64_t count = std::min(kPart, rows - first);
+      for (int64_t c = 0; c < columns; ++c) {
+        T* column = out + c * stride + first;
+        if (count == kPart) {  // a copy of constant size
+          store_part(column, (VecF)block[c], kPart);
+        } else {
+          store_part(column, (VecF)block[c], count);
+        }
       }
     }
   }
