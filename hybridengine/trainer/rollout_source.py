@@ -12,9 +12,7 @@ from typing import Any
 
 from hybridengine.config import RLConfig
 from hybridengine.data import PromptLoader, PromptSample, Subset
-from hybridengine.errors import RolloutError
 from hybridengine.reshard import SyncReport
-from hybridengine.reshard.target import EngineState
 from hybridengine.rewards import RewardManager
 from hybridengine.rollout import SamplingSpec, derive_seed
 from hybridengine.runtime.all_ranks import all_gather_values
@@ -26,6 +24,7 @@ from hybridengine.trainer.models import Actor
 from hybridengine.trainer.reward_model import RewardModel
 from hybridengine.trainer.rollouts import Rollouts
 from hybridengine.trainer.shared_weights import SharedBase, share_base
+from hybridengine.trainer.weights_checksum import WeightsChecksum
 
 
 class RolloutSource(ABC):
@@ -97,12 +96,10 @@ class ColocatedRollouts(RolloutSource):
     ) -> None:
         self._config, self._session, self._tokenizer = config, session, tokenizer
         self._reward, self._loader, self._sampling = reward, loader, sampling
-        # Adapters in the engine are not among its weights.
-        self._names_weights = config.trainer.rollout_freq > 0 and config.reshard.lora == "merged"
-        self._synced: EngineState | None = None
         with session.phase("start_engine"):
             self.engine = build_engine(config, tokenizer)
             self.base = share_base(config, self.engine)
+        self._checksum = WeightsChecksum(config, self.engine)
         self.engine.sleep()
 
     def sliced_dims(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
@@ -113,8 +110,7 @@ class ColocatedRollouts(RolloutSource):
             self._resharder = build_resharder(self._config, actor, self.engine, self.base.memory)
         agents = build_agents(self._config, self._tokenizer)
         scoring = (self._tokenizer, self._reward, self._session, reward_model)
-        checksum = self._weights_checksum if self._names_weights else str
-        self._generator = RolloutGenerator(self.engine, *scoring, agents, checksum)
+        self._generator = RolloutGenerator(self.engine, *scoring, agents, self._checksum)
 
     def generate(self, prompts: Subset[PromptSample], spec: SamplingSpec, seed: int) -> Rollouts:
         return self._generator.generate(prompts, spec, seed)
@@ -126,21 +122,8 @@ class ColocatedRollouts(RolloutSource):
     def sync(self, version: int) -> SyncReport:
         with self._session.phase("update_weights"):
             report = self._resharder.sync(version)
-            if self._names_weights:
-                self._synced = EngineState.of(target_of(self.engine))
+            self._checksum.after_sync()
             return report
-
-    def _weights_checksum(self) -> str:
-        """Return the checksum of the engine's weights, which are those that the sync has left."""
-        now = EngineState.of(target_of(self.engine))
-        if self._synced is None or now != self._synced:
-            raise RolloutError(
-                f"the engine's weights have changed since the sync to version {now.version} "
-                f"(checksum {now.checksum}, then {self._synced and self._synced.checksum}): "
-                "something other than the trainer writes to them, and responses are not the "
-                "policy's. `hybridengine doctor --attach --verify` names the tensors"
-            )
-        return now.checksum
 
     def sleep(self) -> None:
         self.engine.sleep()

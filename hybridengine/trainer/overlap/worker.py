@@ -20,6 +20,7 @@ from hybridengine.trainer.generation import RolloutGenerator
 from hybridengine.trainer.overlap.queue import EngineQueue, WorkItem, report_signal
 from hybridengine.trainer.overlap.servers import connect_servers
 from hybridengine.trainer.plan import resolve_dtypes
+from hybridengine.trainer.weights_checksum import WeightsChecksum
 
 Action = WorkItem | Literal["update", "end"]
 
@@ -49,7 +50,10 @@ class RolloutWorker:
             else:
                 self._engine = build_engine(config, tokenizer)
         agents = build_agents(config, tokenizer)
-        self._generator = RolloutGenerator(self._engine, tokenizer, reward, session, None, agents)
+        self._checksum = WeightsChecksum(config, self._engine)
+        self._generator = RolloutGenerator(
+            self._engine, tokenizer, reward, session, None, agents, self._checksum
+        )
         if not config.rollout.servers:
             with session.phase("plan_reshard"):
                 self._receiver = build_receiver(self._engine, self._link)
@@ -76,6 +80,7 @@ class RolloutWorker:
     def _update(self) -> None:
         with self._session.phase("update_weights"):
             self._receiver.receive()
+            self._checksum.after_sync()
         self._session.let_steps_finish()  # as the trainer ranks, after the first sync
 
     def _next_action(self) -> Action:
