@@ -119,9 +119,9 @@ def check_grpo(
     if tokenizer is not None and tools is not None:
         with faults:
             build_agents(config, tokenizer)
-    with faults:
-        check_images(config, (train, val))
     if model is not None:
+        with faults:
+            check_images(config, (train, val))
         with faults:
             _check_tokens(model, (s.prompt_ids for part in (train, val) for s in part or ()))
     if model is not None and train is not None:
