@@ -158,6 +158,17 @@ def _(
     return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=out_dtype or x.dtype)
 
 
+def join_parts(parts: Iterable[Tensor], bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Add the results of parts of K, float32 [T, N] each, in their order, then the bias [N]."""
+    parts = iter(parts)
+    out = next(parts)
+    for part in parts:
+        out = out + part
+    if bias is not None:
+        out = out + bias.to(out.dtype)
+    return out.to(out_dtype)
+
+
 def _run(
     x: Tensor,
     weight: Tensor,
@@ -180,17 +191,6 @@ def _run(
 
 
 _op = custom_op(f"hybridengine::{OP}", mutates_args=())(_run)
-
-
-def join_parts(parts: Iterable[Tensor], bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Add the results of parts of K, float32 [T, N] each, in their order, then the bias [N]."""
-    parts = iter(parts)
-    out = next(parts)
-    for part in parts:
-        out = out + part
-    if bias is not None:
-        out = out + bias.to(out.dtype)
-    return out.to(out_dtype)
 
 
 @_op.register_fake

@@ -83,7 +83,7 @@ def probs_diff(
     )
     largest = _max(diff).clamp(min=0)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    if exact and largest > 0:
+    if exact and largest != 0:  # also where it is NaN
         raise RolloutError(
             "rollout.exact: the engine's log-probs are not the trainer's (a probability differs by "
             f"{float(largest):.1e}), so the responses are not of the trained weights, or an "

@@ -49,6 +49,9 @@ def one_token_differs(rank: int, world_size: int) -> None:
     assert 0 < probs_diff(batch, None)["training/rollout_probs_diff_max"] < 1e-6
     with pytest.raises(RolloutError, match=r"not of the trained weights.*hybridengine parity"):
         probs_diff(batch, None, exact=True)
+    theirs[1] = torch.nan if rank == 0 else ours[1]
+    with pytest.raises(RolloutError):
+        probs_diff(batch, None, exact=True)
 
 
 def test_a_token_of_other_weights_is_an_error_on_every_rank() -> None:
