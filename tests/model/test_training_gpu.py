@@ -37,7 +37,8 @@ def train_step(path: str, world_size: int, device: str, dtype: torch.dtype) -> d
         before, entropy = packed_log_probs(model, batch)
         assert before.device.type == entropy.device.type == device
         before.sum().backward()
-        gradients = {n: p.grad.full_tensor().cpu() for n, p in model.named_parameters()}
+        # Copies, on the CPU too: the step clips them in place.
+        gradients = {n: p.grad.full_tensor().cpu().clone() for n, p in model.named_parameters()}
         assert optimizer.step(0.5).isfinite()
         with torch.no_grad():
             after, _ = packed_log_probs(model, batch)
