@@ -12,7 +12,9 @@ import torch
 
 Call = Callable[[], object]
 
-GRAPH_BELOW_MS = 1.0  # shorter calls are captured: Python and launches would hide the kernels
+# Calls are captured that are shorter, or take half of their time on the host at least: there
+# Python and launches would hide the kernels.
+GRAPH_BELOW_MS = 1.0
 REPEATS = 10  # calls per captured graph
 MAX_SAMPLES = 200
 # By the names of `nvidia-smi --help-query-gpu`.
@@ -121,7 +123,8 @@ def time_call(gpu: Gpu, call: Call, budget_s: float) -> Samples:
     divided by REPEATS: the device time of a call with a cold cache, without launch gaps.
     """
     host_ms = median(gpu.host_ms(call) for _ in range(5))
-    short = median(gpu.elapsed_ms(call) for _ in range(3)) < GRAPH_BELOW_MS
+    elapsed_ms = median(gpu.elapsed_ms(call) for _ in range(3))
+    short = elapsed_ms < max(GRAPH_BELOW_MS, 2 * host_ms)
     timing = gpu.why_not_captured(call) if short else ""
     if not short or timing:
         samples = _repeat(lambda: gpu.elapsed_ms(call), budget_s)

@@ -15,8 +15,8 @@ FLUSH_MS = 0.05
 class ActedGpu:
     """Device times are what calls report: a call returns its milliseconds."""
 
-    def __init__(self, waits=False, fails_in_capture=False):
-        self.waits, self.fails_in_capture = waits, fails_in_capture
+    def __init__(self, waits=False, fails_in_capture=False, host_ms=0.3):
+        self.waits, self.fails_in_capture, self._host_ms = waits, fails_in_capture, host_ms
         self.flushes = 0
 
     def warm_up(self, call):
@@ -34,7 +34,7 @@ class ActedGpu:
 
     def host_ms(self, call):
         call()
-        return 0.3
+        return self._host_ms
 
     def why_not_captured(self, call):
         return "not captured: called .item()" if self.waits else ""
@@ -77,6 +77,16 @@ def test_a_long_call_and_one_that_cannot_be_captured_are_timed_by_events():
     failing = time_call(ActedGpu(fails_in_capture=True), lambda: 0.02, 0.0)
     assert failing.ms == [0.02] * 5
     assert failing.timing.endswith("operation not permitted when stream is capturing")
+
+
+def test_a_call_that_waits_for_its_host_is_replayed():
+    def call():
+        gpu.clock = getattr(gpu, "clock", 0.0) + 3.0
+
+    gpu = ActedGpu(host_ms=2.0)
+    assert time_call(gpu, call, 0.0).timing == "graph"
+    gpu = ActedGpu(host_ms=1.0)
+    assert time_call(gpu, call, 0.0).timing == "events"
 
 
 def acted_bench(tmp_path, resume=False):
