@@ -239,7 +239,7 @@ def _check_run(config: RLConfig | SFTConfig, faults: Faults) -> PretrainedConfig
         with faults:
             check_weights(path, model, trust)
         with faults:
-            if config.freeze_vision_tower:
+            if config.policy.freeze_vision_tower:
                 check_vision_tower(model)
         with faults:
             shapes = checkpoint_layout_from_config(model, trust).tensors.values()
@@ -282,9 +282,9 @@ def _load_data(
 
 def _check_routers(config: JobConfig, model: PretrainedConfig) -> None:
     """Check that the model's routers are ones that the settings of routers are for."""
-    router = config.router
-    losses = router.router_aux_loss_coef, router.router_z_loss_coef
-    rate, freezes = router.router_bias_update_rate, router.freeze_moe_router
+    policy = config.policy
+    losses = policy.router_aux_loss_coef, policy.router_z_loss_coef
+    rate, freezes = policy.router_bias_update_rate, policy.freeze_moe_router
     if not (any(losses) or rate or freezes):
         return
     with torch.device("meta"):

@@ -11,9 +11,9 @@ from hybridengine.config.common import (
     JobConfig,
     OptimConfig,
     PathText,
+    PolicyConfig,
     PositiveFloat,
     PositiveInt,
-    RouterConfig,
     RunConfig,
     Seed,
     ShardingConfig,
@@ -28,8 +28,7 @@ class SFTFsdpConfig(ShardingConfig):
 
 
 @dataclass(frozen=True)
-class SFTModelConfig(RouterConfig, TrainedModelConfig):
-    freeze_vision_tower: StrictBool = False  # of a vision-language model; docs/images.md
+class SFTModelConfig(PolicyConfig, TrainedModelConfig):
     fsdp_config: SFTFsdpConfig = SFTFsdpConfig()
 
 
@@ -62,24 +61,14 @@ class SFTTrainerConfig(RunConfig):
 
 @dataclass(frozen=True)
 class SFTConfig(JobConfig):
+    policy_group = "model"
+
     model: SFTModelConfig = SFTModelConfig()
     data: SFTDataConfig = SFTDataConfig()
     optim: SFTOptimConfig = SFTOptimConfig()
     trainer: SFTTrainerConfig = SFTTrainerConfig()
     ulysses_sequence_parallel_size: PositiveInt = 1  # ranks that share a micro-batch
     seed: Seed = 1  # of data order, dropout and initial adapters
-
-    @property
-    def sharding(self) -> ShardingConfig:
-        return self.model.fsdp_config
-
-    @property
-    def router(self) -> RouterConfig:
-        return self.model
-
-    @property
-    def freeze_vision_tower(self) -> bool:
-        return self.model.freeze_vision_tower
 
     @property
     def sequence_parallel_size(self) -> int:
