@@ -31,7 +31,9 @@ __all__ = [
     "located",
     "print_error",
     "print_note",
+    "reason_of",
     "shorten",
+    "unreadable_part",
 ]
 
 T = TypeVar("T")
@@ -164,6 +166,19 @@ def is_about(fault: str, keys: Collection[str]) -> bool:
 def located(path: str | Path) -> str:
     """Return `path`, with the folder that it is relative to."""
     return str(path) if Path(path).is_absolute() else f"{path} (in {Path.cwd()})"
+
+
+def reason_of(error: Exception) -> str:
+    """Return the first line of an error's message, its type where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def unreadable_part(part: str, path: str, files: str, error: Exception) -> ModelError:
+    """Return the error of a model whose folder has no files of a part, or unreadable ones."""
+    return ModelError(
+        f"the {part} of model {path!r} cannot be read ({reason_of(error)}); put {files} into the "
+        "folder of its weights"
+    )
 
 
 def shorten(text: str, limit: int) -> str:

@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
+from hybridengine.data.files import data_files
 from hybridengine.data.records import Records
 from hybridengine.errors import DataError
 
@@ -39,6 +40,12 @@ def content_hash(files: Iterable[Path]) -> str:
         with file.open("rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()
+
+
+def identify(files: str | Sequence[str], tokenizer: Any, *settings: Any) -> tuple[str, str]:
+    """Return the hash of the data files' contents, and the key of their tokenised samples."""
+    content = content_hash(data_files(files))
+    return content, fingerprint(tokenizer, content, *settings)
 
 
 def fingerprint(tokenizer: Any, content: str, *settings: Any) -> str:

@@ -17,15 +17,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hybridengine.config import SFTDataConfig
-from hybridengine.data.cache import CachedDataset, content_hash, fingerprint
+from hybridengine.data.cache import CachedDataset, identify
 from hybridengine.data.chats import ChatTemplate, parse_chat
-from hybridengine.data.files import (
-    RowLocation,
-    data_files,
-    read_chunks,
-    read_files,
-    require_columns,
-)
+from hybridengine.data.files import RowLocation, read_chunks, read_files, require_columns
 from hybridengine.data.images import image_settings, place_images
 from hybridengine.data.tools import check_tools_shown, parse_tools, plain_tool_calls, tool_names
 from hybridengine.errors import DataError, shorten
@@ -78,17 +72,16 @@ class SFTDataset(CachedDataset[SFTSample]):
             raise DataError(
                 "SFT needs the character offsets of tokens; use a model with a fast tokenizer"
             )
-        paths, template = data_files(files), ChatTemplate(tokenizer, data, (), preparer)
+        template = ChatTemplate(tokenizer, data, (), preparer)
         settings = (
             *(data.messages_key, data.prompt_key, data.response_key, data.max_length),
             *(data.tools_key, data.enable_thinking_key),
             *(data.prompt_dict_keys, data.response_dict_keys),
             *(data.truncation, data.special_tokens, template.text),
             *sorted(template.options.items()),
-            *image_settings(paths, data, preparer),
+            *image_settings(files, data, preparer),
         )
-        self.content = content_hash(paths)
-        key = fingerprint(tokenizer, self.content, "sft", *settings)
+        self.content, key = identify(files, tokenizer, "sft", *settings)
         super().__init__(key, lambda: _samples(files, tokenizer, template, data), SFTSample)
 
 

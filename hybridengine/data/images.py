@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from hybridengine.config.common import DatasetConfig
-from hybridengine.data.files import RowLocation
+from hybridengine.data.files import RowLocation, data_files
 from hybridengine.errors import DataError, shorten
 from hybridengine.vision import EncodedImage, ImagePreparer
 
@@ -45,12 +45,16 @@ def image_columns(key: str) -> tuple[str, ...]:
 
 
 def image_settings(
-    files: Sequence[Path], data: DatasetConfig, preparer: ImagePreparer | None
+    files: str | Sequence[str], data: DatasetConfig, preparer: ImagePreparer | None
 ) -> tuple[str, ...]:
     """Return what the tokens of images depend on, besides the content of the data files."""
     if preparer is None:
         return ()
-    return data.image_key, preparer.settings, *(str(file.parent.resolve()) for file in files)
+    return (
+        data.image_key,
+        preparer.settings,
+        *(str(file.parent.resolve()) for file in data_files(files)),
+    )
 
 
 def place_images(

@@ -17,15 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridengine.config import DataConfig
-from hybridengine.data.cache import CachedDataset, content_hash, fingerprint
+from hybridengine.data.cache import CachedDataset, identify
 from hybridengine.data.chats import ChatTemplate, parse_chat
-from hybridengine.data.files import (
-    RowLocation,
-    data_files,
-    read_chunks,
-    read_files,
-    require_columns,
-)
+from hybridengine.data.files import RowLocation, read_chunks, read_files, require_columns
 from hybridengine.data.images import image_columns, image_settings, place_images
 from hybridengine.errors import DataError, shorten
 from hybridengine.vision import EncodedImage, ImagePreparer
@@ -66,7 +60,7 @@ class PromptDataset(CachedDataset[PromptSample]):
         tools: Sequence[Mapping[str, Any]] = (),
         preparer: ImagePreparer | None = None,
     ) -> None:
-        paths, template = data_files(files), ChatTemplate(tokenizer, data, tools, preparer)
+        template = ChatTemplate(tokenizer, data, tools, preparer)
         settings = (
             *(data.prompt_key, data.reward_fn_key, data.max_prompt_length, data.truncation),
             *(
@@ -76,10 +70,9 @@ class PromptDataset(CachedDataset[PromptSample]):
                 sorted(template.options.items()),
             ),
             *(str(tool) for tool in tools),
-            *image_settings(paths, data, preparer),
+            *image_settings(files, data, preparer),
         )
-        self.content = content_hash(paths)
-        key = fingerprint(tokenizer, self.content, "prompts", *settings)
+        self.content, key = identify(files, tokenizer, "prompts", *settings)
         super().__init__(key, lambda: _samples(files, tokenizer, template, data), PromptSample)
         if not self:
             raise DataError(
