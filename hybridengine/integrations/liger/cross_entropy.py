@@ -311,32 +311,15 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
     ) -> None:
+        options = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__()
-        self.ce_weight, self.ignore_index = ce_weight, ignore_index
-        self.lse_square_scale, self.label_smoothing = lse_square_scale, label_smoothing
-        self.reduction, self.softcap, self.return_z_loss = reduction, softcap, return_z_loss
-        self.accum_dtype, self.use_token_scaling = accum_dtype, use_token_scaling
-        self.return_token_accuracy = return_token_accuracy
-        self.return_predicted_tokens = return_predicted_tokens
+        for name, value in options.items():
+            setattr(self, name, value)
+        self._names = tuple(options)
 
     def forward(  # type: ignore[no-untyped-def]
         self, lin_weight, _input, target, bias=None
     ) -> Tensor | CrossEntropyOutput:
         """Compute the loss of hidden states [T, H]."""
-        return liger_fused_linear_cross_entropy(
-            _input,
-            lin_weight,
-            target,
-            bias,
-            self.ce_weight,
-            self.ignore_index,
-            self.lse_square_scale,
-            self.label_smoothing,
-            self.reduction,
-            self.softcap,
-            self.return_z_loss,
-            self.accum_dtype,
-            self.use_token_scaling,
-            self.return_token_accuracy,
-            self.return_predicted_tokens,
-        )
+        options: dict[str, Any] = {name: getattr(self, name) for name in self._names}
+        return liger_fused_linear_cross_entropy(_input, lin_weight, target, bias, **options)

@@ -123,16 +123,16 @@ def _scores(
     """Return the pending loss or None, the mask of labels, and the fields in its shape."""
     rows, ids, mask = rows_of_labels(output, labels, shifted)
     pending = PENDING.get()
+    head: dict[str, Any] = {"bias": bias, "logit_scale": logit_scale, "softcap": softcap}
     loss: Tensor | None = None
     fields: tuple[Tensor | None, ...]
     if weight is None:
         fields = logits_scores(rows, ids, temperature, outputs)
     elif pending is not None:
-        transform = (temperature, logit_scale, softcap)
-        loss, log_probs, entropy = pending.scores(rows, weight, bias, ids, *transform)
+        loss, log_probs, entropy = pending.scores(rows, weight, ids, temperature, **head)
         fields = (log_probs, entropy, None, None, None)
     else:
-        fields = hidden_scores(rows, weight, bias, ids, temperature, logit_scale, softcap, outputs)
+        fields = hidden_scores(rows, weight, ids, temperature, outputs, **head)
     # masked_scatter: of no label at all, the result is still a function of the model
     return (
         loss,

@@ -59,11 +59,10 @@ def aggregation_arguments(
         raise ValueError("(global) batch_num_tokens is required when dp_size > 1")
     if dp_size > 1 and loss_agg_mode.startswith("seq") and global_batch_size is None:
         raise ValueError("global_batch_size is required when dp_size > 1")
+    factor = loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
     return {
         "loss_agg_mode": loss_agg_mode,
-        "loss_scale_factor": loss_mask.shape[-1]
-        if loss_scale_factor is None
-        else loss_scale_factor,
+        "loss_scale_factor": factor,
         "global_num_tokens": batch_num_tokens,
         "global_num_seqs": global_batch_size,
     }
@@ -89,22 +88,10 @@ def compute_value_loss(
     loss_scale_factor: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (clipped value loss, fraction of the unmasked tokens that are clipped)."""
-    aggregation = aggregation_arguments(
-        response_mask,
-        loss_agg_mode,
-        dp_size,
-        batch_num_tokens,
-        global_batch_size,
-        loss_scale_factor,
-    )
-    loss, metrics = value_loss(
-        vpreds,
-        values,
-        returns,
-        response_mask=response_mask,
-        cliprange_value=cliprange_value,
-        **aggregation,
-    )
+    sizes = dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
+    aggregation = aggregation_arguments(response_mask, loss_agg_mode, *sizes)
+    options = {"response_mask": response_mask, "cliprange_value": cliprange_value}
+    loss, metrics = value_loss(vpreds, values, returns, **options, **aggregation)
     clipped = local_mean(metrics["vf_clipfrac"], response_mask, batch_num_tokens)
     return loss * dp_size, clipped
 
