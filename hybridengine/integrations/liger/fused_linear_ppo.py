@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from .grpo_loss import GRPOOptions, check_positive, grpo_terms, masked_mean, reduce_grpo_loss
-from .head import IGNORE_INDEX, detached, head_log_probs, loss_and_gradients, scaled_gradients
+from .head import IGNORE_INDEX, GradientsInForward, detached, head_log_probs, loss_and_gradients
 
 
-class LigerFusedLinearPPOBase(torch.autograd.Function):
+class LigerFusedLinearPPOBase(GradientsInForward):
     """A loss on log-probs [B, L], computed from hidden states, with gradients in the forward.
 
     A subclass defines `ppo_loss_fn`, and a `forward` that calls this one with `cls` and `ctx`.
     """
+
+    num_targets = 3
 
     @staticmethod
     def ppo_loss_fn(*args: Any, **kwargs: Any) -> tuple[Tensor, list[Tensor]]:
@@ -116,13 +118,6 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
         return head_log_probs(
             input_chunk, weight, selected_token_ids, bias, temperature=temperature
         )[0]
-
-    @staticmethod
-    def backward(ctx, grad_output, *grad_metrics):  # type: ignore[no-untyped-def]
-        """Return the gradients that the forward computed, times that of the loss."""
-        grad_input, grad_weight, grad_bias = scaled_gradients(ctx, grad_output)
-        grads = (grad_input, grad_weight, None, None, None, grad_bias)
-        return grads + (None,) * (len(ctx.needs_input_grad) - len(grads))
 
 
 def _ignores_masked_tokens(cls: type, loss_type: str) -> bool:
