@@ -138,10 +138,10 @@ class Faults:
     def __bool__(self) -> bool:
         return self._given is not None or bool(self._errors)
 
-    def attempt(self, call: Callable[[], T]) -> T | None:
-        """Return what `call` returns, None where it raises a user error."""
+    def attempt(self, call: Callable[..., T], *args: Any) -> T | None:
+        """Return what `call(*args)` returns, None where it raises a user error."""
         with self:
-            return call()
+            return call(*args)
         return None
 
     def report(self) -> None:
