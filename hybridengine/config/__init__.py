@@ -18,7 +18,7 @@ one error. Nothing here imports torch.
 from hybridengine.config.command import overrides_of
 from hybridengine.config.common import Dtype, JobConfig, OptimConfig, RateConfig, ShardingConfig
 from hybridengine.config.loading import (
-    PPO,
+    JOB_LOADERS,
     config_to_yaml,
     keys_of,
     load_config,
@@ -33,7 +33,7 @@ from hybridengine.config.simulation import SimulationConfig
 from hybridengine.errors import ConfigError, ConfigNote
 
 __all__ = [
-    "PPO",
+    "JOB_LOADERS",
     "ConfigError",
     "ConfigNote",
     "DataConfig",

@@ -190,6 +190,7 @@ class JobConfig(ABC):
     trainer: RunConfig
     seed: int
 
+    kind: ClassVar[str]  # of a job, in JOB_LOADERS
     policy_group: ClassVar[str]  # name of the group with the keys of PolicyConfig
 
     @property

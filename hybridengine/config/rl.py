@@ -131,8 +131,6 @@ class TrainerConfig(RunConfig):
 
 @dataclass(frozen=True)
 class RLConfig(JobConfig):
-    policy_group = "actor"
-
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     actor: ActorConfig = ActorConfig()
@@ -143,6 +141,8 @@ class RLConfig(JobConfig):
     reshard: ReshardConfig = ReshardConfig()
     trainer: TrainerConfig = TrainerConfig()
     seed: Seed = 1  # of data order, sampling and initial adapters
+
+    kind, policy_group = "grpo", "actor"
 
     @property
     def overlaps(self) -> bool:

@@ -61,14 +61,14 @@ class SFTTrainerConfig(RunConfig):
 
 @dataclass(frozen=True)
 class SFTConfig(JobConfig):
-    policy_group = "model"
-
     model: SFTModelConfig = SFTModelConfig()
     data: SFTDataConfig = SFTDataConfig()
     optim: SFTOptimConfig = SFTOptimConfig()
     trainer: SFTTrainerConfig = SFTTrainerConfig()
     ulysses_sequence_parallel_size: PositiveInt = 1  # ranks that share a micro-batch
     seed: Seed = 1  # of data order, dropout and initial adapters
+
+    kind, policy_group = "sft", "model"
 
     @property
     def sequence_parallel_size(self) -> int:

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 from hybridengine.data.files import data_files
 from hybridengine.data.records import Records
@@ -91,11 +91,7 @@ class CachedDataset(Sequence[T], Generic[T]):
     def __len__(self) -> int:
         return len(self._samples)
 
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[T]: ...
-    def __getitem__(self, index: int | slice) -> T | list[T]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self._samples[i] for i in range(*index.indices(len(self)))]
         return self._samples[index]
