@@ -19,6 +19,7 @@ from hybridengine.config.command import overrides_of
 from hybridengine.config.common import Dtype, JobConfig, OptimConfig, RateConfig, ShardingConfig
 from hybridengine.config.loading import (
     JOB_LOADERS,
+    PPO,
     config_to_yaml,
     keys_of,
     load_config,
@@ -34,6 +35,7 @@ from hybridengine.errors import ConfigError, ConfigNote
 
 __all__ = [
     "JOB_LOADERS",
+    "PPO",
     "ConfigError",
     "ConfigNote",
     "DataConfig",
