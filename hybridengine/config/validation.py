@@ -154,12 +154,12 @@ def _expert_parallel(config: JobConfig) -> Iterator[str]:
 
 def _routers(config: JobConfig) -> Iterator[str]:
     """Yield what LoRA, which leaves the weights of the model as they are, contradicts."""
+    group, rank = config.policy_group, config.model.lora_rank
     for name in ("router_bias_update_rate", "freeze_moe_router"):
-        if config.model.lora_rank and (value := getattr(config.policy, name)):
+        if rank and (value := getattr(config.policy, name)):
             yield (
-                f"{config.policy_group}.{name} is {value}, but with model.lora_rank "
-                f"{config.model.lora_rank} only adapters change, and routers have none; leave it "
-                "out"
+                f"{group}.{name} is {value}, but with model.lora_rank {rank} only adapters change, "
+                "and routers have none; leave it out"
             )
 
 
