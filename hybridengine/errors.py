@@ -33,6 +33,7 @@ __all__ = [
     "print_note",
     "reason_of",
     "shorten",
+    "unexpected",
     "unreadable_part",
 ]
 
@@ -185,6 +186,11 @@ def shorten(text: str, limit: int) -> str:
     """Return `text`, cut in the middle to `limit` characters."""
     half = limit // 2
     return text if len(text) <= limit else f"{text[:half]}…{text[half + 1 - limit :]}"
+
+
+def unexpected(where: str, name: str, value: Any, expected: str) -> DataError:
+    """Return the error of a value that is not the `expected` one; name: its column or key."""
+    return DataError(f"{where}: {name} is {shorten(repr(value), 80)}, expected {expected}")
 
 
 def print_error(error: Exception | str) -> None:

@@ -22,7 +22,7 @@ from hybridengine.data.chats import ChatTemplate, parse_chat
 from hybridengine.data.files import RowLocation, read_chunks, read_files, require_columns
 from hybridengine.data.images import image_settings, place_images
 from hybridengine.data.tools import check_tools_shown, parse_tools, plain_tool_calls, tool_names
-from hybridengine.errors import DataError, shorten
+from hybridengine.errors import DataError, shorten, unexpected
 from hybridengine.vision import EncodedImage, ImagePreparer, Replacement
 
 if TYPE_CHECKING:
@@ -111,10 +111,7 @@ def _render(
     tools, thinking = parse_tools(where, row, data.tools_key), row.get(data.enable_thinking_key)
     chat, tools = (template.special.hide(where, value) for value in (chat, tools))
     if thinking is not None and not isinstance(thinking, bool):
-        raise DataError(
-            f"{where}: {data.enable_thinking_key} is {shorten(repr(thinking), 80)}, expected true "
-            "or false"
-        )
+        raise unexpected(where, data.enable_thinking_key, thinking, "true or false")
     options = {} if thinking is None else {"enable_thinking": thinking}
     template = template.of_row(tools, **options)
     if chat[0]["role"] == "assistant":
@@ -198,9 +195,7 @@ def _chat(where: str, row: Mapping[str, Any], data: SFTDataConfig) -> list[dict[
     is_text = isinstance(prompt, str)
     row = {data.prompt_key: [{"role": "user", "content": prompt}] if is_text else prompt}
     if not isinstance(response, str):
-        raise DataError(
-            f"{where}: {data.response_key} is {shorten(repr(response), 80)}, expected text"
-        )
+        raise unexpected(where, data.response_key, response, "text")
     chat = parse_chat(where, row, data.prompt_key)
     return [*chat, {"role": "assistant", "content": response}]
 
