@@ -1,8 +1,7 @@
 """Liger's fused linear cross-entropy: from hidden states, without logits.
 
-`linear_cross_entropy` computes most of it in one pass. Class weights are composed from log-probs
-and from sums of logits, which are products with sums of the weight; with a soft-cap and label
-smoothing together they need the logits, a chunk of rows at a time.
+`linear_cross_entropy` computes most of it in one pass. Class weights need the logits, a chunk of
+rows at a time.
 """
 
 from __future__ import annotations
@@ -96,54 +95,35 @@ def _weighted_losses(
 
     The divisor of the z-loss is the number of targets, that of the rest the sum of their weights.
     """
-    ce_weight = options.ce_weight
-    assert ce_weight is not None
+    assert options.ce_weight is not None
+    parts = [
+        checkpoint(_weighted_rows, *rows, weight, bias, options, use_reentrant=False)
+        for rows in zip(hidden.split(_CHUNK_ROWS), target.split(_CHUNK_ROWS), strict=True)
+    ]
+    losses, lse = (torch.cat(column) for column in zip(*parts, strict=True))
     valid = target != options.ignore_index
-    ids = torch.where(valid, target, 0)
-    own = torch.where(valid, ce_weight.float()[ids], 0)
-    log_probs: list[Tensor] = []
-    lse: list[Tensor] = []
-    total: list[Tensor] = []
-    for rows in range(0, hidden.shape[0], _CHUNK_ROWS):
-        part = slice(rows, rows + _CHUNK_ROWS)
-        results = checkpoint(
-            _weighted_rows,
-            hidden[part],
-            weight,
-            ids[part],
-            bias,
-            ce_weight.float(),
-            options.softcap,
-            use_reentrant=False,
-        )
-        for column, result in zip((log_probs, lse, total), results, strict=True):
-            column.append(result)
-    lses = torch.cat(lse)
-    epsilon, vocab = options.label_smoothing, weight.shape[0]
-    losses = -own * torch.cat(log_probs) * (1 - epsilon)
-    if epsilon:
-        smooth = lses * ce_weight.float().sum() - torch.cat(total)
-        losses = losses + epsilon / vocab * smooth
-    z_losses = options.lse_square_scale * lses.square()
-    losses, z_losses = (torch.where(valid, x, 0) for x in (losses, z_losses))
+    z_losses = torch.where(valid, options.lse_square_scale * lse.square(), 0)
     if options.reduction == "mean":
-        losses, z_losses = losses / own.sum(), z_losses / valid.sum()
+        weights = options.ce_weight.float()[target[valid]]
+        losses, z_losses = losses / weights.sum(), z_losses / valid.sum()
     return losses + z_losses, z_losses.detach()
 
 
 def _weighted_rows(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    bias: Tensor | None,
-    ce_weight: Tensor,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs of ids, lse and sum_v ce_weight[v] z_v of rows, from their logits."""
-    logits = _logits(hidden, weight, bias, softcap)
-    lse = logits.logsumexp(-1)
-    log_probs = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - lse
-    return log_probs, lse, logits @ ce_weight
+    hidden: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, options: _Options
+) -> tuple[Tensor, Tensor]:
+    """Return the losses of rows without the z-loss, 0 where ignored, and lse, from their logits."""
+    assert options.ce_weight is not None
+    logits = _logits(hidden, weight, bias, options.softcap)
+    losses = F.cross_entropy(
+        logits,
+        target,
+        options.ce_weight.float(),
+        ignore_index=options.ignore_index,
+        reduction="none",
+        label_smoothing=options.label_smoothing,
+    )
+    return losses, logits.logsumexp(-1)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
