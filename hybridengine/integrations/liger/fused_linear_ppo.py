@@ -67,6 +67,8 @@ class LigerFusedLinearPPOBase(GradientsInForward):
         num_items_in_batch=None,
     ):
         """Compute (loss, metrics); arguments as in `LigerFusedLinearGRPOFunction`."""
+        names = GRPOOptions.__dataclass_fields__
+        options = {name: value for name, value in locals().items() if name in names}
         _check_reference(use_ref_model, ref_per_token_logps, ref_input)
         if loss_type == "dr_grpo" and max_completion_length is None:
             raise ValueError("loss_type 'dr_grpo' needs max_completion_length.")
@@ -90,22 +92,10 @@ class LigerFusedLinearPPOBase(GradientsInForward):
                 full_attention_mask=attention_mask,
                 ref_per_token_logps=None if ref is None else ref.float(),
                 old_per_token_logps=None if old is None else old.float(),
-                epsilon_low=epsilon_low,
-                epsilon_high=epsilon_high,
-                beta=beta,
-                loss_type=loss_type,
                 max_completion_length=max_completion_length,
-                importance_sampling_level=importance_sampling_level,
-                sapo_temperature_pos=sapo_temperature_pos,
-                sapo_temperature_neg=sapo_temperature_neg,
                 vllm_is_ratio=ratio,
-                delta=delta,
-                use_bias_correction_kl=use_bias_correction_kl,
-                vespo_k_pos=vespo_k_pos,
-                vespo_lambda_pos=vespo_lambda_pos,
-                vespo_k_neg=vespo_k_neg,
-                vespo_lambda_neg=vespo_lambda_neg,
                 num_items_in_batch=num_items_in_batch,
+                **options,
             )
 
         loss, metrics, grads = loss_and_gradients(compute, (_input, weight, bias))
