@@ -6,7 +6,8 @@ rows at a time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -42,6 +43,11 @@ class _Options:
     reduction: str
     softcap: float | None
     use_token_scaling: bool
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> _Options:
+        """Return the options, which are among `given`."""
+        return cls(**{field.name: given[field.name] for field in fields(cls)})
 
 
 def _losses(
@@ -195,15 +201,7 @@ def fused_linear_cross_entropy_forward(
         (loss, z_loss, token_accuracy, predicted_tokens, grad_input, grad_weight, grad_bias), None
         where not asked for; reduced, or [T] with reduction "none".
     """
-    options = _Options(
-        ce_weight,
-        ignore_index,
-        lse_square_scale,
-        label_smoothing,
-        reduction,
-        softcap,
-        use_token_scaling,
-    )
+    options = _Options.of(locals())
     wanted = [t is not None and t.requires_grad for t in (_input, weight, bias)]
     if compute_gradients is not None:
         of_weight = weight.requires_grad if weight_requires_grad is None else weight_requires_grad
@@ -257,15 +255,7 @@ def liger_fused_linear_cross_entropy(
     Arguments as in `fused_linear_cross_entropy_forward`. Returns the loss, or a CrossEntropyOutput
     if more is asked for.
     """
-    options = _Options(
-        ce_weight,
-        ignore_index,
-        lse_square_scale,
-        label_smoothing,
-        reduction,
-        softcap,
-        use_token_scaling,
-    )
+    options = _Options.of(locals())
     loss, z_loss = _losses(input, weight, target, bias, options)
     if not (return_z_loss or return_token_accuracy or return_predicted_tokens):
         return loss

@@ -8,6 +8,7 @@ are left out. `chunk_size` and `compiled` are accepted and change nothing.
 from __future__ import annotations
 
 import warnings
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class LigerFusedLinearPPOBase(GradientsInForward):
         num_items_in_batch=None,
     ):
         """Compute (loss, metrics); arguments as in `LigerFusedLinearGRPOFunction`."""
-        names = GRPOOptions.__dataclass_fields__
+        names = {field.name for field in fields(GRPOOptions)}
         options = {name: value for name, value in locals().items() if name in names}
         _check_reference(use_ref_model, ref_per_token_logps, ref_input)
         if loss_type == "dr_grpo" and max_completion_length is None:
@@ -206,8 +207,7 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
             raise TypeError(f"got {len(args)} arguments; expected at most {len(_ARGUMENTS)}")
         given = {"use_ref_model": True} | dict(zip(_ARGUMENTS, args, strict=False))
         # Wrong combinations raise before anything is computed.
-        names = GRPOOptions.__dataclass_fields__.keys() & given.keys()
-        GRPOOptions(**{name: given[name] for name in names})
+        GRPOOptions.of(given)
         return super().forward(cls, ctx, **given)
 
 
