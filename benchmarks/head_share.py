@@ -59,7 +59,7 @@ def compare(bench: Bench, name: str, model: Any, sequences: int, dtype: torch.dt
     half = advantages * (torch.arange(rows, device=bench.device) % 2)
 
     def no_head() -> Tensor:
-        return packed_head(model, batch, lambda hidden, *_: (hidden.float().sum(),))[0]
+        return packed_head(model, batch, lambda hidden, weight, **_: (hidden.float().sum(),))[0]
 
     def one_pass(advantages: Tensor) -> Tensor:
         return packed_policy_loss(model, batch, old_log_probs=None, advantages=advantages)[0]

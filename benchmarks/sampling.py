@@ -93,7 +93,6 @@ def vllm_sampler(
     """Return a call of vLLM's first model runner's sampler, with a seed for every row."""
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
-    from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.sample.sampler import Sampler
 
     rows = logits.shape[0]
@@ -103,25 +102,11 @@ def vllm_sampler(
         processor = MinPLogitsProcessor.__new__(MinPLogitsProcessor)
         processor.min_p_count, processor.min_p = rows, (per_row * min_p).unsqueeze(1)
         processors = LogitsProcessors([processor])
-    generators = {i: torch.Generator(logits.device).manual_seed(i) for i in range(rows)}
-    empty = torch.empty(0, device=logits.device)
     sampler = Sampler("processed_logprobs")
-    metadata = SamplingMetadata(
-        temperature=per_row * temperature,
-        all_greedy=False,
-        all_random=True,
+    metadata = sampling_metadata(
+        per_row * temperature,
         top_p=per_row * top_p if top_p < 1.0 else None,
         top_k=(per_row * top_k).int() if top_k else None,
-        generators=generators,
-        max_num_logprobs=0,
-        no_penalties=True,
-        prompt_token_ids=None,
-        frequency_penalties=empty,
-        presence_penalties=empty,
-        repetition_penalties=empty,
-        output_token_ids=[[] for _ in range(rows)],
-        allowed_token_ids_mask=None,
-        bad_words_token_ids={},
         logitsprocs=processors,
     )
 
@@ -131,3 +116,35 @@ def vllm_sampler(
         return sampler(logits.clone(), metadata)  # it writes to the logits
 
     return call
+
+
+def sampling_metadata(temperature: Tensor, **options: Any) -> Any:
+    """Return vLLM's `SamplingMetadata` of requests [rows], each with a seed of its own.
+
+    options: fields that differ from those of requests without penalties, top-k and top-p.
+    """
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+    device, is_greedy = temperature.device, (temperature == 0).tolist()
+    random = [row for row, greedy in enumerate(is_greedy) if not greedy]
+    empty = torch.empty(0, device=device)
+    given: dict[str, Any] = {
+        "temperature": temperature,
+        "all_greedy": not random,
+        "all_random": not any(is_greedy),
+        "top_p": None,
+        "top_k": None,
+        "generators": {row: torch.Generator(device).manual_seed(row) for row in random},
+        "max_num_logprobs": 0,
+        "no_penalties": True,
+        "prompt_token_ids": None,
+        "frequency_penalties": empty,
+        "presence_penalties": empty,
+        "repetition_penalties": empty,
+        "output_token_ids": [[] for _ in is_greedy],
+        "allowed_token_ids_mask": None,
+        "bad_words_token_ids": {},
+        "logitsprocs": LogitsProcessors(),
+    }
+    return SamplingMetadata(**(given | options))

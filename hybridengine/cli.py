@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Literal
@@ -28,13 +27,11 @@ from rich.table import Table
 from hybridengine import __version__
 from hybridengine.commands import add_commands, report_user_errors
 from hybridengine.config import (
-    PPO,
+    JOB_LOADERS,
     JobConfig,
     RLConfig,
     SFTConfig,
     config_to_yaml,
-    load_config,
-    load_sft_config,
     load_simulation_config,
     overrides_of,
 )
@@ -85,16 +82,9 @@ _ConfigName = Annotated[
 ]
 
 
-_LOADERS: dict[str, Callable[[str | None, list[str]], JobConfig]] = {
-    "grpo": load_config,
-    "ppo": partial(load_config, defaults=PPO),
-    "sft": load_sft_config,
-}
-
-
 def _add_job(kind: str, help: str) -> None:
     """Add the command that runs a job of `kind`."""
-    load = _LOADERS[kind]
+    load = JOB_LOADERS[kind]
 
     @app.command(kind, help=help)
     def job(
@@ -144,7 +134,7 @@ def tune(
     """Probe a job on this machine: the micro-batch, sync buckets and cache that fit it best."""
     with _stop_before_the_start(), report_user_errors():
         file, overrides = _split(settings or [])
-        config, invalid = _load(lambda: _LOADERS[kind](file, overrides))
+        config, invalid = _load(lambda: JOB_LOADERS[kind](file, overrides))
         from hybridengine.preflight import check_launch
         from hybridengine.trainer.tune.run import launch_tuning
 

@@ -31,7 +31,10 @@ __all__ = [
     "located",
     "print_error",
     "print_note",
+    "reason_of",
     "shorten",
+    "unexpected",
+    "unreadable_part",
 ]
 
 T = TypeVar("T")
@@ -136,10 +139,10 @@ class Faults:
     def __bool__(self) -> bool:
         return self._given is not None or bool(self._errors)
 
-    def attempt(self, call: Callable[[], T]) -> T | None:
-        """Return what `call` returns, None where it raises a user error."""
+    def attempt(self, call: Callable[..., T], *args: Any) -> T | None:
+        """Return what `call(*args)` returns, None where it raises a user error."""
         with self:
-            return call()
+            return call(*args)
         return None
 
     def report(self) -> None:
@@ -166,10 +169,28 @@ def located(path: str | Path) -> str:
     return str(path) if Path(path).is_absolute() else f"{path} (in {Path.cwd()})"
 
 
+def reason_of(error: Exception) -> str:
+    """Return the first line of an error's message, its type where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def unreadable_part(part: str, path: str, files: str, error: Exception) -> ModelError:
+    """Return the error of a model whose folder has no files of a part, or unreadable ones."""
+    return ModelError(
+        f"the {part} of model {path!r} cannot be read ({reason_of(error)}); put {files} into the "
+        "folder of its weights"
+    )
+
+
 def shorten(text: str, limit: int) -> str:
     """Return `text`, cut in the middle to `limit` characters."""
     half = limit // 2
     return text if len(text) <= limit else f"{text[:half]}…{text[half + 1 - limit :]}"
+
+
+def unexpected(where: str, name: str, value: Any, expected: str) -> DataError:
+    """Return the error of a value that is not the `expected` one; name: its column or key."""
+    return DataError(f"{where}: {name} is {shorten(repr(value), 80)}, expected {expected}")
 
 
 def print_error(error: Exception | str) -> None:

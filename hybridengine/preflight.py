@@ -85,25 +85,15 @@ def check_grpo(
         check_algorithm(config)
         is_registered = True
     for check in (check_engine, _check_critic, check_reward_model, _check_baselines):
-        with faults:
-            check(config)
+        faults.attempt(check, config)
     if model is not None:
-        for fits in (check_heads, check_sequence_length, check_model_in_engine, _check_adapters):
-            with faults:
-                fits(config, model)
-        with faults:
-            check_sequence_parallel(model, config.actor.ulysses_sequence_parallel_size)
-        for reason in (no_sharing_reason, unshared_reason):
-            with faults:
-                reason(config)
-        with faults:
-            config_route_shape(config)
-        with faults:
-            _check_routers(config, model)
+        for fits in (check_heads, check_sequence_length, check_model_in_engine):
+            faults.attempt(fits, config, model)
+        for reason in (no_sharing_reason, unshared_reason, config_route_shape):
+            faults.attempt(reason, config)
     tokenizer = _load_tokenizer(config, model, faults)
-    with faults:
-        _check_teacher(config, tokenizer)
-    tools = faults.attempt(lambda: tool_schemas(config))
+    faults.attempt(_check_teacher, config, tokenizer)
+    tools = faults.attempt(tool_schemas, config)
     train, val = (
         _load_data(
             files,
@@ -117,16 +107,13 @@ def check_grpo(
         for files in (config.data.train_files, config.data.val_files)
     )
     if tokenizer is not None and tools is not None:
-        with faults:
-            build_agents(config, tokenizer)
+        faults.attempt(build_agents, config, tokenizer)
     if model is not None:
-        with faults:
-            check_images(config, (train, val))
-        with faults:
-            _check_tokens(model, (s.prompt_ids for part in (train, val) for s in part or ()))
+        faults.attempt(check_images, config, (train, val))
+        prompts = (sample.prompt_ids for part in (train, val) for sample in part or ())
+        faults.attempt(_check_tokens, model, prompts)
     if model is not None and train is not None:
-        with faults:
-            _check_resume(config, train, model)
+        faults.attempt(_check_resume, config, train, model)
     if tokenizer is None or not is_registered:
         check_reward_files(config, faults)
     else:
@@ -157,23 +144,14 @@ def check_sft(
         for files in (config.data.train_files, config.data.val_files)
     )
     if model is not None:
-        with faults:
-            check_sequence_parallel(model, config.ulysses_sequence_parallel_size)
-        with faults:
-            _check_adapters(config, model)
-        with faults:
-            _check_routers(config, model)
-        with faults:
-            check_images(config, (train, val))
+        faults.attempt(check_images, config, (train, val))
         samples = [sample.ids for part in (train, val) for sample in part or ()]
         longest = max(map(len, samples), default=0)
-        with faults:
-            _check_tokens(model, samples)
-        with faults:
-            check_length(model, longest, "the longest conversation", "data.max_length")
+        faults.attempt(_check_tokens, model, samples)
+        what, key = "the longest conversation", "data.max_length"
+        faults.attempt(check_length, model, longest, what, key)
     if model is not None and train is not None:
-        with faults:
-            _check_resume(config, train, model)
+        faults.attempt(_check_resume, config, train, model)
     faults.report()
     assert train is not None
     return train, val
@@ -220,34 +198,30 @@ def _check_run(config: RLConfig | SFTConfig, faults: Faults) -> PretrainedConfig
         if devices and sum(ranks.values()) > devices:
             keys = " and ".join(f"{key} is {n}" for key, n in ranks.items())
             raise ConfigError(f"{keys} but this machine has {devices} GPUs; lower it")
-    with faults:
-        check_loggers(trainer.logger)
-    with faults:
-        if config.model.compile:
-            check_compiler()
+    faults.attempt(check_loggers, trainer.logger)
+    if config.model.compile:
+        faults.attempt(check_compiler)
     for key, value in (("model.path", path), ("data.train_files", config.data.train_files)):
         with faults:
             if not value:
                 raise ConfigError(f"{key} is required and was not given; set it in the config")
-    model = (
-        faults.attempt(lambda: check_model(path, trust, config.model.config_overrides))
-        if path
-        else None
-    )
+    overrides, model = config.model.config_overrides, None
+    if path:
+        model = faults.attempt(check_model, path, trust, overrides)
     num_bytes = 0
     if model is not None:
-        with faults:
-            check_weights(path, model, trust)
-        with faults:
-            if config.freeze_vision_tower:
-                check_vision_tower(model)
+        faults.attempt(check_weights, path, model, trust)
+        if config.policy.freeze_vision_tower:
+            faults.attempt(check_vision_tower, model)
+        faults.attempt(check_sequence_parallel, model, config.sequence_parallel_size)
+        for check in (_check_adapters, _check_routers):
+            faults.attempt(check, config, model)
         with faults:
             shapes = checkpoint_layout_from_config(model, trust).tensors.values()
             # Not resolve_dtypes, a collective, for a type that the caller left auto.
             dtype = "float32" if trainer.save_dtype == "auto" else trainer.save_dtype
             num_bytes = sum(map(math.prod, shapes)) * getattr(torch, dtype).itemsize
-    with faults:
-        check_disk_space(trainer.default_local_dir, num_bytes)
+    faults.attempt(check_disk_space, trainer.default_local_dir, num_bytes)
     return model
 
 
@@ -255,7 +229,7 @@ def _load_tokenizer(
     config: JobConfig, model: PretrainedConfig | None, faults: Faults
 ) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer of a model that can be read."""
-    return None if model is None else faults.attempt(lambda: load_tokenizer(config))
+    return None if model is None else faults.attempt(load_tokenizer, config)
 
 
 def _load_data(
@@ -275,16 +249,15 @@ def _load_data(
         with faults:
             return load(files)
     for name in files or ():
-        with faults:
-            check([name])
+        faults.attempt(check, [name])
     return None
 
 
 def _check_routers(config: JobConfig, model: PretrainedConfig) -> None:
     """Check that the model's routers are ones that the settings of routers are for."""
-    router = config.router
-    losses = router.router_aux_loss_coef, router.router_z_loss_coef
-    rate, freezes = router.router_bias_update_rate, router.freeze_moe_router
+    policy = config.policy
+    losses = policy.router_aux_loss_coef, policy.router_z_loss_coef
+    rate, freezes = policy.router_bias_update_rate, policy.freeze_moe_router
     if not (any(losses) or rate or freezes):
         return
     with torch.device("meta"):

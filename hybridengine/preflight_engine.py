@@ -6,10 +6,7 @@ A part of `hybridengine.preflight`.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
@@ -20,6 +17,7 @@ from hybridengine.model.validation import longest_sequence
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 from hybridengine.rollout.vllm.environment import CPU_HEAD_SIZES, prepare_environment
 from hybridengine.rollout.vllm.options import check_engine_options, check_plugins
+from hybridengine.runtime.host_memory import total_memory
 from hybridengine.trainer.algorithms import uses_critic
 from hybridengine.trainer.build import engine_name
 from hybridengine.trainer.build_models import num_shards
@@ -67,7 +65,7 @@ def _vllm(config: RLConfig) -> Iterator[str]:
             "vLLM quantizes 16-bit weights; set rollout.dtype=bfloat16"
         )
     ranks = rollout.n_gpus_per_node if config.overlaps else config.trainer.n_gpus_per_node
-    total, memory = rollout.kv_cache_gib * ranks, _host_memory() / 2**30
+    total, memory = rollout.kv_cache_gib * ranks, total_memory() / 2**30
     if not torch.cuda.is_available() and total > memory:
         yield (
             f"rollout.kv_cache_gib is {rollout.kv_cache_gib:g} on each of {ranks} ranks, "
@@ -171,18 +169,6 @@ def resident_bytes(config: RLConfig, numel: int) -> float:
     of_weight = 0 if fsdp.param_offload else _MASTER * (own + frozen + critics)
     of_weight += 0 if fsdp.optimizer_offload else _MOMENTS * (is_full + critics)
     return of_weight * numel / num_shards(config)
-
-
-def _host_memory() -> float:
-    """Return the bytes of memory of this machine, or of its control group."""
-    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for limit in (
-        Path("/sys/fs/cgroup/memory.max"),
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-    ):
-        with suppress(OSError, ValueError):  # "max": without a limit
-            memory = min(memory, float(limit.read_text()))
-    return memory
 
 
 def check_length(model: PretrainedConfig, length: int, what: str, key: str) -> None:

@@ -25,8 +25,7 @@ def check_reward_files(config: RLConfig, faults: Faults) -> None:
     with faults:
         for path, name in config.reward.functions:
             if not path.startswith((*SCHEMES, PREFIX)):
-                with faults:
-                    import_reward_function(path, name, None)
+                faults.attempt(import_reward_function, path, name, None)
 
 
 def check_reward_model(config: RLConfig) -> None:

@@ -12,13 +12,11 @@ from typing import Any
 import torch.distributed as dist
 
 from hybridengine.config import (
-    PPO,
+    JOB_LOADERS,
     ConfigError,
     JobConfig,
     RLConfig,
     SFTConfig,
-    load_config,
-    load_sft_config,
     parse_overrides,
 )
 from hybridengine.preflight import check_launch
@@ -60,11 +58,12 @@ def load_settings(
 ) -> JobConfig:
     """Load the configuration with what the arguments of `Trainer` set."""
     if isinstance(config, RLConfig | SFTConfig):
-        own = "sft" if isinstance(config, SFTConfig) else "grpo"
+        own = config.kind
         if task not in (None, own, *(["ppo"] if own == "grpo" else [])):
             raise ConfigError(f"task is {task!r}, but config is a {type(config).__name__}")
         config, task = asdict(config), own
-    if task not in (None, "grpo", "ppo", "sft"):
+    task = task or "grpo"
+    if task not in JOB_LOADERS:
         raise ConfigError(f"task is {task!r}, expected grpo, ppo or sft")
     if rewards and task == "sft":
         raise ConfigError("reward was given, but SFT has none; leave it out, or change task")
@@ -76,10 +75,7 @@ def load_settings(
         settings["reward.custom_reward_function.path"] = [*rewards]
     if model is not None:
         settings["model.path"] = model or _INITIAL_MODEL
-    if task == "sft":
-        loaded: JobConfig = load_sft_config(config, settings)
-    else:
-        loaded = load_config(config, settings, PPO if task == "ppo" else {})
+    loaded = JOB_LOADERS[task](config, settings)
     if model != "":
         return loaded
     folder = Path(loaded.trainer.default_local_dir) / _INITIAL_MODEL

@@ -107,6 +107,13 @@ class Trainer:
     task: "grpo" (default), "ppo" or "sft"; a RLConfig or SFTConfig names it already.
     on_step_end, on_validation, on_save: see `Callbacks`.
 
+    Attributes:
+        config: the resolved settings.
+        model: the trained model, sharded by FSDP2.
+        tokenizer: that of the model.
+        rank: the number of this process among the ranks, from 0.
+        num_steps: steps of the whole run.
+
     The process is one rank. Under torchrun every rank makes the same calls; otherwise a process
     group of one is made, and torn down by `close()`, at the end of a `with` block or at exit.
 
@@ -160,6 +167,8 @@ class Trainer:
             rank_session(folder, config.trainer.timeout_s) if is_ours else script_session(folder)
         )
         self._run: Any = trainer_of(config)(config, session)
+        self.model, self.tokenizer = self._run.model, self._run.tokenizer
+        self.rank, self.num_steps = session.rank, int(self._run.steps)
         self._stack.callback(self._run.close)
         self._run.callbacks = callbacks
         if self._run.resume():
@@ -184,7 +193,7 @@ class Trainer:
         step = self._next()
         if step is None:
             raise UsageError(
-                f"all {self._run.steps} steps are done, or the run was stopped; raise "
+                f"all {self.num_steps} steps are done, or the run was stopped; raise "
                 "trainer.total_training_steps to train longer"
             )
         return step.collect()
@@ -256,25 +265,6 @@ class Trainer:
             self._stack.__exit__(kind, error, trace)
 
     @property
-    def model(self) -> Any:
-        """The trained model, sharded by FSDP2."""
-        return self._run.model
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._run.tokenizer
-
-    @property
-    def rank(self) -> int:
-        """Number of this process among the ranks, from 0."""
-        return int(self._run.session.rank)
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of the whole run."""
-        return int(self._run.steps)
-
-    @property
     def steps_done(self) -> int:
         """Steps that have been trained, those before a resume included."""
         return int(self._run.steps_done)
@@ -294,7 +284,7 @@ class Trainer:
         self._check_open()
         if self._is_finished and not self._is_begun:
             raise UsageError(
-                f"the run in {self._run.dir} had finished its {self._run.steps} steps before; "
+                f"the run in {self._run.dir} had finished its {self.num_steps} steps before; "
                 "raise trainer.total_training_steps, or set trainer.resume_mode=disable"
             )
         if not self._is_begun:

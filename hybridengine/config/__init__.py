@@ -18,6 +18,7 @@ one error. Nothing here imports torch.
 from hybridengine.config.command import overrides_of
 from hybridengine.config.common import Dtype, JobConfig, OptimConfig, RateConfig, ShardingConfig
 from hybridengine.config.loading import (
+    JOB_LOADERS,
     PPO,
     config_to_yaml,
     keys_of,
@@ -33,6 +34,7 @@ from hybridengine.config.simulation import SimulationConfig
 from hybridengine.errors import ConfigError, ConfigNote
 
 __all__ = [
+    "JOB_LOADERS",
     "PPO",
     "ConfigError",
     "ConfigNote",

@@ -13,7 +13,7 @@ import os.path
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, StrictBool
 
@@ -92,16 +92,6 @@ class TrainedModelConfig:
 
 
 @dataclass(frozen=True)
-class RouterConfig:
-    """The routers of a mixture of experts, in the group that has fsdp_config (docs/moe.md)."""
-
-    router_aux_loss_coef: NonNegativeFloat = 0.0  # load-balancing loss of a mixture; 0: none
-    router_z_loss_coef: NonNegativeFloat = 0.0  # loss of large router logits; 0: none
-    router_bias_update_rate: NonNegativeFloat = 0.0  # balance by e_score_correction_bias; 0: none
-    freeze_moe_router: StrictBool = False  # do not train the routers
-
-
-@dataclass(frozen=True)
 class DatasetConfig:
     train_files: PathTexts = ()  # files, folders or globs
     val_files: PathTexts | None = None  # null: no validation at all
@@ -151,6 +141,21 @@ class ShardingConfig:
 
 
 @dataclass(frozen=True)
+class PolicyConfig:
+    """Which parts of the policy are trained, and how it is sharded (docs/moe.md for routers).
+
+    The keys are in the group `actor`, of SFT in `model`.
+    """
+
+    router_aux_loss_coef: NonNegativeFloat = 0.0  # load-balancing loss of a mixture; 0: none
+    router_z_loss_coef: NonNegativeFloat = 0.0  # loss of large router logits; 0: none
+    router_bias_update_rate: NonNegativeFloat = 0.0  # balance by e_score_correction_bias; 0: none
+    freeze_moe_router: StrictBool = False  # do not train the routers
+    freeze_vision_tower: StrictBool = False  # of a vision-language model; docs/images.md
+    fsdp_config: ShardingConfig = ShardingConfig()
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """The group `trainer` of every kind of job."""
 
@@ -185,17 +190,17 @@ class JobConfig(ABC):
     trainer: RunConfig
     seed: int
 
-    @property
-    @abstractmethod
-    def sharding(self) -> ShardingConfig: ...
+    kind: ClassVar[str]  # of a job, in JOB_LOADERS
+    policy_group: ClassVar[str]  # name of the group with the keys of PolicyConfig
 
     @property
-    @abstractmethod
-    def router(self) -> RouterConfig: ...
+    def policy(self) -> PolicyConfig:
+        group: PolicyConfig = getattr(self, self.policy_group)
+        return group
 
     @property
-    @abstractmethod
-    def freeze_vision_tower(self) -> bool: ...
+    def sharding(self) -> ShardingConfig:
+        return self.policy.fsdp_config
 
     @property
     @abstractmethod

@@ -26,12 +26,8 @@ def find_differences(
 
 def find_engine_faults(config: RLConfig) -> Iterator[str]:
     """Yield a sentence for each setting of rollouts that contradicts another."""
-    yield from _lengths(config)
-    yield from _sampling(config)
-    yield from _router_replay(config)
-    yield from _exact(config)
-    yield from _multi_turn(config)
-    yield from _overlap(config)
+    for check in (_lengths, _sampling, _router_replay, _exact, _multi_turn, _overlap):
+        yield from check(config)
 
 
 def _lengths(config: RLConfig) -> Iterator[str]:

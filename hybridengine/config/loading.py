@@ -75,6 +75,13 @@ def load_sft_config(
     return _load(SFTConfig, path, overrides, {})
 
 
+JOB_LOADERS: dict[str, Callable[..., JobConfig]] = {  # by the kind of job
+    "grpo": load_config,
+    "ppo": functools.partial(load_config, defaults=PPO),
+    "sft": load_sft_config,
+}
+
+
 def load_simulation_config(
     path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> SimulationConfig:

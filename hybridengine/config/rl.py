@@ -26,11 +26,11 @@ from hybridengine.config.common import (
     NonNegativeInt,
     OptimConfig,
     PathText,
+    PolicyConfig,
     PositiveFloat,
     PositiveInt,
     RateConfig,
     ReplayedRoutes,
-    RouterConfig,
     RunConfig,
     Seed,
     ShardingConfig,
@@ -67,7 +67,7 @@ class FsdpConfig(ShardingConfig):
 
 
 @dataclass(frozen=True)
-class ActorConfig(RouterConfig):
+class ActorConfig(PolicyConfig):
     ppo_mini_batch_size: PositiveInt | None = None  # prompts per optimizer step; null: all
     ppo_epochs: PositiveInt = 1  # passes over each batch of rollouts
     ppo_max_token_len_per_gpu: PositiveInt = 16384  # tokens in one micro-batch
@@ -86,7 +86,6 @@ class ActorConfig(RouterConfig):
     grad_clip: PositiveFloat = 1.0  # maximum global gradient norm, the critic's too
     ulysses_sequence_parallel_size: PositiveInt = 1  # ranks that share a micro-batch
     deterministic: StrictBool = False  # a GPU adds gradients in a fixed order, also in attention
-    freeze_vision_tower: StrictBool = False  # of a vision-language model; docs/images.md
     fsdp_config: FsdpConfig = FsdpConfig()
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -143,9 +142,7 @@ class RLConfig(JobConfig):
     trainer: TrainerConfig = TrainerConfig()
     seed: Seed = 1  # of data order, sampling and initial adapters
 
-    @property
-    def sharding(self) -> ShardingConfig:
-        return self.actor.fsdp_config
+    kind, policy_group = "grpo", "actor"
 
     @property
     def overlaps(self) -> bool:
@@ -181,14 +178,6 @@ class RLConfig(JobConfig):
             return len(self.rollout.servers)
         engine_ranks = self.engine_ranks_per_node * self.trainer.nnodes
         return (engine_ranks or self.world_size) // self.rollout.tensor_model_parallel_size
-
-    @property
-    def router(self) -> RouterConfig:
-        return self.actor
-
-    @property
-    def freeze_vision_tower(self) -> bool:
-        return self.actor.freeze_vision_tower
 
     @property
     def sequence_parallel_size(self) -> int:

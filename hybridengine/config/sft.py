@@ -11,9 +11,9 @@ from hybridengine.config.common import (
     JobConfig,
     OptimConfig,
     PathText,
+    PolicyConfig,
     PositiveFloat,
     PositiveInt,
-    RouterConfig,
     RunConfig,
     Seed,
     ShardingConfig,
@@ -28,8 +28,7 @@ class SFTFsdpConfig(ShardingConfig):
 
 
 @dataclass(frozen=True)
-class SFTModelConfig(RouterConfig, TrainedModelConfig):
-    freeze_vision_tower: StrictBool = False  # of a vision-language model; docs/images.md
+class SFTModelConfig(PolicyConfig, TrainedModelConfig):
     fsdp_config: SFTFsdpConfig = SFTFsdpConfig()
 
 
@@ -69,17 +68,7 @@ class SFTConfig(JobConfig):
     ulysses_sequence_parallel_size: PositiveInt = 1  # ranks that share a micro-batch
     seed: Seed = 1  # of data order, dropout and initial adapters
 
-    @property
-    def sharding(self) -> ShardingConfig:
-        return self.model.fsdp_config
-
-    @property
-    def router(self) -> RouterConfig:
-        return self.model
-
-    @property
-    def freeze_vision_tower(self) -> bool:
-        return self.model.freeze_vision_tower
+    kind, policy_group = "sft", "model"
 
     @property
     def sequence_parallel_size(self) -> int:

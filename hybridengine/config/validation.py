@@ -28,22 +28,22 @@ def find_faults(config: JobConfig | SimulationConfig) -> Iterator[str]:
     if isinstance(config, SimulationConfig):
         yield from _simulation(config)
         return
-    yield from _resume(config)
-    yield from _compile(config)
-    yield from _expert_adapters(config)
-    yield from _expert_parallel(config)
-    yield from _routers(config)
+    for check in (_resume, _compile, _expert_adapters, _expert_parallel, _routers):
+        yield from check(config)
     if isinstance(config, SFTConfig):
         yield from _sft(config)
     elif isinstance(config, RLConfig):
-        yield from _warmup("actor.optim", config.actor.optim)
-        yield from _warmup("critic.optim", config.critic.optim)
-        yield from _ranks(config)
-        yield from find_engine_faults(config)
-        yield from _rewards(config)
-        yield from _bypass(config)
-        yield from _distillation(config)
-        yield from _critic_ranks(config)
+        for group in ("actor", "critic"):
+            yield from _warmup(f"{group}.optim", getattr(config, group).optim)
+        for check_rl in (
+            _ranks,
+            find_engine_faults,
+            _rewards,
+            _bypass,
+            _distillation,
+            _critic_ranks,
+        ):
+            yield from check_rl(config)
 
 
 # Estimators whose baseline is made of the other responses of a group.
@@ -105,9 +105,8 @@ def _resume(config: JobConfig) -> Iterator[str]:
 
 
 def _compile(config: JobConfig) -> Iterator[str]:
-    size = config.sharding.wrap_policy.min_num_params
+    size, group = config.sharding.wrap_policy.min_num_params, config.policy_group
     if config.model.compile and size:
-        group = "model" if isinstance(config, SFTConfig) else "actor"
         yield (
             f"model.compile is true and {group}.fsdp_config.wrap_policy.min_num_params is {size}, "
             "but a compiled layer is one FSDP group; leave it 0, a group per layer"
@@ -125,10 +124,9 @@ def _expert_adapters(config: JobConfig) -> Iterator[str]:
     if not (model.lora_rank and model.target_parameters):
         return
     if size:
-        group = "model" if isinstance(config, SFTConfig) else "actor"
         yield (
-            f"{group}.fsdp_config.wrap_policy.min_num_params is {size}, but the adapters of "
-            f"experts ({key}) are read in the FSDP group of their layer; leave it 0"
+            f"{config.policy_group}.fsdp_config.wrap_policy.min_num_params is {size}, but the "
+            f"adapters of experts ({key}) are read in the FSDP group of their layer; leave it 0"
         )
     if isinstance(config, RLConfig) and config.reshard.lora == "adapters":
         yield (
@@ -138,14 +136,14 @@ def _expert_adapters(config: JobConfig) -> Iterator[str]:
 
 
 def _expert_parallel(config: JobConfig) -> Iterator[str]:
-    group = "model" if isinstance(config, SFTConfig) else "actor"
-    sharding, key = config.sharding, f"{group}.fsdp_config.expert_parallel_size"
+    sharding, group = config.sharding, f"{config.policy_group}.fsdp_config"
+    key = f"{group}.expert_parallel_size"
     if (size := sharding.expert_parallel_size) == 1:
         return
     yield from _divisors(config, key)
     others = {
-        f"{group}.fsdp_config.fsdp_size": (sharding.fsdp_size, -1),
-        f"{group}.fsdp_config.wrap_policy.min_num_params": (sharding.wrap_policy.min_num_params, 0),
+        f"{group}.fsdp_size": (sharding.fsdp_size, -1),
+        f"{group}.wrap_policy.min_num_params": (sharding.wrap_policy.min_num_params, 0),
         "model.compile": (config.model.compile, False),
         "model.target_parameters": (config.model.target_parameters, ()),
     }
@@ -156,12 +154,12 @@ def _expert_parallel(config: JobConfig) -> Iterator[str]:
 
 def _routers(config: JobConfig) -> Iterator[str]:
     """Yield what LoRA, which leaves the weights of the model as they are, contradicts."""
-    group, settings = "model" if isinstance(config, SFTConfig) else "actor", config.router
+    group, rank = config.policy_group, config.model.lora_rank
     for name in ("router_bias_update_rate", "freeze_moe_router"):
-        if config.model.lora_rank and (value := getattr(settings, name)):
+        if rank and (value := getattr(config.policy, name)):
             yield (
-                f"{group}.{name} is {value}, but with model.lora_rank {config.model.lora_rank} "
-                "only adapters change, and routers have none; leave it out"
+                f"{group}.{name} is {value}, but with model.lora_rank {rank} only adapters change, "
+                "and routers have none; leave it out"
             )
 
 

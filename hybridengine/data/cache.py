@@ -20,8 +20,9 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
+from hybridengine.data.files import data_files
 from hybridengine.data.records import Records
 from hybridengine.errors import DataError
 
@@ -39,6 +40,12 @@ def content_hash(files: Iterable[Path]) -> str:
         with file.open("rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()
+
+
+def identify(files: str | Sequence[str], tokenizer: Any, *settings: Any) -> tuple[str, str]:
+    """Return the hash of the data files' contents, and the key of their tokenised samples."""
+    content = content_hash(data_files(files))
+    return content, fingerprint(tokenizer, content, *settings)
 
 
 def fingerprint(tokenizer: Any, content: str, *settings: Any) -> str:
@@ -84,11 +91,7 @@ class CachedDataset(Sequence[T], Generic[T]):
     def __len__(self) -> int:
         return len(self._samples)
 
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[T]: ...
-    def __getitem__(self, index: int | slice) -> T | list[T]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self._samples[i] for i in range(*index.indices(len(self)))]
         return self._samples[index]

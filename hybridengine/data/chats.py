@@ -14,7 +14,7 @@ from typing import Any
 
 from hybridengine.config import DataConfig, SFTDataConfig
 from hybridengine.data.special_tokens import SpecialTokens
-from hybridengine.errors import DataError, shorten
+from hybridengine.errors import DataError, shorten, unexpected
 from hybridengine.model.images import IMAGE_MODEL_TYPES
 from hybridengine.vision import EncodedImage, ImagePreparer, Replacement
 
@@ -42,10 +42,8 @@ def parse_chat(where: str, row: Mapping[str, Any], key: str) -> list[dict[str, A
     for turn, message in enumerate(messages):
         fault = fault or (_fault(message) and f"turn {turn}: {_fault(message)}")
     if fault:
-        raise DataError(
-            f"{where}: {key} is {shorten(repr(chat), 80)}, expected a chat, a list like "
-            f'[{{"role": "user", "content": "…"}}]; {fault}'
-        )
+        form = '[{"role": "user", "content": "…"}]'
+        raise unexpected(where, key, chat, f"a chat, a list like {form}; {fault}")
     return messages
 
 

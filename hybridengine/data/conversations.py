@@ -17,18 +17,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hybridengine.config import SFTDataConfig
-from hybridengine.data.cache import CachedDataset, content_hash, fingerprint
+from hybridengine.data.cache import CachedDataset, identify
 from hybridengine.data.chats import ChatTemplate, parse_chat
-from hybridengine.data.files import (
-    RowLocation,
-    data_files,
-    read_chunks,
-    read_files,
-    require_columns,
-)
+from hybridengine.data.files import RowLocation, read_chunks, read_files, require_columns
 from hybridengine.data.images import image_settings, place_images
 from hybridengine.data.tools import check_tools_shown, parse_tools, plain_tool_calls, tool_names
-from hybridengine.errors import DataError, shorten
+from hybridengine.errors import DataError, shorten, unexpected
 from hybridengine.vision import EncodedImage, ImagePreparer, Replacement
 
 if TYPE_CHECKING:
@@ -78,17 +72,16 @@ class SFTDataset(CachedDataset[SFTSample]):
             raise DataError(
                 "SFT needs the character offsets of tokens; use a model with a fast tokenizer"
             )
-        paths, template = data_files(files), ChatTemplate(tokenizer, data, (), preparer)
+        template = ChatTemplate(tokenizer, data, (), preparer)
         settings = (
             *(data.messages_key, data.prompt_key, data.response_key, data.max_length),
             *(data.tools_key, data.enable_thinking_key),
             *(data.prompt_dict_keys, data.response_dict_keys),
             *(data.truncation, data.special_tokens, template.text),
             *sorted(template.options.items()),
-            *image_settings(paths, data, preparer),
+            *image_settings(files, data, preparer),
         )
-        self.content = content_hash(paths)
-        key = fingerprint(tokenizer, self.content, "sft", *settings)
+        self.content, key = identify(files, tokenizer, "sft", *settings)
         super().__init__(key, lambda: _samples(files, tokenizer, template, data), SFTSample)
 
 
@@ -118,10 +111,7 @@ def _render(
     tools, thinking = parse_tools(where, row, data.tools_key), row.get(data.enable_thinking_key)
     chat, tools = (template.special.hide(where, value) for value in (chat, tools))
     if thinking is not None and not isinstance(thinking, bool):
-        raise DataError(
-            f"{where}: {data.enable_thinking_key} is {shorten(repr(thinking), 80)}, expected true "
-            "or false"
-        )
+        raise unexpected(where, data.enable_thinking_key, thinking, "true or false")
     options = {} if thinking is None else {"enable_thinking": thinking}
     template = template.of_row(tools, **options)
     if chat[0]["role"] == "assistant":
@@ -205,9 +195,7 @@ def _chat(where: str, row: Mapping[str, Any], data: SFTDataConfig) -> list[dict[
     is_text = isinstance(prompt, str)
     row = {data.prompt_key: [{"role": "user", "content": prompt}] if is_text else prompt}
     if not isinstance(response, str):
-        raise DataError(
-            f"{where}: {data.response_key} is {shorten(repr(response), 80)}, expected text"
-        )
+        raise unexpected(where, data.response_key, response, "text")
     chat = parse_chat(where, row, data.prompt_key)
     return [*chat, {"role": "assistant", "content": response}]
 

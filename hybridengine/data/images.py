@@ -21,8 +21,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from hybridengine.config.common import DatasetConfig
-from hybridengine.data.files import RowLocation
-from hybridengine.errors import DataError, shorten
+from hybridengine.data.files import RowLocation, data_files
+from hybridengine.errors import DataError, shorten, unexpected
 from hybridengine.vision import EncodedImage, ImagePreparer
 
 __all__ = ["find_images", "image_columns", "image_settings", "place_images"]
@@ -45,12 +45,16 @@ def image_columns(key: str) -> tuple[str, ...]:
 
 
 def image_settings(
-    files: Sequence[Path], data: DatasetConfig, preparer: ImagePreparer | None
+    files: str | Sequence[str], data: DatasetConfig, preparer: ImagePreparer | None
 ) -> tuple[str, ...]:
     """Return what the tokens of images depend on, besides the content of the data files."""
     if preparer is None:
         return ()
-    return data.image_key, preparer.settings, *(str(file.parent.resolve()) for file in files)
+    return (
+        data.image_key,
+        preparer.settings,
+        *(str(file.parent.resolve()) for file in data_files(files)),
+    )
 
 
 def place_images(
@@ -131,10 +135,8 @@ def _part(where: str, part: Any) -> _Message:
     if kind in _TEXT_TYPES and isinstance(given.get("text"), str):
         return {"type": "text", "text": given["text"]}
     if kind not in _IMAGE_TYPES:
-        raise DataError(
-            f"{where}: a part of a message is {shorten(repr(part), 80)}, expected a part of type "
-            "text, image or image_url; video and audio are not supported"
-        )
+        expected = "a part of type text, image or image_url; video and audio are not supported"
+        raise unexpected(where, "a part of a message", part, expected)
     given.pop("text", None)
     given.pop("detail", None)  # OpenAI's; the model's processor decides
     return {"type": "image", **({"source": given} if given else {})}

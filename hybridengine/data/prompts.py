@@ -17,17 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridengine.config import DataConfig
-from hybridengine.data.cache import CachedDataset, content_hash, fingerprint
+from hybridengine.data.cache import CachedDataset, identify
 from hybridengine.data.chats import ChatTemplate, parse_chat
-from hybridengine.data.files import (
-    RowLocation,
-    data_files,
-    read_chunks,
-    read_files,
-    require_columns,
-)
+from hybridengine.data.files import RowLocation, read_chunks, read_files, require_columns
 from hybridengine.data.images import image_columns, image_settings, place_images
-from hybridengine.errors import DataError, shorten
+from hybridengine.errors import DataError, unexpected
 from hybridengine.vision import EncodedImage, ImagePreparer
 
 _TURN_COLUMNS = ("tools_kwargs", "interaction_kwargs", "agent_name")  # moved to extra_info
@@ -66,7 +60,7 @@ class PromptDataset(CachedDataset[PromptSample]):
         tools: Sequence[Mapping[str, Any]] = (),
         preparer: ImagePreparer | None = None,
     ) -> None:
-        paths, template = data_files(files), ChatTemplate(tokenizer, data, tools, preparer)
+        template = ChatTemplate(tokenizer, data, tools, preparer)
         settings = (
             *(data.prompt_key, data.reward_fn_key, data.max_prompt_length, data.truncation),
             *(
@@ -76,10 +70,9 @@ class PromptDataset(CachedDataset[PromptSample]):
                 sorted(template.options.items()),
             ),
             *(str(tool) for tool in tools),
-            *image_settings(paths, data, preparer),
+            *image_settings(files, data, preparer),
         )
-        self.content = content_hash(paths)
-        key = fingerprint(tokenizer, self.content, "prompts", *settings)
+        self.content, key = identify(files, tokenizer, "prompts", *settings)
         super().__init__(key, lambda: _samples(files, tokenizer, template, data), PromptSample)
         if not self:
             raise DataError(
@@ -150,20 +143,13 @@ def _chat(
     require_columns(where, row, data.prompt_key, data.reward_fn_key, "reward_model")
     reward_model, extra_info = row["reward_model"], row.get("extra_info") or {}
     if not isinstance(reward_model, Mapping) or "ground_truth" not in reward_model:
-        raise DataError(
-            f"{where}: reward_model is {shorten(repr(reward_model), 80)}, expected an object with "
-            "ground_truth"
-        )
+        raise unexpected(where, "reward_model", reward_model, "an object with ground_truth")
     if not isinstance(extra_info, Mapping):
-        raise DataError(
-            f"{where}: extra_info is {shorten(repr(extra_info), 80)}, expected an object"
-        )
+        raise unexpected(where, "extra_info", extra_info, "an object")
     tools_kwargs = _extra_info(row).get("tools_kwargs") or {}
     if not isinstance(tools_kwargs, Mapping):
-        raise DataError(
-            f"{where}: tools_kwargs is {shorten(repr(tools_kwargs), 80)}, expected an object with "
-            "the names of tools"
-        )
+        expected = "an object with the names of tools"
+        raise unexpected(where, "tools_kwargs", tools_kwargs, expected)
     return place_images(where, parse_chat(where, row, data.prompt_key), row, data.image_key)
 
 

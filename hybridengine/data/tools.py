@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridengine.errors import DataError, shorten
+from hybridengine.errors import DataError, unexpected
 
 
 def parse_tools(where: str, row: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
@@ -23,10 +23,8 @@ def parse_tools(where: str, row: Mapping[str, Any], key: str) -> list[dict[str, 
     if tools is None or tools == "":
         return []
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise DataError(
-            f"{where}: {key} is {shorten(repr(given), 80)}, expected a list of tool schemas like "
-            '[{"type": "function", "function": {"name": "…", "parameters": {…}}}], or JSON of it'
-        )
+        form = '[{"type": "function", "function": {"name": "…", "parameters": {…}}}]'
+        raise unexpected(where, key, given, f"a list of tool schemas like {form}, or JSON of it")
     return [_without_null(tool) for tool in tools]
 
 
@@ -39,10 +37,8 @@ def plain_tool_calls(where: str, message: dict[str, Any]) -> dict[str, Any]:
     if not calls:
         return {name: value for name, value in message.items() if name != "tool_calls"}
     if not isinstance(calls, Sequence) or not all(_name(call) for call in calls):
-        raise DataError(
-            f"{where}: tool_calls is {shorten(repr(calls), 80)}, expected a list like "
-            '[{"type": "function", "function": {"name": "…", "arguments": {…}}}]'
-        )
+        form = '[{"type": "function", "function": {"name": "…", "arguments": {…}}}]'
+        raise unexpected(where, "tool_calls", calls, f"a list like {form}")
     plain = []
     for call in calls:
         call = _without_null(call)

@@ -22,10 +22,10 @@ from hybridengine.model.head import detect_logit_transform
 
 __all__ = ["OutputHead", "Scores", "rows_of_labels"]
 
-# (input of the head [B, L, H], weight [V, H], bias [V] or None, logit_scale, softcap or None), the
-# tensors in the dtype of the products, or (logits [B, L, V], None, None, 1.0, None) -> results,
-# some of them with a gradient: FSDP2 and DeepSpeed hook the backward there.
-Scores = Callable[[Tensor, Tensor | None, Tensor | None, float, float | None], tuple[Any, ...]]
+# (input of the head [B, L, H], weight [V, H], bias=[V] or None, logit_scale=, softcap=), tensors in
+# the dtype of the products, or (logits [B, L, V], None) -> results, some of them with a gradient:
+# FSDP2 and DeepSpeed hook the backward there.
+Scores = Callable[..., tuple[Any, ...]]
 
 
 _LOSS = ("labels", "shift_labels", "num_items_in_batch")  # arguments of the loss
@@ -78,7 +78,7 @@ class OutputHead:
         transform = self._transform
         if transform is None or not _is_plain(head):
             output = self.forward(model, *args, **kwargs)
-            return output, scores(output.logits, None, None, 1.0, None)
+            return output, scores(output.logits, None)
         results: tuple[Any, ...] = ()
         placeholder = head.weight.new_empty(0)
 
@@ -89,7 +89,9 @@ class OutputHead:
             to = dtype or _product_dtype(hidden)
             bias = None if head.bias is None else head.bias.to(to)
             with torch.autocast(hidden.device.type, enabled=False):
-                return scores(hidden.to(to), head.weight.to(to), bias, *transform)
+                scale, softcap = transform
+                options = {"bias": bias, "logit_scale": scale, "softcap": softcap}
+                return scores(hidden.to(to), head.weight.to(to), **options)
 
         def keep(_module: nn.Module, _arguments: Any, given: tuple[Any, ...]) -> Tensor:
             nonlocal results

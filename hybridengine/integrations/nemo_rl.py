@@ -33,7 +33,7 @@ from hybridengine.integrations._entropy import entropy_of_logits
 from hybridengine.kernels import balance_by_tokens, linear_token_log_probs, token_log_probs
 
 from ._nemo_rl import NemoPatches
-from ._patching import Replacement
+from ._patching import Replacement, replacements
 
 __all__ = [
     "ChunkedDistributedEntropy",
@@ -318,26 +318,21 @@ def _replacements() -> list[Replacement]:
         ChunkedDistributedEntropy,
         ChunkedDistributedHiddenStatesToLogprobs,
     )
-    model_utils = "nemo_rl.distributed.model_utils"
-    log_probs = [
-        Replacement(f"{model_utils}.{ours.__name__}.{name}", vars(ours)[name], "log_probs")
-        for ours in functions
-        for name in ("forward", "backward")
-    ]
-    packers = "nemo_rl.data.packing.algorithms"
-    return [
-        *log_probs,
-        Replacement(
-            "nemo_rl.algorithms.utils.calculate_baseline_and_std_per_prompt",
-            calculate_baseline_and_std_per_prompt,
-            "advantages",
-        ),
-        Replacement(
-            f"{packers}.ModifiedFirstFitDecreasingPacker._pack_implementation",
-            _pack_implementation,
-            "packing",
-        ),
-    ]
+    packer = "data.packing.algorithms.ModifiedFirstFitDecreasingPacker"
+    groups: dict[str, dict[str, Any]] = {
+        "log_probs": {
+            f"distributed.model_utils.{ours.__name__}.{name}": vars(ours)[name]
+            for ours in functions
+            for name in ("forward", "backward")
+        },
+        "advantages": {
+            "algorithms.utils.calculate_baseline_and_std_per_prompt": (
+                calculate_baseline_and_std_per_prompt
+            )
+        },
+        "packing": {f"{packer}._pack_implementation": _pack_implementation},
+    }
+    return replacements("nemo_rl", groups)
 
 
 _PATCHES = NemoPatches(_replacements(), ("log_probs", "advantages"))

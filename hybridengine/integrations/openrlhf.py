@@ -218,7 +218,7 @@ class PolicyLoss(torch.nn.Module):
             weights, filtered = _correction(self, old_log_probs, rollout, action_mask)
             rollout_kl = _mean(rollout - old_log_probs, action_mask)
         by_tokens = self.token_level_loss
-        total = batch_num_tokens if by_tokens else global_batch_size
+        total, aggregation = _aggregation(by_tokens, batch_num_tokens, global_batch_size)
         loss, metrics = policy_loss(
             new,
             old,
@@ -227,10 +227,8 @@ class PolicyLoss(torch.nn.Module):
             clip_ratio_low=self.clip_eps_low,
             clip_ratio_high=self.clip_eps_high,
             clip_ratio_c=self.dual_clip,
-            loss_agg_mode="token-mean" if by_tokens else "seq-mean-token-mean",
-            global_num_tokens=batch_num_tokens if by_tokens else None,
-            global_num_seqs=None if by_tokens else global_batch_size,
             rollout_is_weights=weights,
+            **aggregation,
         )
         clipped = metrics["pg_clipfrac"]
         if by_tokens and total is not None:  # a sum divided by the global number of tokens
@@ -239,6 +237,15 @@ class PolicyLoss(torch.nn.Module):
         kl = _mean((old_log_probs - log_probs).detach(), action_mask)
         loss = loss if total is None else loss * dp_size
         return loss, clipped, kl, rollout_kl, filtered
+
+
+def _aggregation(
+    by_tokens: bool, num_tokens: float | Tensor | None, num_seqs: float | Tensor | None
+) -> tuple[Any, dict[str, Any]]:
+    """Return what a loss is divided by over all ranks, and the options of our losses for it."""
+    if by_tokens:
+        return num_tokens, {"loss_agg_mode": "token-mean", "global_num_tokens": num_tokens}
+    return num_seqs, {"loss_agg_mode": "seq-mean-token-mean", "global_num_seqs": num_seqs}
 
 
 def _check_correction(level: str, mode: str, gating: str, threshold: Any) -> None:
@@ -312,18 +319,16 @@ class ValueLoss(torch.nn.Module):
         global_batch_size: float | Tensor | None = None,
     ) -> Tensor:
         """Compute the loss of values [B, L]; the numbers are those of all ranks."""
-        by_tokens = self.token_level_loss
+        sizes = batch_num_tokens, global_batch_size
+        total, aggregation = _aggregation(self.token_level_loss, *sizes)
         loss, _ = value_loss(
             values,
             old_values,
             returns,
             response_mask=action_mask,
             cliprange_value=self.clip_eps,
-            loss_agg_mode="token-mean" if by_tokens else "seq-mean-token-mean",
-            global_num_tokens=batch_num_tokens if by_tokens else None,
-            global_num_seqs=None if by_tokens else global_batch_size,
+            **aggregation,
         )
-        total = batch_num_tokens if by_tokens else global_batch_size
         return loss if total is None else loss * dp_size
 
 

@@ -255,22 +255,14 @@ def aggregate(
     losses: Tensor,
     response_mask: Tensor | None = None,
     loss_agg_mode: str = "token-mean",
-    *,
-    loss_scale_factor: float | None = None,
-    global_num_tokens: float | Tensor | None = None,
-    global_num_seqs: float | Tensor | None = None,
-    seq_num_tokens: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
-    """Aggregate losses [B, L] as `hybridengine.kernels.aggregate_loss` does; differentiable."""
-    return aggregate_loss(
-        losses,
-        response_mask=response_mask,
-        loss_agg_mode=loss_agg_mode,
-        loss_scale_factor=loss_scale_factor,
-        global_num_tokens=global_num_tokens,
-        global_num_seqs=global_num_seqs,
-        seq_num_tokens=seq_num_tokens,
-    )
+    """Aggregate losses [B, L] as `hybridengine.kernels.aggregate_loss` does; differentiable.
+
+    options: its further ones.
+    """
+    options |= {"response_mask": response_mask, "loss_agg_mode": loss_agg_mode}
+    return aggregate_loss(losses, **options)
 
 
 def _numbered(prompt_ids: Any) -> Tensor:

@@ -124,24 +124,14 @@ def _loss(
     num_items_in_batch: Tensor | int | None,
     output: Tensor,
     weight: Tensor | None,
-    bias: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
+    **transform: Any,
 ) -> tuple[Tensor]:
     rows, ids, mask = rows_of_labels(output, labels, shifted)
     if weight is None:
         log_probs, _ = token_log_probs(rows, ids)
         return (-log_probs.sum() / _items(num_items_in_batch, mask),)
-    loss, _ = linear_cross_entropy(
-        rows,
-        weight,
-        ids,
-        bias=bias,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        num_items_in_batch=num_items_in_batch,
-    )
-    return (loss,)
+    items = num_items_in_batch
+    return (linear_cross_entropy(rows, weight, ids, num_items_in_batch=items, **transform)[0],)
 
 
 def _items(num_items_in_batch: Tensor | int | None, kept: Tensor) -> Tensor | int:

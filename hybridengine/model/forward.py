@@ -93,9 +93,9 @@ def packed_head(
     """
     keep = _logits_to_keep(model, batch)
 
-    def at_positions(hidden: torch.Tensor, *head: Any) -> tuple[Any, ...]:
+    def at_positions(hidden: torch.Tensor, weight: torch.Tensor, **transform: Any) -> Any:
         rows = hidden if keep else hidden[batch.logit_positions]
-        return head_function(_check_rows(model, batch, rows), *head)
+        return head_function(_check_rows(model, batch, rows), weight, **transform)
 
     return _forward(model, batch, head_function=at_positions, **keep)
 
@@ -142,18 +142,11 @@ def packed_policy_loss(
     """
     from hybridengine.kernels import linear_policy_loss
 
-    def head(rows, weight, bias, logit_scale, softcap):  # type: ignore[no-untyped-def]
+    arguments |= {"active_rows": batch.active_rows, "deterministic": has_exact_operators(model)}
+
+    def head(rows: torch.Tensor, weight: torch.Tensor, **transform: Any) -> tuple[Any, ...]:
         return linear_policy_loss(
-            rows,
-            weight,
-            batch.target_ids,
-            temperature,
-            bias=bias,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            active_rows=batch.active_rows,
-            deterministic=has_exact_operators(model),
-            **arguments,
+            rows, weight, batch.target_ids, temperature, **transform, **arguments
         )
 
     loss, log_probs, entropy, metrics = packed_head(model, batch, head)
@@ -175,17 +168,9 @@ def packed_cross_entropy(
         log_probs, _ = token_log_probs(logits, batch.target_ids, inplace_backward=True)
         return -log_probs.sum() / num_items
 
-    def head(rows, weight, bias, logit_scale, softcap):  # type: ignore[no-untyped-def]
-        return linear_cross_entropy(
-            rows,
-            weight,
-            batch.target_ids,
-            bias=bias,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            num_items_in_batch=num_items,
-            grad_scale=grad_scale,
-        )
+    def head(rows: torch.Tensor, weight: torch.Tensor, **transform: Any) -> tuple[Any, ...]:
+        scales = {"num_items_in_batch": num_items, "grad_scale": grad_scale}
+        return linear_cross_entropy(rows, weight, batch.target_ids, **scales, **transform)
 
     loss, _ = packed_head(model, batch, head)
     return loss
@@ -216,27 +201,28 @@ def packed_distillation_loss(
         mask = mask[batch.shard.rows.to(mask.device)]
     results: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def teacher_head(*teacher_arguments: Any) -> tuple[torch.Tensor]:
+    def teacher_head(
+        hidden: torch.Tensor, weight: torch.Tensor, **transform: Any
+    ) -> tuple[torch.Tensor]:
         nonlocal results
-        hidden, weight, bias, logit_scale, softcap = teacher_arguments
 
-        def student_head(*student_arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            rows, own_weight, own_bias, own_scale, own_softcap = student_arguments
+        def student_head(
+            rows: torch.Tensor, own_weight: torch.Tensor, **own_transform: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             vocab = min(weight.shape[0], own_weight.shape[0])
             first = lambda x: x if x is None or len(x) == vocab else x[:vocab]  # noqa: E731
+            options: dict[str, Any] = {}
+            for model, own in (("student", own_transform), ("teacher", transform)):
+                own["bias"] = first(own["bias"])
+                options |= {f"{model}_{name}": value for name, value in own.items()}
             return linear_distillation_loss(
                 rows,
                 first(own_weight),
                 hidden,
                 first(weight),
-                student_bias=first(own_bias),
-                teacher_bias=first(bias),
-                student_logit_scale=own_scale,
-                student_softcap=own_softcap,
-                teacher_logit_scale=logit_scale,
-                teacher_softcap=softcap,
                 response_mask=mask,
                 num_items_in_batch=num_items,
+                **options,
                 **arguments,
             )
 

@@ -27,10 +27,10 @@ from hybridengine.kernels.linear.mixed_gemm import mixed_gemm
 from hybridengine.model.kept import KeptIds
 from hybridengine.model.validation import takes_images
 
-# (rows [R, H] of the head's input, weight [V, H], bias [V] or None, logit_scale, softcap or None)
+# (rows [R, H] of the head's input, weight [V, H], bias=[V] or None, logit_scale=, softcap= or None)
 # -> the results of the model's forward. Only tensors in them that require a gradient get FSDP2's
 # backward hooks, so at least one must where the model is trained.
-HeadFunction = Callable[[Tensor, Tensor, Tensor | None, float, float | None], tuple[Any, ...]]
+HeadFunction = Callable[..., tuple[Any, ...]]
 
 
 def patch_head(model: PreTrainedModel, use_fused_kernels: bool = True) -> None:
@@ -75,31 +75,15 @@ def log_prob_head(
     """
     from hybridengine.kernels import linear_token_log_probs, sparse_linear_token_log_probs
 
-    def head(
-        rows: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
+    def head(rows: Tensor, weight: Tensor, **transform: Any) -> tuple[Tensor, Tensor]:
         if kept is None:
             return linear_token_log_probs(
-                rows,
-                weight,
-                target_ids,
-                temperature,
-                bias=bias,
-                logit_scale=scale,
-                softcap=softcap,
-                deterministic=exact,
+                rows, weight, target_ids, temperature, deterministic=exact, **transform
             )
         entries = kept.filled(weight.shape[0])
+        parts = entries.ids, entries.cu_kept.to(rows.device)
         return sparse_linear_token_log_probs(
-            rows,
-            weight,
-            target_ids,
-            entries.ids,
-            entries.cu_kept.to(rows.device),
-            temperature,
-            bias=bias,
-            logit_scale=scale,
-            softcap=softcap,
+            rows, weight, target_ids, *parts, temperature, **transform
         )
 
     return head
@@ -168,7 +152,8 @@ def _accept_head_function(
             return _float32_linear(self, hidden)
         dtype = torch.promote_types(hidden.dtype, self.weight.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
-        results = function(hidden[0].to(dtype), self.weight.to(dtype), bias, scale, softcap)
+        rows, weight = hidden[0].to(dtype), self.weight.to(dtype)
+        results = function(rows, weight, bias=bias, logit_scale=scale, softcap=softcap)
         return hidden.new_zeros(*hidden.shape[:-1], 1)  # stands in for logits in the forward
 
     forward.accepts_head_function = True  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -110,6 +110,11 @@ class RoleLink:
     store: SignedStore
     timeout_s: float
     address: tuple[str, int] = ("", 0)
+
+    def group(self, name: str, rank: int, size: int) -> Any:
+        """Make a gloo group of ranks of several roles, of which this is number `rank`."""
+        timeout = timedelta(seconds=self.timeout_s)
+        return dist.ProcessGroupGloo(self.store.substore(name), rank, size, timeout)
 
     @contextmanager
     def writing(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from transformers import AutoConfig, PretrainedConfig
 
 from hybridengine.config import SimulationConfig
-from hybridengine.errors import ConfigNote, ModelError
+from hybridengine.errors import ConfigNote, ModelError, reason_of
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 from hybridengine.rollout.vllm.environment import vllm_available
 from hybridengine.simulate.cluster import Cluster
@@ -52,10 +52,9 @@ def _read_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:  # KeyError: an unknown model type
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
-            f"model.path is {path!r}, whose config.json cannot be read ({reason}); give a folder "
-            "with config.json, or the name of a model in the local cache or the hub"
+            f"model.path is {path!r}, whose config.json cannot be read ({reason_of(error)}); give "
+            "a folder with config.json, or the name of a model in the local cache or the hub"
         ) from error
 
 
@@ -67,7 +66,7 @@ def _with_planned_sync(result: Result, planner: SyncPlanner) -> Result:
             planned = result.best.replace_sync(planner.plan(result.best.layout))
             return replace(result, steps=[planned, *result.steps[1:]])
         except (OSError, ValueError, RuntimeError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = reason_of(error)
     note = f"the weight sync is estimated by a formula instead of the planner: {reason}"
     warnings.warn(note, ConfigNote, stacklevel=3)
     return result

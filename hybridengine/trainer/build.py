@@ -24,7 +24,7 @@ from hybridengine.config import ConfigError, JobConfig, RLConfig, SFTConfig
 from hybridengine.data import PromptDataset
 from hybridengine.data.chats import ChatTemplate
 from hybridengine.data.special_tokens import SpecialTokens
-from hybridengine.errors import ModelError, UserError, located
+from hybridengine.errors import UserError, located, unreadable_part
 from hybridengine.model import adapter_shards, frozen_parameters, parameter_shards
 from hybridengine.model.validation import check_model
 from hybridengine.reshard import Resharder, WeightReceiver, WeightSender
@@ -50,11 +50,8 @@ def load_tokenizer(config: JobConfig, path: str | None = None) -> PreTrainedToke
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
     except Exception as error:  # missing, cut and unknown files raise anything
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(
-            f"the tokenizer of model {path!r} cannot be read ({reason}); put tokenizer.json and "
-            "tokenizer_config.json into the folder of its weights"
-        ) from error
+        files = "tokenizer.json and tokenizer_config.json"
+        raise unreadable_part("tokenizer", path, files, error) from error
 
 
 def load_preparer(config: RLConfig | SFTConfig, path: str | None = None) -> ImagePreparer | None:

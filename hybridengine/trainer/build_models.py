@@ -55,7 +55,7 @@ def load_model(
     splits: of the policy with rollout.exact, see `use_exact_operators`.
     base_memory, options: further options of `load_causal_lm`.
     """
-    fsdp, model, router = config.sharding, config.model, config.router
+    fsdp, model, policy = config.sharding, config.model, config.policy
     rank, alpha, modules = model.lora_rank, model.lora_alpha, model.target_modules
     is_policy = path in ("", model.path) and "value_head" not in options
     changes = list[Callable[[Any], object]]()
@@ -73,15 +73,15 @@ def load_model(
                 share_expert_adapters=model.share_expert_adapters,
             )
         )
-    elif is_trained and (router.freeze_moe_router or router.router_bias_update_rate):
+    elif is_trained and (policy.freeze_moe_router or policy.router_bias_update_rate):
         changes.append(
             partial(
                 prepare_routers,
-                freeze=router.freeze_moe_router,
-                updates_bias=bool(router.router_bias_update_rate),
+                freeze=policy.freeze_moe_router,
+                updates_bias=bool(policy.router_bias_update_rate),
             )
         )
-    if is_trained and config.freeze_vision_tower:
+    if is_trained and policy.freeze_vision_tower:
         changes.append(freeze_vision_tower)
 
     def adapt(unsharded: Any) -> None:
@@ -112,9 +112,9 @@ def load_model(
     if is_trained:
         balance_routers(
             loaded,
-            router.router_aux_loss_coef,
-            router.router_z_loss_coef,
-            router.router_bias_update_rate,
+            policy.router_aux_loss_coef,
+            policy.router_z_loss_coef,
+            policy.router_bias_update_rate,
         )
     return loaded
 

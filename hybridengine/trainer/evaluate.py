@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -22,7 +23,7 @@ from hybridengine.model import parameter_shards
 from hybridengine.model.validation import auto_class, check_model
 from hybridengine.reshard import Resharder
 from hybridengine.rewards import build_reward_manager
-from hybridengine.rollout import RolloutEngine, SamplingSpec
+from hybridengine.rollout import RolloutEngine
 from hybridengine.runtime.session import Session, script_session
 from hybridengine.trainer.build import (
     build_agents,
@@ -32,7 +33,7 @@ from hybridengine.trainer.build import (
     load_tokenizer,
     tool_schemas,
 )
-from hybridengine.trainer.generation import RolloutGenerator
+from hybridengine.trainer.generation import RolloutGenerator, sampling_of, val_sampling_of
 from hybridengine.trainer.plan import resolve_dtypes
 from hybridengine.trainer.validation import Problem, gain_interval, problems_of
 
@@ -114,13 +115,11 @@ def evaluate(config: RLConfig) -> list[Problem]:
             tool_schemas(config),
             load_preparer(config),
         )
-        limit, v = config.data.max_response_length, config.rollout.val_kwargs
-        reward = build_reward_manager(config.reward, limit, tokenizer)
+        reward = build_reward_manager(config.reward, config.data.max_response_length, tokenizer)
         agents = build_agents(config, tokenizer)
         generator = RolloutGenerator(engine, tokenizer, reward, session, None, agents)
-        temperature = v.temperature if v.do_sample else 0.0
-        spec = SamplingSpec(v.n, temperature, v.top_p, v.top_k, limit, config.rollout.stop)
-        rollouts = generator.generate(Subset(prompts, range(len(prompts))), spec, config.seed)
+        everything = Subset(prompts, range(len(prompts)))
+        rollouts = generator.generate(everything, val_sampling_of(config), config.seed)
     return problems_of(rollouts)
 
 
@@ -129,15 +128,7 @@ def respond(config: RLConfig, prompts: Iterable[str]) -> Iterator[str]:
 
     Without a chat template the model continues the text of the prompt.
     """
-    sampling = config.rollout
-    spec = SamplingSpec(
-        1,
-        sampling.temperature,
-        sampling.top_p,
-        sampling.top_k,
-        config.data.max_response_length,
-        sampling.stop,
-    )
+    spec = replace(sampling_of(config), n=1, record_kept=False, record_routes=False)
     with open_engine(config) as (_, tokenizer, engine):
         for number, prompt in enumerate(prompts):
             chat = [{"role": "user", "content": prompt}]

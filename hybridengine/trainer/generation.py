@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridengine.agent import AgentRunner
+from hybridengine.config import RLConfig
 from hybridengine.data import PromptSample, Subset
 from hybridengine.rewards import RewardManager, score_checked
 from hybridengine.rollout import Response, RolloutEngine, SamplingSpec
@@ -14,6 +15,21 @@ from hybridengine.runtime.session import Session
 from hybridengine.trainer.reward_model import RewardModel
 from hybridengine.trainer.rollouts import Rollouts
 from hybridengine.trainer.trajectories import score_trajectories
+
+
+def sampling_of(config: RLConfig) -> SamplingSpec:
+    """Return how `rollout` samples the responses that are trained on."""
+    r = config.rollout
+    limit, records = config.data.max_response_length, config.actor.router_replay == "rollout"
+    kept = config.replays_sampling
+    return SamplingSpec(r.n, r.temperature, r.top_p, r.top_k, limit, r.stop, kept, records)
+
+
+def val_sampling_of(config: RLConfig) -> SamplingSpec:
+    """Return how `rollout.val_kwargs` samples responses."""
+    v, limit = config.rollout.val_kwargs, config.data.max_response_length
+    temperature = v.temperature if v.do_sample else 0.0
+    return SamplingSpec(v.n, temperature, v.top_p, v.top_k, limit, config.rollout.stop)
 
 
 def gather_rollouts(

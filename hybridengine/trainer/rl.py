@@ -28,7 +28,6 @@ from hybridengine.data import PromptDataset, PromptLoader, Subset
 from hybridengine.model import on_device
 from hybridengine.reshard import SyncReport
 from hybridengine.rewards import RewardManager
-from hybridengine.rollout import SamplingSpec
 from hybridengine.rollout.server.network import prepare_network
 from hybridengine.runtime.roles import Roles
 from hybridengine.runtime.session import Session, run_rank
@@ -40,6 +39,7 @@ from hybridengine.trainer.build import load_data
 from hybridengine.trainer.build_models import build_actor, build_reward_model
 from hybridengine.trainer.critic.model import StepCritic, build_critic
 from hybridengine.trainer.critic.remote import RemoteCritic
+from hybridengine.trainer.generation import sampling_of, val_sampling_of
 from hybridengine.trainer.learner import Learner
 from hybridengine.trainer.metrics import batch_metrics, probs_diff
 from hybridengine.trainer.models import needs_old_log_probs
@@ -78,20 +78,8 @@ class RLTrainer(BaseTrainer[RLConfig]):
         self.critic: StepCritic | None = None
         remote: RemoteCritic | None = None
         reward_model = None
-        r, v, limit = config.rollout, config.rollout.val_kwargs, data.max_response_length
-        self.sampling = SamplingSpec(
-            r.n,
-            r.temperature,
-            r.top_p,
-            r.top_k,
-            limit,
-            r.stop,
-            config.replays_sampling,
-            record_routes=config.actor.router_replay == "rollout",
-        )
+        self.sampling, self.val_sampling = sampling_of(config), val_sampling_of(config)
         self.greedy = replace(self.sampling, n=1, temperature=0.0, record_routes=False)
-        val_temperature = v.temperature if v.do_sample else 0.0
-        self.val_sampling = SamplingSpec(v.n, val_temperature, v.top_p, v.top_k, limit, r.stop)
         self.source = self._build_source(reward)
         updates = self.steps * self.num_mini_batches * self.epochs_per_step
         if config.num_critic_ranks:

@@ -14,14 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridengine.checkpoint.folders import find_checkpoints
-from hybridengine.config import (
-    JobConfig,
-    RLConfig,
-    SFTConfig,
-    config_to_yaml,
-    load_config,
-    load_sft_config,
-)
+from hybridengine.config import JOB_LOADERS, JobConfig, RLConfig, SFTConfig, config_to_yaml
 from hybridengine.rollout.server.network import has_remote, prepare_network
 from hybridengine.runtime.launch import launch_ranks
 from hybridengine.runtime.status import clear_status, run_lock
@@ -47,7 +40,7 @@ def launch(config: JobConfig, module: str = "hybridengine.trainer.start") -> int
         config_file = dir / ".status" / "config.yaml"  # overrides applied
         with atomic_file(config_file) as temporary:
             temporary.write_text(config_to_yaml(config))
-        arguments = ("-m", module, type(config).__name__, str(config_file))
+        arguments = ("-m", module, config.kind, str(config_file))
         resuming = partial(_how_to_resume, dir)
         return launch_ranks(arguments, dir, config.ranks_per_node, resuming, address)
 
@@ -89,8 +82,8 @@ def silence_libraries() -> None:
 
 def config_of_rank() -> JobConfig:
     """Load the configuration that `launch` has given to this process."""
-    load = load_sft_config if sys.argv[1] == SFTConfig.__name__ else load_config
-    return load(sys.argv[2])
+    _, kind, file = sys.argv
+    return JOB_LOADERS[kind](file)
 
 
 if __name__ == "__main__":

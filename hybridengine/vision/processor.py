@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 
-from hybridengine.errors import ConfigError, DataError, ModelError
+from hybridengine.errors import ConfigError, DataError, unreadable_part
 from hybridengine.model.images import IMAGE_MODEL_TYPES, ImageFormat, ImageInputs
 from hybridengine.vision.encoded import EncodedImage
 from hybridengine.vision.torchvision import has_torchvision
@@ -186,11 +186,8 @@ def load_image_preparer(
     try:
         processor = load_processor(path, model.model_type, trust_remote_code)
     except Exception as error:  # missing, cut and unknown files raise anything
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(
-            f"the image processor of model {path!r} cannot be read ({reason}); put "
-            "preprocessor_config.json into the folder of its weights"
-        ) from error
+        files = "preprocessor_config.json"
+        raise unreadable_part("image processor", path, files, error) from error
     known = processor.image_processor.valid_kwargs.__annotations__
     if unknown := sorted(options.keys() - known.keys()):
         raise ConfigError(

@@ -16,19 +16,14 @@ import typer
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from hybridengine.config import PPO, load_config, load_sft_config, load_simulation_config
+from hybridengine.config import JOB_LOADERS, load_simulation_config
 from tests.docs.blocks import ROOT, Command
 from tests.rollout.vllm_server import ENTRY as SERVER
 from tests.rollout.vllm_server import serving_options
 
 __all__ = ["check", "runs_here"]
 
-JOBS = {
-    "grpo": load_config,
-    "ppo": load_config,
-    "sft": load_sft_config,
-    "simulate": load_simulation_config,
-}
+JOBS = {**JOB_LOADERS, "simulate": load_simulation_config}
 PYTHONS = re.compile(r"(.*/)?python3?$|torchrun$")
 # Run by the test of the installation, or part of a shell.
 FOUND_HERE = ("pip", "cd", "export", "pre-commit")
@@ -94,8 +89,7 @@ def _check_job(command: Command, words: list[str]) -> None:
         required = () if own else ("model.path", "data.train_files")[: 1 + (words[0] != "simulate")]
         given = [w.split("=")[0] for w in settings]
         filled = [f"{key}=x" for key in required if key not in given]
-        defaults = (PPO,) if words[0] == "ppo" else ()
-        JOBS[words[0]](own[0] if own else None, [*filled, *settings], *defaults)
+        JOBS[words[0]](own[0] if own else None, [*filled, *settings])
 
 
 def _check_make(words: list[str]) -> None:

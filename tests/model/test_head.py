@@ -163,17 +163,18 @@ def test_a_head_function_gets_rows_in_any_order():
     model, batch = model_of(tiny_config("gemma2"), True), pack_rollouts([([5, 6, 7], [8, 9, 10])])
     positions = torch.tensor([4, 2, 2, 3])
     chosen = replace(batch, logit_positions=positions)
-    given = packed_head(model, replace(batch, logit_positions=torch.arange(6)), lambda *a: a)
-    assert given[3:] == (1.0, model.config.final_logit_softcapping)
-    weight = model.get_output_embeddings().weight
-    assert given[1] is weight and given[2] is None
+    every = replace(batch, logit_positions=torch.arange(6))
+    given = packed_head(model, every, lambda rows, weight, **head: (rows, weight, head))
+    softcap = model.config.final_logit_softcapping
+    assert given[2] == {"bias": None, "logit_scale": 1.0, "softcap": softcap}
+    assert given[1] is model.get_output_embeddings().weight
     patched = model.forward
 
     def forward(*args, **kwargs):
         return patched(*args, **kwargs)
 
     for model.forward in (patched, forward):
-        rows = packed_head(model, chosen, lambda rows, *_: (rows,))[0]
+        rows = packed_head(model, chosen, lambda rows, weight, **_: (rows,))[0]
         torch.testing.assert_close(rows, given[0][positions])
 
 

@@ -8,36 +8,21 @@ from typing import Any
 
 import torch
 
+from tests.vllm_llm import open_llm
+
 PROMPTS = [list(range(5, 45)), list(range(60, 99))]
 
 
 def open_parity(path: str, *, prefix_caching: bool = False) -> tuple[Any, Any, Any]:
     """Return (Parity, vLLM's model, the trained model)."""
-    from hybridengine.rollout.vllm.environment import CPU_BLOCK_SIZE, prepare_environment
-
-    prepare_environment()
     from transformers import AutoModelForCausalLM
-    from vllm import LLM
 
     from hybridengine.model.attention import ATTENTION
     from hybridengine.parity import attach
     from hybridengine.parity.points import engine_model
-    from hybridengine.rollout.vllm.post_load import writable_weights
 
-    with writable_weights():
-        llm = LLM(
-            path,
-            dtype="float32",
-            enforce_eager=True,
-            skip_tokenizer_init=True,
-            max_model_len=128,
-            block_size=CPU_BLOCK_SIZE,
-            hf_overrides={"head_dtype": "float32"},
-            logprobs_mode="processed_logprobs",
-            enable_prefix_caching=prefix_caching,
-            kv_cache_memory_bytes=64 << 20,
-            disable_log_stats=True,
-        )
+    options = {"max_model_len": 128, "kv_cache_memory_bytes": 64 << 20}
+    llm = open_llm(path, "float32", enable_prefix_caching=prefix_caching, **options)
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation=ATTENTION
     ).eval()

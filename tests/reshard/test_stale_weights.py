@@ -70,6 +70,13 @@ class Training:
         read = lambda: dict(self.model.named_parameters())  # noqa: E731
         return engine, Resharder(read, engine, 4096, delta="on")
 
+    def deltas(self, count: int) -> Iterator[None]:
+        """Run steps, each with a sync that sends a delta."""
+        for _ in range(count):
+            self.step()
+            assert self.sync()
+            yield
+
     def step(self) -> None:
         self.model.set_gradients()
         self.optimizer.step(1.0)
@@ -220,9 +227,7 @@ def test_deltas_go_on_after_a_write() -> None:
     """What a write changes is found, and sent if it is little."""
     training = Training(sharded=True)
     training.sync()
-    for _ in range(2):
-        training.step()
-        assert training.sync()
+    for _ in training.deltas(2):
         training.model.norm.data.mul_(2)
         assert training.sync() and training.resharder._finder.changed > 0
         assert training.sync() and training.resharder._finder.changed == 0
@@ -277,9 +282,7 @@ def test_a_delta_leaves_the_checksums_of_the_engine() -> None:
     """They are computed from the changes, and by reading the tensors that no delta writes."""
     training = Training(sharded=True)
     training.sync()
-    for _ in range(3):
-        training.step()
-        assert training.sync()
+    for _ in training.deltas(3):
         state = training.resharder._engine_state
         assert state is not None and state.checksums == EngineState.of(training.engine).checksums
 

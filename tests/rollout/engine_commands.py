@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partialmethod
 from itertools import count
 from typing import Any
 
@@ -48,14 +49,9 @@ class StoreClient:
                 raise RuntimeError(error)
         return [value for value, _ in answers]
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.call("init_weight_transfer_engine", init_info)
-
-    def start_weight_update(self) -> None:
-        self.call("start_weight_update")
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.call("update_weights", update_info)
+    init_weight_transfer_engine = partialmethod(call, "init_weight_transfer_engine")
+    start_weight_update = partialmethod(call, "start_weight_update")
+    update_weights = partialmethod(call, "update_weights")
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.call("finish_weight_update", weight_version)

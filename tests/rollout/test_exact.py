@@ -13,6 +13,7 @@ from hybridengine.errors import ModelError
 from hybridengine.rollout.vllm.environment import vllm_available
 from tests.ranks import run_ranks
 from tests.tiny_models import VOCAB, save_tiny
+from tests.vllm_llm import open_llm
 
 pytestmark = [
     pytest.mark.multirank,
@@ -22,28 +23,10 @@ KINDS = ("llama", "qwen2", "qwen3", "gemma", "mistral")
 
 
 def open_engine(path: str, dtype: str, **options: Any) -> Any:
-    from hybridengine.rollout.vllm.environment import CPU_BLOCK_SIZE, prepare_environment
-
-    prepare_environment()
-    from vllm import LLM
-
-    from hybridengine.rollout.vllm.exact import exact_engine, use_exact_operators
-    from hybridengine.rollout.vllm.post_load import writable_weights
+    from hybridengine.rollout.vllm.exact import use_exact_operators
     from hybridengine.rollout.vllm.sampling import FusedSampler
 
-    with writable_weights(), exact_engine():
-        llm = LLM(
-            path,
-            dtype=dtype,
-            enforce_eager=True,
-            skip_tokenizer_init=True,
-            max_model_len=160,
-            block_size=CPU_BLOCK_SIZE,
-            hf_overrides={"head_dtype": "float32"},
-            logprobs_mode="processed_logprobs",
-            disable_log_stats=True,
-            **options,
-        )
+    llm = open_llm(path, dtype, exact=True, max_model_len=160, **options)
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     use_exact_operators(runner.get_model(), 160)
     FusedSampler(runner, exact=True)

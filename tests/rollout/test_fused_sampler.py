@@ -10,40 +10,18 @@ import torch
 
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
 
-from vllm.v1.sample.logits_processor import LogitsProcessors
-from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
+from benchmarks.sampling import sampling_metadata
 from hybridengine.rollout.vllm.sampling import FusedSampler
 
 VOCAB = 700
 
 
-def metadata(
-    temperature: list[float], top_k: list[int], top_p: list[float], **options: Any
-) -> SamplingMetadata:
+def metadata(temperature: list[float], top_k: list[int], top_p: list[float], **options: Any) -> Any:
     """Of requests with generators of their own, but for the greedy ones."""
-    empty, rows = torch.empty(0), range(len(temperature))
-    greedy = [t == 0 for t in temperature]
-    given: dict[str, Any] = {
-        "temperature": torch.tensor(temperature),
-        "all_greedy": all(greedy),
-        "all_random": not any(greedy),
-        "top_k": torch.tensor(top_k, dtype=torch.int32),
-        "top_p": torch.tensor(top_p),
-        "generators": {i: torch.Generator().manual_seed(i) for i in rows if not greedy[i]},
-        "max_num_logprobs": 0,
-        "no_penalties": True,
-        "prompt_token_ids": None,
-        "frequency_penalties": empty,
-        "presence_penalties": empty,
-        "repetition_penalties": empty,
-        "output_token_ids": [],
-        "allowed_token_ids_mask": None,
-        "bad_words_token_ids": {},
-        "logitsprocs": LogitsProcessors(),
-    }
-    return SamplingMetadata(**(given | options))
+    limits = {"top_k": torch.tensor(top_k, dtype=torch.int32), "top_p": torch.tensor(top_p)}
+    return sampling_metadata(torch.tensor(temperature), **limits, **options)
 
 
 def fused() -> tuple[FusedSampler, Sampler]:

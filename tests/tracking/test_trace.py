@@ -26,29 +26,31 @@ def write_trace(folder: Path, *events: tuple[str, str, float, float]) -> Path:
     return file
 
 
-def test_kernels_and_collectives_overlap(tmp_path: Path) -> None:
-    file = write_trace(
-        tmp_path,
-        ("user_annotation", "phase: update_weights", 1, 2),
-        ("user_annotation", "phase: update_weights", 8, 1),
-        ("cpu_op", "aten::mm", 0, 10),
-        ("kernel", "gemm", 2, 3),
-        ("kernel", "softmax", 4, 2),
-        ("kernel", "ncclDevKernel_AllGather", 5, 2),
-    )
-    assert summarize(file) == TraceSummary(
-        span=10, computing=4, communicating=2, both=1, phases={"update_weights": 3}
-    )
+KERNELS_AND_COLLECTIVES = (
+    ("user_annotation", "phase: update_weights", 1, 2),
+    ("user_annotation", "phase: update_weights", 8, 1),
+    ("cpu_op", "aten::mm", 0, 10),
+    ("kernel", "gemm", 2, 3),
+    ("kernel", "softmax", 4, 2),
+    ("kernel", "ncclDevKernel_AllGather", 5, 2),
+)
+OPERATORS_ALONE = (
+    ("cpu_op", "aten::linear", 0, 3),
+    ("cpu_op", "aten::mm", 1, 1),
+    ("user_annotation", "gloo:all_reduce", 2, 3),
+)
 
 
-def test_operators_count_where_there_are_no_kernels(tmp_path: Path) -> None:
-    file = write_trace(
-        tmp_path,
-        ("cpu_op", "aten::linear", 0, 3),
-        ("cpu_op", "aten::mm", 1, 1),
-        ("user_annotation", "gloo:all_reduce", 2, 3),
-    )
-    assert summarize(file) == TraceSummary(5, computing=3, communicating=3, both=1, phases={})
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        (KERNELS_AND_COLLECTIVES, TraceSummary(10, 4, 2, 1, {"update_weights": 3})),
+        (OPERATORS_ALONE, TraceSummary(5, 3, 3, 1, {})),
+    ],
+)
+def test_computing_and_communicating(tmp_path: Path, events: tuple, expected: TraceSummary) -> None:
+    """Operators count where there are no kernels; what overlaps is counted once."""
+    assert summarize(write_trace(tmp_path, *events)) == expected
 
 
 @pytest.mark.multirank

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 import tools.fuzz
-from tools.fuzz.calls import FUNCTIONS, Options
+from tools.fuzz.calls import FUNCTIONS
 from tools.fuzz.draw import SANITIZED, Draw
+from tools.fuzz.losses import Options
 
 ROOT = Path(__file__).parents[2]
 CLEAN = (ValueError, IndexError, TypeError, RuntimeError, MemoryError, OverflowError)

@@ -1,13 +1,13 @@
 """Liger's fused linear cross-entropy: from hidden states, without logits.
 
-`linear_cross_entropy` computes most of it in one pass. Class weights are composed from log-probs
-and from sums of logits, which are products with sums of the weight; with a soft-cap and label
-smoothing together they need the logits, a chunk of rows at a time.
+`linear_cross_entropy` computes most of it in one pass. Class weights need the logits, a chunk of
+rows at a time.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -43,6 +43,11 @@ class _Options:
     reduction: str
     softcap: float | None
     use_token_scaling: bool
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> _Options:
+        """Return the options, which are among `given`."""
+        return cls(**{field.name: given[field.name] for field in fields(cls)})
 
 
 def _losses(
@@ -96,54 +101,35 @@ def _weighted_losses(
 
     The divisor of the z-loss is the number of targets, that of the rest the sum of their weights.
     """
-    ce_weight = options.ce_weight
-    assert ce_weight is not None
+    assert options.ce_weight is not None
+    parts = [
+        checkpoint(_weighted_rows, *rows, weight, bias, options, use_reentrant=False)
+        for rows in zip(hidden.split(_CHUNK_ROWS), target.split(_CHUNK_ROWS), strict=True)
+    ]
+    losses, lse = (torch.cat(column) for column in zip(*parts, strict=True))
     valid = target != options.ignore_index
-    ids = torch.where(valid, target, 0)
-    own = torch.where(valid, ce_weight.float()[ids], 0)
-    log_probs: list[Tensor] = []
-    lse: list[Tensor] = []
-    total: list[Tensor] = []
-    for rows in range(0, hidden.shape[0], _CHUNK_ROWS):
-        part = slice(rows, rows + _CHUNK_ROWS)
-        results = checkpoint(
-            _weighted_rows,
-            hidden[part],
-            weight,
-            ids[part],
-            bias,
-            ce_weight.float(),
-            options.softcap,
-            use_reentrant=False,
-        )
-        for column, result in zip((log_probs, lse, total), results, strict=True):
-            column.append(result)
-    lses = torch.cat(lse)
-    epsilon, vocab = options.label_smoothing, weight.shape[0]
-    losses = -own * torch.cat(log_probs) * (1 - epsilon)
-    if epsilon:
-        smooth = lses * ce_weight.float().sum() - torch.cat(total)
-        losses = losses + epsilon / vocab * smooth
-    z_losses = options.lse_square_scale * lses.square()
-    losses, z_losses = (torch.where(valid, x, 0) for x in (losses, z_losses))
+    z_losses = torch.where(valid, options.lse_square_scale * lse.square(), 0)
     if options.reduction == "mean":
-        losses, z_losses = losses / own.sum(), z_losses / valid.sum()
+        weights = options.ce_weight.float()[target[valid]]
+        losses, z_losses = losses / weights.sum(), z_losses / valid.sum()
     return losses + z_losses, z_losses.detach()
 
 
 def _weighted_rows(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    bias: Tensor | None,
-    ce_weight: Tensor,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs of ids, lse and sum_v ce_weight[v] z_v of rows, from their logits."""
-    logits = _logits(hidden, weight, bias, softcap)
-    lse = logits.logsumexp(-1)
-    log_probs = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - lse
-    return log_probs, lse, logits @ ce_weight
+    hidden: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, options: _Options
+) -> tuple[Tensor, Tensor]:
+    """Return the losses of rows without the z-loss, 0 where ignored, and lse, from their logits."""
+    assert options.ce_weight is not None
+    logits = _logits(hidden, weight, bias, options.softcap)
+    losses = F.cross_entropy(
+        logits,
+        target,
+        options.ce_weight.float(),
+        ignore_index=options.ignore_index,
+        reduction="none",
+        label_smoothing=options.label_smoothing,
+    )
+    return losses, logits.logsumexp(-1)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
@@ -215,15 +201,7 @@ def fused_linear_cross_entropy_forward(
         (loss, z_loss, token_accuracy, predicted_tokens, grad_input, grad_weight, grad_bias), None
         where not asked for; reduced, or [T] with reduction "none".
     """
-    options = _Options(
-        ce_weight,
-        ignore_index,
-        lse_square_scale,
-        label_smoothing,
-        reduction,
-        softcap,
-        use_token_scaling,
-    )
+    options = _Options.of(locals())
     wanted = [t is not None and t.requires_grad for t in (_input, weight, bias)]
     if compute_gradients is not None:
         of_weight = weight.requires_grad if weight_requires_grad is None else weight_requires_grad
@@ -277,15 +255,7 @@ def liger_fused_linear_cross_entropy(
     Arguments as in `fused_linear_cross_entropy_forward`. Returns the loss, or a CrossEntropyOutput
     if more is asked for.
     """
-    options = _Options(
-        ce_weight,
-        ignore_index,
-        lse_square_scale,
-        label_smoothing,
-        reduction,
-        softcap,
-        use_token_scaling,
-    )
+    options = _Options.of(locals())
     loss, z_loss = _losses(input, weight, target, bias, options)
     if not (return_z_loss or return_token_accuracy or return_predicted_tokens):
         return loss
@@ -311,32 +281,15 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
     ) -> None:
+        options = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__()
-        self.ce_weight, self.ignore_index = ce_weight, ignore_index
-        self.lse_square_scale, self.label_smoothing = lse_square_scale, label_smoothing
-        self.reduction, self.softcap, self.return_z_loss = reduction, softcap, return_z_loss
-        self.accum_dtype, self.use_token_scaling = accum_dtype, use_token_scaling
-        self.return_token_accuracy = return_token_accuracy
-        self.return_predicted_tokens = return_predicted_tokens
+        for name, value in options.items():
+            setattr(self, name, value)
+        self._names = tuple(options)
 
     def forward(  # type: ignore[no-untyped-def]
         self, lin_weight, _input, target, bias=None
     ) -> Tensor | CrossEntropyOutput:
         """Compute the loss of hidden states [T, H]."""
-        return liger_fused_linear_cross_entropy(
-            _input,
-            lin_weight,
-            target,
-            bias,
-            self.ce_weight,
-            self.ignore_index,
-            self.lse_square_scale,
-            self.label_smoothing,
-            self.reduction,
-            self.softcap,
-            self.return_z_loss,
-            self.accum_dtype,
-            self.use_token_scaling,
-            self.return_token_accuracy,
-            self.return_predicted_tokens,
-        )
+        options: dict[str, Any] = {name: getattr(self, name) for name in self._names}
+        return liger_fused_linear_cross_entropy(_input, lin_weight, target, bias, **options)

@@ -8,20 +8,23 @@ are left out. `chunk_size` and `compiled` are accepted and change nothing.
 from __future__ import annotations
 
 import warnings
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .grpo_loss import GRPOOptions, check_positive, grpo_terms, masked_mean, reduce_grpo_loss
-from .head import IGNORE_INDEX, detached, head_log_probs, loss_and_gradients, scaled_gradients
+from .head import IGNORE_INDEX, GradientsInForward, detached, head_log_probs, loss_and_gradients
 
 
-class LigerFusedLinearPPOBase(torch.autograd.Function):
+class LigerFusedLinearPPOBase(GradientsInForward):
     """A loss on log-probs [B, L], computed from hidden states, with gradients in the forward.
 
     A subclass defines `ppo_loss_fn`, and a `forward` that calls this one with `cls` and `ctx`.
     """
+
+    num_targets = 3
 
     @staticmethod
     def ppo_loss_fn(*args: Any, **kwargs: Any) -> tuple[Tensor, list[Tensor]]:
@@ -65,6 +68,8 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
         num_items_in_batch=None,
     ):
         """Compute (loss, metrics); arguments as in `LigerFusedLinearGRPOFunction`."""
+        names = {field.name for field in fields(GRPOOptions)}
+        options = {name: value for name, value in locals().items() if name in names}
         _check_reference(use_ref_model, ref_per_token_logps, ref_input)
         if loss_type == "dr_grpo" and max_completion_length is None:
             raise ValueError("loss_type 'dr_grpo' needs max_completion_length.")
@@ -88,22 +93,10 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
                 full_attention_mask=attention_mask,
                 ref_per_token_logps=None if ref is None else ref.float(),
                 old_per_token_logps=None if old is None else old.float(),
-                epsilon_low=epsilon_low,
-                epsilon_high=epsilon_high,
-                beta=beta,
-                loss_type=loss_type,
                 max_completion_length=max_completion_length,
-                importance_sampling_level=importance_sampling_level,
-                sapo_temperature_pos=sapo_temperature_pos,
-                sapo_temperature_neg=sapo_temperature_neg,
                 vllm_is_ratio=ratio,
-                delta=delta,
-                use_bias_correction_kl=use_bias_correction_kl,
-                vespo_k_pos=vespo_k_pos,
-                vespo_lambda_pos=vespo_lambda_pos,
-                vespo_k_neg=vespo_k_neg,
-                vespo_lambda_neg=vespo_lambda_neg,
                 num_items_in_batch=num_items_in_batch,
+                **options,
             )
 
         loss, metrics, grads = loss_and_gradients(compute, (_input, weight, bias))
@@ -116,13 +109,6 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
         return head_log_probs(
             input_chunk, weight, selected_token_ids, bias, temperature=temperature
         )[0]
-
-    @staticmethod
-    def backward(ctx, grad_output, *grad_metrics):  # type: ignore[no-untyped-def]
-        """Return the gradients that the forward computed, times that of the loss."""
-        grad_input, grad_weight, grad_bias = scaled_gradients(ctx, grad_output)
-        grads = (grad_input, grad_weight, None, None, None, grad_bias)
-        return grads + (None,) * (len(ctx.needs_input_grad) - len(grads))
 
 
 def _ignores_masked_tokens(cls: type, loss_type: str) -> bool:
@@ -221,8 +207,7 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
             raise TypeError(f"got {len(args)} arguments; expected at most {len(_ARGUMENTS)}")
         given = {"use_ref_model": True} | dict(zip(_ARGUMENTS, args, strict=False))
         # Wrong combinations raise before anything is computed.
-        names = GRPOOptions.__dataclass_fields__.keys() & given.keys()
-        GRPOOptions(**{name: given[name] for name in names})
+        GRPOOptions.of(given)
         return super().forward(cls, ctx, **given)
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .head import detached, head_log_probs, loss_and_gradients, scaled_gradients, sum_of_logits
+from .head import GradientsInForward, detached, head_log_probs, loss_and_gradients, sum_of_logits
 
 
 def sequence_log_probs(
@@ -30,7 +29,7 @@ def sequence_log_probs(
     return totals / (target != ignore_index).sum(-1) if average_log_prob else totals, log_probs
 
 
-class LigerFusedLinearPreferenceBase(torch.autograd.Function):
+class LigerFusedLinearPreferenceBase(GradientsInForward):
     """A loss on pairs: the first half of the batch is chosen, the second half rejected.
 
     A subclass defines `preference_loss_fn`, and a `forward` that calls this one.
@@ -105,23 +104,18 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
         means = (sum_of_logits(half, weight, bias) / count for half in _halves(_input, pairs))
         return loss, (chosen, rejected, *means, nll, *others)
 
-    @staticmethod
-    def backward(ctx, *grad_output):  # type: ignore[no-untyped-def]
-        """Return the gradients that the forward computed, times that of the loss."""
-        grad_input, grad_weight, grad_bias = scaled_gradients(ctx, grad_output[0])
-        grads = (grad_input, grad_weight, None, grad_bias)
-        return grads + (None,) * (len(ctx.needs_input_grad) - len(grads))
-
 
 def _halves(hidden: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
     return hidden[:pairs], hidden[pairs:]
 
 
-class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
+class LigerFusedLinearUnpairedPreferenceBase(GradientsInForward):
     """A loss on single sequences with a label, as KTO's.
 
     A subclass defines `preference_loss_fn`, and a `forward` that calls this one.
     """
+
+    num_targets = 2
 
     @staticmethod
     def preference_loss_fn(*args: Any, **kwargs: Any) -> Any:
@@ -178,10 +172,3 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
         sums = [(totals * chosen).sum(), (totals * rejected).sum()]
         sums += [sum_of_logits(_input[rows], weight, bias) for rows in (chosen, rejected)]
         return loss, detached([*sums, *(other for other in others if other.dim() == 0)])
-
-    @staticmethod
-    def backward(ctx, *grad_output):  # type: ignore[no-untyped-def]
-        """Return the gradients that the forward computed, times that of the loss."""
-        grad_input, grad_weight, grad_bias = scaled_gradients(ctx, grad_output[0])
-        grads = (grad_input, grad_weight, None, None, grad_bias)
-        return grads + (None,) * (len(ctx.needs_input_grad) - len(grads))

@@ -67,21 +67,7 @@ def triton_grpo_loss(
         (losses, KL or None, whether clipped), each [B, L] float32 and 0 where masked. Only the
         losses have a gradient.
     """
-    options = GRPOOptions(
-        beta,
-        eps_low,
-        eps_high,
-        loss_type,
-        importance_sampling_level,
-        sapo_temperature_pos,
-        sapo_temperature_neg,
-        delta,
-        use_bias_correction_kl,
-        vespo_k_pos,
-        vespo_lambda_pos,
-        vespo_k_neg,
-        vespo_lambda_neg,
-    )
+    options = GRPOOptions.of(locals() | {"epsilon_low": eps_low, "epsilon_high": eps_high})
     if loss_type == "sapo":
         check_positive(
             sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg

@@ -7,7 +7,9 @@ hold, too (as TRL does), its loss from logits does not. Both are kept.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +37,12 @@ class GRPOOptions:
     vespo_lambda_pos: float = 3.0
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> GRPOOptions:
+        """Return the options that are among `given`, by their names."""
+        names = [field.name for field in fields(cls) if field.name in given]
+        return cls(**{name: given[name] for name in names})
 
     def __post_init__(self) -> None:
         if self.loss_type not in LOSS_TYPES:

@@ -77,9 +77,21 @@ def loss_and_gradients(
     return loss.detach(), others, grads
 
 
-def scaled_gradients(ctx: Any, grad_loss: Tensor) -> list[Tensor | None]:
-    """Return the gradients that the forward saved, times the gradient of the loss."""
-    return [None if grad is None else grad * grad_loss for grad in ctx.saved_tensors]
+class GradientsInForward(torch.autograd.Function):
+    """A loss whose forward saves its gradients, those of hidden states, weight and bias.
+
+    num_targets: how many arguments are between weight and bias.
+    """
+
+    num_targets = 1
+
+    @classmethod
+    def backward(cls, ctx: Any, grad_loss: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
+        """Return the gradients that the forward saved, times that of the loss."""
+        scaled = (None if grad is None else grad * grad_loss for grad in ctx.saved_tensors)
+        grad_input, grad_weight, grad_bias = scaled
+        grads = (grad_input, grad_weight, *[None] * cls.num_targets, grad_bias)
+        return grads + (None,) * (len(ctx.needs_input_grad) - len(grads))
 
 
 def detached(results: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridengine.integrations._patching import Patches, Replacement
+from hybridengine.integrations._patching import Patches, Replacement, replacements
 from hybridengine.integrations.trl.head import FusedCausalLMOutput, add_fused_lm_head
 from hybridengine.integrations.trl.log_probs import (
     ChunkedLogProbFunction,
@@ -46,7 +46,6 @@ __all__ = [
     "unpatch",
 ]
 
-_UTILS = "trl.trainer.utils"
 _GRPO = "trl.trainer.grpo_trainer.GRPOTrainer._compute_loss"
 _VLLM = "trl.generation.vllm_generation.VLLMGeneration"
 _CLIENT = "trl.generation.vllm_client.VLLMClient.init_communicator"
@@ -90,23 +89,20 @@ def _compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Any:
     return compute_loss(self, model, inputs, _PATCHES.original(_GRPO))
 
 
+_GROUPS: dict[str, dict[str, Any]] = {
+    "log_probs": {
+        "trainer.utils.selective_log_softmax": selective_log_softmax,
+        "trainer.utils.entropy_from_logits": entropy_from_logits,
+        "trainer.utils.selective_log_softmax_and_entropy": selective_log_softmax_and_entropy,
+        "kernels.chunked_logprob.ChunkedLogProbFunction": ChunkedLogProbFunction,
+    },
+    "head": {"trainer.utils.add_fused_lm_head": add_fused_lm_head},
+}
 _PATCHES = Patches(
     "trl",
     ">=1.16,<1.17",
     [
-        Replacement(f"{_UTILS}.selective_log_softmax", selective_log_softmax, "log_probs"),
-        Replacement(f"{_UTILS}.entropy_from_logits", entropy_from_logits, "log_probs"),
-        Replacement(
-            f"{_UTILS}.selective_log_softmax_and_entropy",
-            selective_log_softmax_and_entropy,
-            "log_probs",
-        ),
-        Replacement(
-            "trl.kernels.chunked_logprob.ChunkedLogProbFunction",
-            ChunkedLogProbFunction,
-            "log_probs",
-        ),
-        Replacement(f"{_UTILS}.add_fused_lm_head", add_fused_lm_head, "head"),
+        *replacements("trl", _GROUPS),
         Replacement(f"{_VLLM}._init_vllm", _init_vllm, "sync"),
         Replacement(f"{_VLLM}.sync_weights", _sync_weights, "sync"),
         Replacement(_CLIENT, _init_communicator, "sync"),

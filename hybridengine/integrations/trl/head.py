@@ -114,11 +114,9 @@ def _scores(
     temperature: float,
     output: Tensor,
     weight: Tensor | None,
-    bias: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
     *,
     outputs: tuple[str, ...],
+    **transform: Any,
 ) -> tuple[Tensor | None, ...]:
     """Return the pending loss or None, the mask of labels, and the fields in its shape."""
     rows, ids, mask = rows_of_labels(output, labels, shifted)
@@ -128,11 +126,10 @@ def _scores(
     if weight is None:
         fields = logits_scores(rows, ids, temperature, outputs)
     elif pending is not None:
-        transform = (temperature, logit_scale, softcap)
-        loss, log_probs, entropy = pending.scores(rows, weight, bias, ids, *transform)
+        loss, log_probs, entropy = pending.scores(rows, weight, ids, temperature, **transform)
         fields = (log_probs, entropy, None, None, None)
     else:
-        fields = hidden_scores(rows, weight, bias, ids, temperature, logit_scale, softcap, outputs)
+        fields = hidden_scores(rows, weight, ids, temperature, outputs, **transform)
     # masked_scatter: of no label at all, the result is still a function of the model
     return (
         loss,

@@ -119,40 +119,34 @@ class ChunkedLogProbFunction(torch.autograd.Function):
             return hidden_scores(
                 hidden.to(dtype),
                 weight.to(dtype),
-                None if bias is None else bias.to(dtype),
                 targets,
                 temperature,
-                logit_scale,
-                final_logit_softcapping,
                 outputs,
+                bias=None if bias is None else bias.to(dtype),
+                logit_scale=logit_scale,
+                softcap=final_logit_softcapping,
             )
 
 
 def hidden_scores(
     hidden: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     ids: Tensor,
     temperature: float,
-    logit_scale: float,
-    softcap: float | None,
     outputs: tuple[str, ...],
+    **head: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Return the five results of `ChunkedLogProbFunction`, [N] each or None, from one dtype."""
+    """Return the five results of `ChunkedLogProbFunction`, [N] each or None, from one dtype.
+
+    head: its bias, logit_scale and softcap.
+    """
     wants_stats = "is_top1" in outputs or "log_sum_sq_probs" in outputs
     log_probs, entropy, *stats = linear_token_log_probs(
-        hidden,
-        weight,
-        ids,
-        temperature,
-        bias=bias,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        return_stats=wants_stats,
+        hidden, weight, ids, temperature, return_stats=wants_stats, **head
     )
     mean = None
     if "mean_logits" in outputs:
-        mean = _mean_logits(hidden, weight, bias, logit_scale, softcap) / temperature
+        mean = _mean_logits(hidden, weight, **head) / temperature
     return (
         log_probs,
         entropy if "entropy" in outputs else None,
@@ -181,16 +175,16 @@ def logits_scores(
 
 @torch.no_grad()
 def _mean_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float, softcap: float | None
 ) -> Tensor:
     """Return the mean over the vocabulary of the logits of every row [N], before temperature."""
     if softcap is None:  # the mean is linear: that of all rows of the weight
         mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
-        return scale * (mean if bias is None else mean + bias.float().mean())
+        return logit_scale * (mean if bias is None else mean + bias.float().mean())
     means = []
     for rows in hidden.split(_MEAN_ROWS):
         logits = torch.nn.functional.linear(rows, weight, bias).float()
-        means.append(softcap * torch.tanh(logits * (scale / softcap)).mean(-1))
+        means.append(softcap * torch.tanh(logits * (logit_scale / softcap)).mean(-1))
     return torch.cat(means)
 
 

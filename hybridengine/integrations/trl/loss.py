@@ -42,27 +42,14 @@ class GRPOLoss:
         self.arguments, self.is_computed = arguments, False
 
     def scores(
-        self,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        ids: Tensor,
-        temperature: float,
-        logit_scale: float,
-        softcap: float | None,
+        self, rows: Tensor, weight: Tensor, ids: Tensor, temperature: float, **head: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss, and log-probs and entropy [N] without gradient, of labelled rows."""
+        """Return the loss, and log-probs and entropy [N] without gradient, of labelled rows.
+
+        head: its bias, logit_scale and softcap.
+        """
         self.is_computed = True
-        return linear_policy_loss(
-            rows,
-            weight,
-            ids,
-            temperature,
-            bias=bias,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            **self.arguments,
-        )[:3]
+        return linear_policy_loss(rows, weight, ids, temperature, **head, **self.arguments)[:3]
 
 
 # What the fused heads of the models that are called compute; None: their usual results.

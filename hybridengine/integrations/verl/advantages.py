@@ -34,66 +34,74 @@ __all__ = [
 Advantages = tuple[Tensor, Tensor]  # advantages and returns, [B, L]
 
 
-def _grpo(name: str) -> Callable[..., Advantages]:
-    def estimator(
+def _grpo(
+    name: str, doc: str, estimator: str, norms: Callable[[Any, bool, Tensor], bool]
+) -> Callable[..., Advantages]:
+    """Make an estimator of the GRPO family with verl's signature.
+
+    norms: (config, norm_adv_by_std_in_grpo, group ids [B]) -> whether to divide by the std.
+    """
+
+    def compute(
         token_level_rewards: Tensor,
         response_mask: Tensor,
         index: Iterable[Hashable],
         epsilon: float = 1e-6,
         norm_adv_by_std_in_grpo: bool = True,
         config: Any = None,
+        **kwargs: Any,
     ) -> Advantages:
-        """(r - mean) / (std + epsilon) over the responses to a prompt; r the sum of rewards.
-
-        The std is unbiased. A group of one has mean 0 and std 1. Without norm_adv_by_std_in_grpo:
-        r - mean (Dr. GRPO).
-        """
-        return _group(
-            "grpo",
-            token_level_rewards,
-            response_mask,
-            index,
-            norm_by_std=norm_adv_by_std_in_grpo,
+        ids = group_ids(index).to(token_level_rewards.device)
+        advantages = group_advantage(
+            token_level_rewards.sum(dim=-1),
+            ids,
+            estimator=estimator,
+            response_mask=response_mask,
+            norm_by_std=norms(config, norm_adv_by_std_in_grpo, ids),
             epsilon=epsilon,
         )
+        return advantages, advantages
 
-    estimator.__name__ = estimator.__qualname__ = name
-    return estimator
-
-
-# Two functions, as verl has: each is replaced, and restored, by itself.
-compute_grpo_outcome_advantage = _grpo("compute_grpo_outcome_advantage")
-compute_grpo_vectorized_outcome_advantage = _grpo("compute_grpo_vectorized_outcome_advantage")
+    return _named(compute, name, doc)
 
 
-def compute_grpo_passk_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Iterable[Hashable],
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
-    **kwargs: Any,
-) -> Advantages:
-    """The best response of a group: (r - second best) / (std + epsilon); 0 for the others.
+def _named(function: Callable[..., Advantages], name: str, doc: str) -> Callable[..., Advantages]:
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = doc
+    return function
 
-    config: its `norm_adv_by_std_in_grpo` (True where it has none) counts, not the argument.
-    """
+
+def _passk_norm(config: Any, norm: bool, ids: Tensor) -> bool:
+    """Return `config.norm_adv_by_std_in_grpo`; verl reads it there, not from the argument."""
     assert config is not None
-    counts = group_ids(index).to(token_level_rewards.device).bincount()
+    counts = ids.bincount()
     if counts.numel() and int(counts.min()) < 2:
         raise ValueError(
             f"Pass@k requires at least 2 samples per group. Got a group of {int(counts.min())}."
         )
-    norm_by_std = config.get("norm_adv_by_std_in_grpo", True)
-    return _group(
-        "grpo_passk",
-        token_level_rewards,
-        response_mask,
-        index,
-        norm_by_std=norm_by_std,
-        epsilon=epsilon,
+    return bool(config.get("norm_adv_by_std_in_grpo", True))
+
+
+# Two functions, as verl has: each is replaced, and restored, by itself.
+compute_grpo_outcome_advantage, compute_grpo_vectorized_outcome_advantage = (
+    _grpo(
+        name,
+        """(r - mean) / (std + epsilon) over the responses to a prompt; r the sum of rewards.
+
+        The std is unbiased. A group of one has mean 0 and std 1. Without norm_adv_by_std_in_grpo:
+        r - mean (Dr. GRPO).
+        """,
+        "grpo",
+        lambda config, norm, ids: norm,
     )
+    for name in ("compute_grpo_outcome_advantage", "compute_grpo_vectorized_outcome_advantage")
+)
+compute_grpo_passk_outcome_advantage = _grpo(
+    "compute_grpo_passk_outcome_advantage",
+    "The best response of a group: (r - second best) / (std + epsilon); 0 for the others.",
+    "grpo_passk",
+    _passk_norm,
+)
 
 
 def _estimator(
@@ -113,9 +121,7 @@ def _estimator(
         advantages = compute(token_level_rewards.sum(dim=-1), ids, response_mask)
         return advantages, advantages
 
-    estimator.__name__ = estimator.__qualname__ = name
-    estimator.__doc__ = doc
-    return estimator
+    return _named(estimator, name, doc)
 
 
 compute_rloo_outcome_advantage = _estimator(
@@ -159,7 +165,10 @@ def compute_gpg_outcome_advantage(
     """(r - mean) B / (number of rewards other than 0) / f_norm. verl does not use alpha."""
     rewards = token_level_rewards.sum(dim=-1)
     scale = rewards.numel() / torch.count_nonzero(rewards).clamp(min=1) / f_norm
-    advantages = scale * _group("mean", token_level_rewards, response_mask, index)[0]
+    ids = group_ids(index).to(rewards.device)
+    advantages = scale * group_advantage(
+        rewards, ids, estimator="mean", response_mask=response_mask
+    )
     return advantages, advantages
 
 
@@ -202,23 +211,6 @@ def compute_gae_advantage_return(
         response_mask=response_mask,
     )
     return _whiten(advantages, response_mask), returns
-
-
-def _group(
-    estimator: str,
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Iterable[Hashable],
-    **options: Any,
-) -> Advantages:
-    advantages = group_advantage(
-        token_level_rewards.sum(dim=-1),
-        group_ids(index).to(token_level_rewards.device),
-        estimator=estimator,
-        response_mask=response_mask,
-        **options,
-    )
-    return advantages, advantages
 
 
 def _whiten(values: Tensor, mask: Tensor) -> Tensor:

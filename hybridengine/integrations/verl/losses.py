@@ -5,7 +5,7 @@ Tensors are [B, L]. A micro-batch without unmasked tokens has the loss 0 where v
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,9 +34,8 @@ def agg_loss(
     loss_scale_factor: the divisor of seq-mean-token-sum-norm; None: L.
     """
     mask = check.mask("agg_loss", "loss_mask", loss_mask)
-    aggregation = aggregation_arguments(
-        mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
-    )
+    sizes = BatchSizes(dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
+    aggregation = aggregation_arguments(mask, loss_agg_mode, sizes)
     factor = check_aggregation("agg_loss", loss_agg_mode, aggregation["loss_scale_factor"])
     counts = (aggregation["global_num_tokens"], aggregation["global_num_seqs"])
     cu_seqlens, flat = row_cu_seqlens(mask), mask.flatten()
@@ -46,26 +45,29 @@ def agg_loss(
     return (losses * weights.to(losses.dtype)).sum() * dp_size
 
 
+class BatchSizes(NamedTuple):
+    """What verl divides losses by: `global_batch_info` of its configuration."""
+
+    dp_size: int = 1
+    batch_num_tokens: int | None = None
+    global_batch_size: int | None = None
+    loss_scale_factor: float | None = None
+
+
 def aggregation_arguments(
-    loss_mask: Tensor,
-    loss_agg_mode: str,
-    dp_size: int = 1,
-    batch_num_tokens: int | None = None,
-    global_batch_size: int | None = None,
-    loss_scale_factor: float | None = None,
+    loss_mask: Tensor, loss_agg_mode: str, sizes: BatchSizes
 ) -> dict[str, Any]:
     """Translate verl's denominators into the keyword arguments of our losses."""
-    if dp_size > 1 and loss_agg_mode == "token-mean" and batch_num_tokens is None:
+    dp_size, num_tokens, num_seqs, factor = sizes
+    if dp_size > 1 and loss_agg_mode == "token-mean" and num_tokens is None:
         raise ValueError("(global) batch_num_tokens is required when dp_size > 1")
-    if dp_size > 1 and loss_agg_mode.startswith("seq") and global_batch_size is None:
+    if dp_size > 1 and loss_agg_mode.startswith("seq") and num_seqs is None:
         raise ValueError("global_batch_size is required when dp_size > 1")
     return {
         "loss_agg_mode": loss_agg_mode,
-        "loss_scale_factor": loss_mask.shape[-1]
-        if loss_scale_factor is None
-        else loss_scale_factor,
-        "global_num_tokens": batch_num_tokens,
-        "global_num_seqs": global_batch_size,
+        "loss_scale_factor": loss_mask.shape[-1] if factor is None else factor,
+        "global_num_tokens": num_tokens,
+        "global_num_seqs": num_seqs,
     }
 
 
@@ -89,22 +91,10 @@ def compute_value_loss(
     loss_scale_factor: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (clipped value loss, fraction of the unmasked tokens that are clipped)."""
-    aggregation = aggregation_arguments(
-        response_mask,
-        loss_agg_mode,
-        dp_size,
-        batch_num_tokens,
-        global_batch_size,
-        loss_scale_factor,
-    )
-    loss, metrics = value_loss(
-        vpreds,
-        values,
-        returns,
-        response_mask=response_mask,
-        cliprange_value=cliprange_value,
-        **aggregation,
-    )
+    sizes = BatchSizes(dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
+    aggregation = aggregation_arguments(response_mask, loss_agg_mode, sizes)
+    options = {"response_mask": response_mask, "cliprange_value": cliprange_value}
+    loss, metrics = value_loss(vpreds, values, returns, **options, **aggregation)
     clipped = local_mean(metrics["vf_clipfrac"], response_mask, batch_num_tokens)
     return loss * dp_size, clipped
 

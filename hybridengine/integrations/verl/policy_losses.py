@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridengine.integrations.verl.losses import agg_loss, aggregation_arguments, local_mean
+from hybridengine.integrations.verl.losses import (
+    BatchSizes,
+    agg_loss,
+    aggregation_arguments,
+    local_mean,
+)
 from hybridengine.kernels import policy_loss, select_by_covariance, token_kl
 from hybridengine.kernels.policy_loss.terms import MAX_LOG_RATIO
 
@@ -108,9 +113,10 @@ def _loss(
             arguments["selected"] = select(*tensors, config)
         if mode == "sapo":  # verl aggregates it by sequences whatever loss_agg_mode is
             loss_agg_mode = "seq-mean-token-mean"
-        aggregation = aggregation_arguments(tensors[3], loss_agg_mode, **config.global_batch_info)
+        sizes = BatchSizes(**config.global_batch_info)
+        aggregation = aggregation_arguments(tensors[3], loss_agg_mode, sizes)
         value, results = _policy_loss(tensors, mode, aggregation, metrics, clamped_kl, **arguments)
-        return value * config.global_batch_info.get("dp_size", 1), results
+        return value * sizes.dp_size, results
 
     return _with_signature(name, doc, compute, default)
 
@@ -270,9 +276,8 @@ def compute_policy_loss_reinforce(
 
 def _geo_mean(tensors: Tensors, _: str, config: Any, weights: Tensor | None) -> Loss:
     log_prob, response_mask = tensors[1], tensors[3]
-    aggregation = aggregation_arguments(
-        response_mask, "seq-mean-token-mean", global_batch_size=log_prob.shape[0]
-    )
+    sizes = BatchSizes(global_batch_size=log_prob.shape[0])
+    aggregation = aggregation_arguments(response_mask, "seq-mean-token-mean", sizes)
     options = {"rollout_is_weights": weights, **_clip_ratios(config)}
     return _policy_loss(tensors, "gmpo", aggregation, _CLIPPED, clamped_kl=False, **options)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.runtime.all_ranks import broadcast_value
@@ -28,12 +26,7 @@ class CriticChannel:
         self._link, self._num_sent = link, 0
         self.num_actors, self.num_critics = roles.num_trainers, roles.num_critics
         rank = role.rank + (self.num_actors if role.kind == "critic" else 0)
-        self._group: Any = dist.ProcessGroupGloo(
-            link.store.substore("critic"),
-            rank,
-            self.num_actors + self.num_critics,
-            timedelta(seconds=link.timeout_s),
-        )
+        self._group = link.group("critic", rank, self.num_actors + self.num_critics)
 
     def from_actor(self, expected: Any, value: T | None = None) -> T:
         """Return the value, of type `expected`, that the policy's first rank passes, everywhere.

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -78,12 +77,7 @@ class _Queue:
         self.link = link
         self._store = link.store
         rank = role.rank if role.engine is None else roles.num_trainers + role.engine
-        self._group: Any = dist.ProcessGroupGloo(
-            link.store.substore("rollouts"),
-            rank,
-            roles.num_trainers + roles.num_engines,
-            timedelta(seconds=link.timeout_s),
-        )
+        self._group = link.group("rollouts", rank, roles.num_trainers + roles.num_engines)
 
 
 class TrainerQueue(_Queue):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import torch
 
+from hybridengine.runtime.host_memory import free_memory
+
 _SHARE = 0.9  # of the memory: lengths of later steps and fragments need the rest
 _OWN = Path("/proc/self")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class PeakMemory:
@@ -29,7 +29,7 @@ class PeakMemory:
             free, total = torch.cuda.mem_get_info(device)
             self.allowed = _SHARE * total - (total - free - torch.cuda.memory_reserved(device))
         else:
-            self.allowed = psutil.Process().memory_info().rss + _SHARE * _free() / num_local
+            self.allowed = psutil.Process().memory_info().rss + _SHARE * free_memory() / num_local
 
     def restart(self) -> None:
         """Forget the peaks until now."""
@@ -45,12 +45,3 @@ class PeakMemory:
             return float(torch.cuda.max_memory_reserved())
         lines = (_OWN / "status").read_text().splitlines()
         return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
-
-def _free() -> float:
-    """Return the bytes of free memory of this machine, or of its control group."""
-    free = float(psutil.virtual_memory().available)
-    with suppress(OSError, ValueError):  # no control group, or "max": without a limit
-        limit, used = ((_CGROUP / f"memory.{name}").read_text() for name in ("max", "current"))
-        free = min(free, float(limit) - float(used))
-    return free

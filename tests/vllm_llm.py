@@ -1,0 +1,35 @@
+"""A plain vLLM engine of a tiny model in this process, as the tests of log-probs need it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+__all__ = ["open_llm"]
+
+
+def open_llm(path: str, dtype: Any, *, exact: bool = False, **options: Any) -> Any:
+    """Return an eager `vllm.LLM` with a float32 head, whose log-probs are those of sampling.
+
+    exact: by the engine's part of `rollout.exact`.
+    """
+    from hybridengine.rollout.vllm.environment import CPU_BLOCK_SIZE, prepare_environment
+
+    prepare_environment()
+    from vllm import LLM
+
+    from hybridengine.rollout.vllm.exact import exact_engine
+    from hybridengine.rollout.vllm.post_load import writable_weights
+
+    with writable_weights(), exact_engine() if exact else nullcontext():
+        return LLM(
+            path,
+            dtype=dtype,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            block_size=CPU_BLOCK_SIZE,
+            hf_overrides={"head_dtype": "float32"},
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            **options,
+        )
