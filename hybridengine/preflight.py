@@ -57,6 +57,7 @@ from hybridengine.trainer.build import (
     tool_schemas,
 )
 from hybridengine.trainer.build_models import saved_states
+from hybridengine.trainer.exact_rollouts import inexact_reason
 from hybridengine.trainer.images import check_images
 from hybridengine.trainer.routes import config_route_shape
 from hybridengine.trainer.shared_prefix import no_sharing_reason
@@ -93,7 +94,7 @@ def check_grpo(
                 fits(config, model)
         with faults:
             check_sequence_parallel(model, config.actor.ulysses_sequence_parallel_size)
-        for reason in (no_sharing_reason, unshared_reason):
+        for reason in (no_sharing_reason, unshared_reason, inexact_reason):
             with faults:
                 reason(config)
         with faults:

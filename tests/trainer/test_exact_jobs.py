@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from hybridengine.config import ConfigError, load_config
 from hybridengine.errors import RolloutError
 from hybridengine.rollout.vllm.environment import vllm_available
+from hybridengine.trainer.exact_rollouts import inexact_reason
 from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
 from tests.trainer.in_process import lines_of, small_job
 
 pytestmark = [
@@ -20,8 +24,10 @@ pytestmark = [
 ]
 
 
+VLLM = ("rollout.name=vllm", "rollout.kv_cache_gib=0.01", "rollout.dtype=auto")
+
+
 def train(rank: int, world_size: int, folder: Path, job: list[str]) -> None:
-    from hybridengine.config import load_config
     from hybridengine.preflight import check_grpo
     from hybridengine.runtime.session import Session
     from hybridengine.runtime.status import PhaseStatus
@@ -58,6 +64,53 @@ def test_a_token_of_other_weights_is_an_error_on_every_rank() -> None:
     run_ranks(one_token_differs, 2)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("rollout.top_p=0.9",), "rollout.top_p is 0.9"),
+        (("model.lora_rank=2",), "model.lora_rank is 2"),
+        (("rollout.dtype=bfloat16",), "rollout.dtype is bfloat16"),
+        (("rollout.name=hf",), "rollout.name is hf"),
+    ],
+)
+def test_auto_names_what_is_not_exact(
+    tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    job = [*small_job(tmp_path), *VLLM]
+    assert inexact_reason(load_config(None, job)) is None
+    assert message in (inexact_reason(load_config(None, [*job, *overrides])) or "")
+    assert inexact_reason(load_config(None, [*job, "rollout.exact=off"])) == "rollout.exact is off"
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "message"),
+    [
+        ("qwen3_moe", (), r"qwen3_moe: its layers.0.mlp.experts .*has parameters of its own"),
+        ("llama", {"HYBRIDENGINE_BACKEND": "reference"}, "decode_linear has no C"),
+    ],
+)
+def test_on_is_refused_where_auto_is_off(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    engine: dict[str, str],
+    message: str,
+) -> None:
+    job = [*small_job(tmp_path), *VLLM, f"model.path={save_tiny(kind, tmp_path / kind)}"]
+    for name, value in dict(engine).items():
+        monkeypatch.setenv(name, value)
+    assert re.search(message, inexact_reason(load_config(None, job)) or "")
+    with pytest.raises(ConfigError, match=f"rollout.exact is on, but .*{message}"):
+        inexact_reason(load_config(None, [*job, "rollout.exact=on"]))
+
+
+def test_auto_is_off_for_what_was_not_compared(tmp_path: Path) -> None:
+    """Where `on` is possible."""
+    job = [*small_job(tmp_path), *VLLM, f"model.path={save_tiny('gemma2', tmp_path / 'gemma2')}"]
+    assert "gemma2 were not compared" in (inexact_reason(load_config(None, job)) or "")
+    assert inexact_reason(load_config(None, [*job, "rollout.exact=on"])) is None
+
+
 @pytest.mark.parametrize("tp_size, dtype", ((1, "float32"), (2, "float32"), (2, "bfloat16")))
 def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
     tmp_path: Path, tp_size: int, dtype: str
@@ -65,9 +118,7 @@ def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
     """Three steps with shared prompts, recomputed layers, and old log-probs of their own."""
     job = [
         *small_job(tmp_path),
-        "rollout.exact=true",
-        "rollout.name=vllm",
-        "rollout.kv_cache_gib=0.01",
+        *VLLM,
         f"rollout.tensor_model_parallel_size={tp_size}",
         f"rollout.dtype={dtype}",
         f"actor.fsdp_config.dtype={dtype}",
