@@ -145,12 +145,12 @@ def _unit_inner_stride(argument: Any) -> Any:
 )
 def _forward_op(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """out [T, H, D_v], and the log-sum-exp of the scores [H, T], float32 or float64."""
-    *options, backend, batch_invariant = options
+    *tree, backend, batch_invariant = options
     if batch_invariant and choose_backend(OP, query.device, backend, query.dtype) == "triton":
         from .triton_paths import path_attention
 
-        return path_attention(reference.Heads(query, key, value), reference.TreeOptions(*options))
-    return _run("forward", query, key, value, *options, backend)
+        return path_attention(reference.Heads(query, key, value), reference.TreeOptions(*tree))
+    return _run("forward", query, key, value, *tree, backend)
 
 
 def _run(name: str, *arguments: Any) -> Any:

@@ -31,9 +31,14 @@ def on(device, *tensors):
     return [None if t is None else t.to(device) for t in tensors]
 
 
-def check_linear(device, rows, n, k, dtype, bias=True):
-    """Against float64; rows alone, in parts, by other tiles; columns and slices of K."""
-    x, weight, added = on(device, *operands(rows, n, k, dtype, bias))
+def check_linear(device, rows, n, k, dtype, bias=True, spread=0):
+    """Against float64; rows alone, in parts, by other tiles; columns.
+
+    spread: factors of 2 to its power or its inverse, so that sums lose bits of small products.
+    """
+    x, weight, added = operands(rows, n, k, dtype, bias)
+    exponents = torch.linspace(-spread, spread, k)[torch.arange(k) * 37 % k].round()
+    x, weight, added = on(device, x * exponents.exp2().to(dtype), weight, added)
     out = decode_linear(x, weight, added)
     assert_near_float64(out, x, weight, added)
     assert_near_float64(decode_linear(x, weight, out_dtype=torch.float32), x, weight, None)

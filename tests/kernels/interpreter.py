@@ -55,7 +55,7 @@ def round_to_nearest(monkeypatch):
     def convert(values, source, target, mode):
         if (source, target) == (tl.float32, tl.bfloat16):
             bits = values.view(np.uint32)
-            rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
             values = np.where(np.isnan(values), bits, rounded).astype(np.uint32).view(np.float32)
         return truncate(values, source, target, mode)
 

@@ -21,12 +21,13 @@ def test_in_the_interpreter():
 
 @pytest.mark.gpu
 @DTYPES
+@pytest.mark.parametrize("spread", (0, 12))
 @pytest.mark.parametrize(
-    "rows, n, k",
-    [(1, 64, 64), (70, 40, 33), (600, 576, 1536), (1100, 1000, 4096), (130, 96, 11008)],
+    ("rows", "n", "k"),
+    [(3, 64, 64), (70, 40, 33), (600, 576, 1536), (1100, 1000, 4096), (130, 96, 11008)],
 )
-def test_linear_on_the_gpu(dtype, rows, n, k):
-    cases.check_linear("cuda", max(rows, 3), n, k, dtype)
+def test_linear_on_the_gpu(dtype, rows, n, k, spread):
+    cases.check_linear("cuda", rows, n, k, dtype, spread=spread)
 
 
 @pytest.mark.gpu
