@@ -1,7 +1,7 @@
 """tree_attention in Triton, for CUDA: the forward and backward of op.py.
 
-The kernels are in triton_forward.py and triton_backward.py; triton_paths.py has a forward whose bits
-do not depend on the packing. Which key blocks a block of queries visits is computed on the device
+The kernels are in triton_forward.py and triton_backward.py, a forward whose bits do not depend on
+the packing in triton_paths.py. Which key blocks a block of queries visits is computed on the device
 (triton_tables.py), so the host never waits, and a CUDA graph can capture all of it. Sums are
 float32; P and dS are rounded to the dtype of the inputs; products of float32 inputs are exact,
 without tensor cores. No autotuning: tiles depend on the head size, the dtype and the GPU alone, so

@@ -13,10 +13,11 @@ from hybridengine.kernels.decode_linear_triton import decode_linear as with_tile
 from hybridengine.kernels.rotary import RotaryTable
 
 from tests import tolerances
+from tests.kernels import test_layer
 from tests.kernels.attention.cases import forest_of, problem
 from tests.kernels.attention.paged_cases import Cache, Sequences, packed
 from tests.kernels.test_decode_linear import assert_near_float64, operands
-from tests.kernels.test_layer import NORMS, assert_near, draw
+from tests.kernels.test_layer import NORMS
 
 DTYPES = (torch.float32, torch.bfloat16)
 ATTENTION = {
@@ -61,38 +62,16 @@ def check_slices_of_k(device, rows, n, k, dtype):
 
 def check_norm(device, width, dtype, rows=70):
     for options in NORMS:
-        x, grad = on(device, draw(rows, width, dtype), draw(rows, width, dtype, 1))
-        (weight,) = on(device, draw(1, width, dtype, 2)[0])
-        ours = [t.clone().requires_grad_() for t in (x, weight)]
-        exact = [t.double().requires_grad_() for t in (x, weight)]
-        out = rms_norm(*ours, 1e-6, **options)
-        expected = rms_norm(*exact, 1e-6, **options)
-        out.backward(grad)
-        expected.backward(grad.double())
-        assert_near(out, expected, dtype, 2)
-        for one, other in zip(ours, exact, strict=True):
-            assert one.grad.dtype == dtype
-            assert_near(one.grad, other.grad, dtype, 16)
-        out = out.detach()
+        x, weight, out = test_layer.check_norm(device, rows, width, dtype, options)
         for part in (slice(0, 1), slice(rows // 2, rows), slice(3, 5)):
             assert torch.equal(rms_norm(x[part], weight, 1e-6, **options), out[part])
-        inside = torch.cat([grad, x, grad], 1)[:, width : 2 * width]  # rows of another stride
+        inside = torch.cat([out, x, out], 1)[:, width : 2 * width]  # rows of another stride
         assert torch.equal(rms_norm(inside, weight, 1e-6, **options), out)
         assert torch.equal(rms_norm(inside[1:2], weight, 1e-6, **options), out[1:2])
 
 
 def check_activation(device, width, dtype, activation, rows=21):
-    tensors = on(device, *(draw(rows, width, dtype, seed, scale=3.0) for seed in (0, 1, 2)))
-    gate, up, grad = tensors
-    ours = [t.clone().requires_grad_() for t in (gate, up)]
-    exact = [t.double().requires_grad_() for t in (gate, up)]
-    out = gated_activation(*ours, activation)
-    expected = gated_activation(*exact, activation)
-    out.backward(grad)
-    expected.backward(grad.double())
-    assert_near(out, expected, dtype)
-    for one, other in zip(ours, exact, strict=True):
-        assert_near(one.grad, other.grad, dtype, 2)
+    gate, up, out = test_layer.check_activation(device, rows, width, dtype, activation)
     halves = torch.cat([gate, up], 1).chunk(2, 1)
     for part in (slice(0, 1), slice(2, rows), slice(0, rows)):
         got = gated_activation(halves[0][part], halves[1][part], activation)
