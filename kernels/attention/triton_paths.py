@@ -32,7 +32,7 @@ def path_tiles(head_size: int, itemsize: int) -> Tiles:
     """Return the tiles of head sizes up to 256, of which the bits depend on BLOCK_N."""
     column = 0 if head_size <= 64 else 1 if head_size <= 128 else 2
     if itemsize == 4:
-        return (Tiles(32, 32, 4, 2), Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1))[column]
+        return (Tiles(32, 16, 4, 1), Tiles(32, 16, 8, 1), Tiles(8, 16, 4, 1))[column]
     return (Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(64, 16, 8, 2))[column]
 
 
