@@ -16,7 +16,7 @@ from torch import Tensor
 from ._launch import launch
 from .attention.triton_forward import LOWEST
 from .attention.triton_paths import add_keys, load_queries, path_tiles, store_results
-from .attention.triton_tiles import block_sizes, scale_arguments
+from .attention.triton_tiles import block_sizes, capability_of, scale_arguments
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -181,7 +181,7 @@ def paged_attention(
         return
     query, scores = scale_arguments(query, softmax_scale, softcap)
     query = query if query.stride(2) == 1 else query.contiguous()
-    tiles = path_tiles(max(width, value_width), query.dtype.itemsize)
+    tiles = path_tiles(max(width, value_width), query.dtype.itemsize, capability_of(query))
     launch(
         paged_kernel,
         (tokens * group // tiles.block_m + sequences, kv_heads),

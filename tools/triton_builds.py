@@ -294,7 +294,8 @@ def _invariant_attention(
 ) -> Usage:
     module = triton_paths if name == "path" else paged_attention_triton
     kernel = getattr(module, f"{name}_kernel")
-    tiles = triton_paths.path_tiles(head_size, 4 if dtype == "fp32" else 2).arguments
+    itemsize = 4 if dtype == "fp32" else 2
+    tiles = triton_paths.path_tiles(head_size, itemsize, capability).arguments
     launch = {key: tiles.pop(key) for key in ("num_warps", "num_stages")}
     types = dict.fromkeys(kernel.arg_names, "i32")
     tensors = ("query", "key", "value", "cache", "out")

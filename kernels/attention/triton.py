@@ -22,7 +22,15 @@ from .reference import Heads, TreeOptions
 from .triton_backward import delta_kernel, key_grad_kernel, query_grad_kernel
 from .triton_forward import forward_kernel
 from .triton_tables import block_tables
-from .triton_tiles import MAX_HEAD_SIZE, Tiles, block_sizes, choose_tiles, scale_arguments, strides
+from .triton_tiles import (
+    MAX_HEAD_SIZE,
+    Tiles,
+    block_sizes,
+    capability_of,
+    choose_tiles,
+    scale_arguments,
+    strides,
+)
 
 _DELTA_BLOCK = 64
 
@@ -41,10 +49,7 @@ class _Problem(NamedTuple):
     def tiles(self, kernel: str) -> Tiles:
         head_size = max(self.query.shape[2], self.value.shape[2])
         plain = not (self.flags["HAS_WINDOW"] or self.flags["HAS_CAP"])
-        capability = 90  # in the interpreter
-        if self.query.is_cuda:
-            major, minor = torch.cuda.get_device_capability(self.query.device)
-            capability = 10 * major + minor
+        capability = capability_of(self.query)
         return choose_tiles(kernel, head_size, self.query.dtype.itemsize, capability, plain)
 
 

@@ -23,16 +23,17 @@ from torch import Tensor
 from .._launch import launch
 from .reference import Heads, TreeOptions
 from .triton_forward import LN2, LOWEST, scores_of, softmax_step
-from .triton_tiles import MAX_HEAD_SIZE, Tiles, block_sizes, scale_arguments, strides
+from .triton_tiles import MAX_HEAD_SIZE, Tiles, block_sizes, capability_of, scale_arguments, strides
 
 _SCAN = 1024  # tokens at a time
 
 
-def path_tiles(head_size: int, itemsize: int) -> Tiles:
-    """Return the tiles of head sizes up to 256, of which the bits depend on BLOCK_N."""
+def path_tiles(head_size: int, itemsize: int, capability: int) -> Tiles:
+    """Return the tiles of head sizes up to 256, on whose BLOCK_N the bits depend."""
     column = 0 if head_size <= 64 else 1 if head_size <= 128 else 2
     if itemsize == 4:
-        return (Tiles(32, 16, 4, 1), Tiles(32, 16, 8, 1), Tiles(8, 16, 4, 1))[column]
+        stages = 1 if capability < 100 else 2
+        return (Tiles(16, 16, 4, 1), Tiles(32, 16, 8, stages), Tiles(8, 16, 4, 1))[column]
     return (Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(64, 16, 8, 2))[column]
 
 
@@ -238,7 +239,7 @@ def path_attention(inputs: Heads, options: TreeOptions) -> tuple[Tensor, Tensor]
     begins, parents = _chains(ends, positions)
     query, scores = scale_arguments(query, options.softmax_scale, softcap)
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
-    tiles = path_tiles(max(width, value_width), query.dtype.itemsize)
+    tiles = path_tiles(max(width, value_width), query.dtype.itemsize, capability_of(query))
     group = heads // kv_heads
     launch(
         path_kernel,

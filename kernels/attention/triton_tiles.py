@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
@@ -71,6 +72,14 @@ def choose_tiles(kernel: str, head_size: int, itemsize: int, capability: int, pl
     generation = 0 if itemsize == 4 else 80 if capability < 90 else min(capability // 10 * 10, 100)
     tiles = _TILES[kernel, generation][column]
     return _PLAIN_TILES.get((kernel, generation, 64 << column), tiles) if plain else tiles
+
+
+def capability_of(x: Tensor) -> int:
+    """Return the compute capability of the GPU of x, such as 90; 90 in the interpreter."""
+    if not x.is_cuda:
+        return 90
+    major, minor = torch.cuda.get_device_capability(x.device)
+    return 10 * major + minor
 
 
 def block_sizes(width: int, value_width: int) -> dict[str, Any]:

@@ -19,6 +19,19 @@ def test_in_the_interpreter():
     run_interpreted("interpreted_exact.py")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kernel",
+    ("decode_linear_many_bf16", "attention_path_bf16_128_plain", "attention_paged_bf16_128_plain"),
+)
+def test_compiles_for_hopper_without_spills(kernel):
+    from tools.triton_builds import builds
+
+    _, shared, spilled = builds(90)[kernel]()
+    assert shared <= 227 * 1024
+    assert spilled == 0
+
+
 @pytest.mark.gpu
 @DTYPES
 @pytest.mark.parametrize("spread", (0, 12))
