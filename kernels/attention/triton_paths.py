@@ -65,9 +65,12 @@ def find_ancestors(position, chain, positions, begins, parents):
     at = position * 0 + chain
     first = tl.load(positions + at)
     while tl.max(first - position, 0) > 0:
-        parent = tl.load(parents + at, mask=first > position, other=0)
-        at = tl.where(first > position, tl.load(begins + parent), at)
-        first = tl.load(positions + at)
+        before = first > position
+        parent = tl.load(parents + at, mask=before, other=0)
+        at = tl.where(before & (parent >= 0), tl.load(begins + tl.maximum(parent, 0)), at)
+        # A root at another position than 0 has no parent; the loop has to end nevertheless.
+        known = tl.where(parent < 0, position, tl.load(positions + at))
+        first = tl.where(before, known, first)
     return at + position - first
 
 

@@ -3,7 +3,8 @@
 import sys
 
 import pytest
-from hybridengine.kernels import layer_triton
+import torch
+from hybridengine.kernels import layer_triton, tree_attention
 
 from tests.kernels import exact_cases as cases
 from tests.kernels.interpreter import round_to_nearest, widen_dot
@@ -69,3 +70,11 @@ def test_head_sizes(heads, dims, block_size):
 @pytest.mark.parametrize("options", cases.ATTENTION.values(), ids=cases.ATTENTION)
 def test_shared_prefixes(dtype, options):
     cases.check_shared_prefixes("cpu", dtype, options)
+
+
+def test_positions_that_are_no_depths_end():
+    """A result that means nothing, but no endless loop."""
+    query = torch.randn(40, 2, 16)
+    ends, positions = torch.full((40,), 40), torch.arange(40) + 70
+    out = tree_attention(query, query, query, ends, positions, batch_invariant=True)
+    assert out.shape == query.shape
