@@ -41,6 +41,8 @@ def use_exact_operators(model: PreTrainedModel, splits: Mapping[str, int]) -> No
     """
     if takes_images(model.config):
         raise ModelError("it has a vision tower, for which there are no exact operators")
+    if getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None:
+        raise ModelError("it has soft-capped logits, for which there are no exact operators")
     decoder = model.get_decoder()
     for name, module in decoder.named_modules():
         _replace_forward(name, module, splits)

@@ -29,13 +29,17 @@ def inexact_reason(config: RLConfig) -> str | None:
         return f"{_KEY} is off"
     obstacle = exactness_obstacle(config) or _obstacle(config)
     if chosen == "auto":
-        return obstacle or _doubt(config)
-    if obstacle:
+        obstacle = obstacle or _doubt(config)
+    if obstacle is None:  # last, as it builds the model on the meta device
+        model, trust = config.model, config.model.trust_remote_code
+        obstacle = model_obstacle(check_model(model.path, trust, model.config_overrides), trust)
+    if obstacle and chosen == "on":
         raise ConfigError(f"{_KEY} is on, but {obstacle}; set it to auto, which is off there")
-    return None
+    return obstacle
 
 
 def _obstacle(config: RLConfig) -> str | None:
+    """Return what the engine or this machine lacks."""
     if engine_name(config) != "vllm":
         return "the engine is plain generate (rollout.name), and the operators replace vLLM's"
     if torch.cuda.is_available():
@@ -43,8 +47,7 @@ def _obstacle(config: RLConfig) -> str | None:
     cpu = torch.device("cpu")
     if lacking := [op for op in _OPERATORS if choose_backend(op, cpu) != "cpp"]:
         return f"{lacking[0]} has no C++ kernel here (see `hybridengine env`)"
-    model, trust = config.model, config.model.trust_remote_code
-    return model_obstacle(check_model(model.path, trust, model.config_overrides), trust)
+    return None
 
 
 def _doubt(config: RLConfig) -> str | None:
