@@ -57,6 +57,7 @@ from hybridengine.trainer.build import (
     tool_schemas,
 )
 from hybridengine.trainer.build_models import saved_states
+from hybridengine.trainer.exact_rollouts import inexact_reason
 from hybridengine.trainer.images import check_images
 from hybridengine.trainer.routes import config_route_shape
 from hybridengine.trainer.shared_prefix import no_sharing_reason
@@ -89,7 +90,7 @@ def check_grpo(
     if model is not None:
         for fits in (check_heads, check_sequence_length, check_model_in_engine):
             faults.attempt(fits, config, model)
-        for reason in (no_sharing_reason, unshared_reason, config_route_shape):
+        for reason in (no_sharing_reason, unshared_reason, inexact_reason, config_route_shape):
             faults.attempt(reason, config)
     tokenizer = _load_tokenizer(config, model, faults)
     faults.attempt(_check_teacher, config, tokenizer)

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from hybridengine.config import ConfigError, RLConfig
 from hybridengine.errors import UserError
-from hybridengine.model.validation import longest_sequence
+from hybridengine.model.validation import head_size, longest_sequence
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 from hybridengine.rollout.vllm.environment import CPU_HEAD_SIZES, prepare_environment
 from hybridengine.rollout.vllm.options import check_engine_options, check_plugins
@@ -122,7 +122,7 @@ def check_sequence_length(config: RLConfig, model: PretrainedConfig) -> None:
 def check_head_size(model: PretrainedConfig) -> None:
     """Check that vLLM's attention on a CPU has heads of the model's size."""
     text = model.get_text_config()
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    size = head_size(model)
     latent = getattr(text, "kv_lora_rank", None)  # attention over latent vectors has other sizes
     if latent is None and size not in CPU_HEAD_SIZES:
         raise ConfigError(

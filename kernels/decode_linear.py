@@ -8,7 +8,7 @@ weight sync. Here register tiles of dot products along K read both operands as t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ OP = "decode_linear"
 MAX_ROWS = 128  # from there on a general product is as fast
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
-register_backends(OP, cpu=("cpp", "reference"), cuda=("reference",))
+register_backends(OP, cpu=("cpp", "reference"), cuda=("triton", "reference"))
 
 
 def decode_linear(
@@ -43,8 +43,10 @@ def decode_linear(
     products of the elements k that a vector register of L lanes takes there (bfloat16: k = 2 l and
     2 l + 1 of every 2 L elements; float32: k = l and l + L), in ascending order of k. The lanes are
     joined as a binary tree, neighbours first. The bias is added last, and the result is rounded
-    once. L is 16 with AVX-512, 8 with AVX2, 4 otherwise. Therefore results of different instruction
-    sets differ in rounding. AVX512-BF16 treats subnormal numbers as zero.
+    once. L is 16 with AVX-512, 8 with AVX2, 4 otherwise. A GPU adds one instruction of its tensor
+    cores after the other, in ascending order of k (decode_linear_triton.py). Therefore results of
+    different instruction sets and GPUs differ in rounding. AVX512-BF16 treats subnormal numbers as
+    zero.
 
     Args:
         x: [..., K], float32 or bfloat16 (float64: on the reference backend).
@@ -54,7 +56,7 @@ def decode_linear(
         splits: equal parts of K, a divisor of it, whose float32 sums are added in their order. So
             many tensor-parallel ranks, each with a slice of K, get the same bits, if their float32
             results are added in the order of the ranks.
-        backend: `cpp` (CPU) or `reference`; None: the best one for the device.
+        backend: `cpp` (CPU), `triton` (CUDA) or `reference`; None: the best one for the device.
 
     Returns:
         [..., N], differentiable; the products of its gradients are torch's.
@@ -121,13 +123,16 @@ def _inference_linear(
     max_rows: int | None,
 ) -> Tensor:
     extension, dtype = native(), x.dtype
+    out: Tensor
     out_dtype = out_dtype or dtype
     rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     shape = *x.shape[:-1], weight.shape[0]
     plain = extension is None or x.device.type != "cpu" or dtype not in _KERNEL_DTYPES
     few = max_rows is None or rows.shape[0] <= max_rows or not has_fast_products(dtype)
-    if few and not plain:
-        out: Tensor = extension.decode_linear(rows, weight, bias, out_dtype)
+    if max_rows is None and x.is_cuda:
+        out = _run(rows, weight, bias, out_dtype, 1, choose_backend(OP, x.device, None, dtype))
+    elif few and not plain:
+        out = extension.decode_linear(rows, weight, bias, out_dtype)
     elif out_dtype == dtype:
         return F.linear(x, weight, bias)
     else:
@@ -169,6 +174,15 @@ def join_parts(parts: Iterable[Tensor], bias: Tensor | None, out_dtype: torch.dt
     return out.to(out_dtype)
 
 
+def _kernel(backend: str) -> Callable[..., Tensor]:
+    if backend == "cpp":
+        product: Callable[..., Tensor] = native().decode_linear
+        return product
+    from .decode_linear_triton import decode_linear
+
+    return decode_linear
+
+
 def _run(
     x: Tensor,
     weight: Tensor,
@@ -177,12 +191,11 @@ def _run(
     splits: int,
     backend: str,
 ) -> Tensor:
-    if backend == "cpp":
+    product = _reference
+    if backend != "reference":
         x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
         bias = None if bias is None else bias.contiguous()
-        product = native().decode_linear
-    else:
-        product = _reference
+        product = _kernel(backend)
     if splits == 1:
         return product(x, weight, bias, out_dtype)
     wide = torch.promote_types(x.dtype, torch.float32)

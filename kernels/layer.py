@@ -22,7 +22,7 @@ Activation = Literal["silu", "gelu_tanh"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 for _name in ("rms_norm", "gated_activation"):
-    register_backends(_name, cpu=("cpp", "reference"), cuda=("reference",))
+    register_backends(_name, cpu=("cpp", "reference"), cuda=("triton", "reference"))
 
 
 def rms_norm(
@@ -43,7 +43,7 @@ def rms_norm(
         weight: [H] of the dtype of `x`.
         offset: 1 for models whose weights are differences from 1, such as Gemma.
         round_first: round x / sqrt(...) to the dtype before it is multiplied, as Llama does.
-        backend: `cpp` (CPU) or `reference`; None: the best one for the device.
+        backend: `cpp` (CPU), `triton` (CUDA) or `reference`; None: the best one for the device.
 
     Returns:
         [..., H], differentiable with respect to x and weight. The gradient of the weight is summed
@@ -69,8 +69,7 @@ def rms_norm(
     if needs_dispatcher(x, weight):
         out, _ = torch.ops.hybridengine.rms_norm(_rows(x), weight, eps, offset, round_first)
     else:
-        rows, contiguous = _rows(x), weight.contiguous()
-        out, _ = native().rms_norm(rows, contiguous, eps, offset, round_first, False)
+        out, _ = _run_norm(_rows(x), weight, eps, offset, round_first, False)
     return out.view(x.shape)
 
 
@@ -83,7 +82,7 @@ def gated_activation(
         gate, up: [..., H] of the same shape and dtype, float32 or bfloat16 (float64: on the
             reference backend).
         activation: `silu`, or `gelu_tanh` (GELU by its approximation with tanh).
-        backend: `cpp` (CPU) or `reference`; None: the best one for the device.
+        backend: `cpp` (CPU), `triton` (CUDA) or `reference`; None: the best one for the device.
 
     Returns:
         [..., H], differentiable.
@@ -114,7 +113,7 @@ def gated_activation(
     if needs_dispatcher(gate, up):
         out = torch.ops.hybridengine.gated_activation(_rows(gate), _rows(up), activation)
     else:
-        out = native().gated_activation(_rows(gate), _rows(up), activation)
+        out = _kernels(gate).gated_activation(_rows(gate), _rows(up), activation)
     return out.view(gate.shape)
 
 
@@ -124,14 +123,29 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.shape[-1] <= 1 or rows.stride(1) == 1 else rows.contiguous()
 
 
+def _kernels(x: Tensor) -> Any:
+    """Return what has the kernels for the device of x."""
+    if not x.is_cuda:
+        return native()
+    from . import layer_triton
+
+    return layer_triton
+
+
+def _run_norm(
+    x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the normed rows and, with `keep`, 1 / rms of each."""
+    arguments = (x, weight.contiguous(), eps, offset, round_first, keep)
+    results: tuple[Tensor, Tensor] = _kernels(x).rms_norm(*arguments)
+    return results
+
+
 @custom_op("hybridengine::rms_norm", mutates_args=())
 def _rms_norm(
     x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
 ) -> tuple[Tensor, Tensor]:
-    results: tuple[Tensor, Tensor] = native().rms_norm(
-        x, weight.contiguous(), eps, offset, round_first, True
-    )
-    return results
+    return _run_norm(x, weight, eps, offset, round_first, True)
 
 
 @_rms_norm.register_fake
@@ -145,7 +159,7 @@ def _(
 def _rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, offset: float
 ) -> tuple[Tensor, Tensor]:
-    grads: tuple[Tensor, Tensor] = native().rms_norm_backward(
+    grads: tuple[Tensor, Tensor] = _kernels(x).rms_norm_backward(
         _rows(grad), x, weight.contiguous(), inverse_rms, offset
     )
     return grads
@@ -177,7 +191,7 @@ _rms_norm.register_autograd(_norm_gradients, setup_context=_save_norm)
 
 @custom_op("hybridengine::gated_activation", mutates_args=())
 def _gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    out: Tensor = native().gated_activation(gate, up, activation)
+    out: Tensor = _kernels(gate).gated_activation(gate, up, activation)
     return out
 
 
@@ -190,7 +204,7 @@ def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 def _gated_activation_backward(
     grad: Tensor, gate: Tensor, up: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
-    grads: tuple[Tensor, Tensor] = native().gated_activation_backward(
+    grads: tuple[Tensor, Tensor] = _kernels(gate).gated_activation_backward(
         _rows(grad), gate, up, activation
     )
     return grads

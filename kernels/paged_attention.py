@@ -1,12 +1,14 @@
 """paged_attention: attention over a paged key-value cache, with the bits of `tree_attention`.
 
-On a CPU a query has the bits that `tree_attention` gives the token at its position of its sequence,
-whatever the batch, the split of a prompt into chunks, the size of blocks and the number of threads.
+A query has the bits that `tree_attention` (on a GPU with `batch_invariant`) gives the token at its
+position of its sequence, whatever the batch, the split of a prompt into chunks, the size of blocks
+and the number of threads.
 
-The cache is [num_blocks, H_kv, block_size, D + D_v]. A block of a head begins with its keys as
-[D / n, block_size, n], followed by its values as [block_size / n, D_v, n], where n is 2 for
+The cache is [num_blocks, H_kv, block_size, D + D_v]. `write_kv_cache` writes it, as the backend
+reads it. On a GPU a row is a key, then its value. On a CPU a block of a head begins with its keys
+as [D / n, block_size, n], followed by its values as [block_size / n, D_v, n], where n is 2 for
 bfloat16 and 1 for float32: consecutive keys are in one vector register, and pairs are those of
-AVX512-BF16. `write_kv_cache` writes it.
+AVX512-BF16.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from .attention import tree_attention
 OP = "paged_attention"
 _DTYPES = (torch.float32, torch.bfloat16)
 
-register_backends(OP, cpu=("cpp", "reference"), cuda=("reference",))
+register_backends(OP, cpu=("cpp", "reference"), cuda=("triton", "reference"))
 
 
 def write_kv_cache(
@@ -34,20 +36,27 @@ def write_kv_cache(
 ) -> None:
     """Write keys and values of new tokens to the cache.
 
-    A token whose key or value is not finite becomes a key of NaN and zeros and a value of zeros:
-    queries that see it become NaN, others are not affected.
+    On a CPU a token whose key or value is not finite becomes a key of NaN and zeros and a value of
+    zeros: queries that see it become NaN, others are not affected.
 
     Args:
         key: [T, H_kv, D]; value: [T, H_kv, D_v], of the dtype of the cache.
         kv_cache: [num_blocks, H_kv, block_size, D + D_v], float32 or bfloat16; block_size, D and
             D_v are multiples of 16.
         slot_mapping: [T] int64, block * block_size + offset of each token; negative: not written.
-        backend: `cpp` or `reference`; None takes the best one.
+        backend: `cpp`, `triton` or `reference`; None takes the best one.
 
     Raises:
-        ValueError: shapes, dtypes, devices or slots that do not fit.
+        ValueError: shapes, dtypes, devices or (on a CPU) slots that do not fit.
     """
-    if choose_backend(OP, kv_cache.device, backend) == "cpp":
+    chosen = choose_backend(OP, kv_cache.device, backend)
+    if chosen == "triton":
+        from . import paged_attention_triton as module
+
+        _check_cache(kv_cache, key, value)
+        module.write_kv_cache(key, value, kv_cache, slot_mapping)
+        return
+    if chosen == "cpp":
         native().write_kv_cache(key, value, kv_cache, slot_mapping)
         return
     finite = (key.isfinite().all(-1) & value.isfinite().all(-1))[..., None]
@@ -84,13 +93,14 @@ def paged_attention(
         seq_lens: [S] int32, tokens of each sequence, of which the queries are the last.
         softmax_scale, window_size, softcap: see `tree_attention`.
         out: [T, H, D_v] to write to; None: a new tensor.
-        backend: `cpp` or `reference`; None takes the best one.
+        backend: `cpp`, `triton` or `reference`; None takes the best one.
 
     Returns:
         [T, H, D_v] of the dtype of `query`, without a gradient.
 
     Raises:
-        ValueError: shapes, dtypes, devices or numbers that do not fit, blocks outside of the cache.
+        ValueError: shapes, dtypes, devices or numbers that do not fit; on a CPU also blocks outside
+            of the cache.
 
     Example:
         >>> cache = torch.zeros(3, 1, 16, 32)
@@ -107,8 +117,15 @@ def paged_attention(
     value_dim = kv_cache.shape[3] - query.shape[2]
     if out is None:
         out = query.new_empty(*query.shape[:2], max(value_dim, 0))
-    if choose_backend(OP, query.device, backend) == "cpp":
-        sequences = (block_table, query_start_loc, seq_lens)
+    sequences = (block_table, query_start_loc, seq_lens)
+    chosen = choose_backend(OP, query.device, backend)
+    if chosen == "triton":
+        from . import paged_attention_triton as module
+
+        _check_operands(query, kv_cache, *sequences, out)
+        module.paged_attention(query, kv_cache, *sequences, scale, window_size, softcap, out)
+        return out
+    if chosen == "cpp":
         native().paged_attention(query, kv_cache, *sequences, scale, window_size, softcap, out)
         return out
     keys, values = _views(kv_cache, query.shape[2])
@@ -134,6 +151,52 @@ def paged_attention(
             backend="reference",
         )[first:]
     return out
+
+
+def _check_cache(kv_cache: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise ValueError unless keys [T, H_kv, D] and values [T, H_kv, D_v] fit the cache."""
+    heads, width = kv_cache.shape[1], kv_cache.shape[3]
+    check.dtype(OP, "kv_cache", kv_cache, _DTYPES)
+    for name, rows in (("key", key), ("value", value)):
+        check.shape(OP, name, rows, "T H_kv D", {"H_kv": (heads, "kv_cache")})
+        check.dtype(OP, name, rows, (kv_cache.dtype,))
+    if key.shape[2] + value.shape[2] != width or not kv_cache.is_contiguous():
+        raise ValueError(
+            f"{OP}: kv_cache has shape {list(kv_cache.shape)} and strides "
+            f"{list(kv_cache.stride())}; expected a contiguous one of rows of {key.shape[2]} + "
+            f"{value.shape[2]} elements."
+        )
+
+
+def _check_operands(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    out: Tensor,
+) -> None:
+    """Raise ValueError unless the shapes and dtypes fit; values on a GPU are not read."""
+    tokens, heads, width = query.shape
+    kv_heads, value_width = kv_cache.shape[1], kv_cache.shape[3] - width
+    check.dtype(OP, "query", query, (kv_cache.dtype,))
+    check.dtype(OP, "out", out, (query.dtype,))
+    for name, value in (("block_table", block_table), ("seq_lens", seq_lens)):
+        check.dtype(OP, name, value, (torch.int32,))
+    check.dtype(OP, "query_start_loc", query_start_loc, (torch.int32,))
+    fits = (
+        (heads % kv_heads == 0, "a number of query heads that is a multiple of the cache's"),
+        (value_width > 0, "a cache of rows longer than a query"),
+        (out.shape == (tokens, heads, value_width), f"out of [{tokens}, {heads}, {value_width}]"),
+        (out.stride()[1:] == (value_width, 1), "out with contiguous heads"),
+        (len(query_start_loc) == len(seq_lens) + 1, "one query_start_loc more than seq_lens"),
+        (len(block_table) == len(seq_lens), "a row of block_table for each of seq_lens"),
+        (block_table.stride(1) == 1, "block_table with contiguous rows"),
+        (kv_cache.is_contiguous(), "a contiguous kv_cache"),
+    )
+    for fit, expected in fits:
+        if not fit:
+            raise ValueError(f"{OP}: query has shape {list(query.shape)}; expected {expected}.")
 
 
 def _views(kv_cache: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
+from hybridengine.kernels import decode_linear_triton, layer_triton, paged_attention_triton
 from hybridengine.kernels.advantage import whiten_triton
-from hybridengine.kernels.attention import triton_backward, triton_forward, triton_tables
+from hybridengine.kernels.attention import (
+    triton_backward,
+    triton_forward,
+    triton_paths,
+    triton_tables,
+)
 from hybridengine.kernels.attention.triton_tiles import choose_tiles
 from hybridengine.kernels.linear import distillation_triton, rescale
 from hybridengine.kernels.logprob import triton as logprob_triton
@@ -55,6 +62,13 @@ def builds(capability: int) -> dict[str, Callable[[], Usage]]:
         for form, general in itertools.product(range(3), (False, True)):
             name = f"{('forward', 'reverse', 'jsd')[form]}_{'softcap' if general else 'plain'}"
             by_name[f"distillation_{name}_{dtype}"] = partial(_distillation, form, dtype, general)
+        named = {"bf16": torch.bfloat16, "fp32": torch.float32}
+        for rows, tiles in decode_linear_triton.TILES[named[dtype]].items():
+            by_name[f"decode_linear_{rows or 'many'}_{dtype}"] = partial(_linear, tiles, dtype)
+        for width, name in itertools.product((128, 4096, 8192), ("norm", "norm_backward")):
+            by_name[f"rms_{name}_{width}_{dtype}"] = partial(_norm, name, width, dtype)
+        for name in ("gated", "gated_backward"):
+            by_name[f"{name}_activation_{dtype}"] = partial(_gated, name, dtype)
     for general in (False, True):
         name = f"logprob_unscaled_{'every_option' if general else 'plain'}"
         by_name[name] = partial(_unscaled, general)
@@ -65,10 +79,16 @@ def builds(capability: int) -> dict[str, Callable[[], Usage]]:
             suffix = f"{dtype}_{head_size}_{'every_option' if options else 'plain'}"
             build = partial(_attention, name, dtype, head_size, options)
             by_name[f"attention_{name}_{suffix}"] = build
+        for name in ("path", "paged"):
+            suffix = f"{dtype}_{head_size}_{'every_option' if options else 'plain'}"
+            build = partial(_invariant_attention, name, dtype, head_size, options)
+            by_name[f"attention_{name}_{suffix}"] = build
     for name in ("moments", "join", "apply"):
         by_name[f"whiten_{name}"] = partial(_whiten, name)
     for name in ("sequence", "token", "sum"):
         by_name[f"rollout_correction_{name}"] = partial(_rollout_correction, name)
+    by_name["attention_parents"] = _attention_parents
+    by_name["attention_write_kv_cache"] = _write_kv_cache
     for name in ("bounds", "links", "window", "delta"):
         by_name[f"attention_{name}"] = partial(_attention_tables, name)
     return {name: partial(build, capability) for name, build in by_name.items()}
@@ -217,6 +237,39 @@ def _sampling(name: str, dtype: str, capability: int) -> Usage:
     return compile_kernel(kernel, types, constants, capability, options, {"logits", "row_stride"})
 
 
+def _linear(tiles: decode_linear_triton.Tiles, dtype: str, capability: int) -> Usage:
+    kernel = decode_linear_triton.linear_kernel
+    types = dict.fromkeys(kernel.arg_names, "i32")
+    types |= dict.fromkeys(("x", "weight", "bias", "out"), f"*{dtype}")
+    blocks = tiles.arguments
+    options = {key: blocks.pop(key) for key in ("num_warps", "num_stages")}
+    constants = _flags(kernel, GROUP=decode_linear_triton.GROUP, **blocks)
+    aligned = {"x", "weight", "out", "n", "k", "x_stride", "weight_stride"}
+    return compile_kernel(kernel, types, constants, capability, options, aligned)
+
+
+def _norm(name: str, width: int, dtype: str, capability: int) -> Usage:
+    kernel = getattr(layer_triton, f"{name}_kernel")
+    types = dict.fromkeys(kernel.arg_names, f"*{dtype}")
+    types |= dict.fromkeys(("inverse_rms", "partials"), "*fp32")
+    types |= dict.fromkeys(("rows", "width", "x_stride", "grad_stride"), "i32")
+    types |= dict.fromkeys(("eps", "offset"), "fp32")
+    tile = layer_triton.norm_tile(width)
+    options = {"num_warps": tile.pop("num_warps")}
+    constants = _flags(kernel, PARTIAL_ROWS=layer_triton.PARTIAL_ROWS, **tile)
+    aligned = {"x", "grad", "weight", "out", "grad_x", "width", "x_stride", "grad_stride"}
+    return compile_kernel(kernel, types, constants, capability, options, aligned)
+
+
+def _gated(name: str, dtype: str, capability: int) -> Usage:
+    kernel = getattr(layer_triton, f"{name}_kernel")
+    types = dict.fromkeys(kernel.arg_names, f"*{dtype}")
+    strides = ("width", "grad_stride", "gate_stride", "up_stride")
+    types |= dict.fromkeys(strides, "i32")
+    constants = _flags(kernel, BLOCK=layer_triton.GATED_BLOCK)
+    return compile_kernel(kernel, types, constants, capability, aligned={*types} - {*constants})
+
+
 def _attention(name: str, dtype: str, head_size: int, options: bool, capability: int) -> Usage:
     module = triton_forward if name == "forward" else triton_backward
     kernel = getattr(module, f"{name}_kernel")
@@ -234,6 +287,41 @@ def _attention(name: str, dtype: str, head_size: int, options: bool, capability:
     )
     strides = [name for name in kernel.arg_names if name.endswith(("stride", "width"))]
     return compile_kernel(kernel, types, constants, capability, launch, {*tensors, *strides})
+
+
+def _invariant_attention(
+    name: str, dtype: str, head_size: int, options: bool, capability: int
+) -> Usage:
+    module = triton_paths if name == "path" else paged_attention_triton
+    kernel = getattr(module, f"{name}_kernel")
+    itemsize = 4 if dtype == "fp32" else 2
+    tiles = triton_paths.path_tiles(head_size, itemsize, capability).arguments
+    launch = {key: tiles.pop(key) for key in ("num_warps", "num_stages")}
+    types = dict.fromkeys(kernel.arg_names, "i32")
+    tensors = ("query", "key", "value", "cache", "out")
+    types |= dict.fromkeys(tensors, f"*{dtype}")
+    integers = ("positions", "begins", "parents", "block_table", "query_start_loc", "seq_lens")
+    types |= dict.fromkeys(integers, "*i32")
+    types |= {"lse": "*fp32", "factor": "fp32", "cap_scale": "fp32"}
+    sizes = {"BLOCK_D": head_size, "BLOCK_V": head_size, "SIZE": 16, **tiles}
+    constants = _flags(kernel, HAS_WINDOW=options, HAS_CAP=options, **sizes)
+    strides = [name for name in kernel.arg_names if name.endswith(("stride", "width"))]
+    return compile_kernel(kernel, types, constants, capability, launch, {*tensors, *strides})
+
+
+def _attention_parents(capability: int) -> Usage:
+    kernel = triton_paths.parents_kernel
+    types = dict.fromkeys(kernel.arg_names, "*i32")
+    return compile_kernel(kernel, types, {"SCAN": 1024}, capability)
+
+
+def _write_kv_cache(capability: int) -> Usage:
+    kernel = paged_attention_triton.write_kernel
+    types = dict.fromkeys(kernel.arg_names, "i32")
+    types |= dict.fromkeys(("key", "value", "cache"), "*bf16")
+    types["slots"] = "*i64"
+    sizes = dict.fromkeys(("WIDTH", "VALUE_WIDTH", "BLOCK_D", "BLOCK_V"), 128)
+    return compile_kernel(kernel, types, {"SIZE": 16, **sizes}, capability)
 
 
 def _attention_tables(name: str, capability: int) -> Usage:

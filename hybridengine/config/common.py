@@ -207,11 +207,6 @@ class JobConfig(ABC):
     def sequence_parallel_size(self) -> int: ...
 
     @property
-    def exact(self) -> bool:
-        """Whether the policy has operators that do not depend on the batch."""
-        return False
-
-    @property
     def deterministic(self) -> bool:
         """Whether gradients are summed in a fixed order, at some cost."""
         return False

@@ -120,24 +120,33 @@ _NEEDED_BY_EXACT: dict[str, object] = {
 }
 
 
+def exactness_obstacle(config: RLConfig) -> str | None:
+    """Return the first setting that cannot be combined with rollout.exact, as a clause."""
+    return next(_inexact_settings(config), None)
+
+
 def _exact(config: RLConfig) -> Iterator[str]:
-    """Yield what cannot be combined with rollout.exact."""
-    if not config.rollout.exact:
-        return
-    yield from find_differences(config, _NEEDED_BY_EXACT, "rollout.exact does not cover that")
+    if config.rollout.exact == "on":
+        for obstacle in _inexact_settings(config):
+            yield f"{obstacle}, but rollout.exact is on; set it to auto, which is off there"
+
+
+def _inexact_settings(config: RLConfig) -> Iterator[str]:
+    for name, needed in _NEEDED_BY_EXACT.items():
+        if (value := attrgetter(name)(config)) != needed:
+            yield f"{name} is {value}, and that has no exact form"
     if config.rollout.name == "hf":
-        yield "rollout.name is hf, but rollout.exact replaces operators of vLLM; leave it auto"
+        yield "rollout.name is hf, and exact operators replace those of vLLM"
     if config.overlaps and config.rollout.tensor_model_parallel_size > 1:
         yield (
             f"{TP_SIZE} is {config.rollout.tensor_model_parallel_size} and trainer.mode "
-            f"{config.trainer.mode}, but rollout.exact adds the sums of engine ranks in the same "
-            f"process; set {TP_SIZE}=1, or trainer.mode=sync"
+            f"{config.trainer.mode}, and the trainer has to know which sums engine ranks add"
         )
     engine, trainer = config.rollout.dtype, config.actor.fsdp_config.dtype
     if engine not in ("auto", trainer) or trainer == "float16":
         yield (
-            f"rollout.dtype is {engine} and actor.fsdp_config.dtype {trainer}, but rollout.exact "
-            "needs the same for both, float32 or bfloat16; leave rollout.dtype auto"
+            f"rollout.dtype is {engine} and actor.fsdp_config.dtype {trainer}, which have to be "
+            "the same, float32 or bfloat16"
         )
 
 

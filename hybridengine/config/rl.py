@@ -184,10 +184,6 @@ class RLConfig(JobConfig):
         return self.actor.ulysses_sequence_parallel_size
 
     @property
-    def exact(self) -> bool:
-        return self.rollout.exact
-
-    @property
     def deterministic(self) -> bool:
         return self.actor.deterministic
 

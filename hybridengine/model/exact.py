@@ -16,15 +16,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridengine.errors import ModelError
 from hybridengine.kernels import decode_linear, gated_activation, rms_norm
 from hybridengine.kernels.rotary import RotaryTable
-from hybridengine.model.validation import takes_images
+from hybridengine.model.validation import auto_class, head_size, takes_images
 
 _EXACT = "has_exact_operators"
-_ROPE_TYPES = ("default", "linear", "llama3")
+_ROPE_TYPES = ("default", "llama3")
 
 
 def use_exact_operators(model: PreTrainedModel, splits: Mapping[str, int]) -> None:
@@ -40,11 +40,24 @@ def use_exact_operators(model: PreTrainedModel, splits: Mapping[str, int]) -> No
             that are known; the message names it.
     """
     if takes_images(model.config):
-        raise ModelError("rollout.exact has no operators for vision towers; set it to false")
+        raise ModelError("it has a vision tower, for which there are no exact operators")
+    if getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None:
+        raise ModelError("it has soft-capped logits, for which there are no exact operators")
     decoder = model.get_decoder()
     for name, module in decoder.named_modules():
         _replace_forward(name, module, splits)
     setattr(model, _EXACT, True)
+
+
+def model_obstacle(config: PretrainedConfig, trust_remote_code: bool = False) -> str | None:
+    """Return why a model of this configuration cannot have exact operators, None if it can."""
+    try:
+        with torch.device("meta"):
+            model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        use_exact_operators(model, {})
+    except ModelError as error:
+        return f"{config.model_type}: {error}"
+    return None
 
 
 def has_exact_operators(model: nn.Module) -> bool:
@@ -81,6 +94,8 @@ def _replace_forward(name: str, module: Any, splits: Mapping[str, int]) -> None:
     elif kind.endswith("RotaryEmbedding"):
         if getattr(module, "rope_type", None) not in _ROPE_TYPES:
             raise _unknown(name, module, f"rope_type {getattr(module, 'rope_type', None)!r}")
+        if 2 * module.inv_freq.numel() != head_size(module.config):
+            raise _unknown(name, module, "angles for a part of a head's dimensions")
         forward = _rotary
     elif not isinstance(module, nn.Embedding) and list(module.parameters(recurse=False)):
         raise _unknown(name, module, "parameters of its own")
@@ -105,7 +120,8 @@ def _norm_options(name: str, module: Any, eps: float | None) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         probe.weight.copy_(torch.rand(weight.shape, generator=generator) + 0.5)
-        x = torch.randn(16, weight.numel(), generator=generator).bfloat16()
+        rows = 1 + 2048 // weight.numel()
+        x = torch.randn(rows, weight.numel(), generator=generator).bfloat16()
         expected = probe(x)
         for options in ({"round_first": True}, {}, {"offset": 1.0}):
             result = rms_norm(x, probe.weight, eps, **options)
@@ -125,6 +141,5 @@ def _activation(name: str, function: Callable[[Tensor], Tensor]) -> Any:
 
 def _unknown(name: str, module: Any, what: str) -> ModelError:
     return ModelError(
-        f"rollout.exact: {name} ({type(module).__name__}) has {what}, for which there is no exact "
-        "operator; set rollout.exact=false for this model"
+        f"its {name} ({type(module).__name__}) has {what}, for which there is no exact operator"
     )

@@ -141,6 +141,12 @@ def longest_sequence(config: PretrainedConfig) -> int | None:
     return int(limit * max([1.0, *filter(None, factors)]))
 
 
+def head_size(config: PretrainedConfig) -> int:
+    """Return the dimensions of a head of the model's attention."""
+    text = config.get_text_config()
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
 def shared_prefix_obstacle(config: PretrainedConfig) -> str | None:
     """Return why sequences cannot share the computation of a prefix; None if they can.
 

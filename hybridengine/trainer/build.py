@@ -184,8 +184,13 @@ def engine_name(config: RLConfig) -> str:
     return name
 
 
-def build_engine(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
-    """Build the rollout engine on this rank, without weights."""
+def build_engine(
+    config: RLConfig, tokenizer: PreTrainedTokenizerBase, *, exact: bool = False
+) -> RolloutEngine:
+    """Build the rollout engine on this rank, without weights.
+
+    exact: with the trained model's operators, where `inexact_reason` is None.
+    """
     model, rollout, checkpoint = config.model, config.rollout, checkpoint_layout(config)
     stop_token_ids, dtype = (
         find_stop_token_ids(model.path, tokenizer),
@@ -228,7 +233,7 @@ def build_engine(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Rollou
         free_cache=rollout.free_cache_engine,
         stop_texts=bool(rollout.stop),
         quantization=rollout.quantization,
-        exact=rollout.exact,
+        exact=exact,
         record_routes=config.actor.router_replay == "rollout",
         limit_images=rollout.limit_images,
         engine_options={

@@ -43,7 +43,7 @@ def load_model(
     path: str = "",
     *,
     is_trained: bool = False,
-    splits: Mapping[str, int] = MappingProxyType({}),
+    splits: Mapping[str, int] | None = None,
     shard_dim1: Callable[[str], bool] = lambda name: False,
     base_memory: Mapping[str, torch.Tensor] = MappingProxyType({}),
     **options: bool,
@@ -52,14 +52,14 @@ def load_model(
 
     path: of the weights; empty: model.path.
     is_trained: it is the policy, or the model of SFT: it gets adapters and the settings of routers.
-    splits: of the policy with rollout.exact, see `use_exact_operators`.
+    splits: of the policy, where it has the engine's operators, see `use_exact_operators`.
     base_memory, options: further options of `load_causal_lm`.
     """
     fsdp, model, policy = config.sharding, config.model, config.policy
     rank, alpha, modules = model.lora_rank, model.lora_alpha, model.target_modules
     is_policy = path in ("", model.path) and "value_head" not in options
     changes = list[Callable[[Any], object]]()
-    if config.exact and is_policy:
+    if splits is not None and is_policy:
         changes.append(partial(use_exact_operators, splits=splits))
     if is_trained and rank:
         changes.append(
@@ -156,11 +156,14 @@ def build_actor(
     updates: int,
     steps: int,
     base_memory: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    *,
+    exact: bool = False,
 ) -> Actor:
     """Build the policy under FSDP2 over all ranks; updates: optimizer steps in all its steps.
 
     sliced_dims: which dimensions an engine on these ranks slices (`EngineLayout.sliced_dims`).
     base_memory: of the frozen base under LoRA, where it is the engine's (`shared_weights`).
+    exact: the engine has the operators of `use_exact_operators`.
 
     `dim1_parameters` are sharded in dim 1, so that a weight sync moves less. The reference is a
     copy of the policy, or under LoRA the policy without its adapters; a teacher is another model.
@@ -169,12 +172,13 @@ def build_actor(
     sliced = sliced_dims(shapes)
     columns = dim1_parameters(shapes, sliced, num_shards(config))
     tp_size = config.rollout.tensor_model_parallel_size
+    splits = {name: tp_size for name, dim in sliced.items() if dim == 1 and tp_size > 1}
     load = partial(
         load_model,
         config,
         dp.session,
         shard_dim1=columns.__contains__,
-        splits={name: tp_size for name, dim in sliced.items() if dim == 1 and tp_size > 1},
+        splits=splits if exact else None,
         param_offload=config.actor.fsdp_config.param_offload,
     )
     reference: Any = None

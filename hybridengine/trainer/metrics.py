@@ -88,7 +88,7 @@ def probs_diff(
             "rollout.exact: the engine's log-probs are not the trainer's (a probability differs by "
             f"{float(largest):.1e}), so the responses are not of the trained weights, or an "
             "operator is not exact. `hybridengine parity` on this run names the first difference; "
-            "rollout.exact=false goes on without the check"
+            "rollout.exact=off goes on without the check"
         )
     count = count.clamp(min=1)
     p, q = p - sum_p / count, q - sum_q / count

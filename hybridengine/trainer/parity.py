@@ -22,6 +22,7 @@ from hybridengine.trainer.build import (
     load_tokenizer,
     tool_schemas,
 )
+from hybridengine.trainer.exact_rollouts import inexact_reason
 from hybridengine.trainer.start import silence_libraries
 
 _PROMPTS, _MAX_TOKENS = 4, 32  # operators are compared at every token
@@ -46,7 +47,8 @@ def compare_job(config: RLConfig) -> Report:
         tokenizer = load_tokenizer(config)
         data = config.data
         prompts = PromptDataset(data.train_files, tokenizer, data, tool_schemas(config))
-        engine = cast(VllmEngine, build_engine(config, tokenizer))
+        exact = inexact_reason(config) is None
+        engine = cast(VllmEngine, build_engine(config, tokenizer, exact=exact))
         try:
             model = load_causal_lm(
                 config.model.path,

@@ -23,6 +23,7 @@ from hybridengine.simulate.model import ModelShape
 from hybridengine.trainer.algorithms import uses_critic
 from hybridengine.trainer.build import checkpoint_layout, engine_name
 from hybridengine.trainer.build_models import num_shards
+from hybridengine.trainer.exact_rollouts import inexact_reason
 from hybridengine.trainer.shared_prefix import no_sharing_reason
 from hybridengine.trainer.shared_weights import unshared_reason
 
@@ -66,6 +67,7 @@ def plan_table(config: RLConfig, train: PromptDataset, val: PromptDataset | None
             "micro-batch": f"up to {max_tokens} tokens{shared}, at most "
             f"{-(-replica_tokens // max_tokens)} per optimizer step",
             "shared prefix": no_sharing_reason(config) or "a prompt is computed once for its group",
+            "exact": inexact_reason(config) or "engine and trainer compute the same log-probs",
             "memory": ", ".join(f"{name} {size:.2f}" for name, size in _memory_gib(config).items())
             + " GiB per rank, estimated"
             + ("; engine weights and cache on engine ranks" if splits else ""),

@@ -93,6 +93,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
                 updates,
                 self.steps,
                 self.source.base.memory,
+                exact=self.source.exact,
             )
             self.model = self.actor.model
             trained: dict[str, Learner] = {"actor": self.actor}
@@ -257,7 +258,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
         return self.syncs[-1]
 
     def _probs_diff(self, batch: RolloutBatch) -> dict[str, float]:
-        exact = self.config.rollout.exact and not self.config.overlaps  # weights may be older there
+        exact = self.source.exact and not self.config.overlaps  # weights may be older there
         return probs_diff(batch, self.dp.group, exact)
 
     def validate(self, step: int) -> tuple[float, dict[str, float]]:

@@ -19,6 +19,7 @@ from hybridengine.runtime.all_ranks import all_gather_values
 from hybridengine.runtime.session import Session
 from hybridengine.sharding.weight_target import target_of
 from hybridengine.trainer.build import build_agents, build_engine, build_resharder
+from hybridengine.trainer.exact_rollouts import inexact_reason
 from hybridengine.trainer.generation import RolloutGenerator
 from hybridengine.trainer.models import Actor
 from hybridengine.trainer.reward_model import RewardModel
@@ -31,9 +32,11 @@ class RolloutSource(ABC):
     """All methods are collective over the trainer ranks.
 
     base: the base of the policy where it is the engine's weights.
+    exact: the engine has the operators of the policy (`rollout.exact`).
     """
 
     base = SharedBase()
+    exact: bool
 
     @abstractmethod
     def sliced_dims(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
@@ -96,8 +99,9 @@ class ColocatedRollouts(RolloutSource):
     ) -> None:
         self._config, self._session, self._tokenizer = config, session, tokenizer
         self._reward, self._loader, self._sampling = reward, loader, sampling
+        self.exact = inexact_reason(config) is None
         with session.phase("start_engine"):
-            self.engine = build_engine(config, tokenizer)
+            self.engine = build_engine(config, tokenizer, exact=self.exact)
             self.base = share_base(config, self.engine)
         self._checksum = WeightsChecksum(config, self.engine)
         self.engine.sleep()

@@ -40,6 +40,7 @@ def tree_attention(
     softmax_scale: float | None = None,
     window_size: int | None = None,
     softcap: float | None = None,
+    batch_invariant: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Compute softmax(scale q . k) v over the keys that each token sees.
@@ -53,10 +54,13 @@ def tree_attention(
         subtree_ends: [T] int32 or int64, the end of the subtree of each token's node, in packed
             order; for packed sequences the end of the token's sequence. Every token sees itself.
         position_ids: [T] int32 or int64, the depth of each token in its tree; needed with
-            window_size, else unused.
+            window_size or batch_invariant, else unused.
         softmax_scale: None is D ** -0.5.
         window_size: number of positions that a token sees, its own included; None is all.
         softcap: scores become softcap * tanh(score / softcap); None leaves them.
+        batch_invariant: on a GPU, too, the result of a token does not depend on other sequences or
+            on whether prefixes are shared, bit for bit, and is that of `paged_attention`; for head
+            sizes up to 256. Gradients are those without it.
         backend: `cpp`, `triton` or `reference`; None takes the best one.
 
     Returns:
@@ -101,6 +105,7 @@ def tree_attention(
         _check_ends(ends)
     if window_size is not None:
         window_size = check.integer(OP, "window_size", window_size, at_least=1)
+    if window_size is not None or batch_invariant:
         check.not_none(OP, position_ids=position_ids)
         assert position_ids is not None
         check.shape(OP, "position_ids", position_ids, "T", sizes)
@@ -112,7 +117,7 @@ def tree_attention(
     scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     scale = check.number(OP, "softmax_scale", scale)
     out, _ = torch.ops.hybridengine.tree_attention(
-        query, key, value, ends, position_ids, scale, window_size, softcap, backend
+        query, key, value, ends, position_ids, scale, window_size, softcap, backend, batch_invariant
     )
     return out
 
@@ -135,11 +140,17 @@ def _unit_inner_stride(argument: Any) -> Any:
 @custom_op(
     f"hybridengine::{OP}",
     mutates_args=(),
-    schema=f"(Tensor query, Tensor key, Tensor value, {OPTIONS}) -> (Tensor, Tensor)",
+    schema=f"(Tensor query, Tensor key, Tensor value, {OPTIONS}, bool batch_invariant) -> "
+    "(Tensor, Tensor)",
 )
 def _forward_op(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """out [T, H, D_v], and the log-sum-exp of the scores [H, T], float32 or float64."""
-    return _run("forward", query, key, value, *options)
+    *tree, backend, batch_invariant = options
+    if batch_invariant and choose_backend(OP, query.device, backend, query.dtype) == "triton":
+        from .triton_paths import path_attention
+
+        return path_attention(reference.Heads(query, key, value), reference.TreeOptions(*tree))
+    return _run("forward", query, key, value, *tree, backend)
 
 
 def _run(name: str, *arguments: Any) -> Any:
@@ -185,13 +196,13 @@ def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> t
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.scale, ctx.window_size, ctx.softcap, ctx.backend = inputs
+    *tensors, ctx.scale, ctx.window_size, ctx.softcap, ctx.backend, _ = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 @check.differentiable_once(OP)
 def _backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    no_gradients = (None,) * 6
+    no_gradients = (None,) * 7
     if grad_out is None:
         return None, None, None, *no_gradients
     query, key, value, ends, position_ids, out, lse = ctx.saved_tensors

@@ -1,15 +1,15 @@
 """tree_attention in Triton, for CUDA: the forward and backward of op.py.
 
-The kernels are in triton_forward.py and triton_backward.py. Which key blocks a block of queries
-visits is computed on the device (triton_tables.py), so the host never waits, and a CUDA graph can
-capture all of it. Sums are float32; P and dS are rounded to the dtype of the inputs; products of
-float32 inputs are exact, without tensor cores. No autotuning: tiles depend on the head size, the
-dtype and the GPU alone, so results do not depend on timing.
+The kernels are in triton_forward.py and triton_backward.py, a forward whose bits do not depend on
+the packing in triton_paths.py. Which key blocks a block of queries visits is computed on the device
+(triton_tables.py), so the host never waits, and a CUDA graph can capture all of it. Sums are
+float32; P and dS are rounded to the dtype of the inputs; products of float32 inputs are exact,
+without tensor cores. No autotuning: tiles depend on the head size, the dtype and the GPU alone, so
+results do not depend on timing.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +22,16 @@ from .reference import Heads, TreeOptions
 from .triton_backward import delta_kernel, key_grad_kernel, query_grad_kernel
 from .triton_forward import forward_kernel
 from .triton_tables import block_tables
-from .triton_tiles import Tiles, choose_tiles
+from .triton_tiles import (
+    MAX_HEAD_SIZE,
+    Tiles,
+    block_sizes,
+    capability_of,
+    choose_tiles,
+    scale_arguments,
+    strides,
+)
 
-_MAX_HEAD_SIZE = 256  # of the kernels; the reference backend takes larger ones
 _DELTA_BLOCK = 64
 
 
@@ -42,10 +49,7 @@ class _Problem(NamedTuple):
     def tiles(self, kernel: str) -> Tiles:
         head_size = max(self.query.shape[2], self.value.shape[2])
         plain = not (self.flags["HAS_WINDOW"] or self.flags["HAS_CAP"])
-        capability = 90  # in the interpreter
-        if self.query.is_cuda:
-            major, minor = torch.cuda.get_device_capability(self.query.device)
-            capability = 10 * major + minor
+        capability = capability_of(self.query)
         return choose_tiles(kernel, head_size, self.query.dtype.itemsize, capability, plain)
 
 
@@ -53,35 +57,23 @@ def _problem(inputs: Heads, options: TreeOptions) -> _Problem:
     query, key, value = inputs
     _, _, softmax_scale, window_size, softcap = options
     width, value_width = query.shape[2], value.shape[2]
-    sign = 1.0
-    if softmax_scale <= 0:  # the kernels take the maximum before they scale
-        sign = -1.0 if softmax_scale < 0 else 0.0
-        query, softmax_scale = query * sign, -softmax_scale or 1.0
+    query, scores = scale_arguments(query, softmax_scale, softcap)
     query, key, value = map(_unit_stride, (query, key, value))
-    factor = softmax_scale if softcap is None else softcap
     sizes = {
         **{"group": query.shape[1] // key.shape[1], "width": width, "value_width": value_width},
-        **_strides(query=query, key=key, value=value),
-        **{"window_size": window_size or 0, "factor": factor / math.log(2)},
-        "cap_scale": 0.0 if softcap is None else 2 * softmax_scale / softcap / math.log(2),
+        **strides(query=query, key=key, value=value),
+        **{"window_size": window_size or 0, **scores},
     }
-    block_d, block_v = (max(16, triton.next_power_of_2(n)) for n in (width, value_width))
     flags = {
         **{"HAS_WINDOW": window_size is not None, "HAS_CAP": softcap is not None},
-        "ALL_COLUMNS": (block_d, block_v) == (width, value_width),
-        **{"BLOCK_D": block_d, "BLOCK_V": block_v},
+        **block_sizes(width, value_width),
     }
-    return _Problem(query, key, value, softmax_scale, sign, sizes, flags)
+    sign = float((softmax_scale > 0) - (softmax_scale < 0))
+    return _Problem(query, key, value, abs(softmax_scale) or 1.0, sign, sizes, flags)
 
 
 def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
-
-
-def _strides(**tensors: Tensor) -> dict[str, int]:
-    """Return the arguments x_stride (of a token) and x_head_stride."""
-    tokens = {f"{name}_stride": x.stride(0) for name, x in tensors.items()}
-    return tokens | {f"{name}_head_stride": x.stride(1) for name, x in tensors.items()}
 
 
 def _heads_per_program(key_blocks: int, heads: int, kv_heads: int, device: torch.device) -> int:
@@ -106,7 +98,7 @@ def tree_attention_forward(inputs: Heads, options: TreeOptions) -> tuple[Tensor,
     lse = query.new_empty(heads, tokens, dtype=torch.float32)
     if lse.numel() == 0:
         return out, lse
-    if max(query.shape[2], value_width) > _MAX_HEAD_SIZE:
+    if max(query.shape[2], value_width) > MAX_HEAD_SIZE:
         return reference.tree_attention_forward(inputs, options)
     subtree_ends, position_ids, _, window_size, _ = options
     problem = _problem(inputs, options)
@@ -139,7 +131,7 @@ def tree_attention_backward(
     grads = Heads(*(x.new_empty(x.shape) for x in inputs))
     if lse.numel() == 0:
         return grads
-    if max(inputs.query.shape[2], inputs.value.shape[2]) > _MAX_HEAD_SIZE:
+    if max(inputs.query.shape[2], inputs.value.shape[2]) > MAX_HEAD_SIZE:
         return reference.tree_attention_backward(grad_out, inputs, out, lse, options)
     subtree_ends, position_ids, _, window_size, _ = options
     problem = _problem(inputs, options)
@@ -159,7 +151,7 @@ def tree_attention_backward(
         BLOCK=_DELTA_BLOCK,
         BLOCK_V=problem.flags["BLOCK_V"],
     )
-    problem.sizes.update(_strides(grad=grad_out), scale=problem.scale)
+    problem.sizes.update(strides(grad=grad_out), scale=problem.scale)
     rows = (problem.query, problem.key, problem.value, grad_out, lse, delta)
     _query_grad(problem, rows, subtree_ends, position_ids, window_size, grads.query)
     _key_grad(problem, rows, subtree_ends, position_ids, window_size, grads.key, grads.value)

@@ -16,7 +16,7 @@ import triton.language as tl
 from .triton_tables import BEGIN, LAST, MIN_END, MIN_POSITION, PREVIOUS, RUN_BEGIN, VARYING
 
 LN2 = tl.constexpr(0.6931471805599453)
-_LOWEST = tl.constexpr(-1e30)  # finite: a difference of two is not NaN
+LOWEST = tl.constexpr(-1e30)  # finite: a difference of two is not NaN
 
 
 @triton.jit
@@ -139,6 +139,15 @@ def previous_block(tables, blocks, block):
 
 
 @triton.jit
+def softmax_step(scores, total, top, factor):
+    """Weights of a block of scores, what earlier sums are multiplied by, new total and maximum."""
+    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+    p = tl.exp2(scores * factor - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    return p, shrink, total * shrink + tl.sum(p, 1), new_top
+
+
+@triton.jit
 def _forward_block(
     sums,
     total,
@@ -170,15 +179,12 @@ def _forward_block(
         scores = mask(
             scores, -float("inf"), rows[:, None], columns, row_position[:, None], forest, HAS_WINDOW
         )
-    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-    p = tl.exp2(scores * factor - new_top[:, None])
-    shrink = tl.exp2(top - new_top)
-    total = total * shrink + tl.sum(p, 1)
+    p, shrink, total, top = softmax_step(scores, total, top, factor)
     v = load_rows(  # here, not next to k: the compiler then needs fewer registers
         value, start, value_stride, tokens, value_width, BLOCK_N, BLOCK_V, ALL_KEYS, ALL_COLUMNS
     )
     sums = tl.dot(p.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
-    return sums, total, new_top
+    return sums, total, top
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -237,7 +243,7 @@ def forward_kernel(
     )
     sums = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    top = tl.full((BLOCK_M,), _LOWEST, tl.float32)
+    top = tl.full((BLOCK_M,), LOWEST, tl.float32)
     for start in range(row_start, row_end, BLOCK_N):
         sums, total, top = _forward_block(
             sums,

@@ -9,7 +9,14 @@ tiles.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+MAX_HEAD_SIZE = 256  # of the kernels
 
 
 class Tiles(NamedTuple):
@@ -65,3 +72,39 @@ def choose_tiles(kernel: str, head_size: int, itemsize: int, capability: int, pl
     generation = 0 if itemsize == 4 else 80 if capability < 90 else min(capability // 10 * 10, 100)
     tiles = _TILES[kernel, generation][column]
     return _PLAIN_TILES.get((kernel, generation, 64 << column), tiles) if plain else tiles
+
+
+def capability_of(x: Tensor) -> int:
+    """Return the compute capability of the GPU of x, such as 90; 90 in the interpreter."""
+    if not x.is_cuda:
+        return 90
+    major, minor = torch.cuda.get_device_capability(x.device)
+    return 10 * major + minor
+
+
+def block_sizes(width: int, value_width: int) -> dict[str, Any]:
+    """Return BLOCK_D and BLOCK_V of head sizes, and whether these are the head sizes."""
+    block_d, block_v = (max(16, triton.next_power_of_2(n)) for n in (width, value_width))
+    exact = (block_d, block_v) == (width, value_width)
+    return {"ALL_COLUMNS": exact, "BLOCK_D": block_d, "BLOCK_V": block_v}
+
+
+def strides(**tensors: Tensor) -> dict[str, int]:
+    """Return the arguments x_stride (of a token) and x_head_stride."""
+    tokens = {f"{name}_stride": x.stride(0) for name, x in tensors.items()}
+    return tokens | {f"{name}_head_stride": x.stride(1) for name, x in tensors.items()}
+
+
+def scale_arguments(
+    query: Tensor, softmax_scale: float, softcap: float | None
+) -> tuple[Tensor, dict[str, float]]:
+    """Return the query, with the sign of the scale, and the arguments factor and cap_scale.
+
+    The kernels take the maximum of the scores before they scale, which is therefore positive.
+    """
+    if softmax_scale <= 0:
+        query = query * (-1.0 if softmax_scale < 0 else 0.0)
+        softmax_scale = -softmax_scale or 1.0
+    factor = softmax_scale if softcap is None else softcap
+    cap_scale = 0.0 if softcap is None else 2 * softmax_scale / softcap / math.log(2)
+    return query, {"factor": factor / math.log(2), "cap_scale": cap_scale}

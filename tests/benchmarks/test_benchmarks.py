@@ -15,6 +15,7 @@ OPERATORS = (
     "block_quantize",
     "decode_linear",
     "distillation",
+    "exact_operators",
     "grouped_linear",
     "head_share",
     pytest.param("linear", marks=pytest.mark.slow),

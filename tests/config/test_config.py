@@ -264,9 +264,10 @@ def test_what_servers_refuse(overrides, message):
 def test_what_exact_rollouts_refuse(override):
     key = override.partition("=")[0]
     base = ("rollout.exact=true", "actor.fsdp_config.dtype=float32")
-    assert load(*base).exact
-    with pytest.raises(ConfigError, match=rf"{re.escape(key)} is .*rollout\.exact"):
+    assert load(*base).rollout.exact == "on"
+    with pytest.raises(ConfigError, match=rf"{re.escape(key)} is .*rollout\.exact is on"):
         load(*base, override)
+    assert load(*base, override, "rollout.exact=auto").rollout.exact == "auto"
 
 
 def test_compiled_layers_are_one_fsdp_group():

@@ -35,8 +35,28 @@ def widen_dot(monkeypatch):
         return (handle.data.astype(np.uint32) << 16).view(np.float32)
 
     def create_dot(self, a, b, sums, *_):
-        # Not matmul: in some BLAS kernels the sum of a row depends on its position in the tile.
-        product = np.einsum("mk,kn->mn", wide(a), wide(b), dtype=sums.data.dtype)
-        return interpreter.TensorHandle(product + sums.data, sums.dtype.scalar)
+        # In the order of k, as tensor cores: BLAS and einsum choose an order by the tile's shape.
+        total = sums.data.copy()
+        for column, row in zip(wide(a).T, wide(b), strict=True):
+            total += column[:, None] * row
+        return interpreter.TensorHandle(total, sums.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def round_to_nearest(monkeypatch):
+    """Let a conversion to bfloat16 round as a GPU does; the interpreter truncates."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    truncate = interpreter._convert_float
+
+    def convert(values, source, target, mode):
+        if (source, target) == (tl.float32, tl.bfloat16):
+            bits = values.view(np.uint32)
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+            values = np.where(np.isnan(values), bits, rounded).astype(np.uint32).view(np.float32)
+        return truncate(values, source, target, mode)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)

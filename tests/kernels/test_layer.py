@@ -25,12 +25,10 @@ def assert_near(got, exact, dtype, roundings=1):
     assert (got.double() - exact).abs().max() <= limit * max(1.0, exact.abs().max().item())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("options", NORMS)
-def test_norm_against_float64(dtype, width, options):
-    x, grad = (draw(70, width, dtype, seed) for seed in (0, 1))
-    weight = draw(1, width, dtype, 2)[0]
+def check_norm(device, rows, width, dtype, options):
+    """Against float64, with gradients; returns (x, weight, result)."""
+    x, grad = (draw(rows, width, dtype, seed).to(device) for seed in (0, 1))
+    weight = draw(1, width, dtype, 2)[0].to(device)
     ours = [t.clone().requires_grad_() for t in (x, weight)]
     exact = [t.double().requires_grad_() for t in (x, weight)]
     out = rms_norm(*ours, 1e-6, **options)
@@ -42,13 +40,20 @@ def test_norm_against_float64(dtype, width, options):
     for one, other in zip(ours, exact, strict=True):
         assert one.grad.dtype == dtype
         assert_near(one.grad, other.grad, dtype, 16)
+    return x, weight, out.detach()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activation_against_float64(dtype, width, activation):
-    gate, up, grad = (draw(21, width, dtype, seed, scale=3.0) for seed in (0, 1, 2))
+@pytest.mark.parametrize("options", NORMS)
+def test_norm_against_float64(dtype, width, options):
+    check_norm("cpu", 70, width, dtype, options)
+
+
+def check_activation(device, rows, width, dtype, activation):
+    """Against float64, with gradients; returns (gate, up, result)."""
+    tensors = (draw(rows, width, dtype, seed, scale=3.0).to(device) for seed in (0, 1, 2))
+    gate, up, grad = tensors
     ours = [t.clone().requires_grad_() for t in (gate, up)]
     exact = [t.double().requires_grad_() for t in (gate, up)]
     out = gated_activation(*ours, activation)
@@ -59,6 +64,14 @@ def test_activation_against_float64(dtype, width, activation):
     assert_near(out, expected, dtype)
     for one, other in zip(ours, exact, strict=True):
         assert_near(one.grad, other.grad, dtype, 2)
+    return gate, up, out.detach()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_against_float64(dtype, width, activation):
+    check_activation("cpu", 21, width, dtype, activation)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

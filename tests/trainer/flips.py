@@ -155,7 +155,7 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "rollout.dtype": ("bfloat16", ()),
     "rollout.quantization": ("fp8", ()),
     # refused: rollout.name is hf; its effects: test_exact_jobs
-    "rollout.exact": ("true", ()),
+    "rollout.exact": ("on", ()),
     "rollout.val_kwargs.n": ("2", SAMPLED),
     "rollout.val_kwargs.temperature": ("0.5", SAMPLED),
     "rollout.val_kwargs.top_p": ("0.5", SAMPLED),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from hybridengine.config import ConfigError, load_config
 from hybridengine.errors import RolloutError
 from hybridengine.rollout.vllm.environment import vllm_available
+from hybridengine.trainer.exact_rollouts import inexact_reason
 from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
 from tests.trainer.in_process import lines_of, small_job
 
 pytestmark = [
@@ -20,8 +24,10 @@ pytestmark = [
 ]
 
 
+VLLM = ("rollout.name=vllm", "rollout.kv_cache_gib=0.01", "rollout.dtype=auto")
+
+
 def train(rank: int, world_size: int, folder: Path, job: list[str]) -> None:
-    from hybridengine.config import load_config
     from hybridengine.preflight import check_grpo
     from hybridengine.runtime.session import Session
     from hybridengine.runtime.status import PhaseStatus
@@ -58,6 +64,46 @@ def test_a_token_of_other_weights_is_an_error_on_every_rank() -> None:
     run_ranks(one_token_differs, 2)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("rollout.top_p=0.9",), "rollout.top_p is 0.9"),
+        (("model.lora_rank=2",), "model.lora_rank is 2"),
+        (("rollout.dtype=bfloat16",), "rollout.dtype is bfloat16"),
+        (("rollout.name=hf",), "rollout.name is hf"),
+    ],
+)
+def test_auto_names_what_is_not_exact(
+    tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    job = [*small_job(tmp_path), *VLLM]
+    assert inexact_reason(load_config(None, job)) is None
+    assert message in (inexact_reason(load_config(None, [*job, *overrides])) or "")
+    assert inexact_reason(load_config(None, [*job, "rollout.exact=off"])) == "rollout.exact is off"
+
+
+def test_a_missing_kernel_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, message = [*small_job(tmp_path), *VLLM], r"decode_linear has no C\+\+ kernel"
+    monkeypatch.setenv("HYBRIDENGINE_BACKEND", "reference")
+    assert re.match(message, inexact_reason(load_config(None, job)) or "")
+    with pytest.raises(ConfigError, match=f"rollout.exact is on, but {message}"):
+        inexact_reason(load_config(None, [*job, "rollout.exact=on"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("gemma2", "soft-capped logits"),
+        ("qwen3_moe", r"layers.0.mlp.experts .*has parameters of its own"),
+    ],
+)
+def test_a_model_without_exact_operators(tmp_path: Path, kind: str, message: str) -> None:
+    job = [*small_job(tmp_path), *VLLM, f"model.path={save_tiny(kind, tmp_path / kind)}"]
+    assert f"{kind} were not compared" in (inexact_reason(load_config(None, job)) or "")
+    with pytest.raises(ConfigError, match=f"rollout.exact is on, but .*{message}"):
+        inexact_reason(load_config(None, [*job, "rollout.exact=on"]))
+
+
 @pytest.mark.parametrize("tp_size, dtype", ((1, "float32"), (2, "float32"), (2, "bfloat16")))
 def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
     tmp_path: Path, tp_size: int, dtype: str
@@ -65,9 +111,7 @@ def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
     """Three steps with shared prompts, recomputed layers, and old log-probs of their own."""
     job = [
         *small_job(tmp_path),
-        "rollout.exact=true",
-        "rollout.name=vllm",
-        "rollout.kv_cache_gib=0.01",
+        *VLLM,
         f"rollout.tensor_model_parallel_size={tp_size}",
         f"rollout.dtype={dtype}",
         f"actor.fsdp_config.dtype={dtype}",

@@ -29,7 +29,7 @@ def exact_engine() -> Iterator[None]:
     Raises ModelError on a GPU, for which there are no such operators yet.
     """
     if torch.cuda.is_available():
-        raise ModelError("rollout.exact has operators for CPUs only; set it to false on a GPU")
+        raise ModelError("rollout.exact has the engine's operators for CPUs only; set it to off")
     from hybridengine.rollout.vllm.attention import exact_attention
 
     with exact_attention():
@@ -73,7 +73,7 @@ def use_exact_operators(model: nn.Module, max_model_len: int) -> None:
         elif not isinstance(module, VocabParallelEmbedding | Attention) and _computes(module):
             raise ModelError(
                 f"rollout.exact: vLLM's {name} ({type(module).__name__}) has no exact operator; "
-                "set rollout.exact=false for this model"
+                "set rollout.exact=off for this model"
             )
         if forward is not None:
             module.forward = MethodType(forward, module)
@@ -137,7 +137,7 @@ def _rotary(module: Any, max_model_len: int) -> Any:
     if module.rotary_dim != module.head_size or not module.is_neox_style:
         raise ModelError(
             f"rollout.exact: rotary embedding of {module.rotary_dim} of {module.head_size} "
-            "dimensions, or of neighbours; set rollout.exact=false for this model"
+            "dimensions, or of neighbours; set rollout.exact=off for this model"
         )
     table = RotaryTable(module._compute_inv_freq(module.base))
     cos_table, sin_table = (

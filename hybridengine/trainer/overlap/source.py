@@ -24,6 +24,7 @@ from hybridengine.runtime.all_ranks import all_gather_values, broadcast_value
 from hybridengine.runtime.polling import wait_until
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.build import build_sender
+from hybridengine.trainer.exact_rollouts import inexact_reason
 from hybridengine.trainer.generation import gather_rollouts
 from hybridengine.trainer.models import Actor
 from hybridengine.trainer.overlap.queue import Finished, TrainerQueue, WorkItem
@@ -54,6 +55,7 @@ class OverlappedRollouts(RolloutSource):
         self._config, self._session, self._link = config, session, session.link
         self._train, self._val, self._loader, self._sampling = train, val, loader, sampling
         self._steps = config.trainer.steps(len(loader))
+        self.exact = inexact_reason(config) is None
         self._version = 0  # of the newest weights that all engines have
         self._num_items = self._num_drawn = self._num_taken = 0  # items; batches
         self._open: dict[int, WorkItem] = {}  # training items that are handed out, in their order

@@ -16,6 +16,7 @@ from hybridengine.rollout.server import NoServerError, ServerReceiver
 from hybridengine.runtime.polling import wait_until
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.build import build_agents, build_engine, build_receiver, load_data
+from hybridengine.trainer.exact_rollouts import inexact_reason
 from hybridengine.trainer.generation import RolloutGenerator
 from hybridengine.trainer.overlap.queue import EngineQueue, WorkItem, report_signal
 from hybridengine.trainer.overlap.servers import connect_servers
@@ -48,7 +49,8 @@ class RolloutWorker:
             if config.rollout.servers:
                 self._engine, self._receiver = connect_servers(config, tokenizer, self._link)
             else:
-                self._engine = build_engine(config, tokenizer)
+                exact = inexact_reason(config) is None
+                self._engine = build_engine(config, tokenizer, exact=exact)
         agents = build_agents(config, tokenizer)
         self._checksum = WeightsChecksum(config, self._engine)
         self._generator = RolloutGenerator(

@@ -30,6 +30,9 @@ class Sequences:
         draw = [torch.randn(tokens, *shape, generator=generator).to(dtype) for shape in shapes]
         return cls(lengths, draw)
 
+    def to(self, device: str) -> Sequences:
+        return Sequences(self.lengths, [x.to(device) for x in self.qkv])
+
     def rows(self, sequence: int) -> slice:
         begin = sum(self.lengths[:sequence])
         return slice(begin, begin + self.lengths[sequence])
@@ -37,10 +40,11 @@ class Sequences:
 
 def packed(case: Sequences, window_size: int | None = None, **options: Any) -> Tensor:
     """The trainer's attention, of all sequences in one row."""
-    lengths = torch.tensor(case.lengths)
-    ends = lengths.cumsum(0).repeat_interleave(lengths)
-    positions = torch.cat([torch.arange(length) for length in case.lengths])
-    return tree_attention(*case.qkv, ends, positions, window_size=window_size, **options)
+    lengths, device = torch.tensor(case.lengths), case.qkv[0].device
+    ends = lengths.cumsum(0).repeat_interleave(lengths).to(device)
+    positions = torch.cat([torch.arange(length) for length in case.lengths]).to(device)
+    options = {"window_size": window_size, "batch_invariant": True, **options}
+    return tree_attention(*case.qkv, ends, positions, **options)
 
 
 class Cache:
@@ -54,10 +58,12 @@ class Cache:
         most = max(-(-length // block_size) for length in case.lengths)
         count = len(case.lengths) * most
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        self.table = order.int().view(-1, most)
         _, key, value = case.qkv
+        self._device = key.device
+        self.table = order.int().view(-1, most).to(self._device)
         width = key.shape[2] + value.shape[2]
-        self.kv = torch.full((count, key.shape[1], block_size, width), fill, dtype=key.dtype)
+        shape = (count, key.shape[1], block_size, width)
+        self.kv = torch.full(shape, fill, dtype=key.dtype, device=self._device)
 
     def step(self, chunks: dict[int, int], **options: Any) -> dict[int, Tensor]:
         """Write the next tokens of sequences, `chunks`: number by sequence; attend with them.
@@ -69,7 +75,8 @@ class Cache:
         for sequence, count in chunks.items():
             begin = self._case.rows(sequence).start + self.cached[sequence]
             rows.append(torch.arange(begin, begin + count))
-            positions = torch.arange(self.cached[sequence], self.cached[sequence] + count)
+            cached = self.cached[sequence]
+            positions = torch.arange(cached, cached + count, device=self._device)
             blocks = self.table[sequence][positions // self._size].long()
             slots.append(blocks * self._size + positions % self._size)
             self.cached[sequence] += count
@@ -81,8 +88,8 @@ class Cache:
             query,
             self.kv,
             self.table[list(chunks)],
-            torch.tensor([0, *counts]).cumsum(0).int(),
-            torch.tensor(lengths).int(),
+            torch.tensor([0, *counts]).cumsum(0).int().to(self._device),
+            torch.tensor(lengths).int().to(self._device),
             **options,
         )
         return dict(zip(chunks, out.split(counts), strict=True))

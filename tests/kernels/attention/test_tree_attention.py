@@ -177,7 +177,10 @@ def test_opcheck_and_compile():
     case = problem(forest_of((9, [4, 5]), 3), 4, 2)
     leaves = [x.clone().requires_grad_() for x in case.qkv]
     ends, positions = case.forest.subtree_ends, case.forest.position_ids.int()
-    for options in ((ends, None, 0.4, None, None, None), (ends, positions, 0.4, 5, 2.0, None)):
+    for options in (
+        (ends, None, 0.4, None, None, None, False),
+        (ends, positions, 0.4, 5, 2.0, None, True),
+    ):
         torch.library.opcheck(torch.ops.hybridengine.tree_attention.default, (*leaves, *options))
 
     def call(q, k, v):

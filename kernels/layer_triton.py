@@ -1,0 +1,251 @@
+"""rms_norm and gated_activation in Triton, batch-invariant: the algorithms of csrc/layer.
+
+The order in which a row is summed depends on the row's width alone: it fixes the tile of a program,
+and `_one_layout` the alignment, by which Triton chooses how a tile lies in the threads.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._launch import launch
+
+TILE = 4096  # elements of a program, of several rows if they are narrow
+PARTIAL_ROWS = 128  # rows of a partial sum of the weight's gradient
+GATED_BLOCK = 1024
+_SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+_CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_kernel(
+    x,
+    weight,
+    out,
+    inverse_rms,
+    rows,
+    width,
+    x_stride,
+    eps,
+    offset,
+    ROUND_FIRST: tl.constexpr,
+    KEEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row[:, None] < rows) & (column[None, :] < width)
+    values = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+    values = values.to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.sum(values * values, 1) / width + eps)
+    normed = values * inverse[:, None]
+    if ROUND_FIRST:
+        normed = normed.to(x.dtype.element_ty).to(tl.float32)
+    factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
+    result = (normed * factor[None, :]).to(out.dtype.element_ty)
+    tl.store(out + row[:, None] * width + column[None, :], result, mask=inside)
+    if KEEP:
+        tl.store(inverse_rms + row, inverse, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_backward_kernel(
+    grad,
+    x,
+    weight,
+    inverse_rms,
+    grad_x,
+    partials,
+    rows,
+    width,
+    grad_stride,
+    x_stride,
+    offset,
+    PARTIAL_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """grad_x, and in `partials` the weight's gradient of the PARTIAL_ROWS rows of a program."""
+    column = tl.arange(0, BLOCK)
+    has_column = column < width
+    sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    first = tl.program_id(0).to(tl.int64) * PARTIAL_ROWS
+    for start in range(0, PARTIAL_ROWS, ROWS):
+        row = first + start + tl.arange(0, ROWS)
+        inside = (row[:, None] < rows) & has_column[None, :]
+        values = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+        given = tl.load(grad + row[:, None] * grad_stride + column[None, :], inside, 0.0)
+        inverse = tl.load(inverse_rms + row, mask=row < rows, other=0.0)
+        normed = values.to(tl.float32) * inverse[:, None]
+        given = given.to(tl.float32)
+        sums += given * normed
+        # Here, not before the loop: few registers are left in wide rows.
+        factor = tl.load(weight + column, mask=has_column, other=0.0).to(tl.float32) + offset
+        given *= factor[None, :]
+        mean = tl.sum(given * normed, 1) / width
+        result = inverse[:, None] * (given - normed * mean[:, None])
+        target = grad_x + row[:, None] * width + column[None, :]
+        tl.store(target, result.to(grad_x.dtype.element_ty), mask=inside)
+    target = partials + tl.program_id(0).to(tl.int64) * width + column
+    tl.store(target, tl.sum(sums, 0), mask=has_column)
+
+
+def norm_tile(width: int) -> dict[str, int]:
+    """Return ROWS, BLOCK and num_warps for rows of this width."""
+    block = triton.next_power_of_2(width)
+    warps = min(max(block // 512, 4), 32)
+    return {"ROWS": min(max(1, TILE // block), PARTIAL_ROWS), "BLOCK": block, "num_warps": warps}
+
+
+def _one_layout(x: Tensor) -> Tensor:
+    """Return x [rows, width], a copy if a load of its rows would not be aligned as the width is."""
+    stride, width = x.stride(0), x.shape[1]
+    aligned = stride % 16 == 0 and x.data_ptr() % 16 == 0
+    fits = aligned if width % 16 == 0 else stride == width
+    return x if fits and x.stride(1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the normed rows of x [rows, width], and with `keep` 1 / rms of each."""
+    rows, width = x.shape
+    x, weight = _one_layout(x), _one_layout(weight[None])
+    out, inverse_rms = (
+        x.new_empty(rows, width),
+        x.new_empty(rows if keep else 0, dtype=torch.float32),
+    )
+    if out.numel():
+        tile = norm_tile(width)
+        launch(
+            norm_kernel,
+            (triton.cdiv(rows, tile["ROWS"]),),
+            *(x, weight, out, inverse_rms, rows, width, x.stride(0), eps, offset),
+            ROUND_FIRST=round_first,
+            KEEP=keep,
+            **tile,
+        )
+    return out, inverse_rms
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, offset: float
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x, and of the weight in float32.
+
+    The latter is the sum of partial sums over PARTIAL_ROWS rows each, in a fixed order.
+    """
+    rows, width = x.shape
+    grad, x, weight = _one_layout(grad), _one_layout(x), _one_layout(weight[None])
+    grad_x = x.new_empty(rows, width)
+    programs = triton.cdiv(rows, PARTIAL_ROWS)
+    partials = x.new_empty(programs, width, dtype=torch.float32)
+    if grad_x.numel():
+        launch(
+            norm_backward_kernel,
+            (programs,),
+            *(grad, x, weight, inverse_rms, grad_x, partials, rows, width),
+            *(grad.stride(0), x.stride(0), offset),
+            PARTIAL_ROWS=PARTIAL_ROWS,
+            **norm_tile(width),
+        )
+    return grad_x, partials.sum(0)
+
+
+@triton.jit
+def _gate(value, GELU: tl.constexpr):
+    """sigmoid(s) with activation(value) = value * sigmoid(s), and ds / dvalue.
+
+    GELU by tanh is value * (1 + tanh(s / 2)) / 2 with s / 2 = sqrt(2 / pi) (value + c value^3).
+    """
+    if GELU:
+        square = value * value
+        s = 2 * _SQRT_2_OVER_PI * value * (1.0 + _CUBIC * square)
+        slope = 2 * _SQRT_2_OVER_PI * (1.0 + 3.0 * _CUBIC * square)
+    else:
+        s = value
+        slope = value * 0.0 + 1.0
+    return 1.0 / (1.0 + tl.exp(-s)), slope
+
+
+@triton.jit
+def gated_kernel(
+    gate, up, out, width, gate_stride, up_stride, GELU: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    value = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    sigmoid, _ = _gate(value, GELU)
+    result = value * sigmoid * factor
+    tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated_backward_kernel(
+    grad,
+    gate,
+    up,
+    grad_gate,
+    grad_up,
+    width,
+    grad_stride,
+    gate_stride,
+    up_stride,
+    GELU: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    value = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    given = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+    sigmoid, slope = _gate(value, GELU)
+    change = sigmoid * (1.0 - sigmoid)  # 0 where s and the slope may be infinite
+    slope = tl.where(change == 0.0, 0.0, slope)
+    of_gate = given * factor * (sigmoid + value * change * slope)
+    of_up = given * value * sigmoid
+    at = row * width + column
+    tl.store(grad_gate + at, of_gate.to(grad_gate.dtype.element_ty), mask=inside)
+    tl.store(grad_up + at, of_up.to(grad_up.dtype.element_ty), mask=inside)
+
+
+def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """gate, up: [rows, width] of inner stride 1."""
+    rows, width = gate.shape
+    out = gate.new_empty(rows, width)
+    if out.numel():
+        launch(
+            gated_kernel,
+            (rows, triton.cdiv(width, GATED_BLOCK)),
+            *(gate, up, out, width, gate.stride(0), up.stride(0)),
+            GELU=activation == "gelu_tanh",
+            BLOCK=GATED_BLOCK,
+        )
+    return out
+
+
+def gated_activation_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and up."""
+    rows, width = gate.shape
+    grads = gate.new_empty(rows, width), gate.new_empty(rows, width)
+    if grads[0].numel():
+        launch(
+            gated_backward_kernel,
+            (rows, triton.cdiv(width, GATED_BLOCK)),
+            *(grad, gate, up, *grads, width),
+            *(grad.stride(0), gate.stride(0), up.stride(0)),
+            GELU=activation == "gelu_tanh",
+            BLOCK=GATED_BLOCK,
+        )
+    return grads

@@ -1,0 +1,197 @@
+"""paged_attention in Triton: the loop over keys of attention/triton_paths.py, over a paged cache.
+
+The cache is [num_blocks, H_kv, block_size, D + D_v]: a row is the key of a position, then its
+value. A program has a tile of the queries of one sequence, of all query heads that share a
+key-value head; sequences take tiles by a search, so that the host waits for nothing.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._launch import launch
+from .attention.triton_forward import LOWEST
+from .attention.triton_paths import add_keys, load_queries, path_tiles, store_results
+from .attention.triton_tiles import block_sizes, capability_of, scale_arguments
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def write_kernel(
+    key,
+    value,
+    cache,
+    slots,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    block_stride,
+    cache_head_stride,
+    num_slots,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Write the key and value of a token and head; programs [T, H_kv]. Slots < 0 are left out."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + token)
+    if (slot >= 0) & (slot < num_slots):
+        row = cache + slot // SIZE * block_stride + head * cache_head_stride
+        row += slot % SIZE * (WIDTH + VALUE_WIDTH)
+        column = tl.arange(0, BLOCK_D)
+        source = key + token * key_stride + head * key_head_stride
+        tl.store(row + column, tl.load(source + column, column < WIDTH), column < WIDTH)
+        column = tl.arange(0, BLOCK_V)
+        source = value + token * value_stride + head * value_head_stride
+        inside = column < VALUE_WIDTH
+        tl.store(row + WIDTH + column, tl.load(source + column, inside), inside)
+
+
+@triton.jit(do_not_specialize=["sequences", "window_size"])
+def paged_kernel(
+    query,
+    cache,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    out,
+    sequences,
+    group,
+    query_stride,
+    query_head_stride,
+    out_stride,
+    block_stride,
+    cache_head_stride,
+    table_stride,
+    width,
+    value_width,
+    window_size,
+    factor,
+    cap_scale,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    ALL_COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """out [T, H, D_v]; programs [T * group / BLOCK_M + S, H_kv].
+
+    The tiles of sequence s begin at query_start_loc[s] * group / BLOCK_M + s: at most one of a
+    sequence has no rows.
+    """
+    tile, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    low, high = tl.full((), 0, tl.int32), sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = tl.load(query_start_loc + middle) * group // BLOCK_M + middle
+        low = tl.where(begins <= tile, middle, low)
+        high = tl.where(begins <= tile, high, middle)
+    query_start = tl.load(query_start_loc + low)
+    count = tl.load(query_start_loc + low + 1) - query_start
+    row_start = (tile - query_start * group // BLOCK_M - low) * BLOCK_M
+    if row_start < count * group:
+        row = row_start + tl.arange(0, BLOCK_M)
+        local, head = row // group, kv_head * group + row % group
+        is_row = local < count
+        first = tl.load(seq_lens + low) - count  # position of the sequence's first query
+        row_position = first + local
+        end = first + tl.minimum((row_start + BLOCK_M - 1) // group + 1, count)
+        token = (query_start + local).to(tl.int64)
+        offsets = token * query_stride + head * query_head_stride
+        q = load_queries(query, offsets, width, is_row, BLOCK_D)
+        sums = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        top = tl.full((BLOCK_M,), LOWEST, tl.float32)
+        cache += kv_head * cache_head_stride
+        block_table += low.to(tl.int64) * table_stride
+        begin = tl.full((), 0, tl.int32)
+        if HAS_WINDOW:
+            lowest = first + row_start // group - window_size + 1
+            begin = tl.maximum(lowest, 0) // BLOCK_N * BLOCK_N
+        for start in range(begin, end, BLOCK_N):
+            position = start + tl.arange(0, BLOCK_N)
+            is_key = position < end
+            block = tl.load(block_table + position // SIZE, mask=is_key, other=0).to(tl.int64)
+            rows = block * block_stride + position % SIZE * (width + value_width)
+            seen = is_row[:, None] & (position[None, :] <= row_position[:, None])
+            if HAS_WINDOW:
+                seen = seen & (row_position[:, None] - position[None, :] < window_size)
+            sums, total, top = add_keys(
+                sums,
+                total,
+                top,
+                q,
+                cache + rows,
+                cache + rows + width,
+                is_key,
+                seen,
+                width,
+                value_width,
+                factor,
+                cap_scale,
+                HAS_CAP,
+                ALL_COLUMNS,
+                BLOCK_D,
+                BLOCK_V,
+            )
+        total = tl.where(total > 0, total, 1.0)
+        rows = token * out_stride + head * value_width
+        store_results(out, rows, value_width, is_row, sums, total, BLOCK_V)
+
+
+def write_kv_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    (tokens, heads, width), value_width = key.shape, value.shape[2]
+    if key.numel() == 0:
+        return
+    key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
+    sizes = block_sizes(width, value_width)
+    launch(
+        write_kernel,
+        (tokens, heads),
+        *(key, value, kv_cache, slot_mapping, *key.stride()[:2], *value.stride()[:2]),
+        *(*kv_cache.stride()[:2], kv_cache.shape[0] * kv_cache.shape[2]),
+        *(kv_cache.shape[2], width, value_width, sizes["BLOCK_D"], sizes["BLOCK_V"]),
+    )
+
+
+def paged_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    softmax_scale: float,
+    window_size: int | None,
+    softcap: float | None,
+    out: Tensor,
+) -> None:
+    """Write the attention of `query` to `out`, see `hybridengine.kernels.paged_attention`."""
+    (tokens, heads, width), (_, kv_heads, size, _) = query.shape, kv_cache.shape
+    value_width, sequences, group = out.shape[2], len(seq_lens), heads // kv_heads
+    if out.numel() == 0:
+        return
+    query, scores = scale_arguments(query, softmax_scale, softcap)
+    query = query if query.stride(2) == 1 else query.contiguous()
+    tiles = path_tiles(max(width, value_width), query.dtype.itemsize, capability_of(query))
+    launch(
+        paged_kernel,
+        (tokens * group // tiles.block_m + sequences, kv_heads),
+        *(query, kv_cache, block_table, query_start_loc, seq_lens, out, sequences, group),
+        *(*query.stride()[:2], out.stride(0), *kv_cache.stride()[:2], block_table.stride(0)),
+        *(width, value_width, window_size or 0),
+        **scores,
+        HAS_WINDOW=window_size is not None,
+        HAS_CAP=softcap is not None,
+        SIZE=size,
+        **block_sizes(width, value_width),
+        **tiles.arguments,
+    )
