@@ -5,15 +5,16 @@
     environment  Python 3.12 with the packages of tools/gpu_environment.txt
     build        the extension for sm_90a
     pack         build/gpu-pack: the extension, and wheels of what that environment lacks
+    vllm         build/gpu-vllm.tar.xz: vLLM and what it imports; not by default (tools/gpu_vllm.py)
     kernels      every CUDA and Triton kernel compiles for sm_90a, without spills
     imports      every module, in the bare environment and with the pack
     collect      the GPU tests, in the bare environment
     report       all parts of the report on the CPU, from the pack; GPU tests up to the device
 
-All are the default, on a copy of the sources as git has them, in .cache/gpu-rehearsal. Needs Python
-3.12 (PYTHON, or python3.12 on PATH) and nvcc (CUDACXX, or on PATH). TORCH: another version of torch
-than that of gpu_environment.txt, with its Triton. Exits with 1 if a step failed; the steps after
-the pack all run.
+All others are the default, on a copy of the sources as git has them, in .cache/gpu-rehearsal. Needs
+Python 3.12 (PYTHON, or python3.12 on PATH) and nvcc (CUDACXX, or on PATH). TORCH: another version
+of torch than that of gpu_environment.txt, with its Triton. Exits with 1 if a step failed; the steps
+after the pack all run.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+
+import gpu_vllm
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / ".cache" / "gpu-rehearsal"
@@ -128,6 +131,12 @@ def pack() -> None:
         sys.exit(f"gpu-rehearsal: the pack has {mib:.0f} MiB, more than {LIMIT_MIB}: drop a wheel.")
 
 
+def vllm() -> None:
+    architecture = int(ARCHITECTURE.rstrip("af"))
+    archive = PACK.with_name("gpu-vllm.tar.xz")
+    gpu_vllm.write(PYTHON, WORK, [TREE, SITE], archive, architecture)
+
+
 def commit() -> str:
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
@@ -163,14 +172,15 @@ def call(*command: object, cwd: Path = TREE, **environment: object) -> None:
 
 
 STEPS = {
-    step.__name__: step for step in (environment, build, pack, kernels, imports, collect, report)
+    step.__name__: step
+    for step in (environment, build, pack, vllm, kernels, imports, collect, report)
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("step", nargs="*", choices=[[], *STEPS], help=", ".join(STEPS))
-    chosen = parser.parse_args().step or STEPS
+    chosen = parser.parse_args().step or STEPS.keys() - {"vllm"}
     WORK.mkdir(parents=True, exist_ok=True)
     copy_sources()
     failed = []

@@ -28,6 +28,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -180,8 +181,8 @@ def importable_kernels() -> Iterator[None]:
         link.unlink()
 
 
-def prepare(pack: Path | None) -> dict[str, str]:
-    """Install the wheels of the pack into a folder of their own; return the environment."""
+def prepare(pack: Path | None, vllm: Path | None) -> dict[str, str]:
+    """Install the wheels of the pack, and vLLM, in folders of their own; return the environment."""
     WORK.mkdir(parents=True, exist_ok=True)
     paths = [str(ROOT)]
     environment = dict(os.environ)
@@ -195,6 +196,13 @@ def prepare(pack: Path | None) -> dict[str, str]:
         described = json.loads((pack / "pack.json").read_text())
         environment["HYBRIDENGINE_PACK"] = str(pack.resolve())
         environment.setdefault("HYBRIDENGINE_COMMIT", described["commit"] or "")
+    if vllm is not None:
+        folder = WORK / "vllm"
+        if not folder.is_dir():
+            with tarfile.open(vllm) as archive:
+                archive.extractall(folder, filter="data")
+        paths.append(str(folder / "site"))
+        environment |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0"}
     if os.environ.get("PYTHONPATH"):
         paths.append(os.environ["PYTHONPATH"])
     return environment | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
@@ -206,12 +214,13 @@ def main() -> int:
     parser.add_argument("part", nargs="*", choices=[[], *PARTS], help=", ".join(PARTS))
     parser.add_argument("--resume", action="store_true", help="keep the rows of this commit")
     parser.add_argument("--pack", type=Path, metavar="FOLDER", help="made by `make gpu-pack`")
+    parser.add_argument("--vllm", type=Path, metavar="FILE", help="made by tools/gpu_vllm.py")
     parser.add_argument("--results", type=Path, metavar="FILE")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     arguments = parser.parse_args()
     if arguments.pack and not (arguments.pack / "pack.json").is_file():
         parser.error(f"--pack: {arguments.pack} has no pack.json; `make gpu-pack` makes it")
-    environment = prepare(arguments.pack)
+    environment = prepare(arguments.pack, arguments.vllm)
     os.environ["HYBRIDENGINE_COMMIT"] = environment.get("HYBRIDENGINE_COMMIT", "")
     import torch
 

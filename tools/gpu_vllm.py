@@ -1,0 +1,177 @@
+"""vLLM for a GPU machine without a network: its wheel for one GPU, and what an engine imports.
+
+A step of gpu_rehearsal.py. The wheel has 320 MB, most of it machine code for other GPUs and kernels
+of FlashAttention for other types and head sizes: these are zeroed, so that the archive has 36 MiB.
+vLLM's own libraries are of torch's stable ABI and load with torch 2.11, for which vLLM has no
+wheel; nothing else of this version is promised there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import subprocess
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+VERSION = "0.32.0"
+# What an engine imports, beside what tools/gpu_environment.txt brings: `sys.modules` after a run.
+PACKAGES = (
+    *("annotated-types", "apache-tvm-ffi==0.1.11", "cachetools", "cbor2", "cloudpickle"),
+    *("compressed-tensors==0.17.0", "dill", "einops", "email-validator", "fastapi<0.137"),
+    *("httpcore2", "httpx2", "llguidance<1.8", "loguru", "msgspec", "openai", "opentelemetry-api"),
+    *("opentelemetry-sdk", "opentelemetry-semantic-conventions", "oss-harmony"),
+    *("partial-json-parser", "prometheus-client", "py-cpuinfo", "pybase64", "pydantic"),
+    *("pydantic-extra-types", "pydantic-core", "python-multipart", "pyzmq", "sniffio", "starlette"),
+    *("tiktoken", "truststore", "typing-inspection", "xgrammar==0.2.8"),
+    *("aiohttp", "aiohappyeyeballs", "aiosignal", "attrs", "frozenlist", "multidict", "propcache"),
+    *("requests", "charset-normalizer", "urllib3", "yarl", "uvloop", "sentencepiece"),
+    *("dnspython", "distro", "jiter"),
+)
+# Of the wheel: kernels of quantized and sparse models, and a server.
+LEFT_OUT = re.compile(
+    r"vllm-rs|deep_gemm/|fmha_sm100/|_vllm_fa2_C|_moe_C|_(qutlass|deepselect|flashkda|flashmla\w*)_C"
+)
+FLASH = re.compile(r"flash_(fwd_(combine|hdim(64|128)_bf16)|prepare)(?!.*softcap)")
+MAGIC = 0xBA55ED50  # of a fat binary
+ELF, PTX = 2, 1
+
+# What a run imports lazily, too; under a stub of the driver.
+CHECK = """
+import importlib, sys
+from triton.backends.nvidia.driver import CudaDriver
+CudaDriver.is_active = staticmethod(lambda: True)
+import vllm.platforms as platforms
+from vllm.platforms.cuda import NonNvmlCudaPlatform as Platform
+from vllm.platforms.interface import DeviceCapability
+Platform.get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
+Platform.get_device_name = classmethod(lambda cls, device_id=0: "H100")
+platforms._current_platform = Platform()
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
+MODULES = (
+    *("vllm.entrypoints.llm", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner"),
+    *("vllm.v1.attention.backends.flash_attn", "vllm.v1.attention.backends.triton_attn"),
+    *("vllm.model_executor.layers.quantization.online.base", "vllm.device_allocator.cumem"),
+    *("vllm.model_executor.models.qwen2", "vllm.model_executor.models.llama"),
+    *("vllm.lora.punica_wrapper.punica_gpu", "vllm.compilation.backends"),
+    "hybridengine.rollout.vllm.engine",
+)
+
+
+class Code(NamedTuple):
+    """Machine code, or PTX, of one compiled source in a fat binary."""
+
+    kind: int
+    architecture: int
+    offset: int
+    size: int
+
+
+def fat_binaries(data: bytes | bytearray, begin: int, end: int) -> Iterator[list[Code]]:
+    """Yield the entries of each fat binary in the section data[begin:end]."""
+    while begin < end:
+        magic, _, header, size = struct.unpack_from("<IHHQ", data, begin)
+        if magic != MAGIC:
+            begin += 8  # padding
+            continue
+        entries, at = [], begin + header
+        begin = at + size
+        while at < begin:
+            kind, _, own_header, own_size = struct.unpack_from("<HHIQ", data, at)
+            (architecture,) = struct.unpack_from("<I", data, at + 28)
+            entries.append(Code(kind, architecture, at + own_header, own_size))
+            at += own_header + own_size
+        yield entries
+
+
+def of_architecture(architecture: int) -> Callable[[list[Code]], list[Code]]:
+    """Return what chooses the code that a GPU runs: its own, else PTX."""
+
+    def choose(entries: list[Code]) -> list[Code]:
+        own = [code for code in entries if code[:2] == (ELF, architecture)]
+        return own or [c for c in entries if c.kind == PTX and c.architecture <= architecture]
+
+    return choose
+
+
+def zero_others(library: Path, choose: Callable[[list[Code]], list[Code]]) -> None:
+    """Overwrite the code in a library that `choose` does not return for its fat binary."""
+    sections = output("readelf", "-SW", library)
+    found = re.search(r"\.nv_fatbin\s+\w+\s+\w+\s+(\w+)\s+(\w+)", sections)
+    if found is None:
+        return
+    data, begin, size = (
+        bytearray(library.read_bytes()),
+        *(int(value, 16) for value in found.groups()),
+    )
+    for entries in fat_binaries(data, begin, begin + size):
+        for code in set(entries).difference(choose(entries)):
+            data[code.offset : code.offset + code.size] = bytes(code.size)
+    library.write_bytes(data)
+
+
+def of_sources(library: Path, cuobjdump: str) -> Callable[[list[Code]], list[Code]]:
+    """Return what chooses the code of FlashAttention's sources FLASH."""
+    blocks = output(cuobjdump, "-symbols", library).split("Fatbin elf code:")[1:]
+    source = re.compile(r"_INTERNAL_[0-9a-f]{8}_\d+_(\w+?)_cu_[0-9a-f]{8}")
+    names = (match[1] if (match := source.search(block)) else "" for block in blocks)
+    return lambda entries: [code for code in entries if FLASH.match(next(names))]
+
+
+def write(python: Path, work: Path, paths: list[Path], archive: Path, architecture: int) -> None:
+    """Write `archive`: a folder of packages for the Python of `python`.
+
+    work: folder for downloads.
+    paths: of the built sources, whose engine is imported in the end, and of their packages.
+    """
+    wheels, site = work / "vllm-wheels", work / "vllm-site"
+    download = (python, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d")
+    subprocess.run([*download, wheels, f"vllm=={VERSION}", *PACKAGES], check=True)
+    for wheel in sorted(wheels.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as files:
+            names = [name for name in files.namelist() if not LEFT_OUT.search(name)]
+            files.extractall(site, names)
+    cuobjdump = next(
+        python.parents[1].glob("lib/*/site-packages/triton/backends/nvidia/bin/cuobjdump")
+    )
+    for library in (site / "vllm").rglob("*.so"):
+        is_flash = library.name.startswith("_vllm_fa3")
+        own = of_sources(library, str(cuobjdump)) if is_flash else of_architecture(architecture)
+        zero_others(library, own)
+    check(python, work, [*paths, site])
+    with tarfile.open(archive, "w:xz", preset=6) as file:
+        file.add(site, "site", filter=lambda info: None if "__pycache__" in info.name else info)
+    print(f"gpu-vllm: {archive}, {archive.stat().st_size / 2**20:.1f} MiB")
+
+
+def check(python: Path, work: Path, paths: list[Path]) -> None:
+    """Import MODULES without a GPU, by a driver that has its symbols and does nothing."""
+    stub = work / "stub"
+    stub.mkdir(exist_ok=True)
+    symbols = set()
+    for library in (paths[-1] / "vllm").rglob("*.so"):
+        symbols |= set(re.findall(r"\bU (cu[A-Z]\w+)", output("nm", "-D", library)))
+    source = "".join(f"int {name}(void) {{ return 100; }}\n" for name in sorted(symbols))
+    (stub / "cuda.c").write_text(source)
+    build = ("cc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", stub / "libcuda.so.1")
+    subprocess.run([*build, stub / "cuda.c"], check=True)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "LD_LIBRARY_PATH": str(stub),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    command = [str(python), "-c", CHECK, *MODULES]
+    subprocess.run(command, cwd=paths[0], env=environment, check=True)
+
+
+def output(*command: object) -> str:
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, check=True
+    )
+    return done.stdout
