@@ -104,7 +104,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
                 self.dp,
                 updates,
                 self.steps,
-                self.source.base.memory,
+                self.source.shared.base,
             )
             self.model = self.actor.model
             trained: dict[str, Learner] = {"actor": self.actor}

@@ -1,4 +1,7 @@
-"""A base that is the engine's weights: the same bits as with shards, no copy of the base."""
+"""A base that is the engine's weights: the same bits as with shards, no copy of the base.
+
+Jobs of adapters and of full parameters; for the latter see also test_shared_parameters.
+"""
 
 from __future__ import annotations
 
@@ -186,10 +189,17 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
 
 @pytest.mark.multirank
 @pytest.mark.exhaustive
-def test_a_job_and_its_files_are_those_of_shards(tmp_path: Path) -> None:
-    """Four steps beside shards; two beside the engine's weights, resumed for two more."""
-    common = {"model.lora_rank": 4, "actor.use_kl_loss": True, "actor.optim.lr": 2e-2}
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_job_and_its_files_are_those_of_shards(tmp_path: Path, lora_rank: int) -> None:
+    """Four steps with shards; two with the engine's weights, resumed for two more.
+
+    Of full parameters, in two optimizer steps per batch.
+    """
+    common: dict[str, Any] = {"actor.use_kl_loss": True, "actor.optim.lr": 2e-2}
     common |= dict(override.split("=") for override in ADAPTERS)
+    common |= {"model.lora_rank": lora_rank}
+    if not lora_rank:
+        common |= {"reshard.lora": "merged", "actor.ppo_mini_batch_size": 8}
 
     def run(name: str, **settings: object) -> Path:
         folder = tmp_path / name
@@ -203,7 +213,8 @@ def test_a_job_and_its_files_are_those_of_shards(tmp_path: Path) -> None:
     run("shared", **{key: "true", steps: 2, "trainer.save_freq": 2})
     shared = run("shared", **{key: "true", steps: 4, "trainer.save_freq": 2})
     assert metrics_of(shared) == metrics_of(sharded) and len(metrics_of(shared)) == 4
-    for file in ("final/model.safetensors", "final_adapter/adapter_model.safetensors"):
+    files = ("final/model.safetensors", "final_adapter/adapter_model.safetensors")
+    for file in files if lora_rank else files[:1]:
         tensors, expected = load_file(shared / file), load_file(sharded / file)
         assert tensors.keys() == expected.keys()
         assert all(torch.equal(x, expected[name]) for name, x in tensors.items())
@@ -215,7 +226,7 @@ def test_a_job_and_its_files_are_those_of_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("model.lora_rank=0", "reshard.lora=merged"), "model.lora_rank is 0"),
+        (("model.lora_rank=0", "reshard.lora=merged", "rollout.name=hf"), "rollout.name is hf"),
         (("reshard.lora=merged",), "reshard.lora is merged"),
         (("rollout.dtype=bfloat16",), "rollout.dtype is bfloat16"),
         (
