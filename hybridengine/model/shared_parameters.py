@@ -52,7 +52,8 @@ class SharedParameters:
     ) -> None:
         named = {unwrapped_name(name): p for name, p in model.named_parameters()}
         if named.keys() != memory.keys():
-            raise ModelError(f"{min(named.keys() ^ memory.keys())!r} is of one model only")
+            name = min(named.keys() ^ memory.keys())
+            raise ModelError(f"{name!r} is a parameter of the model or of the engine alone")
         self._memory, self._target = memory, target
         self._shards: dict[str, DTensor] = {}
         for name, parameter in named.items():

@@ -82,12 +82,13 @@ def body(
         ("llama", torch.bfloat16, 2, -1),
         ("qwen2", torch.float32, 2, -1),
         ("qwen2", torch.bfloat16, 2, 1),
+        ("qwen3_moe", torch.bfloat16, 2, -1),
     ],
 )
 def test_twenty_steps_equal_those_with_gathers(
     tmp_path: Path, kind: str, dtype: torch.dtype, world_size: int, fsdp_size: int
 ) -> None:
-    """llama: tied embeddings; qwen2: biases. 101 rows divide unevenly; fsdp_size 1: replicas."""
+    """llama: tied embeddings; qwen2: biases; qwen3_moe: experts. fsdp_size 1: replicas."""
     path = save_tiny(kind, tmp_path, torch.float32)
     for result in run_ranks(body, world_size, path, dtype, fsdp_size, timeout_s=300):
         assert result == {"unequal": 0, "moves": True}

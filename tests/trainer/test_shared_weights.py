@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,3 +263,20 @@ def test_auto_shares_what_costs_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert "frees its weights for the update" in (unshared_reason(load_config(None, four)) or "")
     for more in ("rollout.free_cache_engine=false", "model.share_engine_weights=true"):
         assert unshared_reason(load_config(None, [*four, more])) is None
+
+
+def test_auto_gathers_where_awake_engine_and_trainer_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hybridengine.trainer.shared_weights import unshared_reason
+
+    memory = SimpleNamespace(total_memory=80 << 30)
+    job = [*small_job(tmp_path), *ADAPTERS, "model.lora_rank=0", "reshard.lora=merged"]
+    assert unshared_reason(load_config(None, job)) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: memory)
+    assert unshared_reason(load_config(None, job)) is None
+    memory.total_memory = 1 << 20
+    assert "would stay in memory" in (unshared_reason(load_config(None, job)) or "")
+    for more in ("rollout.free_cache_engine=false", "model.share_engine_weights=true"):
+        assert unshared_reason(load_config(None, [*job, more])) is None
