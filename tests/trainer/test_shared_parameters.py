@@ -98,6 +98,7 @@ def refusals(rank: int, world_size: int, path: str) -> dict[str, Any]:
     """Run forwards on weights that are, and are not, those of the last sync."""
     import torch.distributed as dist
 
+    from hybridengine.errors import ModelError
     from hybridengine.model import Optimizer, free_gathered, pack_rollouts, packed_log_probs
     from hybridengine.sharding.weight_target import StaleWeightsError
 
@@ -113,7 +114,7 @@ def refusals(rank: int, world_size: int, path: str) -> dict[str, Any]:
         try:
             with torch.no_grad():
                 packed_log_probs(model, batch)
-        except StaleWeightsError as error:
+        except (StaleWeightsError, ModelError) as error:
             return str(error)
         return ""
 
@@ -145,7 +146,10 @@ def refusals(rank: int, world_size: int, path: str) -> dict[str, Any]:
     if rank == 0:  # of a forward, the other rank has no part
         alone = raised()
     dist.barrier()
-    return {"errors": errors, "alone": alone}
+    free_gathered(model)
+    copies = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(copies, assign=True)
+    return {"errors": errors, "alone": alone, "replaced": raised()}
 
 
 @pytest.mark.multirank
@@ -158,3 +162,4 @@ def test_a_forward_between_a_change_and_its_sync_is_refused(tmp_path: Path) -> N
             assert "has changed since the sync to weight version" in errors[change][0]
         assert "partially updated" in errors["interrupt"][0]
         assert errors["<lambda>"][0] == ""
+        assert "parameters of the model were replaced" in result["replaced"]
