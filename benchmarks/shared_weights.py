@@ -1,18 +1,20 @@
-"""An update of LoRA adapters beside the engine's weights, with and without a base of its own.
+"""An update that computes with the engine's weights, and one that gathers them from shards.
 
-Two gloo ranks (on a GPU machine: two GPUs), each with a vLLM engine (TP 1) and LoRA of rank 16 on
-all linear layers, at the shapes of SmolLM2-135M and of a model of 0.5B parameters:
-  hybridengine    the base is the engine's weights (`model.share_engine_weights`)
-  shards          ours with FSDP2 shards of the base
+Two gloo ranks (on a GPU machine: two GPUs), each with a vLLM engine (TP 1), at the shapes of
+SmolLM2-135M and of a model of 0.5B parameters:
+  hybridengine    with the engine's weights (`model.share_engine_weights`)
+  shards          ours with FSDP2 shards
   trl_peft        TRL's way without its trainer: the whole base and PEFT's adapters under DDP, and
                   its log-probs from logits
+Pass `update`: LoRA of rank 16 on all linear layers, one micro-batch. Pass `update_all`: all
+parameters with float32 masters, two micro-batches, and the weight sync, without trl_peft.
 
 Each row in new processes, the most of the ranks. The memory of weights (`weights_mib`) is that of
 the tensors of engine and trainer, adapters among them, counted once where they share it.
 `gathered_mib`: what FSDP2's all-gathers receive on a rank for one micro-batch; of `hybridengine`
-these are adapters alone. `peak_mib`: of the process during updates, over its memory before engine
-and trainer. `ms_p50`: forward, backward and AdamW. In bfloat16, and in float32 where a CPU
-multiplies bfloat16 slowly.
+these are adapters alone, or nothing. `peak_mib`: of the process during updates, over its memory
+before engine and trainer. `ms_p50`: forward, backward, AdamW, and in `update_all` the sync. In
+bfloat16, and in float32 where a CPU multiplies bfloat16 slowly.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ RANKS, RANK_OF_LORA = 2, 16
 UPDATES = 3
 # Sequences and tokens of each in a micro-batch; less where a product takes ten times as long.
 TOKENS, TOKENS_IF_SLOW = (4, 64), (1, 16)
-IMPLEMENTATIONS = ("trl_peft", "shards", OURS)
+# The implementations of each pass, and its micro-batches.
+PASSES = {"update": (("trl_peft", "shards", OURS), 1), "update_all": (("shards", OURS), 2)}
 
 
 def run(bench: Bench) -> None:
@@ -56,21 +59,24 @@ def run(bench: Bench) -> None:
         for dtype in dtypes:
             with tempfile.TemporaryDirectory() as folder:
                 million = write_model(folder, config, dtype)
-                _compare(bench, folder, f"{million}M N={RANKS} tp=1", dtype)
+                for passed in PASSES:
+                    _compare(bench, folder, passed, f"{million}M N={RANKS} tp=1", dtype)
 
 
-def _compare(bench: Bench, folder: str, shape: str, dtype: torch.dtype) -> None:
+def _compare(bench: Bench, folder: str, passed: str, shape: str, dtype: torch.dtype) -> None:
     figures: dict[str, dict[str, float]] = {}
-    missing = {} if importlib.util.find_spec("trl") else {"trl_peft": "trl is not installed"}
-    bench.leave_out("shared_weights", "update", shape, dtype, missing)
-    for name in (name for name in IMPLEMENTATIONS if name not in missing):
-        arguments = (folder, name, dtype)
+    names, num_micro_batches = PASSES[passed]
+    has_trl = "trl_peft" not in names or importlib.util.find_spec("trl")
+    missing = {} if has_trl else {"trl_peft": "trl is not installed"}
+    bench.leave_out("shared_weights", passed, shape, dtype, missing)
+    for name in (name for name in names if name not in missing):
+        arguments = (folder, passed, name, num_micro_batches, dtype)
         ranks = run_ranks(_rank, RANKS, *arguments, timeout_s=580, device=bench.device.type)
         figures[name] = own = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
         best = min((f["ms_p50"] for n, f in figures.items() if n != OURS), default=own["ms_p50"])
         bench.add(
             "shared_weights",
-            "update",
+            passed,
             name,
             shape,
             dtype=short(dtype),
@@ -108,28 +114,43 @@ def write_model(folder: str, config: Any, dtype: torch.dtype) -> int:
     return round(sum(p.numel() for p in model.parameters()) / 1e6)
 
 
-def _rank(rank: int, world_size: int, path: str, name: str, dtype: torch.dtype) -> dict[str, float]:
+def _rank(
+    rank: int,
+    world_size: int,
+    path: str,
+    passed: str,
+    name: str,
+    num_micro_batches: int,
+    dtype: torch.dtype,
+) -> dict[str, float]:
     before = _memory_kib("VmRSS")
-    engine, _ = build_engine(path, 1, dtype, RANK_OF_LORA)
+    trains_all = passed == "update_all"
+    engine, _ = build_engine(path, 1, dtype, 0 if trains_all else RANK_OF_LORA)
     engine_tensors = [*engine.target.weights().values()]
     engine.sleep()
     draw = torch.Generator().manual_seed(rank)
     tokens = TOKENS if has_fast_products(dtype, _device()) else TOKENS_IF_SLOW
     ids = torch.randint(1000, tokens, generator=draw).to(_device())
-    build = _with_peft if name == "trl_peft" else _with_adapters
-    model, update = build(engine if name == OURS else None, path, ids, dtype)
+    if trains_all:
+        model, micro_batch, finish = _with_all(engine, name == OURS, path, ids, dtype)
+    else:
+        build = _with_peft if name == "trl_peft" else _with_adapters
+        model, micro_batch, finish = build(engine if name == OURS else None, path, ids, dtype)
     if _device().type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
         ctypes.CDLL(None).malloc_trim(0)  # what reading the checkpoint has left
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     with _gathers() as received:
-        update()
+        micro_batch()
+    finish()
     times = []
     for _ in range(UPDATES):
         dist.barrier()
         start = time.perf_counter()
-        update()
+        for _ in range(num_micro_batches):
+            micro_batch()
+        finish()
         if _device().type == "cuda":
             torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3)
@@ -142,18 +163,52 @@ def _rank(rank: int, world_size: int, path: str, name: str, dtype: torch.dtype) 
     }
 
 
-def _with_adapters(
-    engine: Any, path: str, ids: torch.Tensor, dtype: torch.dtype
-) -> tuple[Any, Callable[[], None]]:
-    """Return our model and what updates it. engine: whose weights are the base."""
-    from hybridengine.model import (
-        Optimizer,
-        apply_lora,
-        load_causal_lm,
-        pack_rollouts,
-        packed_log_probs,
-        sharding_mesh,
+Parts = tuple[Any, Callable[[], None], Callable[[], object]]
+"""A model, what runs forward and backward of a micro-batch, and what ends the update."""
+
+
+def _with_all(engine: Any, shares: bool, path: str, ids: torch.Tensor, dtype: torch.dtype) -> Parts:
+    """Return our model, all of whose parameters are trained. shares: with `engine`'s weights."""
+    from hybridengine.model import SharedParameters, load_causal_lm, parameter_shards, sharding_mesh
+    from hybridengine.reshard import Resharder
+
+    model = load_causal_lm(
+        path,
+        mesh=sharding_mesh(_device().type, dist.get_world_size()),
+        shard_dim1=lambda name: False,
+        param_dtype=dtype,
     )
+    if shares:
+        SharedParameters(model, engine.share_weights(dtype, frozen=False), engine.target)
+    resharder = Resharder(lambda: parameter_shards(model), engine, delta="off")
+    resharder.sync()
+    micro_batch, step = _training(model, ids)
+
+    def finish() -> None:
+        step()
+        engine.sleep()
+        resharder.sync()
+
+    return model, micro_batch, finish
+
+
+def _training(model: Any, ids: torch.Tensor) -> tuple[Callable[[], None], Callable[[], object]]:
+    """Return what runs our forward and backward, and what steps."""
+    from hybridengine.model import Optimizer, pack_rollouts, packed_log_probs
+
+    optimizer = Optimizer(model, lr=1e-5, total_steps=UPDATES + 1)
+    half = ids.shape[1] // 2
+    batch = pack_rollouts([(row[:half], row[half:]) for row in ids.tolist()], _device())
+
+    def micro_batch() -> None:
+        packed_log_probs(model, batch)[0].mean().backward()
+
+    return micro_batch, lambda: optimizer.step(1.0)
+
+
+def _with_adapters(engine: Any, path: str, ids: torch.Tensor, dtype: torch.dtype) -> Parts:
+    """Return our model with adapters. engine: whose weights are the base."""
+    from hybridengine.model import apply_lora, load_causal_lm, sharding_mesh
 
     model = load_causal_lm(
         path,
@@ -163,21 +218,11 @@ def _with_adapters(
         adapt=lambda plain: apply_lora(plain, RANK_OF_LORA, RANK_OF_LORA),
         base_memory=engine.share_weights(dtype) if engine is not None else {},
     )
-    optimizer = Optimizer(model, lr=1e-5, total_steps=UPDATES + 1)
-    half = ids.shape[1] // 2
-    batch = pack_rollouts([(row[:half], row[half:]) for row in ids.tolist()], _device())
-
-    def update() -> None:
-        packed_log_probs(model, batch)[0].mean().backward()
-        optimizer.step(1.0)
-
-    return model, update
+    return model, *_training(model, ids)
 
 
-def _with_peft(
-    engine: None, path: str, ids: torch.Tensor, dtype: torch.dtype
-) -> tuple[Any, Callable[[], None]]:
-    """Return PEFT's model under DDP, and what updates it by TRL's log-probs."""
+def _with_peft(engine: None, path: str, ids: torch.Tensor, dtype: torch.dtype) -> Parts:
+    """Return PEFT's model under DDP, trained by TRL's log-probs."""
     from peft import LoraConfig, get_peft_model
     from torch.nn.parallel import DistributedDataParallel
     from transformers import AutoModelForCausalLM
@@ -191,14 +236,16 @@ def _with_peft(
     optimizer = torch.optim.AdamW(trained, lr=1e-5)
     half = ids.shape[1] // 2
 
-    def update() -> None:
+    def micro_batch() -> None:
         logits = model(input_ids=ids, logits_to_keep=half + 1).logits[:, :-1]
         selective_log_softmax(logits, ids[:, half:]).mean().backward()
+
+    def finish() -> None:
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
-    return model, update
+    return model, micro_batch, finish
 
 
 @contextmanager

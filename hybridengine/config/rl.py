@@ -46,7 +46,7 @@ KLLossType = Literal[KLType, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+",
 
 @dataclass(frozen=True)
 class ModelConfig(TrainedModelConfig):
-    share_engine_weights: Switch = "auto"  # the base of LoRA is the engine's weights, no shards
+    share_engine_weights: Switch = "auto"  # compute with the engine's weights, gather none
     external_lib: PathText | None = None  # file or module that registers estimators, rewards
 
 

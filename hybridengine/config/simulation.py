@@ -94,6 +94,7 @@ class LayoutConfig:
     reshard_after_forward: StrictBool | None = None  # false: keep gathered weights until backward
     expert_parallel: PositiveInt | None = None  # ranks over which the policy's experts are divided
     offload: StrictBool | None = None  # what does not run in host memory (param/optimizer_offload)
+    share_engine_weights: StrictBool = False  # the policy is computed with the engine's weights
 
 
 @dataclass(frozen=True)

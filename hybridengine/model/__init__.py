@@ -25,6 +25,7 @@ from hybridengine.model.packed import PackedBatch, SavedWork, pack_batch, pack_r
 from hybridengine.model.parameters import free_gathered, frozen_parameters, parameter_shards
 from hybridengine.model.router_balance import RouterBalance, balance_routers, prepare_routers
 from hybridengine.model.router_replay import RouterReplay, route_shape
+from hybridengine.model.shared_parameters import SharedParameters
 from hybridengine.model.validation import check_sequence_parallel
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "RouterBalance",
     "RouterReplay",
     "SavedWork",
+    "SharedParameters",
     "SkippedUpdate",
     "accepts_head_function",
     "adapter_shards",

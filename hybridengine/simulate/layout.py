@@ -34,6 +34,7 @@ class Layout:
     reshard_after_forward: bool = True
     offload: bool = False
     expert_parallel: int = 1
+    share_engine_weights: bool = False
 
     @property
     def is_split(self) -> bool:

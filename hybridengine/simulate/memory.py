@@ -52,6 +52,8 @@ def memory_of(model: ModelShape, work: Workload, layout: Layout, cluster: Cluste
     generate = {"engine weights": engine}
     sync = {"engine weights": engine, "buckets": float(SYNC_BUCKETS)}
     resident = {"weights": trained["weights"]} | held
+    if layout.share_engine_weights:
+        train, optimizer = (part | {"engine weights": engine} for part in (train, optimizer))
     if not layout.is_split:
         if not layout.offload:
             generate |= resident | {"moments": moments}
@@ -81,7 +83,7 @@ def _critic_alone(
     model: ModelShape, work: Workload, layout: Layout, cluster: Cluster
 ) -> dict[str, dict[str, float]]:
     """Return the moments of a rank that has the critic alone: it computes no logits."""
-    layout = replace(layout, expert_parallel=1)
+    layout = replace(layout, expert_parallel=1, share_engine_weights=False)
     shard = model.num_parameters / min(layout.fsdp_size, layout.critic_ranks)
     trained = {"weights": MASTER * shard, "gradients": GRADIENT * shard}
     moments = {"moments": MOMENTS * shard}
@@ -111,8 +113,9 @@ def _training_buffers(
     gathered = 2 * layer + model.root_parameters  # the next layer is gathered while one runs
     if not layout.reshard_after_forward:
         gathered = held + model.root_parameters
-    if itemsize == 4 and min(layout.fsdp_size, ranks) == 1:
-        gathered = 0.0  # the shard is the weight
+    of_shard = itemsize == 4 and min(layout.fsdp_size, ranks) == 1
+    if of_shard or (layout.share_engine_weights and layout.tp_size == 1):
+        gathered = 0.0  # the shard, or the engine's tensor, is the weight
     reduced = max(layer, model.root_parameters)
     saved = itemsize * tokens * model.activation_elements
     kept = itemsize * tokens * model.hidden_size

@@ -122,9 +122,12 @@ def layouts(
             for fsdp, tp, sp, checkpointing, reshard, offload, ep in parts:
                 if ep > 1 and fsdp != actor:  # experts are not divided within replicas
                     continue
+                shares = fixed.share_engine_weights
+                if shares and (mode != "sync" or ep > 1):  # the engine is on the rank, undivided
+                    continue
                 if critic % sp == 0 and critic % min(fsdp, critic or 1) == 0:
                     flags = checkpointing, reshard, offload
-                    yield Layout(mode, trainer, engine, fsdp, tp, sp, critic, *flags, ep)
+                    yield Layout(mode, trainer, engine, fsdp, tp, sp, critic, *flags, ep, shares)
 
 
 def _choices(given: Any, values: Sequence[Any]) -> Sequence[Any]:
@@ -189,6 +192,7 @@ def describe(layout: Layout) -> str:
         "checkpointing": layout.gradient_checkpointing,
         "weights kept gathered": not layout.reshard_after_forward,
         "offload": layout.offload,
+        "engine's weights shared": layout.share_engine_weights,
     }
     return ", ".join([where, *parts, *(name for name, on in flags.items() if on)])
 

@@ -59,6 +59,7 @@ class SimulatedStep:
     seconds: the time from one step to the next.
     mfu: the MFU of the ranks that train the policy, during its update.
     exposed: the seconds of that update in which ranks wait for FSDP's collectives.
+    num_syncs: weight syncs of the step.
     """
 
     layout: Layout
@@ -70,6 +71,7 @@ class SimulatedStep:
     generation: Generation
     mfu: float
     exposed: float
+    num_syncs: int
 
     def seconds_of(self, name: str) -> float:
         """Seconds of a phase, 0 if the step has none; groups that take part in it do so at once."""
@@ -87,7 +89,9 @@ class SimulatedStep:
     def replace_sync(self, planned: Sync) -> SimulatedStep:
         """Return this step with a planned sync instead of the formula's."""
         phases = tuple(
-            replace(phase, seconds=planned.seconds) if phase.name == SYNC else phase
+            replace(phase, seconds=self.num_syncs * planned.seconds)
+            if phase.name == SYNC
+            else phase
             for phase in self.phases
         )
         seconds = max(phase.end for phase in phases)
@@ -112,7 +116,9 @@ def simulate_step(
     taking_part = [phase for phase in phases if phase.group != _CRITIC]
     end = max(phase.end for phase in taking_part)
     groups = dict.fromkeys(phase.group for phase in taking_part)
-    phases += [Phase(SYNC, group, end, sync.seconds) for group in groups]
+    # Shared weights have to be those of the shards before each optimizer step.
+    num_syncs = work.optimizer_steps if layout.share_engine_weights else 1
+    phases += [Phase(SYNC, group, end, num_syncs * sync.seconds) for group in groups]
     seconds = max(phase.end for phase in phases)
     flops = TrainingModel(model, work, layout, cluster, layout.actor_ranks).flops()
     return SimulatedStep(
@@ -125,6 +131,7 @@ def simulate_step(
         generation,
         mfu=flops / update / layout.actor_ranks / cluster.device.flops,
         exposed=exposed,
+        num_syncs=num_syncs,
     )
 
 
@@ -135,14 +142,16 @@ def _phases(
     config = work.config
     actor = TrainingModel(model, work, layout, cluster, layout.actor_ranks)
     update, exposed = actor.update()
+    alone = replace(layout, share_engine_weights=False)  # no other model is the engine's
+    frozen = TrainingModel(model, work, alone, cluster, layout.actor_ranks)
     own: list[tuple[str, float]] = [("offload", actor.offload())]
-    own += [("reward_model", actor.forward_only(head=False))] if config.reward_model else []
-    own += [("ref", actor.forward_only())] if config.reference else []
+    own += [("reward_model", frozen.forward_only(head=False))] if config.reward_model else []
+    own += [("ref", frozen.forward_only())] if config.reference else []
     own += [("old_log_prob", actor.forward_only())] if config.old_log_probs else []
     updates, values = [("update_actor", update)], list[tuple[str, float]]()
     if config.critic:
         ranks = layout.critic_ranks or layout.actor_ranks
-        critic = TrainingModel(model, work, replace(layout, expert_parallel=1), cluster, ranks)
+        critic = TrainingModel(model, work, replace(alone, expert_parallel=1), cluster, ranks)
         values = [("values", critic.forward_only(head=False))]
         critic_update = [("update_critic", critic.update(head=False)[0])]
         if not layout.critic_ranks:

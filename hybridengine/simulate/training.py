@@ -162,6 +162,8 @@ class TrainingModel:
         return others + collective(experts / size, self.fsdp_size // size)
 
     def _gather(self, parameters: float, ranks: int) -> float:
+        if self.layout.share_engine_weights:
+            ranks = self.layout.tp_size  # of the engine, in the node
         num_bytes = self.work.train_itemsize * parameters
         return self.cluster.all_gather(num_bytes, ranks)
 

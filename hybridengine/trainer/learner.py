@@ -7,6 +7,7 @@ into micro-batches nor the number of ranks changes the loss or the gradients.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,11 @@ class Learner(ABC):
     """A model with an FSDP2 group and an optimizer of its own.
 
     name: prefix of its metrics.
+    between_steps: called between the optimizer steps of a batch.
     """
 
     name: str
+    between_steps: Callable[[], object] | None = None
 
     def __init__(
         self, config: RLConfig, model: nn.Module, optimizer: Optimizer, dp: DataParallel
@@ -51,7 +54,12 @@ class Learner(ABC):
     def _epochs(self, batch: RolloutBatch) -> dict[str, float]:
         """Run ppo_epochs optimizer steps per mini-batch; return their mean metrics."""
         numbers = [*range(len(batch.mini_batches))] * self._config.actor.ppo_epochs
-        return mean_metrics([self._step(batch, number)[0] for number in numbers])
+        parts = list[dict[str, Tensor]]()
+        for number in numbers:
+            if parts and self.between_steps is not None:
+                self.between_steps()
+            parts.append(self._step(batch, number)[0])
+        return mean_metrics(parts)
 
     @abstractmethod
     def micro_batch_loss(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import reduce
 from typing import Any, TypeVar
@@ -18,16 +17,13 @@ from hybridengine.checkpoint import resume_plan
 from hybridengine.config import Dtype, JobConfig, RLConfig, SFTConfig, keys_of
 from hybridengine.data import PromptDataset, SFTDataset
 from hybridengine.kernels import has_fast_products
-from hybridengine.model.validation import check_model
-from hybridengine.simulate.model import ModelShape
-from hybridengine.trainer.algorithms import uses_critic
-from hybridengine.trainer.build import checkpoint_layout, engine_name
+from hybridengine.trainer.build import engine_name
 from hybridengine.trainer.build_models import num_shards
 from hybridengine.trainer.exact_rollouts import inexact_reason
+from hybridengine.trainer.memory import GIB, itemsize, memory_gib, num_parameters
 from hybridengine.trainer.shared_prefix import no_sharing_reason
 from hybridengine.trainer.shared_weights import unshared_reason
 
-_GIB = 2.0**30
 _Config = TypeVar("_Config", bound=JobConfig)
 
 
@@ -44,6 +40,8 @@ def plan_table(config: RLConfig, train: PromptDataset, val: PromptDataset | None
     shared = f" shared by {sp_size} ranks" if sp_size > 1 else " on each rank"
     mini_batch_tokens = config.ppo_mini_batch_size * config.rollout.n * config.max_sequence_length
     replica_tokens = -(-mini_batch_tokens // config.data_parallel_size)
+    shares_base = config.model.lora_rank > 0 and unshared_reason(config) is None
+    memory = memory_gib(config, shares_base)
     return _table(
         {
             "model": config.model.path,
@@ -68,7 +66,7 @@ def plan_table(config: RLConfig, train: PromptDataset, val: PromptDataset | None
             f"{-(-replica_tokens // max_tokens)} per optimizer step",
             "shared prefix": no_sharing_reason(config) or "a prompt is computed once for its group",
             "exact": inexact_reason(config) or "engine and trainer compute the same log-probs",
-            "memory": ", ".join(f"{name} {size:.2f}" for name, size in _memory_gib(config).items())
+            "memory": ", ".join(f"{name} {size:.2f}" for name, size in memory.items())
             + " GiB per rank, estimated"
             + ("; engine weights and cache on engine ranks" if splits else ""),
             "written to": trainer.default_local_dir,
@@ -116,12 +114,12 @@ def start_of(config: RLConfig | SFTConfig, num_samples: int) -> str:
 
 def sync_volume(config: RLConfig) -> str:
     """Describe how much a weight sync will move, from the configuration alone."""
-    itemsize = _itemsize(config.rollout.dtype)
+    per_weight = itemsize(config.rollout.dtype)
     if config.overlaps:
-        size = _num_parameters(config) * itemsize / config.rollout.tensor_model_parallel_size
+        size = num_parameters(config) * per_weight / config.rollout.tensor_model_parallel_size
         return f"{size / 2**20:.1f} MiB received per engine rank and step"
     if engine_name(config) == "hf":
-        received = lower = _num_parameters(config) * itemsize * (1 - 1 / config.world_size)
+        received = lower = num_parameters(config) * per_weight * (1 - 1 / config.world_size)
     else:
         from hybridengine.reshard.advisor import advise
         from hybridengine.rollout.vllm.record import record_engine_layouts
@@ -134,7 +132,7 @@ def sync_volume(config: RLConfig) -> str:
         nodes, fsdp_size = config.trainer.nnodes, num_shards(config)
         advice = advise(shapes, layouts, config.world_size, nodes=nodes, fsdp_size=fsdp_size)
         best = advice.options[0]
-        scale = itemsize / torch.bfloat16.itemsize  # advise plans bfloat16
+        scale = per_weight / torch.bfloat16.itemsize  # advise plans bfloat16
         received, lower = best.received_bytes * scale, best.lower_bound_bytes * scale
     return (
         f"{received / 2**20:.1f} MiB received per rank and step (lower bound {lower / 2**20:.1f})"
@@ -180,57 +178,11 @@ def _critic_rows(config: RLConfig) -> dict[str, str]:
     if not config.num_critic_ranks:
         return {}
     shards = num_shards(config, config.num_critic_ranks)
-    size = 16.0 * _num_parameters(config, config.critic.model.path or "") / shards / _GIB
+    size = 16.0 * num_parameters(config, config.critic.model.path or "") / shards / GIB
     return {
         "critic": f"{config.num_critic_ranks} ranks of its own, weights sharded over {shards}, "
         f"{size:.2f} GiB per rank without activations"
     }
-
-
-def _num_parameters(config: RLConfig, path: str = "") -> int:
-    return sum(map(math.prod, checkpoint_layout(config, path).parameters.values()))
-
-
-def _itemsize(dtype: str) -> int:
-    return getattr(torch, dtype).itemsize
-
-
-def _memory_gib(config: RLConfig) -> dict[str, float]:
-    """Estimate the peak memory per rank of each part of the run.
-
-    A trained weight takes 16 bytes: float32 master, gradient and two moments. Where layers are
-    recomputed, the input of every layer is kept, and the activations of one.
-    """
-    model = check_model(config.model.path, config.model.trust_remote_code)
-    shape = ModelShape.of(model, checkpoint_layout(config).parameters)
-    numel = shape.num_parameters
-    if config.model.enable_gradient_checkpointing:
-        per_token = shape.hidden_size * shape.num_layers + shape.activation_elements
-    else:
-        per_token = shape.activation_elements * shape.num_layers
-    per_token *= _itemsize(config.sharding.dtype)
-    tokens = max(
-        config.actor.ppo_max_token_len_per_gpu,
-        -(-config.max_sequence_length // config.sequence_parallel_size),
-    )
-    lora = config.model.lora_rank > 0  # frozen weights have neither gradients nor moments
-    shared = unshared_reason(config) is None  # the base of LoRA is the engine's weights
-    parts = {"policy": (4.0 if lora else 16.0) * numel * (not shared) / num_shards(config)}
-    if config.uses_reference and not lora:
-        parts["reference"] = 4.0 * numel / num_shards(config)
-    if path := config.algorithm.distill.teacher_path:
-        parts["teacher"] = 4.0 * _num_parameters(config, path) / num_shards(config)
-    if uses_critic(config) and not config.num_critic_ranks:
-        parts["critic"] = 16.0 * numel / num_shards(config)
-    parts["activations"] = per_token * tokens
-    if not config.rollout.servers:
-        engine = _itemsize(config.rollout.dtype) * numel
-        parts["engine weights"] = engine / config.rollout.tensor_model_parallel_size
-    gib = {name: size / _GIB for name, size in parts.items()}
-    uses_cache = engine_name(config) == "vllm" and not config.rollout.servers
-    if uses_cache and not torch.cuda.is_available():
-        gib["cache"] = config.rollout.kv_cache_gib
-    return gib
 
 
 def resolve_dtypes(config: _Config) -> _Config:

@@ -92,7 +92,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
                 self.dp,
                 updates,
                 self.steps,
-                self.source.base.memory,
+                self.source.shared.base,
                 exact=self.source.exact,
             )
             self.model = self.actor.model

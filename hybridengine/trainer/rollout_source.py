@@ -12,6 +12,7 @@ from typing import Any
 
 from hybridengine.config import RLConfig
 from hybridengine.data import PromptLoader, PromptSample, Subset
+from hybridengine.model import SharedParameters
 from hybridengine.reshard import SyncReport
 from hybridengine.rewards import RewardManager
 from hybridengine.rollout import SamplingSpec, derive_seed
@@ -24,18 +25,18 @@ from hybridengine.trainer.generation import RolloutGenerator
 from hybridengine.trainer.models import Actor
 from hybridengine.trainer.reward_model import RewardModel
 from hybridengine.trainer.rollouts import Rollouts
-from hybridengine.trainer.shared_weights import SharedBase, share_base
+from hybridengine.trainer.shared_weights import SharedWeights, share_weights
 from hybridengine.trainer.weights_checksum import WeightsChecksum
 
 
 class RolloutSource(ABC):
     """All methods are collective over the trainer ranks.
 
-    base: the base of the policy where it is the engine's weights.
+    shared: what the policy uses of the engine's weights.
     exact: the engine has the operators of the policy (`rollout.exact`).
     """
 
-    base = SharedBase()
+    shared = SharedWeights()
     exact: bool
 
     @abstractmethod
@@ -102,7 +103,7 @@ class ColocatedRollouts(RolloutSource):
         self.exact = inexact_reason(config) is None
         with session.phase("start_engine"):
             self.engine = build_engine(config, tokenizer, exact=self.exact)
-            self.base = share_base(config, self.engine)
+            self.shared = share_weights(config, self.engine)
         self._checksum = WeightsChecksum(config, self.engine)
         self.engine.sleep()
 
@@ -110,8 +111,12 @@ class ColocatedRollouts(RolloutSource):
         return target_of(self.engine).layout.sliced_dims(shapes)
 
     def connect(self, actor: Actor, reward_model: RewardModel | None) -> None:
+        shared = self.shared
+        if shared.target is not None:
+            SharedParameters(actor.model, shared.unsharded, shared.target)
+            actor.between_steps = lambda: self.sync(self._session.step)
         with self._session.phase("plan_reshard"):
-            self._resharder = build_resharder(self._config, actor, self.engine, self.base.memory)
+            self._resharder = build_resharder(self._config, actor, self.engine, shared.base)
         agents = build_agents(self._config, self._tokenizer)
         scoring = (self._tokenizer, self._reward, self._session, reward_model)
         self._generator = RolloutGenerator(self.engine, *scoring, agents, self._checksum)
@@ -140,9 +145,7 @@ class ColocatedRollouts(RolloutSource):
             f"{max(plan.lower_bound) / mib:.1f}), {len(plan.buckets)} buckets of up to "
             f"{plan.staging_bytes / mib:.1f} MiB"
         }
-        if self._config.model.lora_rank:
-            own = f"shards of the trainer's own: {self.base.reason}"
-            rows["frozen base"] = own if self.base.reason else "the engine's weights"
+        rows["unsharded weights"] = self.shared.describe()
         return rows | ({"fully gathered": ", ".join(plan.fallback)} if plan.fallback else {})
 
     def summary(self, last: SyncReport) -> dict[str, Any]:

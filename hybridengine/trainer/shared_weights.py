@@ -1,4 +1,4 @@
-"""Whether the frozen base of a LoRA run is the engine's weights (`model.share_engine_weights`)."""
+"""Whether the trainer computes with the engine's weights (`model.share_engine_weights`)."""
 
 from __future__ import annotations
 
@@ -9,49 +9,67 @@ from typing import Any, NamedTuple
 import torch
 
 from hybridengine.config import ConfigError, RLConfig
+from hybridengine.model.shared_parameters import untested_torch
 from hybridengine.model.validation import check_model
 from hybridengine.rollout import RolloutEngine
+from hybridengine.runtime.all_ranks import all_gather_values
 from hybridengine.sharding import LayoutError
+from hybridengine.sharding.weight_target import WeightTarget
 from hybridengine.trainer.build import engine_name
 from hybridengine.trainer.build_models import num_shards
+from hybridengine.trainer.memory import GIB, memory_gib
 
 _MASTER_BYTES = 4  # of a weight in the trainer's shards
+_USABLE = 0.9  # of a GPU's memory; the rest is context and fragments
 _KEY = "model.share_engine_weights"
 
 
-class SharedBase(NamedTuple):
-    """The base of the policy.
+class SharedWeights(NamedTuple):
+    """What the policy uses of the engine's weights.
 
-    memory: parameter → its view of the engine's tensors; empty: the trainer has shards of its own.
-    reason: why it has; empty if it has none.
+    base: frozen parameter of a LoRA run → its view of the engine's tensors.
+    unsharded: trained parameter → the view that it is computed with.
+    target: the engine's weights.
+    reason: why both are empty, and the policy is computed with what it gathers.
     """
 
-    memory: Mapping[str, torch.Tensor] = MappingProxyType({})
+    base: Mapping[str, torch.Tensor] = MappingProxyType({})
+    unsharded: Mapping[str, torch.Tensor] = MappingProxyType({})
+    target: WeightTarget | None = None
     reason: str = ""
 
+    def describe(self) -> str:
+        """Return a line of the plan of the run."""
+        if self.reason:
+            return f"gathered from shards: {self.reason}"
+        return "the engine's" + (", as the base of the adapters" if self.base else "")
 
-def share_base(config: RLConfig, engine: RolloutEngine) -> SharedBase:
-    """Take the engine's weights as the base of the policy where `unshared_reason` is None.
+
+def share_weights(config: RLConfig, engine: RolloutEngine) -> SharedWeights:
+    """Take the engine's weights where `unshared_reason` is None on all ranks. Collective.
 
     Raises ConfigError: `model.share_engine_weights` is on, and the engine holds a parameter in
     another form.
     """
-    if reason := unshared_reason(config):
-        return SharedBase(reason=reason)
+    reasons = all_gather_values(unshared_reason(config) or "", str)
+    if reason := max(reasons):
+        return SharedWeights(reason=reason)
     from hybridengine.rollout.vllm.engine import VllmEngine
 
     assert isinstance(engine, VllmEngine)
+    frozen = config.model.lora_rank > 0
     try:
-        return SharedBase(engine.share_weights(getattr(torch, config.sharding.dtype)))
+        views = engine.share_weights(getattr(torch, config.sharding.dtype), frozen)
     except LayoutError as error:
-        return SharedBase(reason=_refuse(config, str(error)))
+        return SharedWeights(reason=_refuse(config, str(error)))
+    return SharedWeights(base=views) if frozen else SharedWeights({}, views, engine.target)
 
 
 def unshared_reason(config: RLConfig) -> str | None:
-    """Return why the trainer keeps shards of the base, as far as the configuration tells.
+    """Return why the trainer gathers weights from shards, as far as the configuration tells.
 
-    None if the engine's weights are the base. Raises ConfigError:
-    `model.share_engine_weights` is on, and that is impossible.
+    None if it uses the engine's. Raises ConfigError: `model.share_engine_weights` is on, and that
+    is impossible.
     """
     chosen = config.model.share_engine_weights
     if chosen == "off":
@@ -64,24 +82,22 @@ def unshared_reason(config: RLConfig) -> str | None:
 def _refuse(config: RLConfig, obstacle: str) -> str:
     if config.model.share_engine_weights == "on":
         raise ConfigError(
-            f"{_KEY} is on, but {obstacle}; set it to auto, which shards a base of the trainer's "
-            "own there"
+            f"{_KEY} is on, but {obstacle}; set it to auto, which gathers weights from shards there"
         )
     return obstacle
 
 
 def _obstacle(config: RLConfig) -> str | None:
-    """Return what makes the engine's weights other values than the base, or keeps them away."""
+    """Return what makes the engine's weights other values than the policy's, or keeps them away."""
     rollout, sharding = config.rollout, config.sharding
     dtypes = {rollout.dtype, sharding.dtype} - {"auto"}
-    if not config.model.lora_rank:
-        return "model.lora_rank is 0: all weights are trained"
-    if config.reshard.lora != "adapters":
+    lora = config.model.lora_rank > 0
+    if lora and config.reshard.lora != "adapters":
         return "reshard.lora is merged: the engine's weights contain the adapters"
     if config.overlaps:
         return "the engines are on other ranks"
     if engine_name(config) != "vllm":
-        return "rollout.name is hf, which applies no adapters"
+        return "rollout.name is hf, and only vllm's weights are shared"
     if (size := rollout.tensor_model_parallel_size) > 1:
         return f"rollout.tensor_model_parallel_size is {size}: an engine rank has a part of them"
     if rollout.quantization:
@@ -93,6 +109,8 @@ def _obstacle(config: RLConfig) -> str | None:
         )
     if sharding.expert_parallel_size > 1:
         return "actor.fsdp_config.expert_parallel_size divides the experts over ranks"
+    if not lora:
+        return untested_torch()
     model = check_model(config.model.path, config.model.trust_remote_code)
     stored: Any = model.dtype or model.get_text_config().dtype or torch.float32
     if dtypes and torch.promote_types(dtype := getattr(torch, dtypes.pop()), stored) != dtype:
@@ -104,14 +122,24 @@ def _obstacle(config: RLConfig) -> str | None:
 
 
 def _cost(config: RLConfig) -> str | None:
-    """Return why sharing would take more memory in the update than shards do.
+    """Return why sharing would take too much memory in the update.
 
     A GPU's engine frees its weights for the update (`rollout.free_cache_engine`) unless they are
     shared; shards are in float32.
     """
     frees = torch.cuda.is_available() and config.rollout.free_cache_engine
-    if not frees or config.rollout.dtype == "auto":
+    if not frees or "auto" in (config.rollout.dtype, config.sharding.dtype):
         return None
+    if not config.model.lora_rank:
+        parts = memory_gib(config, shares_base=False)
+        allowed = _USABLE * torch.cuda.get_device_properties().total_memory / GIB
+        if (needed := sum(parts.values())) <= allowed:
+            return None
+        return (
+            f"the engine's weights, {parts['engine weights']:.1f} GiB, would stay in memory for "
+            f"the update, which would need {needed:.1f} of {allowed:.1f} GiB; set {_KEY}=true to "
+            "gather nothing"
+        )
     itemsize = getattr(torch, config.rollout.dtype).itemsize
     shard = _MASTER_BYTES / num_shards(config)
     if itemsize <= shard:

@@ -163,6 +163,23 @@ def test_slow_links_are_exposed_and_replicas_gather_less(llama) -> None:
     assert TrainingModel(llama, work, COLOCATED, fast, 8).update()[1] < exposed / 1000
 
 
+def test_the_engines_weights_are_gathered_in_its_group_alone(llama) -> None:
+    work = Workload(WorkloadConfig(prompts=8, n=1, response_length=20.0, max_response_length=40))
+    slow = Cluster.of(CLUSTER)
+    own, alone, halves = (
+        replace(COLOCATED, tp_size=tp_size, share_engine_weights=shares)
+        for shares, tp_size in ((False, 1), (True, 1), (True, 2))
+    )
+    exposed = [TrainingModel(llama, work, x, slow, 8).update()[1] for x in (own, alone, halves)]
+    reduced = 4 * llama.num_parameters * 7 / 8 / 1e8
+    assert 0.9 * reduced < exposed[1] < reduced
+    in_pairs = 2 * (llama.num_parameters + llama.layer_parameters) / 2 / 1e8
+    assert 0.9 * (reduced + in_pairs) < exposed[2] < min(reduced + in_pairs, exposed[0])
+    memory = [memory_of(llama, work, x, slow).moments["train"] for x in (own, alone)]
+    assert "engine weights" not in memory[0] and memory[0]["gathered"] > memory[1]["gathered"] == 0
+    assert memory[1]["engine weights"] == 2 * llama.num_parameters
+
+
 def test_divided_experts_gather_less_and_exchange_tokens(moe) -> None:
     """Memory and times on 8 ranks, of which 4 hold different experts."""
     work = Workload(WorkloadConfig(prompts=8, n=1, prompt_length=2.0, response_lengths=(2,)))

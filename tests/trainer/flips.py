@@ -101,7 +101,7 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "model.target_parameters": ("[experts.down_proj]", LORA),  # refused: the model has no experts
     "model.share_expert_adapters": ("all", LORA),
     "model.lora_adapter_path": ("{dir}/adapter", LORA),
-    # refused: all weights are trained; its effects: test_shared_weights
+    # refused: the engine is not vllm; its effects: test_shared_weights
     "model.share_engine_weights": ("on", ()),
     "model.override_config.max_position_embeddings": ("4", ()),
     "data.train_files": ("{dir}/others.jsonl", ()),

@@ -1,10 +1,14 @@
-"""A base that is the engine's weights: the same bits as with shards, no copy of the base."""
+"""A base that is the engine's weights: the same bits as with shards, no copy of the base.
+
+Jobs of adapters and of full parameters; for the latter see also test_shared_parameters.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,10 +190,17 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
 
 @pytest.mark.multirank
 @pytest.mark.exhaustive
-def test_a_job_and_its_files_are_those_of_shards(tmp_path: Path) -> None:
-    """Four steps beside shards; two beside the engine's weights, resumed for two more."""
-    common = {"model.lora_rank": 4, "actor.use_kl_loss": True, "actor.optim.lr": 2e-2}
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_job_and_its_files_are_those_of_shards(tmp_path: Path, lora_rank: int) -> None:
+    """Four steps with shards; two with the engine's weights, resumed for two more.
+
+    Of full parameters, in two optimizer steps per batch.
+    """
+    common: dict[str, Any] = {"actor.use_kl_loss": True, "actor.optim.lr": 2e-2}
     common |= dict(override.split("=") for override in ADAPTERS)
+    common |= {"model.lora_rank": lora_rank}
+    if not lora_rank:
+        common |= {"reshard.lora": "merged", "actor.ppo_mini_batch_size": 8}
 
     def run(name: str, **settings: object) -> Path:
         folder = tmp_path / name
@@ -203,7 +214,8 @@ def test_a_job_and_its_files_are_those_of_shards(tmp_path: Path) -> None:
     run("shared", **{key: "true", steps: 2, "trainer.save_freq": 2})
     shared = run("shared", **{key: "true", steps: 4, "trainer.save_freq": 2})
     assert metrics_of(shared) == metrics_of(sharded) and len(metrics_of(shared)) == 4
-    for file in ("final/model.safetensors", "final_adapter/adapter_model.safetensors"):
+    files = ("final/model.safetensors", "final_adapter/adapter_model.safetensors")
+    for file in files if lora_rank else files[:1]:
         tensors, expected = load_file(shared / file), load_file(sharded / file)
         assert tensors.keys() == expected.keys()
         assert all(torch.equal(x, expected[name]) for name, x in tensors.items())
@@ -215,7 +227,7 @@ def test_a_job_and_its_files_are_those_of_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("model.lora_rank=0", "reshard.lora=merged"), "model.lora_rank is 0"),
+        (("model.lora_rank=0", "reshard.lora=merged", "rollout.name=hf"), "rollout.name is hf"),
         (("reshard.lora=merged",), "reshard.lora is merged"),
         (("rollout.dtype=bfloat16",), "rollout.dtype is bfloat16"),
         (
@@ -251,3 +263,20 @@ def test_auto_shares_what_costs_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert "frees its weights for the update" in (unshared_reason(load_config(None, four)) or "")
     for more in ("rollout.free_cache_engine=false", "model.share_engine_weights=true"):
         assert unshared_reason(load_config(None, [*four, more])) is None
+
+
+def test_auto_gathers_where_awake_engine_and_trainer_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hybridengine.trainer.shared_weights import unshared_reason
+
+    memory = SimpleNamespace(total_memory=80 << 30)
+    job = [*small_job(tmp_path), *ADAPTERS, "model.lora_rank=0", "reshard.lora=merged"]
+    assert unshared_reason(load_config(None, job)) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: memory)
+    assert unshared_reason(load_config(None, job)) is None
+    memory.total_memory = 1 << 20
+    assert "would stay in memory" in (unshared_reason(load_config(None, job)) or "")
+    for more in ("rollout.free_cache_engine=false", "model.share_engine_weights=true"):
+        assert unshared_reason(load_config(None, [*job, more])) is None

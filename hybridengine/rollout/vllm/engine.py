@@ -175,11 +175,12 @@ class VllmEngine(RolloutEngine):
         """The `vllm.LLM` of this rank."""
         return self._llm
 
-    def share_weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return the trained parameters as views of the engine's tensors, which the caller fills.
+    def share_weights(self, dtype: torch.dtype, frozen: bool = True) -> dict[str, torch.Tensor]:
+        """Return the trained parameters as views of the engine's tensors.
 
-        From then on a sync writes the other parameters only (buffers, adapters), and `sleep` frees
-        the key-value cache alone. dtype: of the trainer's computation.
+        From then on `sleep` frees the key-value cache alone. dtype: of the trainer's computation.
+        frozen: the caller fills them, and a sync writes the other parameters only (buffers,
+        adapters); else a sync writes all parameters.
 
         Raises LayoutError where the engine holds a parameter in another form.
         """
@@ -191,8 +192,9 @@ class VllmEngine(RolloutEngine):
         shapes = {n: s for n, s in checkpoint.parameters.items() if n not in checkpoint.buffers}
         weights = target.weights()
         views = parameter_views(target.layout, weights, shapes, dtype)
-        write_constants(target.layout, weights)
-        target.layout = target.layout.without(views)
+        if frozen:
+            write_constants(target.layout, weights)
+            target.layout = target.layout.without(views)
         self._level2_sleep, self._keeps_weights = None, True
         target.discards_weights = False
         return views

@@ -70,6 +70,7 @@ class RLJob(RLTrainer):
     def __init__(self, config: RLConfig, session: Session) -> None:
         super().__init__(config, session)
         self.printed_samples = True  # these are not worth printing
+        self.sync(0)
 
     def _build_source(self, reward: RewardManager) -> _FullLength:
         shared = (self.config, self.session, self.tokenizer)

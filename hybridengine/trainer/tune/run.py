@@ -125,7 +125,7 @@ def _syncs(job: RLJob) -> Iterator[Probe]:
         with on_device(job.model):
             job.source.sleep()
             resharder = build_resharder(
-                config, job.actor, job.source.engine, job.source.base.memory
+                config, job.actor, job.source.engine, job.source.shared.base
             )
             times = list[float]()
             for _ in range(1 + _SYNCS):  # the first one allocates
