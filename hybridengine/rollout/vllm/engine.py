@@ -6,8 +6,6 @@ prompts. The weights start uninitialised (`load_format="dummy"`); only the resha
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -49,6 +47,7 @@ from hybridengine.rollout.vllm.images import (
 from hybridengine.rollout.vllm.in_flight import refresh_caches, updates_between_steps
 from hybridengine.rollout.vllm.kept import record_kept_ids
 from hybridengine.rollout.vllm.options import check_plugins
+from hybridengine.rollout.vllm.pages import DONTNEED, HUGEPAGE, advise_pages
 from hybridengine.rollout.vllm.post_load import writable_weights
 from hybridengine.rollout.vllm.quantized import quantization_options
 from hybridengine.rollout.vllm.routes import RouteRecorder, recording_options
@@ -163,6 +162,9 @@ class VllmEngine(RolloutEngine):
         self._keeps_weights = False
         self.target.discards_weights = self._level2_sleep is not None
         if not torch.cuda.is_available():
+            for cache in self._runner.kv_caches:
+                advise_pages(cache.untyped_storage(), HUGEPAGE)
+                advise_pages(cache.untyped_storage(), DONTNEED)  # those that it has are small
             model = self._runner.get_model()
             if exact:
                 use_exact_operators(model, max_model_len)
@@ -285,7 +287,7 @@ class VllmEngine(RolloutEngine):
             return
         self.target.reset_caches()
         for cache in self._runner.kv_caches:
-            _release_pages(cache.untyped_storage())
+            advise_pages(cache.untyped_storage(), DONTNEED)
 
     def _resume(self, part: str) -> None:
         if not torch.cuda.is_available() or (part == "weights" and self._keeps_weights):
@@ -330,19 +332,6 @@ class EngineWeights(VllmWeights):
             super().reset_caches()
         else:
             refresh_caches(self._llm, self._engine.in_flight.keep_kv)
-
-
-def _release_pages(storage: torch.UntypedStorage) -> None:
-    """Return the memory of a CPU storage to the system; its entries are zero or unchanged after.
-
-    Addresses stay valid, and only pages that are used again are allocated again. Locked memory
-    cannot be returned and stays as it is.
-    """
-    end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
-    begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    if begin < end:
-        madvise = ctypes.CDLL(None).madvise
-        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
 def _completions(output: Any, vocab_size: int | None, routed: bool) -> list[Response]:
