@@ -141,25 +141,11 @@ def _inference_linear(
     return out if x.dim() == 2 else out.view(shape)
 
 
-@custom_op("hybridengine::inference_linear", mutates_args=())
-def _inference_op(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype | None,
-    max_rows: int | None,
-) -> Tensor:
-    return _inference_linear(x, weight, bias, out_dtype, max_rows)
+_inference_op = custom_op("hybridengine::inference_linear", mutates_args=())(_inference_linear)
 
 
 @_inference_op.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype | None,
-    max_rows: int | None,
-) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Any, out_dtype: torch.dtype | None, *_: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=out_dtype or x.dtype)
 
 
@@ -207,14 +193,7 @@ _op = custom_op(f"hybridengine::{OP}", mutates_args=())(_run)
 
 
 @_op.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    splits: int,
-    backend: str,
-) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Any, out_dtype: torch.dtype, *_: Any) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype)
 
 

@@ -8,6 +8,8 @@ and `_one_layout` the alignment, by which Triton chooses how a tile lies in the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -220,32 +222,28 @@ def gated_backward_kernel(
 
 def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """gate, up: [rows, width] of inner stride 1."""
-    rows, width = gate.shape
-    out = gate.new_empty(rows, width)
-    if out.numel():
-        launch(
-            gated_kernel,
-            (rows, triton.cdiv(width, GATED_BLOCK)),
-            *(gate, up, out, width, gate.stride(0), up.stride(0)),
-            GELU=activation == "gelu_tanh",
-            BLOCK=GATED_BLOCK,
-        )
-    return out
+    return _launch_gated(gated_kernel, (gate, up), 1, activation)[0]
 
 
 def gated_activation_backward(
     grad: Tensor, gate: Tensor, up: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and up."""
-    rows, width = gate.shape
-    grads = gate.new_empty(rows, width), gate.new_empty(rows, width)
-    if grads[0].numel():
+    of_gate, of_up = _launch_gated(gated_backward_kernel, (grad, gate, up), 2, activation)
+    return of_gate, of_up
+
+
+def _launch_gated(
+    kernel: Any, inputs: tuple[Tensor, ...], results: int, activation: str
+) -> list[Tensor]:
+    rows, width = inputs[0].shape
+    outputs = [inputs[-1].new_empty(rows, width) for _ in range(results)]
+    if rows and width:
         launch(
-            gated_backward_kernel,
+            kernel,
             (rows, triton.cdiv(width, GATED_BLOCK)),
-            *(grad, gate, up, *grads, width),
-            *(grad.stride(0), gate.stride(0), up.stride(0)),
+            *(*inputs, *outputs, width, *(x.stride(0) for x in inputs)),
             GELU=activation == "gelu_tanh",
             BLOCK=GATED_BLOCK,
         )
-    return grads
+    return outputs

@@ -123,7 +123,7 @@ def paged_attention(
         from . import paged_attention_triton as module
 
         _check_operands(query, kv_cache, *sequences, out)
-        module.paged_attention(query, kv_cache, *sequences, scale, window_size, softcap, out)
+        module.paged_attention(query, kv_cache, sequences, scale, window_size, softcap, out)
         return out
     if chosen == "cpp":
         native().paged_attention(query, kv_cache, *sequences, scale, window_size, softcap, out)

@@ -166,17 +166,19 @@ def write_kv_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: T
 def paged_attention(
     query: Tensor,
     kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
+    sequences: tuple[Tensor, Tensor, Tensor],
     softmax_scale: float,
     window_size: int | None,
     softcap: float | None,
     out: Tensor,
 ) -> None:
-    """Write the attention of `query` to `out`, see `hybridengine.kernels.paged_attention`."""
+    """Write the attention of `query` to `out`, see `hybridengine.kernels.paged_attention`.
+
+    sequences: block_table, query_start_loc and seq_lens.
+    """
+    block_table, _, seq_lens = sequences
     (tokens, heads, width), (_, kv_heads, size, _) = query.shape, kv_cache.shape
-    value_width, sequences, group = out.shape[2], len(seq_lens), heads // kv_heads
+    value_width, count, group = out.shape[2], len(seq_lens), heads // kv_heads
     if out.numel() == 0:
         return
     query, scores = scale_arguments(query, softmax_scale, softcap)
@@ -184,8 +186,8 @@ def paged_attention(
     tiles = path_tiles(max(width, value_width), query.dtype.itemsize, capability_of(query))
     launch(
         paged_kernel,
-        (tokens * group // tiles.block_m + sequences, kv_heads),
-        *(query, kv_cache, block_table, query_start_loc, seq_lens, out, sequences, group),
+        (tokens * group // tiles.block_m + count, kv_heads),
+        *(query, kv_cache, *sequences, out, count, group),
         *(*query.stride()[:2], out.stride(0), *kv_cache.stride()[:2], block_table.stride(0)),
         *(width, value_width, window_size or 0),
         **scores,

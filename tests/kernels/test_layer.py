@@ -1,5 +1,7 @@
 """rms_norm and gated_activation against float64, and the same bits for a row in any batch."""
 
+from functools import partial
+
 import pytest
 import torch
 from hybridengine.kernels import gated_activation, rms_norm
@@ -25,22 +27,27 @@ def assert_near(got, exact, dtype, roundings=1):
     assert (got.double() - exact).abs().max() <= limit * max(1.0, exact.abs().max().item())
 
 
+def check_against_float64(operator, inputs, grad, roundings):
+    """Return the result of `operator`; roundings: of the result and of the gradients."""
+    ours = [t.clone().requires_grad_() for t in inputs]
+    exact = [t.double().requires_grad_() for t in inputs]
+    out, expected = operator(*ours), operator(*exact)
+    out.backward(grad)
+    expected.backward(grad.double())
+    assert out.dtype == grad.dtype
+    assert_near(out, expected, grad.dtype, roundings[0])
+    for one, other in zip(ours, exact, strict=True):
+        assert one.grad.dtype == grad.dtype
+        assert_near(one.grad, other.grad, grad.dtype, roundings[1])
+    return out.detach()
+
+
 def check_norm(device, rows, width, dtype, options):
     """Against float64, with gradients; returns (x, weight, result)."""
     x, grad = (draw(rows, width, dtype, seed).to(device) for seed in (0, 1))
     weight = draw(1, width, dtype, 2)[0].to(device)
-    ours = [t.clone().requires_grad_() for t in (x, weight)]
-    exact = [t.double().requires_grad_() for t in (x, weight)]
-    out = rms_norm(*ours, 1e-6, **options)
-    expected = rms_norm(*exact, 1e-6, **options)
-    out.backward(grad)
-    expected.backward(grad.double())
-    assert out.dtype == dtype
-    assert_near(out, expected, dtype, 2)
-    for one, other in zip(ours, exact, strict=True):
-        assert one.grad.dtype == dtype
-        assert_near(one.grad, other.grad, dtype, 16)
-    return x, weight, out.detach()
+    norm = partial(rms_norm, eps=1e-6, **options)
+    return x, weight, check_against_float64(norm, (x, weight), grad, (2, 16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -54,17 +61,8 @@ def check_activation(device, rows, width, dtype, activation):
     """Against float64, with gradients; returns (gate, up, result)."""
     tensors = (draw(rows, width, dtype, seed, scale=3.0).to(device) for seed in (0, 1, 2))
     gate, up, grad = tensors
-    ours = [t.clone().requires_grad_() for t in (gate, up)]
-    exact = [t.double().requires_grad_() for t in (gate, up)]
-    out = gated_activation(*ours, activation)
-    expected = gated_activation(*exact, activation)
-    out.backward(grad)
-    expected.backward(grad.double())
-    assert out.dtype == dtype
-    assert_near(out, expected, dtype)
-    for one, other in zip(ours, exact, strict=True):
-        assert_near(one.grad, other.grad, dtype, 2)
-    return gate, up, out.detach()
+    gated = partial(gated_activation, activation=activation)
+    return gate, up, check_against_float64(gated, (gate, up), grad, (1, 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
