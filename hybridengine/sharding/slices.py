@@ -1,0 +1,178 @@
+"""Parameters of which an engine rank holds a part, joined by its tensor-parallel group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridengine.sharding.aliases import copies_of, parameter_views
+from hybridengine.sharding.copies import Copy, Region
+from hybridengine.sharding.layout import EngineLayout, LayoutError, Shape
+
+Part = tuple[str, Region]  # parameter, a part of it
+
+
+class SlicedWeights(Mapping[str, Tensor]):
+    """Full parameters by name, made of the tensors of the engine ranks of a group.
+
+    One that every rank holds in full is a view of the engine's tensors. Another has memory only
+    from `gather` or `write` to `free`; its address may then be another one. Versions of tensors,
+    by which autograd finds changes, stay as they are: what is gathered are always the same bits.
+
+    layout: of this rank's engine tensors `weights`.
+    parts: of each rank of the group, from `engine_parts`.
+    shapes: of the parameters.
+    dtype: of the computation.
+
+    Raises LayoutError for a parameter that the group does not hold in full, or in another form.
+    """
+
+    def __init__(
+        self,
+        layout: EngineLayout,
+        weights: Mapping[str, Tensor],
+        parts: list[list[Part]],
+        shapes: Mapping[str, Shape],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._group, self._rank = group, group.rank()
+        sizes = [dict.fromkeys(shapes, 0) for _ in parts]
+        for held, size in zip(parts, sizes, strict=True):
+            for name, region in held:
+                size[name] += math.prod(region[1])
+        is_whole = {n: all(s[n] == math.prod(shape) for s in sizes) for n, shape in shapes.items()}
+        whole = {name: shape for name, shape in shapes.items() if is_whole[name]}
+        self._tensors = parameter_views(layout, weights, whole, dtype)
+        self._own: dict[str, dict[Region, Tensor]] = {}
+        self._sent: dict[str, list[list[Region]]] = {}  # by rank, what a lower one does not have
+        by_source = copies_of(layout, weights, shapes.keys() - whole.keys(), dtype)
+        for name, copies in by_source.items():
+            self._own[name] = {
+                copy.read: _region(weights[copy.destination], copy) for copy in copies
+            }
+            known: set[Region] = set()
+            self._sent[name] = sent = []
+            for held in parts:
+                sent.append([r for source, r in held if source == name and r not in known])
+                known.update(sent[-1])
+            _check_complete(name, shapes[name], known)
+            device = weights[copies[0].destination].device
+            self._tensors[name] = torch.empty(shapes[name], dtype=dtype, device=device)
+            self._tensors[name].untyped_storage().resize_(0)
+        self._tensors = {name: self._tensors[name] for name in shapes}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @property
+    def sliced(self) -> frozenset[str]:
+        """The parameters that are gathered."""
+        return frozenset(self._own)
+
+    @torch.no_grad()
+    def gather(self, names: Iterable[str]) -> None:
+        """Fill those of the parameters that are sliced and have no memory. Collective."""
+        names = [
+            n for n in names if n in self._own and not self._tensors[n].untyped_storage().nbytes()
+        ]
+        if not names:
+            return
+        full = {name: self._allocate(name) for name in names}
+        counts = [
+            sum(math.prod(r[1]) for n in names for r in self._sent[n][rank])
+            for rank in range(self._group.size())
+        ]
+        chunks = list(next(iter(full.values())).new_empty(sum(counts)).split(counts))
+        own = [self._own[n][r].reshape(-1) for n in names for r in self._sent[n][self._rank]]
+        if own:
+            torch.cat(own, out=chunks[self._rank])
+        self._exchange(chunks)
+        for rank, chunk in enumerate(chunks):
+            regions = [(n, r) for n in names for r in self._sent[n][rank]]
+            sizes = [math.prod(region[1]) for _, region in regions]
+            for (name, region), values in zip(regions, chunk.split(sizes), strict=True):
+                _strided(full[name], region).copy_(values.view(region[1]))
+
+    def _exchange(self, chunks: list[Tensor]) -> None:
+        """Send this rank's chunk to the others of the group, and receive theirs."""
+        others = [rank for rank in range(self._group.size()) if rank != self._rank]
+        operations = [(dist.irecv, chunks[rank], rank) for rank in others if len(chunks[rank])]
+        if len(own := chunks[self._rank]):
+            operations += [(dist.isend, own, rank) for rank in others]  # type: ignore[misc]
+        for work in dist.batch_isend_irecv(
+            [
+                dist.P2POp(operation, chunk, group=self._group, group_peer=rank)
+                for operation, chunk, rank in operations
+            ]
+        ):
+            work.wait()
+
+    def free(self, names: Iterable[str]) -> None:
+        """Free the memory of those of the parameters that are sliced."""
+        for name in names:
+            if name in self._own:
+                self._tensors[name].untyped_storage().resize_(0)
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[Tensor]:
+        """Yield memory for a full parameter, and write this rank's part into the engine after."""
+        if name not in self._own:
+            yield self._tensors[name]
+            return
+        full = self._allocate(name)
+        yield full
+        with torch.no_grad():
+            for region, tensor in self._own[name].items():
+                tensor.copy_(_strided(full, region))
+        self.free([name])
+
+    def _allocate(self, name: str) -> Tensor:
+        """Return an alias, with a version counter of its own, of a parameter's new memory."""
+        tensor = self._tensors[name]
+        tensor.untyped_storage().resize_(tensor.nbytes)
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride())
+
+
+def engine_parts(
+    layout: EngineLayout,
+    weights: Mapping[str, Tensor],
+    shapes: Mapping[str, Shape],
+    dtype: torch.dtype,
+) -> list[Part]:
+    """Return the parts of parameters that this engine rank holds, as they are in the parameters.
+
+    Raises LayoutError for a parameter that the engine holds in another form.
+    """
+    by_source = copies_of(layout, weights, shapes, dtype)
+    return [(name, copy.read) for name, copies in by_source.items() for copy in copies]
+
+
+def _check_complete(name: str, shape: Shape, regions: Iterable[Region]) -> None:
+    """Raise LayoutError unless the regions are all of a tensor of `shape`."""
+    filled = torch.zeros(shape, dtype=torch.bool)
+    for region in regions:
+        _strided(filled, region).fill_(True)
+    if not filled.all():
+        raise LayoutError(f"the engine's ranks do not hold all of {name!r}")
+
+
+def _strided(tensor: Tensor, region: Region) -> Tensor:
+    offset, sizes, strides = region
+    return tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
+
+
+def _region(tensor: Tensor, copy: Copy) -> Tensor:
+    return _strided(tensor, copy.written)
