@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.sharding.aliases import copies_of, parameter_views
-from hybridengine.sharding.copies import Copy, Region
+from hybridengine.sharding.copies import Region
 from hybridengine.sharding.layout import EngineLayout, LayoutError, Shape
 
 Part = tuple[str, Region]  # parameter, a part of it
@@ -21,8 +21,8 @@ class SlicedWeights(Mapping[str, Tensor]):
     """Full parameters by name, made of the tensors of the engine ranks of a group.
 
     One that every rank holds in full is a view of the engine's tensors. Another has memory only
-    from `gather` or `write` to `free`; its address may then be another one. Versions of tensors,
-    by which autograd finds changes, stay as they are: what is gathered are always the same bits.
+    from `gather` to `free`, and while `writing`, not always at the same address. Versions of
+    tensors, by which autograd finds changes, stay as they are: a gather restores the same bits.
 
     layout: of this rank's engine tensors `weights`.
     parts: of each rank of the group, from `engine_parts`.
@@ -41,26 +41,26 @@ class SlicedWeights(Mapping[str, Tensor]):
         dtype: torch.dtype,
         group: dist.ProcessGroup,
     ) -> None:
-        self._group, self._rank = group, group.rank()
-        sizes = [dict.fromkeys(shapes, 0) for _ in parts]
-        for held, size in zip(parts, sizes, strict=True):
-            for name, region in held:
-                size[name] += math.prod(region[1])
-        is_whole = {n: all(s[n] == math.prod(shape) for s in sizes) for n, shape in shapes.items()}
-        whole = {name: shape for name, shape in shapes.items() if is_whole[name]}
+        self.group, self._rank = group, group.rank()
+        held: dict[str, list[list[Region]]] = {name: [[] for _ in parts] for name in shapes}
+        for rank, rank_parts in enumerate(parts):
+            for name, region in rank_parts:
+                held[name][rank].append(region)
+        sizes = {name: {_numel(regions) for regions in held[name]} for name in shapes}
+        whole = {name: shape for name, shape in shapes.items() if sizes[name] == {math.prod(shape)}}
         self._tensors = parameter_views(layout, weights, whole, dtype)
-        self._own: dict[str, dict[Region, Tensor]] = {}
+        self._own: dict[str, list[tuple[Region, Tensor]]] = {}
         self._sent: dict[str, list[list[Region]]] = {}  # by rank, what a lower one does not have
-        by_source = copies_of(layout, weights, shapes.keys() - whole.keys(), dtype)
+        by_source = copies_of(layout, weights, [n for n in shapes if n not in whole], dtype)
         for name, copies in by_source.items():
-            self._own[name] = {
-                copy.read: _region(weights[copy.destination], copy) for copy in copies
-            }
+            self._own[name] = [
+                (copy.read, _strided(weights[copy.destination], copy.written)) for copy in copies
+            ]
             known: set[Region] = set()
             self._sent[name] = sent = []
-            for held in parts:
-                sent.append([r for source, r in held if source == name and r not in known])
-                known.update(sent[-1])
+            for regions in held[name]:
+                sent.append([region for region in regions if region not in known])
+                known.update(regions)
             _check_complete(name, shapes[name], known)
             device = weights[copies[0].destination].device
             self._tensors[name] = torch.empty(shapes[name], dtype=dtype, device=device)
@@ -91,29 +91,30 @@ class SlicedWeights(Mapping[str, Tensor]):
             return
         full = {name: self._allocate(name) for name in names}
         counts = [
-            sum(math.prod(r[1]) for n in names for r in self._sent[n][rank])
-            for rank in range(self._group.size())
+            sum(_numel(self._sent[name][rank]) for name in names)
+            for rank in range(self.group.size())
         ]
         chunks = list(next(iter(full.values())).new_empty(sum(counts)).split(counts))
-        own = [self._own[n][r].reshape(-1) for n in names for r in self._sent[n][self._rank]]
-        if own:
-            torch.cat(own, out=chunks[self._rank])
-        self._exchange(chunks)
+        own = {name: dict(self._own[name]) for name in names}
+        sent = [own[name][r].reshape(-1) for name in names for r in self._sent[name][self._rank]]
+        if sent:
+            torch.cat(sent, out=chunks[self._rank])
+        self.exchange(chunks)
         for rank, chunk in enumerate(chunks):
             regions = [(n, r) for n in names for r in self._sent[n][rank]]
             sizes = [math.prod(region[1]) for _, region in regions]
             for (name, region), values in zip(regions, chunk.split(sizes), strict=True):
                 _strided(full[name], region).copy_(values.view(region[1]))
 
-    def _exchange(self, chunks: list[Tensor]) -> None:
+    def exchange(self, chunks: list[Tensor]) -> None:
         """Send this rank's chunk to the others of the group, and receive theirs."""
-        others = [rank for rank in range(self._group.size()) if rank != self._rank]
+        others = [rank for rank in range(self.group.size()) if rank != self._rank]
         operations = [(dist.irecv, chunks[rank], rank) for rank in others if len(chunks[rank])]
         if len(own := chunks[self._rank]):
             operations += [(dist.isend, own, rank) for rank in others]  # type: ignore[misc]
         for work in dist.batch_isend_irecv(
             [
-                dist.P2POp(operation, chunk, group=self._group, group_peer=rank)
+                dist.P2POp(operation, chunk, group=self.group, group_peer=rank)
                 for operation, chunk, rank in operations
             ]
         ):
@@ -134,7 +135,7 @@ class SlicedWeights(Mapping[str, Tensor]):
         full = self._allocate(name)
         yield full
         with torch.no_grad():
-            for region, tensor in self._own[name].items():
+            for region, tensor in self._own[name]:
                 tensor.copy_(_strided(full, region))
         self.free([name])
 
@@ -174,5 +175,5 @@ def _strided(tensor: Tensor, region: Region) -> Tensor:
     return tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
 
 
-def _region(tensor: Tensor, copy: Copy) -> Tensor:
-    return _strided(tensor, copy.written)
+def _numel(regions: Iterable[Region]) -> int:
+    return sum(math.prod(sizes) for _, sizes, _ in regions)
