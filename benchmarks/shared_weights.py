@@ -269,11 +269,11 @@ def _gathers() -> Iterator[list[int]]:
 
         return call
 
-    def counting_chunks(exchange: Callable[..., None]) -> Callable[..., None]:
-        def call(weights: SlicedWeights, chunks: list[torch.Tensor]) -> None:
+    def counting_chunks(exchange: Callable[..., Any]) -> Callable[..., Any]:
+        def call(weights: SlicedWeights, chunks: list[torch.Tensor]) -> Any:
             own = dist.get_group_rank(weights.group, dist.get_rank())
             received.append(sum(x.nbytes for rank, x in enumerate(chunks) if rank != own))
-            exchange(weights, chunks)
+            return exchange(weights, chunks)
 
         return call
 

@@ -67,6 +67,7 @@ def fill_base(memory: Mapping[str, torch.Tensor], weights: nn.Module | None) -> 
 class GatheredBase:
     """Gathers the sliced base of a model for its forward and backward, one of `layers` at a time.
 
+    While a layer computes, the values of the next one are received.
     What no single layer uses alone (embedding, head) is there from the beginning of the model's
     forward to the end of the backward; without gradients, to the end of the forward. Backward has
     to follow its forward before the next one. All ranks of a group run the same layers in the same
@@ -91,17 +92,30 @@ class GatheredBase:
         self._current: list[str] = []  # of a layer
         model.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
         model.register_forward_hook(lambda module, args, output: self._end(output))
-        for layer in layers:
-            self._add_hooks(layer, parts[layer])
+        order = [[], *(parts[layer] for layer in layers), []]
+        for layer, before, own, after in zip(layers, order, order[1:], order[2:], strict=False):
+            self._add_hooks(layer, before, own, after)
 
-    def _add_hooks(self, layer: nn.Module, names: list[str]) -> None:
-        def before_backward(module: nn.Module, args: Any, output: Any) -> None:
+    def _add_hooks(
+        self, layer: nn.Module, before: list[str], own: list[str], after: list[str]
+    ) -> None:
+        """Gather a layer, and begin to gather the next one. before, after: of its neighbours."""
+
+        def forward(*_: Any) -> None:
+            if own is not self._current:  # else it is recomputed
+                self._gather(own)
+                self.memory.start(after)
+
+        def backward(_: torch.Tensor) -> None:
+            self._gather(own)
+            self.memory.start(before)
+
+        def prepare_backward(module: nn.Module, args: Any, output: Any) -> None:
             for tensor in _with_gradient(output):
-                tensor.register_hook(lambda gradient: self._gather(names))
+                tensor.register_hook(backward)
 
-        # Where the layer is recomputed, it is the recomputation's, too.
-        layer.register_forward_pre_hook(lambda *_: self._gather(names), prepend=True)
-        layer.register_forward_hook(before_backward)
+        layer.register_forward_pre_hook(forward, prepend=True)
+        layer.register_forward_hook(prepare_backward)
 
     def _gather(self, names: list[str]) -> None:
         """Replace the layer that is there."""

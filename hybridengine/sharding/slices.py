@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,14 @@ from hybridengine.sharding.copies import Region
 from hybridengine.sharding.layout import EngineLayout, LayoutError, Shape
 
 Part = tuple[str, Region]  # parameter, a part of it
+
+
+class _Started(NamedTuple):
+    """A gather that has begun: of each rank the values of `names`."""
+
+    names: list[str]
+    chunks: list[Tensor]
+    works: list[dist.Work]
 
 
 class SlicedWeights(Mapping[str, Tensor]):
@@ -42,6 +51,7 @@ class SlicedWeights(Mapping[str, Tensor]):
         group: dist.ProcessGroup,
     ) -> None:
         self.group, self._rank = group, group.rank()
+        self._started: _Started | None = None
         held: dict[str, list[list[Region]]] = {name: [[] for _ in parts] for name in shapes}
         for rank, rank_parts in enumerate(parts):
             for name, region in rank_parts:
@@ -81,43 +91,60 @@ class SlicedWeights(Mapping[str, Tensor]):
         """The parameters that are gathered."""
         return frozenset(self._own)
 
-    @torch.no_grad()
-    def gather(self, names: Iterable[str]) -> None:
-        """Fill those of the parameters that are sliced and have no memory. Collective."""
+    def start(self, names: Iterable[str]) -> None:
+        """Begin to gather those of the parameters that are sliced and have no memory. Collective.
+
+        They are there after `gather` of the same ones.
+        """
         names = [
             n for n in names if n in self._own and not self._tensors[n].untyped_storage().nbytes()
         ]
-        if not names:
+        if not names or (self._started is not None and self._started.names == names):
             return
-        full = {name: self._allocate(name) for name in names}
+        self._wait()
         counts = [
             sum(_numel(self._sent[name][rank]) for name in names)
             for rank in range(self.group.size())
         ]
-        chunks = list(next(iter(full.values())).new_empty(sum(counts)).split(counts))
+        chunks = list(self._tensors[names[0]].new_empty(sum(counts)).split(counts))
         own = {name: dict(self._own[name]) for name in names}
         sent = [own[name][r].reshape(-1) for name in names for r in self._sent[name][self._rank]]
         if sent:
             torch.cat(sent, out=chunks[self._rank])
-        self.exchange(chunks)
-        for rank, chunk in enumerate(chunks):
-            regions = [(n, r) for n in names for r in self._sent[n][rank]]
+        self._started = _Started(names, chunks, self.exchange(chunks))
+
+    @torch.no_grad()
+    def gather(self, names: Iterable[str]) -> None:
+        """Fill those of the parameters that are sliced and have no memory. Collective."""
+        names = list(names)
+        self.start(names)
+        if (started := self._started) is None or not set(started.names) <= set(names):
+            return
+        self._wait()
+        full = {name: self._allocate(name) for name in started.names}
+        for rank, chunk in enumerate(started.chunks):
+            regions = [(n, r) for n in started.names for r in self._sent[n][rank]]
             sizes = [math.prod(region[1]) for _, region in regions]
             for (name, region), values in zip(regions, chunk.split(sizes), strict=True):
                 _strided(full[name], region).copy_(values.view(region[1]))
 
-    def exchange(self, chunks: list[Tensor]) -> None:
-        """Send this rank's chunk to the others of the group, and receive theirs."""
+    def exchange(self, chunks: list[Tensor]) -> list[dist.Work]:
+        """Begin to send this rank's chunk to the others of the group, and to receive theirs."""
         others = [rank for rank in range(self.group.size()) if rank != self._rank]
         operations = [(dist.irecv, chunks[rank], rank) for rank in others if len(chunks[rank])]
         if len(own := chunks[self._rank]):
             operations += [(dist.isend, own, rank) for rank in others]  # type: ignore[misc]
-        for work in dist.batch_isend_irecv(
+        return dist.batch_isend_irecv(
             [
                 dist.P2POp(operation, chunk, group=self.group, group_peer=rank)
                 for operation, chunk, rank in operations
             ]
-        ):
+        )
+
+    def _wait(self) -> None:
+        """Wait for what was started."""
+        started, self._started = self._started, None
+        for work in started.works if started is not None else ():
             work.wait()
 
     def free(self, names: Iterable[str]) -> None:
