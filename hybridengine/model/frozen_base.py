@@ -87,7 +87,7 @@ class GatheredBase:
         parts: dict[nn.Module, list[str]] = {module: [] for module in (model, *layers)}
         for name in memory:
             user = next(iter(users[name])) if len(users[name]) == 1 else None
-            parts[user or model].append(name)
+            parts[model if user is None else user].append(name)
         self._root = parts[model]
         self._current: list[str] = []  # of a layer
         model.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)

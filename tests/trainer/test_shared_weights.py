@@ -305,7 +305,11 @@ def test_auto_shares_what_costs_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert unshared_reason(load_config(None, job)) is None
     four = [*job, "trainer.n_gpus_per_node=4"]
     assert "frees its weights for the update" in (unshared_reason(load_config(None, four)) or "")
-    for more in ("rollout.free_cache_engine=false", "model.share_engine_weights=true"):
+    for more in (
+        "rollout.free_cache_engine=false",
+        "model.share_engine_weights=true",
+        "rollout.tensor_model_parallel_size=4",
+    ):
         assert unshared_reason(load_config(None, [*four, more])) is None
 
 
