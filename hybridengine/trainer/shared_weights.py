@@ -43,11 +43,11 @@ class SharedWeights(NamedTuple):
         """Return a line of the plan of the run."""
         if self.reason:
             return f"gathered from shards: {self.reason}"
+        if not self.base:
+            return "the engine's"
         joined = isinstance(self.base, SlicedWeights)
-        return "the engine's" + (
-            (", as the base of the adapters" if self.base else "")
-            + (", gathered from its tensor-parallel ranks" if joined else "")
-        )
+        by = ", joined by its tensor-parallel ranks" if joined else ""
+        return f"the engine's{by}, as the base of the adapters"
 
 
 def share_weights(config: RLConfig, engine: RolloutEngine) -> SharedWeights:
