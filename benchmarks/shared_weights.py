@@ -1,7 +1,8 @@
 """An update that computes with the engine's weights, and one that gathers them from shards.
 
-Two gloo ranks (on a GPU machine: two GPUs), each with a vLLM engine (TP 1), at the shapes of
-SmolLM2-135M and of a model of 0.5B parameters:
+Two gloo ranks (on a GPU machine: two GPUs), each with a vLLM engine (TP 1) or with half of one (TP
+2, in `update`, where the heads divide), at the shapes of SmolLM2-135M and of a model of 0.5B
+parameters:
   hybridengine    with the engine's weights (`model.share_engine_weights`)
   shards          ours with FSDP2 shards
   trl_peft        TRL's way without its trainer: the whole base and PEFT's adapters under DDP, and
@@ -11,10 +12,11 @@ parameters with float32 masters, two micro-batches, and the weight sync, without
 
 Each row in new processes, the most of the ranks. The memory of weights (`weights_mib`) is that of
 the tensors of engine and trainer, adapters among them, counted once where they share it.
-`gathered_mib`: what FSDP2's all-gathers receive on a rank for one micro-batch; of `hybridengine`
-these are adapters alone, or nothing. `peak_mib`: of the process during updates, over its memory
-before engine and trainer. `ms_p50`: forward, backward, AdamW, and in `update_all` the sync. In
-bfloat16, and in float32 where a CPU multiplies bfloat16 slowly.
+`gathered_mib`: what all-gathers receive on a rank for one micro-batch; of `hybridengine` these are
+adapters alone, or nothing, and at TP 2 also what the other rank has of the base. `peak_mib`: of the
+process during updates, over its memory before engine and trainer. `ms_p50`: forward, backward,
+AdamW, and in `update_all` the sync. In bfloat16, and in float32 where a CPU multiplies bfloat16
+slowly.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,6 +40,7 @@ from hybridengine.kernels import has_fast_products
 from benchmarks._bench import OURS, Bench, short, status_kib
 from benchmarks._models import smollm2_135m
 from hybridengine.model.collectives import DirectAllGather
+from hybridengine.sharding.slices import SlicedWeights
 from tests.ranks import run_ranks
 from tests.reshard.vllm_engines import build_engine
 
@@ -59,18 +63,22 @@ def run(bench: Bench) -> None:
         for dtype in dtypes:
             with tempfile.TemporaryDirectory() as folder:
                 million = write_model(folder, config, dtype)
-                for passed in PASSES:
-                    _compare(bench, folder, passed, f"{million}M N={RANKS} tp=1", dtype)
+                divided = [("update", 2)] if config.num_attention_heads % 2 == 0 else []
+                for passed, tp_size in [*product(PASSES, [1]), *divided]:
+                    shape = f"{million}M N={RANKS} tp={tp_size}"
+                    _compare(bench, folder, passed, tp_size, shape, dtype)
 
 
-def _compare(bench: Bench, folder: str, passed: str, shape: str, dtype: torch.dtype) -> None:
+def _compare(
+    bench: Bench, folder: str, passed: str, tp_size: int, shape: str, dtype: torch.dtype
+) -> None:
     figures: dict[str, dict[str, float]] = {}
     names, num_micro_batches = PASSES[passed]
     has_trl = "trl_peft" not in names or importlib.util.find_spec("trl")
     missing = {} if has_trl else {"trl_peft": "trl is not installed"}
     bench.leave_out("shared_weights", passed, shape, dtype, missing)
     for name in (name for name in names if name not in missing):
-        arguments = (folder, passed, name, num_micro_batches, dtype)
+        arguments = (folder, passed, name, num_micro_batches, tp_size, dtype)
         ranks = run_ranks(_rank, RANKS, *arguments, timeout_s=580, device=bench.device.type)
         figures[name] = own = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
         best = min((f["ms_p50"] for n, f in figures.items() if n != OURS), default=own["ms_p50"])
@@ -121,11 +129,12 @@ def _rank(
     passed: str,
     name: str,
     num_micro_batches: int,
+    tp_size: int,
     dtype: torch.dtype,
 ) -> dict[str, float]:
     before = _memory_kib("VmRSS")
     trains_all = passed == "update_all"
-    engine, _ = build_engine(path, 1, dtype, 0 if trains_all else RANK_OF_LORA)
+    engine, _ = build_engine(path, tp_size, dtype, 0 if trains_all else RANK_OF_LORA)
     engine_tensors = [*engine.target.weights().values()]
     engine.sleep()
     draw = torch.Generator().manual_seed(rank)
@@ -250,7 +259,7 @@ def _with_peft(engine: None, path: str, ids: torch.Tensor, dtype: torch.dtype) -
 
 @contextmanager
 def _gathers() -> Iterator[list[int]]:
-    """Yield the bytes that each all-gather of FSDP2 receives while open."""
+    """Yield the bytes that each all-gather of FSDP2, or of a sliced base, receives while open."""
     received: list[int] = []
 
     def counting(gather: Callable[..., Any]) -> Callable[..., Any]:
@@ -262,8 +271,17 @@ def _gathers() -> Iterator[list[int]]:
 
         return call
 
+    def counting_chunks(exchange: Callable[..., Any]) -> Callable[..., Any]:
+        def call(weights: SlicedWeights, chunks: list[torch.Tensor]) -> Any:
+            own = dist.get_group_rank(weights.group, dist.get_rank())
+            received.append(sum(x.nbytes for rank, x in enumerate(chunks) if rank != own))
+            return exchange(weights, chunks)
+
+        return call
+
     own, torchs = DirectAllGather.__call__, dist.all_gather_into_tensor
     with (
+        patch.object(SlicedWeights, "exchange", counting_chunks(SlicedWeights.exchange)),
         patch.object(DirectAllGather, "__call__", counting(own)),
         patch.object(dist, "all_gather_into_tensor", counting(torchs)),
     ):

@@ -16,6 +16,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.logging import set_tqdm_hook
 
 from hybridengine.errors import ModelError
+from hybridengine.model.frozen_base import full_base
 from hybridengine.model.lora import adapter_shards, has_experts, peft_factors
 from hybridengine.model.parameters import original_class, parameter_shards, use_checkpoint_names
 from hybridengine.runtime.all_ranks import run_on_rank0
@@ -120,14 +121,15 @@ def _full_state_dict(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, to
     """
     adapters, state_dict = adapter_shards(model), {}
     for name, tensor in parameter_shards(model).items():
-        if name in adapters:
-            # A base in the engine's dtype would round the sum before `dtype` does.
-            tensor = adapters[name].merge_full(tensor.float()).to(dtype)
-        elif tensor.is_floating_point():
-            tensor = tensor.to(dtype)  # before the gather
-        full = full_tensor(tensor)
-        if dist.get_rank() == 0:
-            state_dict[name] = full.to("cpu", copy=full is tensor)  # no view of the engine's
+        with full_base(model, name):
+            if name in adapters:
+                # A base in the engine's dtype would round the sum before `dtype` does.
+                tensor = adapters[name].merge_full(tensor.float()).to(dtype)
+            elif tensor.is_floating_point():
+                tensor = tensor.to(dtype)  # before the gather
+            full = full_tensor(tensor)
+            if dist.get_rank() == 0:
+                state_dict[name] = full.to("cpu", copy=full is tensor)  # no view of the engine's
     return state_dict
 
 

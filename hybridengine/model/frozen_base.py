@@ -2,19 +2,25 @@
 
 Such parameters are not sharded, and FSDP2 leaves them alone (`ignored_params`): nothing is
 gathered, copied or cast. Their bits are those of FSDP2's unsharded parameters if their dtype is
-that of the computation.
+that of the computation. Where an engine rank has a part of them (`SlicedWeights`), hooks gather
+them layer by layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_iter
 
 from hybridengine.errors import ModelError
 from hybridengine.model.parameters import unwrapped_name
+from hybridengine.sharding.slices import SlicedWeights
 
 
 def base_parameters(
@@ -49,7 +55,107 @@ def place_base(
 def fill_base(memory: Mapping[str, torch.Tensor], weights: nn.Module | None) -> None:
     """Write the parameters of `weights`, the full model on rank 0, on every rank; collective."""
     base = {} if weights is None else base_parameters(weights, memory)
-    for name, tensor in memory.items():
-        if base:
-            tensor.copy_(base[name])
-        dist.broadcast(tensor, 0)
+    for name in memory:
+        with (
+            memory.writing(name) if isinstance(memory, SlicedWeights) else nullcontext(memory[name])
+        ) as tensor:
+            if base:
+                tensor.copy_(base[name])
+            dist.broadcast(tensor, 0)
+
+
+class GatheredBase:
+    """Gathers the sliced base of a model for its forward and backward, one of `layers` at a time.
+
+    While a layer computes, the values of the next one are received.
+    What no single layer uses alone (embedding, head) is there from the beginning of the model's
+    forward to the end of the backward; without gradients, to the end of the forward. Backward has
+    to follow its forward before the next one. All ranks of a group run the same layers in the same
+    order, as under FSDP2.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Sequence[nn.Module], memory: SlicedWeights
+    ) -> None:
+        self.memory = memory
+        users: dict[str, set[nn.Module | None]] = defaultdict(set)
+        layer_of = {module: layer for layer in layers for module in layer.modules()}
+        names = {id(p): unwrapped_name(name) for name, p in model.named_parameters()}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                users[names[id(parameter)]].add(layer_of.get(module))
+        parts: dict[nn.Module, list[str]] = {module: [] for module in (model, *layers)}
+        for name in memory:
+            user = next(iter(users[name])) if len(users[name]) == 1 else None
+            parts[model if user is None else user].append(name)
+        self._root = parts[model]
+        self._current: list[str] = []  # of a layer
+        model.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
+        model.register_forward_hook(lambda module, args, output: self._end(output))
+        order = [[], *(parts[layer] for layer in layers), []]
+        for layer, before, own, after in zip(layers, order, order[1:], order[2:], strict=False):
+            self._add_hooks(layer, before, own, after)
+
+    def _add_hooks(
+        self, layer: nn.Module, before: list[str], own: list[str], after: list[str]
+    ) -> None:
+        """Gather a layer, and begin to gather the next one. before, after: of its neighbours."""
+
+        def forward(*_: Any) -> None:
+            if own is not self._current:  # else it is recomputed
+                self._gather(own)
+                self.memory.start(after)
+
+        def backward(_: torch.Tensor) -> None:
+            self._gather(own)
+            self.memory.start(before)
+
+        def prepare_backward(module: nn.Module, args: Any, output: Any) -> None:
+            for tensor in _with_gradient(output):
+                tensor.register_hook(backward)
+
+        layer.register_forward_pre_hook(forward, prepend=True)
+        layer.register_forward_hook(prepare_backward)
+
+    def _gather(self, names: list[str]) -> None:
+        """Replace the layer that is there."""
+        if names is not self._current:
+            self.memory.free(self._current)
+            self._current = names
+        self.memory.gather(names)
+
+    def _begin(self) -> None:
+        self.free()
+        self.memory.gather(self._root)
+
+    def _end(self, output: Any) -> None:
+        tensors = _with_gradient(output)
+        for tensor in tensors:
+            tensor.register_hook(lambda gradient: self._begin_backward())
+        if not tensors:
+            self.free()
+
+    def _begin_backward(self) -> None:
+        self.memory.gather(self._root)
+        torch.autograd.Variable._execution_engine.queue_callback(self.free)
+
+    def free(self) -> None:
+        """Free what was gathered."""
+        self.memory.free(self._root)
+        self.memory.free(self._current)
+        self._current = []
+
+
+@contextmanager
+def full_base(model: nn.Module, name: str) -> Iterator[None]:
+    """Have a parameter of a sliced base, by its name without adapters, while open. Collective."""
+    base = getattr(model, "gathered_base", None)
+    if base is not None:
+        base.memory.gather([name])
+    yield
+    if base is not None:
+        base.memory.free([name])
+
+
+def _with_gradient(output: Any) -> list[torch.Tensor]:
+    return [x for x in tree_iter(output) if isinstance(x, torch.Tensor) and x.requires_grad]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -29,33 +29,51 @@ def parameter_views(
 
     Raises LayoutError for a parameter that the engine holds in another form.
     """
-    parts: dict[str, dict[str, list[Copy]]] = {name: defaultdict(list) for name in shapes}
+    copies = copies_of(layout, weights, shapes, dtype)
+    return {
+        name: _view(name, shape, weights[copies[name][0].destination], copies[name])
+        for name, shape in shapes.items()
+    }
+
+
+def copies_of(
+    layout: EngineLayout,
+    weights: Mapping[str, torch.Tensor],
+    sources: Collection[str],
+    dtype: torch.dtype,
+) -> dict[str, list[Copy]]:
+    """Return for each of the parameters `sources` the copies that write it into the engine, once.
+
+    Raises LayoutError for a parameter whose values the engine does not have in `dtype`, or twice.
+    """
+    parts: dict[str, dict[str, list[Copy]]] = {name: defaultdict(list) for name in sources}
     for copy in layout.copies:
         if copy.source in parts:
             parts[copy.source][copy.destination].append(copy)
-    views = {}
-    for name, shape in shapes.items():
-        found = [
-            _view(name, shape, weights[destination], copies, dtype)
-            for destination, copies in parts[name].items()
-            if destination not in layout.quantized
-        ]
-        if name in layout.fallback or len(found) < max(1, len(parts[name])):
+    found = {}
+    for name, by_destination in parts.items():
+        if (
+            name in layout.fallback
+            or not by_destination
+            or by_destination.keys() & layout.quantized
+        ):
             raise LayoutError(f"the engine does not hold the values of {name!r}")
-        if len({view.data_ptr() for view in found}) > 1:
-            raise LayoutError(f"the engine holds {name!r} {len(found)} times")
-        views[name] = found[0]
-    return views
+        first, *others = by_destination
+        if other := {weights[destination].dtype for destination in by_destination} - {dtype}:
+            raise LayoutError(
+                f"the engine holds {name!r} in {other.pop()}, and the trainer computes in {dtype}"
+            )
+        found[name] = by_destination[first]
+        written = {(weights[first].data_ptr(), c.read, c.written) for c in found[name]}
+        for destination in others:
+            own = by_destination[destination]
+            if {(weights[destination].data_ptr(), c.read, c.written) for c in own} != written:
+                raise LayoutError(f"the engine holds {name!r} {len(by_destination)} times")
+    return found
 
 
-def _view(
-    name: str, shape: Shape, tensor: torch.Tensor, copies: list[Copy], dtype: torch.dtype
-) -> torch.Tensor:
+def _view(name: str, shape: Shape, tensor: torch.Tensor, copies: list[Copy]) -> torch.Tensor:
     """Return the view of an engine's tensor into which `copies` write a parameter."""
-    if tensor.dtype != dtype:
-        raise LayoutError(
-            f"the engine holds {name!r} in {tensor.dtype}, and the trainer computes in {dtype}"
-        )
     # Element i of the parameter has to be element i + offset of the tensor.
     offsets = {copy.destination_offset - copy.source_offset for copy in copies}
     is_complete = sum(copy.numel for copy in copies) == math.prod(shape)

@@ -103,12 +103,13 @@ class ColocatedRollouts(RolloutSource):
         self.exact = inexact_reason(config) is None
         with session.phase("start_engine"):
             self.engine = build_engine(config, tokenizer, exact=self.exact)
+            self._layout = target_of(self.engine).layout  # of all parameters
             self.shared = share_weights(config, self.engine)
         self._checksum = WeightsChecksum(config, self.engine)
         self.engine.sleep()
 
     def sliced_dims(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        return target_of(self.engine).layout.sliced_dims(shapes)
+        return self._layout.sliced_dims(shapes)
 
     def connect(self, actor: Actor, reward_model: RewardModel | None) -> None:
         shared = self.shared

@@ -14,6 +14,7 @@ from hybridengine.model.validation import check_model
 from hybridengine.rollout import RolloutEngine
 from hybridengine.runtime.all_ranks import all_gather_values
 from hybridengine.sharding import LayoutError
+from hybridengine.sharding.slices import SlicedWeights
 from hybridengine.sharding.weight_target import WeightTarget
 from hybridengine.trainer.build import engine_name
 from hybridengine.trainer.build_models import num_shards
@@ -27,7 +28,7 @@ _KEY = "model.share_engine_weights"
 class SharedWeights(NamedTuple):
     """What the policy uses of the engine's weights.
 
-    base: frozen parameter of a LoRA run → its view of the engine's tensors.
+    base: frozen parameter of a LoRA run → its view of the engine's tensors, or `SlicedWeights`.
     unsharded: trained parameter → the view that it is computed with.
     target: the engine's weights.
     reason: why both are empty, and the policy is computed with what it gathers.
@@ -42,7 +43,11 @@ class SharedWeights(NamedTuple):
         """Return a line of the plan of the run."""
         if self.reason:
             return f"gathered from shards: {self.reason}"
-        return "the engine's" + (", as the base of the adapters" if self.base else "")
+        if not self.base:
+            return "the engine's"
+        joined = isinstance(self.base, SlicedWeights)
+        by = ", joined by its tensor-parallel ranks" if joined else ""
+        return f"the engine's{by}, as the base of the adapters"
 
 
 def share_weights(config: RLConfig, engine: RolloutEngine) -> SharedWeights:
@@ -98,7 +103,7 @@ def _obstacle(config: RLConfig) -> str | None:
         return "the engines are on other ranks"
     if engine_name(config) != "vllm":
         return "rollout.name is hf, and only vllm's weights are shared"
-    if (size := rollout.tensor_model_parallel_size) > 1:
+    if (size := rollout.tensor_model_parallel_size) > 1 and not lora:
         return f"rollout.tensor_model_parallel_size is {size}: an engine rank has a part of them"
     if rollout.quantization:
         return f"rollout.quantization is {rollout.quantization}"
@@ -141,10 +146,11 @@ def _cost(config: RLConfig) -> str | None:
             "gather nothing"
         )
     itemsize = getattr(torch, config.rollout.dtype).itemsize
+    itemsize /= config.rollout.tensor_model_parallel_size
     shard = _MASTER_BYTES / num_shards(config)
     if itemsize <= shard:
         return None
     return (
         f"the engine frees its weights for the update, which takes {shard:g} bytes per weight in "
-        f"shards and would take {itemsize} in the engine's; set {_KEY}=true to gather nothing"
+        f"shards and would take {itemsize:g} in the engine's; set {_KEY}=true to gather nothing"
     )

@@ -51,7 +51,9 @@ def trained(model: Any, rank: int) -> list[torch.Tensor]:
     return values
 
 
-def body(rank: int, world_size: int, path: str, dtype: torch.dtype) -> dict[str, Any]:
+def body(
+    rank: int, world_size: int, path: str, dtype: torch.dtype, tp_size: int, checkpointing: bool
+) -> dict[str, Any]:
     """Train beside shards of the base, then beside the engine's weights."""
     from torch.distributed.tensor import DTensor
 
@@ -64,11 +66,13 @@ def body(rank: int, world_size: int, path: str, dtype: torch.dtype) -> dict[str,
         parameter_shards,
         sharding_mesh,
     )
+    from hybridengine.model.frozen_base import full_base
 
-    engine, checkpoint = build_engine(path, 1, dtype, lora_rank=3)
+    engine, checkpoint = build_engine(path, tp_size, dtype, lora_rank=3)
     memory = engine.share_weights(dtype)
-    for tensor in memory.values():
-        tensor.fill_(float("nan"))
+    for tensor in engine.target.weights().values():
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
 
     def load(**options: Any) -> Any:
         torch.manual_seed(0)
@@ -78,7 +82,7 @@ def body(rank: int, world_size: int, path: str, dtype: torch.dtype) -> dict[str,
             shard_dim1=lambda name: False,
             param_dtype=dtype,
             adapt=lambda model: apply_lora(model, 3, 6.0),
-            gradient_checkpointing=world_size == 2,
+            gradient_checkpointing=checkpointing,
             **options,
         )
 
@@ -89,37 +93,68 @@ def body(rank: int, world_size: int, path: str, dtype: torch.dtype) -> dict[str,
         batch = pack_rollouts([(prompt, [4, 5]) for prompt in PROMPTS])
         references = [packed_log_probs(model, batch)[0] for model in (sharded, shared)]
     own, full = parameter_shards(shared), parameter_shards(sharded)
+
+    def is_equal(name: str) -> bool:
+        expected = full[name].full_tensor().to(dtype)
+        with full_base(shared, name):
+            return torch.equal(expected, own[name])
+
     return {
         "names": set(memory) == set(full) == set(checkpoint.parameters),
         "unequal": unequal,
         "reference": torch.equal(*references),
         "shards": [n for n, x in own.items() if isinstance(x, DTensor)],
         "copies": [n for n, x in own.items() if x.data_ptr() != memory[n].data_ptr()],
-        "changed": [
-            n for n, x in full.items() if not torch.equal(x.full_tensor().to(dtype), own[n])
-        ],
+        "changed": [name for name in full if not is_equal(name)],
         "synced": sorted(engine.target.layout.destinations),
+        "joined": len(getattr(memory, "sliced", ())),
+        "left": [n for n in getattr(memory, "sliced", ()) if memory[n].untyped_storage().nbytes()],
     }
+
+
+def check_bits(
+    path: str, dtype: torch.dtype, world_size: int, tp_size: int, checkpointing: bool
+) -> None:
+    arguments = (path, dtype, tp_size, checkpointing)
+    for result in run_ranks(body, world_size, *arguments, timeout_s=300):
+        assert result.pop("names")
+        assert result.pop("reference")
+        assert (result.pop("joined") > 0) == (tp_size > 1)
+        assert all(names == [] for names in result.values()), result
+
+
+MODELS = pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("llama", torch.float32), ("llama", torch.bfloat16), ("qwen2", torch.bfloat16)],
+)
 
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("llama", torch.float32), ("llama", torch.bfloat16), ("qwen2", torch.bfloat16)],
-)
+@MODELS
 def test_twenty_steps_equal_those_beside_shards(
     tmp_path: Path, kind: str, dtype: torch.dtype, world_size: int
 ) -> None:
     """llama: tied embeddings; qwen2: biases. 101 rows and rank 3 divide unevenly over 2 ranks."""
-    path = save_tiny(kind, tmp_path, dtype)
-    for result in run_ranks(body, world_size, path, dtype, timeout_s=300):
-        assert result.pop("names")
-        assert result.pop("reference")
-        assert result == {"unequal": [], "shards": [], "copies": [], "changed": [], "synced": []}
+    check_bits(save_tiny(kind, tmp_path, dtype), dtype, world_size, 1, world_size == 2)
 
 
-def rollout_body(rank: int, world_size: int, path: str) -> dict[str, Any]:
+@pytest.mark.multirank
+@pytest.mark.parametrize("checkpointing", [False, True])
+@MODELS
+def test_twenty_steps_equal_those_of_shards_under_tensor_parallelism(
+    tmp_path: Path, kind: str, dtype: torch.dtype, checkpointing: bool
+) -> None:
+    check_bits(save_tiny(kind, tmp_path, dtype), dtype, 2, 2, checkpointing)
+
+
+@pytest.mark.multirank
+@pytest.mark.exhaustive
+def test_ranks_of_two_tensor_parallel_groups(tmp_path: Path) -> None:
+    check_bits(save_tiny("qwen2", tmp_path, torch.bfloat16), torch.bfloat16, 4, 2, True)
+
+
+def rollout_body(rank: int, world_size: int, path: str, tp_size: int) -> dict[str, Any]:
     """Sync adapters three times, and sleep in between."""
     from hybridengine.model import (
         adapter_shards,
@@ -132,7 +167,7 @@ def rollout_body(rank: int, world_size: int, path: str) -> dict[str, Any]:
     from hybridengine.reshard import Resharder
     from hybridengine.rollout import SamplingSpec
 
-    engine, _ = build_engine(path, 1, torch.float32, lora_rank=3)
+    engine, _ = build_engine(path, tp_size, torch.float32, lora_rank=3)
     memory = engine.share_weights(torch.float32)
     engine.sleep()
     model = load_causal_lm(
@@ -144,7 +179,8 @@ def rollout_body(rank: int, world_size: int, path: str) -> dict[str, Any]:
         base_memory=memory,
         param_offload=True,
     )
-    base = [tensor.clone() for tensor in memory.values()]
+    weights = engine.target.weights()
+    base = [tensor.clone() for tensor in weights.values()]
     resharder = Resharder(
         dict, engine, 1 << 20, adapters=lambda: adapter_shards(model), merge=False
     )
@@ -161,14 +197,15 @@ def rollout_body(rank: int, world_size: int, path: str) -> dict[str, Any]:
             for parameter in model.parameters():
                 if parameter.requires_grad:  # a step of the adapters
                     parameter.mul_(1.5).add_(0.05)
-    kept = all(torch.equal(x, y) for x, y in zip(base, memory.values(), strict=True))
+    kept = all(torch.equal(x, y) for x, y in zip(base, weights.values(), strict=True))
     return {"gaps": gaps, "tokens": tokens, "kept": kept, "received": resharder.plan.bytes_received}
 
 
 @pytest.mark.multirank
-def test_rollouts_follow_the_adapters_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_rollouts_follow_the_adapters_alone(tmp_path: Path, tp_size: int) -> None:
     path = save_tiny("llama", tmp_path)
-    for result in run_ranks(rollout_body, 2, path, timeout_s=300):
+    for result in run_ranks(rollout_body, 2, path, tp_size, timeout_s=300):
         assert result["kept"], "a sync, sleep or offload changed the engine's weights"
         assert max(result["gaps"]) < 1e-4  # float32 on both sides, sums in another order
         first, second, third = result["tokens"]
@@ -190,15 +227,17 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
 
 @pytest.mark.multirank
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_a_job_and_its_files_are_those_of_shards(tmp_path: Path, lora_rank: int) -> None:
+@pytest.mark.parametrize(("lora_rank", "tp_size"), [(0, 1), (4, 1), (4, 2)])
+def test_a_job_and_its_files_are_those_of_shards(
+    tmp_path: Path, lora_rank: int, tp_size: int
+) -> None:
     """Four steps with shards; two with the engine's weights, resumed for two more.
 
     Of full parameters, in two optimizer steps per batch.
     """
     common: dict[str, Any] = {"actor.use_kl_loss": True, "actor.optim.lr": 2e-2}
     common |= dict(override.split("=") for override in ADAPTERS)
-    common |= {"model.lora_rank": lora_rank}
+    common |= {"model.lora_rank": lora_rank, "rollout.tensor_model_parallel_size": tp_size}
     if not lora_rank:
         common |= {"reshard.lora": "merged", "actor.ppo_mini_batch_size": 8}
 
@@ -231,7 +270,12 @@ def test_a_job_and_its_files_are_those_of_shards(tmp_path: Path, lora_rank: int)
         (("reshard.lora=merged",), "reshard.lora is merged"),
         (("rollout.dtype=bfloat16",), "rollout.dtype is bfloat16"),
         (
-            ("rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"),
+            (
+                "model.lora_rank=0",
+                "reshard.lora=merged",
+                "rollout.tensor_model_parallel_size=2",
+                "trainer.n_gpus_per_node=2",
+            ),
             "rollout.tensor_model_parallel_size is 2",
         ),
         (
@@ -261,7 +305,11 @@ def test_auto_shares_what_costs_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert unshared_reason(load_config(None, job)) is None
     four = [*job, "trainer.n_gpus_per_node=4"]
     assert "frees its weights for the update" in (unshared_reason(load_config(None, four)) or "")
-    for more in ("rollout.free_cache_engine=false", "model.share_engine_weights=true"):
+    for more in (
+        "rollout.free_cache_engine=false",
+        "model.share_engine_weights=true",
+        "rollout.tensor_model_parallel_size=4",
+    ):
         assert unshared_reason(load_config(None, [*four, more])) is None
 
 

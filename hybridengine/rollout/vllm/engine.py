@@ -56,9 +56,10 @@ from hybridengine.rollout.vllm.seeds import request_generators, seeded
 from hybridengine.rollout.vllm.sleep import Level2Sleep
 from hybridengine.rollout.vllm.stream import VllmStream
 from hybridengine.rollout.vllm.weights import LoraSlot, VllmWeights, slot_options
-from hybridengine.runtime.all_ranks import broadcast_value
+from hybridengine.runtime.all_ranks import all_gather_values, broadcast_value, group_timeout
 from hybridengine.sharding.aliases import parameter_views
 from hybridengine.sharding.layout import CheckpointLayout, LayoutError
+from hybridengine.sharding.slices import Part, SlicedWeights, engine_parts
 from hybridengine.sharding.tp_groups import tp_groups
 from hybridengine.vision import ImagePreparer
 
@@ -110,7 +111,7 @@ class VllmEngine(RolloutEngine):
         from vllm import LLM
 
         world_size = dist.get_world_size()
-        groups = tp_groups(world_size, tp_size, ranks_per_node(world_size))
+        groups = self._groups = tp_groups(world_size, tp_size, ranks_per_node(world_size))
         self.tp_size, self.replicas, self.checkpoint = tp_size, len(groups), checkpoint
         self.replica = next(j for j, group in enumerate(groups) if dist.get_rank() in group)
         self._stop_token_ids, self.free_cache = list(stop_token_ids), free_cache
@@ -177,8 +178,10 @@ class VllmEngine(RolloutEngine):
         """The `vllm.LLM` of this rank."""
         return self._llm
 
-    def share_weights(self, dtype: torch.dtype, frozen: bool = True) -> dict[str, torch.Tensor]:
-        """Return the trained parameters as views of the engine's tensors.
+    def share_weights(self, dtype: torch.dtype, frozen: bool = True) -> Mapping[str, torch.Tensor]:
+        """Return the trained parameters as views of the engine's tensors. Collective.
+
+        Where the engine divides them over ranks, they are `SlicedWeights`, if `frozen`.
 
         From then on `sleep` frees the key-value cache alone. dtype: of the trainer's computation.
         frozen: the caller fills them, and a sync writes the other parameters only (buffers,
@@ -187,13 +190,21 @@ class VllmEngine(RolloutEngine):
         Raises LayoutError where the engine holds a parameter in another form.
         """
         target, checkpoint = self.target, self.checkpoint
-        if self.tp_size > 1:
+        if self.tp_size > 1 and not frozen:
             raise LayoutError(f"the engine divides its weights over {self.tp_size} ranks")
         if self._level2_sleep is None and self.free_cache and torch.cuda.is_available():
             raise LayoutError("the engine's sleep_mode_backend is not vLLM's own")
         shapes = {n: s for n, s in checkpoint.parameters.items() if n not in checkpoint.buffers}
         weights = target.weights()
-        views = parameter_views(target.layout, weights, shapes, dtype)
+        views: Mapping[str, torch.Tensor]
+        if self.tp_size == 1:
+            views = parameter_views(target.layout, weights, shapes, dtype)
+        else:
+            held = engine_parts(target.layout, weights, shapes, dtype)
+            # The trainer's timeout, which vLLM's own group does not have.
+            group, _ = dist.new_subgroups_by_enumeration(self._groups, group_timeout())
+            parts = all_gather_values(held, list[Part], group)
+            views = SlicedWeights(target.layout, weights, parts, shapes, dtype, group)
         if frozen:
             write_constants(target.layout, weights)
             target.layout = target.layout.without(views)

@@ -1,0 +1,206 @@
+"""Parameters of which an engine rank holds a part, joined by its tensor-parallel group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridengine.sharding.aliases import copies_of, parameter_views
+from hybridengine.sharding.copies import Region
+from hybridengine.sharding.layout import EngineLayout, LayoutError, Shape
+
+Part = tuple[str, Region]  # parameter, a part of it
+
+
+class _Started(NamedTuple):
+    """A gather that has begun: of each rank the values of `names`."""
+
+    names: list[str]
+    chunks: list[Tensor]
+    works: list[dist.Work]
+
+
+class SlicedWeights(Mapping[str, Tensor]):
+    """Full parameters by name, made of the tensors of the engine ranks of a group.
+
+    One that every rank holds in full is a view of the engine's tensors. Another has memory only
+    from `gather` to `free`, and while `writing`, not always at the same address. Versions of
+    tensors, by which autograd finds changes, stay as they are: a gather restores the same bits.
+
+    layout: of this rank's engine tensors `weights`.
+    parts: of each rank of the group, from `engine_parts`.
+    shapes: of the parameters.
+    dtype: of the computation.
+
+    Raises LayoutError for a parameter that the group does not hold in full, or in another form.
+    """
+
+    def __init__(
+        self,
+        layout: EngineLayout,
+        weights: Mapping[str, Tensor],
+        parts: list[list[Part]],
+        shapes: Mapping[str, Shape],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.group, self._rank = group, group.rank()
+        self._started: _Started | None = None
+        held: dict[str, list[list[Region]]] = {name: [[] for _ in parts] for name in shapes}
+        for rank, rank_parts in enumerate(parts):
+            for name, region in rank_parts:
+                held[name][rank].append(region)
+        sizes = {name: {_numel(regions) for regions in held[name]} for name in shapes}
+        whole = {name: shape for name, shape in shapes.items() if sizes[name] == {math.prod(shape)}}
+        self._tensors = parameter_views(layout, weights, whole, dtype)
+        self._own: dict[str, list[tuple[Region, Tensor]]] = {}
+        self._sent: dict[str, list[list[Region]]] = {}  # by rank, what a lower one does not have
+        by_source = copies_of(layout, weights, [n for n in shapes if n not in whole], dtype)
+        for name, copies in by_source.items():
+            self._own[name] = [
+                (copy.read, _strided(weights[copy.destination], copy.written)) for copy in copies
+            ]
+            known: set[Region] = set()
+            self._sent[name] = sent = []
+            for regions in held[name]:
+                sent.append([region for region in regions if region not in known])
+                known.update(regions)
+            _check_complete(name, shapes[name], known)
+            device = weights[copies[0].destination].device
+            self._tensors[name] = torch.empty(shapes[name], dtype=dtype, device=device)
+            self._tensors[name].untyped_storage().resize_(0)
+        self._tensors = {name: self._tensors[name] for name in shapes}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @property
+    def sliced(self) -> frozenset[str]:
+        """The parameters that are gathered."""
+        return frozenset(self._own)
+
+    def start(self, names: Iterable[str]) -> None:
+        """Begin to gather those of the parameters that are sliced and have no memory. Collective.
+
+        They are there after `gather` of the same ones.
+        """
+        names = [
+            n for n in names if n in self._own and not self._tensors[n].untyped_storage().nbytes()
+        ]
+        if not names or (self._started is not None and self._started.names == names):
+            return
+        self._wait()
+        counts = [
+            sum(_numel(self._sent[name][rank]) for name in names)
+            for rank in range(self.group.size())
+        ]
+        chunks = list(self._tensors[names[0]].new_empty(sum(counts)).split(counts))
+        own = {name: dict(self._own[name]) for name in names}
+        sent = [own[name][r].reshape(-1) for name in names for r in self._sent[name][self._rank]]
+        if sent:
+            torch.cat(sent, out=chunks[self._rank])
+        self._started = _Started(names, chunks, self.exchange(chunks))
+
+    @torch.no_grad()
+    def gather(self, names: Iterable[str]) -> None:
+        """Fill those of the parameters that are sliced and have no memory. Collective."""
+        names = list(names)
+        self.start(names)
+        if (started := self._started) is None or not set(started.names) <= set(names):
+            return
+        self._wait()
+        full = {name: self._allocate(name) for name in started.names}
+        for rank, chunk in enumerate(started.chunks):
+            regions = [(n, r) for n in started.names for r in self._sent[n][rank]]
+            sizes = [math.prod(region[1]) for _, region in regions]
+            for (name, region), values in zip(regions, chunk.split(sizes), strict=True):
+                _strided(full[name], region).copy_(values.view(region[1]))
+
+    def exchange(self, chunks: list[Tensor]) -> list[dist.Work]:
+        """Begin to send this rank's chunk to the others of the group, and to receive theirs."""
+        others = [rank for rank in range(self.group.size()) if rank != self._rank]
+        operations = [(dist.irecv, chunks[rank], rank) for rank in others if len(chunks[rank])]
+        if len(own := chunks[self._rank]):
+            operations += [(dist.isend, own, rank) for rank in others]  # type: ignore[misc]
+        return dist.batch_isend_irecv(
+            [
+                dist.P2POp(operation, chunk, group=self.group, group_peer=rank)
+                for operation, chunk, rank in operations
+            ]
+        )
+
+    def _wait(self) -> None:
+        """Wait for what was started."""
+        started, self._started = self._started, None
+        for work in started.works if started is not None else ():
+            work.wait()
+
+    def free(self, names: Iterable[str]) -> None:
+        """Free the memory of those of the parameters that are sliced."""
+        for name in names:
+            if name in self._own:
+                self._tensors[name].untyped_storage().resize_(0)
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[Tensor]:
+        """Yield memory for a full parameter, and write this rank's part into the engine after."""
+        if name not in self._own:
+            yield self._tensors[name]
+            return
+        full = self._allocate(name)
+        yield full
+        with torch.no_grad():
+            for region, tensor in self._own[name]:
+                tensor.copy_(_strided(full, region))
+        self.free([name])
+
+    def _allocate(self, name: str) -> Tensor:
+        """Return an alias, with a version counter of its own, of a parameter's new memory."""
+        tensor = self._tensors[name]
+        tensor.untyped_storage().resize_(tensor.nbytes)
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride())
+
+
+def engine_parts(
+    layout: EngineLayout,
+    weights: Mapping[str, Tensor],
+    shapes: Mapping[str, Shape],
+    dtype: torch.dtype,
+) -> list[Part]:
+    """Return the parts of parameters that this engine rank holds, as they are in the parameters.
+
+    Raises LayoutError for a parameter that the engine holds in another form.
+    """
+    by_source = copies_of(layout, weights, shapes, dtype)
+    return [(name, copy.read) for name, copies in by_source.items() for copy in copies]
+
+
+def _check_complete(name: str, shape: Shape, regions: Iterable[Region]) -> None:
+    """Raise LayoutError unless the regions are all of a tensor of `shape`."""
+    filled = torch.zeros(shape, dtype=torch.bool)
+    for region in regions:
+        _strided(filled, region).fill_(True)
+    if not filled.all():
+        raise LayoutError(f"the engine's ranks do not hold all of {name!r}")
+
+
+def _strided(tensor: Tensor, region: Region) -> Tensor:
+    offset, sizes, strides = region
+    return tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
+
+
+def _numel(regions: Iterable[Region]) -> int:
+    return sum(math.prod(sizes) for _, sizes, _ in regions)
