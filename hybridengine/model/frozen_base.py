@@ -69,9 +69,9 @@ class GatheredBase:
 
     While a layer computes, the values of the next one are received.
     What no single layer uses alone (embedding, head) is there from the beginning of the model's
-    forward to the end of the backward; without gradients, to the end of the forward. Backward has
-    to follow its forward before the next one. All ranks of a group run the same layers in the same
-    order, as under FSDP2.
+    forward to the end of the backward; without gradients, to the end of the forward. All ranks of a
+    group run the same layers in the same order, as under FSDP2. A backward through several forwards
+    takes the last one first, as autograd does.
     """
 
     def __init__(

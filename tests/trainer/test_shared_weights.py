@@ -99,7 +99,14 @@ def body(
         with full_base(shared, name):
             return torch.equal(expected, own[name])
 
+    def gradients(model: Any) -> list[torch.Tensor]:
+        first, second = (packed_log_probs(model, batch)[0] for _ in range(2))
+        (first.sum() + 2 * second.sum()).backward()
+        return [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+
+    of_two = zip(gradients(sharded), gradients(shared), strict=True)
     return {
+        "two_forwards": all(torch.equal(a, b) for a, b in of_two),
         "names": set(memory) == set(full) == set(checkpoint.parameters),
         "unequal": unequal,
         "reference": torch.equal(*references),
@@ -119,6 +126,7 @@ def check_bits(
     for result in run_ranks(body, world_size, *arguments, timeout_s=300):
         assert result.pop("names")
         assert result.pop("reference")
+        assert result.pop("two_forwards")
         assert (result.pop("joined") > 0) == (tp_size > 1)
         assert all(names == [] for names in result.values()), result
 
