@@ -52,11 +52,11 @@ def _obstacle(config: RLConfig) -> str | None:
 
 def _doubt(config: RLConfig) -> str | None:
     """Return what nobody has compared bit for bit, or what exact log-probs are no use for."""
+    if config.overlaps:
+        return f"trainer.mode is {config.trainer.mode}, in which the engine's weights are older"
     model, trust = config.model, config.model.trust_remote_code
     kind = check_model(model.path, trust, model.config_overrides).model_type
     advice = f"set {_KEY}=on to try it"
-    if config.overlaps:
-        return f"trainer.mode is {config.trainer.mode}, in which the engine's weights are older"
     if kind not in _COMPARED or trust:
         code = " of remote code" if trust else ""
         return f"models of the type {kind}{code} were not compared with vLLM's; {advice}"

@@ -13,11 +13,10 @@ from hybridengine.kernels.decode_linear_triton import decode_linear as with_tile
 from hybridengine.kernels.rotary import RotaryTable
 
 from tests import tolerances
-from tests.kernels import test_layer
+from tests.kernels import layer_cases
 from tests.kernels.attention.cases import forest_of, problem
 from tests.kernels.attention.paged_cases import Cache, Sequences, packed
-from tests.kernels.test_decode_linear import assert_near_float64, operands
-from tests.kernels.test_layer import NORMS
+from tests.kernels.layer_cases import NORMS, assert_near_float64, operands
 
 DTYPES = (torch.float32, torch.bfloat16)
 ATTENTION = {
@@ -62,7 +61,7 @@ def check_slices_of_k(device, rows, n, k, dtype):
 
 def check_norm(device, width, dtype, rows=70):
     for options in NORMS:
-        x, weight, out = test_layer.check_norm(device, rows, width, dtype, options)
+        x, weight, out = layer_cases.check_norm(device, rows, width, dtype, options)
         for part in (slice(0, 1), slice(rows // 2, rows), slice(3, 5)):
             assert torch.equal(rms_norm(x[part], weight, 1e-6, **options), out[part])
         inside = torch.cat([out, x, out], 1)[:, width : 2 * width]  # rows of another stride
@@ -71,7 +70,7 @@ def check_norm(device, width, dtype, rows=70):
 
 
 def check_activation(device, width, dtype, activation, rows=21):
-    gate, up, out = test_layer.check_activation(device, rows, width, dtype, activation)
+    gate, up, out = layer_cases.check_activation(device, rows, width, dtype, activation)
     halves = torch.cat([gate, up], 1).chunk(2, 1)
     for part in (slice(0, 1), slice(2, rows), slice(0, rows)):
         got = gated_activation(halves[0][part], halves[1][part], activation)

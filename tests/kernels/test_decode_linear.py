@@ -7,25 +7,10 @@ from hybridengine.kernels.decode_linear import MAX_ROWS, inference_linear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.layer_cases import assert_near_float64, operands
 from tests.kernels.strategies import integers
 
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-def operands(rows, n, k, dtype, bias=True):
-    generator = torch.Generator().manual_seed(rows * n + k)
-    draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
-    return draw(rows, k), draw(n, k), draw(n) if bias else None
-
-
-def assert_near_float64(got, x, weight, bias):
-    """The error is at most that of K float32 roundings of the sum's terms, plus the result's."""
-    wide = [None if t is None else t.double() for t in (x, weight, bias)]
-    expected = torch.nn.functional.linear(*wide)
-    terms = torch.nn.functional.linear(*(None if t is None else t.abs() for t in wide))
-    rounding = 2.0**-8 if got.dtype == torch.bfloat16 else 2.0**-24
-    limit = terms * 2.0**-24 * (x.shape[-1] + 8) + expected.abs() * rounding
-    assert ((got.double() - expected).abs() <= limit).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

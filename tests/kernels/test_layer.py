@@ -1,53 +1,15 @@
 """rms_norm and gated_activation against float64, and the same bits for a row in any batch."""
 
-from functools import partial
-
 import pytest
 import torch
 from hybridengine.kernels import gated_activation, rms_norm
 from hybridengine.kernels.rotary import RotaryTable
 
+from tests.kernels.layer_cases import NORMS, check_activation, check_norm, draw
+
 DTYPES = (torch.float32, torch.bfloat16)
 WIDTHS = (1, 5, 8, 31, 64, 576, 1100)
 ACTIVATIONS = ("silu", "gelu_tanh")
-NORMS = ({}, {"offset": 1.0}, {"round_first": True})
-
-
-def draw(rows, width, dtype, seed=0, scale=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    return (scale * torch.randn(rows, width, generator=generator)).to(dtype)
-
-
-def assert_near(got, exact, dtype, roundings=1):
-    """Within so many roundings of the largest value; of float32 eight count as one.
-
-    Gradients pass through sums over a row and, of a weight, over 70 rows: up to 16.
-    """
-    limit = roundings * (2.0**-8 if dtype == torch.bfloat16 else 2.0**-21)
-    assert (got.double() - exact).abs().max() <= limit * max(1.0, exact.abs().max().item())
-
-
-def check_against_float64(operator, inputs, grad, roundings):
-    """Return the result of `operator`; roundings: of the result and of the gradients."""
-    ours = [t.clone().requires_grad_() for t in inputs]
-    exact = [t.double().requires_grad_() for t in inputs]
-    out, expected = operator(*ours), operator(*exact)
-    out.backward(grad)
-    expected.backward(grad.double())
-    assert out.dtype == grad.dtype
-    assert_near(out, expected, grad.dtype, roundings[0])
-    for one, other in zip(ours, exact, strict=True):
-        assert one.grad.dtype == grad.dtype
-        assert_near(one.grad, other.grad, grad.dtype, roundings[1])
-    return out.detach()
-
-
-def check_norm(device, rows, width, dtype, options):
-    """Against float64, with gradients; returns (x, weight, result)."""
-    x, grad = (draw(rows, width, dtype, seed).to(device) for seed in (0, 1))
-    weight = draw(1, width, dtype, 2)[0].to(device)
-    norm = partial(rms_norm, eps=1e-6, **options)
-    return x, weight, check_against_float64(norm, (x, weight), grad, (2, 16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,14 +17,6 @@ def check_norm(device, rows, width, dtype, options):
 @pytest.mark.parametrize("options", NORMS)
 def test_norm_against_float64(dtype, width, options):
     check_norm("cpu", 70, width, dtype, options)
-
-
-def check_activation(device, rows, width, dtype, activation):
-    """Against float64, with gradients; returns (gate, up, result)."""
-    tensors = (draw(rows, width, dtype, seed, scale=3.0).to(device) for seed in (0, 1, 2))
-    gate, up, grad = tensors
-    gated = partial(gated_activation, activation=activation)
-    return gate, up, check_against_float64(gated, (gate, up), grad, (1, 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
