@@ -213,8 +213,8 @@ def packed_distillation_loss(
             first = lambda x: x if x is None or len(x) == vocab else x[:vocab]  # noqa: E731
             options: dict[str, Any] = {}
             for model, own in (("student", own_transform), ("teacher", transform)):
-                own["bias"] = first(own["bias"])
-                options |= {f"{model}_{name}": value for name, value in own.items()}
+                values = own | {"bias": first(own["bias"])}
+                options |= {f"{model}_{name}": value for name, value in values.items()}
             return linear_distillation_loss(
                 rows,
                 first(own_weight),
