@@ -112,8 +112,15 @@ def gated_activation_backward(
     grad_out: Tensor, gate: Tensor, up: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool, wants_inverse: bool
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    round_first: bool,
+    wants_inverse: bool,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
+def rotary_(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None: ...
 def rms_norm_backward(
     grad_out: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, offset: float
 ) -> tuple[Tensor, Tensor]: ...

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._backend import native
+
 _CHUNK = 64  # positions: few enough for one thread, and complete vectors for any even dimension
 
 
@@ -45,3 +47,26 @@ class RotaryTable:
             chunks[0].append(angles.cos() * self._scaling)
             chunks[1].append(angles.sin() * self._scaling)
         self._cos, self._sin = (torch.cat(parts) for parts in chunks)
+
+
+def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return the heads of `x` turned by the angles of their positions, without a gradient.
+
+    On a CPU that is in place. [x1, x2], the halves of a head, become [x1 cos - x2 sin, x2 cos + x1
+    sin], in which each product and the sum are rounded to the dtype: transformers' bits.
+
+    Args:
+        x: [T, H, D], float32 or bfloat16, with contiguous heads.
+        positions: int64 [T].
+        cos, sin: tables [positions, D / 2] of the dtype of `x`.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or a position is not in the tables.
+    """
+    extension = native()
+    if extension is not None and x.device.type == "cpu":
+        extension.rotary_(x, positions, cos, sin)
+        return x
+    cos, sin = (torch.cat([t, t], -1)[positions][:, None] for t in (cos, sin))
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin

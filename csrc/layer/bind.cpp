@@ -1,6 +1,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "common/binding.h"
 #include "layer/params.h"
@@ -26,11 +27,13 @@ DType layer_dtype(const char* op, const Tensor& x) {
   return float_dtype(x, "x");
 }
 
-// The norm of x [rows, width] and, if wanted, 1 / rms of its rows (else empty).
+// The norm of x [rows, width] and, if wanted, 1 / rms of its rows (else empty). A residual becomes
+// the sum of x and itself, which is then normed.
 std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, double eps,
-                                    double offset, bool round_first, bool wants_inverse) {
+                                    double offset, bool round_first, bool wants_inverse,
+                                    const std::optional<Tensor>& residual) {
   const char* op = "rms_norm";
-  check_same_device(op, {{"x", x}, {"weight", weight}});
+  check_same_device(op, {{"x", x}, {"weight", weight}, {"residual", residual}});
   RmsNorm p{};
   p.dtype = layer_dtype(op, x);
   p.x = rows_argument(op, "x", x, x);
@@ -39,6 +42,11 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, doubl
   Tensor out = empty({p.rows, p.width}, x.scalar_type());
   Tensor inverse = empty({wants_inverse ? p.rows : 0}, kFloat);
   if (out.numel() == 0) return {out, inverse};
+  if (residual) {
+    rows_argument(op, "residual", *residual, x);
+    HE_CHECK_VALUE(residual->is_contiguous(), op, ": residual is not contiguous");
+    p.residual = residual->data();
+  }
   p.weight = weight.data();
   p.inverse_rms = wants_inverse ? inverse.data<float>() : nullptr;
   p.out = out.data();
@@ -73,6 +81,38 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_out, const Tenso
   p.num_threads = get_num_threads();
   without_gil([&] { rms_norm_backward_cpu(p); });
   return {grad_x, grad_weight};
+}
+
+// Rotates the heads of x [rows, heads, dim] in place, by rows `positions` of the tables.
+void rotary_(const Tensor& x, const Tensor& positions, const Tensor& cos, const Tensor& sin) {
+  const char* op = "rotary_";
+  check_same_device(op, {{"x", x}, {"positions", positions}, {"cos", cos}, {"sin", sin}});
+  HE_CHECK_VALUE(x.dim() == 3 && x.size(2) % 2 == 0 &&
+                     (x.numel() == 0 || (x.stride(2) == 1 && x.stride(1) == x.size(2))),
+                 op, ": x has shape ", x.sizes(), " and strides ", x.strides(),
+                 "; expected [rows, heads, dim], dim even, with contiguous heads");
+  Rotary p{};
+  p.dtype = layer_dtype(op, x);
+  p.x = x.data();
+  p.row_stride = x.stride(0);
+  p.rows = x.size(0), p.heads = x.size(1), p.half = x.size(2) / 2;
+  check_vector(positions, "positions", kLong, p.rows);
+  p.positions = positions.data<int64_t>();
+  const std::pair<const char*, const Tensor*> tables[] = {{"cos", &cos}, {"sin", &sin}};
+  for (const auto& [name, table] : tables) {
+    HE_CHECK_VALUE(table->dim() == 2 && table->sizes() == cos.sizes() && table->size(1) == p.half &&
+                       table->is_contiguous() && table->scalar_type() == x.scalar_type(),
+                   op, ": ", name, " has shape ", table->sizes(), " and dtype ",
+                   table->scalar_type(), "; expected contiguous [positions, ", p.half, "] of ",
+                   x.scalar_type(), ", as many positions in both");
+  }
+  for (int64_t i = 0; i < p.rows; ++i) {
+    HE_CHECK_VALUE(0 <= p.positions[i] && p.positions[i] < cos.size(0), op, ": positions[", i,
+                   "] is ", p.positions[i], "; expected 0 to ", cos.size(0) - 1);
+  }
+  p.cos = cos.data(), p.sin = sin.data();
+  p.num_threads = get_num_threads();
+  without_gil([&] { rotary_cpu(p); });
 }
 
 Gate gate_of(const std::string& name) {
@@ -123,9 +163,10 @@ std::tuple<Tensor, Tensor> gated_activation_backward(const Tensor& grad_out, con
 
 void register_layer(py::module_& m) {
   m.def("rms_norm", &rms_norm, py::arg("x"), py::arg("weight"), py::arg("eps"), py::arg("offset"),
-        py::arg("round_first"), py::arg("wants_inverse"));
+        py::arg("round_first"), py::arg("wants_inverse"), py::arg("residual") = py::none());
   m.def("rms_norm_backward", &rms_norm_backward, py::arg("grad_out"), py::arg("x"),
         py::arg("weight"), py::arg("inverse_rms"), py::arg("offset"));
+  m.def("rotary_", &rotary_, py::arg("x"), py::arg("positions"), py::arg("cos"), py::arg("sin"));
   m.def("gated_activation", &gated_activation, py::arg("gate"), py::arg("up"),
         py::arg("activation"));
   m.def("gated_activation_backward", &gated_activation_backward, py::arg("grad_out"),

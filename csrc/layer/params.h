@@ -1,4 +1,4 @@
-// Row operators of a decoder layer: RMSNorm and the gated activation.
+// Row operators of a decoder layer: RMSNorm, the gated activation and the rotary embedding.
 //
 // An element's bits depend on its row and its place in it alone, not on the other rows or on the
 // number of threads: sums go over a row in an order that its width fixes. The gradient of the
@@ -19,9 +19,11 @@ struct Rows {
 };
 
 // out = x / sqrt(mean(x^2) + eps) * (weight + offset), in float32, rounded at the end. With
-// round_first x / sqrt(...) is rounded to the dtype before it is multiplied.
+// round_first x / sqrt(...) is rounded to the dtype before it is multiplied. Where there is a
+// residual, x is added to it first, and the norm is of their rounded sum.
 struct RmsNorm {
   Rows x;
+  void* residual;      // [rows, width] contiguous, or null
   const void* weight;  // [width]
   DType dtype;         // of all tensors but the next: f32 or bf16
   float* inverse_rms;  // [rows], or null
@@ -65,9 +67,22 @@ struct GatedActivationBackward {
   int num_threads;
 };
 
+// x = [x1, x2], the halves of a head, becomes [x1 cos - x2 sin, x2 cos + x1 sin]. Each product and
+// the sum are rounded to the dtype, as torch rounds them.
+struct Rotary {
+  void* x;  // [rows, heads, 2 * half], inner dimensions contiguous
+  int64_t row_stride;
+  const void *cos, *sin;     // [positions, half] contiguous
+  const int64_t* positions;  // [rows]
+  DType dtype;               // of x and the tables: f32 or bf16
+  int64_t rows, heads, half;
+  int num_threads;
+};
+
 HE_CPU_KERNEL(rms_norm_cpu, RmsNorm)
 HE_CPU_KERNEL(rms_norm_backward_cpu, RmsNormBackward)
 HE_CPU_KERNEL(gated_activation_cpu, GatedActivation)
 HE_CPU_KERNEL(gated_activation_backward_cpu, GatedActivationBackward)
+HE_CPU_KERNEL(rotary_cpu, Rotary)
 
 }  // namespace hybridengine

@@ -26,18 +26,17 @@ float sum_row(int64_t width, const Term& term) {
 }
 
 template <typename T>
-VecF rounded(VecF v) {
-  T stored[kWidth];
-  store(stored, v);
-  return load(stored);
-}
-
-template <typename T>
 void forward(const RmsNorm& p) {
   const auto* weight = static_cast<const T*>(p.weight);
   parallel_for(p.rows, kRowGrain, p.num_threads, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const T* x = row_of<T>(p.x, row);
+      if (p.residual) {
+        T* sum = static_cast<T*>(p.residual) + row * p.width;
+        for_parts(p.width,
+                  [&](Part part) { part.store_to(sum, part.load_from(x) + part.load_from(sum)); });
+        x = sum;
+      }
       T* out = static_cast<T*>(p.out) + row * p.width;
       const float squares = sum_row(p.width, [x](Part part) {
         const VecF v = part.load_from(x);

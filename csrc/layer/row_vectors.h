@@ -34,6 +34,13 @@ struct Part {
   }
 };
 
+template <typename T>
+HE_SIMD VecF rounded(VecF v) {
+  T stored[kWidth];
+  store(stored, v);
+  return load(stored);
+}
+
 template <typename Body>
 HE_SIMD void for_parts(int64_t width, const Body& body) {
   int64_t i = 0;

@@ -1,9 +1,10 @@
-"""rms_norm and gated_activation against float64, and the same bits for a row in any batch."""
+"""Row operators of a layer against float64 or torch, and the same bits for a row in any batch."""
 
 import pytest
 import torch
 from hybridengine.kernels import gated_activation, rms_norm
-from hybridengine.kernels.rotary import RotaryTable
+from hybridengine.kernels.layer import inference_norm
+from hybridengine.kernels.rotary import RotaryTable, rotate
 
 from tests.kernels.layer_cases import NORMS, check_activation, check_norm, draw
 
@@ -125,3 +126,34 @@ def test_a_position_has_the_same_angles_in_any_order():
     angles = positions[:, None].double() * inv_freq.double()
     for table, exact in zip(at_once, (angles.cos(), angles.sin()), strict=True):
         torch.testing.assert_close(table.double(), 1.5 * exact, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", (2, 10, 64, 128))
+def test_rotated_heads_have_the_bits_of_torch(dtype, dim):
+    tables = [draw(50, dim // 2, dtype, seed) for seed in (1, 2)]
+    positions = torch.tensor([0, 49, 7, 7, 21])
+    both = draw(5, 3 * dim + 1, dtype)
+    cos, sin = (torch.cat([t, t], -1)[positions][:, None] for t in tables)
+    heads = both[:, : 3 * dim].view(5, 3, dim)  # rows with others' memory between them
+    first, second = heads.chunk(2, -1)
+    expected, last = heads * cos + torch.cat([-second, first], -1) * sin, both[:, -1].clone()
+    assert torch.equal(rotate(heads, positions, *tables), expected)
+    assert torch.equal(both[:, -1], last)
+
+
+def test_a_position_outside_of_the_tables_is_refused():
+    x, table = torch.zeros(2, 1, 4), torch.zeros(3, 2)
+    for positions in ([0, 3], [-1, 0]):
+        with pytest.raises(ValueError, match="positions"):
+            rotate(x, torch.tensor(positions), table, table)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", NORMS)
+def test_the_norm_of_a_sum_keeps_the_sum(dtype, options):
+    x, residual = draw(9, 31, dtype), draw(9, 31, dtype, 1)
+    weight, total = draw(1, 31, dtype, 2)[0], x + residual
+    normed = inference_norm(x, residual, weight, 1e-6, **options)
+    assert torch.equal(normed, rms_norm(total, weight, 1e-6, **options))
+    assert torch.equal(residual, total)

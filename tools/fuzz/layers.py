@@ -61,7 +61,15 @@ def paged_attention(d: Draw) -> list:
 def rms_norm(d: Draw) -> list:
     dtype, rows, width = d.pick((torch.float32, torch.bfloat16)), d.size(), d.size(70)
     x, weight = d.rows(d.floats(rows, width, dtype=dtype)), d.floats(width, dtype=dtype)
-    return [x, weight, 1e-6, d.pick((0.0, 1.0)), d.chance(0.5), d.chance(0.5)]
+    residual = d.floats(rows, width, dtype=dtype) if d.chance(0.5) else None
+    return [x, weight, 1e-6, d.pick((0.0, 1.0)), d.chance(0.5), d.chance(0.5), residual]
+
+
+def rotary_(d: Draw) -> list:
+    dtype, rows, half = d.pick((torch.float32, torch.bfloat16)), d.size(), d.size(20)
+    x = d.floats(rows, d.size(4), 2 * half, dtype=dtype)
+    cos, sin = (d.floats(9, half, dtype=dtype) for _ in range(2))
+    return [x, d.ints(0, 9, rows), cos, sin]
 
 
 def rms_norm_backward(d: Draw) -> list:
@@ -154,6 +162,7 @@ FUNCTIONS = (
     paged_attention,
     rms_norm,
     rms_norm_backward,
+    rotary_,
     gated_activation,
     gated_activation_backward,
     decode_linear,

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from hybridengine.errors import ModelError
-from hybridengine.kernels import gated_activation, rms_norm
+from hybridengine.kernels import gated_activation
 from hybridengine.kernels.decode_linear import inference_linear, join_parts
-from hybridengine.kernels.rotary import RotaryTable
+from hybridengine.kernels.layer import inference_norm
+from hybridengine.kernels.rotary import RotaryTable, rotate
 
 
 @contextmanager
@@ -118,9 +119,7 @@ def _gemma_norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
 
 
 def _normed(module: Any, x: Tensor, residual: Tensor | None, **options: Any) -> Any:
-    if residual is not None:
-        x = residual = x + residual
-    out = rms_norm(x, module.weight, module.variance_epsilon, **options)
+    out = inference_norm(x, residual, module.weight, module.variance_epsilon, **options)
     return out if residual is None else (out, residual)
 
 
@@ -140,21 +139,16 @@ def _rotary(module: Any, max_model_len: int) -> Any:
             "dimensions, or of neighbours; set rollout.exact=off for this model"
         )
     table = RotaryTable(module._compute_inv_freq(module.base))
-    cos_table, sin_table = (
-        torch.cat([t, t], -1)[:, None] for t in table.rows(torch.arange(max_model_len))
-    )
+    cos, sin = (t.to(module.dtype) for t in table.rows(torch.arange(max_model_len)))
 
-    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotated(x: Tensor, positions: Tensor) -> Tensor:
         heads = x.view(x.shape[0], -1, module.head_size)
-        first, second = heads.chunk(2, -1)
-        half = torch.cat([-second, first], -1)
-        return (heads * cos + half * sin).view(x.shape)
+        return rotate(heads, positions, cos, sin).view(x.shape)
 
     def forward(
         self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        rows = positions.flatten()
-        cos, sin = cos_table[rows].to(query.dtype), sin_table[rows].to(query.dtype)
-        return rotate(query, cos, sin), None if key is None else rotate(key, cos, sin)
+        positions = positions.flatten()
+        return rotated(query, positions), None if key is None else rotated(key, positions)
 
     return forward
