@@ -41,6 +41,7 @@ def run(bench: Bench) -> None:
     dtype = prepared_dtype(bench, "generate")
     if dtype is None:
         return
+    from hybridengine.rollout.vllm.seeds import request_generators
 
     def add(
         part: str, name: str, n: int, seconds: dict[str, float], note: str = "", **more: Any
@@ -59,7 +60,7 @@ def run(bench: Bench) -> None:
             **more,
         )
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, request_generators():
         llm, parameters = build(Path(folder), dtype)
         exact_llm, _ = build(Path(folder), dtype, exact=True)
         read = dtype.itemsize * parameters / (bench.peak("read", dtype) * 1e9)

@@ -21,6 +21,7 @@ from hybridengine.rollout.vllm.environment import (
     prepare_environment,
     vllm_available,
 )
+from hybridengine.rollout.vllm.pages import HUGEPAGE, advise_pages
 
 HEADS = {"9/3x64": (9, 3, 64), "14/2x64": (14, 2, 64), "32/8x128": (32, 8, 128)}
 DECODING = [(512 + i * 1536 // 31, 1) for i in range(32)]  # (length, queries) of 32 sequences
@@ -67,10 +68,14 @@ def make_batch(
     decoding = all(count == 1 for _, count in sequences)
     copies = max(2, min(64, CACHES_BYTES // size)) if decoding else 1
     shape = (copies, sum(blocks), kv_heads, CPU_BLOCK_SIZE, 2 * dim)
+    caches = torch.empty(shape, dtype=dtype)
+    advise_pages(caches.untyped_storage(), HUGEPAGE)  # as those of our engines
+    for cache in caches:
+        cache.copy_(torch.randn(cache.shape))
     counts = torch.tensor([0, *(count for _, count in sequences)])
     return Batch(
         torch.randn(int(counts.sum()), heads, dim).to(dtype),
-        torch.randn(shape, dtype=torch.float32).to(dtype),
+        caches,
         table,
         counts.cumsum(0).int(),
         torch.tensor([length for length, _ in sequences]).int(),
