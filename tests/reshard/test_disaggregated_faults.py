@@ -37,6 +37,8 @@ from tests.reshard.worlds import (
 
 pytestmark = pytest.mark.multirank
 
+GROUPS = pytest.param("groups", marks=pytest.mark.exhaustive)
+
 
 def signal_at_second_copy(signum: int) -> None:
     """Send this process a signal as it copies a second bucket."""
@@ -202,7 +204,7 @@ def test_a_rank_that_never_saw_the_transfer_refuses_where_another_one_began_it()
     assert "sync to weight version 2 did not finish" in survivor["refused"]
 
 
-@pytest.mark.parametrize("over", ["groups", "memory", "relayed"])
+@pytest.mark.parametrize("over", [GROUPS, "memory", "relayed"])
 def test_late_and_stalled_engines_are_dropped_and_a_lost_trainer_is_named(over: str) -> None:
     timeout_s = 5.0
     with worlds(
@@ -262,7 +264,7 @@ def test_a_stopped_rank_is_named_after_the_timeout_of_the_sync(side: str) -> Non
     assert f"rank 0 stopped in {phase[side]}: rank 1 is stopped (SIGSTOP)" in message
 
 
-@pytest.mark.parametrize("over", ["groups", "relayed"])
+@pytest.mark.parametrize("over", [GROUPS, "relayed"])
 def test_a_trainer_that_stops_during_a_transfer_is_named(over: str) -> None:
     """Within a few timeouts of the sync, where the process groups have hundreds of seconds."""
     timeout_s = 10.0
