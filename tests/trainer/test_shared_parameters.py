@@ -100,6 +100,8 @@ def body(
         ("qwen2", torch.float32, 2, -1, 2),
         ("qwen2", torch.bfloat16, 2, 1, 2),
         ("qwen3_moe", torch.bfloat16, 2, -1, 2),
+        pytest.param("qwen2", torch.bfloat16, 4, 2, 2, marks=pytest.mark.exhaustive),
+        pytest.param("llama", torch.bfloat16, 4, -1, 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_twenty_steps_equal_those_with_gathers(
