@@ -168,8 +168,8 @@ def build_actor(
     shares_unsharded: FSDP2's unsharded parameters will be the engine's (`SharedParameters`).
 
     `dim1_parameters` are sharded in dim 1, so that a weight sync moves less; none if
-    `shares_unsharded`, as FSDP2's extensions need dim 0. The reference is a
-    copy of the policy, or under LoRA the policy without its adapters; a teacher is another model.
+    `shares_unsharded`, as FSDP2's extensions need dim 0. The reference is a copy of the policy, or
+    under LoRA the policy without its adapters; a teacher is another model.
     """
     shapes, optim = checkpoint_layout(config).parameters, config.actor.optim
     sliced = sliced_dims(shapes)

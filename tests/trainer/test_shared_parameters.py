@@ -26,6 +26,7 @@ def load(path: str, world_size: int, dtype: torch.dtype, fsdp_size: int = -1) ->
         shard_dim1=lambda name: False,
         param_dtype=dtype,
         gradient_checkpointing=world_size == 2,
+        forward_prefetch=world_size == 2,
         param_offload=world_size == 2,
     )
 
