@@ -19,11 +19,18 @@ Part = tuple[str, Region]  # parameter, a part of it
 
 
 class _Started(NamedTuple):
-    """A gather that has begun: of each rank the values of `names`."""
+    """A gather that has begun, of a parameter.
 
-    names: list[str]
-    chunks: list[Tensor]
+    works: of the exchange, which several parameters may share; empty once it has been waited for.
+    values: that are received for parts of the parameter.
+    """
+
     works: list[dist.Work]
+    values: list[tuple[Region, Tensor]]
+
+    def wait(self) -> None:
+        while self.works:
+            self.works.pop().wait()
 
 
 class SlicedWeights(Mapping[str, Tensor]):
@@ -32,6 +39,7 @@ class SlicedWeights(Mapping[str, Tensor]):
     One that every rank holds in full is a view of the engine's tensors. Another has memory only
     from `gather` to `free`, and while `writing`, not always at the same address. Versions of
     tensors, by which autograd finds changes, stay as they are: a gather restores the same bits.
+    Where the engine's tensors change, call `restart` before the next gather.
 
     layout: of this rank's engine tensors `weights`.
     parts: of each rank of the group, from `engine_parts`.
@@ -51,7 +59,7 @@ class SlicedWeights(Mapping[str, Tensor]):
         group: dist.ProcessGroup,
     ) -> None:
         self.group, self._rank = group, group.rank()
-        self._started: _Started | None = None
+        self._started: dict[str, _Started] = {}
         held: dict[str, list[list[Region]]] = {name: [[] for _ in parts] for name in shapes}
         for rank, rank_parts in enumerate(parts):
             for name, region in rank_parts:
@@ -94,39 +102,55 @@ class SlicedWeights(Mapping[str, Tensor]):
     def start(self, names: Iterable[str]) -> None:
         """Begin to gather those of the parameters that are sliced and have no memory. Collective.
 
-        They are there after `gather` of the same ones.
+        They are there after `gather`, or `fill` of each of them.
         """
-        names = [
-            n for n in names if n in self._own and not self._tensors[n].untyped_storage().nbytes()
-        ]
-        if not names or (self._started is not None and self._started.names == names):
+        names = [name for name in self._missing(names) if name not in self._started]
+        if not names:
             return
-        self._wait()
-        counts = [
-            sum(_numel(self._sent[name][rank]) for name in names)
-            for rank in range(self.group.size())
-        ]
+        ranks = range(self.group.size())
+        counts = [sum(_numel(self._sent[name][rank]) for name in names) for rank in ranks]
         chunks = list(self._tensors[names[0]].new_empty(sum(counts)).split(counts))
         own = {name: dict(self._own[name]) for name in names}
         sent = [own[name][r].reshape(-1) for name in names for r in self._sent[name][self._rank]]
         if sent:
             torch.cat(sent, out=chunks[self._rank])
-        self._started = _Started(names, chunks, self.exchange(chunks))
-
-    @torch.no_grad()
-    def gather(self, names: Iterable[str]) -> None:
-        """Fill those of the parameters that are sliced and have no memory. Collective."""
-        names = list(names)
-        self.start(names)
-        if (started := self._started) is None or not set(started.names) <= set(names):
-            return
-        self._wait()
-        full = {name: self._allocate(name) for name in started.names}
-        for rank, chunk in enumerate(started.chunks):
-            regions = [(n, r) for n in started.names for r in self._sent[n][rank]]
+        works = self.exchange(chunks)
+        self._started |= {name: _Started(works, []) for name in names}
+        for rank, chunk in enumerate(chunks):
+            regions = [(name, r) for name in names for r in self._sent[name][rank]]
             sizes = [math.prod(region[1]) for _, region in regions]
             for (name, region), values in zip(regions, chunk.split(sizes), strict=True):
-                _strided(full[name], region).copy_(values.view(region[1]))
+                self._started[name].values.append((region, values.view(region[1])))
+
+    def gather(self, names: Iterable[str]) -> None:
+        """Fill those of the parameters that are sliced and have no memory. Collective."""
+        names = self._missing(names)
+        self.start(names)
+        for name in names:
+            self.fill(name)
+
+    @torch.no_grad()
+    def fill(self, name: str) -> None:
+        """Write what a started gather has received of a sliced parameter into its memory."""
+        started = self._started.pop(name)
+        started.wait()
+        full = self._allocate(name)
+        for region, values in started.values:
+            _strided(full, region).copy_(values)
+            if values.is_cuda:  # they may be of another stream, on which the gather was started
+                values.record_stream(torch.cuda.current_stream(values.device))
+
+    def restart(self) -> None:
+        """Begin the started gathers again, as the engine's tensors have changed. Collective."""
+        for started in self._started.values():
+            started.wait()
+        names, self._started = [*self._started], {}
+        self.start(names)
+
+    def _missing(self, names: Iterable[str]) -> list[str]:
+        """Return those of the parameters that are sliced and have no memory."""
+        tensors = self._tensors
+        return [n for n in names if n in self._own and not tensors[n].untyped_storage().nbytes()]
 
     def exchange(self, chunks: list[Tensor]) -> list[dist.Work]:
         """Begin to send this rank's chunk to the others of the group, and to receive theirs."""
@@ -140,12 +164,6 @@ class SlicedWeights(Mapping[str, Tensor]):
                 for operation, chunk, rank in operations
             ]
         )
-
-    def _wait(self) -> None:
-        """Wait for what was started."""
-        started, self._started = self._started, None
-        for work in started.works if started is not None else ():
-            work.wait()
 
     def free(self, names: Iterable[str]) -> None:
         """Free the memory of those of the parameters that are sliced."""
@@ -169,7 +187,8 @@ class SlicedWeights(Mapping[str, Tensor]):
     def _allocate(self, name: str) -> Tensor:
         """Return an alias, with a version counter of its own, of a parameter's new memory."""
         tensor = self._tensors[name]
-        tensor.untyped_storage().resize_(tensor.nbytes)
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor.untyped_storage().resize_(tensor.nbytes)
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return alias.set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride())
 

@@ -107,7 +107,12 @@ class SyncPlanner:
             intra_gb_per_s=device.intra_rate * share / scale / 1e9,
             inter_gb_per_s=device.inter_rate * share / scale / 1e9,
         )
-        best = advice.options[0]
+        # Shared weights need shards of dim 0 (`SharedParameters`).
+        best = next(
+            option
+            for option in advice.options
+            if not (layout.share_engine_weights and (option.row_dim or option.expert_dim))
+        )
         cast = self.cluster.stream(
             (4 + self.work.engine_itemsize) * advice.num_parameters / layout.fsdp_size
         )

@@ -158,19 +158,24 @@ def build_actor(
     base_memory: Mapping[str, torch.Tensor] = MappingProxyType({}),
     *,
     exact: bool = False,
+    shares_unsharded: bool = False,
 ) -> Actor:
     """Build the policy under FSDP2 over all ranks; updates: optimizer steps in all its steps.
 
     sliced_dims: which dimensions an engine on these ranks slices (`EngineLayout.sliced_dims`).
     base_memory: of the frozen base under LoRA, where it is the engine's (`shared_weights`).
     exact: the engine has the operators of `use_exact_operators`.
+    shares_unsharded: FSDP2's unsharded parameters will be the engine's (`SharedParameters`).
 
-    `dim1_parameters` are sharded in dim 1, so that a weight sync moves less. The reference is a
-    copy of the policy, or under LoRA the policy without its adapters; a teacher is another model.
+    `dim1_parameters` are sharded in dim 1, so that a weight sync moves less; none if
+    `shares_unsharded`, as FSDP2's extensions need dim 0. The reference is a copy of the policy, or
+    under LoRA the policy without its adapters; a teacher is another model.
     """
     shapes, optim = checkpoint_layout(config).parameters, config.actor.optim
     sliced = sliced_dims(shapes)
-    columns = dim1_parameters(shapes, sliced, num_shards(config))
+    columns = (
+        set[str]() if shares_unsharded else dim1_parameters(shapes, sliced, num_shards(config))
+    )
     tp_size = config.rollout.tensor_model_parallel_size
     splits = {name: tp_size for name, dim in sliced.items() if dim == 1 and tp_size > 1}
     load = partial(

@@ -94,6 +94,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
                 self.steps,
                 self.source.shared.base,
                 exact=self.source.exact,
+                shares_unsharded=self.source.shared.target is not None,
             )
             self.model = self.actor.model
             trained: dict[str, Learner] = {"actor": self.actor}

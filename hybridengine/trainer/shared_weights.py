@@ -29,7 +29,7 @@ class SharedWeights(NamedTuple):
     """What the policy uses of the engine's weights.
 
     base: frozen parameter of a LoRA run → its view of the engine's tensors, or `SlicedWeights`.
-    unsharded: trained parameter → the view that it is computed with.
+    unsharded: trained parameter → the view that it is computed with, or `SlicedWeights`.
     target: the engine's weights.
     reason: why both are empty, and the policy is computed with what it gathers.
     """
@@ -43,11 +43,9 @@ class SharedWeights(NamedTuple):
         """Return a line of the plan of the run."""
         if self.reason:
             return f"gathered from shards: {self.reason}"
-        if not self.base:
-            return "the engine's"
-        joined = isinstance(self.base, SlicedWeights)
+        joined = isinstance(self.base or self.unsharded, SlicedWeights)
         by = ", joined by its tensor-parallel ranks" if joined else ""
-        return f"the engine's{by}, as the base of the adapters"
+        return f"the engine's{by}{', as the base of the adapters' if self.base else ''}"
 
 
 def share_weights(config: RLConfig, engine: RolloutEngine) -> SharedWeights:
@@ -103,8 +101,6 @@ def _obstacle(config: RLConfig) -> str | None:
         return "the engines are on other ranks"
     if engine_name(config) != "vllm":
         return "rollout.name is hf, and only vllm's weights are shared"
-    if (size := rollout.tensor_model_parallel_size) > 1 and not lora:
-        return f"rollout.tensor_model_parallel_size is {size}: an engine rank has a part of them"
     if rollout.quantization:
         return f"rollout.quantization is {rollout.quantization}"
     if len(dtypes) > 1:

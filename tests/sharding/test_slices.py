@@ -58,6 +58,15 @@ def body(rank: int, world_size: int) -> dict[str, Any]:
     equal = {name: torch.equal(x, full[name]) for name, x in memory.items()}
     same = versions == [x._version for x in memory.values()]
     memory.free(memory)
+    memory.start(["down"])
+    memory.start(["k", "down"])  # two exchanges at once
+    weights["down"].add_(1)
+    memory.restart()
+    memory.gather(["down"])
+    restarted = torch.equal(memory["down"], full["down"] + 1)
+    weights["down"].sub_(1)
+    memory.gather(["k"])
+    equal["k after a restart"] = torch.equal(memory["k"], full["k"])
     hasty = dist.new_group(timeout=timedelta(seconds=1))
     memory = sliced(weights, hasty, [layout_of(0), layout_of(1)])
     alone = message_of(lambda: memory.gather(["down"])) if rank == 0 else ""
@@ -67,6 +76,7 @@ def body(rank: int, world_size: int) -> dict[str, Any]:
         "freed": freed,
         "equal": equal,
         "versions": same,
+        "restarted": restarted,
         "view": memory["norm"].data_ptr() == weights["ln"].data_ptr(),
         "own": weights["down"].tolist(),
         "alone": alone,
@@ -78,7 +88,7 @@ def test_parts_are_joined_and_written(tmp_path: Any) -> None:
     """Of columns, of rows that both ranks have, and of padded rows; `norm` is whole."""
     results = run_ranks(body, 2)
     for rank, result in enumerate(results):
-        assert result["order"] and result["versions"] and result["view"]
+        assert result["order"] and result["versions"] and result["view"] and result["restarted"]
         assert result["freed"] == ["down", "k", "embed"]
         assert all(result["equal"].values()), result["equal"]
         columns = torch.arange(1.0, 13.0).view(3, 4)[:, 2 * rank : 2 * rank + 2]

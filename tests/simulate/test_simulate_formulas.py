@@ -175,7 +175,9 @@ def test_the_engines_weights_are_gathered_in_its_group_alone(llama) -> None:
     assert 0.9 * reduced < exposed[1] < reduced
     in_pairs = 2 * (llama.num_parameters + llama.layer_parameters) / 2 / 1e8
     assert 0.9 * (reduced + in_pairs) < exposed[2] < min(reduced + in_pairs, exposed[0])
-    memory = [memory_of(llama, work, x, slow).moments["train"] for x in (own, alone)]
+    memory = [memory_of(llama, work, x, slow).moments["train"] for x in (own, alone, halves)]
+    assert memory[2]["gathered"] == memory[0]["gathered"]
+    assert memory[2]["engine weights"] == llama.num_parameters
     assert "engine weights" not in memory[0] and memory[0]["gathered"] > memory[1]["gathered"] == 0
     assert memory[1]["engine weights"] == 2 * llama.num_parameters
 

@@ -52,7 +52,13 @@ def trained(model: Any, rank: int) -> list[torch.Tensor]:
 
 
 def body(
-    rank: int, world_size: int, path: str, dtype: torch.dtype, tp_size: int, checkpointing: bool
+    rank: int,
+    world_size: int,
+    path: str,
+    dtype: torch.dtype,
+    tp_size: int,
+    checkpointing: bool,
+    slot_rank: int = 3,
 ) -> dict[str, Any]:
     """Train beside shards of the base, then beside the engine's weights."""
     from torch.distributed.tensor import DTensor
@@ -68,7 +74,7 @@ def body(
     )
     from hybridengine.model.frozen_base import full_base
 
-    engine, checkpoint = build_engine(path, tp_size, dtype, lora_rank=3)
+    engine, checkpoint = build_engine(path, tp_size, dtype, lora_rank=slot_rank)
     memory = engine.share_weights(dtype)
     for tensor in engine.target.weights().values():
         if tensor.is_floating_point():
@@ -120,9 +126,14 @@ def body(
 
 
 def check_bits(
-    path: str, dtype: torch.dtype, world_size: int, tp_size: int, checkpointing: bool
+    path: str,
+    dtype: torch.dtype,
+    world_size: int,
+    tp_size: int,
+    checkpointing: bool,
+    slot_rank: int = 3,
 ) -> None:
-    arguments = (path, dtype, tp_size, checkpointing)
+    arguments = (path, dtype, tp_size, checkpointing, slot_rank)
     for result in run_ranks(body, world_size, *arguments, timeout_s=300):
         assert result.pop("names")
         assert result.pop("reference")
@@ -157,8 +168,16 @@ def test_twenty_steps_equal_those_of_shards_under_tensor_parallelism(
 
 
 @pytest.mark.multirank
+def test_experts_are_joined(tmp_path: Path) -> None:
+    """On a CPU, vLLM has no experts beside LoRA slots, so the engine has no slots."""
+    dtype = torch.bfloat16
+    check_bits(save_tiny("qwen3_moe", tmp_path, dtype), dtype, 2, 2, True, slot_rank=0)
+
+
+@pytest.mark.multirank
 @pytest.mark.exhaustive
 def test_ranks_of_two_tensor_parallel_groups(tmp_path: Path) -> None:
+    """Adapters; for full parameters see test_shared_parameters."""
     check_bits(save_tiny("qwen2", tmp_path, torch.bfloat16), torch.bfloat16, 4, 2, True)
 
 
@@ -235,19 +254,22 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
 
 @pytest.mark.multirank
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("lora_rank", "tp_size"), [(0, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("lora_rank", "tp_size"), [(0, 1), (0, 2), (4, 1), (4, 2)])
 def test_a_job_and_its_files_are_those_of_shards(
     tmp_path: Path, lora_rank: int, tp_size: int
 ) -> None:
     """Four steps with shards; two with the engine's weights, resumed for two more.
 
-    Of full parameters, in two optimizer steps per batch.
+    Of full parameters, in two optimizer steps per batch; with an engine of two ranks in replicas,
+    as shards would be columns of row-parallel weights, whose gradients have another norm in the
+    last bit.
     """
     common: dict[str, Any] = {"actor.use_kl_loss": True, "actor.optim.lr": 2e-2}
     common |= dict(override.split("=") for override in ADAPTERS)
     common |= {"model.lora_rank": lora_rank, "rollout.tensor_model_parallel_size": tp_size}
     if not lora_rank:
         common |= {"reshard.lora": "merged", "actor.ppo_mini_batch_size": 8}
+        common |= {"actor.fsdp_config.fsdp_size": 1} if tp_size > 1 else {}
 
     def run(name: str, **settings: object) -> Path:
         folder = tmp_path / name
@@ -277,15 +299,6 @@ def test_a_job_and_its_files_are_those_of_shards(
         (("model.lora_rank=0", "reshard.lora=merged", "rollout.name=hf"), "rollout.name is hf"),
         (("reshard.lora=merged",), "reshard.lora is merged"),
         (("rollout.dtype=bfloat16",), "rollout.dtype is bfloat16"),
-        (
-            (
-                "model.lora_rank=0",
-                "reshard.lora=merged",
-                "rollout.tensor_model_parallel_size=2",
-                "trainer.n_gpus_per_node=2",
-            ),
-            "rollout.tensor_model_parallel_size is 2",
-        ),
         (
             ("rollout.dtype=bfloat16", "actor.fsdp_config.dtype=bfloat16"),
             "are torch.float32, of which torch.bfloat16 would lose bits",
@@ -328,7 +341,9 @@ def test_auto_gathers_where_awake_engine_and_trainer_do_not_fit(
 
     memory = SimpleNamespace(total_memory=80 << 30)
     job = [*small_job(tmp_path), *ADAPTERS, "model.lora_rank=0", "reshard.lora=merged"]
-    assert unshared_reason(load_config(None, job)) is None
+    pair = ["trainer.n_gpus_per_node=2", "rollout.tensor_model_parallel_size=2"]
+    for devices in ([], pair):
+        assert unshared_reason(load_config(None, [*job, *devices])) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: memory)
     assert unshared_reason(load_config(None, job)) is None

@@ -181,7 +181,7 @@ class VllmEngine(RolloutEngine):
     def share_weights(self, dtype: torch.dtype, frozen: bool = True) -> Mapping[str, torch.Tensor]:
         """Return the trained parameters as views of the engine's tensors. Collective.
 
-        Where the engine divides them over ranks, they are `SlicedWeights`, if `frozen`.
+        Where the engine divides them over ranks, they are `SlicedWeights`.
 
         From then on `sleep` frees the key-value cache alone. dtype: of the trainer's computation.
         frozen: the caller fills them, and a sync writes the other parameters only (buffers,
@@ -190,8 +190,6 @@ class VllmEngine(RolloutEngine):
         Raises LayoutError where the engine holds a parameter in another form.
         """
         target, checkpoint = self.target, self.checkpoint
-        if self.tp_size > 1 and not frozen:
-            raise LayoutError(f"the engine divides its weights over {self.tp_size} ranks")
         if self._level2_sleep is None and self.free_cache and torch.cuda.is_available():
             raise LayoutError("the engine's sleep_mode_backend is not vLLM's own")
         shapes = {n: s for n, s in checkpoint.parameters.items() if n not in checkpoint.buffers}
