@@ -123,15 +123,21 @@ def _obstacle(config: RLConfig) -> str | None:
 
 
 def _cost(config: RLConfig) -> str | None:
-    """Return why sharing would take too much memory in the update.
+    """Return why sharing would save nothing, or take too much memory in the update.
 
     A GPU's engine frees its weights for the update (`rollout.free_cache_engine`) unless they are
     shared; shards are in float32.
     """
+    tp_size, lora = config.rollout.tensor_model_parallel_size, config.model.lora_rank > 0
+    if not lora and 1 < tp_size >= num_shards(config):
+        return (
+            f"the engine's {tp_size} ranks have all shards among them, so that as much would be "
+            f"received; set {_KEY}=true to join it all the same"
+        )
     frees = torch.cuda.is_available() and config.rollout.free_cache_engine
     if not frees or "auto" in (config.rollout.dtype, config.sharding.dtype):
         return None
-    if not config.model.lora_rank:
+    if not lora:
         parts = memory_gib(config, shares_base=False)
         allowed = _USABLE * torch.cuda.get_device_properties().total_memory / GIB
         if (needed := sum(parts.values())) <= allowed:
@@ -141,8 +147,7 @@ def _cost(config: RLConfig) -> str | None:
             f"the update, which would need {needed:.1f} of {allowed:.1f} GiB; set {_KEY}=true to "
             "gather nothing"
         )
-    itemsize = getattr(torch, config.rollout.dtype).itemsize
-    itemsize /= config.rollout.tensor_model_parallel_size
+    itemsize = getattr(torch, config.rollout.dtype).itemsize / tp_size
     shard = _MASTER_BYTES / num_shards(config)
     if itemsize <= shard:
         return None

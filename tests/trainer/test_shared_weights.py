@@ -341,9 +341,11 @@ def test_auto_gathers_where_awake_engine_and_trainer_do_not_fit(
 
     memory = SimpleNamespace(total_memory=80 << 30)
     job = [*small_job(tmp_path), *ADAPTERS, "model.lora_rank=0", "reshard.lora=merged"]
-    pair = ["trainer.n_gpus_per_node=2", "rollout.tensor_model_parallel_size=2"]
-    for devices in ([], pair):
-        assert unshared_reason(load_config(None, [*job, *devices])) is None
+    pair = [*job, "trainer.n_gpus_per_node=2", "rollout.tensor_model_parallel_size=2"]
+    for devices in (job, [*pair, "trainer.n_gpus_per_node=4"]):
+        assert unshared_reason(load_config(None, devices)) is None
+    assert "as much would be received" in (unshared_reason(load_config(None, pair)) or "")
+    assert unshared_reason(load_config(None, [*pair, "model.share_engine_weights=true"])) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: memory)
     assert unshared_reason(load_config(None, job)) is None
