@@ -1,6 +1,6 @@
 """An update that computes with the engine's weights, and one that gathers them from shards.
 
-Two gloo ranks (on a GPU machine: two GPUs), each with a vLLM engine (TP 1) or with half of one (TP
+Two and four gloo ranks (on a GPU machine: as many GPUs), each with a vLLM engine (TP 1) or with half of one (TP
 2, in `update`, where the heads divide), at the shapes of SmolLM2-135M and of a model of 0.5B
 parameters:
   hybridengine    with the engine's weights (`model.share_engine_weights`)
@@ -16,7 +16,8 @@ the tensors of engine and trainer, adapters among them, counted once where they 
 adapters alone, or nothing, and at TP 2 also what the other rank has of the base. `peak_mib`: of the
 process during updates, over its memory before engine and trainer. `ms_p50`: forward, backward,
 AdamW, and in `update_all` the sync. In bfloat16, and in float32 where a CPU multiplies bfloat16
-slowly.
+slowly. Small rows come first. A row that does not fit the available memory is left out, with the
+reason.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ from hybridengine.sharding.slices import SlicedWeights
 from tests.ranks import run_ranks
 from tests.reshard.vllm_engines import build_engine
 
-RANKS, RANK_OF_LORA = 2, 16
+RANKS, RANK_OF_LORA = (2, 4), 16
 UPDATES = 3
+MARGIN = 1.2  # of the estimate of memory: a row that needs more than there is is left out
 # Sequences and tokens of each in a micro-batch; less where a product takes ten times as long.
 TOKENS, TOKENS_IF_SLOW = (4, 64), (1, 16)
 # The implementations of each pass, and its micro-batches.
@@ -64,13 +66,27 @@ def run(bench: Bench) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 million = write_model(folder, config, dtype)
                 divided = [("update", 2)] if config.num_attention_heads % 2 == 0 else []
-                for passed, tp_size in [*product(PASSES, [1]), *divided]:
-                    shape = f"{million}M N={RANKS} tp={tp_size}"
-                    _compare(bench, folder, passed, tp_size, shape, dtype)
+                rows = [*product(PASSES, [1]), *divided]
+                worlds = RANKS[:1] if bench.quick else RANKS
+                for num_ranks, (passed, tp_size) in product(worlds, rows):
+                    shape = f"{million}M N={num_ranks} tp={tp_size}"
+                    needed = num_ranks * _gib_of_rank(million, passed, dtype)
+                    if (available := available_gib()) < needed:
+                        reason = f"needs about {needed:.0f} GiB, and {available:.0f} are available"
+                        missing = dict.fromkeys(PASSES[passed][0], reason)
+                        bench.leave_out("shared_weights", passed, shape, dtype, missing)
+                        continue
+                    _compare(bench, folder, passed, tp_size, num_ranks, shape, dtype)
 
 
 def _compare(
-    bench: Bench, folder: str, passed: str, tp_size: int, shape: str, dtype: torch.dtype
+    bench: Bench,
+    folder: str,
+    passed: str,
+    tp_size: int,
+    num_ranks: int,
+    shape: str,
+    dtype: torch.dtype,
 ) -> None:
     figures: dict[str, dict[str, float]] = {}
     names, num_micro_batches = PASSES[passed]
@@ -79,7 +95,7 @@ def _compare(
     bench.leave_out("shared_weights", passed, shape, dtype, missing)
     for name in (name for name in names if name not in missing):
         arguments = (folder, passed, name, num_micro_batches, tp_size, dtype)
-        ranks = run_ranks(_rank, RANKS, *arguments, timeout_s=580, device=bench.device.type)
+        ranks = run_ranks(_rank, num_ranks, *arguments, timeout_s=580, device=bench.device.type)
         figures[name] = own = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
         best = min((f["ms_p50"] for n, f in figures.items() if n != OURS), default=own["ms_p50"])
         bench.add(
@@ -89,7 +105,7 @@ def _compare(
             shape,
             dtype=short(dtype),
             isa=None,
-            device=f"{RANKS} ranks, 1 thread each" if bench.gpu is None else bench.device_name,
+            device=f"{num_ranks} ranks, 1 thread each" if bench.gpu is None else bench.device_name,
             ratio_to_best_peer=best / own["ms_p50"] if name == OURS else None,
             note=f"  weights {own['weights_mib']:.1f} MiB, "
             f"gathered {own['gathered_mib']:.2f} MiB per micro-batch",
@@ -111,6 +127,25 @@ def configs(quick: bool) -> Iterable[Any]:
         num_attention_heads=14, num_key_value_heads=2
     )  # the shape of Qwen2.5-0.5B
     return [smollm2_135m(), LlamaConfig(**sizes, **heads, tie_word_embeddings=True)]
+
+
+def _gib_of_rank(million: int, passed: str, dtype: torch.dtype) -> float:
+    """Estimate a rank's memory: 1 GiB of libraries, and what a parameter of the model takes.
+
+    The engine's, gathered and shared weights, and of full parameters the float32 shards, gradients
+    and moments of two ranks.
+    """
+    per_weight = 3 * dtype.itemsize + (10 if passed == "update_all" else 2)
+    return MARGIN * (1 + million * 1e6 * per_weight / 2**30)
+
+
+def available_gib() -> float:
+    """Return the memory of this machine that is available, in GiB; on a GPU no limit."""
+    if torch.cuda.is_available():
+        return float("inf")
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (kib,) = (line.split()[1] for line in lines if line.startswith("MemAvailable"))
+    return int(kib) / 2**20
 
 
 def write_model(folder: str, config: Any, dtype: torch.dtype) -> int:

@@ -2,8 +2,8 @@
 
 Such parameters are not sharded, and FSDP2 leaves them alone (`ignored_params`): nothing is
 gathered, copied or cast. Their bits are those of FSDP2's unsharded parameters if their dtype is
-that of the computation. Where an engine rank has a part of them (`SlicedWeights`), hooks gather
-them layer by layer.
+that of the computation. Where an engine rank has a part of them, or has them quantized
+(`LayeredWeights`), hooks gather them layer by layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 
 from hybridengine.errors import ModelError
 from hybridengine.model.parameters import unwrapped_name
-from hybridengine.sharding.slices import SlicedWeights
+from hybridengine.sharding.layered import LayeredWeights
 
 
 def base_parameters(
@@ -55,17 +55,16 @@ def place_base(
 def fill_base(memory: Mapping[str, torch.Tensor], weights: nn.Module | None) -> None:
     """Write the parameters of `weights`, the full model on rank 0, on every rank; collective."""
     base = {} if weights is None else base_parameters(weights, memory)
+    writing = memory.writing if isinstance(memory, LayeredWeights) else None
     for name in memory:
-        with (
-            memory.writing(name) if isinstance(memory, SlicedWeights) else nullcontext(memory[name])
-        ) as tensor:
+        with nullcontext(memory[name]) if writing is None else writing(name) as tensor:
             if base:
                 tensor.copy_(base[name])
             dist.broadcast(tensor, 0)
 
 
 class GatheredBase:
-    """Gathers the sliced base of a model for its forward and backward, one of `layers` at a time.
+    """Gathers the base of a model for its forward and backward, one of `layers` at a time.
 
     While a layer computes, the values of the next one are received.
     What no single layer uses alone (embedding, head) is there from the beginning of the model's
@@ -75,7 +74,7 @@ class GatheredBase:
     """
 
     def __init__(
-        self, model: nn.Module, layers: Sequence[nn.Module], memory: SlicedWeights
+        self, model: nn.Module, layers: Sequence[nn.Module], memory: LayeredWeights
     ) -> None:
         self.memory = memory
         users: dict[str, set[nn.Module | None]] = defaultdict(set)
@@ -148,7 +147,7 @@ class GatheredBase:
 
 @contextmanager
 def full_base(model: nn.Module, name: str) -> Iterator[None]:
-    """Have a parameter of a sliced base, by its name without adapters, while open. Collective."""
+    """Have a parameter of a gathered base, by its name without adapters, while open. Collective."""
     base = getattr(model, "gathered_base", None)
     if base is not None:
         base.memory.gather([name])

@@ -45,7 +45,7 @@ from hybridengine.model.offload import Offloader
 from hybridengine.model.parameters import is_finite, parameter_shards
 from hybridengine.model.validation import auto_class, check_model
 from hybridengine.runtime.all_ranks import broadcast_value, group_timeout, run_on_rank0
-from hybridengine.sharding.slices import SlicedWeights
+from hybridengine.sharding.layered import LayeredWeights
 
 
 def sharding_mesh(device_type: str, world_size: int, fsdp_size: int = -1) -> DeviceMesh:
@@ -118,7 +118,7 @@ def load_causal_lm(
         expert_parallel_size: consecutive ranks over which the experts of a mixture are divided
             (`hybridengine.model.expert_parallel`); a 1-D mesh of all ranks, and no min_num_params.
         base_memory: frozen parameter, by its name without adapters → the tensor, in `param_dtype`,
-            that holds it unsharded on every rank, or `SlicedWeights`, which are gathered layer by
+            that holds it unsharded on every rank, or `LayeredWeights`, which are gathered layer by
             layer (`hybridengine.model.frozen_base`).
 
     Raises:
@@ -180,7 +180,7 @@ def load_causal_lm(
     def shards() -> list[torch.Tensor]:
         return [x for name, x in parameter_shards(model).items() if name not in base_memory]
 
-    if isinstance(base_memory, SlicedWeights):
+    if isinstance(base_memory, LayeredWeights):
         model.gathered_base = GatheredBase(model, layers, base_memory)  # type: ignore[assignment]
     offloader = Offloader(shards, param_offload)
     model.offloader = offloader  # type: ignore[assignment]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridengine.sharding.aliases import copies_of, parameter_views
 from hybridengine.sharding.copies import Region
+from hybridengine.sharding.layered import LayeredWeights
 from hybridengine.sharding.layout import EngineLayout, LayoutError, Shape
 
 Part = tuple[str, Region]  # parameter, a part of it
@@ -33,7 +34,7 @@ class _Started(NamedTuple):
             self.works.pop().wait()
 
 
-class SlicedWeights(Mapping[str, Tensor]):
+class SlicedWeights(LayeredWeights):
     """Full parameters by name, made of the tensors of the engine ranks of a group.
 
     One that every rank holds in full is a view of the engine's tensors. Another has memory only
@@ -84,15 +85,6 @@ class SlicedWeights(Mapping[str, Tensor]):
             self._tensors[name] = torch.empty(shapes[name], dtype=dtype, device=device)
             self._tensors[name].untyped_storage().resize_(0)
         self._tensors = {name: self._tensors[name] for name in shapes}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
     @property
     def sliced(self) -> frozenset[str]:
@@ -165,12 +157,6 @@ class SlicedWeights(Mapping[str, Tensor]):
             ]
         )
 
-    def free(self, names: Iterable[str]) -> None:
-        """Free the memory of those of the parameters that are sliced."""
-        for name in names:
-            if name in self._own:
-                self._tensors[name].untyped_storage().resize_(0)
-
     @contextmanager
     def writing(self, name: str) -> Iterator[Tensor]:
         """Yield memory for a full parameter, and write this rank's part into the engine after."""
@@ -183,14 +169,6 @@ class SlicedWeights(Mapping[str, Tensor]):
             for region, tensor in self._own[name]:
                 tensor.copy_(_strided(full, region))
         self.free([name])
-
-    def _allocate(self, name: str) -> Tensor:
-        """Return an alias, with a version counter of its own, of a parameter's new memory."""
-        tensor = self._tensors[name]
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor.untyped_storage().resize_(tensor.nbytes)
-        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return alias.set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride())
 
 
 def engine_parts(

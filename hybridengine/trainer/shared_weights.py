@@ -14,6 +14,7 @@ from hybridengine.model.validation import check_model
 from hybridengine.rollout import RolloutEngine
 from hybridengine.runtime.all_ranks import all_gather_values
 from hybridengine.sharding import LayoutError
+from hybridengine.sharding.dequantized import DequantizedWeights
 from hybridengine.sharding.slices import SlicedWeights
 from hybridengine.sharding.weight_target import WeightTarget
 from hybridengine.trainer.build import engine_name
@@ -28,7 +29,7 @@ _KEY = "model.share_engine_weights"
 class SharedWeights(NamedTuple):
     """What the policy uses of the engine's weights.
 
-    base: frozen parameter of a LoRA run → its view of the engine's tensors, or `SlicedWeights`.
+    base: frozen parameter of a LoRA run → its view of the engine's tensors, or `LayeredWeights`.
     unsharded: trained parameter → the view that it is computed with, or `SlicedWeights`.
     target: the engine's weights.
     reason: why both are empty, and the policy is computed with what it gathers.
@@ -43,8 +44,11 @@ class SharedWeights(NamedTuple):
         """Return a line of the plan of the run."""
         if self.reason:
             return f"gathered from shards: {self.reason}"
-        joined = isinstance(self.base or self.unsharded, SlicedWeights)
-        by = ", joined by its tensor-parallel ranks" if joined else ""
+        weights, by = self.base or self.unsharded, ""
+        if isinstance(weights, SlicedWeights):
+            by = ", joined by its tensor-parallel ranks"
+        elif isinstance(weights, DequantizedWeights):
+            by = ", dequantized layer by layer"
         return f"the engine's{by}{', as the base of the adapters' if self.base else ''}"
 
 
@@ -101,8 +105,14 @@ def _obstacle(config: RLConfig) -> str | None:
         return "the engines are on other ranks"
     if engine_name(config) != "vllm":
         return "rollout.name is hf, and only vllm's weights are shared"
-    if rollout.quantization:
-        return f"rollout.quantization is {rollout.quantization}"
+    if rollout.quantization and (not lora or (size := rollout.tensor_model_parallel_size) > 1):
+        other = f"rollout.tensor_model_parallel_size is {size}" if lora else "model.lora_rank is 0"
+        return f"rollout.quantization is {rollout.quantization}, and {other}"
+    if rollout.quantization and config.model.share_engine_weights == "auto":
+        return (
+            f"rollout.quantization is {rollout.quantization}: the base would be the engine's "
+            f"weights, dequantized; set {_KEY}=true to train adapters of these"
+        )
     if len(dtypes) > 1:
         return (
             f"rollout.dtype is {rollout.dtype}, and the trainer computes in {sharding.dtype} "
@@ -112,6 +122,8 @@ def _obstacle(config: RLConfig) -> str | None:
         return "actor.fsdp_config.expert_parallel_size divides the experts over ranks"
     if not lora:
         return untested_torch()
+    if rollout.quantization:
+        return None  # exports have the dequantized base
     model = check_model(config.model.path, config.model.trust_remote_code)
     stored: Any = model.dtype or model.get_text_config().dtype or torch.float32
     if dtypes and torch.promote_types(dtype := getattr(torch, dtypes.pop()), stored) != dtype:

@@ -58,6 +58,7 @@ from hybridengine.rollout.vllm.stream import VllmStream
 from hybridengine.rollout.vllm.weights import LoraSlot, VllmWeights, slot_options
 from hybridengine.runtime.all_ranks import all_gather_values, broadcast_value, group_timeout
 from hybridengine.sharding.aliases import parameter_views
+from hybridengine.sharding.dequantized import DequantizedWeights
 from hybridengine.sharding.layout import CheckpointLayout, LayoutError
 from hybridengine.sharding.slices import Part, SlicedWeights, engine_parts
 from hybridengine.sharding.tp_groups import tp_groups
@@ -181,7 +182,8 @@ class VllmEngine(RolloutEngine):
     def share_weights(self, dtype: torch.dtype, frozen: bool = True) -> Mapping[str, torch.Tensor]:
         """Return the trained parameters as views of the engine's tensors. Collective.
 
-        Where the engine divides them over ranks, they are `SlicedWeights`.
+        Where the engine divides them over ranks, they are `SlicedWeights`, and where it quantizes
+        them `DequantizedWeights`, if `frozen`.
 
         From then on `sleep` frees the key-value cache alone. dtype: of the trainer's computation.
         frozen: the caller fills them, and a sync writes the other parameters only (buffers,
@@ -192,10 +194,14 @@ class VllmEngine(RolloutEngine):
         target, checkpoint = self.target, self.checkpoint
         if self._level2_sleep is None and self.free_cache and torch.cuda.is_available():
             raise LayoutError("the engine's sleep_mode_backend is not vLLM's own")
+        if target.layout.quantized and (self.tp_size > 1 or not frozen):
+            raise LayoutError(f"the engine of {self.tp_size} ranks quantizes its weights")
         shapes = {n: s for n, s in checkpoint.parameters.items() if n not in checkpoint.buffers}
         weights = target.weights()
         views: Mapping[str, torch.Tensor]
-        if self.tp_size == 1:
+        if target.layout.quantized:
+            views = DequantizedWeights(target.layout, weights, shapes, dtype)
+        elif self.tp_size == 1:
             views = parameter_views(target.layout, weights, shapes, dtype)
         else:
             held = engine_parts(target.layout, weights, shapes, dtype)

@@ -101,7 +101,8 @@ def quantized_layout(model: torch.nn.Module, layout: EngineLayout) -> EngineLayo
     for path, layer in model.named_modules():
         method, verdicts = getattr(layer, "quant_method", None), getattr(layer, _VERDICTS, None)
         if verdicts is None:
-            if getattr(method, "uses_meta_device", False):
+            is_wrapper = hasattr(layer, "base_layer")  # of a LoRA slot
+            if getattr(method, "uses_meta_device", False) and not is_wrapper:
                 raise LayoutError(
                     f"vLLM quantizes {path!r} with {type(method).__name__}; expected "
                     f"quantization={VLLM_NAME!r}, blocks of 128 x 128 in FP8"
