@@ -1,8 +1,8 @@
 """An update that computes with the engine's weights, and one that gathers them from shards.
 
-Two and four gloo ranks (on a GPU machine: as many GPUs), each with a vLLM engine (TP 1) or with half of one (TP
-2, in `update`, where the heads divide), at the shapes of SmolLM2-135M and of a model of 0.5B
-parameters:
+Two and four gloo ranks (on a GPU machine: as many GPUs), each with a vLLM engine (TP 1) or with
+half of one (TP 2, in `update`, where the heads divide), at the shapes of SmolLM2-135M and of a
+model of 0.5B parameters:
   hybridengine    with the engine's weights (`model.share_engine_weights`)
   shards          ours with FSDP2 shards
   trl_peft        TRL's way without its trainer: the whole base and PEFT's adapters under DDP, and

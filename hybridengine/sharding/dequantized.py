@@ -120,7 +120,7 @@ class DequantizedWeights(LayeredWeights):
         plain = EngineLayout({destination: self._layout.destinations[destination]}, copies)
         view = parameter_views(plain, self._weights, {name: shape}, values.dtype)[name]
         *leading, num_rows, width = values.shape
-        first, remainder = divmod(view.storage_offset() - values.storage_offset(), width)
+        first, remainder = divmod(int(view.storage_offset() - values.storage_offset()), width)
         if shape[-1] != width or remainder or not values.is_contiguous():
             raise LayoutError(f"the engine holds {name!r} quantized, not by rows")
         row = torch.arange(first, first + math.prod(shape[:-1]), device=values.device)
