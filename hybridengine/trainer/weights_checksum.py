@@ -80,5 +80,3 @@ class WeightsChecksum:
         if isinstance(self._engine, ServerEngine):
             return self._engine.pool.weights()
         return {_ENGINE: EngineState.of(target_of(self._engine))}
-
-

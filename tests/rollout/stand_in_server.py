@@ -117,7 +117,6 @@ def serve_model(port: int, model: str, delay_s: float) -> None:
             state = EngineState.of(engine.target)
         return {"results": [{"version": state.version, "checksum": state.checksum}]}
 
-
     def finish(body: Any) -> None:
         labels[:] = [body["weight_version"]]
 

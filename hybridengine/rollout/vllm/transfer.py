@@ -45,6 +45,7 @@ from hybridengine.rollout.server.client import WEIGHTS_STATE
 from hybridengine.rollout.vllm.in_flight import drop_cached_prefixes
 from hybridengine.rollout.vllm.post_load import PostLoadProcessing
 from hybridengine.rollout.vllm.quantized import check_quantization
+from hybridengine.rollout.vllm.sampling import fuse_sampler
 from hybridengine.rollout.vllm.server_worker import ServerWorker, StoreInfo
 from hybridengine.rollout.vllm.trainer import BACKEND, register_trainer
 from hybridengine.rollout.vllm.weights import VllmWeights
@@ -97,6 +98,15 @@ def register() -> None:
 
     Worker.sleep = sleep_and_note  # type: ignore[method-assign]
     setattr(Worker, WEIGHTS_STATE, _weights_state)
+    load_model = Worker.load_model
+
+    def load_and_fuse(self: Worker, *args: Any, **kwargs: Any) -> None:
+        load_model(self, *args, **kwargs)
+        transfer = self.vllm_config.weight_transfer_config
+        if transfer is not None and transfer.backend == BACKEND:
+            fuse_sampler(self.model_runner, ranks=True)
+
+    Worker.load_model = load_and_fuse  # type: ignore[method-assign]
 
 
 def _weights_state(self: Worker) -> dict[str, Any]:
