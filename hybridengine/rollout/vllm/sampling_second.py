@@ -63,7 +63,8 @@ class FusedSecondSampler(Sampler):
         if not self._is_fused:
             return super().sample(logits, *args, **kwargs)
         states, (mapping, _, rows, positions, *_) = self.sampling_states, args
-        logits = self.apply_sampling_params(logits, *args, skip_top_k_top_p=True)
+        skip: Any = {"skip_top_k_top_p": True}
+        logits = self.apply_sampling_params(logits, *args, **skip)
         top_k, top_p = states.get_top_k_top_p(mapping, rows)
         sampled = sample_tokens(
             logits,
