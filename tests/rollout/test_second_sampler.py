@@ -15,7 +15,7 @@ from hybridengine.kernels import sample_tokens
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample import sampler as vllm_sampler
 
-from hybridengine.rollout.vllm.sampling import fuse_sampler
+from hybridengine.rollout.vllm.samplers import fuse_sampler
 from hybridengine.rollout.vllm.sampling_second import FusedSecondSampler
 
 VOCAB = 700

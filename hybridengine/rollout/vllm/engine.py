@@ -51,7 +51,7 @@ from hybridengine.rollout.vllm.pages import DONTNEED, HUGEPAGE, advise_pages
 from hybridengine.rollout.vllm.post_load import writable_weights
 from hybridengine.rollout.vllm.quantized import quantization_options
 from hybridengine.rollout.vllm.routes import RouteRecorder, recording_options
-from hybridengine.rollout.vllm.sampling import fuse_sampler
+from hybridengine.rollout.vllm.samplers import fuse_sampler
 from hybridengine.rollout.vllm.seeds import request_generators, seeded
 from hybridengine.rollout.vllm.sleep import Level2Sleep
 from hybridengine.rollout.vllm.stream import VllmStream

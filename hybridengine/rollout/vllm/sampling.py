@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridengine.kernels import sample_tokens, token_log_probs
 
-__all__ = ["FusedSampler", "fuse_sampler", "token_ranks"]
+__all__ = ["FusedSampler", "token_ranks"]
 
 
 class FusedSampler:
@@ -100,21 +100,6 @@ class FusedSampler:
                 for processor in metadata.logitsprocs.argmax_invariant
             )
         )
-
-
-def fuse_sampler(runner: Any, exact: bool = False, ranks: bool = False) -> None:
-    """Let a model runner of vLLM, of either kind, sample by `sample_tokens` where it is covered.
-
-    exact, ranks: of a `FusedSampler`.
-    """
-    from vllm.v1.sample.sampler import Sampler
-
-    if isinstance(getattr(runner, "sampler", None), Sampler):
-        FusedSampler(runner, exact, ranks)
-    elif hasattr(getattr(runner, "sampler", None), "sampling_states"):
-        from hybridengine.rollout.vllm.sampling_second import FusedSecondSampler
-
-        FusedSecondSampler.install(runner.sampler)
 
 
 def token_ranks(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ from hybridengine.rollout.server.client import WEIGHTS_STATE
 from hybridengine.rollout.vllm.in_flight import drop_cached_prefixes
 from hybridengine.rollout.vllm.post_load import PostLoadProcessing
 from hybridengine.rollout.vllm.quantized import check_quantization
-from hybridengine.rollout.vllm.sampling import fuse_sampler
+from hybridengine.rollout.vllm.samplers import fuse_sampler
 from hybridengine.rollout.vllm.server_worker import ServerWorker, StoreInfo
 from hybridengine.rollout.vllm.trainer import BACKEND, register_trainer
 from hybridengine.rollout.vllm.weights import VllmWeights
