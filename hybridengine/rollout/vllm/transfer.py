@@ -41,7 +41,6 @@ from hybridengine.model.parameters import parameter_shards, unwrap_peft
 from hybridengine.reshard.errors import operation
 from hybridengine.reshard.record.checkpoint import checkpoint_layout
 from hybridengine.reshard.resharder import Resharder
-from hybridengine.rollout.server.client import WEIGHTS_STATE
 from hybridengine.rollout.vllm.in_flight import drop_cached_prefixes
 from hybridengine.rollout.vllm.post_load import PostLoadProcessing
 from hybridengine.rollout.vllm.quantized import check_quantization
@@ -56,6 +55,7 @@ from hybridengine.sharding.weight_target import WeightState
 
 _POST_LOAD = "_hybridengine_post_load"  # attribute of a model that vLLM loaded for this backend
 _STATE = "_hybridengine_weight_state"  # attribute of an `LLMEngine`
+_WORKERS_STATE = "hybridengine_weights_state"  # of vLLM's workers; `rollout.server` calls it
 
 
 def register() -> None:
@@ -97,7 +97,7 @@ def register() -> None:
         sleep(self, level)
 
     Worker.sleep = sleep_and_note  # type: ignore[method-assign]
-    setattr(Worker, WEIGHTS_STATE, _weights_state)
+    setattr(Worker, _WORKERS_STATE, _weights_state)
     load_model = Worker.load_model
 
     def load_and_fuse(self: Worker, *args: Any, **kwargs: Any) -> None:
