@@ -25,6 +25,7 @@ from hybridengine.model.validation import auto_class, head_size, takes_images
 
 _EXACT = "has_exact_operators"
 _ROPE_TYPES = ("default", "llama3")
+_obstacles: dict[tuple[type, str, bool], str | None] = {}  # see `model_obstacle`
 
 
 def use_exact_operators(model: PreTrainedModel, splits: Mapping[str, int]) -> None:
@@ -50,14 +51,20 @@ def use_exact_operators(model: PreTrainedModel, splits: Mapping[str, int]) -> No
 
 
 def model_obstacle(config: PretrainedConfig, trust_remote_code: bool = False) -> str | None:
-    """Return why a model of this configuration cannot have exact operators, None if it can."""
-    try:
-        with torch.device("meta"):
-            model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-        use_exact_operators(model, {})
-    except ModelError as error:
-        return f"{config.model_type}: {error}"
-    return None
+    """Return why a model of this configuration cannot have exact operators, None if it can.
+
+    The answer is kept: a run asks several times, and it takes a model on the meta device.
+    """
+    key = type(config), config.to_json_string(use_diff=False), trust_remote_code
+    if key not in _obstacles:
+        try:
+            with torch.device("meta"):
+                model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+            use_exact_operators(model, {})
+            _obstacles[key] = None
+        except ModelError as error:
+            _obstacles[key] = f"{config.model_type}: {error}"
+    return _obstacles[key]
 
 
 def has_exact_operators(model: nn.Module) -> bool:

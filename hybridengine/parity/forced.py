@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -61,11 +62,10 @@ class ForcedForward:
                     "recorded; load the model with 'sdpa'"
                 )
             function = ALL_ATTENTION_FUNCTIONS[implementation]
-            ALL_ATTENTION_FUNCTIONS[implementation] = self._attention(function, names)
-            try:
-                yield
-            finally:
-                ALL_ATTENTION_FUNCTIONS[implementation] = function
+            forced = {implementation: self._attention(function, names)}
+            # The table's own entries, which go before those of transformers.
+            stack.enter_context(patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, forced))
+            yield
 
     def _replace_output(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple, out: Any) -> Any:

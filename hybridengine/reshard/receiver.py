@@ -63,6 +63,11 @@ class WeightReceiver:
         self._group_number = self._plan_number = 0
         self._engine_state: EngineState | None = None  # after the last sync, if it is needed
 
+    @property
+    def engine_state(self) -> EngineState | None:
+        """What the last sync has left in the engine; None where no later sync needs it."""
+        return self._engine_state
+
     def pending(self) -> bool:
         """Return whether a sync waits for this engine, the same on every rank. Collective.
 

@@ -95,6 +95,11 @@ class Resharder:
             self._make_plan(bucket_bytes)
         self._engine_state: EngineState | None = None  # after the last sync; None: write everything
 
+    @property
+    def engine_state(self) -> EngineState | None:
+        """What the last sync has left in the engine; None where no later sync needs it."""
+        return self._engine_state
+
     # Planning
 
     def _make_plan(self, bucket_bytes: int | None) -> None:

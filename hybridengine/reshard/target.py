@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,8 +22,8 @@ class EngineState(NamedTuple):
 
     version: its weight version.
     updates_begun: see `WeightTarget.updates_begun`.
-    checksums: of the bits of its tensors. Versions of tensors do not show what a loader writes
-      through `.data`.
+    checksums: of the bits of its tensors and of its adapters. Versions of tensors do not show what
+      a loader writes through `.data`.
     """
 
     version: int | None
@@ -34,8 +35,9 @@ class EngineState(NamedTuple):
         cls, engine: WeightTarget, known: Mapping[str, int] = MappingProxyType({})
     ) -> EngineState:
         """Return the current state of an engine. known: checksums that are not read."""
-        weights = engine.weights()
-        names = (engine.layout.destinations | engine.layout.scales).keys()
+        adapters = engine.adapter_weights()
+        weights = engine.weights() | adapters
+        names = (engine.layout.destinations | engine.layout.scales | adapters).keys()
         read = [name for name in names if name not in known]
         checksums = dict(zip(read, bit_checksums([weights[name] for name in read]), strict=True))
         return cls(engine.weight_version, engine.updates_begun, {**checksums, **known})
@@ -64,13 +66,18 @@ class EngineState(NamedTuple):
     @property
     def checksum(self) -> str:
         """One checksum of all tensors, 16 hexadecimal digits: equal for equal slices."""
-        return f"{sum(self.checksums.values()) % (1 << 64):016x}"
+        return combined_checksum(f"{name}: {x}" for name, x in sorted(self.checksums.items()))
 
     def is_kept_by(self, engine: WeightTarget) -> bool:
         """Return whether nothing has written to the engine's tensors, or discarded them, since."""
         if engine.discarded or self[:2] != (engine.weight_version, engine.updates_begun):
             return False
         return self.checksums == EngineState.of(engine).checksums
+
+
+def combined_checksum(parts: Iterable[str]) -> str:
+    """Return one checksum, 16 hexadecimal digits, of texts in their order."""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _int64(value: int) -> int:

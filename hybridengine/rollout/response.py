@@ -55,7 +55,7 @@ class Response:
     parts: by name, (weight, score) of each reward; the score is their weighted sum.
     advantage: mean over its tokens, where it is known.
     trained: what training computed per token, by name, for rollout files.
-    weights_checksum: of the engine's weights that sampled it; "": not known.
+    weights_checksums: of the engine's weights, one for each run of `versions`; (): not known.
 
     Of trajectories of several turns: context_ids: the prompt; empty: the sample's. images: those in
     context_ids and token_ids; without context_ids they follow the sample's. is_last: see
@@ -81,7 +81,7 @@ class Response:
     is_last: bool = True
     turns: Sequence[Mapping[str, Any]] = ()
     turn_numbers: Mapping[str, float] = field(default_factory=dict)
-    weights_checksum: str = ""
+    weights_checksums: Sequence[str] = ()
 
     def join(self, more: Response) -> Response:
         """Return `more` with the tokens of this response before its own."""

@@ -85,6 +85,10 @@ class WeightTarget(ABC):
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the engine's weight tensors by the names of `layout.destinations`."""
 
+    def adapter_weights(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the adapters that the engine applies on top of its weights."""
+        return {}
+
     @abstractmethod
     def load_full(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load full parameters through the engine's own loader (fallback of the reshard)."""

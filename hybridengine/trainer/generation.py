@@ -56,8 +56,8 @@ class RolloutGenerator:
     """Spreads a batch of prompts over the engine's replicas and scores the responses.
 
     agents: runs trajectories of several turns; None: a response is one completion.
-    weights_checksum: returns that of the weights that the engine has generated with; raises
-      RolloutError if they are not the trainer's.
+    weights_checksum: returns those of the weights that the engine has generated with, by version;
+      raises RolloutError if they are not the trainer's.
     """
 
     engine: RolloutEngine
@@ -66,7 +66,7 @@ class RolloutGenerator:
     session: Session
     reward_model: RewardModel | None
     agents: AgentRunner | None = None
-    weights_checksum: Callable[[], str] = str  # "": not known
+    weights_checksum: Callable[[], Mapping[int, str]] = dict  # {}: not known
 
     def generate(self, prompts: Subset[PromptSample], spec: SamplingSpec, seed: int) -> Rollouts:
         """Generate and score spec.n responses per prompt, in the prompts' order. Collective."""
@@ -82,8 +82,12 @@ class RolloutGenerator:
         batch; [] on all but the first rank of an engine."""
         respond = self._respond if self.agents is None else self._act
         responses = respond(samples, spec, seed)
-        checksum = self.weights_checksum()
-        return [replace(response, weights_checksum=checksum) for response in responses]
+        if not (checksums := self.weights_checksum()):
+            return responses
+        return [
+            replace(r, weights_checksums=[checksums[version] for version, _ in r.versions])
+            for r in responses
+        ]
 
     def _respond(
         self, samples: Mapping[int, PromptSample], spec: SamplingSpec, seed: int

@@ -132,7 +132,7 @@ class ColocatedRollouts(RolloutSource):
     def sync(self, version: int) -> SyncReport:
         with self._session.phase("update_weights"):
             report = self._resharder.sync(version)
-            self._checksum.after_sync()
+            self._checksum.after_sync(self._resharder.engine_state)
             return report
 
     def sleep(self) -> None:

@@ -2,47 +2,81 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hybridengine.config import RLConfig
 from hybridengine.errors import RolloutError
 from hybridengine.reshard.target import EngineState
 from hybridengine.rollout import RolloutEngine
+from hybridengine.rollout.server import ServerEngine, ServerWeights
 from hybridengine.sharding.weight_target import target_of
+
+_ENGINE = "the engine"  # of this process
 
 
 class WeightsChecksum:
-    """Of an engine in this process, where rollout files are written.
+    """Of an engine in this process, or of servers, where rollout files are written.
 
-    Not of servers, of engines that take weights inside responses, and of adapters, which are not
-    among an engine's weights.
+    With unmerged adapters it is that of the adapters and of what else a sync writes.
     """
 
     def __init__(self, config: RLConfig, engine: RolloutEngine) -> None:
-        rollout = config.rollout
-        plain = not rollout.servers and rollout.in_flight_update == "off"
-        self._is_wanted = (
-            plain and config.trainer.rollout_freq > 0 and config.reshard.lora == "merged"
-        )
+        self._is_wanted = config.trainer.rollout_freq > 0
         self._engine = engine
-        self._synced: EngineState | None = None
+        self._synced: Mapping[str, EngineState | ServerWeights] = {}
+        self._of_version = dict[int, str]()  # the newest one, and those of responses that run
 
-    def after_sync(self) -> None:
-        """Note what a sync has left in the engine."""
-        if self._is_wanted:
-            self._synced = EngineState.of(target_of(self._engine))
+    def before_sync(self) -> None:
+        """Check the weights that running responses were sampled from, before others come."""
+        if self._engine.in_flight is not None and self._synced:
+            self._check()
 
-    def __call__(self) -> str:
-        """Return the checksum; "" where it is not wanted.
+    def after_sync(self, left: EngineState | None = None) -> None:
+        """Note what a sync has left in the engine.
+
+        left: its state, where the sync knows it.
+
+        Raises RolloutError if an engine has not taken part.
+        """
+        if not self._is_wanted:
+            return
+        self._synced = self._read() if left is None else {_ENGINE: left}
+        newest = self._engine.weight_version
+        for name, held in self._synced.items():
+            expected = self._of_version.setdefault(newest or 0, held.checksum)
+            if (held.version, held.checksum) != (newest, expected):
+                raise RolloutError(
+                    f"{name} missed the sync to version {newest}: it has weights of version "
+                    f"{held.version} with the checksum {held.checksum}, expected is {expected}. "
+                    "Something other than the trainer writes to it; start it again"
+                )
+
+    def __call__(self) -> Mapping[int, str]:
+        """Return the checksum by version, of those since the last call; {} where not wanted.
 
         Raises RolloutError if the weights are not those that the last sync has left.
         """
+        self._check()
+        checksums = dict(self._of_version)
+        newest = max(checksums, default=0)
+        self._of_version = {v: x for v, x in checksums.items() if v == newest}
+        return checksums
+
+    def _check(self) -> None:
         if not self._is_wanted:
-            return ""
-        now = EngineState.of(target_of(self._engine))
-        if self._synced is None or now != self._synced:
-            raise RolloutError(
-                f"the engine's weights have changed since the sync to version {now.version} "
-                f"(checksum {now.checksum}, then {self._synced and self._synced.checksum}): "
-                "something other than the trainer writes to them, and responses are not the "
-                "policy's. `hybridengine doctor --attach --verify` names the tensors"
-            )
-        return now.checksum
+            return
+        for name, held in self._read().items():
+            synced = self._synced.get(name)
+            if held != synced:
+                raise RolloutError(
+                    f"the weights of {name} have changed since the sync to version {held.version} "
+                    f"(checksum {held.checksum}, then {synced and synced.checksum}): something "
+                    "other than the trainer writes to them, and responses are not the policy's. "
+                    "`hybridengine doctor --attach --verify` names the tensors"
+                )
+
+    def _read(self) -> Mapping[str, EngineState | ServerWeights]:
+        """Return what engines hold now, by their names."""
+        if isinstance(self._engine, ServerEngine):
+            return self._engine.pool.weights()
+        return {_ENGINE: EngineState.of(target_of(self._engine))}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from hybridengine.errors import RolloutError
 from tests.model.lora_shared import EXPERT_WEIGHTS, float64_update
 from tests.ranks import run_ranks
 from tests.reshard.vllm_engines import PROMPTS, LargestAllocation, build, unequal
@@ -135,7 +137,28 @@ def rollout_body(
                 p.mul_(1.5).add_(0.05)
         gaps.append([(x - sampled).abs().max().item() for x in (ours, of_base)])
         greedy.append(tokens)
+    if as_adapters:
+        check_flipped_bit(engine, resharder)
     return {"greedy": greedy, "gaps": gaps, "received": received}
+
+
+def check_flipped_bit(engine: Any, resharder: Any) -> None:
+    """A bit of an adapter in the engine changes, which the checksum of its responses shows."""
+    from hybridengine.config import load_config
+    from hybridengine.trainer.weights_checksum import WeightsChecksum
+
+    config = load_config(None, ["model.path=m", "data.train_files=f"])
+    checksum = WeightsChecksum(config, engine)
+    checksum.after_sync(resharder.engine_state)
+    before = checksum()[2]
+    resharder.sync(3)
+    checksum.after_sync(resharder.engine_state)
+    assert checksum()[3] != before, "another adapter on the same base"
+    adapters = engine.target.adapter_weights()
+    assert len({name.split(".")[-2] for name in adapters}) == 2, "both factors"
+    next(t for t in adapters.values() if t.any()).view(torch.int32).view(-1)[3] ^= 1
+    with pytest.raises(RolloutError, match="the weights of the engine have changed since"):
+        checksum()
 
 
 @pytest.mark.parametrize("as_adapters", [False, True], ids=["merged", "adapters"])

@@ -80,8 +80,10 @@ def serve_model(port: int, model: str, delay_s: float) -> None:
 
     from hybridengine.reshard import WeightReceiver
     from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
+    from hybridengine.reshard.target import EngineState
     from hybridengine.rollout import SamplingSpec
     from hybridengine.rollout.hf import HfEngine
+    from hybridengine.rollout.server.client import WEIGHTS_STATE
 
     checkpoint = checkpoint_layout_from_config(AutoConfig.from_pretrained(model))
     engine = HfEngine(model, checkpoint, stop_token_ids=[2], dtype=torch.float32)
@@ -89,6 +91,8 @@ def serve_model(port: int, model: str, delay_s: float) -> None:
     lock, receivers, labels = threading.Lock(), list[WeightReceiver](), ["default"]
     generated: list[str] = []  # label of the weights, of each request
     failing: list[str] = []  # messages of the next updates' errors
+    missing: list[int] = []  # version whose weights are not kept
+    flipping: list[int] = []  # version of which a bit changes before it generates
 
     def join(body: Any) -> None:
         info = body["init_info"]
@@ -101,7 +105,17 @@ def serve_model(port: int, model: str, delay_s: float) -> None:
         if failing:
             raise MemoryError(failing.pop())
         with lock:
+            before = {name: t.clone() for name, t in engine.target.weights().items()}
             assert receivers[0].receive().version == body["update_info"]["version"]
+            if missing and engine.target.weight_version == missing[0]:
+                for name, weight in engine.target.weights().items():
+                    weight.data.copy_(before[name])
+
+    def weights_state(body: Any) -> dict[str, Any]:
+        assert body == {"method": WEIGHTS_STATE}
+        with lock:
+            state = EngineState.of(engine.target)
+        return {"results": [{"version": state.version, "checksum": state.checksum}]}
 
     def finish(body: Any) -> None:
         labels[:] = [body["weight_version"]]
@@ -117,6 +131,10 @@ def serve_model(port: int, model: str, delay_s: float) -> None:
             sampling["max_tokens"],
         )
         with lock:
+            if flipping == [engine.target.weight_version]:
+                flipping.clear()
+                weight = next(iter(engine.target.weights().values()))
+                weight.data.view(torch.int32).view(-1)[7] ^= 1
             [completions] = engine.generate([body["token_ids"]], spec, sampling["seed"])
         generated.append(labels[0])
         return {"choices": [as_choice(i, c, labels[0]) for i, c in enumerate(completions)]}
@@ -131,6 +149,9 @@ def serve_model(port: int, model: str, delay_s: float) -> None:
             "/start_weight_update": None,
             "/update_weights": update,
             "/fail_next_update": failing.append,
+            "/miss_update": missing.append,
+            "/collective_rpc": weights_state,
+            "/flip_bit": flipping.append,
             "/finish_weight_update": finish,
             "/resume": None,
             "/shutdown_weight_transfer_engine": lambda body: receivers.clear(),

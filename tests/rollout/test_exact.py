@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -48,8 +51,25 @@ def open_model(path: str, dtype: str) -> Any:
     return model
 
 
-def sampled(llm: Any, prompts: list[list[int]]) -> list[tuple[list[int], list[int], list[float]]]:
-    """Return (prompt, response, log-probs) of each response."""
+@contextmanager
+def counted_preemptions() -> Iterator[list[str]]:
+    """While open, the ids of requests that vLLM preempts are added to the list."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempt, preempted = Scheduler._preempt_request, list[str]()
+
+    def noting(self: Any, request: Any, *args: Any, **options: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(self, request, *args, **options)
+
+    with patch.object(Scheduler, "_preempt_request", noting):
+        yield preempted
+
+
+def sampled(
+    llm: Any, prompts: list[list[int]]
+) -> tuple[list[tuple[list[int], list[int], list[float]]], int]:
+    """Return (prompt, response, log-probs) of each response, and the cached tokens of prompts."""
     from vllm import SamplingParams
 
     options = {"temperature": 0.8, "logprobs": 0, "ignore_eos": True, "detokenize": False}
@@ -64,7 +84,7 @@ def sampled(llm: Any, prompts: list[list[int]]) -> list[tuple[list[int], list[in
             ids = list(sample.token_ids)
             values = [step[i].logprob for i, step in zip(ids, sample.logprobs, strict=True)]
             rows.append((prompt, ids, values))
-    return rows
+    return rows, sum(output.num_cached_tokens or 0 for output in outputs)
 
 
 def compare(rank: int, world_size: int, folder: Path, kind: str, dtype: str) -> None:
@@ -83,7 +103,11 @@ def compare(rank: int, world_size: int, folder: Path, kind: str, dtype: str) -> 
     tokens = lambda n: [draw.randrange(3, VOCAB) for _ in range(n)]  # noqa: E731
     shared = tokens(40)
     prompts = [tokens(n) for n in (1, 2, 17, 60, 90)] + [shared + tokens(n) for n in (1, 9, 30)]
-    rows = sampled(llm, prompts) + sampled(llm, prompts[::-1])  # hits of the prefix cache
+    with counted_preemptions() as preempted:
+        rows, _ = sampled(llm, prompts)
+        again, num_cached = sampled(llm, prompts[::-1])
+    assert preempted and num_cached > 0
+    rows += again
     pairs = [(prompt, response) for prompt, response, _ in rows]
     theirs = torch.tensor([value for *_, values in rows for value in values])
     assert len(theirs) > 250

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,7 +121,7 @@ def engine_body(rank: int, world_size: int, path: str, dtype: str) -> dict[str, 
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from hybridengine.rollout.vllm.attention import EXACT_ATTENTION, exact_attention
+    from hybridengine.rollout.vllm.attention import exact_attention
     from hybridengine.rollout.vllm.attention_backend import ExactAttention
 
     tokens: dict[str, list[list[int]]] = {}
@@ -160,9 +157,7 @@ def engine_body(rank: int, world_size: int, path: str, dtype: str) -> dict[str, 
             )
         tokens["chunked"], _ = greedy(small)
         _, checked.calls["cached"] = greedy(small)
-    restored = (
-        not AttentionBackendEnum.CPU_ATTN.is_overridden() and EXACT_ATTENTION not in os.environ
-    )
+    restored = not AttentionBackendEnum.CPU_ATTN.is_overridden()
     return {"tokens": tokens, "calls": dict(checked.calls), "restored": restored}
 
 
@@ -233,25 +228,3 @@ def test_latent_attention_is_refused() -> None:
 
     with pytest.raises(UserError, match="multi-head latent attention"):
         RefusedMlaBackend.get_impl_cls()
-
-
-WORKER = """
-from vllm.plugins import load_general_plugins
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-load_general_plugins()
-print(AttentionBackendEnum.CPU_ATTN.get_class().get_impl_cls().__name__)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("value", ("1", None))
-def test_a_process_of_vllm_has_it_by_the_plugin(value: str | None) -> None:
-    from hybridengine.rollout.vllm.attention import EXACT_ATTENTION
-
-    environment = {k: v for k, v in os.environ.items() if k != EXACT_ATTENTION}
-    environment |= {EXACT_ATTENTION: value} if value else {}
-    command = [sys.executable, "-c", WORKER]
-    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=200)
-    expected = "ExactAttention" if value else "CPUAttentionBackendImpl"
-    assert done.stdout.split()[-1] == expected, done.stderr[-2000:]

@@ -33,6 +33,7 @@ from hybridengine.rollout.server import (
 from hybridengine.rollout.server.images import ServerPrompt
 from hybridengine.runtime.polling import wait_until
 from tests.ranks import Ranks, message_of, run_ranks
+from tests.rollout.server_checks import check_checksum, check_generation, scaled
 from tests.rollout.version_oracle import logits_by_version
 from tests.rollout.vllm_server import (
     BLOCK,
@@ -183,7 +184,10 @@ def test_a_run_generates_on_a_server(server: VllmServer, slow_file: Path, tmp_pa
     run, spanning = run_overlapped(tmp_path, jobs, num_ranks=2, before=before)
     check_versions(spanning)
     assert not run.refused
-    assert [{r["weight_version"] for r in run.rollouts[f"step_{k}"]} for k in (1, 2)] == [{0}, {1}]
+    keys = ("weight_version", "weights_checksum")
+    named = [{tuple(r[key] for key in keys) for r in run.rollouts[f"step_{k}"]} for k in (1, 2)]
+    [(first, of_first)], [(second, of_second)] = named
+    assert (first, second) == (0, 1) and of_first != of_second
     # On policy: the server's log-probs are the trainer's, whose weights are float32, too.
     diffs = [r["training/rollout_probs_diff_max"] for r in run.rows if "actor/pg_loss" in r]
     assert len(diffs) == 2 and max(diffs) < 1e-5
@@ -276,12 +280,6 @@ def test_an_update_inside_responses(
             [[c]] = engine.generate([prompt], SamplingSpec(temperature=0.7, max_tokens=1), seed=1)
             assert c.versions == [(2, 1)] and check(prompt, c, keep_kv=False) < 1e-4
     pool.close()
-
-
-def scaled(model: Any, factor: float) -> Any:
-    for parameter in model.parameters():
-        parameter.data *= factor
-    return model
 
 
 def largest_error(
@@ -392,6 +390,7 @@ def test_slices_arrive_bit_for_bit_and_a_failed_update_ends_generation(
         record = SyncStore(dist.PrefixStore("w", store)).get("engine/0", EngineInfo)
         assert record.model_config["rms_norm_eps"] == tiny_config("llama").rms_norm_eps
         check_generation(engine, model, FACTORS[1] * FACTORS[2])
+        check_checksum(server, engine)
         engine.in_flight = InFlightUpdate(receiver.pending, receiver.receive, keep_kv=True)
         with (
             pytest.warns(RuntimeWarning, match="the trainers gave up the sync.*injected"),
@@ -415,31 +414,3 @@ def test_slices_arrive_bit_for_bit_and_a_failed_update_ends_generation(
     with pytest.raises(ServerLostError):
         server.check_health()
     pool.close()
-
-
-def check_generation(engine: ServerEngine, model: str, factor: float) -> None:
-    """Compare sampled tokens' log-probs, and greedy tokens, with the trained model's."""
-    from transformers import AutoModelForCausalLM
-
-    trained = scaled(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), factor)
-    prompts = [[5, 9, 33, 2], [7] * 20, [64, 3]]
-    sampled = engine.generate(prompts, SamplingSpec(n=3, temperature=0.7, max_tokens=6), seed=5)
-    again = engine.generate(prompts, SamplingSpec(n=3, temperature=0.7, max_tokens=6), seed=5)
-    greedy = engine.generate(prompts, SamplingSpec(temperature=0.0, max_tokens=6), seed=5)
-    assert [[c.token_ids for c in part] for part in sampled] == [
-        [c.token_ids for c in part] for part in again
-    ]
-    assert len({tuple(c.token_ids) for part in sampled for c in part}) == 9
-    for prompt, of_prompt, [best] in zip(prompts, sampled, greedy, strict=True):
-        for completion in (*of_prompt, best):
-            ids = completion.token_ids
-            logits = trained(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-            temperature = 1.0 if completion is best else 0.7
-            log_probs = (logits.double() / temperature).log_softmax(-1)
-            if completion is best:
-                assert ids == logits.argmax(-1).tolist()
-            else:
-                wanted = log_probs[torch.arange(len(ids)), ids]
-                torch.testing.assert_close(
-                    torch.tensor(completion.log_probs).double(), wanted, atol=2e-5, rtol=0
-                )

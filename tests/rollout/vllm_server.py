@@ -81,7 +81,10 @@ def start(
         "logprobs-mode": "processed_logprobs",
         "weight-transfer-config": '{"backend": "hybridengine"}',
     }
-    plugins = {"slow": "tests.rollout.slow_decoding:slow_down_steps"}
+    plugins = {
+        "slow": "tests.rollout.slow_decoding:slow_down_steps",
+        "flips": "tests.rollout.bit_flips:allow_bit_flips",
+    }
     if fp8:
         options |= {"dtype": "bfloat16", "quantization": "fp8_per_block"}
         plugins["kernel"] = "tests.reshard.quantized_kernel:register_kernel"

@@ -95,6 +95,14 @@ def check_step(run: Result, step: int, models: Any, keep_kv: bool) -> None:
         chosen = torch.tensor(row["response_ids"])[:, None]
         expected = logits.log_softmax(-1).gather(1, chosen)[:, 0]
         torch.testing.assert_close(torch.tensor(row["log_probs"]), expected, atol=1e-4, rtol=0)
+    named = {
+        (version, checksum)
+        for row, versions in zip(rows, runs, strict=True)
+        for (version, _), checksum in zip(
+            versions, row.get("weights_checksums", [row["weights_checksum"]]), strict=True
+        )
+    }
+    assert len(named) == len(dict(named)) == len({checksum for _, checksum in named})
     wanted = {(0,)} if step == 1 else {(step - 2, step - 1), (step - 1,)}
     found = {tuple(v for v, _ in versions) for versions in runs}
     assert wanted <= found <= wanted | {(step - 2,)}  # some end before the update

@@ -6,7 +6,12 @@ engine    ServerEngine  generates on all of them
 receiver  ServerReceiver  lets them take part in weight syncs
 """
 
-from hybridengine.rollout.server.client import ServerLostError, TrainersStore, VllmServer
+from hybridengine.rollout.server.client import (
+    ServerLostError,
+    ServerWeights,
+    TrainersStore,
+    VllmServer,
+)
 from hybridengine.rollout.server.engine import ServerEngine
 from hybridengine.rollout.server.pool import NoServerError, ServerPool
 from hybridengine.rollout.server.receiver import ServerReceiver
@@ -17,6 +22,7 @@ __all__ = [
     "ServerLostError",
     "ServerPool",
     "ServerReceiver",
+    "ServerWeights",
     "TrainersStore",
     "VllmServer",
 ]

@@ -15,13 +15,15 @@ import urllib.parse
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridengine.errors import RolloutError, shorten
+from hybridengine.reshard.target import combined_checksum
 from hybridengine.rollout.response import Response
 from hybridengine.rollout.server.images import ServerPrompt, check_image_settings
 
 BACKEND = "hybridengine"  # of vLLM's weight transfer
+WEIGHTS_STATE = "hybridengine_weights_state"  # method that the plug-in adds to vLLM's workers
 HOW_TO_START = (
     "start it with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode "
     f'processed_logprobs --weight-transfer-config \'{{"backend": "{BACKEND}"}}\'; '
@@ -56,6 +58,17 @@ class TrainersStore:
     port: int
     prefix: str
     timeout_s: float
+
+
+class ServerWeights(NamedTuple):
+    """The weights of a server.
+
+    version: of the last complete sync.
+    checksum: of their bits on all workers, 16 hexadecimal digits.
+    """
+
+    version: int
+    checksum: str
 
 
 class VllmServer:
@@ -160,6 +173,17 @@ class VllmServer:
 
     def resume(self) -> None:
         self._request("POST", "/resume")
+
+    def weights(self) -> ServerWeights:
+        """Let the workers read their weights. Running requests wait meanwhile."""
+        answer = self._request("POST", "/collective_rpc", {"method": WEIGHTS_STATE})
+        try:
+            workers = [ServerWeights(x["version"], x["checksum"]) for x in answer["results"]]
+            [version] = {worker.version for worker in workers}
+            return ServerWeights(int(version), combined_checksum(w.checksum for w in workers))
+        except (KeyError, TypeError, ValueError) as error:
+            text = shorten(json.dumps(answer), 300)
+            raise ServerLostError(f"{self} answered {text}, not as expected ({error!r})") from None
 
     # The four calls of vLLM's `VLLMWeightSyncClient`
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from hybridengine.errors import RolloutError, UserError, print_note
 from hybridengine.rollout.engine import InFlightUpdate
-from hybridengine.rollout.server.client import ServerLostError, VllmServer
+from hybridengine.rollout.server.client import ServerLostError, ServerWeights, VllmServer
 
 _CHECK_S = 2.0  # between two health checks of a server
 _REPORT_S = 15.0  # between two notes about servers that have not come yet
@@ -161,6 +161,24 @@ class ServerPool:
             with self._changed:
                 self._updating = False
                 self._changed.notify_all()
+
+    def weights(self) -> dict[str, ServerWeights]:
+        """Return what the servers with the newest version hold, by their names.
+
+        A server that does not answer is lost.
+        """
+        with self._changed:
+            version = self._newest
+            members = [m for m in self._members if None is not m.version == version]
+        held = dict[str, ServerWeights]()
+
+        def read(member: _Member) -> None:
+            with self._losing(member):
+                held[str(member.server)] = member.server.weights()
+
+        with ThreadPoolExecutor(max(1, len(members)), "server-weights") as threads:
+            list(threads.map(read, members))
+        return held
 
     # Requests
 

@@ -1,10 +1,11 @@
-"""Lets servers take part in weight syncs, with the two methods of a `WeightReceiver`."""
+"""Lets servers take part in weight syncs, with the interface of a `WeightReceiver`."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
 from hybridengine.reshard.commit.records import EngineInfo, SyncState, SyncStore
+from hybridengine.reshard.target import EngineState
 from hybridengine.rollout.server.pool import ServerPool
 
 
@@ -17,6 +18,7 @@ class ServerReceiver:
     def __init__(self, pool: ServerPool, store: dist.Store) -> None:
         self._pool, self._store = pool, SyncStore(store)
         self._last = 0  # number of the last sync
+        self.engine_state: EngineState | None = None  # of a `WeightReceiver`; servers have theirs
 
     def pending(self) -> bool:
         """Return whether a sync waits for one of the servers."""

@@ -1,17 +1,12 @@
 """The switch that makes vLLM build engines with the trainer's attention on a CPU.
 
-`exact_attention()` registers `attention_backend` with vLLM in this process, and sets the
-environment variable EXACT_ATTENTION, by which the package's plug-in (`transfer.register`) does so
-in the processes that vLLM starts meanwhile, such as the workers of a server.
+`exact_attention()` registers `attention_backend` with vLLM in this process.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-EXACT_ATTENTION = "HYBRIDENGINE_EXACT_ATTENTION"
 
 _BACKENDS = {  # of vLLM: what takes its place
     "CPU_ATTN": "ExactAttentionBackend",
@@ -31,9 +26,10 @@ def exact_attention() -> Iterator[None]:
 
     backends = [AttentionBackendEnum[name] for name in _BACKENDS]
     overridden = {b: b.get_path() for b in backends if b.is_overridden()}
-    variable = os.environ.get(EXACT_ATTENTION)
-    os.environ[EXACT_ATTENTION] = "1"
-    use_exact_attention()
+    for name, replacement in _BACKENDS.items():
+        path = f"hybridengine.rollout.vllm.attention_backend.{replacement}"
+        register_backend(AttentionBackendEnum[name], path)
+    selector._cached_get_attn_backend.cache_clear()
     try:
         yield
     finally:
@@ -42,17 +38,3 @@ def exact_attention() -> Iterator[None]:
         for backend, path in overridden.items():
             register_backend(backend, path)
         selector._cached_get_attn_backend.cache_clear()
-        del os.environ[EXACT_ATTENTION]
-        if variable is not None:
-            os.environ[EXACT_ATTENTION] = variable
-
-
-def use_exact_attention() -> None:
-    """Make vLLM build engines with the trainer's attention in this process from now on."""
-    from vllm.v1.attention import selector
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-    for name, replacement in _BACKENDS.items():
-        path = f"hybridengine.rollout.vllm.attention_backend.{replacement}"
-        register_backend(AttentionBackendEnum[name], path)
-    selector._cached_get_attn_backend.cache_clear()

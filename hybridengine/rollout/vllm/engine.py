@@ -51,7 +51,7 @@ from hybridengine.rollout.vllm.pages import DONTNEED, HUGEPAGE, advise_pages
 from hybridengine.rollout.vllm.post_load import writable_weights
 from hybridengine.rollout.vllm.quantized import quantization_options
 from hybridengine.rollout.vllm.routes import RouteRecorder, recording_options
-from hybridengine.rollout.vllm.sampling import FusedSampler
+from hybridengine.rollout.vllm.samplers import fuse_sampler
 from hybridengine.rollout.vllm.seeds import request_generators, seeded
 from hybridengine.rollout.vllm.sleep import Level2Sleep
 from hybridengine.rollout.vllm.stream import VllmStream
@@ -172,7 +172,7 @@ class VllmEngine(RolloutEngine):
                 use_exact_operators(model, max_model_len)
             else:
                 use_plain_head(model)
-            FusedSampler(self._runner, exact)
+        fuse_sampler(self._runner, exact)
 
     @property
     def llm(self) -> Any:

@@ -2,9 +2,9 @@
 
 vLLM's second model runner returns them (`return_sampling_mask`), but as a setting of the engine,
 which then refuses greedy requests and top-p without top-k; here it is on during one call. The first
-runner does not. On CPUs our sampler returns them (`FusedSampler`); elsewhere the entries are the
-finite log-probs of the processed distribution, which our engine always asks for, so that vLLM never
-takes a fused sampler, which has none. With both, vLLM's scheduler assigns the rows of a step
+runner does not. There our sampler returns them (`FusedSampler`); where it is not in use they are
+the finite log-probs of the processed distribution, which our engine always asks for, so that vLLM
+never takes a fused sampler, which has none. With both, vLLM's scheduler assigns the rows of a step
 to requests, through preemption, chunked prefill and stops, as it assigns log-probs, and
 `CompletionOutput.sampling_mask` is the result.
 """

@@ -1,9 +1,10 @@
-"""vLLM's sampler on a CPU by `sample_tokens`: one read of the logits, and a part of a second.
+"""vLLM's sampler by `sample_tokens`: one read of the logits, and a part of a second.
 
 vLLM's first model runner sorts the vocabulary for top-p, writes the processed log-probs of all
 entries and gathers one of them. Here its `Sampler` gets a forward that does the same for requests
 that want the log-prob of the sampled token alone, as all of ours do. Random numbers are those of
-vLLM's own sampler there: one of 31 bits for each token, of the request's generator.
+vLLM's own sampler there: one of 31 bits for each token, of the request's generator. The second
+model runner has another sampler (`hybridengine.rollout.vllm.sampling_second`).
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from torch import Tensor
 
 from hybridengine.kernels import sample_tokens, token_log_probs
 
-__all__ = ["FusedSampler"]
+__all__ = ["FusedSampler", "token_ranks"]
 
 
 class FusedSampler:
-    """The forward of the sampler of `runner`, vLLM's first model runner on a CPU, from now on.
+    """The forward of the sampler of `runner`, vLLM's first model runner, from now on.
 
     What it does not cover, vLLM's own forward does: other log-probs than the processed ones of the
     sampled tokens, and logits processors that apply to random sampling only, such as min-p.
 
     exact: log-probs are those of `token_log_probs`, as the trained model computes them, where
         nothing is cut from the vocabulary.
+    ranks: whether the ranks of tokens among all are counted, or 0.
 
     Attributes:
         records: whether `masks` are kept.
@@ -33,11 +35,11 @@ class FusedSampler:
             which nothing was cut has none.
     """
 
-    def __init__(self, runner: Any, exact: bool = False) -> None:
+    def __init__(self, runner: Any, exact: bool = False, ranks: bool = False) -> None:
         self._sampler = runner.sampler
         self._forward = self._sampler.forward
         self._sampler.forward = self.forward
-        self._exact = exact
+        self._exact, self._ranks = exact, ranks
         self.records = False
         self.masks: Any = None
 
@@ -54,7 +56,7 @@ class FusedSampler:
         predict_bonus_token: bool = False,
         logprobs_mode_override: str | None = None,
     ) -> Any:
-        """Return vLLM's `SamplerOutput` for logits [B, V]; ranks of tokens are not counted: 0."""
+        """Return vLLM's `SamplerOutput` for logits [B, V]."""
         from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
         metadata = sampling_metadata
@@ -65,8 +67,8 @@ class FusedSampler:
         )
         sampled = sample_tokens(
             logits,
-            _seeds(metadata.generators, logits.shape[0]),
-            torch.zeros(logits.shape[0], dtype=torch.int64),
+            _seeds(metadata.generators, logits),
+            torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device),
             temperature=0.0 if metadata.temperature is None else metadata.temperature,
             top_k=0 if metadata.top_k is None else metadata.top_k,
             top_p=1.0 if metadata.top_p is None else metadata.top_p,
@@ -78,6 +80,8 @@ class FusedSampler:
         log_probs = None
         if metadata.max_num_logprobs is not None:
             ranks = torch.zeros_like(sampled.tokens)
+            if self._ranks:
+                ranks = token_ranks(logits, sampled.tokens)
             values = sampled.log_probs
             if self._exact and metadata.all_random:
                 values, _ = token_log_probs(logits, sampled.tokens, metadata.temperature)
@@ -98,11 +102,16 @@ class FusedSampler:
         )
 
 
-def _seeds(generators: dict[int, torch.Generator], num_rows: int) -> Tensor:
+def token_ranks(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the ranks of tokens, int64 [B], from 1, among the entries of logits [B, V]."""
+    return (logits >= logits.gather(1, tokens.unsqueeze(1))).sum(1)
+
+
+def _seeds(generators: dict[int, torch.Generator], logits: Tensor) -> Tensor:
     """Draw a seed for each row, int64 [B]; rows without a generator take torch's own."""
-    seeds = torch.randint(0, 2**31, (num_rows,))
+    seeds = torch.randint(0, 2**31, logits.shape[:1], device=logits.device)
     for row, generator in generators.items():
-        seeds[row] = torch.randint(0, 2**31, (1,), generator=generator)
+        seeds[row] = torch.randint(0, 2**31, (), generator=generator, device=generator.device)
     return seeds
 
 
@@ -111,5 +120,5 @@ def _mask_lists(num_kept: Tensor, kept_ids: Tensor | None) -> Any:
 
     assert kept_ids is not None
     offsets = torch.zeros(num_kept.numel() + 1, dtype=torch.int64)
-    torch.cumsum(num_kept, 0, out=offsets[1:])
-    return SamplingMaskLists(kept_ids.numpy(), offsets.numpy())
+    torch.cumsum(num_kept.cpu(), 0, out=offsets[1:])
+    return SamplingMaskLists(kept_ids.cpu().numpy(), offsets.numpy())

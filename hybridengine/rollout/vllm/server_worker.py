@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 from hybridengine.reshard import WeightReceiver
 from hybridengine.reshard.errors import ReshardError
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
+from hybridengine.reshard.target import EngineState
 from hybridengine.rollout.vllm.options import check_plugins
 from hybridengine.rollout.vllm.post_load import PostLoadProcessing
 from hybridengine.rollout.vllm.seeds import request_generators
@@ -106,6 +107,11 @@ class ServerWorker:
                 f"update_weights was called for version {version}, but the trainers synced to "
                 f"version {report.version}; call it again for the next sync"
             )
+
+    def weights_state(self) -> dict[str, Any]:
+        """Return the version of the weights and a checksum of their bits as they are now."""
+        state = EngineState.of(self._weights)
+        return {"version": state.version, "checksum": state.checksum}
 
     def discard_weights(self) -> None:
         """Refuse to generate until the next sync, which then writes frozen weights too."""

@@ -20,7 +20,6 @@ partially updated weights. Therefore the init info contains the engine as well.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,10 +41,10 @@ from hybridengine.model.parameters import parameter_shards, unwrap_peft
 from hybridengine.reshard.errors import operation
 from hybridengine.reshard.record.checkpoint import checkpoint_layout
 from hybridengine.reshard.resharder import Resharder
-from hybridengine.rollout.vllm.attention import EXACT_ATTENTION, use_exact_attention
 from hybridengine.rollout.vllm.in_flight import drop_cached_prefixes
 from hybridengine.rollout.vllm.post_load import PostLoadProcessing
 from hybridengine.rollout.vllm.quantized import check_quantization
+from hybridengine.rollout.vllm.samplers import fuse_sampler
 from hybridengine.rollout.vllm.server_worker import ServerWorker, StoreInfo
 from hybridengine.rollout.vllm.trainer import BACKEND, register_trainer
 from hybridengine.rollout.vllm.weights import VllmWeights
@@ -56,16 +55,12 @@ from hybridengine.sharding.weight_target import WeightState
 
 _POST_LOAD = "_hybridengine_post_load"  # attribute of a model that vLLM loaded for this backend
 _STATE = "_hybridengine_weight_state"  # attribute of an `LLMEngine`
+_WORKERS_STATE = "hybridengine_weights_state"  # of vLLM's workers; `rollout.server` calls it
 
 
 def register() -> None:
-    """Register both halves of the backend in this process; does nothing the second time.
-
-    Also the trainer's attention, where `exact_attention` is open in the process that starts this.
-    """
+    """Register both halves of the backend in this process; does nothing the second time."""
     register_trainer()
-    if os.environ.get(EXACT_ATTENTION) == "1":
-        use_exact_attention()
     if BACKEND in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(BACKEND, HybridEngineTransfer)
@@ -102,6 +97,24 @@ def register() -> None:
         sleep(self, level)
 
     Worker.sleep = sleep_and_note  # type: ignore[method-assign]
+    setattr(Worker, _WORKERS_STATE, _weights_state)
+    load_model = Worker.load_model
+
+    def load_and_fuse(self: Worker, *args: Any, **kwargs: Any) -> None:
+        load_model(self, *args, **kwargs)
+        transfer = self.vllm_config.weight_transfer_config
+        if transfer is not None and transfer.backend == BACKEND:
+            fuse_sampler(self.model_runner, ranks=True)
+
+    Worker.load_model = load_and_fuse  # type: ignore[method-assign]
+
+
+def _weights_state(self: Worker) -> dict[str, Any]:
+    """A method of vLLM's workers, which servers call by `/collective_rpc`."""
+    transfer = self.weight_transfer_engine
+    if not isinstance(transfer, HybridEngineTransfer):
+        raise RuntimeError(f"the worker was started without the weight transfer {BACKEND!r}")
+    return transfer.weights_state()
 
 
 def connect(
@@ -242,6 +255,12 @@ class HybridEngineTransfer(WeightTransferEngine[WeightTransferInitInfo, _UpdateI
 
     def finish_weight_update(self) -> None:
         """Do nothing: a sync sets the weight version itself."""
+
+    def weights_state(self) -> dict[str, Any]:
+        """Return version and checksum of a server's weights (`ServerWorker.weights_state`)."""
+        if self._server is None:
+            raise RuntimeError("the worker has not joined trainers: init_weight_transfer_engine")
+        return self._server.weights_state()
 
     def discard_weights(self) -> None:
         """Note that the worker goes to sleep and keeps no copy of its weights."""

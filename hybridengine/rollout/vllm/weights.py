@@ -95,6 +95,9 @@ class ModelWeights(WeightTarget):
         self._model.load_weights(self._checkpoint.assemble(weights))
         self._post_load.rerun(self._model, self.dtype)
 
+    def adapter_weights(self) -> dict[str, torch.Tensor]:
+        return {} if self.slot is None else self.slot.weights()
+
     def load_adapters(self, adapters: Iterable[tuple[str, Adapter]], version: int) -> None:
         if self.slot is None:
             raise LayoutError("this engine was built without LoRA slots; give it lora_rank")
@@ -191,6 +194,19 @@ class LoraSlot:
         mapper = getattr(runner.model, "hf_to_vllm_mapper", None)
         self._mapper = mapper and mapper.get_rename_mapper()
         self.request: Any = None
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the memory of the slot: the factors that vLLM multiplies by, by layer."""
+        stacks = {
+            f"{name}.{factor}": getattr(module, f"{factor}_stacked", ())
+            for name, module in self._manager.modules.items()
+            for factor in ("lora_a", "lora_b")
+        }
+        return {
+            f"{name}.{part}": tensor
+            for name, stack in stacks.items()
+            for part, tensor in enumerate(stack if isinstance(stack, tuple) else (stack,))
+        }
 
     def fill(
         self, adapters: Iterable[tuple[str, Adapter]], version: int, dtype: torch.dtype

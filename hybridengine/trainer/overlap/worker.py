@@ -81,8 +81,9 @@ class RolloutWorker:
 
     def _update(self) -> None:
         with self._session.phase("update_weights"):
+            self._checksum.before_sync()
             self._receiver.receive()
-            self._checksum.after_sync()
+            self._checksum.after_sync(self._receiver.engine_state)
         self._session.let_steps_finish()  # as the trainer ranks, after the first sync
 
     def _next_action(self) -> Action:
