@@ -86,7 +86,7 @@ def inference_norm(
         offset, round_first = options.get("offset", 0.0), options.get("round_first", False)
         rows = None if residual is None else _rows(residual)
         out, _ = extension.rms_norm(_rows(x), weight, eps, offset, round_first, False, rows)
-        return out.view(x.shape)  # type: ignore[no-any-return]
+        return out.view(x.shape)
     if residual is not None:
         x = residual.add_(x)
     return rms_norm(x, weight, eps, **options)
