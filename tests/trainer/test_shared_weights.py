@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 from tests.reshard.vllm_engines import PROMPTS, build_engine
 from tests.tiny_models import save_tiny
 from tests.trainer.in_process import small_job
-from tests.trainer.toy import toy_job
+from tests.trainer.toy import metrics_of, toy_job
 
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
 
@@ -240,16 +240,6 @@ def test_rollouts_follow_the_adapters_alone(tmp_path: Path, tp_size: int) -> Non
         # factors of q, o; k, v; gate, up, down in two layers: what one rank has, the other needs
         sizes = 3 * 2 * (2 * 256 + 2 * (128 + 64) + 3 * (128 + 96)) * 4
         assert sum(result["received"]) == sizes
-
-
-def metrics_of(folder: Path) -> list[dict[str, float]]:
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    kinds = ("actor/", "critic/", "training/", "response", "prompt")
-    return [
-        {name: value for name, value in row.items() if name.startswith(kinds)}
-        for row in rows
-        if "actor/kl_loss" in row
-    ]
 
 
 @pytest.mark.multirank

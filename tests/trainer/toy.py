@@ -81,3 +81,14 @@ def assert_named_when_killed(folder: Path, settings: dict[str, object], role: st
     assert run.returncode == 1, output
     last = output.splitlines()[-1]
     assert last.startswith(f"error: rank 1 ({role}, pid {pid}) was killed by SIGKILL in"), output
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    """Return what the steps of the run at `folder` have measured, without times."""
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    kinds = ("actor/", "critic/", "training/", "response", "prompt")
+    return [
+        {name: value for name, value in row.items() if name.startswith(kinds)}
+        for row in rows
+        if "actor/kl_loss" in row
+    ]
