@@ -15,6 +15,7 @@ from tests.reshard.quantized_cases import save
 from tests.reshard.quantized_kernel import register_kernel
 from tests.reshard.vllm_engines import PROMPTS, build_engine
 from tests.trainer.in_process import small_job
+from tests.trainer.toy import metrics_of
 
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
 
