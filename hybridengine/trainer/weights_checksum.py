@@ -43,7 +43,8 @@ class WeightsChecksum:
         self._synced = self._read() if left is None else {_ENGINE: left}
         newest = self._engine.weight_version
         for name, held in self._synced.items():
-            expected = self._of_version.setdefault(newest or 0, held.checksum)
+            expected = next(iter(self._synced.values())).checksum
+            self._of_version[newest or 0] = expected  # a version may be synced several times
             if (held.version, held.checksum) != (newest, expected):
                 raise RolloutError(
                     f"{name} missed the sync to version {newest}: it has weights of version "

@@ -38,6 +38,9 @@ def test_every_version_of_running_responses_has_a_checksum(engine: MemoryEngine)
     of_both = checksum()
     assert of_both.keys() == {3, 4} and of_both[3] != of_both[4]
     assert checksum() == {4: of_both[4]}, "no response with older weights runs"
+    engine.tensors["a"].fill_(9)
+    checksum.after_sync(EngineState.of(engine))  # as after each optimizer step of a batch
+    assert checksum().keys() == {4} and checksum() != {4: of_both[4]}
     a, b = engine.tensors.values()
     a[:], b[:] = b.clone(), a.clone()
     with pytest.raises(RolloutError, match="changed since the sync to version 4"):
