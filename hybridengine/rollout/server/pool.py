@@ -178,7 +178,7 @@ class ServerPool:
 
         with ThreadPoolExecutor(max(1, len(members)), "server-weights") as threads:
             list(threads.map(read, members))
-        return held
+        return dict(sorted(held.items()))  # answers come in any order
 
     # Requests
 
