@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,6 +123,14 @@ def eager_chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) 
         for part in zip(hidden.split(CHUNK_ROWS), labels.split(CHUNK_ROWS), strict=True)
     ]
     return torch.stack(parts).sum() / len(labels)
+
+
+def flash_attention_3() -> Callable[..., Any]:
+    """The forward of FlashAttention 3 over packed sequences or pages, as vLLM brings it."""
+    module = importlib.import_module("vllm.vllm_flash_attn")
+    if not module.FA3_AVAILABLE:
+        raise RuntimeError("vLLM has no FlashAttention 3 here")
+    return partial(module.flash_attn_varlen_func, fa_version=3)
 
 
 def flash_attn_padding() -> Any | None:

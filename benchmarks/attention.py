@@ -2,12 +2,14 @@
 
 `sdpa` is one call for all sequences, which are equally long, the best case for it; a forest is
 unpacked for it, every response with a copy of its prompt, as a trainer without shared prefixes
-does. In bfloat16 `sdpa_fp32` converts to float32 first. Operations are those of the visible pairs
-of a query and a key, each counted once.
+does. In bfloat16 `sdpa_fp32` converts to float32 first. On a GPU `varlen` is torch's
+FlashAttention 2 over packed sequences, `fa3` the forward of FlashAttention 3 that vLLM brings.
+Operations are those of the visible pairs of a query and a key, each counted once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,7 +17,9 @@ import torch.nn.functional as F
 from hybridengine.kernels import tree_attention
 from torch import Tensor
 
+from benchmarks._baselines import available, flash_attention_3
 from benchmarks._bench import OURS, Bench
+from hybridengine.model.flash_attention import torch_kernel
 
 HEADS, KV_HEADS, DIM = 9, 3, 64
 
@@ -55,10 +59,16 @@ def compare(bench: Bench, shape: str, paths: Tensor, dtype: torch.dtype) -> None
     functions = {OURS: partial(tree_attention, subtree_ends=ends), "sdpa": partial(_sdpa, paths)}
     if dtype != torch.float32:
         functions["sdpa_fp32"] = partial(_sdpa_fp32, paths)
+    forwards = dict[str, Callable[..., Tensor]]()
+    if dtype != torch.float32 and bench.device.type == "cuda":
+        functions["varlen"] = partial(_packed, _varlen(), paths)
+        peers, missing = available(fa3=_flash_attention_3)
+        bench.leave_out("attention", "forward", shape, dtype, missing)
+        forwards = {name: partial(_packed, peer, paths) for name, peer in peers.items()}
 
     def forward(name: str) -> None:
         with torch.no_grad():
-            functions[name](*tensors)
+            (functions | forwards)[name](*tensors)
 
     def forward_backward(name: str) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in tensors]
@@ -68,8 +78,12 @@ def compare(bench: Bench, shape: str, paths: Tensor, dtype: torch.dtype) -> None
 
     pairs = int((ends - torch.arange(tokens, device=bench.device)).sum())
     flops = 4 * HEADS * DIM * pairs
-    for name, call, count in (("forward", forward, 1.0), ("both", forward_backward, 3.5)):
-        calls = {impl: partial(call, impl) for impl in functions}
+    passes = (
+        ("forward", forward, 1.0, functions | forwards),
+        ("both", forward_backward, 3.5, functions),
+    )
+    for name, call, count, timed in passes:
+        calls = {impl: partial(call, impl) for impl in timed}
         bench.compare("attention", name, shape, dtype, calls, flops=int(flops * count), peak="gemm")
 
 
@@ -77,6 +91,25 @@ def _sdpa(paths: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x[paths].transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def _packed(attend: Callable[..., Tensor], paths: Tensor, *tensors: Tensor) -> Tensor:
+    """Call attend(q, k, v, cu_seqlens, length) with packed copies of sequences of equal length."""
+    count, length = paths.shape
+    if count * length > tensors[0].shape[0]:  # tokens that occur several times
+        tensors = tuple(x[paths.flatten()] for x in tensors)
+    ends = torch.arange(0, count * length + 1, length, dtype=torch.int32, device=paths.device)
+    return attend(*tensors, ends, length)
+
+
+def _varlen() -> Callable[..., Tensor]:
+    flash = torch_kernel()
+    return lambda q, k, v, ends, length: flash(q, k, v, ends, length, DIM**-0.5, None, None)
+
+
+def _flash_attention_3() -> Callable[..., Tensor]:
+    attend = partial(flash_attention_3(), causal=True)
+    return lambda q, k, v, ends, length: attend(q, k, v, length, ends, length, cu_seqlens_k=ends)
 
 
 def _sdpa_fp32(paths: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

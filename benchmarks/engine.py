@@ -3,14 +3,17 @@
 Build, sync, generate; sleep (on a GPU at level 2, which discards the weights), change all weights,
 sync, wake, generate again. The log-probs of both responses are compared with the trainer's; other
 weights, or a part of them, would differ by far more than the limit. At TP 1, and at TP 2 where
-there are two GPUs. CUDA graphs, the second model runner and async scheduling are vLLM's defaults.
+there are two GPUs; on a GPU in each of MODES. The second model runner and async scheduling are
+vLLM's defaults.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,15 @@ from tests.ranks import run_ranks
 Pairs = list[tuple[list[int], list[int]]]  # prompt, response
 
 TP_SIZES = (1, 2)
-TIMEOUT_S = {"cuda": 190, "cpu": 900}  # of a TP size; both fit the part of the GPU report
+# What writes weights in place under less or more of vLLM: the last one is its default, with
+# compiled layers. name: options of the engine on a GPU.
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True, "attention_backend": "TRITON_ATTN"},
+    "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}},
+    "default": {},
+}
+ON_CPU = {"enforce_eager": True}
+TIMEOUT_S = {"cuda": 120, "cpu": 900}  # of an engine; on one GPU they fit the part of the report
 RESPONSES, TOKENS = 8, 64
 # Mean absolute difference of log-probs: of sums in other orders, and of bfloat16 activations.
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
@@ -38,12 +49,18 @@ def run(bench: Bench) -> None:
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "model"
         millions = write_model(path, tiny=not on_gpu, mean_tokens=TOKENS)
-        for tp_size in TP_SIZES:
-            shape = f"{millions}M tp={tp_size}"
+        failed = []
+        for tp_size, mode in product(TP_SIZES, MODES if on_gpu else ["eager"]):
+            shape = f"{millions}M tp={tp_size} {mode}"
             if reason := _why_not(tp_size, on_gpu):
                 bench.leave_out("engine", "check", shape, dtype, {OURS: reason})
             elif not bench.results.keep({"pass": "check"}, op="engine", shape=shape):
-                _add_rows(bench, str(path), tp_size, shape, dtype)
+                try:
+                    _add_rows(bench, str(path), tp_size, mode, shape, dtype)
+                except Exception:
+                    traceback.print_exc()
+                    failed.append(shape)
+        assert not failed, f"engines that failed: {', '.join(failed)}; see above"
 
 
 def _why_not(tp_size: int, on_gpu: bool) -> str:
@@ -54,10 +71,12 @@ def _why_not(tp_size: int, on_gpu: bool) -> str:
     return ""
 
 
-def _add_rows(bench: Bench, path: str, tp_size: int, shape: str, dtype: torch.dtype) -> None:
+def _add_rows(
+    bench: Bench, path: str, tp_size: int, mode: str, shape: str, dtype: torch.dtype
+) -> None:
     """Add a row for every step and one for the comparison. Raises AssertionError if it fails."""
     device = bench.device.type
-    arguments = (path, tp_size, device, dtype)
+    arguments = (path, tp_size, device, dtype, MODES[mode] if device == "cuda" else ON_CPU)
     results = run_ranks(_rank, tp_size, *arguments, timeout_s=TIMEOUT_S[device], device=device)
     for step in results[0]["ms"]:
         slowest = max(result["ms"][step] for result in results)
@@ -71,7 +90,13 @@ def _add_rows(bench: Bench, path: str, tp_size: int, shape: str, dtype: torch.dt
 
 
 def _rank(
-    rank: int, world_size: int, path: str, tp_size: int, device: str, dtype: torch.dtype
+    rank: int,
+    world_size: int,
+    path: str,
+    tp_size: int,
+    device: str,
+    dtype: torch.dtype,
+    engine_options: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the milliseconds of every step; mean differences of log-probs from the trainer's.
 
@@ -96,7 +121,6 @@ def _rank(
         ms[step] = (time.perf_counter() - started) * 1e3
         return result
 
-    on_cpu: dict[str, Any] = {"kv_cache_bytes": 64 << 20, "engine_options": {"enforce_eager": True}}
     engine = timed(
         "build",
         lambda: VllmEngine(
@@ -106,8 +130,9 @@ def _rank(
             max_model_len=256,
             stop_token_ids=[],
             dtype=dtype,
-            memory_share=0.4,
-            **({} if device == "cuda" else on_cpu),
+            memory_share=0.2,
+            kv_cache_bytes=(1 << 30) if device == "cuda" else 64 << 20,
+            engine_options=engine_options,
         ),
     )
     sliced = engine.target.layout.sliced_dims(checkpoint.parameters)

@@ -1,14 +1,15 @@
 """The other operators of exact rollouts: norm, gated activation, attention of trainer and engine.
 
 `torch` is eager, `compile` the same by torch.compile. Attention of the trainer is compared with our
-own that depends on the packing, decoding with PyTorch's over keys and values without pages.
-Linear layers: `decode_linear`.
+own that depends on the packing, decoding with PyTorch's over keys and values without pages; both
+with FlashAttention 3's forward (`fa3`) where vLLM brings it. Linear layers: `decode_linear`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -114,12 +115,20 @@ def attention(bench: Bench, count: int, length: int, heads: tuple[int, int, int]
         with torch.no_grad():
             tree_attention(q, k, v, ends, positions, batch_invariant=batch_invariant)
 
+    cu_seqlens = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=bench.device)
+
+    def flash() -> Callable[[], Tensor]:
+        lengths = (length, cu_seqlens, length, cu_seqlens)
+        return partial(_baselines.flash_attention_3(), q, k, v, *lengths, causal=True)
+
+    peers, missing = _baselines.available(fa3=flash)
+    _baselines.print_missing(missing)
     bench.compare(
         "tree_attention",
         "forward",
         f"{count} x {length}",
         q.dtype,
-        {OURS: partial(call, True), "by packing": partial(call, False)},
+        {OURS: partial(call, True), f"{OURS} by packing": partial(call, False), **peers},
         flops=2 * num_heads * dim * count * length * (length + 1),
         peak="gemm",
     )
@@ -146,12 +155,21 @@ def decoding(bench: Bench, count: int, length: int, heads: tuple[int, int, int])
         rows = query[:, :, None]
         return F.scaled_dot_product_attention(rows, dense_keys, dense_values, enable_gqa=True)
 
+    def flash() -> Callable[[], Tensor]:
+        pages = (x.contiguous() for x in cache.transpose(1, 2).split(dim, -1))
+        sizes: tuple[Any, ...] = (1, starts, length)
+        more: dict[str, Any] = {"seqused_k": lengths, "block_table": table, "causal": True}
+        return partial(_baselines.flash_attention_3(), query, *pages, *sizes, **more)
+
+    peers, missing = _baselines.available(fa3=flash)
+    _baselines.print_missing(missing)
+    ours = partial(paged_attention, query, cache, table, starts, lengths)
     bench.compare(
         "paged_attention",
         "forward",
         f"decode {count} x {length}",
         query.dtype,
-        {OURS: partial(paged_attention, query, cache, table, starts, lengths), "sdpa": sdpa},
+        {OURS: ours, "sdpa": sdpa, **peers},
         bytes_moved=keys.nbytes + values.nbytes,
         peak="read",
     )

@@ -43,7 +43,7 @@ LIMITS_S = {"vllm": 400, "profile": 240, "step": 400, "reshard": 240}
 KERNELS = (
     *("logprob", "linear", "strided_copy", "packing", "policy_loss", "advantage", "attention"),
     *("shared_prefix", "sparse_linear", "head_share", "linear_cross_entropy", "distillation"),
-    *("block_quantize", "decode_linear", "exact_operators"),
+    *("block_quantize", "decode_linear", "exact_operators", "sampling", "grouped_linear"),
 )
 PARTS = {
     "build": ("tools/gpu_build.py",),

@@ -5,7 +5,8 @@
 memcheck (accesses out of bounds, misaligned, of freed memory) over every file of tests/kernels with
 GPU tests, then racecheck (hazards in shared memory). A row has tool, test (the file), outcome
 (passed, failed, not finished, skipped), seconds, and the first errors. Where compute-sanitizer is
-not installed, one row says so. `--resume` runs what has not passed. `--device cpu` collects the
+not installed, one row says so. Files run beside each other: most of their time is Triton's compiler
+and the tool's, on a core each. `--resume` runs what has not passed. `--device cpu` collects the
 tests only, without the tool.
 """
 
@@ -20,21 +21,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck")
 LIMIT_S = 120  # of a file under a tool
+WORKERS = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
 ERRORS = 99  # exit code of compute-sanitizer where it found some
 NO_TESTS = 5  # exit code of pytest
 MESSAGE_CHARACTERS = 2000
 
 
 def test_files() -> list[str]:
-    """The files with GPU tests, from the repository's root."""
-    files = sorted((ROOT / "tests" / "kernels").rglob("test_*.py"))
-    return [str(f.relative_to(ROOT)) for f in files if "mark.gpu" in f.read_text()]
+    """The files with GPU tests, from the repository's root; marks may come from other modules."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-qm", "gpu", "tests/kernels"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return sorted({line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line})
 
 
 def command_of(tool: str, file: str, sanitizer: str | None) -> list[str]:
@@ -93,14 +99,20 @@ def main() -> int:
         add("compute-sanitizer", "", outcome="skipped", message="it is not installed")
         return 0
     known = {(row["tool"], row["test"]) for row in rows}
-    for tool in TOOLS[:1] if on_cpu else TOOLS:
-        for file in test_files():
-            if (tool, file) in known:
-                continue
-            started = time.monotonic()
-            code, output = run(command_of(tool, file, None if on_cpu else sanitizer), LIMIT_S)
-            add(tool, file, **outcome_of(code, output), seconds=round(time.monotonic() - started))
+    tools = TOOLS[:1] if on_cpu else TOOLS
+    left = [pair for pair in product(tools, test_files()) if pair not in known]
+
+    def check(tool: str, file: str) -> None:
+        started = time.monotonic()
+        code, output = run(command_of(tool, file, None if on_cpu else sanitizer), LIMIT_S)
+        seconds = round(time.monotonic() - started)
+        with writing:
+            add(tool, file, **outcome_of(code, output), seconds=seconds)
             print(f"# {tool} {file}: {rows[-1]['outcome']}", flush=True)
+
+    writing = Lock()
+    with ThreadPoolExecutor(1 if on_cpu else WORKERS) as pool:
+        list(pool.map(lambda pair: check(*pair), left))
     return int(any(row["outcome"] != "passed" for row in rows))
 
 
