@@ -111,20 +111,20 @@ def build(folder: Path, dtype: torch.dtype, exact: bool = False) -> tuple[Any, i
 
     config = smollm2_135m(max_position_embeddings=2048, architectures=["LlamaForCausalLM"])
     config.save_pretrained(folder)
-    with writable_weights(), exact_engine() if exact else nullcontext():
+    with writable_weights(), exact_engine() if exact else nullcontext({}) as required:
         llm = LLM(
             str(folder),
             load_format="dummy",
             dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
             skip_tokenizer_init=True,
             max_model_len=MAX_MODEL_LEN,
-            enforce_eager=True,
             logprobs_mode="processed_logprobs",
             hf_overrides={"head_dtype": "float32"},
             enable_prefix_caching=False,
             block_size=CPU_BLOCK_SIZE,
             max_num_seqs=max(SEQUENCES),
             disable_log_stats=True,
+            **{"enforce_eager": True, **required},
         )
     model = _model(llm)
     if exact:

@@ -160,7 +160,8 @@ def join_parts(parts: Iterable[Tensor], bias: Tensor | None, out_dtype: torch.dt
     return out.to(out_dtype)
 
 
-def _kernel(backend: str) -> Callable[..., Tensor]:
+def find_kernel(backend: str) -> Callable[..., Tensor]:
+    """Return the kernel of a backend, `cpp` or `triton`: (x, weight, bias, out_dtype, out=) → out."""
     if backend == "cpp":
         product: Callable[..., Tensor] = native().decode_linear
         return product
@@ -181,7 +182,7 @@ def _run(
     if backend != "reference":
         x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
         bias = None if bias is None else bias.contiguous()
-        product = _kernel(backend)
+        product = find_kernel(backend)
     if splits == 1:
         return product(x, weight, bias, out_dtype)
     wide = torch.promote_types(x.dtype, torch.float32)

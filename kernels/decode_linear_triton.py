@@ -63,6 +63,7 @@ def linear_kernel(
     k,
     x_stride,
     weight_stride,
+    out_stride,
     HAS_BIAS: tl.constexpr,
     ALL_OF_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -96,7 +97,7 @@ def linear_kernel(
         sums = tl.dot(a, b.T, sums, input_precision="ieee")
     if HAS_BIAS:
         sums += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
-    target = out + row[:, None].to(tl.int64) * n + column[None, :]
+    target = out + row[:, None].to(tl.int64) * out_stride + column[None, :]
     tl.store(target, sums.to(out.dtype.element_ty), mask=has_row & (column[None, :] < n))
 
 
@@ -106,13 +107,16 @@ def decode_linear(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     tiles: Tiles | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """x [M, K] and weight [N, K] of inner stride 1; see `hybridengine.kernels.decode_linear`.
 
     tiles: None chooses them by M; the result has the same bits.
+    out: [M, N] of out_dtype and of inner stride 1, to write to; None: a new tensor.
     """
     (rows, k), n = x.shape, weight.shape[0]
-    out = x.new_empty(rows, n, dtype=out_dtype)
+    if out is None:
+        out = x.new_empty(rows, n, dtype=out_dtype)
     if out.numel() == 0:
         return out
     tiles = tiles or choose_tiles(rows, x.dtype)
@@ -129,6 +133,7 @@ def decode_linear(
         k,
         x.stride(0),
         weight.stride(0),
+        out.stride(0),
         HAS_BIAS=bias is not None,
         ALL_OF_K=k % tiles.block_k == 0,
         GROUP=GROUP,

@@ -21,15 +21,14 @@ def open_llm(path: str, dtype: Any, *, exact: bool = False, **options: Any) -> A
     from hybridengine.rollout.vllm.exact import exact_engine
     from hybridengine.rollout.vllm.post_load import writable_weights
 
-    with writable_weights(), exact_engine() if exact else nullcontext():
+    with writable_weights(), exact_engine() if exact else nullcontext({}) as required:
         return LLM(
             path,
             dtype=dtype,
-            enforce_eager=True,
             skip_tokenizer_init=True,
             block_size=CPU_BLOCK_SIZE,
             hf_overrides={"head_dtype": "float32"},
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
-            **options,
+            **{"enforce_eager": True, **required, **options},
         )

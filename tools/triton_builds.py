@@ -244,7 +244,7 @@ def _linear(tiles: decode_linear_triton.Tiles, dtype: str, capability: int) -> U
     blocks = tiles.arguments
     options = {key: blocks.pop(key) for key in ("num_warps", "num_stages")}
     constants = _flags(kernel, GROUP=decode_linear_triton.GROUP, **blocks)
-    aligned = {"x", "weight", "out", "n", "k", "x_stride", "weight_stride"}
+    aligned = {"x", "weight", "out", "n", "k", "x_stride", "weight_stride", "out_stride"}
     return compile_kernel(kernel, types, constants, capability, options, aligned)
 
 

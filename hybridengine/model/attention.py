@@ -7,8 +7,8 @@ forest, which `subtree_ends` describes (see `hybridengine.kernels.tree_attention
 to another sequence, and no mask is built.
 
 - CUDA in half precision without a forest: `hybridengine.model.flash_attention`.
-- Everything else: `tree_attention`. On a CPU a sequence's result does not depend on the others,
-  bit for bit.
+- Everything else: `tree_attention`. On a CPU, and of a model with exact operators
+  (`hybridengine.model.exact`), a sequence's result does not depend on the others, bit for bit.
 - Without `cu_seq_lens_q`: every row is one sequence; padding masks and KV caches work as with
   transformers' `sdpa`.
 """
@@ -28,6 +28,7 @@ from transformers.masking_utils import sdpa_mask
 from hybridengine.errors import ModelError
 from hybridengine.kernels import tree_attention
 from hybridengine.model.bidirectional import BidirectionalSpan
+from hybridengine.model.exact import has_exact_operators
 from hybridengine.model.flash_attention import flash_kernel
 from hybridengine.model.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
 
@@ -73,7 +74,7 @@ def varlen_attention(
 
     Packed if `cu_seq_lens_q` (int32 [num_seqs + 1]) is given; B is then 1. H is a multiple of H_kv.
     A packed forest has its trees between the boundaries, its `subtree_ends` and, for a sliding
-    window, the depths of its tokens, `tree_position_ids` (integers [T] each). Tokens of
+    window and exact operators, the depths of its tokens, `tree_position_ids` (integers [T] each). Tokens of
     `bidirectional_spans` of packed input also see the later ones of their span. Supports a sliding
     window, logit soft-cap and any scaling; differentiable. With `sequence_parallel`, the T of
     query, key and value counts this rank's tokens, and the other tensors are of all ranks.
@@ -122,8 +123,8 @@ def varlen_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if sequence_parallel is not None:
         q, k, v = gather_seq_scatter_heads(q, k, v, sequence_parallel)
-    flash = flash_kernel()
-    if subtree_ends is None and flash.fits(q, v, softcap):
+    flash, exact = flash_kernel(), has_exact_operators(module)
+    if subtree_ends is None and not exact and flash.fits(q, v, softcap):
         max_seqlen = max_length_q or int(cu_seq_lens_q.diff().max())
         out = flash(q, k, v, cu_seq_lens_q, max_seqlen, scaling, sliding_window, softcap)
     else:
@@ -140,6 +141,7 @@ def varlen_attention(
             softmax_scale=scaling,
             window_size=sliding_window,
             softcap=softcap,
+            batch_invariant=exact,
         )
     if bidirectional_spans:
         out = _attend_in_spans(out, q, k, v, bidirectional_spans, options)

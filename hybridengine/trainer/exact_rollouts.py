@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from hybridengine.config import ConfigError, RLConfig
@@ -35,6 +37,12 @@ def inexact_reason(config: RLConfig) -> str | None:
         obstacle = model_obstacle(check_model(model.path, trust, model.config_overrides), trust)
     if obstacle and chosen == "on":
         raise ConfigError(f"{_KEY} is on, but {obstacle}; set it to auto, which is off there")
+    if obstacle is None and torch.cuda.is_available():
+        warnings.warn(
+            f"{_KEY} is on: on GPUs nobody has compared engine and trainer bit for bit; the run "
+            "ends where a log-prob differs",
+            stacklevel=2,
+        )
     return obstacle
 
 
@@ -42,11 +50,11 @@ def _obstacle(config: RLConfig) -> str | None:
     """Return what the engine or this machine lacks."""
     if engine_name(config) != "vllm":
         return "the engine is plain generate (rollout.name), and the operators replace vLLM's"
-    if torch.cuda.is_available():
-        return "the engine has these operators on CPUs only"
-    cpu = torch.device("cpu")
-    if lacking := [op for op in _OPERATORS if choose_backend(op, cpu) != "cpp"]:
-        return f"{lacking[0]} has no C++ kernel here (see `hybridengine env`)"
+    on_gpu = torch.cuda.is_available()
+    device, kernels = ("cuda", "triton") if on_gpu else ("cpu", "cpp")
+    if lacking := [op for op in _OPERATORS if choose_backend(op, torch.device(device)) != kernels]:
+        language = "Triton" if on_gpu else "C++"
+        return f"{lacking[0]} has no {language} kernel here (see `hybridengine env`)"
     return None
 
 
@@ -57,6 +65,8 @@ def _doubt(config: RLConfig) -> str | None:
     model, trust = config.model, config.model.trust_remote_code
     kind = check_model(model.path, trust, model.config_overrides).model_type
     advice = f"set {_KEY}=on to try it"
+    if torch.cuda.is_available():
+        return f"log-probs were not compared bit for bit on a GPU; {advice}"
     if kind not in _COMPARED or trust:
         code = " of remote code" if trust else ""
         return f"models of the type {kind}{code} were not compared with vLLM's; {advice}"

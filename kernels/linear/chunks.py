@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .._backend import native
+from .._backend import has_triton, native
 from .._per_token import compute_dtype
 from ..memory_pool import empty_from_pool
 from .mixed_gemm import WIDENED_BYTES, keeps_16_bits, mixed_gemm, unit_stride
@@ -25,8 +25,9 @@ _CHUNKS_PER_PRODUCT = 8
 # Rows of logits on a GPU: more do not make their product faster, because it already reads the
 # weight in a tenth of the time that it computes.
 _GPU_ROWS = 2048
-# cuBLAS is fast where row strides are multiples of 16 bytes, that is, of 8 16-bit elements.
-_GPU_STRIDE = 8
+# cuBLAS is fast where row strides are multiples of 16 bytes. Triton divides the sums of a row among
+# threads by whether its stride is a multiple of 16 elements, as that of an engine's logits is.
+_GPU_STRIDE = 16
 
 
 class Chunks:
@@ -102,8 +103,10 @@ class Chunks:
         hidden = self.hidden[rows]
         if self._invariant:
             out = self._logits[offset : offset + hidden.shape[0]]
-            native().decode_linear(hidden, self.weight, self.bias, out.dtype, out)
-            return out
+            from ..decode_linear import find_kernel  # which imports this package
+
+            product = find_kernel("triton" if hidden.is_cuda else "cpp")
+            return product(hidden, self.weight, self.bias, out.dtype, out=out)
         padded = self._padded(hidden)
         out = self._logits[offset : offset + padded.shape[0]]
         self._multiply(out, padded, self.weight, self.bias)
@@ -153,8 +156,9 @@ class Chunks:
 
 def is_invariant(hidden: Tensor, weight: Tensor) -> bool:
     """Return whether the deterministic mode computes logits by `decode_linear`."""
-    fits = hidden.is_cpu and hidden.dtype in (torch.float32, torch.bfloat16)
-    return fits and native() is not None and hidden.stride(1) == weight.stride(1) == 1
+    has_kernel = has_triton() if hidden.is_cuda else native() is not None and hidden.is_cpu
+    fits = hidden.dtype in (torch.float32, torch.bfloat16)
+    return fits and has_kernel and hidden.stride(1) == weight.stride(1) == 1
 
 
 def logits_fit(hidden: Tensor, weight: Tensor, budget_bytes: int) -> bool:

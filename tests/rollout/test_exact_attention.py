@@ -93,12 +93,12 @@ class Checked:
                 torch.full_like(positions, length),
                 positions,
                 softmax_scale=impl.scale,
-                window_size=impl.sliding_window if impl.sliding_window > 0 else None,
+                window_size=impl.sliding_window,
                 softcap=impl.logits_soft_cap or None,
             )[length - count :]
             equal = torch.equal(output[rows].view_as(expected), expected)
             self.calls["equal" if equal else "unequal"] += 1
-            self.calls["windowed"] += impl.sliding_window > 0
+            self.calls["windowed"] += impl.sliding_window is not None
             self.calls["continued"] += 1 < count < length
         return out
 

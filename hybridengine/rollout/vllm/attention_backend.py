@@ -1,4 +1,4 @@
-"""`paged_attention` as a backend of vLLM's attention on a CPU, with the bits of the trainer's.
+"""`paged_attention` as a backend of vLLM's attention, with the bits of the trainer's.
 
 `hybridengine.rollout.vllm.attention` puts it in. The key-value cache has a layout of its own in
 vLLM's memory; vLLM moves it in blocks only, so prefix caching, chunked prefill and preemption work
@@ -7,29 +7,45 @@ as before.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionBackend,
-    CPUAttentionBackendImpl,
-    CPUAttentionMetadata,
-    CPUAttentionMetadataBuilder,
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
 )
-from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from hybridengine.errors import UserError
 from hybridengine.kernels import paged_attention, write_kv_cache
 
 __all__ = ["ExactAttention", "ExactAttentionBackend", "RefusedMlaBackend"]
 
-_HEAD_UNIT = 16
+_UNIT = 16  # of head sizes, and of the tokens of a block
+_MAX_GPU_HEAD = 256  # as in the trainer's attention
 
 
-class ExactAttention(CPUAttentionBackendImpl):
+@dataclass
+class ExactMetadata(AttentionMetadata):
+    """What `paged_attention` reads of a batch."""
+
+    num_actual_tokens: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+
+
+class ExactAttention(AttentionImpl[ExactMetadata]):
     """Decoder self-attention of a causal model; anything else is refused as the engine is built."""
 
     def __init__(
@@ -56,22 +72,17 @@ class ExactAttention(CPUAttentionBackendImpl):
             (sinks is not None, "attention sinks"),
             (dtype not in (torch.float32, torch.bfloat16), f"dtype {name}"),
             (kv_cache_dtype not in ("auto", name), f"a key-value cache of {kv_cache_dtype}"),
-            (head_size % _HEAD_UNIT != 0, f"head size {head_size}, no multiple of {_HEAD_UNIT}"),
+            (head_size % _UNIT != 0, f"head size {head_size}, no multiple of {_UNIT}"),
+            (
+                current_platform.is_cuda() and head_size > _MAX_GPU_HEAD,
+                f"head size {head_size}, above {_MAX_GPU_HEAD}",
+            ),
             (config.kv_transfer_config is not None, "the transfer of key-value caches"),
         )
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            sinks,
-        )
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
+        self.sliding_window, self.logits_soft_cap = sliding_window, logits_soft_cap
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
 
     def forward(
         self,
@@ -80,7 +91,7 @@ class ExactAttention(CPUAttentionBackendImpl):
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: CPUAttentionMetadata | None,
+        attn_metadata: ExactMetadata | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
@@ -96,7 +107,7 @@ class ExactAttention(CPUAttentionBackendImpl):
             attn_metadata.query_start_loc,
             attn_metadata.seq_lens,
             softmax_scale=self.scale,
-            window_size=self.sliding_window if self.sliding_window > 0 else None,
+            window_size=self.sliding_window,
             softcap=self.logits_soft_cap or None,
             out=output[:tokens].view(tokens, self.num_heads, self.head_size),
         )
@@ -115,31 +126,52 @@ class ExactAttention(CPUAttentionBackendImpl):
         write_kv_cache(key[:tokens], value[:tokens], kv_cache, slot_mapping)
 
 
-class ExactMetadataBuilder(CPUAttentionMetadataBuilder):
-    """vLLM's metadata without the schedule of its own kernel."""
+class ExactMetadataBuilder(AttentionMetadataBuilder[ExactMetadata]):
+    """The part of vLLM's metadata that is needed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
 
     def build(
         self,
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> CPUAttentionMetadata:
+    ) -> ExactMetadata:
         batch = common_attn_metadata
         _refuse_any((batch.causal is not True, "attention that is not causal"))
-        return CPUAttentionMetadata(
+        return ExactMetadata(
             num_actual_tokens=batch.num_actual_tokens,
-            max_query_len=batch.max_query_len,
-            query_start_loc=batch.query_start_loc,
-            max_seq_len=batch.max_seq_len,
-            seq_lens=batch.seq_lens,
-            block_table=batch.block_table_tensor,
+            query_start_loc=batch.query_start_loc[: batch.num_reqs + 1],
+            seq_lens=batch.seq_lens[: batch.num_reqs],
+            block_table=batch.block_table_tensor[: batch.num_reqs],
             slot_mapping=batch.slot_mapping,
-            scheduler_metadata=None,
         )
 
 
-class ExactAttentionBackend(CPUAttentionBackend):
-    """The backend in place of `CPU_ATTN`."""
+class ExactAttentionBackend(AttentionBackend):
+    """The backend, in place of `CPU_ATTN` on a CPU and as `CUSTOM` on a GPU."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN" if current_platform.is_cpu() else "CUSTOM"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(_UNIT)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """A layer's cache is contiguous as [num_blocks, H_kv, block_size, D + D_v]."""
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
 
     @staticmethod
     def get_impl_cls() -> type[ExactAttention]:
@@ -150,8 +182,8 @@ class ExactAttentionBackend(CPUAttentionBackend):
         return ExactMetadataBuilder
 
 
-class RefusedMlaBackend(CPUMLABackend):
-    """In place of the backends of multi-head latent attention, which vLLM would choose silently."""
+class RefusedMlaBackend(ExactAttentionBackend):
+    """In place of a CPU's multi-head latent attention, which vLLM would choose silently there."""
 
     @staticmethod
     def get_impl_cls() -> NoReturn:

@@ -78,7 +78,7 @@ class VllmEngine(RolloutEngine):
     free_cache: `sleep()` frees weights and cache on a GPU, the cache alone on a CPU.
     stop_texts: whether `SamplingSpec.stop` may be given, for which vLLM needs its tokenizer.
     quantization: "fp8" for linear layers and experts quantized in blocks of 128 x 128.
-    exact: its log-probs are the bits of a model that has `use_exact_operators`; on a CPU, eagerly.
+    exact: its log-probs are the bits of a model that has `use_exact_operators`; it runs eagerly.
     record_routes: whether `SamplingSpec.record_routes` may be set.
     preparer: of the images that prompts may have; None: they have none.
     limit_images: of a prompt; None: vLLM's own limit.
@@ -123,8 +123,6 @@ class VllmEngine(RolloutEngine):
             options = options | image_options(preparer, limit_images)
         if not torch.cuda.is_available():
             options.setdefault("block_size", CPU_BLOCK_SIZE)
-        if exact:
-            options["enforce_eager"] = True
         if record_routes:
             options = recording_options(options)
         with (
@@ -132,7 +130,7 @@ class VllmEngine(RolloutEngine):
             strided_groups(groups),
             writable_weights() as post_load,
             unique_shared_memory(),
-            exact_engine() if exact else nullcontext(),
+            exact_engine() if exact else nullcontext({}) as required,
         ):
             self._llm = LLM(
                 model=str(model_path),
@@ -149,7 +147,7 @@ class VllmEngine(RolloutEngine):
                 kv_cache_memory_bytes=kv_cache_bytes,
                 gpu_memory_utilization=memory_share,
                 enable_sleep_mode=free_cache and torch.cuda.is_available(),
-                **options,
+                **options | required,
             )
         self.target: EngineWeights = EngineWeights(self, self._llm, checkpoint, post_load)
         self.tp_rank, self.dtype = self.target.tp_rank, self.target.dtype
@@ -167,11 +165,10 @@ class VllmEngine(RolloutEngine):
             for cache in self._runner.kv_caches:
                 advise_pages(cache.untyped_storage(), HUGEPAGE)
                 advise_pages(cache.untyped_storage(), DONTNEED)  # those that it has are small
-            model = self._runner.get_model()
-            if exact:
-                use_exact_operators(model, max_model_len)
-            else:
-                use_plain_head(model)
+            if not exact:
+                use_plain_head(self._runner.get_model())
+        if exact:
+            use_exact_operators(self._runner.get_model(), max_model_len)
         fuse_sampler(self._runner, exact)
 
     @property

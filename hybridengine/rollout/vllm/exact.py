@@ -1,4 +1,4 @@
-"""vLLM with the operators of a trained model that has `use_exact_operators`, on a CPU.
+"""vLLM with the operators of a trained model that has `use_exact_operators`.
 
 A token's log-prob is then the same float32 bits as the trained model's, whatever else is in the
 batch. Attention is replaced before the engine is built (`hybridengine.rollout.vllm.attention`), the
@@ -24,17 +24,12 @@ from hybridengine.kernels.rotary import RotaryTable, rotate
 
 
 @contextmanager
-def exact_engine() -> Iterator[None]:
-    """While open, vLLM builds engines with exact attention.
-
-    Raises ModelError on a GPU, for which there are no such operators yet.
-    """
-    if torch.cuda.is_available():
-        raise ModelError("rollout.exact has the engine's operators for CPUs only; set it to off")
+def exact_engine() -> Iterator[dict[str, Any]]:
+    """While open, vLLM builds engines with exact attention. Yields options that `vllm.LLM` needs."""
     from hybridengine.rollout.vllm.attention import exact_attention
 
-    with exact_attention():
-        yield
+    with exact_attention() as options:
+        yield {"enforce_eager": True, **options}
 
 
 def use_exact_operators(model: nn.Module, max_model_len: int) -> None:
@@ -43,20 +38,22 @@ def use_exact_operators(model: nn.Module, max_model_len: int) -> None:
     max_model_len: positions that its sequences may have.
 
     Raises:
-        ModelError: it has a module with parameters for which there is no exact operator.
+        ModelError: it has a module for which there is no exact operator.
     """
     from vllm.model_executor.layers import activation, layernorm, linear, logits_processor
     from vllm.model_executor.layers import rotary_embedding as rotary
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+    from hybridengine.rollout.vllm.attention_backend import ExactAttention
+
     replaced = "\0"  # the newest module with another forward, which does not call its children
     for name, module in model.named_modules():
         forward: Any = None
         if name.startswith(f"{replaced}."):
             continue
-        if isinstance(module, linear.LinearBase):
-            module.cpu_linear = _product  # type: ignore[assignment]
+        if isinstance(module, linear.LinearBase) and _is_plain(module):
+            module.quant_method.apply = _linear  # type: ignore[method-assign, union-attr]
             if isinstance(module, linear.RowParallelLinear) and module.tp_size > 1:
                 forward = _row_parallel
         elif isinstance(module, layernorm.GemmaRMSNorm):
@@ -71,7 +68,9 @@ def use_exact_operators(model: nn.Module, max_model_len: int) -> None:
             forward = _rotary(module, max_model_len)
         elif isinstance(module, logits_processor.LogitsProcessor) and module.soft_cap is None:
             module._apply_head = _head  # type: ignore[method-assign, assignment]
-        elif not isinstance(module, VocabParallelEmbedding | Attention) and _computes(module):
+        elif isinstance(module, Attention) and isinstance(module.impl, ExactAttention):
+            pass  # since the engine was built
+        elif not isinstance(module, VocabParallelEmbedding) and _computes(module):
             raise ModelError(
                 f"rollout.exact: vLLM's {name} ({type(module).__name__}) has no exact operator; "
                 "set rollout.exact=off for this model"
@@ -84,15 +83,27 @@ def use_exact_operators(model: nn.Module, max_model_len: int) -> None:
 def _computes(module: nn.Module) -> bool:
     """Return whether the module does arithmetic of its own, and not by modules in it."""
     from vllm.model_executor.custom_op import CustomOp
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
     return (
-        isinstance(module, CustomOp | LogitsProcessor)
+        isinstance(module, CustomOp | LogitsProcessor | AttentionLayerBase)
         or next(module.parameters(recurse=False), None) is not None
     )
 
 
+def _is_plain(module: Any) -> bool:
+    """Return whether a linear layer multiplies its weight as it is."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    return type(module.quant_method) is UnquantizedLinearMethod
+
+
 _product = partial(inference_linear, max_rows=None)
+
+
+def _linear(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _product(x, layer.weight, bias)
 
 
 def _head(lm_head: Any, hidden: Tensor, bias: Tensor | None) -> Tensor:
@@ -138,8 +149,12 @@ def _rotary(module: Any, max_model_len: int) -> Any:
             f"rollout.exact: rotary embedding of {module.rotary_dim} of {module.head_size} "
             "dimensions, or of neighbours; set rollout.exact=off for this model"
         )
-    table = RotaryTable(module._compute_inv_freq(module.base))
-    cos, sin = (t.to(module.dtype) for t in table.rows(torch.arange(max_model_len)))
+    device = module.cos_sin_cache.device
+    with torch.device("cpu"):  # as transformers does
+        frequencies = module._compute_inv_freq(module.base)
+    table = RotaryTable(frequencies.to(device))
+    positions = torch.arange(max_model_len, device=device)
+    cos, sin = (t.to(module.dtype) for t in table.rows(positions))
 
     def rotated(x: Tensor, positions: Tensor) -> Tensor:
         heads = x.view(x.shape[0], -1, module.head_size)

@@ -12,7 +12,7 @@ __all__ = ["fuse_sampler"]
 def fuse_sampler(runner: Any, exact: bool = False, ranks: bool = False) -> None:
     """Let a model runner of vLLM, of either kind, sample by `sample_tokens` where it is covered.
 
-    exact, ranks: of a `FusedSampler`.
+    exact, ranks: of a `FusedSampler`; the second kind always counts ranks.
     """
     from vllm.v1.sample.sampler import Sampler
 
@@ -21,4 +21,4 @@ def fuse_sampler(runner: Any, exact: bool = False, ranks: bool = False) -> None:
     elif hasattr(getattr(runner, "sampler", None), "sampling_states"):
         from hybridengine.rollout.vllm.sampling_second import FusedSecondSampler
 
-        FusedSecondSampler.install(runner.sampler)
+        FusedSecondSampler.install(runner.sampler, exact)

@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from hybridengine.kernels import sample_tokens
+from hybridengine.kernels import sample_tokens, token_log_probs
 from hybridengine.rollout.vllm.sampling import token_ranks
 
 __all__ = ["FusedSecondSampler"]
@@ -27,14 +27,20 @@ class FusedSecondSampler(Sampler):
     vLLM's own.
     """
 
+    _is_exact = False
     _is_fused = False  # in the call that runs
     _log_probs: LogprobsTensors | None = None
 
     @staticmethod
-    def install(sampler: Any) -> None:
-        """Make a sampler of vLLM, with its state, one of this class."""
+    def install(sampler: Any, exact: bool = False) -> None:
+        """Make a sampler of vLLM, with its state, one of this class.
+
+        exact: log-probs are those of `token_log_probs`, as the trained model computes them, in
+            steps where every request is sampled at a temperature, without other changes of logits.
+        """
         if type(sampler) is Sampler:
             sampler.__class__ = FusedSecondSampler
+            sampler._is_exact = exact
 
     def __call__(self, logits: Tensor, input_batch: Any) -> Any:
         """Return vLLM's `SamplerOutput` for logits [B, V]."""
@@ -64,7 +70,7 @@ class FusedSecondSampler(Sampler):
             return super().sample(logits, *args, **kwargs)
         states, (mapping, _, rows, positions, *_) = self.sampling_states, args
         skip: Any = {"skip_top_k_top_p": True}
-        logits = self.apply_sampling_params(logits, *args, **skip)
+        given, logits = logits, self.apply_sampling_params(logits, *args, **skip)
         top_k, top_p = states.get_top_k_top_p(mapping, rows)
         sampled = sample_tokens(
             logits,
@@ -74,10 +80,12 @@ class FusedSecondSampler(Sampler):
             top_k=0 if top_k is None else top_k,
             top_p=1.0 if top_p is None else top_p,
         )
-        tokens = sampled.tokens
+        tokens, log_probs = sampled.tokens, sampled.log_probs
+        if self._is_exact and not states.any_greedy(rows):
+            log_probs, _ = token_log_probs(given.float(), tokens, states.temperature.gpu[mapping])
         self._log_probs = LogprobsTensors(
             tokens.unsqueeze(1).to(torch.int32),
-            sampled.log_probs.unsqueeze(1),
+            log_probs.unsqueeze(1),
             token_ranks(logits, tokens),
         )
         return tokens, logits
