@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
 
-from hybridengine.kernels import sample_tokens
+from hybridengine.kernels import sample_tokens, token_log_probs
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample import sampler as vllm_sampler
 
@@ -41,11 +41,14 @@ class States:
 
     def apply_min_p(self, *args: Any) -> None: ...
 
+    def any_greedy(self, rows: Any) -> bool:
+        return bool((self.temperature.gpu[rows] == 0).any())
+
     def get_top_k_top_p(self, mapping: Any, rows: Any) -> Any:
         return self.top_k[mapping], self.top_p[mapping]
 
 
-def sampler_of(num_logprobs: int = 0, **changes: Any) -> Any:
+def sampler_of(num_logprobs: int = 0, exact: bool = False, **changes: Any) -> Any:
     sampler = object.__new__(vllm_sampler.Sampler)
     state: dict[str, Any] = {
         "logprobs_mode": "processed_logprobs",
@@ -64,7 +67,7 @@ def sampler_of(num_logprobs: int = 0, **changes: Any) -> Any:
     }
     vars(sampler).update(state | changes)
     runner = SimpleNamespace(sampler=sampler)
-    fuse_sampler(runner)
+    fuse_sampler(runner, exact)
     assert type(runner.sampler) is FusedSecondSampler
     return sampler
 
@@ -111,6 +114,23 @@ def test_tokens_and_log_probs_of_each_request(batch: SimpleNamespace) -> None:
     assert torch.equal(output.logprobs_tensors.selected_token_ranks, ranks)
     again = sampler(logits.clone(), batch)
     assert torch.equal(again.sampled_token_ids, output.sampled_token_ids)
+
+
+def test_exact_log_probs_are_those_of_the_logits(batch: SimpleNamespace) -> None:
+    """Not of logits that were divided by the temperature and rounded."""
+    sampler, logits = sampler_of(exact=True), random_logits()
+    temperatures = torch.tensor([0.7, 9.0, 1.3, 0.9])
+    sampler.sampling_states.temperature.gpu = temperatures
+    output = sampler(logits.clone(), batch)
+    tokens = output.sampled_token_ids[:, 0]
+    expected, _ = token_log_probs(logits, tokens, temperatures[ROWS])
+    assert torch.equal(output.logprobs_tensors.logprobs[:, 0], expected)
+    assert torch.equal(tokens, sampled_by(sampler, logits, batch))
+
+
+def sampled_by(sampler: Any, logits: torch.Tensor, batch: SimpleNamespace) -> torch.Tensor:
+    sampler._is_exact = False
+    return sampler(logits.clone(), batch).sampled_token_ids[:, 0]
 
 
 @pytest.mark.parametrize(
