@@ -2,9 +2,9 @@
 
 Build, sync, generate; sleep (on a GPU at level 2, which discards the weights), change all weights,
 sync, wake, generate again. The log-probs of both responses are compared with the trainer's; other
-weights, or a part of them, would differ by far more than the limit. At TP 1, and at TP 2 where
-there are two GPUs; on a GPU in each of MODES. The second model runner and async scheduling are
-vLLM's defaults.
+weights, or a part of them, would differ by far more than the limit, and with `rollout.exact` no bit
+may differ. At TP 1, and at TP 2 where there are two GPUs; on a GPU in each of MODES. The second
+model runner and async scheduling are vLLM's defaults.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,16 @@ from tests.ranks import run_ranks
 Pairs = list[tuple[list[int], list[int]]]  # prompt, response
 
 TP_SIZES = (1, 2)
+EXACT = "exact"  # the mode in which engine and trainer have the same operators
 # What writes weights in place under less or more of vLLM: the last one is its default, with
 # compiled layers. name: options of the engine on a GPU.
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True, "attention_backend": "TRITON_ATTN"},
     "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}},
     "default": {},
+    EXACT: {},
 }
-ON_CPU = {"enforce_eager": True}
+ON_CPU: dict[str, dict[str, Any]] = {"eager": {"enforce_eager": True}, EXACT: {}}
 TIMEOUT_S = {"cuda": 120, "cpu": 900}  # of an engine; on one GPU they fit the part of the report
 RESPONSES, TOKENS = 8, 64
 # Mean absolute difference of log-probs: of sums in other orders, and of bfloat16 activations.
@@ -50,7 +53,7 @@ def run(bench: Bench) -> None:
         path = Path(name) / "model"
         millions = write_model(path, tiny=not on_gpu, mean_tokens=TOKENS)
         failed = []
-        for tp_size, mode in product(TP_SIZES, MODES if on_gpu else ["eager"]):
+        for tp_size, mode in product(TP_SIZES, MODES if on_gpu else ON_CPU):
             shape = f"{millions}M tp={tp_size} {mode}"
             if reason := _why_not(tp_size, on_gpu):
                 bench.leave_out("engine", "check", shape, dtype, {OURS: reason})
@@ -75,17 +78,22 @@ def _add_rows(
     bench: Bench, path: str, tp_size: int, mode: str, shape: str, dtype: torch.dtype
 ) -> None:
     """Add a row for every step and one for the comparison. Raises AssertionError if it fails."""
-    device = bench.device.type
-    arguments = (path, tp_size, device, dtype, MODES[mode] if device == "cuda" else ON_CPU)
+    device, exact = bench.device.type, mode == EXACT
+    options = (MODES if device == "cuda" else ON_CPU)[mode]
+    arguments = (path, tp_size, device, dtype, options, exact)
     results = run_ranks(_rank, tp_size, *arguments, timeout_s=TIMEOUT_S[device], device=device)
     for step in results[0]["ms"]:
         slowest = max(result["ms"][step] for result in results)
-        bench.add("engine", step, OURS, shape, dtype=short(dtype), ms_p50=slowest)
+        rate = RESPONSES * TOKENS * 1e3 / slowest if step.startswith("generate") else None
+        note = "" if rate is None else f" {rate:.0f} tokens/s"
+        row = {"dtype": short(dtype), "ms_p50": slowest, "tokens_per_s": rate}
+        bench.add("engine", step, OURS, shape, note, **row)
     same, other = results[0]["same"], results[0]["other"]
     note = f" mean |difference| of log-probs {same}, from other weights {other:.2g}"
     more = {"differences": same, "difference_of_other_weights": other}
     bench.add("engine", "check", OURS, shape, note, dtype=short(dtype), ms_p50=0.0, **more)
-    assert max(same) <= LIMITS[dtype], f"the engine's log-probs differ from the trainer's by {same}"
+    limit = 0.0 if exact else LIMITS[dtype]
+    assert max(same) <= limit, f"the engine's log-probs differ from the trainer's by {same}"
     assert other >= OTHER * LIMITS[dtype], f"other weights differ by {other} only"
 
 
@@ -97,13 +105,19 @@ def _rank(
     device: str,
     dtype: torch.dtype,
     engine_options: dict[str, Any],
+    exact: bool,
 ) -> dict[str, Any]:
     """Return the milliseconds of every step; mean differences of log-probs from the trainer's.
 
     same: of the responses before and after the change of weights. other: of the second ones from
     the trainer's log-probs before the change.
     """
-    from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
+    from hybridengine.model import (
+        load_causal_lm,
+        parameter_shards,
+        sharding_mesh,
+        use_exact_operators,
+    )
     from hybridengine.model.validation import check_model
     from hybridengine.reshard import Resharder
     from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
@@ -132,15 +146,18 @@ def _rank(
             dtype=dtype,
             memory_share=0.2,
             kv_cache_bytes=(1 << 30) if device == "cuda" else 64 << 20,
+            exact=exact,
             engine_options=engine_options,
         ),
     )
     sliced = engine.target.layout.sliced_dims(checkpoint.parameters)
+    splits = {name: tp_size for name, dim in sliced.items() if dim == 1}
     model = load_causal_lm(
         path,
         mesh=sharding_mesh(device, world_size),
         param_dtype=dtype,
         shard_dim1=lambda name: sliced.get(name) == 1,
+        adapt=partial(use_exact_operators, splits=splits) if exact else None,
     )
     resharder = Resharder(lambda: parameter_shards(model), engine, delta="off")
     generator = torch.Generator().manual_seed(0)

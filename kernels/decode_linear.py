@@ -161,7 +161,7 @@ def join_parts(parts: Iterable[Tensor], bias: Tensor | None, out_dtype: torch.dt
 
 
 def find_kernel(backend: str) -> Callable[..., Tensor]:
-    """Return the kernel of a backend, `cpp` or `triton`: (x, weight, bias, out_dtype, out=) → out."""
+    """Return the kernel of `cpp` or `triton`: (x, weight, bias, out_dtype, out=) → out."""
     if backend == "cpp":
         product: Callable[..., Tensor] = native().decode_linear
         return product

@@ -74,9 +74,9 @@ def varlen_attention(
 
     Packed if `cu_seq_lens_q` (int32 [num_seqs + 1]) is given; B is then 1. H is a multiple of H_kv.
     A packed forest has its trees between the boundaries, its `subtree_ends` and, for a sliding
-    window and exact operators, the depths of its tokens, `tree_position_ids` (integers [T] each). Tokens of
-    `bidirectional_spans` of packed input also see the later ones of their span. Supports a sliding
-    window, logit soft-cap and any scaling; differentiable. With `sequence_parallel`, the T of
+    window or exact operators, the depths of its tokens, `tree_position_ids` (integers [T] each).
+    Tokens of `bidirectional_spans` of packed input also see the later ones of their span. Supports
+    a sliding window, logit soft-cap and any scaling; differentiable. With `sequence_parallel`, the T of
     query, key and value counts this rank's tokens, and the other tensors are of all ranks.
 
     Raises:

@@ -14,7 +14,6 @@ from tests.kernels.interpreter import round_to_nearest, widen_dot
 from tests.ranks import run_ranks
 from tests.rollout.exact_bits import SMALL, compare, save_model
 
-
 EXPECTED = {
     *("linear_kernel", "norm_kernel", "gated_kernel", "write_kernel", "paged_kernel"),
     *("path_kernel", "forward_kernel"),
@@ -29,11 +28,12 @@ def interpreted(*arguments: Any) -> dict[str, Any]:
 
 def _use_triton(patches: pytest.MonkeyPatch) -> set[str]:
     """Let CPU tensors have the Triton kernels of all exact operators; return those that ran."""
-    import hybridengine.model  # noqa: F401
     from hybridengine.kernels import decode_linear_triton, layer_triton, paged_attention_triton
     from hybridengine.kernels._launch import launch
     from hybridengine.kernels.attention import triton_paths
     from hybridengine.kernels.logprob import triton as logprob_triton
+
+    import hybridengine.model  # noqa: F401
 
     kernels = "hybridengine.kernels"
     widen_dot(patches)

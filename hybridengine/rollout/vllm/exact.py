@@ -25,7 +25,7 @@ from hybridengine.kernels.rotary import RotaryTable, rotate
 
 @contextmanager
 def exact_engine() -> Iterator[dict[str, Any]]:
-    """While open, vLLM builds engines with exact attention. Yields options that `vllm.LLM` needs."""
+    """While open, vLLM builds engines with exact attention. Yields the options that they need."""
     from hybridengine.rollout.vllm.attention import exact_attention
 
     with exact_attention() as options:
