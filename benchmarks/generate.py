@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -111,7 +111,9 @@ def build(folder: Path, dtype: torch.dtype, exact: bool = False) -> tuple[Any, i
 
     config = smollm2_135m(max_position_embeddings=2048, architectures=["LlamaForCausalLM"])
     config.save_pretrained(folder)
-    with writable_weights(), exact_engine() if exact else nullcontext({}) as required:
+    exactness: AbstractContextManager[dict[str, Any]]
+    exactness = exact_engine() if exact else nullcontext({})
+    with writable_weights(), exactness as required:
         llm = LLM(
             str(folder),
             load_format="dummy",

@@ -76,8 +76,8 @@ def varlen_attention(
     A packed forest has its trees between the boundaries, its `subtree_ends` and, for a sliding
     window or exact operators, the depths of its tokens, `tree_position_ids` (integers [T] each).
     Tokens of `bidirectional_spans` of packed input also see the later ones of their span. Supports
-    a sliding window, logit soft-cap and any scaling; differentiable. With `sequence_parallel`, the T of
-    query, key and value counts this rank's tokens, and the other tensors are of all ranks.
+    a sliding window, logit soft-cap and any scaling; differentiable. With `sequence_parallel`, the
+    T of query, key and value counts this rank's tokens, and the other tensors are of all ranks.
 
     Raises:
         ModelError: a feature that is not supported (attention sinks, dropout, position bias,

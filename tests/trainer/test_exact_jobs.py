@@ -90,6 +90,17 @@ def test_a_missing_kernel_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         inexact_reason(load_config(None, [*job, "rollout.exact=on"]))
 
 
+def test_on_a_gpu_it_is_on_only_where_it_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    job = [*small_job(tmp_path), *VLLM]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "not compared bit for bit on a GPU" in (inexact_reason(load_config(None, job)) or "")
+    with pytest.warns(UserWarning, match="on GPUs nobody has compared engine and trainer"):
+        assert inexact_reason(load_config(None, [*job, "rollout.exact=on"])) is None
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

@@ -7,7 +7,7 @@ prompts. The weights start uninitialised (`load_format="dummy"`); only the resha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -125,12 +125,14 @@ class VllmEngine(RolloutEngine):
             options.setdefault("block_size", CPU_BLOCK_SIZE)
         if record_routes:
             options = recording_options(options)
+        exactness: AbstractContextManager[dict[str, Any]]
+        exactness = exact_engine() if exact else nullcontext({})
         with (
             unchanged_local_world_size(),
             strided_groups(groups),
             writable_weights() as post_load,
             unique_shared_memory(),
-            exact_engine() if exact else nullcontext({}) as required,
+            exactness as required,
         ):
             self._llm = LLM(
                 model=str(model_path),

@@ -53,7 +53,7 @@ def use_exact_operators(model: nn.Module, max_model_len: int) -> None:
         if name.startswith(f"{replaced}."):
             continue
         if isinstance(module, linear.LinearBase) and _is_plain(module):
-            module.quant_method.apply = _linear  # type: ignore[method-assign, union-attr]
+            module.quant_method.apply = _linear  # type: ignore[method-assign]
             if isinstance(module, linear.RowParallelLinear) and module.tp_size > 1:
                 forward = _row_parallel
         elif isinstance(module, layernorm.GemmaRMSNorm):

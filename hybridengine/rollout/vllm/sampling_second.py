@@ -40,7 +40,7 @@ class FusedSecondSampler(Sampler):
         """
         if type(sampler) is Sampler:
             sampler.__class__ = FusedSecondSampler
-            sampler._is_exact = exact
+            vars(sampler)["_is_exact"] = exact
 
     def __call__(self, logits: Tensor, input_batch: Any) -> Any:
         """Return vLLM's `SamplerOutput` for logits [B, V]."""
