@@ -109,11 +109,9 @@ def _router_replay(config: RLConfig) -> Iterator[str]:
 
 # What rollout.exact needs: only operators that both sides have.
 _NEEDED_BY_EXACT: dict[str, object] = {
-    "rollout.servers": (),
     "rollout.quantization": None,
     "rollout.top_p": 1.0,
     "rollout.top_k": -1,
-    "model.lora_rank": 0,
     "model.compile": False,
     "model.use_fused_kernels": True,
     "actor.ulysses_sequence_parallel_size": 1,
@@ -135,6 +133,14 @@ def _inexact_settings(config: RLConfig) -> Iterator[str]:
     for name, needed in _NEEDED_BY_EXACT.items():
         if (value := attrgetter(name)(config)) != needed:
             yield f"{name} is {value}, and that has no exact form"
+    rank, targets = config.model.lora_rank, config.model.target_modules
+    if rank and config.reshard.lora == "merged":
+        yield (
+            f"model.lora_rank is {rank} and reshard.lora merged, and products of merged weights are "
+            "rounded elsewhere; set reshard.lora=adapters"
+        )
+    if rank and "lm_head" in ([targets] if isinstance(targets, str) else targets):
+        yield "model.target_modules names lm_head, and the head has no exact form with adapters"
     if config.rollout.name == "hf":
         yield "rollout.name is hf, and exact operators replace those of vLLM"
     if config.overlaps and config.rollout.tensor_model_parallel_size > 1:

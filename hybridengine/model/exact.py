@@ -31,7 +31,8 @@ _obstacles: dict[tuple[type, str, bool], str | None] = {}  # see `model_obstacle
 def use_exact_operators(model: PreTrainedModel, splits: Mapping[str, int]) -> None:
     """Replace the forwards of linear layers, norms, activations and rotary embeddings of `model`.
 
-    Call it before sharding; parameters may be on the meta device.
+    Call it before sharding, with adapters (`apply_lora`) in place; parameters may be on the meta
+    device.
 
     splits: weights that an engine slices along their input → into how many slices
         (`decode_linear`).
@@ -44,6 +45,11 @@ def use_exact_operators(model: PreTrainedModel, splits: Mapping[str, int]) -> No
         raise ModelError("it has a vision tower, for which there are no exact operators")
     if getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None:
         raise ModelError("it has soft-capped logits, for which there are no exact operators")
+    head = model.get_output_embeddings()
+    if head is not None and type(head) is not nn.Linear:
+        raise ModelError(
+            f"its head is a {type(head).__name__}, for which there is no exact operator"
+        )
     decoder = model.get_decoder()
     for name, module in decoder.named_modules():
         _replace_forward(name, module, splits)
@@ -77,7 +83,8 @@ def _replace_forward(name: str, module: Any, splits: Mapping[str, int]) -> None:
     kind = type(module).__name__
     forward: Callable[..., Any] | None = None
     if type(module) is nn.Linear:
-        parts = next((n for weight, n in splits.items() if weight.endswith(f"{name}.weight")), 1)
+        sliced = name.removesuffix(".base_layer").removesuffix(".lora_A.default")
+        parts = next((n for weight, n in splits.items() if weight.endswith(f"{sliced}.weight")), 1)
 
         def linear(self: Any, x: Tensor) -> Tensor:
             return decode_linear(x, self.weight, self.bias, splits=parts)

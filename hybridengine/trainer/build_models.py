@@ -59,8 +59,6 @@ def load_model(
     rank, alpha, modules = model.lora_rank, model.lora_alpha, model.target_modules
     is_policy = path in ("", model.path) and "value_head" not in options
     changes = list[Callable[[Any], object]]()
-    if splits is not None and is_policy:
-        changes.append(partial(use_exact_operators, splits=splits))
     if is_trained and rank:
         changes.append(
             partial(
@@ -83,6 +81,8 @@ def load_model(
         )
     if is_trained and policy.freeze_vision_tower:
         changes.append(freeze_vision_tower)
+    if splits is not None and is_policy:
+        changes.append(partial(use_exact_operators, splits=splits))
 
     def adapt(unsharded: Any) -> None:
         for change in changes:

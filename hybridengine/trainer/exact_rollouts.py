@@ -60,6 +60,8 @@ def _obstacle(config: RLConfig) -> str | None:
 
 def _doubt(config: RLConfig) -> str | None:
     """Return what nobody has compared bit for bit, or what exact log-probs are no use for."""
+    if config.rollout.servers:
+        return f"rollout.servers may have other operators; start exact ones, and set {_KEY}=on"
     if config.overlaps:
         return f"trainer.mode is {config.trainer.mode}, in which the engine's weights are older"
     model, trust = config.model, config.model.trust_remote_code

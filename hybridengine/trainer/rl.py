@@ -259,7 +259,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
         return self.syncs[-1]
 
     def _probs_diff(self, batch: RolloutBatch) -> dict[str, float]:
-        exact = self.source.exact and not self.config.overlaps  # weights may be older there
+        exact = self.source.exact and self.config.trainer.mode == "sync"  # weights are not older
         return probs_diff(batch, self.dp.group, exact)
 
     def validate(self, step: int) -> tuple[float, dict[str, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -40,10 +41,15 @@ ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # `vllm serve` of vllm-cp
 
 @contextmanager
 def serving(
-    model: str, tp_size: int, folder: Path, fp8: bool = False, images: bool = False
+    model: str,
+    tp_size: int,
+    folder: Path,
+    fp8: bool = False,
+    images: bool = False,
+    exact: bool = False,
 ) -> Iterator[VllmServer]:
     port = free_port()
-    process = start(model, port, tp_size, folder, fp8, images)
+    process = start(model, port, tp_size, folder, fp8, images, exact)
     server = VllmServer(f"http://127.0.0.1:{port}", 0, TIMEOUT_S)
     try:
         deadline = time.monotonic() + START_S
@@ -59,13 +65,14 @@ def serving(
 
 
 def start(
-    model: str, port: int, tp_size: int, folder: Path, fp8: bool, images: bool
+    model: str, port: int, tp_size: int, folder: Path, fp8: bool, images: bool, exact: bool
 ) -> subprocess.Popen:
     """Start a server, with `folder` on its import path.
 
     It writes to folder / server.log; its steps are slow while there is a file folder / slow.
     fp8: with FP8 weights. Their matrix product is the tests' own.
     images: of a model that takes them, also without torchvision.
+    exact: with the operators of a trained model that has `use_exact_operators`.
     """
     options = {
         "model": model,
@@ -80,6 +87,7 @@ def start(
         "block-size": BLOCK,
         "logprobs-mode": "processed_logprobs",
         "weight-transfer-config": '{"backend": "hybridengine"}',
+        "additional-config": json.dumps({"hybridengine_exact": exact}),
     }
     plugins = {
         "slow": "tests.rollout.slow_decoding:slow_down_steps",

@@ -68,7 +68,11 @@ def test_a_token_of_other_weights_is_an_error_on_every_rank() -> None:
     ("overrides", "message"),
     [
         (("rollout.top_p=0.9",), "rollout.top_p is 0.9"),
-        (("model.lora_rank=2",), "model.lora_rank is 2"),
+        (("model.lora_rank=2",), "reshard.lora merged"),
+        (
+            ("model.lora_rank=2", "reshard.lora=adapters", "model.target_modules=[q_proj,lm_head]"),
+            "model.target_modules names lm_head",
+        ),
         (("rollout.dtype=bfloat16",), "rollout.dtype is bfloat16"),
         (("rollout.name=hf",), "rollout.name is hf"),
     ],
@@ -115,9 +119,22 @@ def test_a_model_without_exact_operators(tmp_path: Path, kind: str, message: str
         inexact_reason(load_config(None, [*job, "rollout.exact=on"]))
 
 
-@pytest.mark.parametrize("tp_size, dtype", ((1, "float32"), (2, "float32"), (2, "bfloat16")))
+# Of ranks that vLLM's slots have and have not; the scale of 1.5 is no power of two.
+ADAPTERS = {
+    "all": ("model.lora_rank=4", "model.lora_alpha=6"),
+    "some": ("model.lora_rank=8", "model.lora_alpha=12", "model.target_modules=[v_proj,o_proj]"),
+}
+
+
+@pytest.mark.parametrize(
+    "tp_size, dtype, adapters",
+    [
+        *((1, "float32", ""), (2, "float32", ""), (2, "bfloat16", "")),
+        *((1, "bfloat16", "some"), (2, "float32", "all")),
+    ],
+)
 def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
-    tmp_path: Path, tp_size: int, dtype: str
+    tmp_path: Path, tp_size: int, dtype: str, adapters: str
 ) -> None:
     """Three steps with shared prompts, recomputed layers, and old log-probs of their own."""
     job = [
@@ -132,6 +149,8 @@ def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
         "actor.ppo_max_token_len_per_gpu=64",
         "model.enable_gradient_checkpointing=true",
     ]
+    if adapters:
+        job += [*ADAPTERS[adapters], "reshard.lora=adapters", "actor.optim.lr=0.01"]
     run_ranks(train, 2, tmp_path, job, timeout_s=500)
     rows = [row for row in lines_of(tmp_path / "run" / "metrics.jsonl") if "actor/grad_norm" in row]
     assert len(rows) == 3

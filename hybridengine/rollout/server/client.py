@@ -23,6 +23,7 @@ from hybridengine.rollout.response import Response
 from hybridengine.rollout.server.images import ServerPrompt, check_image_settings
 
 BACKEND = "hybridengine"  # of vLLM's weight transfer
+EXACT = "hybridengine_exact"  # key of vLLM's additional_config, which the plug-in reads
 WEIGHTS_STATE = "hybridengine_weights_state"  # method that the plug-in adds to vLLM's workers
 HOW_TO_START = (
     "start it with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode "
@@ -137,6 +138,20 @@ class VllmServer:
             raise RolloutError(
                 f"{self} has --max-model-len {model['max_model_len']}, less than the longest "
                 f"prompt with its response, {max_model_len} tokens; raise it"
+            )
+
+    def check_exact(self, dtype: str) -> None:
+        """Raise RolloutError unless it has the operators of a model that is trained in `dtype`."""
+        info = self.settings()
+        found = {
+            f"--additional-config '{{\"{EXACT}\": true}}'": info["additional_config"].get(EXACT),
+            f"--dtype {dtype}": dtype in str(info["model_config"]["dtype"]),
+            "--tensor-parallel-size 1": info["parallel_config"]["tensor_parallel_size"] == 1,
+        }
+        if missing := [option for option, value in found.items() if not value]:
+            raise RolloutError(
+                f"rollout.exact is on, but {self} was started without {' and '.join(missing)}; "
+                "start it again with that, or set rollout.exact=off"
             )
 
     # Weights

@@ -170,7 +170,7 @@ class VllmEngine(RolloutEngine):
             if not exact:
                 use_plain_head(self._runner.get_model())
         if exact:
-            use_exact_operators(self._runner.get_model(), max_model_len)
+            use_exact_operators(self._runner.get_model(), max_model_len, self._slot)
         fuse_sampler(self._runner, exact)
 
     @property

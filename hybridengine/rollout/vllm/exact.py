@@ -7,7 +7,7 @@ other operators in the loaded model; it must run eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -21,6 +21,7 @@ from hybridengine.kernels import gated_activation
 from hybridengine.kernels.decode_linear import inference_linear, join_parts
 from hybridengine.kernels.layer import inference_norm
 from hybridengine.kernels.rotary import RotaryTable, rotate
+from hybridengine.rollout.vllm.weights import LoraSlot
 
 
 @contextmanager
@@ -32,10 +33,27 @@ def exact_engine() -> Iterator[dict[str, Any]]:
         yield {"enforce_eager": True, **options}
 
 
-def use_exact_operators(model: nn.Module, max_model_len: int) -> None:
+@contextmanager
+def exact_worker(config: Any) -> Iterator[None]:
+    """While open, a worker of a server loads its model with exact attention.
+
+    config: of the server. Raises ModelError where its options do not allow it.
+    """
+    with exact_engine() as options:
+        given = {
+            "enforce_eager": config.model_config.enforce_eager,
+            "attention_backend": getattr(config.attention_config.backend, "name", None),
+        }
+        if missing := {name: x for name, x in options.items() if given[name] != x}:
+            raise ModelError(f"an exact engine needs vLLM's options {missing}; start it with them")
+        yield
+
+
+def use_exact_operators(model: nn.Module, max_model_len: int, slot: LoraSlot | None = None) -> None:
     """Replace the operators of `model`, as vLLM has loaded it.
 
     max_model_len: positions that its sequences may have.
+    slot: of the adapters, which all its requests have or none.
 
     Raises:
         ModelError: it has a module for which there is no exact operator.
@@ -47,6 +65,9 @@ def use_exact_operators(model: nn.Module, max_model_len: int) -> None:
 
     from hybridengine.rollout.vllm.attention_backend import ExactAttention
 
+    if slot is not None:
+        slot.keep_scale()
+        _use_exact_adapters(model, slot)
     replaced = "\0"  # the newest module with another forward, which does not call its children
     for name, module in model.named_modules():
         forward: Any = None
@@ -110,15 +131,58 @@ def _head(lm_head: Any, hidden: Tensor, bias: Tensor | None) -> Tensor:
     return _product(hidden, lm_head.weight, bias, torch.float32)
 
 
-def _row_parallel(self: Any, x: Tensor) -> Any:
+def _joined_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Join float32 sums of the ranks in their order; then the bias, and one rounding."""
     from vllm.distributed import tensor_model_parallel_all_gather
 
-    part = _product(x, self.weight, None, torch.float32)
+    part = _product(x, weight, None, torch.float32)
     parts = tensor_model_parallel_all_gather(part.unsqueeze(0), dim=0)
-    bias = None if self.skip_bias_add else self.bias
-    out = join_parts(parts.unbind(0), bias, x.dtype)
+    return join_parts(parts.unbind(0), bias, x.dtype)
+
+
+def _row_parallel(self: Any, x: Tensor) -> Any:
+    out = _joined_product(x, self.weight, None if self.skip_bias_add else self.bias)
     return (out, self.bias if self.skip_bias_add else None) if self.return_bias else out
+
+
+def _use_exact_adapters(model: nn.Module, slot: LoraSlot) -> None:
+    """Replace what the layers with adapters add to the layers in them."""
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+    from vllm.lora.layers.row_parallel_linear import RowParallelLinearWithLoRA
+
+    for module in model.modules():
+        if isinstance(module, RowParallelLinearWithLoRA) and module.tp_size > 1:
+            module.forward = partial(_adapted_row_parallel, module, slot)  # type: ignore[method-assign]
+        elif isinstance(module, BaseLinearLayerWithLoRA):
+            module.apply = partial(_adapted, module, slot)  # type: ignore[method-assign]
+
+
+def _adapted(module: Any, slot: LoraSlot, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product and its adapters, in PEFT's order; the input is not divided over ranks."""
+    out: Tensor = module.base_layer.quant_method.apply(module.base_layer, x, bias)
+    return _add_adapters(module, slot, x, out, _product)
+
+
+def _adapted_row_parallel(module: Any, slot: LoraSlot, x: Tensor) -> Any:
+    base = module.base_layer
+    result = base(x)
+    out, *bias = result if isinstance(result, tuple) else (result,)
+    out = _add_adapters(module, slot, x, out, _joined_product)
+    return (out, *bias) if base.return_bias else out
+
+
+def _add_adapters(
+    module: Any, slot: LoraSlot, x: Tensor, out: Tensor, product: Callable[..., Tensor]
+) -> Tensor:
+    """Return out + B(A(x)) * scale; `product` is that with A."""
+    if slot.request is None:
+        return out
+    factors = zip(module.lora_a_stacked, module.lora_b_stacked, strict=True)
+    update = [
+        _product(product(x, a[0, 0, : slot.rank]), b[0, 0, :, : slot.rank].contiguous())
+        for a, b in factors
+    ]
+    return out + torch.cat(update, -1) * slot.scale
 
 
 def _norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:

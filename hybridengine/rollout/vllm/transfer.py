@@ -21,7 +21,7 @@ partially updated weights. Therefore the init info contains the engine as well.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ from hybridengine.model.parameters import parameter_shards, unwrap_peft
 from hybridengine.reshard.errors import operation
 from hybridengine.reshard.record.checkpoint import checkpoint_layout
 from hybridengine.reshard.resharder import Resharder
+from hybridengine.rollout.vllm.exact import exact_worker, use_exact_operators
 from hybridengine.rollout.vllm.in_flight import drop_cached_prefixes
 from hybridengine.rollout.vllm.post_load import PostLoadProcessing
 from hybridengine.rollout.vllm.quantized import check_quantization
@@ -56,6 +57,8 @@ from hybridengine.sharding.weight_target import WeightState
 _POST_LOAD = "_hybridengine_post_load"  # attribute of a model that vLLM loaded for this backend
 _STATE = "_hybridengine_weight_state"  # attribute of an `LLMEngine`
 _WORKERS_STATE = "hybridengine_weights_state"  # of vLLM's workers; `rollout.server` calls it
+
+_EXACT = "hybridengine_exact"  # of vLLM's additional_config; `rollout.server` asks for it
 
 
 def register() -> None:
@@ -101,10 +104,19 @@ def register() -> None:
     load_model = Worker.load_model
 
     def load_and_fuse(self: Worker, *args: Any, **kwargs: Any) -> None:
-        load_model(self, *args, **kwargs)
-        transfer = self.vllm_config.weight_transfer_config
-        if transfer is not None and transfer.backend == BACKEND:
-            fuse_sampler(self.model_runner, ranks=True)
+        config = self.vllm_config
+        transfer = config.weight_transfer_config
+        if transfer is None or transfer.backend != BACKEND:
+            load_model(self, *args, **kwargs)
+            return
+        more = config.additional_config
+        exact = isinstance(more, dict) and bool(more.get(_EXACT))
+        with exact_worker(config) if exact else nullcontext():
+            load_model(self, *args, **kwargs)
+        runner = self.model_runner
+        if exact:
+            use_exact_operators(runner.get_model(), config.model_config.max_model_len)
+        fuse_sampler(runner, exact, ranks=True)
 
     Worker.load_model = load_and_fuse  # type: ignore[method-assign]
 

@@ -187,6 +187,11 @@ class LoraSlot:
     vLLM itself loads adapters from folders only, and keeps serving the old one under a known id.
     Here each version is a new adapter, so neither the slot nor cached prefixes of an older one are
     used.
+
+    Attributes:
+        request: that selects the adapters; None before the first `fill`.
+        rank: of the adapters in it.
+        scale: which its factors are still to be multiplied by; 1.0 unless `keep_scale` was called.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -194,6 +199,11 @@ class LoraSlot:
         mapper = getattr(runner.model, "hf_to_vllm_mapper", None)
         self._mapper = mapper and mapper.get_rename_mapper()
         self.request: Any = None
+        self.rank, self.scale, self._keeps_scale = 0, 1.0, False
+
+    def keep_scale(self) -> None:
+        """Leave the scale of adapters, which is the same for all, out of their factors."""
+        self._keeps_scale = True
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the memory of the slot: the factors that vLLM multiplies by, by layer."""
@@ -221,7 +231,7 @@ class LoraSlot:
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
         packed = {part for parts in self._manager.packed_modules.values() for part in parts}
-        layers = {}
+        layers, scales = {}, set[float]()
         for name, adapter in adapters:
             of_peft = f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight"
             module, _ = parse_fine_tuned_lora_name(of_peft, self._mapper)
@@ -230,13 +240,17 @@ class LoraSlot:
                     f"vLLM has no LoRA slot for {name!r}; remove it from target_modules, or merge "
                     "the adapters (reshard.lora=merged)"
                 )
-            left = (adapter.left.float() * adapter.scale).to(dtype)
+            scale = 1.0 if self._keeps_scale else adapter.scale
+            left = (adapter.left.float() * scale).to(dtype)
             right = adapter.right.to(dtype, copy=True)
             rank = right.shape[0]
             layers[module] = LoRALayerWeights(module, rank, rank, right, left, scaling=1.0)
+            scales.add(adapter.scale)
         number = version + 1  # vLLM counts from 1
         self._manager.remove_all_adapters()
-        rank = max(layer.rank for layer in layers.values())
-        self._manager.add_adapter(LoRAModel(number, rank, layers))
+        self.rank = max(layer.rank for layer in layers.values())
+        if self._keeps_scale:
+            (self.scale,) = scales
+        self._manager.add_adapter(LoRAModel(number, self.rank, layers))
         self._manager.activate_adapter(number)
         self.request = LoRARequest(f"version-{version}", number, "held in memory")

@@ -19,11 +19,12 @@ from hybridengine.trainer.images import find_conflicts
 
 
 def connect_servers(
-    config: RLConfig, tokenizer: PreTrainedTokenizerBase, link: RoleLink
+    config: RLConfig, tokenizer: PreTrainedTokenizerBase, link: RoleLink, *, exact: bool
 ) -> tuple[ServerEngine, ServerReceiver]:
     """Return this rank's share of `rollout.servers` as an engine, and what updates its weights.
 
-    Waits until they have started. Raises RolloutError where one cannot be used or does not come.
+    exact: whether they must have the operators of the trained model. Waits until they have started.
+    Raises RolloutError where one cannot be used or does not come.
     """
     rollout, number = config.rollout, link.role.engine
     servers = [VllmServer(url, i, link.timeout_s) for i, url in enumerate(rollout.servers)]
@@ -32,6 +33,8 @@ def connect_servers(
 
     def join(server: VllmServer) -> None:
         server.check_settings(config.max_model_len)
+        if exact:
+            server.check_exact(config.actor.fsdp_config.dtype)
         host, port = address_for(server.host, link.address)
         server.join(TrainersStore(host, port, f"{link.store.name}/weights", limit_s))
 

@@ -46,10 +46,11 @@ class RolloutWorker:
         self._engine: RolloutEngine
         self._receiver: WeightReceiver | ServerReceiver
         with session.phase("start_engine"):
+            exact = inexact_reason(config) is None
             if config.rollout.servers:
-                self._engine, self._receiver = connect_servers(config, tokenizer, self._link)
+                connected = connect_servers(config, tokenizer, self._link, exact=exact)
+                self._engine, self._receiver = connected
             else:
-                exact = inexact_reason(config) is None
                 self._engine = build_engine(config, tokenizer, exact=exact)
         agents = build_agents(config, tokenizer)
         self._checksum = WeightsChecksum(config, self._engine)
