@@ -218,6 +218,20 @@ def test_settings_are_checked_before_the_first_request(stand_ins: list[StandIn])
         VllmServer(second.url, 0, 60.0).check_settings(64)
     with pytest.raises(RolloutError, match=r"--max-model-len 64, less than .* 65 tokens"):
         VllmServer(first.url, 0, 60.0).check_settings(65)
+    settings = {
+        "additional_config": {},
+        "model_config": {"dtype": "torch.bfloat16"},
+        "parallel_config": {"tensor_parallel_size": 2},
+    }
+    first.routes["/server_info"] = {"vllm_config": settings}
+    message = r"--additional-config .*: true}' and --dtype float32 and --tensor-parallel-size 1;"
+    with pytest.raises(RolloutError, match=message):
+        VllmServer(first.url, 0, 60.0).check_exact("float32")
+    settings = {**settings, "additional_config": {"hybridengine_exact": True}}
+    settings |= {"parallel_config": {"tensor_parallel_size": 1}}
+    first.routes["/server_info"] = {"vllm_config": settings}
+    VllmServer(first.url, 0, 60.0).check_exact("bfloat16")
+    first.routes["/server_info"] = {"vllm_config": SETTINGS}
     first.routes["/init_weight_transfer_engine"] = 500, {"error": {"message": "another model"}}
     with pytest.raises(RolloutError, match=rf"{first.url}.*another model"), engine_of(first):
         pass
