@@ -136,8 +136,8 @@ def _inexact_settings(config: RLConfig) -> Iterator[str]:
     rank, targets = config.model.lora_rank, config.model.target_modules
     if rank and config.reshard.lora == "merged":
         yield (
-            f"model.lora_rank is {rank} and reshard.lora merged, and products of merged weights are "
-            "rounded elsewhere; set reshard.lora=adapters"
+            f"model.lora_rank is {rank} and reshard.lora merged, and merged weights are rounded "
+            "elsewhere; set reshard.lora=adapters"
         )
     if rank and "lm_head" in ([targets] if isinstance(targets, str) else targets):
         yield "model.target_modules names lm_head, and the head has no exact form with adapters"
