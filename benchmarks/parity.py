@@ -4,7 +4,8 @@ Two ranks: FSDP2 over both, an engine of TP 1 on each or of TP 2 over both, weig
 engine generates for prompts of 1 to 300 tokens of which many share a prefix, with a cache that is
 too small (so that sequences are preempted), prompts in chunks, and hits of the prefix cache. The
 model computes the same tokens packed, with shared prefixes once. `exact` is `rollout.exact`; a row
-counts the tokens and those whose float32 log-probs differ in any bit.
+counts the tokens and those whose float32 log-probs differ in any bit. `+LoRA`: with adapters of
+rank LORA_RANK on all linear layers, which the sync sends as they are.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 import tempfile
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from tests.tiny_models import VOCAB, save_tiny
 KINDS = ("llama", "qwen2", "qwen3", "gemma", "mistral")
 TOKENS = {1: 170_000, 2: 30_000}  # of a kind by TP size, a tenth of it for the default
 QUICK_TOKENS = 400
+LORA_RANK, LORA_TOKENS = 8, 30_000
 MODEL = Path(".cache/demo/smollm2-135m-instruct")  # `python examples/demo/prepare.py`
 MODEL_TOKENS = 10_000
 ROUND_PROMPTS, RESPONSES, MAX_TOKENS = 24, 4, 128
@@ -39,6 +42,11 @@ def run(bench: Bench) -> None:
                 path = save_tiny(kind, folder)
                 wanted = QUICK_TOKENS if bench.quick else TOKENS[tp_size] // (1 if exact else 10)
                 _add(bench, f"{kind} TP {tp_size}", path, VOCAB, tp_size, exact, wanted)
+    for (kind, tp_size), exact in product(cases[1:2] if bench.quick else cases[:4], (True, False)):
+        with tempfile.TemporaryDirectory() as folder:
+            path, wanted = save_tiny(kind, folder), QUICK_TOKENS if bench.quick else LORA_TOKENS
+            shape = f"{kind}+LoRA TP {tp_size}"
+            _add(bench, shape, path, VOCAB, tp_size, exact, wanted, LORA_RANK)
     if MODEL.is_dir() and not bench.quick:
         for tp_size, exact in ((1, True), (1, False)):
             _add(
@@ -53,9 +61,16 @@ def run(bench: Bench) -> None:
 
 
 def _add(
-    bench: Bench, shape: str, path: str, vocab: int, tp_size: int, exact: bool, wanted: int
+    bench: Bench,
+    shape: str,
+    path: str,
+    vocab: int,
+    tp_size: int,
+    exact: bool,
+    wanted: int,
+    lora_rank: int = 0,
 ) -> None:
-    results = run_ranks(_rank, 2, path, vocab, tp_size, exact, wanted, timeout_s=1500)
+    results = run_ranks(_rank, 2, path, vocab, tp_size, exact, wanted, lora_rank, timeout_s=1500)
     tokens, differing = (sum(r[i] for r in results) // (tp_size if i < 2 else 1) for i in (0, 1))
     largest, seconds = (max(r[i] for r in results) for i in (2, 3))
     bench.add(
@@ -71,12 +86,22 @@ def _add(
 
 
 def _rank(
-    rank: int, world_size: int, path: str, vocab: int, tp_size: int, exact: bool, wanted: int
+    rank: int,
+    world_size: int,
+    path: str,
+    vocab: int,
+    tp_size: int,
+    exact: bool,
+    wanted: int,
+    lora_rank: int,
 ) -> tuple[int, int, float, float]:
     """Return tokens, how many differ, the largest difference, and seconds, of this rank."""
     from transformers import AutoConfig
 
     from hybridengine.model import (
+        adapter_shards,
+        apply_lora,
+        frozen_parameters,
         load_causal_lm,
         pack_rollouts,
         packed_log_probs,
@@ -98,6 +123,7 @@ def _rank(
         max_model_len=512,
         stop_token_ids=[vocab - 1],
         dtype=torch.float32,
+        lora_rank=lora_rank,
         kv_cache_bytes=(6 << 20 if is_tiny else 64 << 20) // tp_size,
         exact=exact,
         engine_options={
@@ -109,14 +135,28 @@ def _rank(
     )
     sliced = engine.target.layout.sliced_dims(checkpoint.parameters)
     splits = {name: tp_size for name, dim in sliced.items() if dim == 1}
+
+    def adapt(unsharded: Any) -> None:
+        if lora_rank:
+            apply_lora(unsharded, lora_rank, 1.5 * lora_rank)
+        if exact:
+            use_exact_operators(unsharded, splits)
+
     model = load_causal_lm(
         path,
         mesh=sharding_mesh("cpu", world_size),
         shard_dim1=lambda name: False,
         param_dtype=torch.float32,
-        adapt=partial(use_exact_operators, splits=splits) if exact else None,
+        adapt=adapt,
     )
-    Resharder(lambda: parameter_shards(model), engine).sync(0)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for adapter in adapter_shards(model).values():
+            adapter.left.normal_(std=0.05)  # it is zero at first
+    adapters = partial(adapter_shards, model)
+    frozen = partial(frozen_parameters, model)
+    shards = partial(parameter_shards, model)
+    Resharder(shards, engine, adapters=adapters, merge=False, frozen=frozen).sync(0)
     draw = random.Random(rank // tp_size)
     tokens = lambda n: [draw.randrange(3, vocab) for _ in range(n)]  # noqa: E731
     count = differing = number = 0
