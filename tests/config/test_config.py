@@ -250,7 +250,6 @@ def test_what_servers_refuse(overrides, message):
 @pytest.mark.parametrize(
     "override",
     [
-        "rollout.servers=[http://10.0.0.5:8000]",
         "rollout.quantization=fp8",
         "rollout.top_p=0.9",
         "rollout.top_k=5",
