@@ -183,9 +183,12 @@ def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
     x, weight, _, ctx.offset, _ = inputs
     ctx.save_for_backward(x, weight, output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
-def _norm_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _norm_gradients(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 5
     x, weight, inverse_rms = ctx.saved_tensors
     grad_x, grad_weight = _rms_norm_backward(grad, x, weight, inverse_rms, ctx.offset)
     return grad_x, grad_weight.to(weight.dtype), None, None, None
