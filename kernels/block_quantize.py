@@ -60,7 +60,7 @@ def block_quantize(weight: Tensor, *, backend: str | None = None) -> tuple[Tenso
         raise ValueError(
             f"{_OP}: weight has shape {list(weight.shape)}; expected at least two dimensions."
         )
-    quantized, scale = torch.ops.hybridengine.block_quantize(weight, backend)
+    quantized, scale = _block_quantize(weight, backend)
     return quantized, scale
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import _check as check
 from ._backend import choose_backend, native, register_backends
-from ._library import custom_op, needs_dispatcher
+from ._library import custom_op
 from .linear.mixed_gemm import has_fast_products, mixed_gemm
 
 OP = "decode_linear"
@@ -87,8 +87,7 @@ def decode_linear(
         raise ValueError(f"{OP}: splits is {splits}; expected a divisor of K = {x.shape[-1]}.")
     chosen = choose_backend(OP, x.device, backend, x.dtype)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    run = _op if needs_dispatcher(x, weight, bias) else _run
-    out = run(rows, weight, bias, out_dtype, splits, chosen)
+    out: Tensor = _op(rows, weight, bias, out_dtype, splits, chosen)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import launch
+from ._launch import ceil_div, launch
 
 GROUP = 8  # tiles of rows that share a tile of the weight while it is in the second cache
 
@@ -120,7 +120,7 @@ def decode_linear(
     if out.numel() == 0:
         return out
     tiles = tiles or choose_tiles(rows, x.dtype)
-    grid = (triton.cdiv(rows, tiles.block_m) * triton.cdiv(n, tiles.block_n),)
+    grid = (ceil_div(rows, tiles.block_m) * ceil_div(n, tiles.block_n),)
     launch(
         linear_kernel,
         grid,

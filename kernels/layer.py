@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import _check as check
 from ._backend import choose_backend, native, register_backends
-from ._library import custom_op, needs_dispatcher
+from ._library import custom_op
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -67,10 +67,7 @@ def rms_norm(
     chosen = choose_backend(op, x.device, backend, x.dtype)
     if chosen == "reference":
         return _rms_norm_reference(x, weight, eps, offset, round_first)
-    if needs_dispatcher(x, weight):
-        out, _ = torch.ops.hybridengine.rms_norm(_rows(x), weight, eps, offset, round_first)
-    else:
-        out, _ = _run_norm(_rows(x), weight, eps, offset, round_first, False)
+    out, _ = _rms_norm(_rows(x), weight, eps, offset, round_first)
     return out.view(x.shape)
 
 
@@ -129,10 +126,7 @@ def gated_activation(
     chosen = choose_backend(op, gate.device, backend, gate.dtype)
     if chosen == "reference":
         return _gated_reference(gate, up, activation)
-    if needs_dispatcher(gate, up):
-        out = torch.ops.hybridengine.gated_activation(_rows(gate), _rows(up), activation)
-    else:
-        out = _kernels(gate).gated_activation(_rows(gate), _rows(up), activation)
+    out: Tensor = _gated_activation(_rows(gate), _rows(up), activation)
     return out.view(gate.shape)
 
 
@@ -151,20 +145,14 @@ def _kernels(x: Tensor) -> Any:
     return layer_triton
 
 
-def _run_norm(
-    x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool, keep: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the normed rows and, with `keep`, 1 / rms of each."""
-    arguments = (x, weight.contiguous(), eps, offset, round_first, keep)
-    results: tuple[Tensor, Tensor] = _kernels(x).rms_norm(*arguments)
-    return results
-
-
 @custom_op("hybridengine::rms_norm", mutates_args=())
 def _rms_norm(
     x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
 ) -> tuple[Tensor, Tensor]:
-    return _run_norm(x, weight, eps, offset, round_first, True)
+    """Return the normed rows and 1 / rms of each."""
+    arguments = (x, weight.contiguous(), eps, offset, round_first, True)
+    results: tuple[Tensor, Tensor] = _kernels(x).rms_norm(*arguments)
+    return results
 
 
 @_rms_norm.register_fake
@@ -195,13 +183,14 @@ def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
     x, weight, _, ctx.offset, _ = inputs
     ctx.save_for_backward(x, weight, output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
-def _norm_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _norm_gradients(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 5
     x, weight, inverse_rms = ctx.saved_tensors
-    grad_x, grad_weight = torch.ops.hybridengine.rms_norm_backward(
-        grad, x, weight, inverse_rms, ctx.offset
-    )
+    grad_x, grad_weight = _rms_norm_backward(grad, x, weight, inverse_rms, ctx.offset)
     return grad_x, grad_weight.to(weight.dtype), None, None, None
 
 
@@ -241,7 +230,7 @@ def _save_gated(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gated_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     gate, up = ctx.saved_tensors
-    return *torch.ops.hybridengine.gated_activation_backward(grad, gate, up, ctx.activation), None
+    return *_gated_activation_backward(grad, gate, up, ctx.activation), None
 
 
 _gated_activation.register_autograd(_gated_gradients, setup_context=_save_gated)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import launch
+from ._launch import ceil_div, launch, next_power_of_2
 
 TILE = 4096  # elements of a program, of several rows if they are narrow
 PARTIAL_ROWS = 128  # rows of a partial sum of the weight's gradient
@@ -100,7 +100,7 @@ def norm_backward_kernel(
 
 def norm_tile(width: int) -> dict[str, int]:
     """Return ROWS, BLOCK and num_warps for rows of this width."""
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     warps = min(max(block // 512, 4), 32)
     return {"ROWS": min(max(1, TILE // block), PARTIAL_ROWS), "BLOCK": block, "num_warps": warps}
 
@@ -127,7 +127,7 @@ def rms_norm(
         tile = norm_tile(width)
         launch(
             norm_kernel,
-            (triton.cdiv(rows, tile["ROWS"]),),
+            (ceil_div(rows, tile["ROWS"]),),
             *(x, weight, out, inverse_rms, rows, width, x.stride(0), eps, offset),
             ROUND_FIRST=round_first,
             KEEP=keep,
@@ -146,7 +146,7 @@ def rms_norm_backward(
     rows, width = x.shape
     grad, x, weight = _one_layout(grad), _one_layout(x), _one_layout(weight[None])
     grad_x = x.new_empty(rows, width)
-    programs = triton.cdiv(rows, PARTIAL_ROWS)
+    programs = ceil_div(rows, PARTIAL_ROWS)
     partials = x.new_empty(programs, width, dtype=torch.float32)
     if grad_x.numel():
         launch(
@@ -241,7 +241,7 @@ def _launch_gated(
     if rows and width:
         launch(
             kernel,
-            (rows, triton.cdiv(width, GATED_BLOCK)),
+            (rows, ceil_div(width, GATED_BLOCK)),
             *(*inputs, *outputs, width, *(x.stride(0) for x in inputs)),
             GELU=activation == "gelu_tanh",
             BLOCK=GATED_BLOCK,

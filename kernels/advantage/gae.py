@@ -71,7 +71,7 @@ def gae(
         raise ValueError("gae: rewards is [T]; give cu_seqlens, or [B, L].")
     backend = choose_backend(op, rewards.device, backend, rewards.dtype)
     values, mask = tokens.get("values"), tokens.get("response_mask")
-    results = torch.ops.hybridengine.gae(
+    results = _gae(
         tokens["rewards"].contiguous(),
         None if values is None else values.detach().to(dtype).contiguous(),
         cu_seqlens,

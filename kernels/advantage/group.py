@@ -94,7 +94,7 @@ def group_advantage(
     backend = choose_backend(op, rewards.device, backend, rewards.dtype)
     if estimator == "grpo" and not norm_by_std:
         estimator = "mean"
-    per_row, per_token = torch.ops.hybridengine.group_advantage(
+    per_row, per_token = _group_advantage(
         rewards,
         group_ids,
         GROUP_ESTIMATORS.index(estimator),

@@ -56,9 +56,9 @@ def whiten(
     backend = choose_backend(op, values.device, backend, values.dtype)
     values = values.detach().contiguous()
     mask = None if mask is None else check.mask(op, "mask", mask).contiguous()
-    own = torch.ops.hybridengine.whiten_moments(values, mask, backend)
+    own = _moments(values, mask, backend)
     moments = _gather(own, group)
-    return torch.ops.hybridengine.whiten_apply(values, mask, moments, shift_mean, epsilon, backend)
+    return _apply(values, mask, moments, shift_mean, epsilon, backend)
 
 
 def _gather(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch import launch
+from .._launch import ceil_div, launch
 
 BLOCK = 2048
 JOIN_BLOCK = 256
@@ -95,7 +95,7 @@ def apply_kernel(
 
 def moments_triton(values: Tensor, mask: Tensor | None) -> Tensor:
     """Compute (count, mean, sum of squared deviations) of the unmasked entries, float64 [3]."""
-    blocks = triton.cdiv(values.numel(), BLOCK)
+    blocks = ceil_div(values.numel(), BLOCK)
     moments = values.new_empty(blocks, 3, dtype=torch.float64)
     if blocks:
         launch(
@@ -121,7 +121,7 @@ def apply_triton(
     if values.numel():
         launch(
             apply_kernel,
-            (triton.cdiv(values.numel(), BLOCK),),
+            (ceil_div(values.numel(), BLOCK),),
             values,
             mask,
             moments,

@@ -116,7 +116,7 @@ def tree_attention(
         softcap = check.number(OP, "softcap", softcap, above=0)
     scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     scale = check.number(OP, "softmax_scale", scale)
-    out, _ = torch.ops.hybridengine.tree_attention(
+    out, _ = _forward_op(
         query, key, value, ends, position_ids, scale, window_size, softcap, backend, batch_invariant
     )
     return out
@@ -197,6 +197,7 @@ def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> t
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     *tensors, ctx.scale, ctx.window_size, ctx.softcap, ctx.backend, _ = inputs
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
 
 
@@ -206,7 +207,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tens
     if grad_out is None:
         return None, None, None, *no_gradients
     query, key, value, ends, position_ids, out, lse = ctx.saved_tensors
-    grads = torch.ops.hybridengine.tree_attention_backward(
+    grads = _backward_op(
         grad_out,
         query,
         key,

@@ -13,10 +13,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from .._launch import launch
+from .._launch import ceil_div, launch
 from . import reference
 from .reference import Heads, TreeOptions
 from .triton_backward import delta_kernel, key_grad_kernel, query_grad_kernel
@@ -106,7 +105,7 @@ def tree_attention_forward(inputs: Heads, options: TreeOptions) -> tuple[Tensor,
     tables = block_tables(subtree_ends, position_ids, window_size, tiles.block_n, tiles.block_m)
     launch(
         forward_kernel,
-        (heads, triton.cdiv(tokens, tiles.block_m)),
+        (heads, ceil_div(tokens, tiles.block_m)),
         problem.query,
         problem.key,
         problem.value,
@@ -140,7 +139,7 @@ def tree_attention_backward(
     tokens, heads, value_width = out.shape
     launch(
         delta_kernel,
-        (heads, triton.cdiv(tokens, _DELTA_BLOCK)),
+        (heads, ceil_div(tokens, _DELTA_BLOCK)),
         grad_out,
         out,
         delta,
@@ -171,7 +170,7 @@ def _query_grad(
     tables = block_tables(ends, positions, window_size, tiles.block_n, tiles.block_m)
     launch(
         query_grad_kernel,
-        (heads, triton.cdiv(tokens, tiles.block_m)),
+        (heads, ceil_div(tokens, tiles.block_m)),
         *rows,
         ends,
         positions,
@@ -196,7 +195,7 @@ def _key_grad(
 ) -> None:
     tiles = problem.tiles("key_grad")
     (tokens, heads, _), kv_heads = rows[0].shape, grad_key.shape[1]
-    blocks = triton.cdiv(tokens, tiles.block_n)
+    blocks = ceil_div(tokens, tiles.block_n)
     per_program = _heads_per_program(blocks, heads, kv_heads, ends.device)
     parts = heads // per_program
     sums = grads = [grad_key, grad_value]

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch import launch
+from .._launch import ceil_div, launch
 from .reference import Heads, TreeOptions
 from .triton_forward import LN2, LOWEST, scores_of, softmax_step
 from .triton_tiles import MAX_HEAD_SIZE, Tiles, block_sizes, capability_of, scale_arguments, strides
@@ -246,7 +246,7 @@ def path_attention(inputs: Heads, options: TreeOptions) -> tuple[Tensor, Tensor]
     group = heads // kv_heads
     launch(
         path_kernel,
-        (kv_heads, triton.cdiv(tokens * group, tiles.block_m)),
+        (kv_heads, ceil_div(tokens * group, tiles.block_m)),
         *(query, key, value, positions, begins, parents, out, lse, tokens, group),
         **strides(query=query, key=key, value=value),
         **{"width": width, "value_width": value_width, "window_size": window_size or 0},

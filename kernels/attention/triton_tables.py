@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch import launch
+from .._launch import ceil_div, launch
 
 # Rows of the tables, one column per block of tokens.
 MAX_END = tl.constexpr(0)
@@ -129,7 +129,7 @@ def block_tables(
 
     block_m: number of queries of a program, a multiple of `block`.
     """
-    tokens, blocks = subtree_ends.shape[0], triton.cdiv(subtree_ends.shape[0], block)
+    tokens, blocks = subtree_ends.shape[0], ceil_div(subtree_ends.shape[0], block)
     rows = _ROWS if window_size is None else _ROWS_WITH_WINDOW
     tables = torch.empty(rows, blocks, dtype=torch.int32, device=subtree_ends.device)
     grid = (blocks,)

@@ -13,8 +13,9 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
+
+from .._launch import next_power_of_2
 
 MAX_HEAD_SIZE = 256  # of the kernels
 
@@ -84,7 +85,7 @@ def capability_of(x: Tensor) -> int:
 
 def block_sizes(width: int, value_width: int) -> dict[str, Any]:
     """Return BLOCK_D and BLOCK_V of head sizes, and whether these are the head sizes."""
-    block_d, block_v = (max(16, triton.next_power_of_2(n)) for n in (width, value_width))
+    block_d, block_v = (max(16, next_power_of_2(n)) for n in (width, value_width))
     exact = (block_d, block_v) == (width, value_width)
     return {"ALL_COLUMNS": exact, "BLOCK_D": block_d, "BLOCK_V": block_v}
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _check as check
+from .._library import CustomOp
 from .._per_token import compute_dtype
 from ..logprob.options import ROW_SCHEMA, RowOptions
 
@@ -96,11 +97,14 @@ def empty_gradients(tensors: Sequence[Tensor | None], wanted: Sequence[bool]) ->
 
 
 def register_linear_autograd(
-    op: str, main_grad_at: int, from_results: Callable[[Sequence[Tensor]], Sequence]
+    op: str,
+    ops: tuple[CustomOp, CustomOp],
+    main_grad_at: int,
+    from_results: Callable[[Sequence[Tensor]], Sequence],
 ) -> None:
-    """Register the op `{op}_backward` as the gradient of `op`, and its fake kernel.
+    """Register the second of `ops` as the gradient of the first, and its fake kernel.
 
-    It takes the arguments of `op` (hidden, weight, bias, token_ids, row options, others with
+    It takes the arguments of the first (hidden, weight, bias, token_ids, row options, others with
     main_grad at `main_grad_at`), what `from_results` makes of its results, the gradients of
     log_probs and entropy, and which of the three gradients are wanted; those are then empty.
     """
@@ -142,6 +146,6 @@ def register_linear_autograd(
         wanted[1] = wanted[1] and rest[main_grad_at] is None
         return *(g if want else None for g, want in zip(grads, wanted, strict=True)), *no_gradients
 
-    backward_op = getattr(torch.ops.hybridengine, f"{op}_backward")
-    torch.library.register_fake(f"hybridengine::{op}_backward", fake)
-    torch.library.register_autograd(f"hybridengine::{op}", backward, setup_context=setup_context)
+    forward_op, backward_op = ops
+    backward_op.register_fake(fake)
+    forward_op.register_autograd(backward, setup_context=setup_context)

@@ -171,7 +171,7 @@ def linear_cross_entropy(
         active_rows,
         main_grad is not None,
     )
-    call = torch.ops.hybridengine.linear_cross_entropy
+    call = _cross_entropy_op
     if reduction == "none":
         losses, z_losses, *_ = call(*tensors, *arguments, [False] * 3, backend)
         return _reduced(losses, z_losses.detach(), reduction, divisor, shape)
@@ -291,7 +291,7 @@ def _backward(ctx: Any, grad_losses: Tensor | None, *_: Any) -> tuple[Tensor | N
         return None, None, None, *no_gradients
     options, (*tensors, labels, active_rows) = RowOptions.restore(ctx)
     budget_bytes, deterministic, *settings = ctx.settings
-    *_, hidden, weight, bias = torch.ops.hybridengine.linear_cross_entropy(
+    *_, hidden, weight, bias = _cross_entropy_op(
         *tensors,
         labels,
         *options,
@@ -308,9 +308,7 @@ def _backward(ctx: Any, grad_losses: Tensor | None, *_: Any) -> tuple[Tensor | N
     return *grads, *no_gradients
 
 
-torch.library.register_autograd(
-    "hybridengine::linear_cross_entropy", _backward, setup_context=_setup_context
-)
+_cross_entropy_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _Target:

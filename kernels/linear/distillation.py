@@ -149,7 +149,7 @@ def linear_distillation_loss(
         return (losses.sum() / divisor).to(losses.dtype), in_shape(losses.detach(), shape)
     wanted = wanted_gradients(tensors)
     detached = (None if t is None else t.detach() for t in tensors)
-    losses, _, *grads = torch.ops.hybridengine.linear_distillation(
+    losses, _, *grads = _distillation_op(
         *detached,
         *frozen,
         mask,

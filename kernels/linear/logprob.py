@@ -123,7 +123,7 @@ def linear_token_log_probs(
         )
     flat = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
     keep_logits = _keeps_logits((flat, weight, bias), options, budget_bytes, deterministic)
-    results = torch.ops.hybridengine.linear_token_log_probs(
+    results = _forward_op(
         flat,
         weight,
         bias,
@@ -259,5 +259,8 @@ def _backward_op(
 
 
 register_linear_autograd(
-    "linear_token_log_probs", main_grad_at=2, from_results=lambda results: [results[:4], results[4]]
+    "linear_token_log_probs",
+    (_forward_op, _backward_op),
+    main_grad_at=2,
+    from_results=lambda results: [results[:4], results[4]],
 )

@@ -26,7 +26,7 @@ from ..logprob.op import token_log_probs
 from ..logprob.options import in_shape, row_options
 from ..logprob.rows import has_unscaled_gradient, rows_forward, rows_unscaled_gradient
 from ..policy_loss.importance import ImportanceBounds
-from ..policy_loss.op import kernel_tensors, policy_loss
+from ..policy_loss.op import kernel_tensors, policy_loss, policy_loss_op
 from ..policy_loss.terms import (
     KL_TYPES,
     LOSS_MODES,
@@ -253,7 +253,7 @@ def _one_pass_loss(
         policy_loss(zeros, entropy=zeros, **loss_arguments)
     tensors = (hidden, weight, head["bias"])
     wanted = wanted_gradients(tensors)
-    log_probs, entropy, *grads = torch.ops.hybridengine.linear_policy_gradient(
+    log_probs, entropy, *grads = _gradient_op(
         *(None if t is None else t.detach() for t in tensors),
         token_ids.flatten(),
         *row_options(op, token_ids, weight.shape[0], **row_arguments),
@@ -417,7 +417,7 @@ def _token_gradients(
     if rollout is not None:
         is_weights = is_bounds.token_weights(old, rollout, mask)
     ones = torch.ones(2, dtype=torch.float64, device=weights.device)
-    *_, grad_log_probs, grad_entropy = torch.ops.hybridengine.policy_loss(
+    *_, grad_log_probs, grad_entropy = policy_loss_op(
         log_probs,
         entropy,
         old,

@@ -133,7 +133,7 @@ def token_log_probs(
     )
     shape = token_ids.shape
     flat = logits if logits.dim() == 2 else logits.reshape(token_ids.numel(), logits.shape[-1])
-    log_probs, entropy, row_max, log_sum, squares = torch.ops.hybridengine.token_log_probs(
+    log_probs, entropy, row_max, log_sum, squares = _forward_op(
         flat, token_ids.flatten(), *options, return_stats, inplace_backward, backend
     )
     outputs = (in_shape(log_probs, shape), in_shape(entropy, shape))
@@ -276,9 +276,7 @@ def _backward(
         rows_backward(logits, logits, token_ids, options, *arguments)
         torch.autograd.graph.increment_version(logits)
         return logits, *no_gradients
-    gradient = torch.ops.hybridengine.token_log_probs_backward(
-        logits, token_ids, *options, *arguments
-    )
+    gradient = _backward_op(logits, token_ids, *options, *arguments)
     return gradient, *no_gradients
 
 
@@ -288,6 +286,4 @@ def _rows_are_separate(logits: Tensor) -> bool:
     return (vocab <= 1 or logits.stride(1) == 1) and (rows <= 1 or logits.stride(0) >= vocab)
 
 
-torch.library.register_autograd(
-    "hybridengine::token_log_probs", _backward, setup_context=_setup_context
-)
+_forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch import launch
+from .._launch import ceil_div, launch
 from .options import RowOptions
 
 FORWARD_BLOCK = 2048
@@ -375,7 +375,7 @@ def backward(
     if rows and vocab:
         launch(
             backward_kernel,
-            (rows, triton.cdiv(vocab, BACKWARD_BLOCK)),
+            (rows, ceil_div(vocab, BACKWARD_BLOCK)),
             *pointers,
             *row_results,
             *grads,

@@ -71,10 +71,10 @@ def pack(
         check.integer("pack", "capacity", capacity, at_least=0)
     if mask.size(1) > 1 and mask.stride(1) != 1:
         mask = mask.contiguous()
-    cu_seqlens, position_ids, indices, inverse, num_dropped, max_seqlen = (
-        torch.ops.hybridengine.pack_layout(mask, capacity, backend)
+    cu_seqlens, position_ids, indices, inverse, num_dropped, max_seqlen = _pack_layout(
+        mask, capacity, backend
     )
-    values = torch.ops.hybridengine.move_rows(
+    values = _move_rows(
         list(tensors), indices, inverse, position_ids, 2, [indices.size(0)], fills, shifts, backend
     )
     return Packed(
@@ -162,9 +162,7 @@ def move_rows(
         [tensor([ 2, -1,  0])]
     """
     fills, shifts = [fill] * len(sources), [0] * len(sources)
-    return torch.ops.hybridengine.move_rows(
-        sources, index, inverse, None, leading, out_shape, fills, shifts, backend
-    )
+    return _move_rows(sources, index, inverse, None, leading, out_shape, fills, shifts, backend)
 
 
 def _check_padded(tensors: list[Tensor], mask: Tensor, shifted: list[int]) -> Tensor:

@@ -267,7 +267,7 @@ class _PolicyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        loss, metrics, _, _, *gradients = torch.ops.hybridengine.policy_loss(*arguments)
+        loss, metrics, _, _, *gradients = policy_loss_op(*arguments)
         ctx.set_materialize_grads(False)  # else autograd makes zeros for the metrics
         ctx.mark_non_differentiable(metrics)
         # The two inputs let a second derivative find the node that raises.
@@ -300,7 +300,7 @@ def _gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
 
 
 @custom_op("hybridengine::policy_loss", mutates_args=())
-def _policy_loss(
+def policy_loss_op(
     log_probs: Tensor,
     entropy: Tensor | None,
     old_log_probs: Tensor,
@@ -355,7 +355,7 @@ def _policy_loss(
     )
 
 
-@_policy_loss.register_fake
+@policy_loss_op.register_fake
 def _(log_probs: Tensor, *args: Any) -> tuple[Tensor, ...]:
     *_, wants_tokens, wants_gradient, wants_entropy_gradient = args[-3]
     num_tokens = log_probs.size(0)

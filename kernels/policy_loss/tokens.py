@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _check as check
 from .arguments import LossInputs, check_inputs
-from .op import kernel_arguments, policy_loss
+from .op import kernel_arguments, policy_loss, policy_loss_op
 from .reference import policy_loss_reference
 from .terms import SEQUENCE_RATIO_MODES
 
@@ -109,7 +109,7 @@ class _TokenPolicyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        _, _, terms, clips, *gradients = torch.ops.hybridengine.policy_loss(*arguments)
+        _, _, terms, clips, *gradients = policy_loss_op(*arguments)
         loss, others = terms[0], terms[1:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(others, clips)

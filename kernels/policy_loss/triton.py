@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._aggregation import LOSS_AGG_MODES, loss_denominators
-from .._launch import launch
+from .._launch import ceil_div, launch
 from .._per_token import as_mask
 from .terms import KERNEL_MODES, SEQUENCE_MODES, SEQUENCE_RATIO_MODES
 from .triton_terms import clamp, gmpo_log_ratio, log_ratio, token_kl, token_loss
@@ -271,7 +271,7 @@ def policy_loss_triton(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor,
     needs_stats = by_length or loss_mode in SEQUENCE_MODES
     num_tokens = log_probs.numel()
     num_sequences = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
-    programs = triton.cdiv(num_tokens, BLOCK)
+    programs = ceil_div(num_tokens, BLOCK)
     gradient = log_probs.new_empty(num_tokens if wants_gradient else 0)
     entropy_gradient = log_probs.new_empty(num_tokens if wants_entropy_gradient else 0)
     token_terms = log_probs.new_zeros(3 if wants_tokens else 0, num_tokens)

@@ -106,7 +106,7 @@ def rollout_correction(
     backend = choose_backend(op, device, backend, old_log_probs.dtype)
     old, rollout = (tokens[k].detach() for k in ("old_log_probs", "rollout_log_probs"))
     mask = tokens.get("response_mask")
-    weights, accepted, values = torch.ops.hybridengine.rollout_correction(
+    weights, accepted, values = _rollout_correction(
         old.contiguous(),
         rollout.contiguous(),
         None if mask is None else mask.contiguous(),

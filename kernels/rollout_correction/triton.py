@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch import launch
+from .._launch import ceil_div, launch
 from ..policy_loss.importance import ImportanceBounds
 from ..policy_loss.triton import find_sequence
 from ..policy_loss.triton_terms import clamp, log_ratio
@@ -224,7 +224,7 @@ def correct_triton(
     by_sequence = rollout_is == "sequence" or any(i >= _FIRST_OF_SEQUENCES for i in numbers)
     weights = old_log_probs.new_empty(tokens if rollout_is else 0, dtype=torch.float32)
     remaining = old_log_probs.new_empty(tokens, dtype=torch.bool)
-    blocks = triton.cdiv(tokens, BLOCK)
+    blocks = ceil_div(tokens, BLOCK)
     partials = old_log_probs.new_empty(blocks, NUM_SUMS, dtype=torch.float32)
     metrics = old_log_probs.new_empty(_NUM_METRICS, dtype=torch.float64)
     stats = old_log_probs.new_empty(sequences if by_sequence else 0, 2, dtype=torch.float32)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch import launch
+from .._launch import ceil_div, launch, next_power_of_2
 from .reference import SamplingParameters
 
 TILE = 4096  # entries of one sum
@@ -328,7 +328,7 @@ def triton_sample(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return tokens, log_probs, num_kept and kept_ids, which is empty unless requested."""
     rows, vocab = logits.shape
-    tiles = triton.cdiv(vocab, TILE)
+    tiles = ceil_div(vocab, TILE)
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
@@ -353,7 +353,7 @@ def triton_sample(
             *summary,
             *(keys, weights, ids, tokens, log_probs, num_kept, width),
             *sizes,
-            triton.next_power_of_2(tiles),
+            next_power_of_2(tiles),
             CHUNK,
             FAN,
             num_warps=8,

@@ -125,7 +125,7 @@ def sparse_linear_token_log_probs(
             vocab_mask=_as_mask(kept_ids, cu_kept, weight.shape[0]),
             backend=backend,
         )
-    log_probs, entropy, *_ = torch.ops.hybridengine.sparse_linear_token_log_probs(
+    log_probs, entropy, *_ = _forward_op(
         hidden, weight, bias, token_ids, *options, kept_ids.int(), cu_kept, backend, main_grad
     )
     return in_shape(log_probs, token_ids.shape), in_shape(entropy, token_ids.shape)
@@ -273,4 +273,9 @@ def _backward_op(
     return tuple(grads)
 
 
-register_linear_autograd(OP, main_grad_at=3, from_results=lambda results: (results[2], results[1]))
+register_linear_autograd(
+    OP,
+    (_forward_op, _backward_op),
+    main_grad_at=3,
+    from_results=lambda results: (results[2], results[1]),
+)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch import launch
+from .._launch import ceil_div, launch, next_power_of_2
 
 BLOCK = 1024  # elements of a row at a time
 
@@ -108,7 +108,7 @@ def weight_grad_kernel(
 
 
 def _block(width: int) -> int:
-    return min(BLOCK, triton.next_power_of_2(max(width, 16)))
+    return min(BLOCK, next_power_of_2(max(width, 16)))
 
 
 def logits(
@@ -143,7 +143,7 @@ def hidden_grad(
     if out.numel():
         launch(
             hidden_grad_kernel,
-            (rows, triton.cdiv(width, block)),
+            (rows, ceil_div(width, block)),
             weight,
             ids,
             ends,
@@ -167,7 +167,7 @@ def weight_grad(
     if out.numel():
         launch(
             weight_grad_kernel,
-            (vocab, triton.cdiv(width, block)),
+            (vocab, ceil_div(width, block)),
             hidden,
             row,
             order,

@@ -3,11 +3,12 @@
 import contextlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hybridengine.kernels import policy_loss
-from hybridengine.kernels._launch import launch
+from hybridengine.kernels._launch import Forms, launch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 KERNELS = Path(__file__).parents[2] / "kernels"
@@ -19,6 +20,7 @@ class Recorder:
     def __init__(self, monkeypatch):
         self.launches, self._device = [], None
         monkeypatch.setattr(torch.cuda, "device", self._enter)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
     @contextlib.contextmanager
     def _enter(self, device):
@@ -36,14 +38,77 @@ class Recorder:
 def test_a_launch_takes_the_device_of_its_first_tensor(monkeypatch):
     kernel = Recorder(monkeypatch)
     with FakeTensorMode():
-        second = torch.empty(4, device="cuda:1")
+        first, second = (torch.empty(4, device=f"cuda:{i}") for i in range(2))
     host = torch.empty(4)
     launch(kernel, (2,), None, second, 3, BLOCK=8)
     launch(kernel, (1, 2), host)  # the interpreter
+    launch(kernel, (3,), first)  # the current device
     assert kernel.launches == [
         (torch.device("cuda", 1), (2,), (None, second, 3), {"BLOCK": 8}),
         (None, (1, 2), (host,), {}),
+        (None, (3,), (first,), {}),
     ]
+
+
+class Compiler:
+    """In place of a Triton kernel: counts how often it is compiled and launched."""
+
+    def __init__(self):
+        names = ("x", "varying", "number", "SIZE")
+        kinds = ((False, False), (False, True), (False, False), (True, False))
+        self.params = [
+            SimpleNamespace(name=name, is_constexpr=constant, do_not_specialize=varying)
+            for name, (constant, varying) in zip(names, kinds, strict=True)
+        ]
+        self.compiled, self.launched = [], []
+
+    def __getitem__(self, grid):
+        def compile_and_launch(*arguments, **options):
+            self.compiled.append((grid, arguments, options))
+            return Compiled(self.launched)
+
+        return compile_and_launch
+
+
+class Compiled:
+    def __init__(self, launched):
+        self._launched = launched
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self._launched.append((grid, arguments))
+
+
+ALIGNED = torch.empty(64)
+CHANGES = {
+    "the same": (0, {}),
+    "another number of the same kind": (0, {"varying": 16, "number": 5}),
+    "alignment": (1, {"x": ALIGNED[1:]}),
+    "dtype": (1, {"x": ALIGNED.to(torch.bfloat16)}),
+    "no tensor": (1, {"x": None}),
+    "divisible by 16": (1, {"number": 32}),
+    "one": (1, {"number": 1}),
+    "64 bits": (1, {"number": 2**31 + 1}),
+    "64 bits, not specialized": (1, {"varying": 2**31}),
+    "a float": (1, {"number": 3.0}),
+    "a constant": (1, {"SIZE": 64}),
+    "an option": (1, {"num_warps": 8}),
+    "the device": (1, {"device": 1}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_compiled_kernel_is_launched_again_for_what_triton_compiles_alike(change):
+    kernel = Compiler()
+    forms = Forms(kernel)
+    compilations, changed = CHANGES[change]
+    call = {"device": 0, "x": ALIGNED, "varying": 7, "number": 3, "SIZE": 32, "num_warps": 4}
+    for given in (call, call | changed):
+        x, number, device = given["x"], given["number"], given["device"]
+        named = {name: given[name] for name in ("num_warps", "SIZE", "number")}
+        forms.launch(device, (5,), (x, given["varying"]), named)
+    assert len(kernel.compiled) == 1 + compilations
+    if not compilations:
+        assert kernel.launched == [((5, 1, 1), (x, given["varying"], number, given["SIZE"]))]
 
 
 def test_every_kernel_is_launched_by_it():

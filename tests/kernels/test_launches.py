@@ -17,7 +17,9 @@ from hybridengine.kernels import (
     group_advantage,
     pack,
     policy_loss,
+    rms_norm,
     rollout_correction,
+    tree_attention,
     unpack,
     value_loss,
     whiten,
@@ -183,3 +185,30 @@ def test_packing_is_two_operators_and_unpacking_one(tokens):
     assert launches(lambda: unpack(value, packed)) == ["move_rows"]
     gradient = torch.empty_like(value)
     assert launches(lambda: torch.autograd.grad(value, hidden, gradient)) == ["move_rows"]
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_attention_is_an_operator_in_each_pass(window):
+    """Without zeros as the gradient of the log-sum-exp, which nothing uses."""
+    query, key, value, grad = (torch.empty(64, 2, 16, device="meta") for _ in range(4))
+    index = torch.empty(64, dtype=torch.int32, device="meta")
+    query.requires_grad_()
+
+    def step():
+        out = tree_attention(query, key, value, index, index, window_size=window)
+        torch.autograd.grad(out, query, grad)
+
+    assert launches(step) == ["tree_attention", "tree_attention_backward"]
+
+
+def test_a_norm_is_an_operator_in_each_pass():
+    x, grad = (
+        torch.empty(4, 16, device="meta", requires_grad=True),
+        torch.empty(4, 16, device="meta"),
+    )
+    weight = torch.empty(16, device="meta", requires_grad=True)
+
+    def step():
+        torch.autograd.grad(rms_norm(x, weight, 1e-6), [x, weight], grad)
+
+    assert launches(step) == ["rms_norm", "rms_norm_backward"]

@@ -10,10 +10,11 @@ import torch
 
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
 
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.v1.sample.sampler import Sampler
 
 from benchmarks.sampling import sampling_metadata
-from hybridengine.rollout.vllm.sampling import FusedSampler
+from hybridengine.rollout.vllm.sampling import FusedSampler, _seeds
 
 VOCAB = 700
 
@@ -90,3 +91,36 @@ def test_further_log_probs_are_vllms() -> None:
         ours = sampler.forward(logits.clone(), metadata(*given, **options)).logprobs_tensors
         for a, b in zip(ours[:3], theirs[:3], strict=True):
             assert torch.equal(a, b)
+
+
+class Names(TorchDispatchMode):
+    """The names of the torch operators that write something, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function.overloadpacket.__name__
+        if name not in ("empty", "slice"):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [3, 5], ids=["of every row", "of some rows"])
+def test_seeds_are_those_of_the_generators_in_a_launch_each(rows: int) -> None:
+    generators = {row: torch.Generator().manual_seed(row) for row in (2, 0, 1)}
+    twins = {row: torch.Generator().manual_seed(row) for row in generators}
+    for _ in range(2):
+        torch.manual_seed(7)
+        logits = torch.zeros(rows, VOCAB)
+        with Names() as seen:
+            seeds = _seeds(generators, logits)
+        assert seen.names == ["random_"] * (3 if rows == 3 else 4)
+        torch.manual_seed(7)
+        expected = torch.randint(0, 2**31, (rows,))
+        for row, generator in twins.items():
+            expected[row] = torch.randint(0, 2**31, (), generator=generator)
+        assert seeds.tolist() == expected.tolist()

@@ -108,10 +108,16 @@ def token_ranks(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _seeds(generators: dict[int, torch.Generator], logits: Tensor) -> Tensor:
-    """Draw a seed for each row, int64 [B]; rows without a generator take torch's own."""
-    seeds = torch.randint(0, 2**31, logits.shape[:1], device=logits.device)
+    """Draw a seed for each row, int64 [B]; rows without a generator take torch's own.
+
+    A launch for each generator, which has its state on the device, and none besides where every
+    row has one.
+    """
+    seeds = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    if len(generators) < len(seeds):
+        seeds.random_(0, 2**31)
     for row, generator in generators.items():
-        seeds[row] = torch.randint(0, 2**31, (), generator=generator, device=generator.device)
+        seeds[row : row + 1].random_(0, 2**31, generator=generator)
     return seeds
 
 

@@ -1,0 +1,111 @@
+"""Operators are called without torch's dispatcher, unless something needs to see the call."""
+
+import pytest
+import torch
+from hybridengine.kernels._library import custom_op
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@custom_op("hybridengine_test::scaled", mutates_args=())
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x * factor
+
+
+@scaled.register_fake
+def _(x, factor):
+    return x.new_empty(x.shape)
+
+
+def _save(ctx, inputs, output):
+    ctx.factor = inputs[1]
+
+
+scaled.register_autograd(lambda ctx, grad: (grad * ctx.factor, None), setup_context=_save)
+
+
+@custom_op("hybridengine_test::add_all", mutates_args=())
+def add_all(first: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
+    return sum(others, first.clone())
+
+
+add_all.register_autograd(
+    lambda ctx, grad: (grad, [grad, grad]), setup_context=lambda *_, **__: None
+)
+
+
+@custom_op("hybridengine_test::constant", mutates_args=())
+def constant(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def dispatched(monkeypatch):
+    """The calls of `scaled` that went through the dispatcher."""
+    calls, op = [], scaled._op
+
+    def record(*arguments):
+        calls.append(arguments)
+        return op(*arguments)
+
+    monkeypatch.setattr(scaled, "_op", record)
+    return calls
+
+
+def test_plain_calls_pass_the_dispatcher_by(dispatched):
+    x = torch.ones(3, requires_grad=True)
+    out = scaled(x, 2.0)
+    assert out.tolist() == [2.0] * 3
+    assert torch.autograd.grad(out.sum(), x)[0].tolist() == [2.0] * 3
+    with torch.no_grad():
+        assert not scaled(x, 3.0).requires_grad
+    assert not scaled(torch.nn.Parameter(x.detach(), requires_grad=False), 3.0).requires_grad
+    assert not dispatched
+
+
+def test_modes_and_tensors_without_memory_do_not(dispatched):
+    x = torch.ones(3)
+    with Seen() as seen:
+        scaled(x, 2.0)
+    assert seen.names == ["scaled"]
+    assert scaled(x.to("meta"), 2.0).is_meta
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+    assert scaled(fake, 2.0).shape == x.shape
+    assert len(dispatched) == 3
+
+
+def test_derivatives_of_torch_func_do_not(dispatched):
+    with pytest.raises(RuntimeError, match="functorch"):  # torch's own: ops of ours check before
+        torch.func.grad(lambda x: scaled(x, 2.0).sum())(torch.ones(2))
+    assert len(dispatched) == 1
+
+
+def test_autocast_is_off_in_both_ways():
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert scaled(x, 2.0).dtype == torch.float32
+        with Seen():
+            assert scaled(x, 2.0).dtype == torch.float32
+
+
+def test_tensors_in_lists_have_gradients():
+    first, others = torch.zeros(2), [torch.ones(2, requires_grad=True) for _ in range(2)]
+    grads = torch.autograd.grad(add_all(first, others).sum(), others)
+    assert [grad.tolist() for grad in grads] == [[1.0, 1.0]] * 2
+
+
+def test_an_op_without_a_gradient_raises_in_the_backward():
+    out = constant(torch.ones(2, requires_grad=True))
+    with pytest.raises(RuntimeError, match="constant"):
+        out.sum().backward()
