@@ -86,7 +86,7 @@ def custom_op(
                 return function(*args, **kwargs)
 
         signature = schema or torch.library.infer_schema(function, mutates_args=mutates_args)
-        make = torch.library.custom_op
-        return CustomOp(make(name, run, mutates_args=mutates_args, schema=signature), run)
+        definition = torch.library.custom_op(name, run, mutates_args=mutates_args, schema=signature)
+        return CustomOp(definition, run)
 
     return decorate
