@@ -33,7 +33,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankFailure", "Ranks", "message_of", "run_ranks"]
+__all__ = ["RankFailure", "Ranks", "message_of", "run_ranks", "server_of"]
 
 
 class _Server(forkserver.ForkServer):
@@ -77,6 +77,11 @@ _SERVERS = {  # by whether their ranks use vLLM
     False: _Server(*_IMPORTS),
     True: _Server(*_IMPORTS, "tests.vllm_imports"),
 }
+
+
+def server_of(uses_vllm: bool) -> _Server:
+    """The process that forks ranks, of which some use vLLM or none."""
+    return _SERVERS[uses_vllm]
 
 
 class RankFailure(AssertionError):
@@ -130,7 +135,7 @@ class Ranks:
             "127.0.0.1", 0, None, is_master=True, wait_for_workers=False, use_libuv=True
         )
         payload = pickle.dumps((fn, args))
-        server = _SERVERS[_names_vllm(fn, payload)]
+        server = server_of(_names_vllm(fn, payload))
         self._timeout_s = timeout_s
         self.processes: list[BaseProcess] = []
         self._pipes: dict[Connection, int] = {}

@@ -4,5 +4,25 @@ from hybridengine.rollout.vllm.environment import prepare_environment
 
 prepare_environment()
 
+from vllm.config.logging import LoggingConfig  # noqa: E402
+from vllm.logger import configure_logging_if_needed  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+
 import hybridengine.rollout.vllm.engine  # noqa: E402
 import hybridengine.rollout.vllm.transfer  # noqa: E402, F401
+
+# What an engine does as it starts, 2 s of CPU, and what it finds done in a fork.
+configure_logging_if_needed(LoggingConfig())
+if current_platform.is_cpu():
+    import vllm.distributed.device_communicators.cpu_communicator
+    import vllm.lora.punica_wrapper.punica_cpu
+    import vllm.model_executor.layers.fused_moe.experts.cpu_moe
+    import vllm.model_executor.layers.quantization.online.base
+    import vllm.model_executor.models.llama
+    import vllm.plugins.lora_resolvers.hf_hub_resolver
+    import vllm.v1.attention.backends.cpu_attn
+    import vllm.v1.core.sched.scheduler
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    current_platform.register_triton_kernel_overrides()  # searches all modules for kernels
+    current_platform.register_triton_kernel_overrides = lambda: None

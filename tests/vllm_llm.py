@@ -13,7 +13,11 @@ def open_llm(path: str, dtype: Any, *, exact: bool = False, **options: Any) -> A
 
     exact: by the engine's part of `rollout.exact`.
     """
-    from hybridengine.rollout.vllm.environment import CPU_BLOCK_SIZE, prepare_environment
+    from hybridengine.rollout.vllm.environment import (
+        CPU_BLOCK_SIZE,
+        models_inspected_here,
+        prepare_environment,
+    )
 
     prepare_environment()
     from vllm import LLM
@@ -21,7 +25,8 @@ def open_llm(path: str, dtype: Any, *, exact: bool = False, **options: Any) -> A
     from hybridengine.rollout.vllm.exact import exact_engine
     from hybridengine.rollout.vllm.post_load import writable_weights
 
-    with writable_weights(), exact_engine() if exact else nullcontext({}) as required:
+    exact_if_wanted = exact_engine() if exact else nullcontext({})
+    with models_inspected_here(), writable_weights(), exact_if_wanted as required:
         return LLM(
             path,
             dtype=dtype,

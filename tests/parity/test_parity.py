@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typer.testing import CliRunner
 
 from hybridengine import cli
 from hybridengine.parity.compare import token_cause
+from tests.forked import run_forked
 from tests.parity.engines import written
 from tests.ranks import run_ranks
 from tests.reshard.quantized_cases import save
@@ -27,7 +27,7 @@ def test_a_job_and_its_engine_agree(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     job = [s for s in small_job(tmp_path) if not s.startswith("rollout.name")]
     command = [*COMMAND, str(tmp_path / "model"), *job, "rollout.kv_cache_gib=0.1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = run_forked(command, uses_vllm=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trained model and engine agree at all 29 points" in done.stdout
 

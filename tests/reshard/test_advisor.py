@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from hybridengine.reshard.advisor import advise, draw_advice, print_advice
 from hybridengine.sharding import Copy, EngineLayout, TensorSpec
 from hybridengine.sharding.dim1 import dim1_parameters
 from hybridengine.sharding.geometry import contiguous_strides
+from tests.forked import run_forked
 from tests.reshard.brute_force import fused_layout
 from tests.tiny_models import tiny_config
 
@@ -158,16 +158,12 @@ def test_command_records_the_engines_own_loader(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     command = [sys.executable, "-m", "hybridengine.cli", "reshard", "plan"]
     options = ["--ranks", "4", "--tp", "2", "--png", str(tmp_path / "plan.png")]
-    run = subprocess.run(
-        [*command, "--model", str(tmp_path), *options], capture_output=True, text=True, timeout=200
-    )
+    run = run_forked([*command, "--model", str(tmp_path), *options], uses_vllm=True)
     assert run.returncode == 0, run.stderr
     assert "4 ranks on 1 node, 2 engines of TP 2" in run.stdout
     assert "Recommended: strided, dim 1" in run.stdout
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    missing = subprocess.run(
-        [*command, "--model", str(tmp_path / "nowhere"), *options], capture_output=True, text=True
-    )
+    missing = run_forked([*command, "--model", tmp_path / "nowhere", *options], uses_vllm=True)
     assert missing.returncode == 2 and "Traceback" not in missing.stderr
     assert "nowhere" in missing.stderr
 

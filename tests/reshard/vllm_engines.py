@@ -99,7 +99,11 @@ def vllm_model(
 
     options: of vLLM's engine.
     """
-    from hybridengine.rollout.vllm.environment import prepare_environment, unique_shared_memory
+    from hybridengine.rollout.vllm.environment import (
+        models_inspected_here,
+        prepare_environment,
+        unique_shared_memory,
+    )
     from hybridengine.rollout.vllm.record import record_engine_layout
 
     prepare_environment()
@@ -109,7 +113,7 @@ def vllm_model(
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    config = EngineArgs(
+    arguments = EngineArgs(
         model=path,
         skip_tokenizer_init=True,
         dtype="bfloat16",
@@ -117,7 +121,9 @@ def vllm_model(
         distributed_executor_backend="external_launcher",
         enforce_eager=True,
         **options,
-    ).create_engine_config()
+    )
+    with models_inspected_here():
+        config = arguments.create_engine_config()
     with set_current_vllm_config(config), unique_shared_memory():
         parallel_state.init_distributed_environment(world_size, rank, "env://", rank, "gloo")
         parallel_state.initialize_model_parallel(tp_size)
@@ -141,14 +147,18 @@ class LargestAllocation(TorchDispatchMode):
 
 def build_llm(path: str, **options: Any) -> Any:
     """Return a plain vLLM `LLM` (not our engine) with our weight-transfer backend."""
-    from hybridengine.rollout.vllm.environment import prepare_environment, unique_shared_memory
+    from hybridengine.rollout.vllm.environment import (
+        models_inspected_here,
+        prepare_environment,
+        unique_shared_memory,
+    )
     from hybridengine.rollout.vllm.transfer import register
 
     prepare_environment()
     from vllm import LLM
 
     register()  # as the entry point does in an installed package
-    with unique_shared_memory():  # tests run in parallel
+    with models_inspected_here(), unique_shared_memory():  # tests run in parallel
         return LLM(
             path,
             load_format="dummy",

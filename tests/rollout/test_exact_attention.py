@@ -26,9 +26,9 @@ FEW_BLOCKS = 16  # of 32 tokens: not all requests fit until their end
 
 
 def build(path: str, dtype: str, tp_size: int, **options: Any) -> Any:
-    from hybridengine.rollout.vllm.environment import unique_shared_memory
+    from hybridengine.rollout.vllm.environment import models_inspected_here, unique_shared_memory
 
-    with unique_shared_memory():
+    with models_inspected_here(), unique_shared_memory():
         from vllm import LLM
 
         return LLM(

@@ -50,7 +50,7 @@ def test_failed_rank_is_named_with_its_phase(tmp_path: Path, sent: signal.Signal
     ) as run:
         pid = pid_of_training_rank(tmp_path / "run", rank=1)
         os.kill(pid, sent)
-        output, _ = run.communicate(timeout=WITHIN_S)
+        output = "".join(run.communicate(timeout=WITHIN_S))
     assert run.returncode not in (0, None)
     last = output.splitlines()[-1]
     how = "was killed by SIGKILL" if sent == signal.SIGKILL else "is stopped (SIGSTOP) for "
@@ -70,7 +70,7 @@ def test_a_stall_ends_with_rank_phase_and_stacks(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SHORT_TIMEOUT)
     (tmp_path / "reward.py").write_text(STALLING_REWARD)
     with start_toy(job) as run:
-        output, _ = run.communicate(timeout=START_S)
+        output = "".join(run.communicate(timeout=START_S))
     assert run.returncode == 1, output
     last = output.splitlines()[-1]
     assert last.startswith("error: rank 0 (pid "), output
@@ -109,7 +109,7 @@ def test_exit_code_0_in_the_middle_is_a_failure(tmp_path: Path, ranks: int, call
         "    return advantages('grpo', responses, options)\n"
     )
     with start_toy(job) as run:
-        output, _ = run.communicate(timeout=START_S)
+        output = "".join(run.communicate(timeout=START_S))
     assert run.returncode == 1, output
     last = output.splitlines()[-1]
     assert last.startswith(f"error: rank {ranks - 1} (pid "), output

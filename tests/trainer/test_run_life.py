@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from hybridengine.trainer import sft
+from tests.forked import run_forked
 from tests.ranks import message_of, run_ranks
 from tests.trainer.sft_job import sft_settings, start_run, write_sft_job
 
@@ -255,7 +255,7 @@ def test_the_launcher_reports_a_run_that_diverged_as_failed(tmp_path: Path) -> N
     }
     settings = sft_settings(write_sft_job(tmp_path), **more)
     command = [sys.executable, "-m", "hybridengine.cli", "sft", tmp_path / "config.yaml", *settings]
-    run = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=240)
+    run = run_forked(command)
     last = run.stderr.splitlines()[-1]
     assert run.returncode == 1, run.stderr
     assert last.startswith("error: rank 0 (pid ") and " of step 5: " in last, run.stderr

@@ -17,8 +17,9 @@ import pytest
 from hybridengine.checkpoint import find_checkpoints
 from hybridengine.runtime.session import EXIT_STOPPED
 from hybridengine.runtime.status import read_status
+from tests.forked import ForkedProcess
 from tests.trainer.sft_job import sft_settings, write_sft_job
-from tests.trainer.toy import toy_job
+from tests.trainer.toy import start_toy, toy_job
 
 pytestmark = pytest.mark.multirank
 
@@ -31,7 +32,10 @@ def start(command: list[str]) -> subprocess.Popen[str]:
     )
 
 
-def wait_for_step(folder: Path, run: subprocess.Popen[str], step: int) -> None:
+Run = subprocess.Popen[str] | ForkedProcess
+
+
+def wait_for_step(folder: Path, run: Run, step: int) -> None:
     """Wait until the run has logged `step`."""
     deadline, file = time.monotonic() + LIMIT_S, folder / "metrics.jsonl"
     while run.poll() is None and time.monotonic() < deadline:
@@ -115,10 +119,11 @@ def test_sft_stops_resumes_and_refuses_a_second_run(tmp_path: Path) -> None:
 def test_ppo_stops_after_its_step(tmp_path: Path) -> None:
     command = toy_job(tmp_path, **{"rollout.name": "hf", "trainer.total_training_steps": 10_000})
     command[command.index("grpo")] = "ppo"
-    run = start(command)
-    wait_for_step(tmp_path / "run", run, 1)
-    run.send_signal(signal.SIGTERM)
-    step = stopped_step(output := output_of(run), "SIGTERM")
+    with start_toy(command) as run:
+        wait_for_step(tmp_path / "run", run, 1)
+        run.send_signal(signal.SIGTERM)
+        output = "".join(run.communicate(timeout=LIMIT_S))
+    step = stopped_step(output, "SIGTERM")
     assert run.returncode == EXIT_STOPPED, output
     assert "SIGTERM: the ranks finish their step" in output
     [checkpoint] = find_checkpoints(tmp_path / "run")

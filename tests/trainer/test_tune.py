@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from hybridengine import cli
 from hybridengine.config import load_config, load_sft_config
 from hybridengine.trainer.tune.memory import PeakMemory
 from hybridengine.trainer.tune.search import Probe, best_limit, probe_limits, smallest_fast
+from tests.forked import run_forked
 from tests.trainer.in_process import small_job
 from tests.trainer.sft_job import sft_settings, write_sft_job
 
@@ -64,7 +64,7 @@ def test_the_peak_is_that_since_the_restart() -> None:
 def tune(kind: str, job: list[str]) -> list[str]:
     """Return the lines that `hybridengine tune` prints."""
     command = [sys.executable, "-m", "hybridengine.cli", "tune", kind, *job]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = run_forked(command)
     assert done.returncode == 0, done.stdout + done.stderr
     return [line.strip() for line in done.stdout.splitlines()]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
+from tests.forked import ForkedProcess
 from tests.tiny_models import save_tiny
 from tests.trainer.processes import WITHIN_S, pid_of_training_rank
 
@@ -59,17 +59,13 @@ def toy_job(folder: Path, **overrides: object) -> list[str]:
 
 
 @contextmanager
-def start_toy(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """Start a job, whose stderr goes to its stdout; none of its processes is left at the end."""
-    run = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+def start_toy(command: list[str]) -> Iterator[ForkedProcess]:
+    """Start a job without vLLM; its launcher does not outlive the block."""
+    run = ForkedProcess(command)
     try:
         yield run
     finally:
-        with suppress(ProcessLookupError):  # they have ended
-            os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
+        run.kill_all()
 
 
 def assert_named_when_killed(folder: Path, settings: dict[str, object], role: str) -> None:
@@ -77,7 +73,7 @@ def assert_named_when_killed(folder: Path, settings: dict[str, object], role: st
     with start_toy(toy_job(folder, **settings)) as run:
         pid = pid_of_training_rank(folder / "run", rank=1)
         os.kill(pid, signal.SIGKILL)
-        output, _ = run.communicate(timeout=WITHIN_S)
+        output = "".join(run.communicate(timeout=WITHIN_S))
     assert run.returncode == 1, output
     last = output.splitlines()[-1]
     assert last.startswith(f"error: rank 1 ({role}, pid {pid}) was killed by SIGKILL in"), output

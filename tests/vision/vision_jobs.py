@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+from tests.forked import run_forked
 from tests.trainer.in_process import Result, lines_of
 from tests.vision.tiny_vision import count_rows, save_tiny_vision
 
@@ -70,12 +70,8 @@ def run_vllm(folder: Path, job: list[str]) -> Result:
     (folder / "empty.yaml").write_text("")
     options = ["rollout.name=vllm", "rollout.enforce_eager=true", "rollout.kv_cache_gib=0.25"]
     command = [sys.executable, "-m", "hybridengine.cli", "grpo", str(folder / "empty.yaml")]
-    run = subprocess.run(
-        [*command, *job, *options, "trainer.n_gpus_per_node=1"],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    overrides = [*job, *options, "trainer.n_gpus_per_node=1"]
+    run = run_forked([*command, *overrides], uses_vllm=True, timeout=500)
     assert run.returncode == 0, run.stdout + run.stderr
     rows = [r for r in lines_of(folder / "run/metrics.jsonl") if "actor/grad_norm" in r]
     rollouts = {file.stem: lines_of(file) for file in (folder / "run/rollouts").glob("*.jsonl")}

@@ -31,6 +31,7 @@ from hybridengine.rollout.response import Response
 from hybridengine.rollout.routes import pack_routes
 from hybridengine.rollout.vllm.environment import (
     CPU_BLOCK_SIZE,
+    models_inspected_here,
     prepare_environment,
     strided_groups,
     unchanged_local_world_size,
@@ -129,6 +130,7 @@ class VllmEngine(RolloutEngine):
         exactness = exact_engine() if exact else nullcontext({})
         with (
             unchanged_local_world_size(),
+            models_inspected_here(),
             strided_groups(groups),
             writable_weights() as post_load,
             unique_shared_memory(),

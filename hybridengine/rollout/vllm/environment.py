@@ -68,6 +68,19 @@ def unchanged_local_world_size() -> Iterator[None]:
 
 
 @contextmanager
+def models_inspected_here() -> Iterator[None]:
+    """While open, vLLM looks at the class of a model in this process, which imports it anyway.
+
+    By default it starts a process, which keeps CUDA uninitialized here, for every model that it
+    does not know yet: 15 s of CPU time on every rank.
+    """
+    from vllm.model_executor.models import registry
+
+    with patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()):
+        yield
+
+
+@contextmanager
 def strided_groups(groups: list[list[int]]) -> Iterator[None]:
     """While open, vLLM builds `groups` as tensor- and expert-parallel groups.
 

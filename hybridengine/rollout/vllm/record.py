@@ -18,7 +18,11 @@ from torch.overrides import TorchFunctionMode
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 from hybridengine.reshard.record.dp_ranks import record_dp_ranks
 from hybridengine.reshard.record.loader import record_layout_by_layer
-from hybridengine.rollout.vllm.environment import prepare_environment, vllm_available
+from hybridengine.rollout.vllm.environment import (
+    models_inspected_here,
+    prepare_environment,
+    vllm_available,
+)
 from hybridengine.sharding.layout import CheckpointLayout, EngineLayout
 
 
@@ -69,7 +73,7 @@ def record_engine_layouts(
 
     hf_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     checkpoint = checkpoint_layout_from_config(hf_config, trust_remote_code)
-    with _world_of_one():
+    with _world_of_one(), models_inspected_here():
         config = EngineArgs(
             model=model_path,
             skip_tokenizer_init=True,
