@@ -28,7 +28,7 @@ demo-long: setup ## SFT, then GRPO, and the curve over both (SEED=2: another see
 	  model.path=$(LONG)/seed_$(SEED)/sft/final trainer.default_local_dir=$(LONG)/seed_$(SEED)/grpo
 	@$(PY) examples/demo_long/draw.py $(LONG)
 
-TEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -q -n 2 --dist worksteal
+TEST := OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n 2 --dist worksteal
 test: setup ## The tests, two at a time (GPU tests run where there is a GPU)
 	@$(TEST) -m "not exhaustive"
 

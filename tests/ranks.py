@@ -72,6 +72,7 @@ _IMPORTS = (
     "hybridengine.trainer.sft",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
+    "tests.first_calls",
 )
 _SERVERS = {  # by whether their ranks use vLLM
     False: _Server(*_IMPORTS),
