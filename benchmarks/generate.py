@@ -184,6 +184,7 @@ def products(llm: Any, ours: bool) -> Iterator[None]:
 def _parts(llm: Any, sequences: int) -> dict[str, float]:
     """Return the milliseconds of a decoding step that each of its parts takes."""
     from vllm import _custom_ops
+    from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
     from hybridengine.rollout.vllm import attention_backend
@@ -205,7 +206,9 @@ def _parts(llm: Any, sequences: int) -> dict[str, float]:
             return run
 
         modules = list(_model(llm).modules())
-        linears = [("products", m, "cpu_linear") for m in modules if hasattr(m, "cpu_linear")]
+        linears = [
+            ("products", m.quant_method, "apply") for m in modules if isinstance(m, LinearBase)
+        ]
         heads = [("head", m, "_apply_head") for m in modules if isinstance(m, LogitsProcessor)]
         attention = [("attention", _custom_ops, "cpu_attention_with_kv_cache")]
         if _is_exact(llm):
