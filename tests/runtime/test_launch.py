@@ -137,7 +137,7 @@ def test_a_reward_that_ends_its_process_in_mid_run(tmp_path):
         "    return 0.5\n"
     )
     with start_toy(job) as run:
-        output, _ = run.communicate(timeout=300)
+        output = "".join(run.communicate(timeout=300))
     assert run.returncode == 1, output
     assert "compute_score ended its process with exit code 0 at " in output
     assert f"{tmp_path}/reward.py:2; prompt 'w" in output
@@ -157,7 +157,7 @@ def test_ctrl_c_before_the_first_step_ends_every_rank_at_once(tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         os.kill(run.pid, signal.SIGINT)
-        output, _ = run.communicate(timeout=240)
+        output = "".join(run.communicate(timeout=240))
     assert run.returncode == EXIT_STOPPED, output
     told = "stopped by SIGINT: no checkpoint was saved; the same command starts anew"
     assert output.splitlines()[-1] == told, output
