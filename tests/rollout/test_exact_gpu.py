@@ -43,5 +43,6 @@ def test_log_probs_on_the_gpu(tmp_path: Path, kind: str, dtype: str, runner: str
 
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_log_probs_in_the_interpreter() -> None:
-    run_interpreted("../rollout/interpreted_rollouts.py")
+@pytest.mark.parametrize("kind", ["qwen2", pytest.param("qwen3", marks=pytest.mark.exhaustive)])
+def test_log_probs_in_the_interpreter(kind: str) -> None:
+    run_interpreted("../rollout/interpreted_rollouts.py", "-k", kind)

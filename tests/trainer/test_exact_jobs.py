@@ -129,7 +129,8 @@ ADAPTERS = {
 @pytest.mark.parametrize(
     "tp_size, dtype, adapters",
     [
-        *((1, "float32", ""), (2, "float32", ""), (2, "bfloat16", "")),
+        pytest.param(2, "float32", "", marks=pytest.mark.exhaustive),
+        *((1, "float32", ""), (2, "bfloat16", "")),
         *((1, "bfloat16", "some"), (2, "float32", "all")),
     ],
 )
