@@ -204,7 +204,9 @@ def test_a_rank_that_never_saw_the_transfer_refuses_where_another_one_began_it()
     assert "sync to weight version 2 did not finish" in survivor["refused"]
 
 
-@pytest.mark.parametrize("over", [GROUPS, "memory", "relayed"])
+@pytest.mark.parametrize(
+    "over", [GROUPS, pytest.param("memory", marks=pytest.mark.exhaustive), "relayed"]
+)
 def test_late_and_stalled_engines_are_dropped_and_a_lost_trainer_is_named(over: str) -> None:
     timeout_s = 5.0
     with worlds(

@@ -159,7 +159,7 @@ def test_twenty_steps_equal_those_beside_shards(
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @MODELS
 def test_twenty_steps_equal_those_of_shards_under_tensor_parallelism(
     tmp_path: Path, kind: str, dtype: torch.dtype, checkpointing: bool
