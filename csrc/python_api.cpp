@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include "common/graph.h"
 #include "common/isa.h"
 #include "common/tensor.h"
 
@@ -26,6 +27,22 @@ void register_sampling(pybind11::module_& m);
 void register_sparse_linear(pybind11::module_& m);
 void register_strided_copy(pybind11::module_& m);
 
+namespace {
+
+void register_graph(pybind11::module_& m) {
+  pybind11::class_<Graph>(m, "Graph")
+      .def(pybind11::init<int64_t>(), pybind11::arg("rows"))
+      .def("begin", &Graph::begin)
+      .def("end", &Graph::end)
+      .def("refuse", &Graph::refuse, pybind11::arg("reason"))
+      .def("replay", &Graph::replay, pybind11::arg("rows"))
+      .def_property_readonly("rows", &Graph::rows)
+      .def_property_readonly("num_calls", &Graph::num_calls)
+      .def_property_readonly("bytes", [](const Graph& graph) { return graph.memory()->bytes(); });
+}
+
+}  // namespace
+
 }  // namespace hybridengine
 
 PYBIND11_MODULE(_C, m) {
@@ -46,6 +63,7 @@ PYBIND11_MODULE(_C, m) {
   register_decode_linear(m);
   register_delta(m);
   register_distillation(m);
+  register_graph(m);
   register_grouped_linear(m);
   register_layer(m);
   register_logprob(m);

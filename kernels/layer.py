@@ -82,7 +82,8 @@ def inference_norm(
     if extension is not None and x.device.type == "cpu" and x.dtype in _KERNEL_DTYPES:
         offset, round_first = options.get("offset", 0.0), options.get("round_first", False)
         rows = None if residual is None else residual.view(-1, residual.shape[-1])
-        out, _ = extension.rms_norm(_rows(x), weight, eps, offset, round_first, False, rows)
+        given = x if x.dim() == 3 and rows is None else _rows(x)
+        out, _ = extension.rms_norm(given, weight, eps, offset, round_first, False, rows)
         return out.view(x.shape)
     if residual is not None:
         x = residual.add_(x)

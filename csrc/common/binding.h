@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "common/dtype.h"
+#include "common/graph.h"
 #include "common/tensor.h"
 
 namespace hybridengine {
@@ -52,6 +53,15 @@ inline void check_same_device(const char* op, std::initializer_list<NamedTensor>
                    " is on ", argument.tensor->device(), ", ", first->name, " on ",
                    first->tensor->device(), "; move them to one device");
   }
+}
+
+// Calls kernel(params) with Python's lock released. params.*rows is the number of rows of its
+// operands: a graph that this thread captures calls it again, with fewer rows.
+template <typename Params, typename Kernel>
+void run_rows(const char* op, const Params& params, int64_t Params::*rows, const Kernel& kernel) {
+  if (Graph* graph = Graph::capturing()) graph->add(op, params, rows, kernel);
+  const py::gil_scoped_release released;
+  kernel(params);
 }
 
 inline void check_cuda(int error, const char* kernel) {

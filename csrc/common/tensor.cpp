@@ -6,6 +6,7 @@
 #include <memory>
 #include <new>
 
+#include "common/graph.h"
 #include "common/memory_pool.h"
 
 #ifdef HYBRIDENGINE_WITH_CUDA
@@ -82,10 +83,9 @@ void check_python(int status) {
 struct OwnedTensor {
   dlpack::ManagedTensor managed{};
   std::vector<int64_t> shape_and_strides;
-  PooledBlock block;  // of the pool, or none
+  PooledBlock block;                    // of the pool, or none
+  std::shared_ptr<GraphMemory> memory;  // or of a graph
 };
-
-constexpr int64_t kAlignment = 64;  // bytes, as torch's own tensors
 
 // The bytes of a contiguous tensor; ValueError where a size is negative or they do not fit.
 int64_t bytes_of(const Sizes& shape, const ScalarType& dtype) {
@@ -132,6 +132,15 @@ Tensor empty_on_cpu(const Sizes& shape, const ScalarType& dtype) {
                          sizes,
                          sizes + dim,
                          0};
+  if (Graph* graph = Graph::capturing()) {
+    owned->memory = graph->memory();
+    owned->managed.view.data = owned->memory->take(bytes);
+    owned->managed.deleter = [](dlpack::ManagedTensor* self) {
+      const std::unique_ptr<OwnedTensor> freed(static_cast<OwnedTensor*>(self->context));
+      freed->memory->give_back(self->view.data);
+    };
+    return adopt(&owned.release()->managed);
+  }
   if (bytes >= kPooledBytes) owned->block = take_from_pool(bytes);
   if (owned->block.begin) {
     owned->managed.view.data = owned->block.begin;
@@ -140,8 +149,7 @@ Tensor empty_on_cpu(const Sizes& shape, const ScalarType& dtype) {
       return_to_pool(freed->block);
     };
   } else {
-    const int64_t rounded = (std::max<int64_t>(bytes, 1) + kAlignment - 1) & -kAlignment;
-    owned->managed.view.data = std::aligned_alloc(kAlignment, rounded);
+    owned->managed.view.data = std::aligned_alloc(kAlignment, rounded_size(bytes));
     if (!owned->managed.view.data) throw std::bad_alloc();
     owned->managed.deleter = [](dlpack::ManagedTensor* self) {
       const std::unique_ptr<OwnedTensor> freed(static_cast<OwnedTensor*>(self->context));

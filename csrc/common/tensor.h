@@ -7,6 +7,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <ostream>
@@ -159,6 +160,13 @@ class Tensor {
   py::object object_;
 };
 
+constexpr int64_t kAlignment = 64;  // bytes, of memory on the CPU, as of torch's own tensors
+
+// The bytes to allocate for so many.
+constexpr int64_t rounded_size(int64_t bytes) {
+  return (std::max<int64_t>(bytes, 1) + kAlignment - 1) & -kAlignment;
+}
+
 // A new tensor; large ones on the CPU come from the memory pool. Its memory cannot grow by resize_.
 Tensor empty(Sizes shape, ScalarType dtype, const Device& device = kCPU);
 Tensor zeros(Sizes shape, ScalarType dtype, const Device& device = kCPU);
@@ -188,9 +196,13 @@ class DeviceGuard {
   int previous_ = -1;
 };
 
+// A graph that this thread captures (common/graph.h) cannot be replayed.
+void refuse_capture();
+
 // Calls a kernel with Python's lock released.
 template <typename Kernel>
 void without_gil(Kernel&& kernel) {
+  refuse_capture();
   const py::gil_scoped_release released;
   kernel();
 }

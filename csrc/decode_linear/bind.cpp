@@ -47,7 +47,7 @@ Tensor decode_linear(const Tensor& x, const Tensor& weight, const std::optional<
   p.out = out.data();
   p.out_dtype = float_dtype(out, "out");
   p.num_threads = get_num_threads();
-  without_gil([&] { decode_linear_cpu(p); });
+  run_rows(op, p, &DecodeLinear::rows, decode_linear_cpu);
   return out;
 }
 

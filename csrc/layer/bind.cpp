@@ -27,8 +27,8 @@ DType layer_dtype(const char* op, const Tensor& x) {
   return float_dtype(x, "x");
 }
 
-// The norm of x [rows, width] and, if wanted, 1 / rms of its rows (else empty). A residual becomes
-// the sum of x and itself, which is then normed.
+// The norm of x [rows, width] or [rows, heads, width] and, if wanted, 1 / rms of its rows (else
+// empty). A residual becomes the sum of x and itself, which is then normed; x has no heads then.
 std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, double eps,
                                     double offset, bool round_first, bool wants_inverse,
                                     const std::optional<Tensor>& residual) {
@@ -36,10 +36,20 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, doubl
   check_same_device(op, {{"x", x}, {"weight", weight}, {"residual", residual}});
   RmsNorm p{};
   p.dtype = layer_dtype(op, x);
-  p.x = rows_argument(op, "x", x, x);
-  p.rows = x.size(0), p.width = x.size(1);
+  const bool with_heads = x.dim() == 3 && !residual;
+  if (with_heads) {
+    HE_CHECK_VALUE(x.numel() == 0 || x.stride(2) == 1, op, ": x has shape ", x.sizes(),
+                   " and strides ", x.strides(), "; expected inner stride 1");
+    p.x = {x.data(), x.stride(1)};
+    p.heads = x.size(1), p.token_stride = x.stride(0);
+    p.rows = x.size(0) * p.heads, p.width = x.size(2);
+  } else {
+    p.x = rows_argument(op, "x", x, x);
+    p.heads = 1, p.token_stride = x.stride(0);
+    p.rows = x.size(0), p.width = x.size(1);
+  }
   check_vector(weight, "weight", x.scalar_type(), p.width);
-  Tensor out = empty({p.rows, p.width}, x.scalar_type());
+  Tensor out = empty_like(x);
   Tensor inverse = empty({wants_inverse ? p.rows : 0}, kFloat);
   if (out.numel() == 0) return {out, inverse};
   if (residual) {
@@ -53,7 +63,7 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, doubl
   p.eps = static_cast<float>(eps), p.offset = static_cast<float>(offset);
   p.round_first = round_first;
   p.num_threads = get_num_threads();
-  without_gil([&] { rms_norm_cpu(p); });
+  run_rows(op, p, &RmsNorm::rows, rms_norm_cpu);
   return {out, inverse};
 }
 
@@ -106,13 +116,15 @@ void rotary_(const Tensor& x, const Tensor& positions, const Tensor& cos, const 
                    table->scalar_type(), "; expected contiguous [positions, ", p.half, "] of ",
                    x.scalar_type(), ", as many positions in both");
   }
-  for (int64_t i = 0; i < p.rows; ++i) {
-    HE_CHECK_VALUE(0 <= p.positions[i] && p.positions[i] < cos.size(0), op, ": positions[", i,
-                   "] is ", p.positions[i], "; expected 0 to ", cos.size(0) - 1);
-  }
   p.cos = cos.data(), p.sin = sin.data();
   p.num_threads = get_num_threads();
-  without_gil([&] { rotary_cpu(p); });
+  run_rows(op, p, &Rotary::rows, [op, count = cos.size(0)](const Rotary& p) {
+    for (int64_t i = 0; i < p.rows; ++i) {
+      HE_CHECK_VALUE(0 <= p.positions[i] && p.positions[i] < count, op, ": positions[", i, "] is ",
+                     p.positions[i], "; expected 0 to ", count - 1);
+    }
+    rotary_cpu(p);
+  });
 }
 
 Gate gate_of(const std::string& name) {
@@ -134,7 +146,7 @@ Tensor gated_activation(const Tensor& gate, const Tensor& up, const std::string&
   if (out.numel() == 0) return out;
   p.out = out.data();
   p.num_threads = get_num_threads();
-  without_gil([&] { gated_activation_cpu(p); });
+  run_rows(op, p, &GatedActivation::rows, gated_activation_cpu);
   return out;
 }
 

@@ -22,7 +22,8 @@ struct Rows {
 // round_first x / sqrt(...) is rounded to the dtype before it is multiplied. Where there is a
 // residual, x is added to it first, and the norm is of their rounded sum.
 struct RmsNorm {
-  Rows x;
+  Rows x;  // of each token `heads` rows
+  int64_t heads, token_stride;
   void* residual;      // [rows, width] contiguous, or null
   const void* weight;  // [width]
   DType dtype;         // of all tensors but the next: f32 or bf16

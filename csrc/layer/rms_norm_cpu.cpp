@@ -30,7 +30,8 @@ void forward(const RmsNorm& p) {
   const auto* weight = static_cast<const T*>(p.weight);
   parallel_for(p.rows, kRowGrain, p.num_threads, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const T* x = row_of<T>(p.x, row);
+      const T* x = static_cast<const T*>(p.x.data) + row / p.heads * p.token_stride +
+                   row % p.heads * p.x.stride;
       if (p.residual) {
         T* sum = static_cast<T*>(p.residual) + row * p.width;
         for_parts(p.width,

@@ -51,11 +51,13 @@ void write_kv_cache(const Tensor& key, const Tensor& value, const Tensor& kv_cac
   check_vector(slot_mapping, "slot_mapping", kLong, p.tokens);
   p.slot_mapping = slot_mapping.data<int64_t>();
   const int64_t slots = kv_cache.size(0) * p.block_size;
-  for (int64_t i = 0; i < p.tokens; ++i)
-    HE_CHECK_VALUE(p.slot_mapping[i] < slots, op, ": slot_mapping[", i, "] is ", p.slot_mapping[i],
-                   "; expected less than ", slots, ", the slots of kv_cache");
   p.num_threads = get_num_threads();
-  without_gil([&] { paged_write_cpu(p); });
+  run_rows(op, p, &PagedWrite::tokens, [op, slots](const PagedWrite& p) {
+    for (int64_t i = 0; i < p.tokens; ++i)
+      HE_CHECK_VALUE(p.slot_mapping[i] < slots, op, ": slot_mapping[", i, "] is ",
+                     p.slot_mapping[i], "; expected less than ", slots, ", the slots of kv_cache");
+    paged_write_cpu(p);
+  });
 }
 
 // Raises ValueError unless all sequences have their queries among their tokens and their tokens
@@ -119,14 +121,19 @@ void paged_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& 
   p.block_table = block_table.data<int32_t>(), p.table_stride = block_table.stride(0);
   p.query_start_loc = query_start_loc.data<int32_t>();
   p.seq_lens = seq_lens.data<int32_t>();
-  check_sequences(op, p, tokens, block_table.size(1), kv_cache.size(0));
   const int64_t window = window_size.value_or(INT32_MAX);
   HE_CHECK_VALUE(window > 0, op, ": window_size is ", window, "; expected at least 1");
   p.window = static_cast<int32_t>(std::min<int64_t>(window, INT32_MAX));
   p.softmax_scale = static_cast<float>(softmax_scale);
   p.softcap = static_cast<float>(softcap.value_or(0.0));
   p.num_threads = get_num_threads();
-  if (tokens > 0) without_gil([&] { paged_attention_cpu(p); });
+  const int64_t table_size = block_table.size(1), blocks = kv_cache.size(0);
+  run_rows(op, p, &PagedAttention::sequences,
+           [op, tokens, sequences = p.sequences, table_size, blocks](const PagedAttention& p) {
+             const int64_t queries = sequences == 0 ? tokens : tokens * p.sequences / sequences;
+             check_sequences(op, p, queries, table_size, blocks);
+             if (tokens > 0) paged_attention_cpu(p);
+           });
 }
 
 }  // namespace

@@ -2,7 +2,8 @@
 
 A token's log-prob is then the same float32 bits as the trained model's, whatever else is in the
 batch. Attention is replaced before the engine is built (`hybridengine.rollout.vllm.attention`), the
-other operators in the loaded model; it must run eagerly.
+other operators in the loaded model; it must run eagerly. On a CPU its decoding steps are replayed
+(`hybridengine.rollout.vllm.decode_graph`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hybridengine.kernels import gated_activation
 from hybridengine.kernels.decode_linear import inference_linear, join_parts
 from hybridengine.kernels.layer import inference_norm
 from hybridengine.kernels.rotary import RotaryTable, rotate
+from hybridengine.rollout.vllm.decode_graph import use_decode_graphs
 from hybridengine.rollout.vllm.weights import LoraSlot
 
 
@@ -58,6 +60,7 @@ def use_exact_operators(model: nn.Module, max_model_len: int, slot: LoraSlot | N
     Raises:
         ModelError: it has a module for which there is no exact operator.
     """
+    from vllm.distributed import get_tensor_model_parallel_world_size
     from vllm.model_executor.layers import activation, layernorm, linear, logits_processor
     from vllm.model_executor.layers import rotary_embedding as rotary
     from vllm.model_executor.layers.attention import Attention
@@ -99,6 +102,9 @@ def use_exact_operators(model: nn.Module, max_model_len: int, slot: LoraSlot | N
         if forward is not None:
             module.forward = MethodType(forward, module)
             replaced = name
+    on_cpu = all(parameter.is_cpu for parameter in model.parameters())
+    if slot is None and on_cpu and get_tensor_model_parallel_world_size() == 1:
+        use_decode_graphs(model)
 
 
 def _computes(module: nn.Module) -> bool:

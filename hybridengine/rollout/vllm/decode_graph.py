@@ -1,0 +1,110 @@
+"""Decoding steps of an exact engine on a CPU, replayed as a graph of kernel calls.
+
+A decoding step of a small model spends half of its time in vLLM's modules, between the kernels. As
+all computing is by our operators, a step can be captured (`hybridengine.kernels.graph`) and
+replayed as long as everything that it reads is where it was; else it is captured anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridengine.kernels.graph import Graph
+
+log = logging.getLogger(__name__)
+
+_ATTENTION = ("vllm::unified_kv_cache_update", "vllm::unified_attention_with_output")
+
+
+def use_decode_graphs(model: nn.Module) -> None:
+    """Let `model`, as `use_exact_operators` returns it, replay its decoding steps."""
+    steps = _DecodeSteps(model)
+    forward = model.forward
+
+    def replaying(
+        self: Any,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **others: Any,
+    ) -> Any:
+        given = intermediate_tensors is not None or inputs_embeds is not None or others
+        if input_ids is not None and not given:
+            output = steps.run(forward, input_ids, positions)
+            if output is not None:
+                return output
+        return forward(input_ids, positions, intermediate_tensors, inputs_embeds, **others)
+
+    model.forward = MethodType(replaying, model)
+
+
+@dataclass
+class _Captured:
+    graph: Graph
+    hidden: Tensor  # the embeddings, which a step overwrites
+    positions: Tensor
+    operands: list[Tensor]  # whatever else the kernels read, kept so that no other has its address
+    addresses: list[int]
+
+
+class _DecodeSteps:
+    def __init__(self, model: nn.Module) -> None:
+        from vllm.model_executor.layers.attention import Attention
+
+        self._modules = list(model.modules())
+        self._owners = [m for m in self._modules if m._parameters or m._buffers]
+        self._layers = [m for m in self._modules if isinstance(m, Attention)]
+        self._embed = model.embed_input_ids
+        self._captured: _Captured | None = None
+        self._refused = False
+
+    def run(self, forward: Any, input_ids: Tensor, positions: Tensor) -> Tensor | None:
+        """Return the hidden states of a step, or None if it must run eagerly."""
+        rows = input_ids.shape[0]
+        batch = None if self._refused else _decode_batch(rows)
+        if batch is None or any(m._forward_hooks or m._forward_pre_hooks for m in self._modules):
+            return None
+        captured = self._captured
+        operands = [*batch, *self._weights(), *(layer.kv_cache for layer in self._layers)]
+        addresses = [torch.get_num_threads(), *(x.data_ptr() for x in operands)]
+        hidden = self._embed(input_ids)
+        if captured and captured.graph.rows >= rows and captured.addresses == addresses:
+            captured.hidden[:rows].copy_(hidden)
+            captured.positions[:rows].copy_(positions)
+            return captured.graph.replay(rows).clone()
+        self._captured = None
+        hidden, positions = hidden.contiguous(), positions.clone()
+        graph = Graph(lambda: forward(None, positions, None, hidden), rows, inner_ops=_ATTENTION)
+        if graph.refused:
+            log.info("decoding steps are not replayed: %s", graph.refused)
+            self._refused = True
+            return graph.output
+        self._captured = _Captured(graph, hidden, positions, operands, addresses)
+        return graph.output.clone()
+
+    def _weights(self) -> list[Tensor]:
+        held = [(*m._parameters.values(), *m._buffers.values()) for m in self._owners]
+        return [tensor for tensors in held for tensor in tensors if tensor is not None]
+
+
+def _decode_batch(rows: int) -> list[Tensor] | None:
+    """Return the metadata of a batch of one token per sequence; None if it is another one."""
+    from vllm.forward_context import get_forward_context
+
+    context = get_forward_context()
+    metadata, slots = context.attn_metadata, context.slot_mapping
+    if not isinstance(metadata, dict) or not isinstance(slots, dict):
+        return None
+    tensors = list({id(slot): slot for slot in slots.values()}.values())
+    for group in {id(group): group for group in metadata.values()}.values():
+        if group.num_actual_tokens != rows or group.seq_lens.shape[0] != rows:
+            return None
+        tensors += [group.query_start_loc, group.seq_lens, group.block_table]
+    return tensors
