@@ -107,6 +107,7 @@ def distillation(
     incoming: Tensor | None,
     grad: Tensor | None,
 ) -> None: ...
+
 class Graph:
     def __init__(self, rows: int) -> None: ...
     @property

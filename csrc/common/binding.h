@@ -58,7 +58,7 @@ inline void check_same_device(const char* op, std::initializer_list<NamedTensor>
 // Calls kernel(params) with Python's lock released. params.*rows is the number of rows of its
 // operands: a graph that this thread captures calls it again, with fewer rows.
 template <typename Params, typename Kernel>
-void run_rows(const char* op, const Params& params, int64_t Params::*rows, const Kernel& kernel) {
+void run_rows(const char* op, const Params& params, int64_t Params::* rows, const Kernel& kernel) {
   if (Graph* graph = Graph::capturing()) graph->add(op, params, rows, kernel);
   const py::gil_scoped_release released;
   kernel(params);

@@ -20,8 +20,8 @@ GraphMemory::~GraphMemory() {
 void* GraphMemory::take(int64_t bytes) {
   const int64_t rounded = rounded_size(bytes);
   const std::lock_guard lock(mutex_);
-  const auto found = std::ranges::find_if(
-      free_, [&](void* block) { return sizes_.at(block) == rounded; });
+  const auto found =
+      std::ranges::find_if(free_, [&](void* block) { return sizes_.at(block) == rounded; });
   if (found != free_.end()) {
     void* const block = *found;
     free_.erase(found);

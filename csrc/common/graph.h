@@ -1,9 +1,9 @@
 // Kernel calls on the CPU, captured as they are made, and made again later without Python.
 //
-// The calls are of kernels whose operands have a leading dimension of rows. A replay makes them with
-// the same memory and as many rows as were captured, or fewer. New tensors of a capture come from
-// memory that the graph keeps, in which a tensor has the place of one that was freed before, as in
-// the captured order of calls.
+// The calls are of kernels whose operands have a leading dimension of rows. A replay makes them
+// with the same memory and as many rows as were captured, or fewer. New tensors of a capture come
+// from memory that the graph keeps, in which a tensor has the place of one that was freed before,
+// as in the captured order of calls.
 #pragma once
 
 #include <cstdint>
@@ -54,7 +54,7 @@ class Graph {
 
   // Adds kernel(params), where params.*rows is a multiple of the graph's rows.
   template <typename Params, typename Kernel>
-  void add(const char* op, const Params& params, int64_t Params::*rows, const Kernel& kernel) {
+  void add(const char* op, const Params& params, int64_t Params::* rows, const Kernel& kernel) {
     const int64_t multiple = params.*rows / rows_;
     if (params.*rows != multiple * rows_) {
       refuse(std::string(op) + " has " + std::to_string(params.*rows) + " rows, no multiple of " +

@@ -41,7 +41,8 @@ class Step:
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=draw).to(dtype)
 
-        shapes = [(3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (4 * HIDDEN, HIDDEN), (HIDDEN, 2 * HIDDEN)]
+        sizes = [(3, 1), (1, 1), (4, 1), (1, 2)]
+        shapes = [(rows * HIDDEN, columns * HIDDEN) for rows, columns in sizes]
         positions = torch.arange(ROWS) * 3
         return cls(
             normal(ROWS, HIDDEN),
@@ -140,7 +141,7 @@ def test_what_a_graph_would_leave_out_is_refused(reason: str) -> None:
     rows = 2 if "multiple" in reason else 4
     graph = Graph(lambda: CANNOT[reason](x, weight), rows)
     assert reason in graph.refused
-    with pytest.raises(ValueError, match="cannot be replayed: .*"):
+    with pytest.raises(ValueError, match="cannot be replayed"):
         graph.replay(1)
 
 
@@ -156,13 +157,13 @@ def test_values_are_checked_in_a_replay() -> None:
     with pytest.raises(ValueError, match=f"replay of 7 rows; expected 1 to {ROWS}"):
         graph.replay(ROWS + 1)
     step.positions[0] = BLOCK
-    with pytest.raises(ValueError, match=f"positions.0. is {BLOCK}; expected 0 to {BLOCK - 1}"):
+    with pytest.raises(ValueError, match=rf"positions\[0\] is {BLOCK}; expected 0 to {BLOCK - 1}"):
         graph.replay(1)
     step.positions[0], step.slots[1] = 0, ROWS * BLOCK
-    with pytest.raises(ValueError, match="slot_mapping.1. is 96; expected less than 96"):
+    with pytest.raises(ValueError, match=r"slot_mapping\[1\] is 96; expected less than 96"):
         graph.replay(2)
     step.slots[1], step.tables[2] = BLOCK, ROWS
-    with pytest.raises(ValueError, match="block_table.2, 0. is 6; expected a block"):
+    with pytest.raises(ValueError, match=r"block_table\[2, 0\] is 6; expected a block"):
         graph.replay(3)
 
 

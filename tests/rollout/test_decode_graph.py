@@ -1,4 +1,4 @@
-"""Decoding steps of an exact engine are replayed, with the bits of eager ones, as long as they may."""
+"""Decoding steps of an exact engine are replayed with the bits of eager ones, where they may be."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ pytestmark = [
     pytest.mark.multirank,
     pytest.mark.skipif(not vllm_available(), reason="the rollout engine; `make setup` installs it"),
 ]
-KINDS = ("llama", "qwen2", "qwen3", "gemma", "mistral")
+KINDS = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    pytest.param("gemma", marks=pytest.mark.exhaustive),
+    pytest.param("mistral", marks=pytest.mark.exhaustive),
+)
 MAX_TOKENS = 12
 
 
@@ -68,7 +74,7 @@ def compare(rank: int, world_size: int, path: str, dtype: str) -> None:
     from hybridengine.rollout.vllm import decode_graph
     from hybridengine.rollout.vllm.exact import use_exact_operators
 
-    llm = open_llm(path, dtype, exact=True, max_model_len=64, enable_prefix_caching=False)
+    llm = open_llm(path, dtype, exact=True, max_model_len=64, kv_cache_memory_bytes=8 << 20)
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     model, counted = runner.get_model(), Counted()
     with patch.object(decode_graph, "use_decode_graphs"):
@@ -124,7 +130,7 @@ def test_steps_are_replayed_with_the_bits_of_eager_ones(kind: str, tmp_path: Pat
 def refuse(rank: int, world_size: int, path: str) -> None:
     from hybridengine.rollout.vllm.exact import use_exact_operators
 
-    llm = open_llm(path, "float32", exact=True, max_model_len=64, enable_prefix_caching=False)
+    llm = open_llm(path, "float32", exact=True, max_model_len=64, kv_cache_memory_bytes=8 << 20)
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     use_exact_operators(model, 64)
     layer = next(m for name, m in model.named_modules() if name.endswith("mlp"))

@@ -61,7 +61,7 @@ class _DecodeSteps:
         self._modules = list(model.modules())
         self._owners = [m for m in self._modules if m._parameters or m._buffers]
         self._layers = [m for m in self._modules if isinstance(m, Attention)]
-        self._embed = model.embed_input_ids
+        self._embed: Any = model.embed_input_ids
         self._captured: _Captured | None = None
         self._refused = False
 
@@ -102,8 +102,9 @@ def _decode_batch(rows: int) -> list[Tensor] | None:
     metadata, slots = context.attn_metadata, context.slot_mapping
     if not isinstance(metadata, dict) or not isinstance(slots, dict):
         return None
-    tensors = list({id(slot): slot for slot in slots.values()}.values())
-    for group in {id(group): group for group in metadata.values()}.values():
+    tensors: list[Tensor] = list({id(slot): slot for slot in slots.values()}.values())
+    groups: dict[int, Any] = {id(group): group for group in metadata.values()}
+    for group in groups.values():
         if group.num_actual_tokens != rows or group.seq_lens.shape[0] != rows:
             return None
         tensors += [group.query_start_loc, group.seq_lens, group.block_table]
