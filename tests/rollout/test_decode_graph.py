@@ -73,9 +73,11 @@ class Counted:
 def compare(rank: int, world_size: int, path: str, dtype: str) -> None:
     from hybridengine.rollout.vllm import decode_graph
     from hybridengine.rollout.vllm.exact import use_exact_operators
+    from hybridengine.rollout.vllm.sampling import FusedSampler
 
     llm = open_llm(path, dtype, exact=True, max_model_len=64, kv_cache_memory_bytes=8 << 20)
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    FusedSampler(runner, exact=True)
     model, counted = runner.get_model(), Counted()
     with patch.object(decode_graph, "use_decode_graphs"):
         use_exact_operators(model, 64)
@@ -129,9 +131,12 @@ def test_steps_are_replayed_with_the_bits_of_eager_ones(kind: str, tmp_path: Pat
 
 def refuse(rank: int, world_size: int, path: str) -> None:
     from hybridengine.rollout.vllm.exact import use_exact_operators
+    from hybridengine.rollout.vllm.sampling import FusedSampler
 
     llm = open_llm(path, "float32", exact=True, max_model_len=64, kv_cache_memory_bytes=8 << 20)
-    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    FusedSampler(runner, exact=True)
+    model = runner.get_model()
     use_exact_operators(model, 64)
     layer = next(m for name, m in model.named_modules() if name.endswith("mlp"))
     forward = layer.forward
