@@ -5,15 +5,16 @@ engine: in bfloat16 where the CPU multiplies it fast, else in float32. `step` co
 with our sampler in both, and `rollout.exact`, which has our attention and norms as well; `sampler`
 compares it with vLLM's own.
 
-A time is that of one decoding step of all sequences: of a generation of many tokens less that of
-few, by the difference in tokens. `share_of_limit` compares it with the larger of the time to read
-all weights and the time of the products at the rate of a large one. The parts of a step are timed
-in a run of their own, around the functions of vLLM that compute them.
+A time is the median of decoding steps of all sequences, of several generations by each way in
+turns. `share_of_limit` compares it with the larger of the time to read all weights and the time of
+the products at the rate of a large one. The parts of a step are timed in steps of their own, around
+the functions of vLLM that compute them, so that no step is replayed.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import tempfile
 import time
 from collections import defaultdict
@@ -34,7 +35,7 @@ EXACT = f"{OURS}_exact"
 SEQUENCES = (1, 8, 32, 128)
 SAMPLED_SEQUENCES = 32
 MAX_MODEL_LEN = 512
-PROMPT_TOKENS, FEW_TOKENS, MANY_TOKENS = 128, 4, 28
+PROMPT_TOKENS, STEPS, ROUNDS = 128, 24, 3
 
 
 def run(bench: Bench) -> None:
@@ -67,22 +68,29 @@ def run(bench: Bench) -> None:
         multiply = 2 * parameters / (bench.peak("gemm", dtype) * 1e12)
         seconds = dict[str, float]()
         for sequences in SEQUENCES:
-            for name in ("torch", OURS, EXACT):
-                used = exact_llm if name == EXACT else llm
-                with products(used, name != "torch"), sampler(used, True):
-                    _generate(used, sequences, FEW_TOKENS)  # warm up
-                    seconds[name] = _seconds_per_step(used, sequences)
-                    parts = _parts(used, sequences)
+            times, parts = defaultdict[str, list[float]](list), dict[str, dict[str, float]]()
+            for _ in range(ROUNDS):
+                for name in ("torch", OURS, EXACT):
+                    used = exact_llm if name == EXACT else llm
+                    with products(used, name != "torch"), sampler(used, True):
+                        times[name] += _step_times(used, sequences)
+                        parts[name] = parts.get(name) or _parts(used, sequences)
+            seconds |= {name: statistics.median(values) for name, values in times.items()}
+            for name in times:
                 add(
-                    *("step", name, sequences, seconds, f"; ms of {parts}"),
+                    *("step", name, sequences, seconds, f"; ms of {parts[name]}"),
                     share_of_limit=max(read, multiply * sequences) / seconds[name],
-                    parts_ms=parts,
+                    parts_ms=parts[name],
                 )
-        for label, truncation in {"": {}, " top_p=0.95": {"top_p": 0.95}}.items():
-            for name in ("vllm", OURS):
-                with sampler(llm, name == OURS):
-                    _generate(llm, SAMPLED_SEQUENCES, FEW_TOKENS, **truncation)  # warm up
-                    seconds[name] = _seconds_per_step(llm, SAMPLED_SEQUENCES, **truncation)
+        truncations: dict[str, dict[str, Any]] = {"": {}, " top_p=0.95": {"top_p": 0.95}}
+        for label, truncation in truncations.items():
+            times = defaultdict(list)
+            for _ in range(ROUNDS):
+                for name in ("vllm", OURS):
+                    with sampler(llm, name == OURS):
+                        times[name] += _step_times(llm, SAMPLED_SEQUENCES, **truncation)
+            seconds |= {name: statistics.median(values) for name, values in times.items()}
+            for name in times:
                 add("sampler", name, SAMPLED_SEQUENCES, seconds, label=label)
 
 
@@ -189,63 +197,60 @@ def _parts(llm: Any, sequences: int) -> dict[str, float]:
 
     from hybridengine.rollout.vllm import attention_backend
 
-    totals: dict[int, dict[str, float]] = {}
-    for tokens in (FEW_TOKENS, MANY_TOKENS):
-        seconds: dict[str, float] = defaultdict(float)
-        totals[tokens] = seconds
+    seconds: dict[str, float] = defaultdict(float)
 
-        def timed(
-            name: str, function: Callable, seconds: dict[str, float] = seconds
-        ) -> Callable[..., Any]:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                start = time.perf_counter()
-                result = function(*args, **kwargs)
-                seconds[name] += time.perf_counter() - start
-                return result
+    def timed(name: str, function: Callable) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            seconds[name] += time.perf_counter() - start
+            return result
 
-            return run
+        return run
 
-        modules = list(_model(llm).modules())
-        linears = [
-            ("products", m.quant_method, "apply") for m in modules if isinstance(m, LinearBase)
-        ]
-        heads = [("head", m, "_apply_head") for m in modules if isinstance(m, LogitsProcessor)]
-        attention = [("attention", _custom_ops, "cpu_attention_with_kv_cache")]
-        if _is_exact(llm):
-            attention = [("attention", attention_backend, "paged_attention")]
-        with ExitStack() as stack:
-            for name, owner, function in (
-                *linears,
-                *heads,
-                *attention,
-                ("sampler", _runner(llm).sampler, "forward"),
-            ):
-                wrapped = timed(name, getattr(owner, function))
-                stack.enter_context(patch.object(owner, function, wrapped))
-            seconds["step"] = _generate(llm, sequences, tokens)
-    steps = MANY_TOKENS - FEW_TOKENS
-    few, many = totals[FEW_TOKENS], totals[MANY_TOKENS]
-    return {name: round((many[name] - few[name]) / steps * 1e3, 2) for name in many}
+    modules = list(_model(llm).modules())
+    linears = [("products", m.quant_method, "apply") for m in modules if isinstance(m, LinearBase)]
+    heads = [("head", m, "_apply_head") for m in modules if isinstance(m, LogitsProcessor)]
+    attention = [("attention", _custom_ops, "cpu_attention_with_kv_cache")]
+    if _is_exact(llm):
+        attention = [("attention", attention_backend, "paged_attention")]
+    with ExitStack() as stack:
+        hook = modules[0].register_forward_pre_hook(lambda *_: None)  # or steps are replayed
+        stack.callback(hook.remove)
+        for name, owner, function in (
+            *linears,
+            *heads,
+            *attention,
+            ("sampler", _runner(llm).sampler, "forward"),
+        ):
+            wrapped = timed(name, getattr(owner, function))
+            stack.enter_context(patch.object(owner, function, wrapped))
+        steps = _step_times(llm, sequences, before=seconds.clear)
+    seconds["step"] = sum(steps)
+    return {name: round(total / len(steps) * 1e3, 2) for name, total in seconds.items()}
 
 
-def _seconds_per_step(llm: Any, sequences: int, **sampling: Any) -> float:
-    times = {
-        tokens: [_generate(llm, sequences, tokens, **sampling) for _ in range(2)]
-        for tokens in (FEW_TOKENS, MANY_TOKENS)
-    }
-    return (min(times[MANY_TOKENS]) - min(times[FEW_TOKENS])) / (MANY_TOKENS - FEW_TOKENS)
-
-
-def _generate(llm: Any, sequences: int, tokens: int, **truncation: Any) -> float:
-    """Generate so many tokens of each sequence; return the seconds."""
+def _step_times(
+    llm: Any, sequences: int, *, before: Callable[[], None] = lambda: None, **truncation: Any
+) -> list[float]:
+    """Return the seconds of STEPS steps in which all sequences decode; `before` is called first."""
     from vllm import SamplingParams
 
     draw = torch.Generator().manual_seed(0)
     prompts = torch.randint(1000, 40_000, (sequences, PROMPT_TOKENS), generator=draw).tolist()
-    options: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True, "detokenize": False}
-    sampling = [
-        SamplingParams(**options, logprobs=0, seed=i, **truncation) for i in range(sequences)
-    ]
-    start = time.perf_counter()
-    llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
-    return time.perf_counter() - start
+    engine, names = llm.llm_engine, [f"{time.monotonic_ns()}-{i}" for i in range(sequences)]
+    options: dict[str, Any] = {"ignore_eos": True, "detokenize": False, "logprobs": 0}
+    for i, (name, ids) in enumerate(zip(names, prompts, strict=True)):
+        params = SamplingParams(max_tokens=MAX_MODEL_LEN, seed=i, **options, **truncation)
+        engine.add_request(name, {"prompt_token_ids": ids}, params)
+    while len(engine.step()) < sequences:
+        pass
+    engine.step()  # warm up
+    before()
+    times = []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - start)
+    engine.abort_request(names)
+    return times

@@ -43,6 +43,7 @@ def test_log_probs_on_the_gpu(tmp_path: Path, kind: str, dtype: str, runner: str
 
 @pytest.mark.slow
 @pytest.mark.multirank
-@pytest.mark.parametrize("kind", ["qwen2", pytest.param("qwen3", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_log_probs_in_the_interpreter(kind: str) -> None:
     run_interpreted("../rollout/interpreted_rollouts.py", "-k", kind)
