@@ -1,9 +1,9 @@
 """Tokens per second of our vLLM engine and of transformers' `generate`, on the same responses.
 
 A random model of the shapes of SmolLM2-135M, 32 prompts of 64 tokens, sampling at temperature 1, in
-bfloat16 where the CPU multiplies it fast, else in float32. The engine is set up as the trainer's.
-`equal`: all responses have 48 tokens. `ragged`: 8 to 96, log-uniform. `generate` runs a batch
-until its longest response is complete; only the tokens up to each response's length count.
+bfloat16 where the CPU multiplies it fast, else in float32. The engine is set up as the trainer's,
+exact. `equal`: all responses have 48 tokens. `ragged`: 8 to 96, log-uniform. `generate` runs a
+batch until its longest response is complete; only the tokens up to each response's length count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from benchmarks._bench import OURS, Bench, quantiles, short
 from benchmarks._models import smollm2_135m
-from benchmarks.generate import build, prepared_dtype, products, sampler
+from benchmarks.generate import build, prepared_dtype, sampler
 
 SEQUENCES, PROMPT_TOKENS, EQUAL_TOKENS = 32, 64, 48
 SHORTEST, LONGEST = 8, 96
@@ -38,9 +38,9 @@ def run(bench: Bench) -> None:
         "ragged": (SHORTEST * (LONGEST / SHORTEST) ** spread).int().tolist(),
     }
     with tempfile.TemporaryDirectory() as folder:
-        llm, _ = build(Path(folder), dtype)
+        llm, _ = build(Path(folder), dtype, exact=True)
     plain = plain_model(dtype)
-    with products(llm, True), sampler(llm, True):
+    with sampler(llm, True):
         calls = {
             "transformers": lambda lengths: generate_plain(plain, prompts, lengths),
             OURS: lambda lengths: generate_vllm(llm, prompts, lengths),

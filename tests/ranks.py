@@ -213,7 +213,7 @@ def _rank_main(
     environment: dict[str, str], payload: bytes, timeout_s: float, parent: Connection
 ) -> None:
     gc.freeze()  # what the server imported stays
-    gc.unfreeze = lambda: None
+    gc.unfreeze = lambda: None  # as vLLM does when an engine ends: each search would take 0.2 s
     os.environ.clear()
     os.environ.update(environment)
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
