@@ -29,6 +29,7 @@ def losses_of(result: Result, name: str) -> list[float]:
     return [row[name] for row in result.rows if name in row]
 
 
+@pytest.mark.exhaustive
 def test_a_critic_is_the_same_on_one_rank_and_on_two(tmp_path: Path) -> None:
     job = [*vision_job(tmp_path), *GAE]
     one, plain = run_jobs(tmp_path, [job, [*job, "actor.shared_prefix=off"]])
