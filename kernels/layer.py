@@ -90,6 +90,18 @@ def inference_norm(
     return rms_norm(x, weight, eps, **options)
 
 
+def add_scaled_(out: Tensor, update: Tensor, scale: float) -> None:
+    """Add update * scale, rounded to the dtype, to `out`, without a gradient.
+
+    out, update: [T, N] of one dtype, on a CPU float32 or bfloat16 with inner stride 1.
+    """
+    extension = native()
+    if extension is not None and out.device.type == "cpu":
+        extension.add_scaled_(out, update, scale)
+    else:
+        out.add_(update * scale)
+
+
 def gated_activation(
     gate: Tensor, up: Tensor, activation: Activation = "silu", *, backend: str | None = None
 ) -> Tensor:

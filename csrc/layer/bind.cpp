@@ -127,6 +127,20 @@ void rotary_(const Tensor& x, const Tensor& positions, const Tensor& cos, const 
   });
 }
 
+void add_scaled_(const Tensor& out, const Tensor& update, double scale) {
+  const char* op = "add_scaled_";
+  check_same_device(op, {{"out", out}, {"update", update}});
+  AddScaled p{};
+  p.dtype = layer_dtype(op, out);
+  p.out_stride = rows_argument(op, "out", out, out).stride;
+  p.update = rows_argument(op, "update", update, out);
+  p.out = out.data();
+  p.rows = out.size(0), p.width = out.size(1);
+  p.scale = static_cast<float>(scale);
+  p.num_threads = get_num_threads();
+  if (out.numel() > 0) run_rows(op, p, &AddScaled::rows, add_scaled_cpu);
+}
+
 Gate gate_of(const std::string& name) {
   if (name == "silu") return Gate::silu;
   HE_CHECK_VALUE(name == "gelu_tanh", "gated_activation: activation is '", name,
@@ -179,6 +193,7 @@ void register_layer(py::module_& m) {
   m.def("rms_norm_backward", &rms_norm_backward, py::arg("grad_out"), py::arg("x"),
         py::arg("weight"), py::arg("inverse_rms"), py::arg("offset"));
   m.def("rotary_", &rotary_, py::arg("x"), py::arg("positions"), py::arg("cos"), py::arg("sin"));
+  m.def("add_scaled_", &add_scaled_, py::arg("out"), py::arg("update"), py::arg("scale"));
   m.def("gated_activation", &gated_activation, py::arg("gate"), py::arg("up"),
         py::arg("activation"));
   m.def("gated_activation_backward", &gated_activation_backward, py::arg("grad_out"),

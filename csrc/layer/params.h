@@ -80,10 +80,22 @@ struct Rotary {
   int num_threads;
 };
 
+// out += update * scale, where the product is rounded to the dtype before it is added.
+struct AddScaled {
+  void* out;  // [rows, width], inner stride 1
+  int64_t out_stride;
+  Rows update;
+  DType dtype;  // of both tensors: f32 or bf16
+  int64_t rows, width;
+  float scale;
+  int num_threads;
+};
+
 HE_CPU_KERNEL(rms_norm_cpu, RmsNorm)
 HE_CPU_KERNEL(rms_norm_backward_cpu, RmsNormBackward)
 HE_CPU_KERNEL(gated_activation_cpu, GatedActivation)
 HE_CPU_KERNEL(gated_activation_backward_cpu, GatedActivationBackward)
 HE_CPU_KERNEL(rotary_cpu, Rotary)
+HE_CPU_KERNEL(add_scaled_cpu, AddScaled)
 
 }  // namespace hybridengine

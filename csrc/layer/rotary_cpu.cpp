@@ -6,15 +6,6 @@ namespace hybridengine::HYBRIDENGINE_ISA {
 
 namespace {
 
-// a * b, rounded to T. The empty instruction keeps the compiler from making it and a sum one
-// instruction, which would round once.
-template <typename T>
-HE_SIMD VecF product(VecF a, VecF b) {
-  VecF v = a * b;
-  asm("" : "+m"(v));
-  return rounded<T>(v);
-}
-
 template <typename T>
 void rotate(const Rotary& p) {
   parallel_for(p.rows, kRowGrain, p.num_threads, [&](int64_t begin, int64_t end) {

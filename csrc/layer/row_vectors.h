@@ -41,6 +41,15 @@ HE_SIMD VecF rounded(VecF v) {
   return load(stored);
 }
 
+// a * b, rounded to T. The empty instruction keeps the compiler from making it and a sum one
+// instruction, which would round once.
+template <typename T>
+HE_SIMD VecF product(VecF a, VecF b) {
+  VecF v = a * b;
+  asm("" : "+m"(v));
+  return rounded<T>(v);
+}
+
 template <typename Body>
 HE_SIMD void for_parts(int64_t width, const Body& body) {
   int64_t i = 0;

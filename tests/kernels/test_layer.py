@@ -3,7 +3,7 @@
 import pytest
 import torch
 from hybridengine.kernels import gated_activation, rms_norm
-from hybridengine.kernels.layer import inference_norm
+from hybridengine.kernels.layer import add_scaled_, inference_norm
 from hybridengine.kernels.rotary import RotaryTable, rotate
 
 from tests.kernels.layer_cases import NORMS, check_activation, check_norm, draw
@@ -140,6 +140,27 @@ def test_rotated_heads_have_the_bits_of_torch(dtype, dim):
     expected, last = heads * cos + torch.cat([-second, first], -1) * sin, both[:, -1].clone()
     assert torch.equal(rotate(heads, positions, *tables), expected)
     assert torch.equal(both[:, -1], last)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_of_heads_are_those_of_rows(dtype):
+    both, weight = draw(5, 3 * 34 + 1, dtype), draw(1, 34, dtype)[0]
+    heads = both[:, : 3 * 34].view(5, 3, 34)
+    normed = inference_norm(heads, None, weight, 1e-6, round_first=True)
+    assert normed.is_contiguous()
+    rows = rms_norm(heads.reshape(15, 34), weight, 1e-6, round_first=True)
+    assert torch.equal(normed, rows.view(5, 3, 34))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_scaled_update_is_rounded_before_it_is_added(dtype):
+    both, update = draw(7, 31, dtype), draw(7, 19, dtype, 1)
+    before, out = both.clone(), both[:, 5:24]
+    add_scaled_(out, update, 1.7)
+    assert torch.equal(out, before[:, 5:24] + update * 1.7)
+    assert torch.equal(both[:, :5], before[:, :5]) and torch.equal(both[:, 24:], before[:, 24:])
+    with pytest.raises(ValueError, match="update has shape"):
+        add_scaled_(out, update[:3], 1.7)
 
 
 def test_a_position_outside_of_the_tables_is_refused():

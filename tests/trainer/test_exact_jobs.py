@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,7 +28,10 @@ pytestmark = [
 VLLM = ("rollout.name=vllm", "rollout.kv_cache_gib=0.01", "rollout.dtype=auto")
 
 
-def train(rank: int, world_size: int, folder: Path, job: list[str]) -> None:
+def train(rank: int, world_size: int, folder: Path, job: list[str]) -> int:
+    """Run the job; return how many decoding steps were replayed."""
+    from hybridengine.kernels.graph import Graph
+
     from hybridengine.preflight import check_grpo
     from hybridengine.runtime.session import Session
     from hybridengine.runtime.status import PhaseStatus
@@ -35,7 +39,9 @@ def train(rank: int, world_size: int, folder: Path, job: list[str]) -> None:
 
     config = load_config(None, job)
     check_grpo(config)
-    RLTrainer(config, Session(PhaseStatus(folder / "run", rank))).train()
+    with patch.object(Graph, "replay", autospec=True, side_effect=Graph.replay) as replay:
+        RLTrainer(config, Session(PhaseStatus(folder / "run", rank))).train()
+    return replay.call_count
 
 
 def one_token_differs(rank: int, world_size: int) -> None:
@@ -152,7 +158,8 @@ def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
     ]
     if adapters:
         job += [*ADAPTERS[adapters], "reshard.lora=adapters", "actor.optim.lr=0.01"]
-    run_ranks(train, 2, tmp_path, job, timeout_s=500)
+    for replayed in run_ranks(train, 2, tmp_path, job, timeout_s=500):
+        assert replayed > 0 if tp_size == 1 else replayed == 0
     rows = [row for row in lines_of(tmp_path / "run" / "metrics.jsonl") if "actor/grad_norm" in row]
     assert len(rows) == 3
     for row in rows:

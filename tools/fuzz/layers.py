@@ -62,7 +62,15 @@ def rms_norm(d: Draw) -> list:
     dtype, rows, width = d.pick((torch.float32, torch.bfloat16)), d.size(), d.size(70)
     x, weight = d.rows(d.floats(rows, width, dtype=dtype)), d.floats(width, dtype=dtype)
     residual = d.floats(rows, width, dtype=dtype) if d.chance(0.5) else None
+    if residual is None and d.chance(0.5):
+        x = d.rows(d.floats(rows, d.size(4), width, dtype=dtype))
     return [x, weight, 1e-6, d.pick((0.0, 1.0)), d.chance(0.5), d.chance(0.5), residual]
+
+
+def add_scaled_(d: Draw) -> list:
+    dtype, rows, width = d.pick((torch.float32, torch.bfloat16)), d.size(), d.size(70)
+    out, update = (d.rows(d.floats(rows, width, dtype=dtype)) for _ in range(2))
+    return [out, update, d.pick((0.5, 2.0, -1.7))]
 
 
 def rotary_(d: Draw) -> list:
@@ -74,6 +82,7 @@ def rotary_(d: Draw) -> list:
 
 def rms_norm_backward(d: Draw) -> list:
     x, weight, _, offset, *_ = rms_norm(d)
+    x = x.flatten(0, -2)
     grad = d.rows(d.floats(*x.shape, dtype=x.dtype))
     return [grad, x, weight, d.floats(len(x)), offset]
 
@@ -162,6 +171,7 @@ FUNCTIONS = (
     paged_attention,
     rms_norm,
     rms_norm_backward,
+    add_scaled_,
     rotary_,
     gated_activation,
     gated_activation_backward,

@@ -16,15 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from hybridengine.kernels.graph import Graph
+from hybridengine.rollout.vllm.weights import LoraSlot
 
 log = logging.getLogger(__name__)
 
 _ATTENTION = ("vllm::unified_kv_cache_update", "vllm::unified_attention_with_output")
 
 
-def use_decode_graphs(model: nn.Module) -> None:
-    """Let `model`, as `use_exact_operators` returns it, replay its decoding steps."""
-    steps = _DecodeSteps(model)
+def use_decode_graphs(model: nn.Module, slot: LoraSlot | None = None) -> None:
+    """Let `model`, as `use_exact_operators` leaves it, replay its decoding steps.
+
+    slot: of its adapters.
+    """
+    steps = _DecodeSteps(model, slot)
     forward = model.forward
 
     def replaying(
@@ -51,16 +55,18 @@ class _Captured:
     hidden: Tensor  # the embeddings, which a step overwrites
     positions: Tensor
     operands: list[Tensor]  # whatever else the kernels read, kept so that no other has its address
-    addresses: list[int]
+    state: list[float]  # their addresses, and by what else Python decides; a step has the same one
 
 
 class _DecodeSteps:
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, slot: LoraSlot | None) -> None:
         from vllm.model_executor.layers.attention import Attention
 
         self._modules = list(model.modules())
         self._owners = [m for m in self._modules if m._parameters or m._buffers]
+        self._adapted = [m for m in self._modules if hasattr(m, "lora_a_stacked")]
         self._layers = [m for m in self._modules if isinstance(m, Attention)]
+        self._slot = slot
         self._embed: Any = model.embed_input_ids
         self._captured: _Captured | None = None
         self._refused = False
@@ -73,9 +79,11 @@ class _DecodeSteps:
             return None
         captured = self._captured
         operands = [*batch, *self._weights(), *(layer.kv_cache for layer in self._layers)]
-        addresses = [torch.get_num_threads(), *(x.data_ptr() for x in operands)]
+        state = [torch.get_num_threads(), *(x.data_ptr() for x in operands)]
+        if slot := self._slot:
+            state += [slot.request is None, slot.rank, slot.scale]
         hidden = self._embed(input_ids)
-        if captured and captured.graph.rows >= rows and captured.addresses == addresses:
+        if captured and captured.graph.rows >= rows and captured.state == state:
             captured.hidden[:rows].copy_(hidden)
             captured.positions[:rows].copy_(positions)
             return captured.graph.replay(rows).clone()
@@ -86,11 +94,12 @@ class _DecodeSteps:
             log.info("decoding steps are not replayed: %s", graph.refused)
             self._refused = True
             return graph.output
-        self._captured = _Captured(graph, hidden, positions, operands, addresses)
+        self._captured = _Captured(graph, hidden, positions, operands, state)
         return graph.output.clone()
 
     def _weights(self) -> list[Tensor]:
         held = [(*m._parameters.values(), *m._buffers.values()) for m in self._owners]
+        held += [(*m.lora_a_stacked, *m.lora_b_stacked) for m in self._adapted]
         return [tensor for tensors in held for tensor in tensors if tensor is not None]
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hybridengine.errors import ModelError
 from hybridengine.kernels import gated_activation
 from hybridengine.kernels.decode_linear import inference_linear, join_parts
-from hybridengine.kernels.layer import inference_norm
+from hybridengine.kernels.layer import add_scaled_, inference_norm
 from hybridengine.kernels.rotary import RotaryTable, rotate
 from hybridengine.rollout.vllm.decode_graph import use_decode_graphs
 from hybridengine.rollout.vllm.weights import LoraSlot
@@ -103,8 +103,8 @@ def use_exact_operators(model: nn.Module, max_model_len: int, slot: LoraSlot | N
             module.forward = MethodType(forward, module)
             replaced = name
     on_cpu = all(parameter.is_cpu for parameter in model.parameters())
-    if slot is None and on_cpu and get_tensor_model_parallel_world_size() == 1:
-        use_decode_graphs(model)
+    if on_cpu and get_tensor_model_parallel_world_size() == 1:
+        use_decode_graphs(model, slot)
 
 
 def _computes(module: nn.Module) -> bool:
@@ -180,15 +180,16 @@ def _adapted_row_parallel(module: Any, slot: LoraSlot, x: Tensor) -> Any:
 def _add_adapters(
     module: Any, slot: LoraSlot, x: Tensor, out: Tensor, product: Callable[..., Tensor]
 ) -> Tensor:
-    """Return out + B(A(x)) * scale; `product` is that with A."""
+    """Add B(A(x)) * scale to out, and return it; `product` is that with A."""
     if slot.request is None:
         return out
-    factors = zip(module.lora_a_stacked, module.lora_b_stacked, strict=True)
-    update = [
-        _product(product(x, a[0, 0, : slot.rank]), b[0, 0, :, : slot.rank].contiguous())
-        for a, b in factors
-    ]
-    return out + torch.cat(update, -1) * slot.scale
+    begin = 0
+    for a, b in zip(module.lora_a_stacked, module.lora_b_stacked, strict=True):
+        update = _product(product(x, a[0, 0, : slot.rank]), b[0, 0, :, : slot.rank])
+        end = begin + update.shape[1]
+        add_scaled_(out[:, begin:end], update, slot.scale)
+        begin = end
+    return out
 
 
 def _norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
