@@ -64,7 +64,7 @@ class _DecodeSteps:
 
         self._modules = list(model.modules())
         self._owners = [m for m in self._modules if m._parameters or m._buffers]
-        self._adapted = [m for m in self._modules if hasattr(m, "lora_a_stacked")]
+        self._adapted: list[Any] = [m for m in self._modules if hasattr(m, "lora_a_stacked")]
         self._layers = [m for m in self._modules if isinstance(m, Attention)]
         self._slot = slot
         self._embed: Any = model.embed_input_ids
