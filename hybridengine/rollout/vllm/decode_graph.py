@@ -79,7 +79,7 @@ class _DecodeSteps:
             return None
         captured = self._captured
         operands = [*batch, *self._weights(), *(layer.kv_cache for layer in self._layers)]
-        state = [torch.get_num_threads(), *(x.data_ptr() for x in operands)]
+        state: list[float] = [torch.get_num_threads(), *(x.data_ptr() for x in operands)]
         if slot := self._slot:
             state += [slot.request is None, slot.rank, slot.scale]
         hidden = self._embed(input_ids)
