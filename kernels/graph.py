@@ -21,7 +21,7 @@ class Graph:
     takes the place of all Python between them. The function may compute by kernels of this package
     that go row by row alone (`decode_linear`, `rms_norm`, `gated_activation`, the rotary
     embedding, `write_kv_cache`, and `paged_attention` with one query per sequence), and may view
-    and allocate tensors. Whatever it reads but these tensors must not change.
+    and allocate tensors. What it decides by in Python must not change.
 
     Attributes:
         output: [rows, ...] of the captured call, which a replay overwrites.
@@ -39,6 +39,7 @@ class Graph:
         extension = native()
         if extension is None:
             raise RuntimeError("a graph needs the extension hybridengine._C, which is not built")
+        self._function = function  # and with it the tensors whose memory a replay reads
         self._graph = extension.Graph(rows)
         self._watch = _Watch(self._graph, inner_ops)
         self._graph.begin()
