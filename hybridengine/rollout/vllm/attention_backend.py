@@ -43,6 +43,8 @@ class ExactMetadata(AttentionMetadata):
     seq_lens: Tensor
     block_table: Tensor
     slot_mapping: Tensor
+    # (rows, slots) of tokens that other sequences have in common with these, and their slots
+    repeats: tuple[Tensor, Tensor] | None = None
 
 
 class ExactAttention(AttentionImpl[ExactMetadata]):
@@ -99,6 +101,9 @@ class ExactAttention(AttentionImpl[ExactMetadata]):
         """Write the attention of `query` [T, H, D] to `output`, from the cache alone."""
         if attn_metadata is None:  # vLLM warms up
             return output
+        if attn_metadata.repeats is not None and self.kv_sharing_target_layer_name is None:
+            rows, slots = attn_metadata.repeats
+            write_kv_cache(key[rows], value[rows], kv_cache, slots)
         tokens = attn_metadata.num_actual_tokens
         paged_attention(
             query[:tokens],

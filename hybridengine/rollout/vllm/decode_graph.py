@@ -114,7 +114,7 @@ def _decode_batch(rows: int) -> list[Tensor] | None:
     tensors: list[Tensor] = list({id(slot): slot for slot in slots.values()}.values())
     groups: dict[int, Any] = {id(group): group for group in metadata.values()}
     for group in groups.values():
-        if group.num_actual_tokens != rows or group.seq_lens.shape[0] != rows:
+        if group.num_actual_tokens != rows or group.seq_lens.shape[0] != rows or group.repeats:
             return None
         tensors += [group.query_start_loc, group.seq_lens, group.block_table]
     return tensors

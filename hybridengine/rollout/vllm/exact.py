@@ -2,8 +2,8 @@
 
 A token's log-prob is then the same float32 bits as the trained model's, whatever else is in the
 batch. Attention is replaced before the engine is built (`hybridengine.rollout.vllm.attention`), the
-other operators in the loaded model; it must run eagerly. On a CPU its decoding steps are replayed
-(`hybridengine.rollout.vllm.decode_graph`).
+other operators in the loaded model; it must run eagerly. On a CPU decoding steps are replayed
+(`decode_graph` of this package), and what sequences have in common is computed once (`repeats`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hybridengine.kernels.decode_linear import inference_linear, join_parts
 from hybridengine.kernels.layer import add_scaled_, inference_norm
 from hybridengine.kernels.rotary import RotaryTable, rotate
 from hybridengine.rollout.vllm.decode_graph import use_decode_graphs
+from hybridengine.rollout.vllm.repeats import compute_repeats_once
 from hybridengine.rollout.vllm.weights import LoraSlot
 
 
@@ -102,9 +103,10 @@ def use_exact_operators(model: nn.Module, max_model_len: int, slot: LoraSlot | N
         if forward is not None:
             module.forward = MethodType(forward, module)
             replaced = name
-    on_cpu = all(parameter.is_cpu for parameter in model.parameters())
-    if on_cpu and get_tensor_model_parallel_world_size() == 1:
-        use_decode_graphs(model, slot)
+    if all(parameter.is_cpu for parameter in model.parameters()):
+        if get_tensor_model_parallel_world_size() == 1:
+            use_decode_graphs(model, slot)
+        compute_repeats_once(model)
 
 
 def _computes(module: nn.Module) -> bool:
