@@ -55,7 +55,7 @@ def _step(input_ids: Tensor) -> _Step | None:
     """Return how to compute the step that vLLM is about to, or None if no tokens are repeated."""
     from vllm.forward_context import get_forward_context
 
-    context = get_forward_context()
+    context: Any = get_forward_context()
     if not isinstance(context.attn_metadata, dict):
         return None
     batches = {id(batch): batch for batch in context.attn_metadata.values()}
@@ -95,8 +95,8 @@ def _step(input_ids: Tensor) -> _Step | None:
     }
     metadata = {name: computed[id(batch)] for name, batch in context.attn_metadata.items()}
     slots = {name: batch.slot_mapping for name, batch in metadata.items()}
-    others = {"attn_metadata": metadata, "slot_mapping": slots, "is_padding": None}
-    return _Step(replace(context, **others), rows, row_of)
+    once = replace(context, attn_metadata=metadata, slot_mapping=slots, is_padding=None)
+    return _Step(once, rows, row_of)
 
 
 def find_repeats(
