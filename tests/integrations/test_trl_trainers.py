@@ -92,8 +92,8 @@ def trained(path: str, sharded: bool) -> torch.nn.Module:
     return model
 
 
-def synced(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    """Sync through TRL's class, and compare with what vLLM's loader writes."""
+def open_generation(model: torch.nn.Module, rank: int, world_size: int, dtype: str) -> Any:
+    """TRL's VLLMGeneration of `model` with an eager engine over all ranks, synced by ours."""
     from hybridengine.rollout.vllm.environment import prepare_environment, unique_shared_memory
 
     prepare_environment()
@@ -102,7 +102,7 @@ def synced(rank: int, world_size: int, path: str) -> dict[str, Any]:
     from trl.generation import vllm_generation
 
     vllm_generation.LLM = functools.partial(
-        vllm_generation.LLM, enforce_eager=True, kv_cache_memory_bytes=16 << 20, dtype="bfloat16"
+        vllm_generation.LLM, enforce_eager=True, kv_cache_memory_bytes=16 << 20, dtype=dtype
     )
     adapter.patch("sync")
     accelerator = SimpleNamespace(
@@ -114,13 +114,14 @@ def synced(rank: int, world_size: int, path: str) -> dict[str, Any]:
         wait_for_everyone=torch.distributed.barrier,
     )
     with unique_shared_memory():  # vLLM's own names are the same in every run
-        generation = vllm_generation.VLLMGeneration(
-            trained(path, True),
-            accelerator,
-            None,
-            tensor_parallel_size=world_size,
-            max_model_length=64,
+        return vllm_generation.VLLMGeneration(
+            model, accelerator, None, tensor_parallel_size=world_size, max_model_length=64
         )
+
+
+def synced(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    """Sync through TRL's class, and compare with what vLLM's loader writes."""
+    generation = open_generation(trained(path, True), rank, world_size, "bfloat16")
     generation._iter_named_params = lambda: pytest.fail("TRL's own sync ran")
     runner = generation.llm.llm_engine.model_executor.driver_worker.worker.model_runner
     weights = {n: p.data for n, p in runner.get_model().named_parameters()}
@@ -149,6 +150,30 @@ def test_colocated_weights_arrive(model):
         assert result["wrong"] == []
         assert result["weights"] > 5
         assert result["tokens"] == result["scored"] > 0
+
+
+def compared(rank: int, world_size: int, path: str) -> list[str]:
+    """What `parity` says of TRL's model and engine: synced, then with a tensor of older weights."""
+    from hybridengine.parity import attach
+
+    model = trained(path, False)
+    generation = open_generation(model, rank, world_size, "float32")
+    generation.sync_weights()
+    parity, prompts = attach(model, generation.llm), [list(range(5, 25))]
+    reports = [str(parity.compare(prompts))]
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3] += 0.5
+    reports.append(str(parity.compare(prompts)))
+    generation.sync_weights()
+    return [*reports, str(parity.compare(prompts))]
+
+
+@pytest.mark.multirank
+def test_a_stale_tensor_of_a_colocated_engine_is_named(model):
+    pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
+    [[before, stale, after]] = run_ranks(compared, 1, model, timeout_s=300)
+    assert "agree at all" in before and "agree at all" in after
+    assert "model.layers.1.mlp.up_proj.weight" in stale and "older" in stale
 
 
 class Generation:
