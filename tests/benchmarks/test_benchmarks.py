@@ -44,6 +44,18 @@ def test_a_benchmark_runs(op, monkeypatch):
         assert not row["impl"].startswith("compile") or "note" in row
 
 
+@pytest.mark.exhaustive
+@pytest.mark.multirank
+def test_the_part_of_the_gpu_report_with_vllm_runs_on_a_cpu():
+    pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
+    from benchmarks import engine
+
+    bench = Bench("cpu", quick=True)
+    engine.run(bench)
+    checked = [row["shape"] for row in bench.rows if row["pass"] == "check"]
+    assert len(checked) == len(engine.TP_SIZES) * len(engine.ON_CPU)
+
+
 def test_compile_is_left_out_under_a_limited_instruction_set(monkeypatch):
     assert not is_limited()
     for name, value in LIMITS["avx2"].items():
