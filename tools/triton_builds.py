@@ -17,7 +17,12 @@ from typing import Any
 
 import torch
 import triton
-from hybridengine.kernels import decode_linear_triton, layer_triton, paged_attention_triton
+from hybridengine.kernels import (
+    decode_linear_triton,
+    grouped_linear_triton,
+    layer_triton,
+    paged_attention_triton,
+)
 from hybridengine.kernels.advantage import whiten_triton
 from hybridengine.kernels.attention import (
     triton_backward,
@@ -65,6 +70,11 @@ def builds(capability: int) -> dict[str, Callable[[], Usage]]:
         named = {"bf16": torch.bfloat16, "fp32": torch.float32}
         for rows, tiles in decode_linear_triton.TILES[named[dtype]].items():
             by_name[f"decode_linear_{rows or 'many'}_{dtype}"] = partial(_linear, tiles, dtype)
+        for rows, tiles in grouped_linear_triton.TILES[named[dtype]].items():
+            for inner in "kn":
+                name = f"grouped_linear_{rows or 'many'}_along_{inner}_{dtype}"
+                by_name[name] = partial(_grouped_linear, tiles, inner, dtype)
+        by_name[f"grouped_weight_grad_{dtype}"] = partial(_grouped_weight_grad, tiles, dtype)
         for width, name in itertools.product((128, 4096, 8192), ("norm", "norm_backward")):
             by_name[f"rms_{name}_{width}_{dtype}"] = partial(_norm, name, width, dtype)
         for name in ("gated", "gated_backward"):
@@ -245,6 +255,32 @@ def _linear(tiles: decode_linear_triton.Tiles, dtype: str, capability: int) -> U
     options = {key: blocks.pop(key) for key in ("num_warps", "num_stages")}
     constants = _flags(kernel, GROUP=decode_linear_triton.GROUP, **blocks)
     aligned = {"x", "weight", "out", "n", "k", "x_stride", "weight_stride", "out_stride"}
+    return compile_kernel(kernel, types, constants, capability, options, aligned)
+
+
+def _grouped_linear(
+    tiles: decode_linear_triton.Tiles, inner: str, dtype: str, capability: int
+) -> Usage:
+    """inner: the dimension along which the weight has stride 1."""
+    kernel = grouped_linear_triton.product_kernel
+    types = dict.fromkeys(kernel.arg_names, "i32")
+    types |= dict.fromkeys(("x", "weight", "out"), f"*{dtype}") | {"cu_counts": "*i32"}
+    blocks = tiles.arguments
+    options = {key: blocks.pop(key) for key in ("num_warps", "num_stages")}
+    sizes = {size: getattr(grouped_linear_triton, size) for size in ("GROUP", "SEARCH")}
+    constants = _flags(kernel, **sizes, **blocks) | {f"{inner}_stride": 1}
+    aligned = {*types} - {*constants, "rows"}
+    return compile_kernel(kernel, types, constants, capability, options, aligned)
+
+
+def _grouped_weight_grad(tiles: decode_linear_triton.Tiles, dtype: str, capability: int) -> Usage:
+    kernel = grouped_linear_triton.weight_grad_kernel
+    types = dict.fromkeys(kernel.arg_names, "i32")
+    types |= dict.fromkeys(("left", "right", "out"), f"*{dtype}") | {"cu_counts": "*i32"}
+    blocks = tiles.arguments
+    options = {key: blocks.pop(key) for key in ("num_warps", "num_stages")}
+    constants = _flags(kernel, **blocks)
+    aligned = {*types} - {*constants}
     return compile_kernel(kernel, types, constants, capability, options, aligned)
 
 
