@@ -1,7 +1,8 @@
 """The experts of a mixture: products of tokens that are sorted by expert, and complete experts.
 
 64 experts, 8 per token, uniformly random. `gemm` is one dense product of the same operations, which
-reads one weight instead of 64: the limit. Complete experts are transformers' Qwen3-MoE module with
+reads one weight instead of 64: the limit. On a GPU, where torch's product is the default of
+bfloat16, `hybridengine (triton)` is ours. Complete experts are transformers' Qwen3-MoE module with
 each of its implementations; `batched_mm` copies a weight per token and expert, and is left out
 where these copies exceed BATCHED_BYTES.
 """
@@ -58,6 +59,8 @@ def compare_products(bench: Bench, tokens: int, k: int, n: int, dtype: torch.dty
         return x @ weight.t()
 
     products = {OURS: grouped_linear, "loop": loop, "grouped_mm": grouped_mm, "gemm": gemm}
+    if bench.device.type == "cuda":
+        products[f"{OURS} (triton)"] = partial(grouped_linear, backend="triton")
     flops = 2 * len(x) * n * k
     dense = [x, weight[0].detach().clone().requires_grad_()]
     shape = f"T={tokens} K={k} N={n}"

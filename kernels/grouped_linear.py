@@ -14,16 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _check as check
-from ._backend import choose_backend, native, register_backends
+from ._backend import choose_backend, has_triton, native, register_backends
 from ._library import custom_op
 from ._per_token import compute_dtype, unit_inner_stride
 from .memory_pool import empty_from_pool
 
 OP = "grouped_linear"
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
-_ALIGNMENT = 16  # bytes, of the rows of torch's grouped product on a GPU
+_ALIGNMENT = 16  # bytes, of rows and addresses that torch's grouped product takes
+_MAX_GROUPS = 1023  # of torch's kernel for GPUs
+_CAPABILITIES = (9, 10)  # the GPUs that have it; others take a loop over the groups
 
-register_backends(OP, cpu=("cpp", "torch", "reference"), cuda=("torch", "reference"))
+register_backends(OP, cpu=("cpp", "torch", "reference"), cuda=("torch", "triton", "reference"))
 
 
 def grouped_linear(
@@ -36,7 +38,8 @@ def grouped_linear(
     float32: blocks of 256 elements, each in ascending order from zero, are added in ascending
     order, and the result is rounded once. A weight's gradient is summed in the same way over the
     rows of its group, counted from the group's first row. AVX512-BF16 adds pairs of bfloat16, so
-    results of instruction sets differ in rounding; it treats subnormal numbers as zero.
+    results of instruction sets differ in rounding; it treats subnormal numbers as zero. Sums of the
+    `triton` backend are float32 chains (grouped_linear_triton.py). No backend adds with atomics.
 
     Args:
         x: [T, K], the rows of group 0, of group 1 and so on; float32 or bfloat16 (float16 on a CPU
@@ -45,9 +48,11 @@ def grouped_linear(
             has stride 1: for weights [E, K, N] pass `weight.transpose(1, 2)`.
         cu_counts: [E + 1] int32 or int64, from 0 to T in ascending order; group e has the rows from
             cu_counts[e] to cu_counts[e + 1] - 1, possibly none.
-        backend: `cpp` (CPU), `torch` (torch's grouped product) or `reference`; None: the best one
-            for the device. On a GPU, rows that are no multiple of 16 bytes take the reference,
-            which reads cu_counts on the host.
+        backend: `cpp` (CPU), `torch` (torch's grouped product), `triton` (CUDA) or `reference`,
+            which reads cu_counts on the host; None: the best one for the device. `torch` leaves to
+            `triton` (without Triton and on a CPU: `reference`) rows that are no multiple of 16
+            bytes and, on a GPU, all that torch computes by a loop that waits for the GPU: dtypes
+            other than bfloat16, and GPUs other than compute capability 9 and 10.
 
     Returns:
         [T, N] of the dtype of `x`. The gradient of an empty group's weight is zero.
@@ -128,9 +133,15 @@ def _product(x: Tensor, weight: Tensor, cu_counts: Tensor, backend: str) -> Tens
         out = empty_from_pool([x.shape[0], weight.shape[1]], x.dtype)
         native().grouped_linear(unit_inner_stride(x), _unit_stride(weight), cu_counts, out)
         return out
-    if backend == "torch" and _is_aligned(x, weight):
+    if backend != "reference":
         x, weight = unit_inner_stride(x), _unit_stride(weight)
+        backend = _narrow(backend, weight.shape, x, weight)
+    if backend == "torch":
         return F.grouped_mm(x, weight.transpose(1, 2), offs=cu_counts[1:])
+    if backend == "triton":
+        from . import grouped_linear_triton
+
+        return grouped_linear_triton.product(x, weight, cu_counts)
     out, dtype = x.new_empty(x.shape[0], weight.shape[1]), compute_dtype(x)
     for group, rows, w in zip(_split(out, cu_counts), _split(x, cu_counts), weight, strict=True):
         group.copy_(rows.to(dtype) @ w.to(dtype).t())
@@ -145,13 +156,54 @@ def _weight_grad(
         out = _empty_weight(weight)
         native().grouped_weight_grad(unit_inner_stride(grad), unit_inner_stride(x), cu_counts, out)
         return out
-    if backend == "torch" and _is_aligned(x, weight):
+    if backend != "reference":
         grad, x = unit_inner_stride(grad), unit_inner_stride(x)
-        return F.grouped_mm(grad.t(), x, offs=cu_counts[1:])
+        backend = _narrow(backend, weight.shape, grad, x)
+    if backend != "reference":
+        transposed = _is_transposed(weight)
+        left, right = (x, grad) if transposed else (grad, x)
+        if backend == "torch":
+            out = F.grouped_mm(left.t(), right, offs=cu_counts[1:])
+        else:
+            from . import grouped_linear_triton
+
+            out = grouped_linear_triton.weight_grad(left, right, cu_counts)
+        return out.transpose(1, 2) if transposed else out
     out, dtype = _empty_weight(weight), compute_dtype(x)
     for group, g, rows in zip(out, _split(grad, cu_counts), _split(x, cu_counts), strict=True):
         group.copy_(g.to(dtype).t() @ rows.to(dtype))
     return out
+
+
+def _narrow(backend: str, shape: torch.Size, *operands: Tensor) -> str:
+    """Return `backend`, or what runs in place of torch's grouped product where that cannot.
+
+    shape: [E, N, K], of the weight. operands: of the product, with an inner stride of 1.
+    """
+    if backend != "torch" or _torch_takes(shape, *operands):
+        return backend
+    return "triton" if operands[0].is_cuda and has_triton() else "reference"
+
+
+def _torch_takes(shape: torch.Size, *operands: Tensor) -> bool:
+    """Return whether torch's grouped product takes operands and does not wait for the GPU."""
+    first, (groups, *sizes) = operands[0], shape
+    if first.is_cuda:
+        capability = torch.cuda.get_device_capability(first.device)[0]
+        if first.dtype != torch.bfloat16 or capability not in _CAPABILITIES or groups > _MAX_GROUPS:
+            return False
+    unit = _ALIGNMENT // first.dtype.itemsize
+    return not any(size % unit for size in sizes) and all(map(_is_aligned, operands))
+
+
+def _is_aligned(operand: Tensor) -> bool:
+    """Return whether the address and all rows are aligned, and no rows overlap."""
+    inner = -1 if operand.stride(-1) == 1 else -2
+    strides = list(operand.stride())
+    strides[inner] = 0
+    unit = _ALIGNMENT // operand.dtype.itemsize
+    apart = operand.stride(-3 - inner) >= operand.shape[inner]
+    return apart and operand.data_ptr() % _ALIGNMENT == 0 and not any(s % unit for s in strides)
 
 
 def _split(rows: Tensor, cu_counts: Tensor) -> tuple[Tensor, ...]:
@@ -165,15 +217,13 @@ def _unit_stride(weight: Tensor) -> Tensor:
     return weight.clone(memory_format=torch.contiguous_format)
 
 
+def _is_transposed(weight: Tensor) -> bool:
+    return weight.stride(1) == 1 and weight.stride(2) != 1
+
+
 def _empty_weight(weight: Tensor) -> Tensor:
     """Return a new tensor like `weight`, transposed in memory as that is."""
     groups, n, k = weight.shape
-    if weight.stride(1) == 1 and weight.stride(2) != 1:
+    if _is_transposed(weight):
         return empty_from_pool([groups, k, n], weight.dtype, weight.device).transpose(1, 2)
     return empty_from_pool([groups, n, k], weight.dtype, weight.device)
-
-
-def _is_aligned(x: Tensor, weight: Tensor) -> bool:
-    """Return whether torch's grouped product on a GPU takes rows of these sizes."""
-    _, n, k = weight.shape
-    return all(size * x.dtype.itemsize % _ALIGNMENT == 0 for size in (n, k))

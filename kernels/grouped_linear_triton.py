@@ -24,9 +24,14 @@ from .decode_linear_triton import GROUP, Tiles
 SEARCH = 256  # entries of cu_counts that a tile reads at once
 
 # Up to so many rows per group, on average → tiles.
-_HALF = {64: Tiles(64, 128, 64, 4, 3), None: Tiles(128, 128, 64, 8, 3)}
-_FLOAT32 = {None: Tiles(64, 64, 16, 4, 2)}
+_HALF: dict[int | None, Tiles] = {64: Tiles(64, 128, 64, 4, 3), None: Tiles(128, 128, 64, 8, 3)}
+_FLOAT32: dict[int | None, Tiles] = {None: Tiles(64, 64, 16, 4, 2)}
 TILES = {torch.bfloat16: _HALF, torch.float16: _HALF, torch.float32: _FLOAT32}
+
+
+def choose_tiles(rows: int, groups: int, dtype: torch.dtype) -> Tiles:
+    by_rows = TILES[dtype].items()
+    return next(tiles for most, tiles in by_rows if most is None or rows <= most * groups)
 
 
 @triton.jit
@@ -79,25 +84,25 @@ def product_kernel(
     row = first + tl.arange(0, BLOCK_M)
     column = within // near * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
-    has_row, has_column = row[:, None] < end, column[:, None] < n
+    has_row, has_column = row[:, None] < end, column[None, :] < n
     x_tile = x + row[:, None].to(tl.int64) * x_stride + depth[None, :]
     weight_tile = weight + group.to(tl.int64) * group_stride
-    weight_tile += column[:, None].to(tl.int64) * n_stride
-    weight_tile += depth[None, :].to(tl.int64) * k_stride
+    weight_tile += column[None, :].to(tl.int64) * n_stride
+    weight_tile += depth[:, None].to(tl.int64) * k_stride
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, k, BLOCK_K):
         if ALL_OF_K:
             a = tl.load(x_tile, mask=has_row, other=0.0)
             b = tl.load(weight_tile, mask=has_column, other=0.0)
         else:
-            inside = depth[None, :] < k - start
-            a = tl.load(x_tile, mask=has_row & inside, other=0.0)
-            b = tl.load(weight_tile, mask=has_column & inside, other=0.0)
-        sums = tl.dot(a, b.T, sums, input_precision="ieee")
+            inside = depth < k - start
+            a = tl.load(x_tile, mask=has_row & inside[None, :], other=0.0)
+            b = tl.load(weight_tile, mask=has_column & inside[:, None], other=0.0)
+        sums = tl.dot(a, b, sums, input_precision="ieee")
         x_tile += BLOCK_K
         weight_tile += BLOCK_K * k_stride
     target = out + row[:, None].to(tl.int64) * n + column[None, :]
-    tl.store(target, sums.to(out.dtype.element_ty), mask=has_row & (column[None, :] < n))
+    tl.store(target, sums.to(out.dtype.element_ty), mask=has_row & has_column)
 
 
 @triton.jit
@@ -122,20 +127,20 @@ def weight_grad_kernel(
     row = tile // column_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile % column_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
-    has_row, has_column = row[None, :] < m, column[None, :] < n
-    token = (begin + depth)[:, None].to(tl.int64)
-    left_tile, right_tile = left + token * left_stride, right + token * right_stride
-    left_tile, right_tile = left_tile + row[None, :], right_tile + column[None, :]
+    has_row, has_column = row[:, None] < m, column[None, :] < n
+    token = begin.to(tl.int64) + depth
+    left_tile = left + token[None, :] * left_stride + row[:, None]
+    right_tile = right + token[:, None] * right_stride + column[None, :]
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(begin, end, BLOCK_K):
-        inside = depth[:, None] < end - start
-        a = tl.load(left_tile, mask=inside & has_row, other=0.0)
-        b = tl.load(right_tile, mask=inside & has_column, other=0.0)
-        sums = tl.dot(a.T, b, sums, input_precision="ieee")
+        inside = depth < end - start
+        a = tl.load(left_tile, mask=has_row & inside[None, :], other=0.0)
+        b = tl.load(right_tile, mask=has_column & inside[:, None], other=0.0)
+        sums = tl.dot(a, b, sums, input_precision="ieee")
         left_tile += BLOCK_K * left_stride
         right_tile += BLOCK_K * right_stride
     target = out + group.to(tl.int64) * m * n + row[:, None].to(tl.int64) * n + column[None, :]
-    tl.store(target, sums.to(out.dtype.element_ty), mask=(row[:, None] < m) & has_column)
+    tl.store(target, sums.to(out.dtype.element_ty), mask=has_row & has_column)
 
 
 def product(x: Tensor, weight: Tensor, cu_counts: Tensor) -> Tensor:
@@ -147,10 +152,7 @@ def product(x: Tensor, weight: Tensor, cu_counts: Tensor) -> Tensor:
     out = x.new_empty(rows, n)
     if out.numel() == 0:
         return out
-    by_rows = TILES[x.dtype]
-    tiles = next(
-        tiles for most, tiles in by_rows.items() if most is None or rows <= most * groups
-    )
+    tiles = choose_tiles(rows, groups, x.dtype)
     launch(
         product_kernel,
         ((rows // tiles.block_m + groups) * ceil_div(n, tiles.block_n),),
@@ -172,14 +174,15 @@ def product(x: Tensor, weight: Tensor, cu_counts: Tensor) -> Tensor:
     return out
 
 
-def weight_grad(left: Tensor, right: Tensor, cu_counts: Tensor, out: Tensor) -> None:
-    """Write left.T @ right of every group to `out`.
+def weight_grad(left: Tensor, right: Tensor, cu_counts: Tensor) -> Tensor:
+    """Return left.T @ right of every group, [E, M, N].
 
-    left: [T, M], right: [T, N], of inner stride 1. out: [E, M, N], contiguous.
+    left: [T, M], right: [T, N], of inner stride 1.
     """
-    groups, m, n = out.shape
+    groups, m, n = len(cu_counts) - 1, left.shape[1], right.shape[1]
+    out = left.new_empty(groups, m, n)
     if out.numel() == 0:
-        return
+        return out
     tiles = TILES[left.dtype][None]
     launch(
         weight_grad_kernel,
@@ -194,3 +197,4 @@ def weight_grad(left: Tensor, right: Tensor, cu_counts: Tensor, out: Tensor) -> 
         right.stride(0),
         **tiles.arguments,
     )
+    return out

@@ -24,14 +24,17 @@ def run_interpreted(*arguments: str) -> None:
 
 
 def widen_dot(monkeypatch):
-    """Let tl.dot take bfloat16, which the interpreter represents by its bits and would multiply."""
+    """Let tl.dot multiply in float32.
+
+    The interpreter represents bfloat16 by its bits and would multiply those.
+    """
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
 
     def wide(handle):
         if handle.dtype.scalar != tl.bfloat16:
-            return handle.data
+            return handle.data.astype(np.float32, copy=False)
         return (handle.data.astype(np.uint32) << 16).view(np.float32)
 
     def create_dot(self, a, b, sums, *_):

@@ -1,52 +1,25 @@
 """grouped_linear against float64, and the same bits for a row in any group."""
 
+from itertools import product
+
 import pytest
 import torch
 from hybridengine.kernels import grouped_linear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-DTYPES = (torch.float32, torch.bfloat16)
+from tests.kernels.grouped_cases import (
+    DTYPES,
+    assert_near_float64,
+    check_against_float64,
+    check_row_that_is_not_finite,
+    check_strides,
+    operands,
+    results,
+    sums,
+)
+
 BACKENDS = ("cpp", "torch", "reference")
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
-
-
-def operands(counts, n, k, dtype, transposed=False):
-    """x [T, K], weight [E, N, K], cu_counts and a gradient [T, N]."""
-    generator = torch.Generator().manual_seed(sum(counts) * n + k)
-    draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
-    cu_counts = torch.tensor([0, *counts]).cumsum(0)
-    weight = draw(len(counts), n, k)
-    if transposed:
-        weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
-    return draw(sum(counts), k), weight, cu_counts, draw(sum(counts), n)
-
-
-def results(x, weight, cu_counts, grad, backend=None):
-    """The result and both gradients."""
-    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    out = grouped_linear(x, weight, cu_counts, backend=backend)
-    return out.detach(), *torch.autograd.grad(out, (x, weight), grad)
-
-
-def sums(x, weight, cu_counts, grad):
-    """The same in float64."""
-    x, weight, grad = x.double(), weight.double(), grad.double()
-    lengths = cu_counts.diff().tolist()
-    groups = list(zip(x.split(lengths), weight, grad.split(lengths), strict=True))
-    out = torch.cat([rows @ w.t() for rows, w, _ in groups])
-    x_grad = torch.cat([g @ w for _, w, g in groups])
-    return out, x_grad, torch.stack([g.t() @ rows for rows, _, g in groups])
-
-
-def assert_near_float64(got, arguments):
-    """The error is at most that of a rounding per term of the sum, and the result's."""
-    exact, terms = sums(*arguments), sums(*(t.abs() for t in arguments))
-    x, weight = arguments[:2]
-    for value, want, scale in zip(got, exact, terms, strict=True):
-        assert value.dtype == x.dtype and value.shape == want.shape
-        limit = scale * 2.0**-24 * (len(x) + sum(weight.shape[1:])) + want.abs() * ROUNDING[x.dtype]
-        assert ((value.double() - want).abs() <= limit).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -109,53 +82,34 @@ def test_a_row_does_not_depend_on_other_rows_or_threads(dtype, n, k):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strides_change_no_bit(dtype):
-    arguments = operands((20, 0, 45), 40, 72, dtype)
-    x, weight, cu_counts, grad = arguments
-    expected = results(*arguments)
-    wide_x, wide_weight = torch.zeros(65, 91).to(dtype), torch.zeros(3, 43, 93).to(dtype)
-    wide_x[:, 3:75], wide_weight[:, 2:42, 1:73] = x, weight
-    views = (
-        (wide_x[:, 3:75], wide_weight[:, 2:42, 1:73]),
-        (x.t().contiguous().t(), weight.transpose(1, 2).contiguous().transpose(1, 2)),
-        (x, weight.permute(1, 2, 0).contiguous().permute(2, 0, 1)),
-    )
-    for other_x, other_weight in views:
-        got = results(other_x, other_weight, cu_counts, grad.t().contiguous().t())
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    got = results(*arguments[:3], grad[:1].expand_as(grad))
-    one = results(*arguments[:3], grad[:1].repeat(65, 1))
-    assert all(torch.equal(a, b) for a, b in zip(got, one, strict=True))
-
-
-def test_the_gradient_of_a_transposed_weight_has_its_strides():
-    x, weight, cu_counts, grad = operands((3, 4), 5, 6, torch.float32, transposed=True)
-    assert results(x, weight, cu_counts, grad)[2].stride() == weight.stride()
+    check_strides("cpu", dtype, "cpp")
 
 
 @pytest.mark.parametrize("value", (float("nan"), float("inf")))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_that_is_not_finite_spreads_only_to_its_own_results(dtype, value):
-    x, weight, cu_counts, grad = operands((9, 30, 5), 20, 70, dtype)
-    expected = results(x, weight, cu_counts, grad)
-    x[10, 69] = value
-    out, x_grad, weight_grad = results(x, weight, cu_counts, grad)
-    others = [row for row in range(44) if row != 10]
-    assert not out[10].isfinite().any() and torch.equal(out[others], expected[0][others])
-    assert torch.equal(x_grad, expected[1])
-    assert not weight_grad[1, :, 69].isfinite().any()
-    assert torch.equal(weight_grad[:, :, :69], expected[2][:, :, :69])
-    assert torch.equal(weight_grad[[0, 2]], expected[2][[0, 2]])
+    check_row_that_is_not_finite("cpu", dtype, value, "cpp")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_backend_and_empty_groups(backend, dtype):
-    for counts in ((0, 5, 0), (0, 0), (16, 8, 24)):
-        arguments = operands(counts, 16, 24, dtype)
-        got = results(*arguments, backend=backend)
-        assert_near_float64(got, arguments)
-        for group, count in enumerate(counts):
-            assert count or not got[2][group].any()
+    for counts, transposed in product(((0, 5, 0), (0, 0), (16, 8, 24)), (False, True)):
+        check_against_float64("cpu", counts, 16, 24, dtype, transposed, backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torchs_product_of_strides_that_it_does_not_take(dtype):
+    x, weight, cu_counts, grad = operands((16, 8), 16, 24, dtype)
+    expected = results(x, weight, cu_counts, grad, "torch")
+    shifted = torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)
+    apart = torch.cat([x, x[:, :1]], 1)[:, :-1]
+    for other in (shifted, apart):
+        got = results(other, weight, cu_counts, grad, "torch")
+        assert_near_float64(got, (x, weight, cu_counts, grad))
+    one = results(x, weight, cu_counts, grad[:1].expand_as(grad), "torch")
+    assert torch.equal(one[0], expected[0])
+    assert_near_float64(one, (x, weight, cu_counts, grad[:1].repeat(24, 1)))
 
 
 def test_torchs_product_of_sizes_that_it_does_not_take():
