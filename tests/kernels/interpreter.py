@@ -12,15 +12,45 @@ def run_interpreted(*arguments: str) -> None:
     arguments: test files, relative to tests/kernels, and options of pytest.
     """
     folder = Path(__file__).parent
+    files = [str(folder / a) if ".py" in a else a for a in arguments]
+    plugins = ["-p", "no:cacheprovider", "-p", __name__]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-        cwd=folder,
+        [sys.executable, "-m", "pytest", "-q", *plugins, *files],
+        cwd=folder.parents[1],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         timeout=500,
     )
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
+
+
+def pytest_configure():
+    """Let the interpreter patch triton.language once, not in every call of a function.
+
+    That and a table that it writes anew for every element type took half of its time.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch_language, dtype_of = interpreter._patch_lang, interpreter._get_np_dtype
+    patched, dtypes = {}, {}
+
+    def patch_once(function):
+        values = function.__globals__.values()
+        names = frozenset(m.__name__ for m in values if m is tl or m is tl.core)
+        if names not in patched:
+            patched[names] = patch_language(function)
+        return patched[names]
+
+    def dtype_once(dtype):
+        name = dtype.scalar.name
+        if name not in dtypes:
+            dtypes[name] = dtype_of(dtype)
+        return dtypes[name]
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_once, dtype_once
+    interpreter._LangPatchScope.restore = lambda scope: None
 
 
 def widen_dot(monkeypatch):
