@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.forked import run_forked
 from tests.ranks import run_ranks
 from tests.trainer.toy import toy_job
 
@@ -29,7 +29,7 @@ def test_tiny_model_masters_the_toy_task(tmp_path: Path) -> None:
             "data.val_files": str(tmp_path / "prompts.jsonl"),
         },
     )
-    run = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    run = run_forked(command, uses_vllm=True, timeout=800)
     assert run.returncode == 0, run.stdout + run.stderr
     out = tmp_path / "run"
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
