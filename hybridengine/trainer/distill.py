@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor, nn
 
 from hybridengine.config import RLConfig
-from hybridengine.model import Optimizer, PackedBatch, packed_distillation_loss
+from hybridengine.model import Optimizer, PackedBatch, free_gathered, packed_distillation_loss
 from hybridengine.trainer.batch import DataParallel, RolloutBatch
 from hybridengine.trainer.models import Actor
 from hybridengine.trainer.routes import pop_metrics
@@ -38,7 +38,9 @@ class Student(Actor):
     def update(self, batch: RolloutBatch) -> dict[str, float]:
         """Run ppo_epochs optimizer steps per mini-batch towards the teacher; return metrics."""
         with self._dp.session.phase("update_actor"), self._teacher() as self._frozen:
-            return self._epochs(batch) | pop_metrics(self.model)
+            metrics = self._epochs(batch) | pop_metrics(self.model)
+            free_gathered(self._frozen)
+            return metrics
 
     def micro_batch_loss(
         self, batch: RolloutBatch, micro_batch: PackedBatch, num_tokens: Tensor, num_seqs: Tensor

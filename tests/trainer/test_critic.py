@@ -26,7 +26,7 @@ def targets(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 def body(rank: int, world_size: int, path: str, budget: int, sp_size: int, head: torch.Tensor):
     """(values, gradients, metrics) of one update towards random returns from random old values."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
     from hybridengine.config import RLConfig
     from hybridengine.config import rl as schema
@@ -60,6 +60,7 @@ def body(rank: int, world_size: int, path: str, budget: int, sp_size: int, head:
     prompts, responses, _ = make_rollouts(101)
     batch = dp.build_batch(share(prompts, responses, rank, world_size), 1, budget)
     values = critic.values(batch)
+    assert all(isinstance(p, DTensor) for p in model.parameters())  # nothing stays gathered
     lengths = [len(r.token_ids) for r in responses]
     own = [
         torch.cat([x.split(lengths)[i] for i in batch.index.tolist()])

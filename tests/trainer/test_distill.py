@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.kernels.linear.distillation_cases import divergence_terms
 from tests.ranks import run_ranks
 from tests.tiny_models import VOCAB, save_tiny, tiny_config
 from tests.trainer.in_process import run_jobs, small_job
+from tests.trainer.rollout_cases import make_rollouts, share
 
 pytestmark = pytest.mark.multirank
 
@@ -91,6 +93,42 @@ def test_loss_and_gradients_are_those_of_full_logits(tmp_path: Path) -> None:
             for values in results.values():
                 for got, want in zip(values, expected, strict=True):
                     torch.testing.assert_close(got.double(), want, **tolerances.LINEAR)
+
+
+def gathered_after_update(rank: int, world_size: int, path: str) -> list[str]:
+    """Return which parameters of student and teacher are gathered after an update."""
+    from torch.distributed.tensor import DTensor
+
+    from hybridengine.config import RLConfig
+    from hybridengine.model import Optimizer, load_causal_lm, on_device, sharding_mesh
+    from hybridengine.runtime.session import Session
+    from hybridengine.runtime.status import PhaseStatus
+    from hybridengine.trainer.batch import DataParallel
+    from hybridengine.trainer.distill import Student
+
+    student, teacher = (
+        load_causal_lm(
+            path,
+            mesh=sharding_mesh("cpu", world_size),
+            shard_dim1=lambda name: False,
+            param_dtype=torch.float32,
+        )
+        for _ in range(2)
+    )
+    dp = DataParallel(Session(PhaseStatus(Path(path) / "run", rank)), 1)
+    optimizer = Optimizer(student, lr=1e-3, total_steps=1)
+    frozen = partial(on_device, teacher.requires_grad_(False))
+    prompts, responses, _ = make_rollouts(101)
+    batch = dp.build_batch(share(prompts, responses, rank, world_size), 1, 10_000)
+    metrics = Student(RLConfig(), student, frozen, optimizer, dp).update(batch)
+    assert metrics["actor/distill_loss"] == pytest.approx(0, abs=1e-6)
+    named = [*student.named_parameters(), *teacher.named_parameters()]
+    return [name for name, p in named if not isinstance(p, DTensor)]
+
+
+def test_no_weight_stays_gathered_after_an_update(tmp_path: Path) -> None:
+    """Without a backward pass FSDP2 would keep the teacher's embedding and head gathered."""
+    assert run_ranks(gathered_after_update, 2, save_tiny("llama", tmp_path)) == [[], []]
 
 
 def test_a_student_learns_its_teacher_on_its_own_responses(tmp_path: Path) -> None:
