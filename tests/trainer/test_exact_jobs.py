@@ -28,20 +28,57 @@ pytestmark = [
 VLLM = ("rollout.name=vllm", "rollout.kv_cache_gib=0.01", "rollout.dtype=auto")
 
 
-def train(rank: int, world_size: int, folder: Path, job: list[str]) -> int:
-    """Run the job; return how many decoding steps were replayed."""
+def train(rank: int, world_size: int, folder: Path, job: list[str]) -> tuple[int, list[bool]]:
+    """Run the job; return how many decoding steps were replayed, and what has to be true.
+
+    Of every micro-batch: importance weights are 1. Of every parameter and optimizer step: the
+    gradients of passes that are run twice are equal.
+    """
     from hybridengine.kernels.graph import Graph
 
     from hybridengine.preflight import check_grpo
     from hybridengine.runtime.session import Session
     from hybridengine.runtime.status import PhaseStatus
+    from hybridengine.trainer.learner import Learner
+    from hybridengine.trainer.models import Actor
     from hybridengine.trainer.rl import RLTrainer
 
     config = load_config(None, job)
     check_grpo(config)
-    with patch.object(Graph, "replay", autospec=True, side_effect=Graph.replay) as replay:
+    holds: list[bool] = []
+    step, correct = Learner._step, Actor._correction
+
+    def weighted(self: Any, *of_tokens: Any) -> Any:
+        correction, mask = correct(self, *of_tokens), of_tokens[3]
+        holds.append(bool((correction.weights == mask).all()))
+        return correction
+
+    def repeated_step(self: Any, batch: Any, number: int) -> Any:
+        counts = self._dp.num_trained(batch, number)
+        for micro_batch in batch.mini_batches[number]:
+            loss, _, output = self.micro_batch_loss(batch, micro_batch, *counts)
+            self._dp.backward(loss, self.optimizer, output)
+        trained = [p for p in self.model.parameters() if p.grad is not None]
+        before = [p.grad.to_local().clone() for p in trained]
+        for parameter in trained:
+            parameter.grad = None
+
+        def compared(max_norm: float) -> Any:
+            grads = [p.grad.to_local() for p in trained]
+            holds.extend(torch.equal(x, y) for x, y in zip(before, grads, strict=True))
+            return take(max_norm)
+
+        take = self.optimizer.step
+        with patch.object(self.optimizer, "step", compared):
+            return step(self, batch, number)
+
+    with (
+        patch.object(Graph, "replay", autospec=True, side_effect=Graph.replay) as replay,
+        patch.object(Learner, "_step", repeated_step),
+        patch.object(Actor, "_correction", weighted),
+    ):
         RLTrainer(config, Session(PhaseStatus(folder / "run", rank))).train()
-    return replay.call_count
+    return replay.call_count, holds
 
 
 def one_token_differs(rank: int, world_size: int) -> None:
@@ -158,10 +195,12 @@ def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
     ]
     if adapters:
         job += [*ADAPTERS[adapters], "reshard.lora=adapters", "actor.optim.lr=0.01"]
-    for replayed in run_ranks(train, 2, tmp_path, job, timeout_s=500):
+    for replayed, holds in run_ranks(train, 2, tmp_path, job, timeout_s=500):
+        assert len(holds) > 30 and all(holds)
         assert replayed > 0 if tp_size == 1 else replayed == 0
     rows = [row for row in lines_of(tmp_path / "run" / "metrics.jsonl") if "actor/grad_norm" in row]
     assert len(rows) == 3
     for row in rows:
         assert row["training/rollout_probs_diff_max"] == 0.0
+        assert row["rollout_corr/rollout_is_max"] == row["training/rollout_ratio_mean"] == 1.0
         assert row["actor/grad_norm"] > 0
