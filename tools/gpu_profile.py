@@ -1,4 +1,4 @@
-"""Profile the kernels that have goals under Nsight Compute; the part `profile` of gpu_report.py.
+"""Profile the kernels that have goals, and tree attention, under Nsight Compute: part `profile`.
 
     python tools/gpu_profile.py --json FILE [--resume] [--device cpu]
 
@@ -40,6 +40,7 @@ KERNELS = {
     "logprob_backward": "backward_slices",
     "strided_copy": "copy_chunks",
     "pack": "move_kernel",
+    "linear_policy_loss": "unscaled_kernel",
     "tree_attention": "forward_kernel",
 }
 
@@ -47,7 +48,7 @@ KERNELS = {
 def calls(device: str) -> dict[str, Callable[[], object]]:
     """The calls by name; on a CPU of small shapes."""
     import torch
-    from hybridengine.kernels import pack, strided_copy, token_log_probs
+    from hybridengine.kernels import linear_policy_loss, pack, strided_copy, token_log_probs
     from hybridengine.kernels.attention import tree_attention
 
     on_gpu = device == "cuda"
@@ -87,7 +88,16 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
         ends = torch.arange(tokens, device=device) // length * length + length
         return tree_attention(q, k, v, ends.int())
 
-    named = (forward, backward, copy, packed, attention)
+    def loss() -> object:
+        width, entries = (4096, 128_256) if on_gpu else (32, vocab)
+        sizes = ((rows, width), (entries, width))
+        hidden, weight = (torch.randn(*s, device=device, dtype=dtype) for s in sizes)
+        hidden.requires_grad_()
+        ids = torch.randint(entries, (rows,), device=device)
+        advantages = torch.randn(rows, device=device)
+        return linear_policy_loss(hidden, weight, ids, old_log_probs=None, advantages=advantages)
+
+    named = (forward, backward, copy, packed, loss, attention)
     return dict(zip(KERNELS, named, strict=True))
 
 
