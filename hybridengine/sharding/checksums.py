@@ -8,7 +8,9 @@ import torch
 
 from hybridengine.kernels import bit_checksum
 
-_CHUNK = 1 << 18  # elements that `value_checksum` converts at a time: it takes a few MiB
+# Elements that `value_checksum` converts at a time, which take a few MiB. The same on all devices:
+# the sum depends on it, and those that are compared may be of a CPU and of a GPU.
+_CHUNK = 1 << 18
 
 
 def bit_checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
