@@ -3,13 +3,15 @@
 `sdpa` is one call for all sequences, which are equally long, the best case for it; a forest is
 unpacked for it, every response with a copy of its prompt, as a trainer without shared prefixes
 does. In bfloat16 `sdpa_fp32` converts to float32 first. On a GPU `varlen` is torch's
-FlashAttention 2 over packed sequences, `fa3` the forward of FlashAttention 3 that vLLM brings.
+FlashAttention 2 over packed sequences, `fa3` the forward of FlashAttention 3 that vLLM brings,
+`varlen_deterministic` as with `actor.deterministic`; ours adds in a fixed order anyway.
 Operations are those of the visible pairs of a query and a key, each counted once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -76,6 +78,10 @@ def compare(bench: Bench, shape: str, paths: Tensor, dtype: torch.dtype) -> None
         same = out.shape[0] == tokens
         return torch.autograd.grad(out, leaves, grad if same else grad[paths.flatten()])
 
+    def deterministic(name: str) -> tuple[Tensor, ...]:
+        with _fixed_order():
+            return forward_backward(name)
+
     pairs = int((ends - torch.arange(tokens, device=bench.device)).sum())
     flops = 4 * HEADS * DIM * pairs
     passes = (
@@ -83,8 +89,24 @@ def compare(bench: Bench, shape: str, paths: Tensor, dtype: torch.dtype) -> None
         ("both", forward_backward, 3.5, functions),
     )
     for name, call, count, timed in passes:
-        calls = {impl: partial(call, impl) for impl in timed}
+        calls: dict[str, Callable[[], object]] = {impl: partial(call, impl) for impl in timed}
+        if name == "both" and "varlen" in timed:
+            calls["varlen_deterministic"] = partial(deterministic, "varlen")
         bench.compare("attention", name, shape, dtype, calls, flops=int(flops * count), peak="gemm")
+
+
+@contextmanager
+def _fixed_order() -> Iterator[None]:
+    """Let torch add in a fixed order, as `choose_flash_kernel(deterministic=True)` does."""
+    settings = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        settings.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
 def _sdpa(paths: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class Result(NamedTuple):
 
 def run(bench: Bench) -> None:
     if bench.device.type == "cuda":
-        print("# delta: gloo ranks on a CPU", flush=True)
+        print("# delta: gloo ranks on a CPU; delta_ops has the operators of a GPU", flush=True)
         return
     sizes = (256, 512, 1000, 2) if bench.quick else (1024, 4096, 65536, 24)
     shares = SHARES[2:4] if bench.quick else SHARES

@@ -44,6 +44,7 @@ KERNELS = (
     *("logprob", "linear", "strided_copy", "packing", "policy_loss", "advantage", "attention"),
     *("shared_prefix", "sparse_linear", "head_share", "linear_cross_entropy", "distillation"),
     *("block_quantize", "decode_linear", "exact_operators", "sampling", "grouped_linear"),
+    "delta_ops",
 )
 PARTS = {
     "build": ("tools/gpu_build.py",),

@@ -14,6 +14,7 @@ OPERATORS = (
     "balance",
     "block_quantize",
     "decode_linear",
+    "delta_ops",
     "distillation",
     "exact_operators",
     "grouped_linear",
