@@ -209,7 +209,8 @@ def compare(
 
 
 def _count(ours: torch.Tensor, theirs: torch.Tensor) -> int:
-    return int((ours.detach().cpu() != theirs).sum())
+    bits = ours.detach().cpu().view(torch.int32)  # 0.0 and -0.0 differ
+    return int((bits != theirs.view(torch.int32)).sum())
 
 
 def _local(gradient: Any) -> torch.Tensor:
