@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -98,15 +99,15 @@ def compare(bench: Bench, shape: str, paths: Tensor, dtype: torch.dtype) -> None
 @contextmanager
 def _fixed_order() -> Iterator[None]:
     """Let torch add in a fixed order, as `choose_flash_kernel(deterministic=True)` does."""
-    settings = torch.utils.deterministic
+    settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    settings.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-        settings.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+        settings.fill_uninitialized_memory = fills
 
 
 def _sdpa(paths: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -73,8 +73,15 @@ def follow(bench: Bench, numel: int, indices: Tensor, values: Tensor) -> None:
         ("map", lambda: table.map([indices], [values]), (8 + values.itemsize) * kept),
         ("scatter", lambda: table.scatter([indices], [values], [target]), values.itemsize * kept),
     ):
-        moved = {"bytes_moved": read + written, "peak": "read"}
-        bench.compare("change_table", name, shape, values.dtype, {OURS: call}, **moved)
+        bench.compare(
+            "change_table",
+            name,
+            shape,
+            values.dtype,
+            {OURS: call},
+            bytes_moved=read + written,
+            peak="read",
+        )
 
 
 def code(bench: Bench, numel: int, positions: Tensor) -> None:
