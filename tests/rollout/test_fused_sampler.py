@@ -11,6 +11,8 @@ import torch
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
 
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors, MinPLogitsProcessor
 from vllm.v1.sample.sampler import Sampler
 
 from benchmarks.sampling import sampling_metadata
@@ -19,9 +21,23 @@ from hybridengine.rollout.vllm.sampling import FusedSampler, _seeds
 VOCAB = 700
 
 
-def metadata(temperature: list[float], top_k: list[int], top_p: list[float], **options: Any) -> Any:
+def metadata(
+    temperature: list[float],
+    top_k: list[int],
+    top_p: list[float],
+    min_p: list[float] | None = None,
+    **options: Any,
+) -> Any:
     """Of requests with generators of their own, but for the greedy ones."""
     limits = {"top_k": torch.tensor(top_k, dtype=torch.int32), "top_p": torch.tensor(top_p)}
+    if min_p is not None:
+        config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+        processor = MinPLogitsProcessor(config, torch.device("cpu"), False)
+        requests = zip(temperature, min_p, strict=True)  # vLLM clears min-p of greedy ones
+        params = [SamplingParams(temperature=t, min_p=p) for t, p in requests]
+        added = [(i, of_row, None, []) for i, of_row in enumerate(params)]
+        processor.update_state(BatchUpdate(len(min_p), removed=[], added=added, moved=[]))
+        options["logitsprocs"] = LogitsProcessors([processor])
     return sampling_metadata(torch.tensor(temperature), **limits, **options)
 
 
@@ -34,23 +50,36 @@ def fused() -> tuple[FusedSampler, Sampler]:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
+    ("temperature", "top_k", "top_p", "min_p"),
     [
-        ([1.0, 0.7, 1.3], [VOCAB] * 3, [1.0] * 3),
-        ([0.0, 0.7, 1.0, 0.0], [VOCAB, 5, 40, VOCAB], [1.0, 1.0, 0.8, 1.0]),
-        ([0.0, 0.0], [VOCAB] * 2, [1.0] * 2),
+        ([1.0, 0.7, 1.3], [VOCAB] * 3, [1.0] * 3, None),
+        ([0.0, 0.7, 1.0, 0.0], [VOCAB, 5, 40, VOCAB], [1.0, 1.0, 0.8, 1.0], None),
+        ([0.0, 0.0], [VOCAB] * 2, [1.0] * 2, None),
+        (
+            [0.7, 1.0, 1.3, 1.0],
+            [VOCAB, 9, 40, VOCAB],
+            [1.0, 1.0, 0.8, 1.0],
+            [0.05, 0.02, 0.03, 0.0],
+        ),
+        ([0.0, 1.0], [VOCAB] * 2, [1.0] * 2, [0.1, 0.1]),
     ],
-    ids=["random", "mixed", "greedy"],
+    ids=["random", "mixed", "greedy", "min-p", "greedy min-p"],
 )
 def test_tokens_have_vllms_distribution(
-    temperature: list[float], top_k: list[int], top_p: list[float]
+    temperature: list[float],
+    top_k: list[int],
+    top_p: list[float],
+    min_p: list[float] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sampler, own = fused()
+    monkeypatch.setattr(sampler, "_forward", None)  # not vLLM's
     sampler.records = True
     logits = torch.randn(len(temperature), VOCAB, generator=torch.Generator().manual_seed(0)) * 2
-    output = sampler.forward(logits.clone(), metadata(temperature, top_k, top_p))
+    given = metadata(temperature, top_k, top_p, min_p)
+    output = sampler.forward(logits.clone(), given)
     tokens = output.sampled_token_ids.squeeze(1).long()
-    greedy, log_probs = own.sample(logits.clone(), metadata(temperature, top_k, top_p))
+    greedy, log_probs = own.sample(logits.clone(), given)
     is_greedy = torch.tensor(temperature) == 0
     assert torch.equal(tokens[is_greedy], greedy[is_greedy])
     expected = log_probs.gather(1, tokens[:, None])

@@ -23,7 +23,7 @@ class FusedSampler:
     """The forward of the sampler of `runner`, vLLM's first model runner, from now on.
 
     What it does not cover, vLLM's own forward does: other log-probs than the processed ones of the
-    sampled tokens, and logits processors that apply to random sampling only, such as min-p.
+    sampled tokens, and logits processors that apply to random sampling only, but for min-p.
 
     exact: log-probs are those of `token_log_probs`, as the trained model computes them, where
         nothing is cut from the vocabulary.
@@ -72,6 +72,7 @@ class FusedSampler:
             temperature=0.0 if metadata.temperature is None else metadata.temperature,
             top_k=0 if metadata.top_k is None else metadata.top_k,
             top_p=1.0 if metadata.top_p is None else metadata.top_p,
+            min_p=_min_p(metadata),
             return_kept_ids=self.records,
         )
         if self.records:
@@ -84,7 +85,8 @@ class FusedSampler:
                 ranks = token_ranks(logits, sampled.tokens)
             values = sampled.log_probs
             if self._exact and metadata.all_random:
-                values, _ = token_log_probs(logits, sampled.tokens, metadata.temperature)
+                uncut, _ = token_log_probs(logits, sampled.tokens, metadata.temperature)
+                values = torch.where(sampled.num_kept == 0, uncut, values)
             log_probs = LogprobsTensors(tokens, values.unsqueeze(1), ranks)
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=log_probs)
 
@@ -96,10 +98,18 @@ class FusedSampler:
             and not metadata.max_num_logprobs  # None or 0
             and not metadata.logprob_token_ids
             and all(
-                isinstance(processor, MinPLogitsProcessor) and not processor.min_p_count
+                isinstance(processor, MinPLogitsProcessor)
                 for processor in metadata.logitsprocs.argmax_invariant
             )
         )
+
+
+def _min_p(metadata: Any) -> float | Tensor:
+    """Return min-p of the rows, float32 [B], or 0: of vLLM's processor, its only one here."""
+    for processor in metadata.logitsprocs.argmax_invariant:
+        if processor.min_p_count:
+            return processor.min_p.squeeze(1)
+    return 0.0
 
 
 def token_ranks(logits: Tensor, tokens: Tensor) -> Tensor:
