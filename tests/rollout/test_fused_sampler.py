@@ -41,14 +41,15 @@ def metadata(
     return sampling_metadata(torch.tensor(temperature), **limits, **options)
 
 
-def fused() -> tuple[FusedSampler, Sampler]:
+def fused(exact: bool = False) -> tuple[FusedSampler, Sampler]:
     """The fused sampler, and vLLM's own."""
     runner = SimpleNamespace(sampler=Sampler(logprobs_mode="processed_logprobs"))
-    sampler = FusedSampler(runner)
+    sampler = FusedSampler(runner, exact)
     assert FusedSampler.of(runner) is sampler
     return sampler, Sampler(logprobs_mode="processed_logprobs")
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
     [
@@ -70,9 +71,10 @@ def test_tokens_have_vllms_distribution(
     top_k: list[int],
     top_p: list[float],
     min_p: list[float] | None,
+    exact: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sampler, own = fused()
+    sampler, own = fused(exact)
     monkeypatch.setattr(sampler, "_forward", None)  # not vLLM's
     sampler.records = True
     logits = torch.randn(len(temperature), VOCAB, generator=torch.Generator().manual_seed(0)) * 2
