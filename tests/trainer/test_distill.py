@@ -25,24 +25,23 @@ PAIRS = [([5, 9], [7, 8, 4]), ([5, 9], [11]), ([6, 17, 3], [9, 9])]
 BETA = 0.3
 
 
-def losses(rank: int, world_size: int, student_path: str, teacher_path: str) -> dict[str, Any]:
-    """The loss and gradients of PAIRS, the last response masked, on shards of Ulysses and FSDP2."""
-    from hybridengine.model import (
-        load_causal_lm,
-        pack_rollouts,
-        packed_distillation_loss,
-        sharding_mesh,
+def load(path: str, world_size: int) -> Any:
+    """Load a model of float32 under FSDP2 over all ranks."""
+    from hybridengine.model import load_causal_lm, sharding_mesh
+
+    return load_causal_lm(
+        path,
+        mesh=sharding_mesh("cpu", world_size),
+        shard_dim1=lambda name: False,
+        param_dtype=torch.float32,
     )
 
-    student, teacher = (
-        load_causal_lm(
-            path,
-            mesh=sharding_mesh("cpu", world_size),
-            shard_dim1=lambda name: False,
-            param_dtype=torch.float32,
-        )
-        for path in (student_path, teacher_path)
-    )
+
+def losses(rank: int, world_size: int, student_path: str, teacher_path: str) -> dict[str, Any]:
+    """The loss and gradients of PAIRS, the last response masked, on shards of Ulysses and FSDP2."""
+    from hybridengine.model import pack_rollouts, packed_distillation_loss
+
+    student, teacher = (load(path, world_size) for path in (student_path, teacher_path))
     teacher.requires_grad_(False)
     group = torch.distributed.group.WORLD if world_size > 1 else None
     results = {}
@@ -100,21 +99,13 @@ def gathered_after_update(rank: int, world_size: int, path: str) -> list[str]:
     from torch.distributed.tensor import DTensor
 
     from hybridengine.config import RLConfig
-    from hybridengine.model import Optimizer, load_causal_lm, on_device, sharding_mesh
+    from hybridengine.model import Optimizer, on_device
     from hybridengine.runtime.session import Session
     from hybridengine.runtime.status import PhaseStatus
     from hybridengine.trainer.batch import DataParallel
     from hybridengine.trainer.distill import Student
 
-    student, teacher = (
-        load_causal_lm(
-            path,
-            mesh=sharding_mesh("cpu", world_size),
-            shard_dim1=lambda name: False,
-            param_dtype=torch.float32,
-        )
-        for _ in range(2)
-    )
+    student, teacher = load(path, world_size), load(path, world_size)
     dp = DataParallel(Session(PhaseStatus(Path(path) / "run", rank)), 1)
     optimizer = Optimizer(student, lr=1e-3, total_steps=1)
     frozen = partial(on_device, teacher.requires_grad_(False))
