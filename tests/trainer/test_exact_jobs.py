@@ -31,8 +31,7 @@ VLLM = ("rollout.name=vllm", "rollout.kv_cache_gib=0.01", "rollout.dtype=auto")
 def train(rank: int, world_size: int, folder: Path, job: list[str]) -> tuple[int, list[bool]]:
     """Run the job; return how many decoding steps were replayed, and what has to be true.
 
-    Of every micro-batch: importance weights are 1. Of every parameter and optimizer step: the
-    gradients of passes that are run twice are equal.
+    Of every parameter and optimizer step: the gradients of passes that are run twice are equal.
     """
     from hybridengine.kernels.graph import Graph
 
@@ -40,18 +39,12 @@ def train(rank: int, world_size: int, folder: Path, job: list[str]) -> tuple[int
     from hybridengine.runtime.session import Session
     from hybridengine.runtime.status import PhaseStatus
     from hybridengine.trainer.learner import Learner
-    from hybridengine.trainer.models import Actor
     from hybridengine.trainer.rl import RLTrainer
 
     config = load_config(None, job)
     check_grpo(config)
     holds: list[bool] = []
-    step, correct = Learner._step, Actor._correction
-
-    def weighted(self: Any, *of_tokens: Any) -> Any:
-        correction, mask = correct(self, *of_tokens), of_tokens[3]
-        holds.append(bool((correction.weights == mask).all()))
-        return correction
+    step = Learner._step
 
     def repeated_step(self: Any, batch: Any, number: int) -> Any:
         counts = self._dp.num_trained(batch, number)
@@ -75,7 +68,6 @@ def train(rank: int, world_size: int, folder: Path, job: list[str]) -> tuple[int
     with (
         patch.object(Graph, "replay", autospec=True, side_effect=Graph.replay) as replay,
         patch.object(Learner, "_step", repeated_step),
-        patch.object(Actor, "_correction", weighted),
     ):
         RLTrainer(config, Session(PhaseStatus(folder / "run", rank))).train()
     return replay.call_count, holds
