@@ -31,15 +31,15 @@ def compute_repeats_once(model: nn.Module) -> None:
         inputs_embeds: Tensor | None = None,
         **others: Any,
     ) -> Any:
-        given = intermediate_tensors is not None or inputs_embeds is not None or others
-        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in modules)
-        if input_ids is not None and not given and not hooked and (step := _step(input_ids)):
-            from vllm.forward_context import override_forward_context
+        usual = intermediate_tensors is None and inputs_embeds is None and not others
+        step = _step(input_ids) if usual and input_ids is not None else None
+        if step is None or any(m._forward_hooks or m._forward_pre_hooks for m in modules):
+            return forward(input_ids, positions, intermediate_tensors, inputs_embeds, **others)
+        from vllm.forward_context import override_forward_context
 
-            with override_forward_context(step.context):
-                hidden = forward(None, positions[step.rows], None, embed(input_ids)[step.rows])
-            return hidden[step.row_of]
-        return forward(input_ids, positions, intermediate_tensors, inputs_embeds, **others)
+        with override_forward_context(step.context):
+            hidden = forward(None, positions[step.rows], None, embed(input_ids)[step.rows])
+        return hidden[step.row_of]
 
     model.forward = MethodType(computing_once, model)
 
@@ -56,17 +56,17 @@ def _step(input_ids: Tensor) -> _Step | None:
     from vllm.forward_context import get_forward_context
 
     context: Any = get_forward_context()
-    if not isinstance(context.attn_metadata, dict):
+    if not context.attn_metadata or not isinstance(context.attn_metadata, dict):
         return None
     batches = {id(batch): batch for batch in context.attn_metadata.values()}
-    block_sizes = {
-        id(batch): context.no_compile_layers[name].kv_cache.shape[2]
-        for name, batch in context.attn_metadata.items()
-    }
     first = next(iter(batches.values()))
     tokens, sequences = input_ids.shape[0], first.seq_lens.shape[0]
     if first.num_actual_tokens != tokens or sequences == tokens:
         return None
+    block_sizes = {
+        id(batch): context.no_compile_layers[name].kv_cache.shape[2]
+        for name, batch in context.attn_metadata.items()
+    }
     starts = first.query_start_loc.tolist()
     tables = [(batch.block_table, block_sizes[key]) for key, batch in batches.items()]
     repeated = find_repeats(input_ids.tolist(), starts, first.seq_lens.tolist(), tables)
