@@ -188,7 +188,7 @@ def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
     if adapters:
         job += [*ADAPTERS[adapters], "reshard.lora=adapters", "actor.optim.lr=0.01"]
     for replayed, holds in run_ranks(train, 2, tmp_path, job, timeout_s=500):
-        assert len(holds) > 30 and all(holds)
+        assert holds and all(holds)
         assert replayed > 0 if tp_size == 1 else replayed == 0
     rows = [row for row in lines_of(tmp_path / "run" / "metrics.jsonl") if "actor/grad_norm" in row]
     assert len(rows) == 3
