@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hybridengine.kernels.graph import Graph
+from hybridengine.rollout.vllm.steps import override_steps
 from hybridengine.rollout.vllm.weights import LoraSlot
 
 log = logging.getLogger(__name__)
@@ -28,25 +28,7 @@ def use_decode_graphs(model: nn.Module, slot: LoraSlot | None = None) -> None:
 
     slot: of its adapters.
     """
-    steps = _DecodeSteps(model, slot)
-    forward = model.forward
-
-    def replaying(
-        self: Any,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        intermediate_tensors: Any = None,
-        inputs_embeds: Tensor | None = None,
-        **others: Any,
-    ) -> Any:
-        given = intermediate_tensors is not None or inputs_embeds is not None or others
-        if input_ids is not None and not given:
-            output = steps.run(forward, input_ids, positions)
-            if output is not None:
-                return output
-        return forward(input_ids, positions, intermediate_tensors, inputs_embeds, **others)
-
-    model.forward = MethodType(replaying, model)
+    override_steps(model, _DecodeSteps(model, slot).run)
 
 
 @dataclass
@@ -62,10 +44,10 @@ class _DecodeSteps:
     def __init__(self, model: nn.Module, slot: LoraSlot | None) -> None:
         from vllm.model_executor.layers.attention import Attention
 
-        self._modules = list(model.modules())
-        self._owners = [m for m in self._modules if m._parameters or m._buffers]
-        self._adapted: list[Any] = [m for m in self._modules if hasattr(m, "lora_a_stacked")]
-        self._layers = [m for m in self._modules if isinstance(m, Attention)]
+        modules = list(model.modules())
+        self._owners = [m for m in modules if m._parameters or m._buffers]
+        self._adapted: list[Any] = [m for m in modules if hasattr(m, "lora_a_stacked")]
+        self._layers = [m for m in modules if isinstance(m, Attention)]
         self._slot = slot
         self._embed: Any = model.embed_input_ids
         self._captured: _Captured | None = None
@@ -75,7 +57,7 @@ class _DecodeSteps:
         """Return the hidden states of a step, or None if it must run eagerly."""
         rows = input_ids.shape[0]
         batch = None if self._refused else _decode_batch(rows)
-        if batch is None or any(m._forward_hooks or m._forward_pre_hooks for m in self._modules):
+        if batch is None:
             return None
         captured = self._captured
         operands = [*batch, *self._weights(), *(layer.kv_cache for layer in self._layers)]

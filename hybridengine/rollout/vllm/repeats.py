@@ -8,40 +8,32 @@ a row of an exact engine has the same bits in any batch, the rows of one of them
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hybridengine.rollout.vllm.steps import override_steps
+
 
 def compute_repeats_once(model: nn.Module) -> None:
     """Let `model`, as `use_exact_operators` leaves it on a CPU, compute equal tokens once."""
-    forward, modules = model.forward, list(model.modules())
     embed: Any = model.embed_input_ids  # of all tokens, as its adapters are vLLM's
 
-    def computing_once(
-        self: Any,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        intermediate_tensors: Any = None,
-        inputs_embeds: Tensor | None = None,
-        **others: Any,
-    ) -> Any:
-        usual = intermediate_tensors is None and inputs_embeds is None and not others
-        step = _step(input_ids) if usual and input_ids is not None else None
-        if step is None or any(m._forward_hooks or m._forward_pre_hooks for m in modules):
-            return forward(input_ids, positions, intermediate_tensors, inputs_embeds, **others)
+    def run(forward: Callable[..., Any], input_ids: Tensor, positions: Tensor) -> Tensor | None:
+        step = _step(input_ids)
+        if step is None:
+            return None
         from vllm.forward_context import override_forward_context
 
         with override_forward_context(step.context):
             hidden = forward(None, positions[step.rows], None, embed(input_ids)[step.rows])
         return hidden[step.row_of]
 
-    model.forward = MethodType(computing_once, model)
+    override_steps(model, run)
 
 
 @dataclass
