@@ -44,7 +44,7 @@ class Checkpointer:
         states: name → another object to save, whose state is JSON-serializable.
         remote: a further model, whose ranks are another world.
         keep: number of newest checkpoints to keep, besides the best one; None: all.
-        config: the resolved configuration as YAML, saved with every checkpoint.
+        config: the resolved configuration as YAML, saved with every checkpoint; read on rank 0.
 
     Attributes:
         skipped: why newer checkpoints than the one resumed from could not be used.

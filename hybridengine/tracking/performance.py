@@ -144,7 +144,7 @@ def _peak_flops(device: torch.device) -> float:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a = torch.ones(1024, 1024, device=device, dtype=dtype)
     fastest = float("inf")
-    for _ in range(4):  # the first one warms up
+    for _ in range(3):  # the first one warms up
         started = time.perf_counter()
         float((a @ a)[0, 0])
         fastest = min(fastest, time.perf_counter() - started)

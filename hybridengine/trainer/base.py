@@ -157,7 +157,7 @@ class BaseTrainer(ABC, Generic[ConfigT]):
             models,
             {"loader": self.loader, "run": self, **states},
             keep=self.config.trainer.max_actor_ckpt_to_keep,
-            config=config_to_yaml(self.config),
+            config=config_to_yaml(self.config) if self.session.is_main else "",
             remote=remote,
         )
 
