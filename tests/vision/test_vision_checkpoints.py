@@ -16,23 +16,30 @@ from tests.vision.tiny_vision import count_rows, save_tiny_vision
 pytestmark = pytest.mark.multirank
 
 
-def save_body(rank: int, world_size: int, folder: Path, frozen: bool) -> list[float]:
-    """Two steps with a checkpoint between them; return the loss of the second."""
-    run = start_run(rank, world_size, folder, **settings(frozen))
-    run.step(1)
-    save_checkpoint(run, 1)
-    run.checkpoints.wait()
-    return run.step(2)[0]["train/loss"]
+def save_body(rank: int, world_size: int, folder: Path) -> list[float]:
+    """Two steps with a checkpoint between them; return the losses of the second."""
+    losses = []
+    for frozen in (False, True):
+        run = start_run(rank, world_size, folder, **settings(folder, frozen))
+        run.step(1)
+        save_checkpoint(run, 1)
+        run.checkpoints.wait()
+        losses.append(run.step(2)[0]["train/loss"])
+    return losses
 
 
-def resume_body(rank: int, world_size: int, folder: Path, frozen: bool) -> list[float]:
-    run = start_run(rank, world_size, folder, **settings(frozen))
-    assert run.checkpoints.resume("auto").step == 1
-    return run.step(2)[0]["train/loss"]
+def resume_body(rank: int, world_size: int, folder: Path) -> list[float]:
+    losses = []
+    for frozen in (False, True):
+        run = start_run(rank, world_size, folder, **settings(folder, frozen))
+        assert run.checkpoints.resume("auto").step == 1
+        losses.append(run.step(2)[0]["train/loss"])
+    return losses
 
 
-def settings(frozen: bool) -> dict[str, object]:
+def settings(folder: Path, frozen: bool) -> dict[str, object]:
     return {
+        "trainer.default_local_dir": folder / f"frozen={frozen}",
         "data.messages_key": "messages",
         "data.max_length": 64,
         "data.max_token_len_per_gpu": 256,
@@ -47,8 +54,7 @@ def parameters(folder: Path) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_run_is_resumed_and_exported_with_its_tower(tmp_path: Path, frozen: bool) -> None:
+def test_a_run_is_resumed_and_exported_with_its_tower(tmp_path: Path) -> None:
     save_tiny_vision("qwen2_vl", tmp_path / "model")
     conversations = [
         {
@@ -61,15 +67,17 @@ def test_a_run_is_resumed_and_exported_with_its_tower(tmp_path: Path, frozen: bo
         for row in count_rows(tmp_path, 12, 4)
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, conversations)))
-    losses = run_ranks(save_body, 2, tmp_path, frozen)
-    assert run_ranks(resume_body, 2, tmp_path, frozen) == losses
-    export_checkpoint(tmp_path / "run", tmp_path / "out", torch.float32)
-    start, trained = parameters(tmp_path / "model"), parameters(tmp_path / "out")
-    assert start.keys() == trained.keys()
-    changed = {name for name in start if not torch.equal(start[name], trained[name])}
-    assert any("language_model" in name for name in changed)
-    assert any("visual" in name for name in changed) != frozen
-    processor = "preprocessor_config.json"
-    assert (tmp_path / "out" / processor).read_text() == (
-        tmp_path / "model" / processor
-    ).read_text()
+    losses = run_ranks(save_body, 2, tmp_path)
+    assert run_ranks(resume_body, 2, tmp_path) == losses
+    start = parameters(tmp_path / "model")
+    for frozen in (False, True):
+        out = tmp_path / f"out {frozen}"
+        export_checkpoint(tmp_path / f"frozen={frozen}", out, torch.float32)
+        trained = parameters(out)
+        assert start.keys() == trained.keys()
+        changed = {name for name in start if not torch.equal(start[name], trained[name])}
+        assert any("language_model" in name for name in changed)
+        assert any("visual" in name for name in changed) != frozen
+        processor = "preprocessor_config.json"
+        expected = (tmp_path / "model" / processor).read_text()
+        assert (out / processor).read_text() == expected
