@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tests.ranks import server_of
+from tests.ranks import Server, server_of
 
 __all__ = ["ForkedProcess", "run_forked"]
 
@@ -35,6 +35,7 @@ class ForkedProcess:
 
     command: sys.executable, "-m", module, arguments.
     uses_vllm: whether the fork, or a rank that it starts, has an engine of vLLM.
+    server: the process that forks, if it is none of `tests.ranks`.
     """
 
     def __init__(
@@ -43,12 +44,13 @@ class ForkedProcess:
         *,
         uses_vllm: bool = False,
         env: Mapping[str, str] | None = None,
+        server: Server | None = None,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="forked-")
         files = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
         self._files = files
         process = _new_process(command, os.environ if env is None else env, files)
-        server_of(uses_vllm).start(process)
+        (server or server_of(uses_vllm)).start(process)
         self._begin(process)
 
     def _begin(self, process: Any) -> None:
@@ -101,10 +103,11 @@ def run_forked(
     *,
     uses_vllm: bool = False,
     env: Mapping[str, str] | None = None,
+    server: Server | None = None,
     timeout: float = 300.0,
 ) -> subprocess.CompletedProcess[str]:
     """As `subprocess.run` with its output captured, in a `ForkedProcess`."""
-    process = ForkedProcess(command, uses_vllm=uses_vllm, env=env)
+    process = ForkedProcess(command, uses_vllm=uses_vllm, env=env, server=server)
     try:
         output = process.communicate(timeout)
     finally:

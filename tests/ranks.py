@@ -33,17 +33,21 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankFailure", "Ranks", "message_of", "run_ranks", "server_of"]
+__all__ = ["RankFailure", "Ranks", "Server", "message_of", "run_ranks", "server_of"]
 
 
-class _Server(forkserver.ForkServer):
-    """A process that imports `modules`, those that are there, and forks ranks."""
+class Server(forkserver.ForkServer):
+    """A process that imports `modules`, those that are there, and forks ranks.
+
+    environment: variables of the process before it imports anything.
+    """
 
     starting = threading.Lock()  # changes os.environ
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, **environment: str) -> None:
         super().__init__()
         self.set_forkserver_preload([*modules])
+        self._environment = environment
 
     def start(self, process: BaseProcess) -> None:
         """Start `process`, which is of multiprocessing's forkserver context."""
@@ -53,6 +57,7 @@ class _Server(forkserver.ForkServer):
             "PYTHONPATH": os.pathsep.join(folders),
             "OMP_NUM_THREADS": "1",
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else a look for GPUs would spoil its forks
+            **self._environment,
         }
         with self.starting:
             with patch.dict(os.environ, environment):
@@ -75,12 +80,12 @@ _IMPORTS = (
     "tests.first_calls",
 )
 _SERVERS = {  # by whether their ranks use vLLM
-    False: _Server(*_IMPORTS),
-    True: _Server(*_IMPORTS, "tests.vllm_imports"),
+    False: Server(*_IMPORTS),
+    True: Server(*_IMPORTS, "tests.vllm_imports"),
 }
 
 
-def server_of(uses_vllm: bool) -> _Server:
+def server_of(uses_vllm: bool) -> Server:
     """The process that forks ranks, of which some use vLLM or none."""
     return _SERVERS[uses_vllm]
 
@@ -140,7 +145,7 @@ class Ranks:
         self._timeout_s = timeout_s
         self.processes: list[BaseProcess] = []
         self._pipes: dict[Connection, int] = {}
-        with _Server.starting:
+        with Server.starting:
             inherited = dict(os.environ)
         for rank in range(world_size):
             place = _rank_env(rank, world_size, self._store.port)
@@ -197,7 +202,7 @@ def _names_vllm(fn: Callable[..., Any], payload: bytes) -> bool:
 
 
 def _start_rank(
-    server: _Server, rank: int, environment: dict[str, str], payload: bytes, timeout_s: float
+    server: Server, rank: int, environment: dict[str, str], payload: bytes, timeout_s: float
 ) -> tuple[BaseProcess, Connection]:
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()

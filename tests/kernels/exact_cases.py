@@ -98,11 +98,11 @@ def check_paged(device, dtype, options, heads=(6, 2), dims=(32, 32), block_size=
     torch.testing.assert_close(expected.double().cpu(), exact, **limit)
 
 
-def check_shared_prefixes(device, dtype, options, scale=1):
+def check_shared_prefixes(device, dtype, options, heads=(6, 2), scale=1):
     """Responses of three levels against each path as a sequence of its own."""
     tree = (41, [7, 3, (14, [28, 5]), (1, [1, (0, [9, 2])])])
     forest = forest_of((3, [2]), _scaled(tree, scale), 5)
-    query, key, value = on(device, *problem(forest, 6, 2, 32, dtype=dtype).qkv)
+    query, key, value = on(device, *problem(forest, *heads, 32, dtype=dtype).qkv)
     ends, positions = on(device, forest.subtree_ends, forest.position_ids)
     shared = tree_attention(query, key, value, ends, positions, batch_invariant=True, **options)
     for path in forest.paths:

@@ -62,7 +62,7 @@ def test_activation(dtype, activation):
 
 @ATTENTION
 def test_paged_attention(dtype, options):
-    cases.check_paged("cpu", dtype, options)
+    cases.check_paged("cpu", dtype, options, heads=(4, 2))
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def test_head_sizes(heads, dims, block_size):
     cases.check_paged("cpu", cases.DTYPES[1], {}, heads, dims, block_size)
 
 
-@ATTENTION
-def test_shared_prefixes(dtype, options):
-    cases.check_shared_prefixes("cpu", dtype, options)
+@pytest.mark.parametrize("dtype, name", zip(cases.DTYPES, ("plain", "both"), strict=True))
+def test_shared_prefixes(dtype, name):
+    cases.check_shared_prefixes("cpu", dtype, cases.ATTENTION[name], heads=(4, 2))
 
 
 def test_positions_that_are_no_depths_end():

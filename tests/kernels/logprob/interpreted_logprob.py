@@ -13,8 +13,10 @@ from tests.kernels.logprob.cases import OPTIONS, assert_matches_float64, problem
 
 @pytest.mark.parametrize("option", OPTIONS)
 # The interpreter truncates float32 to bfloat16 instead of rounding; the GPU test covers that.
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
-@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (5, 70), (3, 4103)])
+@pytest.mark.parametrize(
+    ("rows", "vocab", "dtype"),
+    [(1, 1, torch.float32), (5, 70, torch.float16), (3, 4103, torch.float32)],
+)
 def test_against_float64_in_the_interpreter(rows, vocab, dtype, option):
     assert_matches_float64("cpu", rows, vocab, dtype, option, seed=0)
 
