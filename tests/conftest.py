@@ -1,7 +1,9 @@
-"""Settings of all tests: a cache of their own, and no GPU tests where there is no GPU."""
+"""Settings of all tests: a cache of their own, no hub, and no GPU tests where there is no GPU."""
 
 import os
 import tempfile
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # else a path that is not there is looked for on the network
 
 import torch
 from hypothesis import settings
