@@ -14,7 +14,7 @@ from tests.tiny_models import save_tiny
 
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
 
-STEPS = 20
+STEPS = 4
 
 
 def load(path: str, world_size: int, dtype: torch.dtype, fsdp_size: int = -1) -> Any:
@@ -95,9 +95,9 @@ def body(
         ("llama", torch.float32, 1, -1, 1),
         ("qwen2", torch.float32, 2, -1, 1),
         ("llama", torch.bfloat16, 2, -1, 2),
-        ("qwen2", torch.float32, 2, -1, 2),
         ("qwen2", torch.bfloat16, 2, 1, 2),
         ("qwen3_moe", torch.bfloat16, 2, -1, 2),
+        pytest.param("qwen2", torch.float32, 2, -1, 2, marks=pytest.mark.exhaustive),
         pytest.param("llama", torch.bfloat16, 2, -1, 1, marks=pytest.mark.exhaustive),
         pytest.param("qwen2", torch.bfloat16, 2, 1, 1, marks=pytest.mark.exhaustive),
         pytest.param("qwen3_moe", torch.bfloat16, 2, -1, 1, marks=pytest.mark.exhaustive),
@@ -105,7 +105,7 @@ def body(
         pytest.param("llama", torch.bfloat16, 4, -1, 2, marks=pytest.mark.exhaustive),
     ],
 )
-def test_twenty_steps_equal_those_with_gathers(
+def test_steps_equal_those_with_gathers(
     tmp_path: Path, kind: str, dtype: torch.dtype, world_size: int, fsdp_size: int, tp_size: int
 ) -> None:
     """llama: tied embeddings; qwen2: biases; qwen3_moe: experts. fsdp_size 1: replicas."""

@@ -24,7 +24,7 @@ from tests.trainer.toy import metrics_of, toy_job
 
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
 
-STEPS = 20
+STEPS = 4
 ADAPTERS = (
     "model.lora_rank=3",
     "reshard.lora=adapters",
@@ -142,16 +142,23 @@ def check_bits(
         assert all(names == [] for names in result.values()), result
 
 
-MODELS = pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("llama", torch.float32), ("llama", torch.bfloat16), ("qwen2", torch.bfloat16)],
-)
+LONG = pytest.mark.exhaustive
+F32, BF16 = torch.float32, torch.bfloat16
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("world_size", [1, 2])
-@MODELS
-def test_twenty_steps_equal_those_beside_shards(
+@pytest.mark.parametrize(
+    ("kind", "dtype", "world_size"),
+    [
+        ("llama", F32, 1),
+        ("llama", BF16, 2),
+        ("qwen2", BF16, 2),
+        pytest.param("llama", F32, 2, marks=LONG),
+        pytest.param("llama", BF16, 1, marks=LONG),
+        pytest.param("qwen2", BF16, 1, marks=LONG),
+    ],
+)
+def test_steps_equal_those_beside_shards(
     tmp_path: Path, kind: str, dtype: torch.dtype, world_size: int
 ) -> None:
     """llama: tied embeddings; qwen2: biases. 101 rows and rank 3 divide unevenly over 2 ranks."""
@@ -159,9 +166,18 @@ def test_twenty_steps_equal_those_beside_shards(
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-@MODELS
-def test_twenty_steps_equal_those_of_shards_under_tensor_parallelism(
+@pytest.mark.parametrize(
+    ("kind", "dtype", "checkpointing"),
+    [
+        ("llama", F32, True),
+        ("qwen2", BF16, True),
+        pytest.param("llama", BF16, True, marks=LONG),
+        pytest.param("llama", F32, False, marks=LONG),
+        pytest.param("llama", BF16, False, marks=LONG),
+        pytest.param("qwen2", BF16, False, marks=LONG),
+    ],
+)
+def test_steps_equal_those_of_shards_under_tensor_parallelism(
     tmp_path: Path, kind: str, dtype: torch.dtype, checkpointing: bool
 ) -> None:
     check_bits(save_tiny(kind, tmp_path, dtype), dtype, 2, 2, checkpointing)
@@ -175,7 +191,7 @@ def test_experts_are_joined(tmp_path: Path) -> None:
 
 
 @pytest.mark.multirank
-@pytest.mark.exhaustive
+@LONG
 def test_ranks_of_two_tensor_parallel_groups(tmp_path: Path) -> None:
     """Adapters; for full parameters see test_shared_parameters."""
     check_bits(save_tiny("qwen2", tmp_path, torch.bfloat16), torch.bfloat16, 4, 2, True)
@@ -243,7 +259,7 @@ def test_rollouts_follow_the_adapters_alone(tmp_path: Path, tp_size: int) -> Non
 
 
 @pytest.mark.multirank
-@pytest.mark.exhaustive
+@LONG
 @pytest.mark.parametrize(("lora_rank", "tp_size"), [(0, 1), (0, 2), (4, 1), (4, 2)])
 def test_a_job_and_its_files_are_those_of_shards(
     tmp_path: Path, lora_rank: int, tp_size: int
