@@ -65,7 +65,7 @@ def assert_gaps(library, positions, start):
         assert torch.equal(again, positions)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(drawn=GAPS.filter(lambda drawn: len(drawn[0])))
 def test_gaps(gaps_library, drawn):
     assert_gaps(gaps_library, *drawn)

@@ -22,6 +22,24 @@ def float64_update(adapter: Any) -> torch.Tensor:
     return adapter.scale * torch.einsum("ore,eri->eoi", left, right)
 
 
+def load_adapted(
+    path: str, world_size: int, dtype: torch.dtype, checkpointing: bool, **options: Any
+) -> Any:
+    """Shard the model in `path` over the ranks, with the same adapters of rank 3 each time."""
+    from hybridengine.model import apply_lora, load_causal_lm, sharding_mesh
+
+    torch.manual_seed(0)
+    return load_causal_lm(
+        path,
+        mesh=sharding_mesh("cpu", world_size),
+        shard_dim1=lambda name: False,
+        param_dtype=dtype,
+        adapt=lambda model: apply_lora(model, 3, 6.0),
+        gradient_checkpointing=checkpointing,
+        **options,
+    )
+
+
 def write_adapter(
     model_path: str, folder: Path, dtype: torch.dtype = torch.float32, rank: int = 3, alpha: int = 5
 ) -> None:

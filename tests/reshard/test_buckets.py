@@ -163,7 +163,7 @@ def test_buckets_of_large_models_load_all_ranks_alike(
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     st.sampled_from([(4, 2), (8, 4), (16, 4), (24, 8), (32, 4), (48, 16), (64, 8)]),
     st.sampled_from(["strided", "strided in nodes", "contiguous"]),

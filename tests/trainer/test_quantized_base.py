@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from hybridengine.config import ConfigError, load_config
+from tests.model.lora_shared import load_adapted
 from tests.ranks import run_ranks
 from tests.reshard.quantized_cases import save
 from tests.reshard.quantized_kernel import register_kernel
@@ -53,13 +55,7 @@ def body(rank: int, world_size: int, path: str, checkpointing: bool) -> dict:
     from hybridengine.kernels.block_quantize import block_quantize
     from transformers import AutoModelForCausalLM
 
-    from hybridengine.model import (
-        apply_lora,
-        load_causal_lm,
-        pack_rollouts,
-        packed_log_probs,
-        sharding_mesh,
-    )
+    from hybridengine.model import pack_rollouts, packed_log_probs
     from hybridengine.model.frozen_base import full_base
 
     dtype = torch.bfloat16  # vLLM quantizes this dtype and float16
@@ -73,18 +69,7 @@ def body(rank: int, world_size: int, path: str, checkpointing: bool) -> dict:
     for name in layout.quantized:
         engine_tensors[name].view(torch.uint8).fill_(1)
 
-    def load(**options: Any) -> Any:
-        torch.manual_seed(0)
-        return load_causal_lm(
-            path,
-            mesh=sharding_mesh("cpu", world_size),
-            shard_dim1=lambda name: False,
-            param_dtype=dtype,
-            adapt=lambda model: apply_lora(model, 3, 6.0),
-            gradient_checkpointing=checkpointing,
-            **options,
-        )
-
+    load = partial(load_adapted, path, world_size, dtype, checkpointing)
     shared = load(base_memory=memory)
     values = dequantized(engine, checkpoint)
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from hybridengine.config import ConfigError, load_config
+from tests.model.lora_shared import load_adapted
 from tests.ranks import run_ranks
 from tests.reshard.vllm_engines import PROMPTS, build_engine
 from tests.tiny_models import save_tiny
@@ -65,12 +67,9 @@ def body(
 
     from hybridengine.model import (
         adapters_disabled,
-        apply_lora,
-        load_causal_lm,
         pack_rollouts,
         packed_log_probs,
         parameter_shards,
-        sharding_mesh,
     )
     from hybridengine.model.frozen_base import full_base
 
@@ -80,18 +79,7 @@ def body(
         if tensor.is_floating_point():
             tensor.fill_(float("nan"))
 
-    def load(**options: Any) -> Any:
-        torch.manual_seed(0)
-        return load_causal_lm(
-            path,
-            mesh=sharding_mesh("cpu", world_size),
-            shard_dim1=lambda name: False,
-            param_dtype=dtype,
-            adapt=lambda model: apply_lora(model, 3, 6.0),
-            gradient_checkpointing=checkpointing,
-            **options,
-        )
-
+    load = partial(load_adapted, path, world_size, dtype, checkpointing)
     sharded, shared = load(), load(base_memory=memory)
     pairs = zip(trained(sharded, rank), trained(shared, rank), strict=True)
     unequal = [i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
