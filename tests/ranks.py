@@ -166,8 +166,9 @@ class Ranks:
         results = _collect(self.processes, waiting, self._timeout_s)
         for pipe in self._pipes:
             pipe.close()
-        for process in self.processes:
-            process.join(5)
+        for rank, process in enumerate(self.processes):
+            if rank not in killed:  # which may be stopped
+                process.join(5)
         return results
 
     def __enter__(self) -> Ranks:

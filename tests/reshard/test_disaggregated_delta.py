@@ -29,7 +29,7 @@ SHAPES = shapes_of(
 )
 # Shares of the elements that change before each sync, of version 1 and up.
 SHARES = (1.0, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.0, 0.9, 0.01, 0.02, 0.02, 0.02)
-TIMEOUT_S = 20.0  # the sync with a damaged delta lasts as long
+TIMEOUT_S = 10.0  # the sync with a damaged delta lasts as long
 FAILS, DAMAGED, WRITTEN, NEW_SENDER = 3, 5, 6, 11  # versions
 LAST = len(SHARES)
 

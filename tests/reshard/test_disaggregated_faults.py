@@ -269,7 +269,7 @@ def test_a_stopped_rank_is_named_after_the_timeout_of_the_sync(side: str) -> Non
 @pytest.mark.parametrize("over", [GROUPS, "relayed"])
 def test_a_trainer_that_stops_during_a_transfer_is_named(over: str) -> None:
     """Within a few timeouts of the sync, where the process groups have hundreds of seconds."""
-    timeout_s = 10.0
+    timeout_s = 5.0
     with worlds(
         (trainer_body, 2, 2, 0, 2, timeout_s, signal.SIGSTOP),
         (engine_body, 1, 0, 2, timeout_s),

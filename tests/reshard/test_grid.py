@@ -67,7 +67,14 @@ CASES = [Case(*values) for values in itertools.product(STEPS, TP_SIZES, SOURCES)
 
 
 TRANSPORTS = (*IN_WORLD, *LINKS)
-# Merging takes long: the cases with adapters of the default suite.
+# Each payload at each TP size has FSDP2. The cases with HSDP and adapters of the default suite:
+WITH_HSDP = {
+    "pull": Case("dense", 2, "hsdp"),
+    "all-to-all": Case("delta", 2, "hsdp"),
+    "groups": Case("delta", 1, "hsdp"),
+    "memory": Case("fp8", 2, "hsdp"),
+    "relayed": Case("dense", 1, "hsdp"),
+}
 WITH_ADAPTERS = {
     "pull": Case("delta", 1, "lora"),
     "all-to-all": Case("fp8", 1, "lora"),
@@ -336,11 +343,12 @@ def check(given: Recorded, transport: str, cases: list[Case]) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_each_payload(recorded: Recorded, transport: str) -> None:
-    without = [case for case in CASES if case.source != "lora"]
-    check(recorded, transport, [*without, WITH_ADAPTERS[transport]])
+    cases = [case for case in CASES if case.source == "fsdp2"]
+    check(recorded, transport, [*cases, WITH_HSDP[transport], WITH_ADAPTERS[transport]])
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("source", ["hsdp", "lora"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_adapters(recorded: Recorded, transport: str) -> None:
-    check(recorded, transport, [case for case in CASES if case.source == "lora"])
+def test_each_payload_of_other_sources(recorded: Recorded, transport: str, source: str) -> None:
+    check(recorded, transport, [case for case in CASES if case.source == source])

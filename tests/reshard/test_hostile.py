@@ -169,7 +169,12 @@ def failing_body(rank: int, world_size: int, how: str, transport: str) -> dict:
 
 @pytest.mark.parametrize(
     ("how", "transport"),
-    [("stalls", "pull"), ("exits", "pull"), ("fails", "pull"), ("exits", "all-to-all")],
+    [
+        ("stalls", "pull"),
+        ("exits", "pull"),
+        ("fails", "pull"),
+        pytest.param("exits", "all-to-all", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_rank_that_fails_in_the_middle_is_named(how: str, transport: str) -> None:
     ranks = 4 if how == "exits" else 2

@@ -88,7 +88,10 @@ def test_merged_weights_and_a_base_that_is_sent_once(tmp_path: Path) -> None:
     assert saved > 0, "embeddings, norms and biases were sent again"
 
 
-@pytest.mark.parametrize(("tp_size", "shared"), [(1, "none"), (2, "none"), (2, "outer")])
+@pytest.mark.parametrize(
+    ("tp_size", "shared"),
+    [pytest.param(1, "none", marks=pytest.mark.exhaustive), (2, "none"), (2, "outer")],
+)
 def test_merged_experts_in_fused_weights(tmp_path: Path, tp_size: int, shared: str) -> None:
     """vLLM's w13 and w2 hold the merged weights of all experts, sliced by tensor parallelism."""
     path = save_tiny("qwen3_moe", tmp_path)
