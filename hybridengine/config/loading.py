@@ -50,6 +50,7 @@ _KINDS: dict[type, tuple[str, AliasTable, tuple[str, ...]]] = {  # name, aliases
 _HYDRA_KEYS = ("_target_", "hydra", "defaults")
 _MESSAGES = {"tuple_type": "input should be a list"}  # of pydantic's error types, for YAML
 _type_adapter = functools.cache(TypeAdapter)
+_type_hints = functools.cache(typing.get_type_hints)  # most of the time of a load, else
 
 
 def load_config(
@@ -105,7 +106,7 @@ def config_to_yaml(config: JobConfig) -> str:
 
 def keys_of(group: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every key of a config class with its type."""
-    hints = typing.get_type_hints(group)
+    hints = _type_hints(group)
     for f in fields(group):
         if is_dataclass(hints[f.name]):
             yield from keys_of(hints[f.name], f"{prefix}{f.name}.")
