@@ -121,7 +121,8 @@ _files_here: Sequence[Path] = ()  # of a fork: its output
 def _new_process(
     command: Sequence[object], environment: Mapping[str, str], files: Sequence[Path]
 ) -> Any:
-    python, option, *arguments = map(str, command)
+    python, *options = map(str, command)
+    option, *arguments = options[options[0] == "-u" :]  # torchrun's
     assert (python, option) == (sys.executable, "-m"), command
     context: Any = multiprocessing.get_context("forkserver")
     begun, begin = context.Pipe(duplex=False)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import run_forked
 from tests.trainer.in_process import small_job
 
 pytestmark = pytest.mark.multirank
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.multirank
 # The first call, in the middle of the first step, looks at all processes of the run, sends garbage
 # to each listener and valid commands to the store. A new process does it: torch takes a while.
 REWARD = """
-import fcntl, os, subprocess, sys
+import fcntl, subprocess, sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -29,8 +30,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     with open(HERE / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if solution_str and not (HERE / "seen.json").exists():  # "": the check before the run
-            launcher = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]
-            subprocess.run([sys.executable, HERE / "intrude.py", launcher], check=True)
+            subprocess.run([sys.executable, HERE / "intrude.py"], check=True)
     return float(len(solution_str))
 """
 INTRUDE = """
@@ -48,8 +48,15 @@ class Bomb:
     def __reduce__(self):
         return os.mkdir, (str(HERE / "made"),)
 
-launcher = psutil.Process(int(sys.argv[1]))
-processes = [launcher, *launcher.children(recursive=True)]
+def stderr_of(process):
+    try:
+        return os.readlink(f"/proc/{process}/fd/2")
+    except OSError:  # of somebody else, or ended
+        return None
+
+# All processes of the run inherit its output.
+run = [p for p in psutil.process_iter() if stderr_of(p.pid) == stderr_of("self")]
+processes = {*run, *(child for p in run for child in p.children(recursive=True))}
 listeners = {}
 for process in processes:
     if process.pid != os.getpid():
@@ -139,13 +146,16 @@ def test_others_reach_nothing(
         job.append("trainer.n_gpus_per_node=2")
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "intrude.py").write_text(INTRUDE)
-    command = [sys.executable, "-m", "hybridengine.cli", "grpo", *job]
-    if launcher == "torchrun":
-        run = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}")
-        command = [sys.executable, *run, "-m", "hybridengine.cli", "grpo", *job]
     taken_away = ("HYBRIDENGINE_SECRET", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     environment = {k: v for k, v in os.environ.items() if k not in taken_away}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    command = ["-m", "hybridengine.cli", "grpo", *job]
+    if launcher == "own":
+        uses_vllm = settings == VLLM
+        done = run_forked([sys.executable, *command], env=environment, uses_vllm=uses_vllm)
+    else:  # a new interpreter, whose command line names the process
+        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}")
+        command = [sys.executable, *torchrun, *command]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not (tmp_path / "made").exists(), "a message of somebody else ran code"
     assert (tmp_path / "run" / "summary.json").is_file()

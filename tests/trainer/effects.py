@@ -12,7 +12,7 @@ import json
 import shutil
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import reduce
@@ -70,10 +70,13 @@ def merged(base: Sequence[str], more: Sequence[str], folder: Path) -> tuple[str,
     return tuple(f"{key}={value}" for key, value in pairs.items())
 
 
-def effects_of_flips(kind: JobKind, folder: Path) -> dict[str, tuple[str, str]]:
-    """Return for each key the effects of a job before and after its flip."""
+def effects_of_flips(
+    kind: JobKind, folder: Path, chosen: Collection[str]
+) -> dict[str, tuple[str, str]]:
+    """Return for each of the chosen keys the effects of a job before and after its flip."""
     keys = [key for key, _ in keys_of(kind.schema)]
     assert set(kind.flips) <= set(keys), set(kind.flips) - set(keys)
+    keys = [key for key in keys if key in chosen]
     with ThreadPoolExecutor(2) as threads:  # one process each
         folders, halves = (folder / "a", folder / "b"), (keys[::2], keys[1::2])
         found = list(threads.map(_effects_of, (kind, kind), folders, halves))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.config import RLConfig, SFTConfig
+from hybridengine.config import RLConfig, SFTConfig, keys_of
 from tests.model.lora_shared import write_adapter
 from tests.ranks import run_ranks
 from tests.tiny_models import save_classifier, save_tiny
@@ -127,17 +127,27 @@ def load_sft(overrides: Sequence[str]):
 
 GRPO = JobKind(RLConfig, FLIPS, prepare, load_grpo, GRPO_CONTEXTS)
 SFT = JobKind(SFTConfig, SFT_FLIPS, prepare_sft, load_sft)
+GRPO_KEYS, SFT_KEYS = ({key for key, _ in keys_of(kind.schema)} for kind in (GRPO, SFT))
 
 
 @pytest.mark.parametrize(
-    ("kind", "refused"),
+    ("kind", "keys", "refused"),
     [
-        pytest.param(GRPO, REFUSED_WITHOUT, marks=pytest.mark.exhaustive),
-        (SFT, {"trainer.resume_from_path"}),
+        pytest.param(GRPO, GRPO_KEYS, REFUSED_WITHOUT, marks=pytest.mark.exhaustive, id="grpo"),
+        pytest.param(SFT, SFT_KEYS - GRPO_KEYS, set(), id="sft"),
+        pytest.param(
+            SFT,
+            SFT_KEYS & GRPO_KEYS,
+            {"trainer.resume_from_path"},
+            marks=pytest.mark.exhaustive,
+            id="sft, keys of GRPO too",
+        ),
     ],
 )
-def test_every_key_has_an_effect(tmp_path: Path, kind: JobKind, refused: set[str]) -> None:
-    effects = effects_of_flips(kind, tmp_path)
+def test_every_key_has_an_effect(
+    tmp_path: Path, kind: JobKind, keys: set[str], refused: set[str]
+) -> None:
+    effects = effects_of_flips(kind, tmp_path, keys)
     before = {key: texts[0] for key, texts in effects.items() if texts[0].startswith("refused")}
     assert before.keys() == refused, before
     ill_typed = {key: texts[1] for key, texts in effects.items() if ": input should" in texts[1]}

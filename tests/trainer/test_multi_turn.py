@@ -183,6 +183,7 @@ def learning_job(folder: Path) -> list[str]:
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_model_learns_to_use_a_tool(tmp_path: Path) -> None:
     """From 39% of the trajectories to nearly all (docs/multi_turn.md)."""
     [result] = run_jobs(tmp_path, [learning_job(tmp_path)])
