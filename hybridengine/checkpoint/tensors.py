@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hybridengine.checkpoint.folders import TENSORS
 from hybridengine.checkpoint.metadata import MetadataReader
@@ -58,9 +59,21 @@ class RemotePart(Protocol):
 class _Writer(dcp.FileSystemWriter):
     """Writes the tensors of one rank, limited by its progress."""
 
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy all tensors to host memory, a DTensor's once; torch's stager copies it twice."""
+        self.per_thread_copy_ahead = 0  # a buffer for tensors of a device
+        return {name: _copy_to_host(tensor) for name, tensor in state_dict.items()}
+
     def write_data(self, *args: Any) -> Any:
         with writing_to(Path(self.path)):
             return super().write_data(*args)
+
+
+def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to("cpu", copy=True)
+    local = tensor.to_local().detach().to("cpu", copy=True)
+    return DTensor(local, tensor._spec, requires_grad=False)  # from_local would move it back
 
 
 class TensorFiles:

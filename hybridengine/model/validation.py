@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 from collections.abc import Iterator, Mapping
@@ -34,6 +35,9 @@ _SCALED = {"linear", "dynamic", "ntk"}  # rotary types whose limit grows by thei
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 _FIXED_ROPE = ("default", "linear", "llama3")  # their frequencies do not depend on the length
 _PACKABLE = {"full_attention", "sliding_attention"}  # layers without state between tokens
+
+
+_configs: dict[tuple[str, bytes, bool, str], PretrainedConfig] = {}
 
 
 def takes_images(config: PretrainedConfig) -> bool:
@@ -203,6 +207,17 @@ def _check_overrides(path: str, config: PretrainedConfig, overrides: Mapping[str
 
 
 def _read_config(
+    path: str, trust_remote_code: bool, overrides: Mapping[str, Any]
+) -> PretrainedConfig:
+    """Return a copy of the configuration, which a process reads once; a folder's if it changes."""
+    file = Path(path, "config.json")
+    key = path, file.read_bytes() if file.is_file() else b"", trust_remote_code, repr(overrides)
+    if key not in _configs:
+        _configs[key] = _parse_config(path, trust_remote_code, overrides)
+    return copy.deepcopy(_configs[key])
+
+
+def _parse_config(
     path: str, trust_remote_code: bool, overrides: Mapping[str, Any]
 ) -> PretrainedConfig:
     outcome: list[PretrainedConfig | Exception] = []
