@@ -2,7 +2,6 @@
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import textwrap
@@ -12,6 +11,7 @@ import pytest
 
 from hybridengine.data import PromptSample
 from hybridengine.rewards import RewardError, RewardWorkers, score_responses, workers
+from tests.ranks import Ranks
 
 ARGUMENTS = "data_source, solution_str, ground_truth, extra_info"
 REWARD = f"""
@@ -187,34 +187,35 @@ def test_functions_of_one_file_share_its_module(tmp_path):
     assert score_responses(two, samples(1), [""]).scores == [2]
 
 
-@pytest.mark.slow
+def score_for_ever(rank, world_size, file):
+    score_responses(RewardWorkers().load(file), samples(1), [""])
+
+
+@pytest.mark.multirank
 def test_workers_end_with_a_killed_rank(tmp_path):
     """Also while the worker is busy."""
     (tmp_path / "reward.py").write_text(
-        "import os, sys, time\n"
+        "import os, time\n"
+        "from pathlib import Path\n"
         f"def compute_score({ARGUMENTS}):\n"
-        "    print(os.getpid(), flush=True)\n"
+        "    here = Path(__file__).parent\n"
+        "    (here / 'begun').write_text(str(os.getpid()))\n"
+        "    (here / 'begun').rename(here / 'worker')\n"
         "    time.sleep(600)\n"
     )
-    rank = f"""
-        from hybridengine.data import PromptSample
-        from hybridengine.rewards import RewardWorkers, score_responses
-        sample = PromptSample(0, [1], "", "", "", {{}})
-        score_responses(RewardWorkers().load({str(tmp_path / "reward.py")!r}), [sample], [""])
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(rank)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    worker = int(process.stdout.readline())
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert process.stdout.read() == ""  # returns once the worker, which holds the pipe, is gone
-    for _ in range(500):
-        if not is_running(worker):
-            return
+    with Ranks(score_for_ever, 1, tmp_path / "reward.py") as ranks:
+        wait_for((tmp_path / "worker").exists, 120)
+        worker = int((tmp_path / "worker").read_text())
+        assert is_running(worker)
+        ranks.processes[0].kill()
+        wait_for(lambda: not is_running(worker), 60)
+
+
+def wait_for(condition, limit_s):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
-    raise AssertionError(f"worker {worker} still runs")
 
 
 def test_a_reset_connection_ends_a_worker_without_a_traceback() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
-from contextlib import suppress
+import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,30 @@ import torch.distributed as dist
 
 from hybridengine import storage, writes
 from hybridengine.runtime.monitor import EXIT_RANK_FAILED
+from tests.ranks import Ranks
 
-RANK = """
-import time
-from hybridengine.runtime.monitor import RankMonitor, connect_guard
+PHASE = "phase 'gen' of step 3"
 
-guard = connect_guard(0, 1)
-guard.phase = "phase 'gen' of step 3"
-monitor = RankMonitor(guard, timeout_s=2.0)
-print("started", flush=True)
-time.sleep(600)
-"""
+
+def run_rank(rank: int, world_size: int, folder: Path, port: int, has_log: bool) -> None:
+    """One rank, whose store is at `port`. has_log: whether it can write its log and its record."""
+    from hybridengine.runtime.monitor import RankMonitor, connect_guard
+
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port)
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "record.json")
+    if has_log:
+        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
+    else:
+        nowhere, log = os.pipe()
+        os.close(nowhere)
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "started" / "record.json")
+    os.dup2(log, 2)
+    guard = connect_guard(0, 1)
+    guard.phase = PHASE
+    monitor = RankMonitor(guard, timeout_s=2.0)  # noqa: F841, runs while it is there
+    (folder / "started").touch()
+    time.sleep(600)
 
 
 class Proxy:
@@ -58,71 +70,51 @@ class Proxy:
                 destination.sendall(data)
 
 
-@pytest.mark.slow
+@pytest.mark.multirank
 def test_a_rank_ends_when_its_store_is_silent_and_its_log_broken(tmp_path: Path) -> None:
     """One rank can report why it ends; the other one has no log and no place for a record."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     proxy = Proxy(server.port)
-    record = tmp_path / "record.json"
-    nowhere, broken = os.pipe()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK],
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=os.environ
-            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(proxy.port)}
-            | {"TORCHELASTIC_ERROR_FILE": str(file)},
-        )
-        for log, file in ((subprocess.PIPE, record), (broken, tmp_path / "file" / "record.json"))
-    ]
-    try:
-        for rank in ranks:
-            assert rank.stdout is not None and rank.stdout.readline() == "started\n"
-        (tmp_path / "file").touch()
-        os.close(nowhere)
-        os.close(broken)
+    folders = [tmp_path / "log", tmp_path / "no_log"]
+    with ExitStack() as stack:
+        ranks = []
+        for folder in folders:
+            folder.mkdir()
+            arguments = (folder, proxy.port, folder == folders[0])
+            ranks.append(stack.enter_context(Ranks(run_rank, 1, *arguments)).processes[0])
+        while not all((folder / "started").exists() for folder in folders):
+            assert all(rank.is_alive() for rank in ranks)
+            time.sleep(0.02)
         proxy.stalled.set()
         for rank in ranks:
-            assert rank.wait(60) == EXIT_RANK_FAILED
-    finally:
-        for rank in ranks:
-            rank.kill()
+            rank.join(60)
+            assert rank.exitcode == EXIT_RANK_FAILED
     reason = "the rendezvous store, on rank 0's node, has not answered for 2 s (trainer.timeout_s)"
-    assert ranks[0].stderr is not None
-    log = ranks[0].stderr.read()
-    assert f"rank 0, in phase 'gen' of step 3: {reason}" in log, log
-    assert json.loads(record.read_text())["message"]["message"] == reason
+    log = (folders[0] / "log").read_text()
+    assert f"rank 0, in {PHASE}: {reason}" in log, log
+    assert json.loads((folders[0] / "record.json").read_text())["message"]["message"] == reason
 
 
-STUCK = """
-import time
-from pathlib import Path
-from hybridengine.runtime.monitor import RankMonitor, connect_guard
-from hybridengine.writes import writing_to
+def write_without_progress(rank: int, world_size: int, folder: Path) -> None:
+    from hybridengine.runtime.monitor import RankMonitor, connect_guard
 
-guard = connect_guard(0, 1)
-guard.phase = "phase 'export' of step 3"
-monitor = RankMonitor(guard, timeout_s=2.0)
-with writing_to(Path("final")):
-    time.sleep(600)
-"""
+    os.dup2(os.open(folder / "log", os.O_WRONLY | os.O_CREAT), 2)
+    guard = connect_guard(0, 1)
+    guard.phase = "phase 'export' of step 3"
+    monitor = RankMonitor(guard, timeout_s=2.0)  # noqa: F841, runs while it is there
+    with writes.writing_to(folder / "final"):
+        time.sleep(600)
 
 
-@pytest.mark.slow
+@pytest.mark.multirank
 def test_a_rank_ends_when_a_write_makes_no_progress(tmp_path: Path) -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    rank = subprocess.run(
-        [sys.executable, "-c", STUCK],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)},
-        timeout=240,
-    )
-    assert rank.returncode == EXIT_RANK_FAILED
-    reason = "writing 'final' has made no progress for 2 s (trainer.timeout_s)"
-    assert f"rank 0, in phase 'export' of step 3: {reason}" in rank.stderr, rank.stderr
+    with Ranks(write_without_progress, 1, tmp_path) as ranks:
+        [rank] = ranks.processes
+        rank.join(240)
+        assert rank.exitcode == EXIT_RANK_FAILED
+    log, final = (tmp_path / "log").read_text(), str(tmp_path / "final")
+    reason = f"writing {final!r} has made no progress for 2 s (trainer.timeout_s)"
+    assert f"rank 0, in phase 'export' of step 3: {reason}" in log, log
 
 
 def test_progress_is_bytes_or_what_the_writer_notes(
