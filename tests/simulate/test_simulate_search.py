@@ -155,7 +155,8 @@ def test_a_split_sync_sends_every_byte_once() -> None:
 @pytest.mark.slow
 def test_the_command(config, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
-    job = [f"model.path={tmp_path}", "workload.critic=true", "layout.mode=sync"]
+    fixed = ["layout.mode=sync", "layout.tp_size=2", "layout.sequence_parallel=1"]
+    job = [f"model.path={tmp_path}", "workload.critic=true", *fixed]
     arguments = ["simulate", *job, "--no-plan-sync"]
     shown = CliRunner().invoke(cli.app, arguments)
     assert shown.exit_code == 0, shown.output
