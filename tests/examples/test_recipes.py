@@ -34,7 +34,7 @@ TINY = (
     "data.max_response_length=8",
     "rollout.tensor_model_parallel_size=1",
     "trainer.n_gpus_per_node=1",
-    "trainer.total_training_steps=2",
+    "trainer.total_training_steps=1",
     "trainer.save_freq=-1",
     "reward.num_workers=1",
 )
@@ -52,6 +52,7 @@ TINY_OF = {
         "actor.ppo_mini_batch_size=2",
         "critic.model.path={dir}/model",
         "rollout.n=1",
+        "trainer.total_training_steps=2",
         "trainer.critic_warmup=1",
     ),
     "reward_model": (
@@ -107,7 +108,7 @@ EXPECTED = {  # a metric that the recipe's own settings produce
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_runs(results, recipe) -> None:
     assert not results[recipe].refused
-    assert len(results[recipe].rows) == 2
+    assert len(results[recipe].rows) == 1 + (recipe == "ppo")
     assert EXPECTED[recipe] in results[recipe].last
     assert results[recipe].last["actor/grad_norm"] >= 0
 

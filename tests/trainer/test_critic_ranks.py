@@ -182,7 +182,9 @@ def test_a_signal_to_the_critic_stops_the_run_after_a_checkpoint(tmp_path: Path)
     assert f"global_step_{steps}/tensors_critic/.metadata" in stopped.files
 
 
+@pytest.mark.exhaustive
 def test_a_killed_critic_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    """As test_overlap has it for an engine."""
     settings = {
         "algorithm.adv_estimator": "gae",
         "critic.n_gpus_per_node": 1,

@@ -96,34 +96,40 @@ def body(
     return gradients, metrics
 
 
-@pytest.mark.parametrize("loss", [("vanilla", "token-mean"), ("gspo", "seq-mean-token-mean")])
-def test_split_and_world_size_change_nothing(tmp_path: Path, loss: tuple[str, str]) -> None:
+def bodies(rank: int, world_size: int, path: str, cases: list[tuple]) -> list[tuple]:
+    return [body(rank, world_size, path, *case) for case in cases]
+
+
+LOSSES = [("vanilla", "token-mean"), ("gspo", "seq-mean-token-mean")]
+SPLITS = {  # (token budget, sp_size) by the number of ranks; the first one is what is wanted
+    1: [(10_000, 1), (20, 1)],
+    2: [(10_000, 1), (14, 1)],
+    3: [(30, 1)],
+    4: [(15, 2)],
+}
+
+
+def test_split_and_world_size_change_nothing(tmp_path: Path) -> None:
     path = save_tiny("llama", tmp_path)
-    want_gradients, want_metrics = run_ranks(body, 1, path, 10_000, loss)[0]
-    for world_size, token_budget, sp_size in (
-        (1, 20, 1),
-        (2, 10_000, 1),
-        (2, 14, 1),
-        (3, 30, 1),
-        (4, 15, 2),
-    ):
-        arguments = (path, token_budget, loss, 11, sp_size)
-        for gradients, metrics in run_ranks(body, world_size, *arguments):
-            for step, (got, want) in enumerate(zip(gradients, want_gradients, strict=True)):
-                for name in want:
-                    # float32 sums in another order; step 1 also sees weights stepped by Adam,
-                    # which turns rounding of tiny gradients into relative errors of the update.
-                    scale = want[name].abs().max()
-                    error = (got[name] - want[name]).abs().max() / scale
-                    assert error < (2e-5, 2e-3)[step], (
-                        world_size,
-                        token_budget,
-                        sp_size,
-                        step,
-                        name,
-                    )
-            for name, value in want_metrics.items():
-                assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
+    wanted = {}
+    for world_size, splits in SPLITS.items():
+        cases = [(budget, loss, 11, sp_size) for loss in LOSSES for budget, sp_size in splits]
+        for results in run_ranks(bodies, world_size, path, cases):
+            for (token_budget, loss, _, sp_size), result in zip(cases, results, strict=True):
+                want = wanted.setdefault(loss, result)
+                assert_same(result, want, (loss, world_size, token_budget, sp_size))
+
+
+def assert_same(result: tuple, want: tuple, case: tuple) -> None:
+    for step, (got, expected) in enumerate(zip(result[0], want[0], strict=True)):
+        for name in expected:
+            # float32 sums in another order; step 1 also sees weights stepped by Adam, which turns
+            # rounding of tiny gradients into relative errors of the update.
+            scale = expected[name].abs().max()
+            error = (got[name] - expected[name]).abs().max() / scale
+            assert error < (2e-5, 2e-3)[step], (case, step, name)
+    for name, value in want[1].items():
+        assert result[1][name] == pytest.approx(value, rel=1e-3, abs=1e-6), (case, name)
 
 
 def test_dummy_micro_batches_change_nothing(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import math
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -155,20 +156,29 @@ def test_resumed_finished_and_new_runs(tmp_path: Path) -> None:
 
 
 def diverge(
-    rank: int, world_size: int, folder: Path, bad_steps: set[int], steps: int = 14
+    rank: int, world_size: int, folder: Path, runs: list[tuple[set[int], int]]
+) -> list[tuple[str, bool]]:
+    """Return per run, given by its bad steps and its steps: the error or "", whether the weights
+    are unchanged."""
+    return [diverge_once(rank, world_size, folder, *run) for run in runs]
+
+
+def diverge_once(
+    rank: int, world_size: int, folder: Path, bad_steps: set[int], steps: int
 ) -> tuple[str, bool]:
-    """Return the error or "", and whether the weights are unchanged."""
     run = start_run(rank, world_size, folder, **{"trainer.total_training_steps": steps})
     before = [p.full_tensor().detach().clone() for p in run.model.parameters()]
     loss_of = sft.packed_cross_entropy
-    sft.packed_cross_entropy = lambda *arguments: (
-        loss_of(*arguments) * (math.nan if run.session.step in bad_steps else 1.0)
-    )
+
+    def spoiled(*arguments: Any) -> Any:
+        return loss_of(*arguments) * (math.nan if run.session.step in bad_steps else 1.0)
+
     message = ""
-    try:
-        run.train()
-    except ValueError as error:
-        message = str(error)
+    with patch.object(sft, "packed_cross_entropy", spoiled):
+        try:
+            run.train()
+        except ValueError as error:
+            message = str(error)
     after = [p.full_tensor() for p in run.model.parameters()]
     return message, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -180,12 +190,12 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def test_updates_that_are_not_finite_are_counted_and_end_the_run(tmp_path: Path) -> None:
     folder = write_sft_job(tmp_path)
-    for message, unchanged in run_ranks(diverge, 2, folder, set(range(1, 15))):
+    for [(message, unchanged)] in run_ranks(diverge, 2, folder, [(set(range(1, 15)), 14)]):
         assert "of train were not finite in 10 updates in a row, since step 1, " in message
         assert "in step 10 the loss of train is nan" in message
         assert unchanged
     assert [row["train/skipped_updates"] for row in rows_of(folder)] == [1] * 10
-    [(message, unchanged)] = run_ranks(diverge, 1, folder, {2, 3, 9})
+    [[(message, unchanged)]] = run_ranks(diverge, 1, folder, [({2, 3, 9}, 14)])
     assert message == "" and not unchanged
     skipped = [row["step"] for row in rows_of(folder) if row["train/skipped_updates"]]
     assert skipped == [2, 3, 9]
@@ -194,21 +204,21 @@ def test_updates_that_are_not_finite_are_counted_and_end_the_run(tmp_path: Path)
 def test_a_run_whose_last_updates_were_skipped_fails_and_keeps_its_state(tmp_path: Path) -> None:
     folder = write_sft_job(tmp_path)
     saved, final = folder / "run" / "global_step_6", folder / "run" / "final"
-    for start in range(2):  # the second one has no step left
-        for message, _ in run_ranks(diverge, 2, folder, {2, 5, 6}, 6):
+    for results in run_ranks(diverge, 2, folder, [({2, 5, 6}, 6)] * 2):
+        for message, _ in results:  # the second start has no step left
             assert message.startswith(
                 "the last 2 updates of train, since step 5, were all skipped (the loss of train is "
                 "nan)"
-            ), (start, message)
+            ), message
             assert f"`hybridengine export {saved} --out {final}`" in message
-        assert (saved / "complete.json").is_file()
-        assert not final.exists() and not (folder / "run" / "summary.json").exists()
-    assert run_ranks(diverge, 1, folder, {7}, 8) == [("", False)], "a later update was made"
+    assert (saved / "complete.json").is_file()
+    assert not final.exists() and not (folder / "run" / "summary.json").exists()
+    runs: list[tuple[set[int], int]] = [({7}, 8), ({9, 10}, 10), (set(), 10)]
+    [[trained, skipped, finished]] = run_ranks(diverge, 1, folder, runs)
+    assert trained == ("", False), "a later update was made"
     assert final.is_dir()
-    message, _ = run_ranks(diverge, 1, folder, {9, 10}, 10)[0]
-    assert message.startswith("the last 2 updates of train, since step 9, ")
-    message, _ = run_ranks(diverge, 1, folder, set(), 10)[0]
-    assert message.startswith("the last 2 updates"), "final/ is of an earlier part of the run"
+    assert skipped[0].startswith("the last 2 updates of train, since step 9, ")
+    assert finished[0].startswith("the last 2 updates"), "final/ is of an earlier part of the run"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +227,7 @@ def test_a_run_whose_last_updates_were_skipped_fails_and_keeps_its_state(tmp_pat
 def test_one_skipped_update_is_not_a_failure_unless_it_is_all(
     tmp_path: Path, bad_steps: set[int], steps: int, fails: bool
 ) -> None:
-    [(message, _)] = run_ranks(diverge, 1, write_sft_job(tmp_path), bad_steps, steps)
+    [[(message, _)]] = run_ranks(diverge, 1, write_sft_job(tmp_path), [(bad_steps, steps)])
     assert message.startswith("the last update of train, since step 1, " if fails else ""), message
     assert (tmp_path / "run" / "final").exists() != fails
 

@@ -24,24 +24,33 @@ def one_step(rank: int, world_size: int, folder: Path, overrides: dict):
     return metrics, run.loss_of(run.data)
 
 
+def first_steps(rank: int, world_size: int, folder: Path, jobs: list[dict]) -> list[tuple]:
+    return [one_step(rank, world_size, folder, overrides) for overrides in jobs]
+
+
+SPLITS: dict[int, list[dict]] = {  # by the number of ranks
+    1: [{"data.max_token_len_per_gpu": 10_000}, {"data.micro_batch_size_per_gpu": 1}],
+    2: [
+        {"data.max_token_len_per_gpu": 32},
+        {"data.micro_batch_size_per_gpu": 3, "model.use_fused_kernels": "false"},
+        {"ulysses_sequence_parallel_size": 2, "model.use_fused_kernels": "false"},
+    ],
+    3: [{"model.enable_gradient_checkpointing": "true"}],
+    4: [{"ulysses_sequence_parallel_size": 2, "model.fsdp_config.fsdp_size": 2}],
+}
+
+
 def test_splits_and_ranks_change_nothing(tmp_path: Path) -> None:
     folder = write_sft_job(tmp_path)
-    whole = {"data.max_token_len_per_gpu": 10_000}
-    [(want, val)] = run_ranks(one_step, 1, folder, whole)
-    splits = (
-        (1, {"data.micro_batch_size_per_gpu": 1}),
-        (2, {"data.max_token_len_per_gpu": 32}),
-        (2, {"data.micro_batch_size_per_gpu": 3, "model.use_fused_kernels": "false"}),
-        (3, {"model.enable_gradient_checkpointing": "true"}),
-        (4, {"ulysses_sequence_parallel_size": 2, "model.fsdp_config.fsdp_size": 2}),
-        (2, {"ulysses_sequence_parallel_size": 2, "model.use_fused_kernels": "false"}),
-    )
-    for world_size, split in splits:
-        for metrics, val_after in run_ranks(one_step, world_size, folder, split):
-            for name in ("train/loss", "train/grad_norm"):
-                assert metrics[name] == pytest.approx(want[name], rel=2e-5), (world_size, split)
-            # Adam's first step is the sign of the gradient, which rounding can turn near zero.
-            assert val_after == pytest.approx(val, rel=2e-4)
+    by_ranks = {n: run_ranks(first_steps, n, folder, splits) for n, splits in SPLITS.items()}
+    want, val = by_ranks[1][0][0]  # in one micro-batch
+    for world_size, ranks in by_ranks.items():
+        for results in ranks:
+            for split, (metrics, val_after) in zip(SPLITS[world_size], results, strict=True):
+                for name in ("train/loss", "train/grad_norm"):
+                    assert metrics[name] == pytest.approx(want[name], rel=2e-5), (world_size, split)
+                # Adam's first step is the sign of the gradient, which rounding can turn near zero.
+                assert val_after == pytest.approx(val, rel=2e-4), (world_size, split)
 
 
 def test_loss_is_transformers_own(tmp_path: Path) -> None:

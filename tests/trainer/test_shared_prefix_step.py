@@ -17,8 +17,11 @@ PERFORMANCE = ("perf/", "timing_s/", "reshard/")
 BASE = ("trainer.total_training_steps=2", "actor.use_kl_loss=true")
 JOBS = {
     "update_once": (),
-    "several": ("actor.ppo_epochs=2", "actor.ppo_mini_batch_size=2"),
-    "critic": ("algorithm.adv_estimator=gae",),
+    "several": (
+        "actor.ppo_epochs=2",
+        "actor.ppo_mini_batch_size=2",
+        "algorithm.adv_estimator=gae",
+    ),
     "split groups": ("actor.ppo_max_token_len_per_gpu=12",),
     "lora": ("model.lora_rank=4",),
 }
@@ -48,11 +51,15 @@ def test_a_step_gives_the_same_metrics(tmp_path: Path, world_size: int) -> None:
                     assert shared[metric] == close, (name, metric, plain["step"])
 
 
-def sft_step(rank: int, world_size: int, folder: Path, share: bool, overrides: dict):
-    run = start_run(rank, world_size, folder, **overrides)
-    run.dp.shared_prefix = share
-    metrics, _ = run.step(1)
-    return metrics, run.loss_of(run.data), run.saved.tokens
+def sft_steps(rank: int, world_size: int, folder: Path, overrides: dict) -> list[tuple]:
+    """Without and with shared prefixes: the metrics of a step, the loss after it, saved tokens."""
+    results = []
+    for share in (False, True):
+        run = start_run(rank, world_size, folder, **overrides)
+        run.dp.shared_prefix = share
+        metrics, _ = run.step(1)
+        results.append((metrics, run.loss_of(run.data), run.saved.tokens))
+    return results
 
 
 def test_sft_on_several_answers_to_a_prompt(tmp_path: Path) -> None:
@@ -63,11 +70,7 @@ def test_sft_on_several_answers_to_a_prompt(tmp_path: Path) -> None:
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for world_size, overrides in ((1, {}), (2, {"ulysses_sequence_parallel_size": 2})):
-        by_share = {
-            share: run_ranks(sft_step, world_size, folder, share, overrides)
-            for share in (False, True)
-        }
-        for plain, shared in zip(by_share[False], by_share[True], strict=True):
+        for plain, shared in run_ranks(sft_steps, world_size, folder, overrides):
             assert plain[2] == 0 and shared[2] > 16
             for name in ("train/loss", "train/grad_norm", "train/num_targets"):
                 assert shared[0][name] == pytest.approx(plain[0][name], rel=2e-5), name

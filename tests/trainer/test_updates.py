@@ -67,7 +67,13 @@ def run_rank(rank: int, world_size: int, folder: Path, overrides: list[str], fai
     return RLTrainer.run(load_config(None, overrides))
 
 
-@pytest.mark.parametrize("kind", JOBS)
+LONG = ("policy", "policy_apart")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.exhaustive] * (kind in LONG)) for kind in JOBS],
+)
 def test_the_optimizer_that_failed_is_named(tmp_path: Path, kind: str) -> None:
     num_ranks, failing, more = JOBS[kind]
     more = (*more, f"trainer.total_training_steps={STEPS}", "rollout.n=2")
