@@ -142,19 +142,25 @@ def resume_wrongly(rank: int, world_size: int, folder: Path, case: str) -> str:
     return str(error.value)
 
 
-def test_mismatched_checkpoints_are_refused(tmp_path: Path) -> None:
-    folder = write_sft_job(tmp_path)
-    run_ranks(resume_wrongly, 1, folder, "save")
-    [message] = run_ranks(resume_wrongly, 1, folder, "global_step_9")
-    assert "global_step_9 does not exist" in message
-    write_sft_job(tmp_path, rows=17)
-    [message] = run_ranks(resume_wrongly, 1, folder, "global_step_1")
-    assert "prompts was 24 and is 17" in message
-    other = write_sft_job(tmp_path / "other", width=64)
+def resume_mismatched(rank: int, world_size: int, folder: Path) -> list[str]:
+    def refusal(job: Path, case: str) -> str:
+        return resume_wrongly(rank, world_size, job, case)
+
+    refusal(folder, "save")
+    messages = [refusal(folder, "global_step_9")]
+    write_sft_job(folder, rows=17)
+    messages.append(refusal(folder, "global_step_1"))
+    other = write_sft_job(folder / "other", width=64)
     (other / "run").mkdir()
     (folder / "run" / "global_step_1").rename(other / "run" / "global_step_1")
-    [message] = run_ranks(resume_wrongly, 1, other, "global_step_1")
-    assert "does not fit this job" in message and "mismatch" in message
+    return [*messages, refusal(other, "global_step_1")]
+
+
+def test_mismatched_checkpoints_are_refused(tmp_path: Path) -> None:
+    [(missing, rows, width)] = run_ranks(resume_mismatched, 1, write_sft_job(tmp_path))
+    assert "global_step_9 does not exist" in missing
+    assert "prompts was 24 and is 17" in rows
+    assert "does not fit this job" in width and "mismatch" in width
 
 
 def resume_damaged(rank: int, world_size: int, folder: Path) -> tuple[list[str], str, str]:

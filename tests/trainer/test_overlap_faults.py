@@ -29,10 +29,12 @@ def run_rank(rank: int, world_size: int, folder: Path, overrides: list[str], lin
     import torch.distributed as dist
 
     from hybridengine.config import load_config
+    from hybridengine.runtime import monitor
     from hybridengine.trainer import report
     from hybridengine.trainer.overlap import queue
     from hybridengine.trainer.rl import RLTrainer
 
+    monitor._STOPPED_S = 1.0  # not 10
     report.plot_learning_curves = lambda *args, **options: None
     dist.barrier()
     dist.destroy_process_group()
@@ -72,7 +74,7 @@ def run_rank(rank: int, world_size: int, folder: Path, overrides: list[str], lin
     ("fault", "lost", "message"),
     [
         (signal.SIGKILL, TRAINER, "rank 0 has ended"),
-        (signal.SIGSTOP, ENGINE, "rank 1 is stopped (SIGSTOP) for 1"),
+        (signal.SIGSTOP, ENGINE, "rank 1 is stopped (SIGSTOP) for "),
         ("link", None, "meanwhile rank 1 is in phase '"),
     ],
 )

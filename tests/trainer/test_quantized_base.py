@@ -118,7 +118,10 @@ def body(rank: int, world_size: int, path: str, checkpointing: bool) -> dict:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("world_size", "checkpointing"), [(2, True), (1, False)])
+@pytest.mark.parametrize(
+    ("world_size", "checkpointing"),
+    [(2, True), pytest.param(1, False, marks=pytest.mark.exhaustive)],
+)
 def test_log_probs_and_gradients_are_those_of_dequantized_weights(
     tmp_path: Path, world_size: int, checkpointing: bool
 ) -> None:
