@@ -51,13 +51,16 @@ def local_fraction(model) -> float:
 
 LAYERS = ["", "model.layers.0", "model.layers.1"]
 VARIANTS: dict[str, dict[str, Any]] = {
-    "defaults": {},
     "hsdp": {"fsdp_size": 2},
-    "replicated": {"fsdp_size": 1},
     "keep": {"reshard_after_forward": False},
     "prefetch": {"forward_prefetch": True},
     "cpu_offload": {"cpu_offload": True},
     "attention_alone": {"min_num_params": 40_000, "gradient_checkpointing": True},
+}
+# Other tests run on ranks without options, and with compiled layers; the others have siblings.
+MORE_VARIANTS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "replicated": {"fsdp_size": 1},
     "attention_and_mlp": {"min_num_params": 30_000, "fsdp_size": 2},
     "compiled": {"compile": True, "gradient_checkpointing": True},
 }
@@ -70,7 +73,9 @@ GROUPS = {
 }
 
 
-def variants_body(rank: int, world_size: int, path: str) -> None:
+def variants_body(
+    rank: int, world_size: int, path: str, variants: dict[str, dict[str, Any]]
+) -> None:
     from hybridengine.model import Optimizer
 
     reference, pairs = cases.single_process_model(path), cases.rollouts(cases.SIZES)
@@ -80,7 +85,7 @@ def variants_body(rank: int, world_size: int, path: str) -> None:
     norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
     torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=EPS, weight_decay=0.1).step()
     torch.compile = partial(torch.compile, backend="aot_eager")  # traced, no code generated
-    for name, options in VARIANTS.items():
+    for name, options in variants.items():
         model = cases.load(path, world_size, **options)
         seen = Watcher(model) if name not in (*GROUPS, "compiled") else None
         logits = cases.backward(model, cases.pairs_of_rank(pairs, rank, world_size), world_size)
@@ -100,8 +105,17 @@ def variants_body(rank: int, world_size: int, path: str) -> None:
             assert seen.next_is_prefetched == (name == "prefetch"), name
 
 
-def test_options_change_memory_and_traffic_but_no_result(tmp_path: Path) -> None:
-    run_ranks(variants_body, 4, save_tiny("llama", tmp_path))
+@pytest.mark.parametrize(
+    "variants",
+    [
+        pytest.param(VARIANTS, id="one of each kind"),
+        pytest.param(MORE_VARIANTS, id="others", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_options_change_memory_and_traffic_but_no_result(
+    tmp_path: Path, variants: dict[str, dict[str, Any]]
+) -> None:
+    run_ranks(variants_body, 4, save_tiny("llama", tmp_path), variants)
 
 
 def offload_policy_body(rank: int, world_size: int, folder: Path) -> None:

@@ -115,10 +115,7 @@ def build(
         quantize(layout, name)
     engine = MemoryEngine(layout, group.index(rank), tp_size, device)
     mesh = mesh_of(world_size, replicas, device)
-    shards = {
-        name: shard(full[name].to(device), mesh, int(kind == "row" and rows_on_dim1))
-        for name, (kind, _) in shapes.items()
-    }
+    shards = shards_of(shapes, full, mesh, rows_on_dim1)
     with pulling(transport == "pull"):
         resharder = Resharder(lambda: shards, engine, bucket_bytes, **options)
     assert world_size == 1 or isinstance(resharder._transport, Pull) == (transport == "pull")
@@ -141,6 +138,16 @@ def mesh_of(world_size: int, replicas: int, device: str = "cpu") -> DeviceMesh:
     return init_device_mesh(
         device, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard")
     )
+
+
+def shards_of(
+    shapes: Shapes, full: Mapping[str, torch.Tensor], mesh: DeviceMesh, rows_on_dim1: bool = True
+) -> dict[str, torch.Tensor]:
+    """This rank's shards of full parameters, row-parallel ones on dim 1 if wanted."""
+    return {
+        name: shard(full[name].to(mesh.device_type), mesh, int(kind == "row" and rows_on_dim1))
+        for name, (kind, _) in shapes.items()
+    }
 
 
 def shard(full: torch.Tensor, mesh: DeviceMesh, dim: int) -> DTensor:

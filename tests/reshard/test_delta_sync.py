@@ -17,7 +17,15 @@ from hybridengine.sharding import LayoutError
 from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.shards import local_shard
 from tests.ranks import message_of, run_ranks
-from tests.reshard.memory_engine import Shapes, build, expected, shapes_of, values
+from tests.reshard.memory_engine import (
+    Shapes,
+    build,
+    expected,
+    mesh_of,
+    shapes_of,
+    shards_of,
+    values,
+)
 from tests.reshard.training import train
 
 SHAPES = shapes_of(
@@ -37,10 +45,11 @@ def steps_body(rank: int, world_size: int, tp_size: int, cases: list[dict]) -> l
         shapes = COMPUTED if "by_loader" in case else SHAPES
         full = values(shapes)
         engine, shards, resharder = build(shapes, tp_size, full=full, delta="on", **case)
+        mesh = mesh_of(world_size, case.get("replicas", 1))
         right, reports = [], []
         for version, share in enumerate(STEPS, 1):
             full = train(full, share, version)
-            _, new, _ = build(shapes, tp_size, full=full, **case)
+            new = shards_of(shapes, full, mesh, case.get("rows_on_dim1", True))
             for name, tensor in shards.items():
                 local_shard(tensor).copy_(local_shard(new[name]))
             reports.append(resharder.sync(version, verify=version == 3))
@@ -96,7 +105,7 @@ def rank_body(rank: int, world_size: int) -> dict:
     engine, shards, resharder = build(shapes, 2, full=full, bucket_bytes=1 << 20, delta="on")
     resharder.sync(1)
     full = train(full, 0.01, 1)
-    _, new, _ = build(shapes, 2, full=full, bucket_bytes=1 << 20)
+    new = shards_of(shapes, full, mesh_of(world_size, 1))
     before = {n: t.clone() for n, t in engine.tensors.items()}
     for name, tensor in shards.items():
         local_shard(tensor).copy_(local_shard(new[name]))

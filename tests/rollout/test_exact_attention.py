@@ -164,7 +164,11 @@ def engine_body(rank: int, world_size: int, path: str, dtype: str) -> dict[str, 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype", "world_size"),
-    [("qwen3", "float32", 1), ("gemma2", "bfloat16", 1), ("qwen3", "float32", 2)],
+    [
+        pytest.param("qwen3", "float32", 1, marks=pytest.mark.exhaustive),
+        ("gemma2", "bfloat16", 1),
+        ("qwen3", "float32", 2),
+    ],
 )
 def test_an_engine_has_the_bits_of_the_trainer(
     kind: str, dtype: str, world_size: int, tmp_path: Path

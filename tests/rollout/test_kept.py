@@ -134,7 +134,14 @@ def check_completion(model: Any, prompt: list[int], c: Any, top_p: float, top_k:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("kind", "world_size"), [("hf", 1), ("vllm", 1), ("vllm", 2)])
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [
+        ("hf", 1),
+        pytest.param("vllm", 1, marks=pytest.mark.exhaustive),
+        ("vllm", 2),
+    ],
+)
 def test_engines_record_the_entries_that_sampling_kept(
     tmp_path: Path, kind: str, world_size: int
 ) -> None:

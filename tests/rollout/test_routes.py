@@ -81,7 +81,7 @@ def body(rank: int, world_size: int, path: str) -> dict[str, Any]:
 
 @pytest.mark.multirank
 @pytest.mark.skipif(not vllm_available(), reason="the rollout engine; `make setup` installs it")
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_vllm_records_the_experts_of_every_computed_token(tmp_path: Path, world_size: int) -> None:
     """In float32 they are those of the trainer's model, but for ties that rounding decides.
 

@@ -30,6 +30,7 @@ def check_trajectories(result: Result) -> None:
 def test_images_of_tools_reach_the_ranks_that_train(tmp_path: Path) -> None:
     job = [*tool_job(tmp_path), "trainer.n_gpus_per_node=2"]
     two_at_once = [*job, "rollout.multi_turn.max_parallel_calls=2"]
+    two_at_once += ["trainer.total_training_steps=1"]
     trained, broken = run_jobs(tmp_path, [job, two_at_once], world_size=2)
     check_trajectories(trained)
     assert not broken.refused, broken.refused
