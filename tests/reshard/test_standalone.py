@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.forked import run_forked
 from tests.ranks import run_ranks
 from tests.reshard.vllm_engines import build_llm, unequal
 from tests.tiny_models import save_tiny
@@ -130,19 +131,24 @@ def test_plain_model_and_plain_vllm(tmp_path: Path) -> None:
         assert result["sent"][0] > result["sent"][1]  # the base is frozen
 
 
-def test_the_example_runs_and_its_log_probs_agree(tmp_path: Path) -> None:
+@pytest.mark.parametrize("starts", ["forks", pytest.param("anew", marks=pytest.mark.exhaustive)])
+def test_the_example_runs_and_its_log_probs_agree(tmp_path: Path, starts: str) -> None:
     """Two engines of one rank each."""
     root = Path(__file__).parents[2]
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = root / "examples" / "reshard_standalone.py"
+    example = root / "examples" / "reshard_standalone.py"
     path = save_tiny("llama", tmp_path)
-    run = subprocess.run(
-        [sys.executable, *command, str(script), path],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        cwd=root,
-    )
+    if starts == "forks":
+        module = ["--no-python", sys.executable, "-m", "examples.reshard_standalone"]
+        run = run_forked([sys.executable, *command, *module, path], uses_vllm=True, timeout=400)
+    else:
+        run = subprocess.run(
+            [sys.executable, *command, str(example), path],
+            capture_output=True,
+            text=True,
+            timeout=400,
+            cwd=root,
+        )
     assert run.returncode == 0, run.stdout + run.stderr
     steps = re.findall(r"step (\d+): .* weights (\d+) .* at most ([\d.e-]+)", run.stdout)
     assert [(int(s), int(v)) for s, v, _ in steps] == [(0, 1), (1, 2), (2, 3)]
