@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks import _cute
 from benchmarks.isa import is_limited
 
 # A backward that is timed alone runs many times over one forward.
@@ -35,6 +36,8 @@ def available(**makers: Callable[[], Callable]) -> Available:
             functions[name] = make()
         except (ImportError, RuntimeError) as error:
             missing[name] = str(error)
+        except Exception as error:  # of a package that has changed, or that another one broke
+            missing[name] = f"{type(error).__name__}: {error}"
     return functions, missing
 
 
@@ -61,7 +64,8 @@ def eager_from_hidden(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> tupl
 
 def from_logits() -> Available:
     """The baselines (logits [T, V], token_ids [T]) -> (log_probs[, entropy])."""
-    on_gpu = {"quack": _quack, "flash_attn": _flash_attn} if torch.cuda.is_available() else {}
+    on_gpu = {"quack": _cute.log_probs, "flash_attn": _flash_attn}
+    on_gpu = on_gpu if torch.cuda.is_available() else {}
     return available(
         eager=lambda: eager, compile=lambda: compiled(eager), trl=_trl, verl=_verl, **on_gpu
     )
@@ -69,7 +73,12 @@ def from_logits() -> Available:
 
 def from_hidden() -> Available:
     """The baselines (hidden [T, H], weight [V, H], token_ids [T]) -> (log_probs[, entropy])."""
-    on_gpu = {"liger": _liger, "verl_kernel": _verl_kernel} if torch.cuda.is_available() else {}
+    on_gpu = {
+        "liger": _liger,
+        "verl_kernel": _verl_kernel,
+        "quack": _cute.log_probs_from_hidden,
+    }
+    on_gpu = on_gpu if torch.cuda.is_available() else {}
     return available(
         eager=lambda: eager_from_hidden,
         compile=lambda: compiled(eager_from_hidden),
@@ -81,14 +90,20 @@ def from_hidden() -> Available:
     )
 
 
+def forward_from_hidden() -> Available:
+    """More of them, without gradients."""
+    on_gpu = {"quack_fused": _cute.fused_log_probs_from_hidden}
+    return available(**(on_gpu if torch.cuda.is_available() else {}))
+
+
 def loss_from_hidden() -> Available:
     """The baselines (hidden, weight, token_ids, advantages, old_log_probs) -> loss.
 
     On a GPU also the mean cross-entropy, which has the same products and no policy loss.
     """
     cross_entropies = {
-        "liger_cross_entropy": _liger_cross_entropy,
-        "quack_cross_entropy": _quack_cross_entropy,
+        "liger_cross_entropy": _cute.liger_cross_entropy_from_hidden,
+        "quack_cross_entropy": _cute.cross_entropy_from_hidden,
     }
     on_gpu = cross_entropies if torch.cuda.is_available() else {}
     return available(liger=_liger_grpo, **on_gpu)
@@ -96,6 +111,10 @@ def loss_from_hidden() -> Available:
 
 def cross_entropy_from_hidden() -> Available:
     """The baselines (hidden [T, H], weight [V, H], labels [T]) -> mean cross-entropy."""
+    on_gpu = {
+        "quack": _cute.cross_entropy_from_hidden,
+        "liger_cute": _cute.liger_cross_entropy_from_hidden,
+    }
     return available(
         eager=lambda: eager_cross_entropy,
         eager_chunked=lambda: eager_chunked_cross_entropy,
@@ -103,7 +122,7 @@ def cross_entropy_from_hidden() -> Available:
         cut_cross_entropy=lambda: _cut_cross_entropy_mean("torch_compile"),
         cut_cross_entropy_triton=lambda: _cut_cross_entropy_mean("cce"),
         liger=_liger_fused_cross_entropy,
-        **({"quack": _quack_cross_entropy} if torch.cuda.is_available() else {}),
+        **(on_gpu if torch.cuda.is_available() else {}),
     )
 
 
@@ -175,13 +194,6 @@ def _trl() -> LogProbs:
     from trl.trainer.utils import selective_log_softmax_and_entropy
 
     return selective_log_softmax_and_entropy
-
-
-def _quack() -> LogProbs:
-    """Log-probs only."""
-    from quack import cross_entropy
-
-    return lambda logits, ids: (-cross_entropy(logits, ids, reduction="none"),)
 
 
 def _flash_attn() -> LogProbs:
@@ -280,19 +292,4 @@ def _cut_cross_entropy_mean(impl: str) -> Callable[..., Tensor]:
     function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
     return lambda hidden, weight, labels: function(
         hidden, weight, labels, impl=impl, reduction="mean", filter_eps=None
-    )
-
-
-def _liger_cross_entropy() -> Callable[..., Tensor]:
-    from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90 as sm90
-
-    function = sm90.LigerFusedLinearCrossEntropySM90Function.apply
-    return lambda hidden, weight, ids, *_: function(hidden, weight, ids, -100, "mean")
-
-
-def _quack_cross_entropy() -> Callable[..., Tensor]:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    return lambda hidden, weight, ids, *_: chunked_linear_cross_entropy(
-        hidden, weight, ids, reduction="mean"
     )

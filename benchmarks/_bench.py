@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hybridengine.kernels import has_fast_products
@@ -20,6 +20,7 @@ from hybridengine import _C
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "hybridengine"
+WRONG_ABOVE = 0.02  # relative error: bfloat16 products and results stay below 0.01
 KEYS = (
     *("op", "pass", "impl", "shape", "dtype", "device", "isa", "ms_p20", "ms_p50", "ms_p80"),
     *("gb_per_s", "tflop_per_s", "peak_mib"),
@@ -28,7 +29,30 @@ KEYS = (
 
 PACKAGES = (
     *("triton", "verl", "trl", "liger_kernel", "cut_cross_entropy", "quack-kernels", "flash_attn"),
+    *("flash-attn-4", "nvidia-cutlass-dsl"),
 )
+
+
+class Check(NamedTuple):
+    """Results of baselines, and the right ones; one that is wrong is no baseline to beat.
+
+    results: by name. Names without one are not checked.
+    """
+
+    results: Mapping[str, Callable[[], Sequence[torch.Tensor]]]
+    expected: Sequence[torch.Tensor]
+
+    def wrong(self, name: str) -> str:
+        """Return why the result of a baseline is wrong; "" if it is right."""
+        if name not in self.results:
+            return ""
+        for index, (result, exact) in enumerate(
+            zip(self.results[name](), self.expected, strict=True)
+        ):
+            error = (result.double() - exact).norm() / exact.norm()
+            if not error <= WRONG_ABOVE:  # NaN is wrong, too
+                return f"wrong: result {index} has a relative error of {error:.1e}"
+        return ""
 
 
 class Bench:
@@ -109,12 +133,14 @@ class Bench:
         flops: int | None = None,
         peak: str | None = None,
         errors: Mapping[str, float] | None = None,
+        check: Check | None = None,
     ) -> None:
         """Time every implementation; ours start with `hybridengine`, the others are baselines.
 
         `bytes_moved` and `flops` are the least that the problem needs, the same for all
         implementations; `peak` is the measured peak to compare with: `read`, `copy` or `gemm`.
-        A baseline that raises gets a row with the reason.
+        A baseline that raises gets a row with the reason; one that `check` finds wrong is timed,
+        and is not the best one.
         """
         # Compile again: above dynamo's limit of recompilations `compile` would run eagerly.
         torch._dynamo.reset()
@@ -125,13 +151,14 @@ class Bench:
             row["error_vs_float64"] = (errors or {}).get(name)
             measure = partial(self._rates, call, bytes_moved, flops)
             if not name.startswith(OURS):
-                measure = partial(self._unless_it_raises, measure)
+                wrong = partial(check.wrong, name) if check else str
+                measure = partial(self._unless_it_raises, measure, wrong)
             rows.append(self.results.measured(row, measure))
         peaks += [self.peak(peak, dtype)] if peak else []
         timed = [row for row in rows if row["ms_p50"] is not None]
         # Bare products do not solve the problem.
         others = [row for row in timed if not row["impl"].startswith((OURS, "gemm"))]
-        baselines = [row["ms_p50"] for row in others]
+        baselines = [row["ms_p50"] for row in others if not row.get("wrong")]
         for row in timed:
             rate = row["tflop_per_s"] if peak == "gemm" else row["gb_per_s"]
             row["share_of_limit"] = rate / max(peaks) if peaks and rate else None
@@ -143,6 +170,8 @@ class Bench:
         for row in rows:
             if row["ms_p50"] is None:
                 print(f"# {op} {pass_} {shape}: {row['impl']} left out: {row['note']}", flush=True)
+            if row.get("wrong"):
+                print(f"# {op} {pass_} {shape}: {row['impl']} is {row['wrong']}", flush=True)
         self.results.save()
 
     def _rates(
@@ -155,9 +184,12 @@ class Bench:
         measured["tflop_per_s"] = flops / p50 / 1e9 if flops else None
         return measured
 
-    def _unless_it_raises(self, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def _unless_it_raises(
+        self, measure: Callable[[], dict[str, Any]], wrong: Callable[[], str]
+    ) -> dict[str, Any]:
         try:
-            return measure()
+            reason = wrong()
+            return measure() | ({"wrong": reason} if reason else {})
         except Exception as error:  # whatever a library raises; ours still run
             if self.gpu is not None:
                 torch.cuda.empty_cache()

@@ -3,9 +3,11 @@
 `sdpa` is one call for all sequences, which are equally long, the best case for it; a forest is
 unpacked for it, every response with a copy of its prompt, as a trainer without shared prefixes
 does. In bfloat16 `sdpa_fp32` converts to float32 first. On a GPU `varlen` is torch's
-FlashAttention 2 over packed sequences, `fa3` the forward of FlashAttention 3 that vLLM brings,
-`varlen_deterministic` as with `actor.deterministic`; ours adds in a fixed order anyway.
-Operations are those of the visible pairs of a query and a key, each counted once.
+FlashAttention 2 over packed sequences, `fa4` FlashAttention 4, `fa3` the forward of FlashAttention
+3 that vLLM brings; `varlen_deterministic` as with `actor.deterministic`, `fa4_deterministic`
+likewise; ours adds in a fixed order anyway. W is a window: SDPA then takes a mask.
+Operations are those of the visible pairs of a query and a key, each counted once. On a GPU the
+results of baselines are compared with float64 first.
 """
 
 from __future__ import annotations
@@ -20,19 +22,26 @@ import torch.nn.functional as F
 from hybridengine.kernels import tree_attention
 from torch import Tensor
 
+from benchmarks import _cute
 from benchmarks._baselines import available, flash_attention_3
-from benchmarks._bench import OURS, Bench
+from benchmarks._bench import OURS, Bench, Check
 from hybridengine.model.flash_attention import torch_kernel
 
 HEADS, KV_HEADS, DIM = 9, 3, 64
+PLAIN = ((20_480, 2560), (2208, 23))  # tokens, and those of a sequence
+WINDOW = 512
 
 
 def run(bench: Bench) -> None:
-    plain = [(20_480, 2560), (2208, 23)]
-    for tokens, length in [(96, 24)] if bench.quick else plain:
+    for tokens, length in ((96, 24),) if bench.quick else PLAIN:
         paths = torch.arange(tokens).view(-1, length)
         for dtype in (torch.float32, torch.bfloat16):
             compare(bench, f"{tokens // length} x {length}", paths, dtype)
+    if bench.quick or bench.device.type == "cuda":
+        tokens, length = (96, 24) if bench.quick else PLAIN[0]
+        window, paths = min(WINDOW, length // 2), torch.arange(tokens).view(-1, length)
+        shape = f"{tokens // length} x {length} W={window}"
+        compare(bench, shape, paths, torch.bfloat16, window)
     for size in [(2, 20, 5)] if bench.quick else [(8, 2048, 512), (8, 20, 3)]:
         for dtype in (torch.float32, torch.bfloat16):
             compare(bench, "G={} P={} R={}".format(*size), _paths_of_group(*size), dtype)
@@ -45,8 +54,13 @@ def _paths_of_group(responses: int, prompt: int, length: int) -> Tensor:
     return torch.cat([shared, own], 1)
 
 
-def compare(bench: Bench, shape: str, paths: Tensor, dtype: torch.dtype) -> None:
-    """paths: [sequences, length], the packed token of each; shared ones occur several times."""
+def compare(
+    bench: Bench, shape: str, paths: Tensor, dtype: torch.dtype, window: int | None = None
+) -> None:
+    """paths: [sequences, length], the packed token of each; shared ones occur several times.
+
+    window: number of tokens that a token sees, of sequences that share none.
+    """
     paths = paths.to(bench.device)
     tokens = int(paths.max()) + 1
     # A token's subtree ends after the last token of the sequences that have it.
@@ -59,23 +73,34 @@ def compare(bench: Bench, shape: str, paths: Tensor, dtype: torch.dtype) -> None
         return values.to(bench.device, dtype)
 
     tensors, grad = [draw(HEADS), draw(KV_HEADS), draw(KV_HEADS)], draw(HEADS)
-    functions = {OURS: partial(tree_attention, subtree_ends=ends), "sdpa": partial(_sdpa, paths)}
+    positions = torch.arange(tokens, device=bench.device) % paths.shape[1]
+    ours = partial(tree_attention, subtree_ends=ends, position_ids=positions, window_size=window)
+    functions = {OURS: ours, "sdpa": partial(_sdpa, paths, window)}
     if dtype != torch.float32:
-        functions["sdpa_fp32"] = partial(_sdpa_fp32, paths)
+        functions["sdpa_fp32"] = partial(_sdpa_fp32, paths, window)
     forwards = dict[str, Callable[..., Tensor]]()
+    fixed_order = dict[str, Callable[..., Tensor]]()
     if dtype != torch.float32 and bench.device.type == "cuda":
-        functions["varlen"] = partial(_packed, _varlen(), paths)
-        peers, missing = available(fa3=_flash_attention_3)
+        functions["varlen"] = partial(_packed, _varlen(window), paths)
+        peers, missing = available(fa4=_cute.flash_attention_4)
+        for name, peer in peers.items():
+            functions[name] = partial(_packed, partial(peer, window=window), paths)
+            same = partial(peer, window=window, deterministic=True)
+            fixed_order[f"{name}_deterministic"] = partial(_packed, same, paths)
+        for pass_ in ("forward", "both"):
+            bench.leave_out("attention", pass_, shape, dtype, missing)
+        peers, missing = available(fa3=partial(_flash_attention_3, window))
         bench.leave_out("attention", "forward", shape, dtype, missing)
         forwards = {name: partial(_packed, peer, paths) for name, peer in peers.items()}
+    known = functions | forwards | fixed_order
 
-    def forward(name: str) -> None:
+    def forward(name: str) -> tuple[Tensor]:
         with torch.no_grad():
-            (functions | forwards)[name](*tensors)
+            return (known[name](*tensors),)
 
     def forward_backward(name: str) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in tensors]
-        out = functions[name](*leaves)
+        out = known[name](*leaves)
         same = out.shape[0] == tokens
         return torch.autograd.grad(out, leaves, grad if same else grad[paths.flatten()])
 
@@ -83,17 +108,35 @@ def compare(bench: Bench, shape: str, paths: Tensor, dtype: torch.dtype) -> None
         with _fixed_order():
             return forward_backward(name)
 
-    pairs = int((ends - torch.arange(tokens, device=bench.device)).sum())
-    flops = 4 * HEADS * DIM * pairs
+    seen = (ends - torch.arange(tokens, device=bench.device)).clamp(max=window or tokens)
+    flops = 4 * HEADS * DIM * int(seen.sum())
+    out, grads = _exact(paths, window, tensors, grad) if bench.gpu else (None, ())
     passes = (
-        ("forward", forward, 1.0, functions | forwards),
-        ("both", forward_backward, 3.5, functions),
+        ("forward", forward, 1.0, functions | forwards, [out]),
+        ("both", forward_backward, 3.5, functions | fixed_order, grads),
     )
-    for name, call, count, timed in passes:
-        calls: dict[str, Callable[[], object]] = {impl: partial(call, impl) for impl in timed}
+    for name, call, count, timed, exact in passes:
+        calls: dict[str, Callable[[], Any]] = {impl: partial(call, impl) for impl in timed}
         if name == "both" and "varlen" in timed:
             calls["varlen_deterministic"] = partial(deterministic, "varlen")
-        bench.compare("attention", name, shape, dtype, calls, flops=int(flops * count), peak="gemm")
+        baselines = {impl: call for impl, call in calls.items() if impl != OURS}
+        check = Check(baselines, exact) if bench.gpu else None
+        rate: dict[str, Any] = {"flops": int(flops * count), "peak": "gemm", "check": check}
+        bench.compare("attention", name, shape, dtype, calls, **rate)
+
+
+def _exact(
+    paths: Tensor, window: int | None, tensors: list[Tensor], grad: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the results of baselines in float64: of every path, and sums of its gradients."""
+    leaves = [x.double().requires_grad_() for x in tensors]
+    outs, sums = [], [torch.zeros_like(x) for x in leaves]
+    for path in paths:
+        out = _sdpa(path[None], window, *leaves)
+        grads = torch.autograd.grad(out, leaves, grad[path].double())
+        sums = [total + part for total, part in zip(sums, grads, strict=True)]
+        outs.append(out.detach())
+    return torch.cat(outs), tuple(sums)
 
 
 @contextmanager
@@ -110,9 +153,15 @@ def _fixed_order() -> Iterator[None]:
         settings.fill_uninitialized_memory = fills
 
 
-def _sdpa(paths: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _sdpa(paths: Tensor, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x[paths].transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    mask = None
+    if window is not None:
+        rows = torch.arange(paths.shape[1], device=paths.device)
+        distance = rows[:, None] - rows
+        mask = (distance >= 0) & (distance < window)
+    options: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None}
+    out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
     return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -125,15 +174,16 @@ def _packed(attend: Callable[..., Tensor], paths: Tensor, *tensors: Tensor) -> T
     return attend(*tensors, ends, length)
 
 
-def _varlen() -> Callable[..., Tensor]:
+def _varlen(window: int | None) -> Callable[..., Tensor]:
     flash = torch_kernel()
-    return lambda q, k, v, ends, length: flash(q, k, v, ends, length, DIM**-0.5, None, None)
+    return lambda q, k, v, ends, length: flash(q, k, v, ends, length, DIM**-0.5, window, None)
 
 
-def _flash_attention_3() -> Callable[..., Tensor]:
-    attend = partial(flash_attention_3(), causal=True)
+def _flash_attention_3(window: int | None) -> Callable[..., Tensor]:
+    sizes = None if window is None else [window - 1, 0]
+    attend = partial(flash_attention_3(), causal=True, window_size=sizes)
     return lambda q, k, v, ends, length: attend(q, k, v, length, ends, length, cu_seqlens_k=ends)
 
 
-def _sdpa_fp32(paths: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return _sdpa(paths, q.float(), k.float(), v.float()).to(q.dtype)
+def _sdpa_fp32(paths: Tensor, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _sdpa(paths, window, q.float(), k.float(), v.float()).to(q.dtype)

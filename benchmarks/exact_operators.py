@@ -22,8 +22,8 @@ from hybridengine.kernels import (
 )
 from torch import Tensor
 
-from benchmarks import _baselines
-from benchmarks._bench import OURS, Bench
+from benchmarks import _baselines, _cute
+from benchmarks._bench import OURS, Bench, Check
 
 HIDDEN, INTERMEDIATE = 4096, 11_008
 ROWS = (32, 8192)
@@ -62,27 +62,36 @@ def compare(
     tensors: tuple[Tensor, ...],
     moved: int,
     moved_back: int,
+    **peers: Callable[[], Callable[..., Tensor]],
 ) -> None:
-    """Time forward, and forward with backward; moved, moved_back: bytes of each."""
+    """Time forward, and forward with backward; moved, moved_back: bytes of each.
+
+    peers: more baselines, by name.
+    """
     compiled, missing = _baselines.available(
-        compile=partial(_baselines.compiled, functions["torch"])
+        compile=partial(_baselines.compiled, functions["torch"]), **peers
     )
-    _baselines.print_missing(missing)
-    functions = functions | compiled
+    plain, functions = functions["torch"], functions | compiled
     leaves = [x.clone().requires_grad_() for x in tensors]
     shape = f"{tensors[0].shape[0]}x{tensors[0].shape[1]}"
     grad = torch.ones_like(tensors[0])
 
-    def forward(function: Callable[..., Tensor]) -> None:
+    def forward(function: Callable[..., Tensor]) -> tuple[Tensor]:
         with torch.no_grad():
-            function(*tensors)
+            return (function(*tensors),)
 
-    def both(function: Callable[..., Tensor]) -> None:
-        torch.autograd.grad(function(*leaves), leaves, grad)
+    def both(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(function(*leaves), leaves, grad)
 
+    wide = [x.double().requires_grad_() for x in tensors]
+    out = plain(*wide)
+    exact = {"forward": (out.detach(),), "both": torch.autograd.grad(out, wide, grad.double())}
     for name, call, size in (("forward", forward, moved), ("both", both, moved + moved_back)):
         calls = {impl: partial(call, function) for impl, function in functions.items()}
-        bench.compare(op, name, shape, torch.bfloat16, calls, bytes_moved=size, peak="copy")
+        check = Check({impl: calls[impl] for impl in ("torch", *compiled)}, exact[name])
+        rate: dict[str, Any] = {"bytes_moved": size, "peak": "copy", "check": check}
+        bench.compare(op, name, shape, torch.bfloat16, calls, **rate)
+        bench.leave_out(op, name, shape, torch.bfloat16, missing)
 
 
 def norm(bench: Bench, rows: int, width: int) -> None:
@@ -91,7 +100,9 @@ def norm(bench: Bench, rows: int, width: int) -> None:
         OURS: lambda x, weight: rms_norm(x, weight, EPS, round_first=True),
         "torch": partial(llama_norm, eps=EPS),
     }
-    compare(bench, "rms_norm", functions, (x, weight), 2 * x.nbytes, 3 * x.nbytes)
+    moved, moved_back = 2 * x.nbytes, 3 * x.nbytes
+    peers = {"quack": partial(_cute.rms_norm, EPS)} if bench.device.type == "cuda" else {}
+    compare(bench, "rms_norm", functions, (x, weight), moved, moved_back, **peers)
 
 
 def activation(bench: Bench, rows: int, width: int) -> None:
@@ -121,17 +132,30 @@ def attention(bench: Bench, count: int, length: int, heads: tuple[int, int, int]
         lengths = (length, cu_seqlens, length, cu_seqlens)
         return partial(_baselines.flash_attention_3(), q, k, v, *lengths, causal=True)
 
-    peers, missing = _baselines.available(fa3=flash)
-    _baselines.print_missing(missing)
+    def flash_4() -> Callable[[], Tensor]:
+        return partial(_cute.flash_attention_4(), q, k, v, cu_seqlens, length)
+
+    def first_sequence(peer: Callable[[], Tensor]) -> tuple[Tensor]:
+        return (peer()[:length],)
+
+    exact = F.scaled_dot_product_attention(
+        *(x[None, :length].transpose(1, 2).double() for x in (q, k, v)),
+        is_causal=True,
+        enable_gqa=True,
+    )[0].transpose(0, 1)
+    peers, missing = _baselines.available(fa3=flash, fa4=flash_4)
+    shape = f"{count} x {length}"
     bench.compare(
         "tree_attention",
         "forward",
-        f"{count} x {length}",
+        shape,
         q.dtype,
         {OURS: partial(call, True), f"{OURS} by packing": partial(call, False), **peers},
         flops=2 * num_heads * dim * count * length * (length + 1),
         peak="gemm",
+        check=Check({n: partial(first_sequence, peer) for n, peer in peers.items()}, [exact]),
     )
+    bench.leave_out("tree_attention", "forward", shape, q.dtype, missing)
 
 
 def decoding(bench: Bench, count: int, length: int, heads: tuple[int, int, int]) -> None:
@@ -161,15 +185,29 @@ def decoding(bench: Bench, count: int, length: int, heads: tuple[int, int, int])
         more: dict[str, Any] = {"seqused_k": lengths, "block_table": table, "causal": True}
         return partial(_baselines.flash_attention_3(), query, *pages, *sizes, **more)
 
-    peers, missing = _baselines.available(fa3=flash)
-    _baselines.print_missing(missing)
+    def flash_4() -> Callable[[], Tensor]:
+        pages = (x.contiguous() for x in cache.transpose(1, 2).split(dim, -1))
+        return partial(_cute.paged_flash_attention_4(), query, *pages, table, starts, lengths)
+
+    exact = F.scaled_dot_product_attention(
+        *(x.double() for x in (query[:, :, None], dense_keys, dense_values)), enable_gqa=True
+    ).view_as(query)
+    peers, missing = _baselines.available(fa3=flash, fa4=flash_4)
+    results = {n: partial(one_result, peer, query.shape) for n, peer in peers.items()}
     ours = partial(paged_attention, query, cache, table, starts, lengths)
+    shape = f"decode {count} x {length}"
     bench.compare(
         "paged_attention",
         "forward",
-        f"decode {count} x {length}",
+        shape,
         query.dtype,
         {OURS: ours, "sdpa": sdpa, **peers},
         bytes_moved=keys.nbytes + values.nbytes,
         peak="read",
+        check=Check(results, [exact]),
     )
+    bench.leave_out("paged_attention", "forward", shape, query.dtype, missing)
+
+
+def one_result(peer: Callable[[], Tensor], shape: torch.Size) -> tuple[Tensor]:
+    return (peer().view(shape),)

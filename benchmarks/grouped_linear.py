@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from hybridengine.kernels import grouped_linear
@@ -19,12 +20,15 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from benchmarks._bench import OURS, Bench
+from benchmarks import _cute
+from benchmarks._baselines import available
+from benchmarks._bench import OURS, Bench, Check
 from hybridengine.model.experts import EXPERTS
 
 NUM_EXPERTS, TOP_K = 64, 8
 SHAPES = ((512, 1024, 768), (2048, 1024, 768), (512, 256, 128))  # tokens, hidden, intermediate
 BATCHED_BYTES = 4 << 30
+PASSES = ("forward", "forward+backward")
 
 
 def run(bench: Bench) -> None:
@@ -59,12 +63,21 @@ def compare_products(bench: Bench, tokens: int, k: int, n: int, dtype: torch.dty
         return x @ weight.t()
 
     products = {OURS: grouped_linear, "loop": loop, "grouped_mm": grouped_mm, "gemm": gemm}
+    shape = f"T={tokens} K={k} N={n}"
     if bench.device.type == "cuda":
         products[f"{OURS} (triton)"] = partial(grouped_linear, backend="triton")
+    if bench.device.type == "cuda" and dtype == torch.bfloat16:
+        peers, missing = available(quack=_cute.grouped_product)
+        products |= peers
+        for pass_ in PASSES:
+            bench.leave_out("grouped_linear", pass_, shape, dtype, missing)
     flops = 2 * len(x) * n * k
     dense = [x, weight[0].detach().clone().requires_grad_()]
-    shape = f"T={tokens} K={k} N={n}"
-    _compare(bench, shape, leaves, grad, products, flops, cu_counts, own_leaves={"gemm": dense})
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    out = loop(*wide, cu_counts)
+    exact = {PASSES[0]: (out.detach(),), PASSES[1]: torch.autograd.grad(out, wide, grad.double())}
+    own = {"gemm": dense}
+    _compare(bench, shape, leaves, grad, products, flops, cu_counts, own_leaves=own, exact=exact)
 
 
 def compare_experts(bench: Bench, tokens: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
@@ -107,20 +120,25 @@ def _compare(
     flops: int,
     *arguments: Tensor,
     own_leaves: Mapping[str, list[Tensor]] = MappingProxyType({}),
+    exact: Mapping[str, tuple[Tensor, ...]] | None = None,
 ) -> None:
-    """flops: of the forward. own_leaves: of forms that do not take `leaves`, by name."""
+    """flops: of the forward. own_leaves: of forms that do not take `leaves`, by name.
 
-    def forward(form: Callable[..., Tensor], leaves: list[Tensor]) -> None:
+    exact: results in float64 of both passes, of forms that take `leaves`.
+    """
+
+    def forward(form: Callable[..., Tensor], leaves: list[Tensor]) -> tuple[Tensor]:
         with torch.no_grad():
-            form(*leaves[:2], *arguments)
+            return (form(*leaves[:2], *arguments),)
 
-    def both(form: Callable[..., Tensor], leaves: list[Tensor]) -> None:
-        torch.autograd.grad(form(*leaves[:2], *arguments), leaves, grad)
+    def both(form: Callable[..., Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(form(*leaves[:2], *arguments), leaves, grad)
 
-    for name, step, times in (("forward", forward, 1), ("forward+backward", both, 3)):
-        calls = {
+    for name, step, times in zip(PASSES, (forward, both), (1, 3), strict=True):
+        calls: dict[str, Callable[[], tuple[Tensor, ...]]] = {
             impl: partial(step, form, own_leaves.get(impl, leaves)) for impl, form in forms.items()
         }
-        bench.compare(
-            "grouped_linear", name, shape, grad.dtype, calls, flops=flops * times, peak="gemm"
-        )
+        checked = {n: c for n, c in calls.items() if n not in own_leaves and not n.startswith(OURS)}
+        check = Check(checked, exact[name]) if exact else None
+        rate: dict[str, Any] = {"flops": flops * times, "peak": "gemm", "check": check}
+        bench.compare("grouped_linear", name, shape, grad.dtype, calls, **rate)

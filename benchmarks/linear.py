@@ -28,11 +28,12 @@ from hybridengine.kernels.linear.chunks import Chunks
 from torch import Tensor
 
 from benchmarks import _baselines
-from benchmarks._bench import OURS, Bench, largest_errors
+from benchmarks._bench import OURS, Bench, Check, largest_errors
 
 CLIP = {"clip_ratio_low": 0.9, "clip_ratio_high": 0.9}
 # Response tokens of a micro-batch, and the heads of SmolLM2-135M and Qwen2.5-0.5B.
 HEADS = ((2048, 576, 49_152), (1024, 896, 151_936))
+FEW = 128  # rows of which results are compared
 Gradients = tuple[Tensor, ...]
 
 
@@ -82,6 +83,21 @@ class Problem:
     def leaves(self) -> tuple[Tensor, Tensor]:
         return self.hidden.detach().requires_grad_(), self.weight.detach().requires_grad_()
 
+    def check_cross_entropy(self, functions: Mapping[str, Callable[..., Tensor]]) -> Check:
+        """Compare the mean cross-entropy (hidden, weight, labels) of FEW rows, and its gradients.
+
+        Float64 is right.
+        """
+        hidden, ids = self.hidden[:FEW], self.token_ids[:FEW]
+
+        def results(function: Callable[..., Tensor], dtype: torch.dtype) -> Gradients:
+            h, w = (x.detach().to(dtype).requires_grad_() for x in (hidden, self.weight))
+            loss = function(h, w, ids)
+            return loss.detach(), *torch.autograd.grad(loss, (h, w))
+
+        exact = results(lambda h, w, ids: F.cross_entropy(h @ w.t(), ids), torch.float64)
+        return Check({n: partial(results, f, self.dtype) for n, f in functions.items()}, exact)
+
     def with_fast_products(self, baselines: _baselines.Available) -> _baselines.Available:
         """Leave out all baselines where this CPU has no fast products of the dtype."""
         functions, missing = baselines
@@ -98,26 +114,34 @@ class Problem:
         calls: Mapping[str, Callable[[], Any]],
         missing: dict[str, str],
         errors: dict[str, float] | None = None,
+        check: Check | None = None,
     ) -> None:
         flops = self.gemm_flops * (1 if pass_ == "forward" else 3)
-        bench.compare(
-            op, pass_, self.shape, self.dtype, calls, flops=flops, peak="gemm", errors=errors
-        )
+        limits: dict[str, Any] = {"flops": flops, "peak": "gemm", "errors": errors, "check": check}
+        bench.compare(op, pass_, self.shape, self.dtype, calls, **limits)
         bench.leave_out(op, pass_, self.shape, self.dtype, missing)
 
 
 def forward(bench: Bench, p: Problem) -> None:
     baselines, missing = p.with_fast_products(_baselines.from_hidden())
+    more, more_missing = p.with_fast_products(_baselines.forward_from_hidden())
+    baselines, missing = baselines | more, missing | more_missing
     functions = {OURS: linear_token_log_probs, **baselines}
     few = slice(0, 16)
     exact = _baselines.exact(p.hidden[few].double() @ p.weight.double().t(), p.token_ids[few])
+    given = (p.hidden[few], p.weight, p.token_ids[few])
+    check = Check({n: partial(first, f, *given) for n, f in baselines.items()}, exact[:1])
     with torch.no_grad():
-        errors = largest_errors(functions, (p.hidden[few], p.weight, p.token_ids[few]), exact)
+        errors = largest_errors(functions, given, exact)
         calls: dict[str, Callable] = {
             n: partial(f, p.hidden, p.weight, p.token_ids) for n, f in functions.items()
         }
         calls["gemm_1"] = bare_products(p, 1)
-        p.compare(bench, "linear_logprob", "forward", calls, missing, errors)
+        p.compare(bench, "linear_logprob", "forward", calls, missing, errors, check)
+
+
+def first(function: Callable[..., tuple[Tensor, ...]], *arguments: Tensor) -> tuple[Tensor]:
+    return (function(*arguments)[0],)
 
 
 def training(bench: Bench, p: Problem) -> None:
@@ -151,7 +175,16 @@ def training(bench: Bench, p: Problem) -> None:
         **{name: partial(from_log_probs, f) for name, f in log_probs.items()},
         **{name: partial(from_loss, f) for name, f in losses.items()},
     }
-    p.compare(bench, "linear_policy_loss", "both", calls, missing | missing_losses)
+    means: dict[str, Callable[..., Tensor]] = {
+        name: partial(mean_of_log_probs, f) for name, f in log_probs.items()
+    }
+    means |= {name: f for name, f in losses.items() if name.endswith("_cross_entropy")}
+    check = p.check_cross_entropy(means)
+    p.compare(bench, "linear_policy_loss", "both", calls, missing | missing_losses, check=check)
+
+
+def mean_of_log_probs(function: Callable[..., tuple[Tensor, ...]], *arguments: Tensor) -> Tensor:
+    return -function(*arguments)[0].mean()
 
 
 def head(bench: Bench, p: Problem) -> None:

@@ -49,8 +49,8 @@ def compare(bench: Bench, p: Problem) -> None:
         "gemm_3": bare_products(p, 3),
         **{name: partial(baseline, function) for name, function in functions.items()},
     }
-    errors = loss_errors(p, functions)
-    p.compare(bench, "linear_cross_entropy", "both", calls, missing, errors)
+    errors, check = loss_errors(p, functions), p.check_cross_entropy(functions)
+    p.compare(bench, "linear_cross_entropy", "both", calls, missing, errors, check)
 
 
 def loss_errors(p: Problem, functions: dict[str, Callable]) -> dict[str, float]:

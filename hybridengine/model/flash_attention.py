@@ -33,7 +33,8 @@ __all__ = [
 class FlashKernel:
     """One implementation of `flash_attn_varlen_func`.
 
-    function: takes q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, and options.
+    function: takes q, k, v, and by their names cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+      max_seqlen_k, whose places differ, and options.
     max_head_size: the largest head that it has a backward for.
     no_window: how it names an unlimited window.
     has_softcap: whether it caps logits.
@@ -68,7 +69,11 @@ class FlashKernel:
         """
         left = self.no_window if window_size is None else window_size - 1
         out = self.function(
-            *(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen),
+            *(q, k, v),
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_k=max_seqlen,
             softmax_scale=scale,
             causal=True,
             window_size=(left, 0),
@@ -88,10 +93,17 @@ def torch_kernel(function: Callable[..., Any] = varlen_attn) -> FlashKernel:
     gqa = {"enable_gqa": True} if known else {}
 
     def attend(
-        *packed: Any, softmax_scale: float, window_size: tuple[int, int], **options: Any
+        *qkv: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        window_size: tuple[int, int],
+        **options: Any,
     ) -> Any:
-        left, _ = window_size
-        return function(*packed, scale=softmax_scale, window_size=(left, 0), **gqa)
+        packed = (*qkv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return function(*packed, scale=softmax_scale, window_size=window_size, **gqa)
 
     return FlashKernel(attend, has_softcap=False)
 

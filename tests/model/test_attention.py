@@ -196,25 +196,28 @@ PACKAGES = ["flash_attn", "flash_attn_interface", "flash_attn.cute"]
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("package", PACKAGES)
 def test_each_flash_attention_gets_its_arguments(monkeypatch, package, window):
-    """Number 4 names an unlimited window None and returns the log-sum-exp, the others do not."""
+    """Number 4 has the lengths in other places, names an unlimited window None and returns the
+    log-sum-exp; the others do not.
+    """
     lengths, is_newest = [20, 3, 9], package == "flash_attn.cute"
 
     def attend(
         q,
         k,
         v,
-        cu_q,
-        cu_k,
-        max_q,
-        max_k,
         *,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
         softmax_scale,
         causal,
         window_size,
         softcap,
         deterministic,
     ):
-        assert causal and cu_q.tolist() == cu_k.tolist() == [0, 20, 23, 32] and max_q == max_k == 20
+        assert causal and cu_seqlens_q.tolist() == cu_seqlens_k.tolist() == [0, 20, 23, 32]
+        assert max_seqlen_q == max_seqlen_k == 20
         assert deterministic == torch.are_deterministic_algorithms_enabled()
         unlimited = (None if is_newest else -1, 0)
         assert window_size == (unlimited if window is None else (6, 0))

@@ -148,9 +148,10 @@ def test_adapters_can_be_disabled(traced) -> None:
 def test_the_longest_sequence_is_no_constant_of_the_graph(traced, monkeypatch) -> None:
     """As on a GPU, where attention reads it: here from a kernel that needs it to be right."""
 
-    def flash(q, k, v, cu_q, cu_k, max_q, max_k, *, softmax_scale, **options):
-        ends, _ = torch.ops.hybridengine.sequence_layout(cu_q, q.shape[0])
-        return tree_attention(q, k, v, ends, softmax_scale=softmax_scale * max_q / max_k)
+    def flash(q, k, v, *, cu_seqlens_q, max_seqlen_q, max_seqlen_k, softmax_scale, **options):
+        ends, _ = torch.ops.hybridengine.sequence_layout(cu_seqlens_q, q.shape[0])
+        scale = softmax_scale * max_seqlen_q / max_seqlen_k
+        return tree_attention(q, k, v, ends, softmax_scale=scale)
 
     monkeypatch.setattr(flash_attention.FlashKernel, "fits", lambda *_: True)
     monkeypatch.setattr(flash_attention, "_chosen", flash_attention.FlashKernel(flash))
