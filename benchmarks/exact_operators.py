@@ -138,11 +138,9 @@ def attention(bench: Bench, count: int, length: int, heads: tuple[int, int, int]
     def first_sequence(peer: Callable[[], Tensor]) -> tuple[Tensor]:
         return (peer()[:length],)
 
-    exact = F.scaled_dot_product_attention(
-        *(x[None, :length].transpose(1, 2).double() for x in (q, k, v)),
-        is_causal=True,
-        enable_gqa=True,
-    )[0].transpose(0, 1)
+    wide_q, wide_k, wide_v = (x[None, :length].transpose(1, 2).double() for x in (q, k, v))
+    causal: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
+    exact = F.scaled_dot_product_attention(wide_q, wide_k, wide_v, **causal)[0].transpose(0, 1)
     peers, missing = _baselines.available(fa3=flash, fa4=flash_4)
     shape = f"{count} x {length}"
     bench.compare(
@@ -190,7 +188,7 @@ def decoding(bench: Bench, count: int, length: int, heads: tuple[int, int, int])
         return partial(_cute.paged_flash_attention_4(), query, *pages, table, starts, lengths)
 
     exact = F.scaled_dot_product_attention(
-        *(x.double() for x in (query[:, :, None], dense_keys, dense_values)), enable_gqa=True
+        query[:, :, None].double(), dense_keys.double(), dense_values.double(), enable_gqa=True
     ).view_as(query)
     peers, missing = _baselines.available(fa3=flash, fa4=flash_4)
     results = {n: partial(one_result, peer, query.shape) for n, peer in peers.items()}

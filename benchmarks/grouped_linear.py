@@ -74,7 +74,7 @@ def compare_products(bench: Bench, tokens: int, k: int, n: int, dtype: torch.dty
     flops = 2 * len(x) * n * k
     dense = [x, weight[0].detach().clone().requires_grad_()]
     wide = [t.detach().double().requires_grad_() for t in leaves]
-    out = loop(*wide, cu_counts)
+    out = loop(wide[0], wide[1], cu_counts)
     exact = {PASSES[0]: (out.detach(),), PASSES[1]: torch.autograd.grad(out, wide, grad.double())}
     own = {"gemm": dense}
     _compare(bench, shape, leaves, grad, products, flops, cu_counts, own_leaves=own, exact=exact)

@@ -6,6 +6,7 @@
     build        the extension for sm_90a
     pack         build/gpu-pack: the extension, and wheels of what that environment lacks
     vllm         build/gpu-vllm.tar.xz: vLLM and what it imports; not by default (tools/gpu_vllm.py)
+    peers        build/gpu-peers.tar.xz.0 and on: baselines in CuTe-DSL; not by default
     kernels      every CUDA and Triton kernel compiles for sm_90a, without spills
     imports      every module, in the bare environment and with the pack
     collect      the GPU tests, in the bare environment
@@ -31,6 +32,7 @@ import time
 import tomllib
 from pathlib import Path
 
+import gpu_peers
 import gpu_vllm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,6 +139,12 @@ def vllm() -> None:
     gpu_vllm.write(PYTHON, WORK, [TREE, SITE], archive, architecture)
 
 
+def peers() -> None:
+    architecture = int(ARCHITECTURE.rstrip("af"))
+    archive = PACK.with_name("gpu-peers.tar.xz")
+    gpu_peers.write(PYTHON, WORK, [TREE, SITE], archive, architecture)
+
+
 def commit() -> str:
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
@@ -173,14 +181,14 @@ def call(*command: object, cwd: Path = TREE, **environment: object) -> None:
 
 STEPS = {
     step.__name__: step
-    for step in (environment, build, pack, vllm, kernels, imports, collect, report)
+    for step in (environment, build, pack, vllm, peers, kernels, imports, collect, report)
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("step", nargs="*", choices=[[], *STEPS], help=", ".join(STEPS))
-    chosen = parser.parse_args().step or STEPS.keys() - {"vllm"}
+    chosen = parser.parse_args().step or STEPS.keys() - {"vllm", "peers"}
     WORK.mkdir(parents=True, exist_ok=True)
     copy_sources()
     failed = []

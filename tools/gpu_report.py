@@ -14,14 +14,16 @@
 Uses the python3 that runs it, and no network. Every part has a section in the results file, which
 is written after each row, and a time limit; a part that fails or runs out of time keeps its rows,
 and the parts after it run. `--resume` keeps the rows of the same commit. `--pack`: a folder of
-`make gpu-pack`, with the built extension and wheels. `--device cpu` rehearses all parts on small
-shapes. Exits with 1 if a part did not pass.
+`make gpu-pack`, with the built extension and wheels; `--vllm` and `--peers`: archives with vLLM
+and with baselines in CuTe-DSL. `--device cpu` rehearses all parts on small shapes. Exits with 1 if
+a part did not pass.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import re
@@ -182,8 +184,21 @@ def importable_kernels() -> Iterator[None]:
         link.unlink()
 
 
-def prepare(pack: Path | None, vllm: Path | None) -> dict[str, str]:
-    """Install the wheels of the pack, and vLLM, in folders of their own; return the environment."""
+def unpack(archive: Path, folder: Path) -> None:
+    """Make `folder` of an archive, or of its parts ARCHIVE.0 and on, if it is not there."""
+    if folder.is_dir():
+        return
+    parts = sorted(archive.parent.glob(f"{archive.name}.[0-9]")) or [archive]
+    data = io.BytesIO(b"".join(part.read_bytes() for part in parts))
+    with tarfile.open(fileobj=data) as file:
+        file.extractall(folder, filter="data")
+
+
+def prepare(pack: Path | None, vllm: Path | None, peers: Path | None) -> dict[str, str]:
+    """Install the wheels of the pack, vLLM and the baselines in folders of their own.
+
+    Returns the environment.
+    """
     WORK.mkdir(parents=True, exist_ok=True)
     paths = [str(ROOT)]
     environment = dict(os.environ)
@@ -199,11 +214,16 @@ def prepare(pack: Path | None, vllm: Path | None) -> dict[str, str]:
         environment.setdefault("HYBRIDENGINE_COMMIT", described["commit"] or "")
     if vllm is not None:
         folder = WORK / "vllm"
-        if not folder.is_dir():
-            with tarfile.open(vllm) as archive:
-                archive.extractall(folder, filter="data")
+        unpack(vllm, folder)
         paths.append(str(folder / "site"))
         environment |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0"}
+    if peers is not None:
+        folder = WORK / "peers"
+        unpack(peers, folder)
+        described = json.loads((folder / "environment.json").read_text())
+        paths += [str(folder / path) for path in described["paths"]]
+        environment |= {name: str(folder / path) for name, path in described["folders"].items()}
+        environment |= described["values"]
     if os.environ.get("PYTHONPATH"):
         paths.append(os.environ["PYTHONPATH"])
     return environment | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
@@ -216,12 +236,13 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="keep the rows of this commit")
     parser.add_argument("--pack", type=Path, metavar="FOLDER", help="made by `make gpu-pack`")
     parser.add_argument("--vllm", type=Path, metavar="FILE", help="made by tools/gpu_vllm.py")
+    parser.add_argument("--peers", type=Path, metavar="FILE", help="made by tools/gpu_peers.py")
     parser.add_argument("--results", type=Path, metavar="FILE")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     arguments = parser.parse_args()
     if arguments.pack and not (arguments.pack / "pack.json").is_file():
         parser.error(f"--pack: {arguments.pack} has no pack.json; `make gpu-pack` makes it")
-    environment = prepare(arguments.pack, arguments.vllm)
+    environment = prepare(arguments.pack, arguments.vllm, arguments.peers)
     os.environ["HYBRIDENGINE_COMMIT"] = environment.get("HYBRIDENGINE_COMMIT", "")
     import torch
 

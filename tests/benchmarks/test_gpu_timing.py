@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import _gpu
-from benchmarks._bench import OURS, Bench
+from benchmarks._bench import OURS, Bench, Check
 from benchmarks._gpu import REPEATS, Samples, time_call
 
 FLUSH_MS = 0.05
@@ -183,3 +183,27 @@ def test_an_unanswered_nvidia_smi_gives_no_state(monkeypatch):
     gpu = _gpu.Gpu.__new__(_gpu.Gpu)
     gpu.device = torch.device("cuda")
     assert gpu.state() == {}
+
+
+def test_a_baseline_with_a_wrong_result_is_not_the_best_one(tmp_path, capsys):
+    def fails():
+        raise ValueError("changed")
+
+    right, ones = [torch.arange(1.0, 4.0).double()], torch.ones(3)
+    results = {
+        "rounded": lambda: (right[0].bfloat16(),),
+        "wrong": lambda: (ones,),
+        "nan": lambda: (ones * torch.nan,),
+        "fails": fails,
+    }
+    bench = acted_bench(tmp_path)
+    names = [OURS, "unchecked", *results]
+    calls = {name: lambda ms=ms: ms for name, ms in zip(names, (2, 9, 4, 1, 1, 1), strict=True)}
+    options = {"bytes_moved": 8_000_000, "check": Check(results, right)}
+    bench.compare("op", "forward", "T=1", torch.float32, calls, **options)
+    rows = {row["impl"]: row for row in bench.rows}
+    assert rows[OURS]["ratio_to_best_peer"] == 2.0
+    assert rows["wrong"]["ms_p50"] == 1 and "relative error of 6.0e-01" in rows["wrong"]["wrong"]
+    assert "nan" in rows["nan"]["wrong"] and "wrong" not in rows["rounded"]
+    assert rows["fails"]["note"] == "ValueError: changed"
+    assert "wrong is wrong: result 0" in capsys.readouterr().out
