@@ -15,6 +15,7 @@ from torch import Tensor
 
 Function = Callable[..., Any]
 IGNORED = -100  # the label of tokens without a loss
+QUACK_CHUNK = 8192  # its default, 4096, raises an error where hidden states have as many columns
 
 
 def log_probs(inplace_backward: bool = False) -> Function:
@@ -53,7 +54,7 @@ def cross_entropy_from_hidden() -> Function:
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     return lambda hidden, weight, labels, *_: chunked_linear_cross_entropy(
-        hidden, weight, labels, ignore_index=IGNORED, reduction="mean"
+        hidden, weight, labels, chunk_size=QUACK_CHUNK, ignore_index=IGNORED, reduction="mean"
     )
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 
 import pytest
 
@@ -178,3 +179,24 @@ def test_the_functions_that_are_profiled_are_kernels():
     triton = "".join(f.read_text() for f in (gpu_report.ROOT / "kernels").rglob("triton*.py"))
     for function in gpu_profile.KERNELS.values():
         assert f" {function}(" in csrc or f"def {function}(" in triton, function
+
+
+def test_an_archive_in_parts_is_unpacked_once_and_gives_its_environment(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_report, "WORK", tmp_path / "work")
+    described = {"paths": ["a", "a/b"], "folders": {"CACHE": "cache"}, "values": {"ON": "1"}}
+    (tmp_path / "environment.json").write_text(json.dumps(described))
+    archive = tmp_path / "peers.tar.xz"
+    with tarfile.open(archive, "w:xz") as file:
+        file.add(tmp_path / "environment.json", "environment.json")
+    data = archive.read_bytes()
+    for index in range(2):
+        part = data[index * (len(data) // 2) :][: len(data) // 2 + index]
+        archive.with_name(f"peers.tar.xz.{index}").write_bytes(part)
+    archive.unlink()
+    for _ in range(2):
+        environment = gpu_report.prepare(None, None, archive)
+        folder = tmp_path / "work" / "peers"
+        assert str(folder / "a" / "b") in environment["PYTHONPATH"].split(os.pathsep)
+        assert environment["CACHE"] == str(folder / "cache") and environment["ON"] == "1"
+        for part in tmp_path.glob("peers.tar.xz.*"):
+            part.unlink()
