@@ -20,6 +20,7 @@ from hybridengine import _C
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "hybridengine"
+GPU_LOST = 3  # exit status: a baseline broke this process's context, another process can go on
 WRONG_ABOVE = 0.02  # relative error: bfloat16 products and results stay below 0.01
 KEYS = (
     *("op", "pass", "impl", "shape", "dtype", "device", "isa", "ms_p20", "ms_p50", "ms_p80"),
@@ -150,10 +151,14 @@ class Bench:
             row = self._row(op, pass_, name, shape, dtype=short(dtype))
             row["error_vs_float64"] = (errors or {}).get(name)
             measure = partial(self._rates, call, bytes_moved, flops)
-            if not name.startswith(OURS):
+            is_baseline = not name.startswith(OURS)
+            if is_baseline:
                 wrong = partial(check.wrong, name) if check else str
                 measure = partial(self._unless_it_raises, measure, wrong)
-            rows.append(self.results.measured(row, measure))
+            rows.append(self.results.measured(row, measure, may_crash=is_baseline))
+            if self.gpu is not None and not self.gpu.answers():
+                print(f"# {op} {pass_} {shape}: the GPU is lost after {name}", flush=True)
+                raise SystemExit(GPU_LOST)
         peaks += [self.peak(peak, dtype)] if peak else []
         timed = [row for row in rows if row["ms_p50"] is not None]
         # Bare products do not solve the problem.
@@ -191,7 +196,7 @@ class Bench:
             reason = wrong()
             return measure() | ({"wrong": reason} if reason else {})
         except Exception as error:  # whatever a library raises; ours still run
-            if self.gpu is not None:
+            if self.gpu is not None and self.gpu.answers():
                 torch.cuda.empty_cache()
             return {"note": f"{type(error).__name__}: {first_line(error)}"}
 

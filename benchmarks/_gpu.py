@@ -46,6 +46,14 @@ class Gpu:
         self.run(call)
         torch.cuda.synchronize(self.device)
 
+    def answers(self) -> bool:
+        """Return whether this process can still use the device; false after a fault in a kernel."""
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            return False
+        return True
+
     def run(self, call: Call) -> None:
         with torch.cuda.stream(self._stream):
             call()

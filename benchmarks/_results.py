@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+UNFINISHED = "the process ended while it ran"
 
 
 class Results:
@@ -42,9 +43,22 @@ class Results:
         self.rows.append(row)
         self.save()
 
-    def measured(self, row: Row, measure: Callable[[], Row]) -> Row:
-        """Append and return the earlier row that `row` repeats, else `row | measure()`."""
-        row = self._earlier.get(_key(row)) or row | measure()
+    def measured(self, row: Row, measure: Callable[[], Row], may_crash: bool = False) -> Row:
+        """Append and return the earlier row that `row` repeats, else `row | measure()`.
+
+        may_crash: a process that `measure` ends leaves a row that says so, and a run that continues
+            this one keeps it.
+        """
+        known = self._earlier.get(_key(row))
+        if known is None and may_crash:
+            self._earlier[_key(row)] = row | {"note": UNFINISHED}
+            self.save()
+        try:
+            row = known or row | measure()
+        except KeyboardInterrupt:
+            self._earlier.pop(_key(row), None)
+            self.save()
+            raise
         self.append(row)
         return row
 

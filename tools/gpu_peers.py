@@ -23,9 +23,7 @@ PACKAGES = (
     *("apache-tvm-ffi==0.1.15.post2", "nvidia-cutlass-dsl==4.8.1"),
     *(f"nvidia-cutlass-dsl-libs-{part}==4.8.1" for part in ("base", "core", "cu13")),
 )
-LEFT_OUT = re.compile(
-    r"\.a$|/stubs/|/iket/(profiler/|\w+\.so)|tvm_ffi/(3rdparty|include)/|testing\.so"
-)
+LEFT_OUT = re.compile(r"\.a$|/stubs/|/iket/(profiler/|\w+\.so)|tvm_ffi/(3rdparty|include)/")
 PART_MIB = 40
 FILTERS = [
     {"id": lzma.FILTER_X86},

@@ -40,6 +40,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "gpu"
 LIMIT_S = 530  # of a part
+GPU_LOST = 3  # exit status of benchmarks: a baseline broke the context of its process
 LIMITS_S = {"vllm": 400, "profile": 240, "step": 400, "reshard": 240}
 # The most important first: what a time limit cuts off is at the end.
 KERNELS = (
@@ -92,7 +93,8 @@ def run_part(
     """Run the command of a part, which writes `--json FILE` after every row; return its status.
 
     The rows are copied into the results while it runs. A command that is still running after
-    `limit_s` seconds is ended with all its processes.
+    `limit_s` seconds is ended with all its processes. One that a signal ended, or that lost the
+    GPU, goes on in a new process, as long as each adds to the rows.
     """
     sources = {"sources_commit": results.document["commit"]}
     rows = WORK / f"{part}.json"
@@ -104,27 +106,33 @@ def run_part(
         rows.write_text(json.dumps({k: v for k, v in earlier.items() if k not in own}))
     started = time.monotonic()
     written: dict[str, Any] = {"rows": []}
-    command = [*command, "--json", str(rows), *(["--resume"] if resume else [])]
-    print(f"$ {' '.join(command)}", flush=True)
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0)
-    try:
-        status = "running"
-        while status == "running":
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(1.0)
-            seconds = time.monotonic() - started
-            if process.returncode is not None:
-                status = "passed" if process.returncode == 0 else f"exit code {process.returncode}"
-            elif seconds > limit_s:
-                status = f"not finished after {limit_s:g} s"
-            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-                written = json.loads(rows.read_text())
-            results.write(part, {"status": status, "seconds": round(seconds), **sources, **written})
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return status
+    command = [*command, "--json", str(rows)]
+    while True:
+        full = [*command, *(["--resume"] if resume else [])]
+        print(f"$ {' '.join(full)}", flush=True)
+        process = subprocess.Popen(full, cwd=ROOT, env=environment, process_group=0)
+        before = written
+        try:
+            status = "running"
+            while status == "running":
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(1.0)
+                code, seconds = process.returncode, time.monotonic() - started
+                if code is not None:
+                    status = "passed" if code == 0 else f"exit code {code}"
+                elif seconds > limit_s:
+                    status = f"not finished after {limit_s:g} s"
+                with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+                    written = json.loads(rows.read_text())
+                section = {"status": status, "seconds": round(seconds), **sources, **written}
+                results.write(part, section)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if not (code is not None and (code < 0 or code == GPU_LOST) and written != before):
+            return status
+        resume = True
 
 
 def facts(device: str) -> dict[str, Any]:

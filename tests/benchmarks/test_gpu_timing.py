@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from benchmarks import _gpu
-from benchmarks._bench import OURS, Bench, Check
+from benchmarks._bench import GPU_LOST, OURS, Bench, Check
 from benchmarks._gpu import REPEATS, Samples, time_call
+from benchmarks._results import UNFINISHED
+from tools import gpu_report
 
 FLUSH_MS = 0.05
 
@@ -18,6 +20,11 @@ class ActedGpu:
     def __init__(self, waits=False, fails_in_capture=False, host_ms=0.3):
         self.waits, self.fails_in_capture, self._host_ms = waits, fails_in_capture, host_ms
         self.flushes = 0
+
+    lost = False
+
+    def answers(self):
+        return not self.lost
 
     def warm_up(self, call):
         call()
@@ -207,3 +214,29 @@ def test_a_baseline_with_a_wrong_result_is_not_the_best_one(tmp_path, capsys):
     assert "nan" in rows["nan"]["wrong"] and "wrong" not in rows["rounded"]
     assert rows["fails"]["note"] == "ValueError: changed"
     assert "wrong is wrong: result 0" in capsys.readouterr().out
+
+
+def test_a_baseline_that_ends_its_process_or_breaks_the_gpu_is_not_run_again(tmp_path):
+    def breaks():
+        bench.gpu.lost = True
+        raise RuntimeError("an illegal memory access")
+
+    def killed():
+        raise SystemExit(139)
+
+    def again():
+        raise AssertionError("run twice")
+
+    bench = acted_bench(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        compare(bench, **{OURS: lambda: 2.0, "peer": breaks, "last": again})
+    assert ended.value.code == GPU_LOST == gpu_report.GPU_LOST
+    bench = acted_bench(tmp_path, resume=True)
+    with pytest.raises(SystemExit):
+        compare(bench, **{OURS: again, "peer": again, "last": killed})
+    rows = compare(
+        acted_bench(tmp_path, resume=True), **{OURS: again, "peer": again, "last": again}
+    )
+    assert [row.get("note") for row in rows] == [
+        *(None, "RuntimeError: an illegal memory access", UNFINISHED)
+    ]

@@ -24,6 +24,11 @@ if not rows:
         time.sleep(60)
     if first == "fails":
         sys.exit(4)
+    if first == "loses":
+        sys.exit(3)
+if first == "crashes":
+    import os
+    os.abort()
 file.write_text(json.dumps({"rows": [*rows, "row 2"]}))
 """
 
@@ -179,6 +184,14 @@ def test_the_functions_that_are_profiled_are_kernels():
     triton = "".join(f.read_text() for f in (gpu_report.ROOT / "kernels").rglob("triton*.py"))
     for function in gpu_profile.KERNELS.values():
         assert f" {function}(" in csrc or f"def {function}(" in triton, function
+
+
+@pytest.mark.slow
+def test_a_part_that_crashes_or_loses_the_gpu_goes_on_while_it_adds_rows(run):
+    status, parts = run("kernels", "loses")
+    assert status == "passed" and parts["kernels"]["rows"] == ["row 1", "row 2"]
+    status, parts = run("step", "crashes")
+    assert status == "exit code -6" and parts["step"]["rows"] == ["row 1"]
 
 
 def test_an_archive_in_parts_is_unpacked_once_and_gives_its_environment(tmp_path, monkeypatch):
