@@ -166,6 +166,7 @@ def without_gpu() -> list[Any]:
         *launches,
         mock.patch.object(FakeTensor, "__getitem__", item),
         mock.patch.object(torch.autograd.Function, "apply", classmethod(both_passes)),
+        mock.patch.object(torch.cuda, "Event", mock.Mock()),
         mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         mock.patch.object(torch.cuda, "is_available", lambda: True),
         mock.patch.object(torch._subclasses.fake_tensor, "init_gpu_context", lambda *_: None),
