@@ -24,15 +24,29 @@ from tests.trainer.sft_job import save_checkpoint, start_run, write_sft_job
 pytestmark = pytest.mark.multirank
 
 
-def save_and_export(rank: int, world_size: int, folder: Path, overrides: dict) -> None:
-    """One step, its checkpoint, and the model as the run itself saves it, in float32."""
+KINDS: dict[str, dict] = {"tied": {}, "untied": {}, "lora": {"model.lora_rank": 2}}
+
+
+def save_and_export(rank: int, world_size: int, folder: Path) -> None:
+    """Of each kind: one step, its checkpoint, the model as the run itself saves it, in float32."""
     from hybridengine.checkpoint.pretrained import save_pretrained
 
-    run = start_run(rank, world_size, folder, **overrides)
-    run.step(1)
-    save_checkpoint(run, 1)
-    run.checkpoints.wait()
-    save_pretrained(run.model, run.tokenizer, folder / "online", torch.float32)
+    for kind, overrides in KINDS.items():
+        run = start_run(rank, world_size, folder / kind, **overrides)
+        run.step(1)
+        save_checkpoint(run, 1)
+        run.checkpoints.wait()
+        save_pretrained(run.model, run.tokenizer, folder / kind / "online", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    for kind in KINDS:
+        write_sft_job(folder / kind)  # untied
+    save_tiny("llama", folder / "tied" / "model")
+    run_ranks(save_and_export, 2, folder)
+    return folder
 
 
 def parameters(folder: Path) -> dict[str, torch.Tensor]:
@@ -55,12 +69,9 @@ def test_a_run_without_checkpoints_names_its_final_folder(tmp_path: Path) -> Non
             export_checkpoint(given, tmp_path / "out")
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "lora"])
-def test_offline_equals_online(tmp_path: Path, kind: str) -> None:
-    folder = write_sft_job(tmp_path)  # untied
-    if kind == "tied":
-        save_tiny("llama", folder / "model")
-    run_ranks(save_and_export, 2, folder, {"model.lora_rank": 2} if kind == "lora" else {})
+@pytest.mark.parametrize("kind", KINDS)
+def test_offline_equals_online(tmp_path: Path, saved: Path, kind: str) -> None:
+    folder = saved / kind
     export_checkpoint(folder / "run", tmp_path / "own")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "own").dtype == torch.float32
     source = export_checkpoint(folder / "run", tmp_path / "out", torch.float32)

@@ -32,6 +32,7 @@ RECIPES = (*LARGE, "multi_turn", "multi_turn/guess")
 TINY = (
     "data.val_files=null",
     "data.max_response_length=8",
+    "actor.ppo_max_token_len_per_gpu=256",
     "rollout.tensor_model_parallel_size=1",
     "trainer.n_gpus_per_node=1",
     "trainer.total_training_steps=1",
@@ -41,9 +42,9 @@ TINY = (
 # The tiny tokenizer takes ChatML's marks for words that it does not know.
 TURNS = ("data.max_prompt_length=60", "data.max_response_length=40", "actor.ppo_mini_batch_size=4")
 TINY_OF = {
-    "multi_turn": (*TURNS, "actor.ppo_max_token_len_per_gpu=256"),
-    "multi_turn/gsm8k": (*TURNS, "actor.ppo_max_token_len_per_gpu=256"),
-    "multi_turn/guess": (*TURNS, "actor.ppo_max_token_len_per_gpu=256"),
+    "multi_turn": TURNS,
+    "multi_turn/gsm8k": TURNS,
+    "multi_turn/guess": TURNS,
     "dapo": ("actor.ppo_mini_batch_size=2", "reward.overlong_buffer.len=4", "rollout.n=2"),
     "grpo": ("actor.ppo_mini_batch_size=2",),
     "lora_grpo": ("actor.ppo_mini_batch_size=2",),

@@ -186,7 +186,7 @@ def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
         "trainer.n_gpus_per_node=2",
         "trainer.total_training_steps=2",
         "data.max_response_length=16",
-        "actor.ppo_max_token_len_per_gpu=64",
+        "actor.ppo_max_token_len_per_gpu=128",
         "model.enable_gradient_checkpointing=true",
     ]
     if adapters:

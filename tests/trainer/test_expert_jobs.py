@@ -39,27 +39,32 @@ def test_divided_experts_train_as_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("shared", ["none", "outer"])
-def test_adapters_of_experts_reach_engine_and_export(tmp_path: Path, shared: str) -> None:
-    """The second job goes on where the first one has stopped."""
-    settings = {
-        "trainer.n_gpus_per_node": 2,
-        "trainer.save_freq": 1,
-        "trainer.resume_mode": "auto",
-        "trainer.default_local_dir": tmp_path / "kept",
-        "model.share_expert_adapters": shared,
-    }
-    job = [*moe_job(tmp_path), *ADAPTED, *(f"{key}={value}" for key, value in settings.items())]
-    job = [f"{k}={v}" for k, v in dict(o.split("=", 1) for o in job).items()]
-    longer = [o for o in job if "total_training_steps" not in o]
-    jobs = [job, [*longer, "trainer.total_training_steps=2"]]
-    assert [result.refused for result in run_jobs(tmp_path, jobs, 2)] == ["", ""]
-    rows = [row for row in lines_of(tmp_path / "kept" / "metrics.jsonl") if "actor/pg_loss" in row]
+def test_adapters_of_experts_reach_engine_and_export(tmp_path: Path) -> None:
+    """The second job of each kind goes on where the first one has stopped."""
+    base = [*moe_job(tmp_path), *ADAPTED, "trainer.n_gpus_per_node=2", "trainer.save_freq=1"]
+    jobs = []
+    for shared in ("none", "outer"):
+        settings = {
+            "trainer.resume_mode": "auto",
+            "trainer.default_local_dir": tmp_path / shared,
+            "model.share_expert_adapters": shared,
+        }
+        for steps in (1, 2):
+            more = settings | {"trainer.total_training_steps": steps}
+            pairs = dict(o.split("=", 1) for o in base) | more
+            jobs.append([f"{key}={value}" for key, value in pairs.items()])
+    assert [result.refused for result in run_jobs(tmp_path, jobs, 2)] == [""] * 4
+    for shared in ("none", "outer"):
+        check_adapted(tmp_path, shared)
+
+
+def check_adapted(folder: Path, run: str) -> None:
+    rows = [row for row in lines_of(folder / run / "metrics.jsonl") if "actor/pg_loss" in row]
     assert len(rows) == 2 and all(row["actor/grad_norm"] > 0 for row in rows)
     assert rows[1]["training/rollout_probs_diff_max"] < 1e-4, "the engine has the same experts"
-    export_checkpoint(tmp_path / "kept", tmp_path / "merged", torch.float32)
-    merged = load_file(tmp_path / "merged" / "model.safetensors")
-    base = load_file(tmp_path / "moe" / "model.safetensors")
+    export_checkpoint(folder / run, folder / "merged" / run, torch.float32)
+    merged = load_file(folder / "merged" / run / "model.safetensors")
+    base = load_file(folder / "moe" / "model.safetensors")
     changed = {name for name in base if not torch.equal(base[name], merged[name])}
     assert any(".experts." in name for name in changed)
     assert all(".experts." in name or "self_attn" in name for name in changed)

@@ -81,6 +81,7 @@ def write_job(folder: Path) -> list[str]:
         f"rollout.agent.default_agent_loop={folder}/loop.py:Loop",
         f"model.path={folder}/stopping",
         "data.max_response_length=40",
+        "actor.ppo_max_token_len_per_gpu=256",
     ]
 
 

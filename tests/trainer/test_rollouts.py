@@ -12,7 +12,7 @@ from hybridengine.rollout import Response
 from hybridengine.trainer.rollouts import Rollouts, own_outcomes, select_groups
 from hybridengine.trainer.validation import expected_majority
 from tests.ranks import run_ranks
-from tests.trainer.in_process import run_jobs, small_job
+from tests.trainer.in_process import Result, run_jobs, small_job
 
 SAMPLES = [PromptSample(index, [1], "", "", "", {}) for index in range(23)]
 
@@ -45,29 +45,45 @@ def chosen(batches, metric="score", wanted=3):
     return indices, with_signal
 
 
+JOBS = {
+    "one prompt": {"data.train_batch_size": 1},
+    "told": {
+        "model.path": "{dir}/stopping",
+        "reward.custom_reward_function.name": "told",
+        "data.val_files": "{dir}/rows.jsonl",
+        "rollout.val_kwargs.n": 4,
+        "rollout.val_kwargs.do_sample": True,
+        "rollout.val_kwargs.temperature": 1.0,
+    },
+    "two steps": {"trainer.total_training_steps": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, Result]:
+    """Of jobs on two ranks."""
+    folder = tmp_path_factory.mktemp("rollouts")
+    base = [*small_job(folder), "trainer.n_gpus_per_node=2"]
+    jobs = [
+        [*base, *(f"{key}={value}".format(dir=folder) for key, value in job.items())]
+        for job in JOBS.values()
+    ]
+    found = run_jobs(folder, jobs, world_size=2)
+    assert [result.refused for result in found] == [""] * len(JOBS)
+    return dict(zip(JOBS, found, strict=True))
+
+
 @pytest.mark.multirank
-def test_a_rank_without_prompts_takes_part(tmp_path: Path):
+def test_a_rank_without_prompts_takes_part(results):
     """One prompt for two engines."""
-    options = ["data.train_batch_size=1", "trainer.n_gpus_per_node=2"]
-    [result] = run_jobs(tmp_path, [[*small_job(tmp_path), *options]], world_size=2)
-    assert not result.refused and len(result.rollouts["step_1"]) == 4
+    result = results["one prompt"]
+    assert len(result.rollouts["step_1"]) == 4
     assert result.last["actor/grad_norm"] > 0
 
 
 @pytest.mark.multirank
-def test_files_have_texts_and_advantages_and_votes_count_texts(tmp_path: Path):
-    options = {
-        "model.path": tmp_path / "stopping",
-        "reward.custom_reward_function.name": "told",
-        "data.val_files": tmp_path / "rows.jsonl",
-        "rollout.val_kwargs.n": 4,
-        "rollout.val_kwargs.do_sample": True,
-        "rollout.val_kwargs.temperature": 1.0,
-        "trainer.n_gpus_per_node": 2,
-    }
-    job = [*small_job(tmp_path), *(f"{key}={value}" for key, value in options.items())]
-    [result] = run_jobs(tmp_path, [job], world_size=2)
-    assert not result.refused
+def test_files_have_texts_and_advantages_and_votes_count_texts(results):
+    result = results["told"]
     rows = result.rollouts["step_1"]
     assert len(rows) == 16 and {row["pred"] for row in rows} == {"plumless", "buckeroo"}
     for row in rows:
@@ -118,10 +134,8 @@ def test_a_group_of_one_has_signal():
 
 
 @pytest.mark.multirank
-def test_files_name_the_weights(tmp_path: Path):
-    options = ["trainer.n_gpus_per_node=2", "trainer.total_training_steps=2"]
-    [result] = run_jobs(tmp_path, [[*small_job(tmp_path), *options]], world_size=2)
-    assert not result.refused
+def test_files_name_the_weights(results):
+    result = results["two steps"]
     of_steps = [{row["weights_checksum"] for row in result.rollouts[f"step_{n}"]} for n in (1, 2)]
     assert [len(names) for names in of_steps] == [1, 1], "both engines have the same weights"
     assert of_steps[0] != of_steps[1]

@@ -195,7 +195,7 @@ def test_updates_that_are_not_finite_are_counted_and_end_the_run(tmp_path: Path)
         assert "in step 10 the loss of train is nan" in message
         assert unchanged
     assert [row["train/skipped_updates"] for row in rows_of(folder)] == [1] * 10
-    [[(message, unchanged)]] = run_ranks(diverge, 1, folder, [({2, 3, 9}, 14)])
+    [[(message, unchanged)]] = run_ranks(diverge, 1, folder, [({2, 3, 9}, 10)])
     assert message == "" and not unchanged
     skipped = [row["step"] for row in rows_of(folder) if row["train/skipped_updates"]]
     assert skipped == [2, 3, 9]
@@ -222,7 +222,7 @@ def test_a_run_whose_last_updates_were_skipped_fails_and_keeps_its_state(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("bad_steps", "steps", "fails"), [({14}, 14, False), ({1}, 1, True), ({1}, 2, False)]
+    ("bad_steps", "steps", "fails"), [({4}, 4, False), ({1}, 1, True), ({1}, 2, False)]
 )
 def test_one_skipped_update_is_not_a_failure_unless_it_is_all(
     tmp_path: Path, bad_steps: set[int], steps: int, fails: bool

@@ -20,7 +20,11 @@ TRUNCATIONS = {
     "both": ["rollout.top_p=0.8", "rollout.top_k=20"],
 }
 OFF = "algorithm.sampling_replay=off"
-LONGER = ["data.max_response_length=16", "rollout.n=8"]
+LONGER = [
+    "data.max_response_length=16",
+    "rollout.n=8",
+    "actor.ppo_max_token_len_per_gpu=256",
+]
 # Each takes old log-probs, reference, metrics or rows another way through the step.
 VARIANTS = {
     "old_log_probs": ["actor.ppo_epochs=2"],
@@ -84,7 +88,7 @@ def test_a_kl_of_equal_models_is_zero_over_the_kept_entries(results) -> None:
 
 def test_kept_entries_follow_their_tokens_to_other_ranks(tmp_path: Path) -> None:
     """Two replicas, one of which gets more than it generated; rows of a sequence on two ranks."""
-    ranks = ["trainer.n_gpus_per_node=2", "actor.ppo_max_token_len_per_gpu=24"]
+    ranks = ["trainer.n_gpus_per_node=2", "actor.ppo_max_token_len_per_gpu=64"]
     base = [*small_job(tmp_path), *LONGER, *TRUNCATIONS["both"], *ranks]
     one_prompt = ["data.train_batch_size=1"]  # one of the engines generates nothing
     shared_rows = ["actor.ulysses_sequence_parallel_size=2"]

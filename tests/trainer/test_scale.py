@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.trainer.in_process import Result, run_jobs, small_job
@@ -11,9 +13,8 @@ pytestmark = pytest.mark.multirank
 FSDP = "actor.fsdp_config"
 VARIANTS = {
     "plain": [],
-    "plain of four": [],
     "replicated": [f"{FSDP}.fsdp_size=1"],
-    "shared": ["actor.ulysses_sequence_parallel_size=2", f"{FSDP}.fsdp_size=2"],
+    "shared": ["actor.ulysses_sequence_parallel_size=2"],
     "offloaded": [f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"],
     "traffic": [
         f"{FSDP}.reshard_after_forward=false",
@@ -27,9 +28,7 @@ VARIANTS = {
 REL = {"offloaded": 0.0}
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict[str, Result]:
-    folder = tmp_path_factory.mktemp("scale")
+def run_on(num_ranks: int, folder: Path, variants: list[list[str]]) -> list[Result]:
     base = [
         *small_job(folder),
         "algorithm.adv_estimator=gae",
@@ -37,17 +36,19 @@ def results(tmp_path_factory) -> dict[str, Result]:
         "actor.optim.lr=1e-3",
         "critic.optim.lr=1e-3",
         "trainer.total_training_steps=2",
+        f"trainer.n_gpus_per_node={num_ranks}",
     ]
     # The first loss scale of float16 would overflow now and then, and the step be skipped.
     library = folder / "small_loss_scale.py"
     library.write_text("from hybridengine.model import optim\noptim._INITIAL_LOSS_SCALE = 2.0**8\n")
     base.append(f"model.external_lib={library}")
-    found: dict[str, Result] = {}
-    of_four = ["plain of four", "shared"]
-    for ranks, names in ((2, [name for name in VARIANTS if name not in of_four]), (4, of_four)):
-        jobs = [[*base, f"trainer.n_gpus_per_node={ranks}", *VARIANTS[name]] for name in names]
-        found |= zip(names, run_jobs(folder, jobs, world_size=ranks), strict=True)
-    return found
+    return run_jobs(folder, [[*base, *variant] for variant in variants], num_ranks)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, Result]:
+    found = run_on(2, tmp_path_factory.mktemp("scale"), list(VARIANTS.values()))
+    return dict(zip(VARIANTS, found, strict=True))
 
 
 def trained(result: Result) -> list[dict[str, float]]:
@@ -55,17 +56,26 @@ def trained(result: Result) -> list[dict[str, float]]:
     return [row for row in result.rows if "actor/grad_norm" in row]
 
 
-@pytest.mark.parametrize("name", ["replicated", "shared", "offloaded", "traffic"])
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ("plain", "float16")])
 def test_two_steps_are_those_of_plain_sharding(results: dict[str, Result], name: str) -> None:
-    plain = trained(results["plain of four" if name == "shared" else "plain"])
-    rows = trained(results[name])
+    assert_same(results[name], results["plain"], REL.get(name, 2e-3), REL.get(name, 1e-5))
+
+
+@pytest.mark.exhaustive
+def test_rows_of_sequences_on_two_ranks_of_each_replica(tmp_path: Path) -> None:
+    shared = [*VARIANTS["shared"], f"{FSDP}.fsdp_size=2"]
+    plain, result = run_on(4, tmp_path, [[], shared])
+    assert_same(result, plain, 2e-3, 1e-5)
+
+
+def assert_same(result: Result, want: Result, rel: float, absolute: float) -> None:
+    plain, rows = trained(want), trained(result)
     assert len(rows) == len(plain) == 2
     for row, expected in zip(rows, plain, strict=True):
         compared = [k for k in expected if k.startswith(("actor/", "critic/", "response_length/"))]
         assert {"actor/grad_norm", "actor/kl_loss", "critic/vf_loss"} <= set(compared)
         for key in compared:
-            want = pytest.approx(expected[key], rel=REL.get(name, 2e-3), abs=REL.get(name, 1e-5))
-            assert row[key] == want, key
+            assert row[key] == pytest.approx(expected[key], rel=rel, abs=absolute), key
 
 
 def test_float16_computes_the_same_otherwise(results: dict[str, Result]) -> None:
