@@ -86,6 +86,10 @@ class ForkedProcess:
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Wait for the end; return what the command and its ranks wrote to stdout and stderr."""
         self.wait(timeout)
+        return self.output()
+
+    def output(self) -> tuple[str, str]:
+        """What the command and its ranks have written to stdout and stderr so far."""
         stdout, stderr = (file.read_text() for file in self._files)
         return stdout, stderr
 
@@ -150,6 +154,7 @@ def _main(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     begin.send(None)
     begin.close()
     sys.argv = arguments

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import shutil
 import socket
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,6 @@ from tests.rollout.server_checks import check_checksum, check_generation, scaled
 from tests.rollout.version_oracle import logits_by_version
 from tests.rollout.vllm_server import (
     BLOCK,
-    ENTRY,
     START_S,
     TIMEOUT_S,
     expected_digests,
@@ -321,27 +322,36 @@ def vllms_trainer_body(rank: int, world_size: int, model: str, url: str) -> int:
 
 def test_what_a_server_listens_on_and_answers(server: VllmServer, tmp_path: Path) -> None:
     """One address, the one of --host. HTTP to garbage; valid requests need no key."""
-    first, *_ = (p for p in psutil.Process().children(recursive=True) if ENTRY in p.cmdline())
-    connections = [c for p in (first, *first.children(recursive=True)) for c in p.net_connections()]
-    listening = {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
-    assert {address.ip for address in listening} == {"127.0.0.1"}
     port = int(server.url.rpartition(":")[2])
+
+    def listens_on(*processes: psutil.Process) -> set[Any]:
+        connections = [c for process in processes for c in process.net_connections()]
+        return {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
+
+    children = psutil.Process().children(recursive=True)
+    first, *_ = (p for p in children if port in {address.port for address in listens_on(p)})
+    listening = listens_on(first, *first.children(recursive=True))
+    assert {address.ip for address in listening} == {"127.0.0.1"}
 
     class Bomb:
         def __reduce__(self) -> tuple:
             return os.mkdir, (str(tmp_path / "made"),)
 
-    for address in listening:
-        for garbage in (bytes(64), b"\xff" * 64, pickle.dumps(Bomb())):
-            with socket.create_connection(address, timeout=TIMEOUT_S) as connection:
-                connection.sendall(garbage)
-                connection.settimeout(1)
-                try:
-                    answer = connection.recv(4096)
-                except (TimeoutError, ConnectionError):
-                    answer = b""
-            is_http = answer.startswith(b"HTTP/1.1 400 Bad Request")
-            assert is_http if address.port == port else answer == b"", (address, garbage, answer)
+    def answer_of(address: Any, garbage: bytes) -> bytes:
+        with socket.create_connection(address, timeout=TIMEOUT_S) as connection:
+            connection.sendall(garbage)
+            connection.settimeout(TIMEOUT_S if address.port == port else 1)
+            try:
+                return connection.recv(4096)
+            except (TimeoutError, ConnectionError):
+                return b""
+
+    calls = [*itertools.product(listening, (bytes(64), b"\xff" * 64, pickle.dumps(Bomb())))]
+    with ThreadPoolExecutor(len(calls)) as threads:
+        answers = [*threads.map(answer_of, *zip(*calls, strict=True))]
+    for (address, garbage), answer in zip(calls, answers, strict=True):
+        is_http = answer.startswith(b"HTTP/1.1 400 Bad Request")
+        assert is_http if address.port == port else answer == b"", (address, garbage, answer)
     for route in ("/health", "/server_info?config_format=json", "/is_paused", "/metrics"):
         with urllib.request.urlopen(f"{server.url}{route}", timeout=TIMEOUT_S) as response:
             assert response.status == 200, route

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 import urllib.request
@@ -19,6 +17,7 @@ import torch
 from hybridengine.kernels.block_quantize import block_quantize
 
 from hybridengine.rollout.server import VllmServer
+from tests.forked import ForkedProcess
 from tests.ports import free_port
 from tests.ranks import message_of
 
@@ -54,22 +53,20 @@ def serving(
     try:
         deadline = time.monotonic() + START_S
         while "no error" not in message_of(server.check_health):
-            assert process.poll() is None and time.monotonic() < deadline, (
-                folder / "server.log"
-            ).read_text()[-5000:]
+            late = process.poll() is not None or time.monotonic() > deadline
+            assert not late, "\n".join(process.output())[-5000:]
             time.sleep(0.2)
         yield server
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.kill_all()
 
 
 def start(
     model: str, port: int, tp_size: int, folder: Path, fp8: bool, images: bool, exact: bool
-) -> subprocess.Popen:
+) -> ForkedProcess:
     """Start a server, with `folder` on its import path.
 
-    It writes to folder / server.log; its steps are slow while there is a file folder / slow.
+    Its steps are slow while there is a file folder / slow.
     fp8: with FP8 weights. Their matrix product is the tests' own.
     images: of a model that takes them, also without torchvision.
     exact: with the operators of a trained model that has `use_exact_operators`.
@@ -90,6 +87,7 @@ def start(
         "additional-config": json.dumps({"hybridengine_exact": exact}),
     }
     plugins = {
+        "forks": "tests.rollout.forked_engine:fork_engine",
         "slow": "tests.rollout.slow_decoding:slow_down_steps",
         "flips": "tests.rollout.bit_flips:allow_bit_flips",
     }
@@ -119,10 +117,7 @@ def start(
     if fp8:
         environment["TORCH_COMPILE_DISABLE"] = "1"  # vLLM compiles its quantization
     command = [sys.executable, "-m", ENTRY, *arguments, *flags]
-    output = (folder / "server.log").open("w")
-    return subprocess.Popen(
-        command, env=environment, stdout=output, stderr=output, start_new_session=True
-    )
+    return ForkedProcess(command, uses_vllm=True, env=environment)
 
 
 def write_plugins(folder: Path, functions: Mapping[str, str]) -> None:
