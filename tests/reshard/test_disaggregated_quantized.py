@@ -93,7 +93,7 @@ def engine_body(rank: int, world_size: int, port: int, index: int, tp_size: int)
 @pytest.mark.parametrize(
     ("trainers", "engines", "tp_size", "over"),
     [
-        (2, [1, 1], 1, "groups"),
+        pytest.param(2, [1, 1], 1, "groups", marks=pytest.mark.exhaustive),
         (2, [2], 2, "memory"),
         (3, [4], 2, "groups"),
         (2, [2], 2, "relayed"),

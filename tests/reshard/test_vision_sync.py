@@ -83,7 +83,8 @@ def sync_body(rank: int, world_size: int, path: str, tp_size: int, freeze: bool)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "tp_size", "freeze"), [(1, 1, False), (2, 2, False), (2, 1, True)]
+    ("world_size", "tp_size", "freeze"),
+    [pytest.param(1, 1, False, marks=pytest.mark.exhaustive), (2, 2, False), (2, 1, True)],
 )
 def test_the_tower_is_synced_and_its_images_are_encoded_again(
     tmp_path: Path, world_size: int, tp_size: int, freeze: bool

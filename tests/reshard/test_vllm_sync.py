@@ -52,7 +52,12 @@ def sync_body(rank: int, world_size: int, path: str, tp_size: int) -> dict:
 
 @pytest.mark.parametrize(
     ("architecture", "world_size"),
-    [("llama", 2), ("llama", 4), ("qwen2", 2), ("qwen2_one_kv_head", 4)],
+    [
+        ("llama", 2),
+        pytest.param("llama", 4, marks=pytest.mark.exhaustive),
+        ("qwen2", 2),
+        ("qwen2_one_kv_head", 4),
+    ],
 )
 def test_engine_tensors_equal_vllms_own_loader(
     tmp_path: Path, architecture: str, world_size: int

@@ -45,6 +45,7 @@ def tool_job(folder: Path, **overrides: object) -> list[str]:
         folder,
         **{
             "data.max_response_length": 64,
+            "rollout.n": 2,
             "rollout.multi_turn.enable": True,
             "rollout.multi_turn.max_assistant_turns": 3,
             "rollout.multi_turn.max_parallel_calls": 1,
