@@ -57,7 +57,7 @@ MIXTURE = {
 
 
 def found(parity: Any, **options: Any) -> tuple[str, str]:
-    report = parity.compare(PROMPTS, **options)
+    report = parity.compare(PROMPTS, max_tokens=6, **options)
     finding = report.finding
     return ("", str(report)) if finding is None else (finding.point, finding.cause)
 
