@@ -87,6 +87,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         for count in (rows, linear.FEW):
             with_gradients = partial(head, _cute.cross_entropy_from_hidden, count, width, vocab)
             yield f"quack, cross-entropy {count}", torch.enable_grad()(with_gradients)
+    yield "Liger, imported", _cute.liger_cross_entropy_from_hidden
     small = (attention.HEADS, attention.KV_HEADS, attention.DIM)
     large = (exact_operators.HEADS, exact_operators.KV_HEADS, exact_operators.DIM)
     for tokens, length in attention.PLAIN:
