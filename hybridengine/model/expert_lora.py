@@ -35,7 +35,8 @@ class GroupedAdapter(ParamWrapper):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         experts: Any = self.get_base_layer()
-        if experts.config._experts_implementation == EXPERTS and not experts._is_expert_parallel:
+        is_distributed = getattr(experts, "_is_expert_parallel", False)
+        if experts.config._experts_implementation == EXPERTS and not is_distributed:
             return self.base_layer(x, *args, **kwargs)
         return super().forward(x, *args, **kwargs)
 

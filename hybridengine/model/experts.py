@@ -40,7 +40,7 @@ def grouped_experts(
         [T, H] of the dtype of hidden_states, with the updates of LoRA adapters. A token's experts
         are added in the order of top_k_index, in the wider dtype of weights and hidden states.
     """
-    if module._is_expert_parallel:
+    if getattr(module, "_is_expert_parallel", False):  # transformers 5.17 has no such field
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     (num_tokens, top_k), hidden_size = top_k_index.shape, hidden_states.shape[1]
     expert_ids, order = top_k_index.flatten().sort(stable=True)
