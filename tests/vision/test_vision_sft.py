@@ -69,7 +69,7 @@ def _write(folder: Path, num_texts: int) -> None:
 def test_counting_squares_is_learnt(tmp_path: Path) -> None:
     """Conversations of text alone are in the same batches."""
     _write(tmp_path, num_texts=32)
-    overrides = {"trainer.total_epochs": 6, "trainer.test_freq": 9}
+    overrides = {"trainer.total_epochs": 4, "trainer.test_freq": 18}
     rows = run_ranks(_sft, 1, tmp_path, overrides)[0]
     losses = [row["val/loss"] for row in rows if "val/loss" in row]
     assert losses[-1] < 0.25 * CHANCE
