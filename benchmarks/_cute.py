@@ -78,16 +78,11 @@ def flash_attention_4() -> Function:
         window: int | None = None,
         deterministic: bool = False,
     ) -> Tensor:
-        return flash_attn_varlen_func(
-            *(q, k, v),
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_k=cu_seqlens,
-            max_seqlen_q=length,
-            max_seqlen_k=length,
-            causal=True,
-            window_size=(None if window is None else window - 1, 0),
-            deterministic=deterministic,
-        )[0]
+        ends = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        lengths = {"max_seqlen_q": length, "max_seqlen_k": length}
+        sides = None if window is None else window - 1, 0
+        options = {"causal": True, "window_size": sides, "deterministic": deterministic}
+        return flash_attn_varlen_func(q, k, v, **ends, **lengths, **options)[0]
 
     return call
 

@@ -42,8 +42,7 @@ def chunked_linear_cross_entropy(
     chunk_size=4096,
     ignore_index=-100,
     reduction="mean",
-    tuned=True,
-    use_scaled_exp=None,
+    **newer,
 ):
     return linear_cross_entropy_func(x, weight, None, target, ignore_index, reduction)
 
@@ -62,8 +61,7 @@ def rmsnorm(
     out_dtype=None,
     residual_dtype=None,
     eps=1e-6,
-    prenorm=False,
-    weight_offset=0.0,
+    **newer,
 ):
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
@@ -84,11 +82,7 @@ def gemm(
     batch_idx_permute=None,
     dynamic_scheduler=False,
     tuned=True,
-    rounding_mode=0,
-    sr_seed=0,
-    concat_layout=None,
-    split_k=1,
-    split_k_mode=0,
+    **newer,
 ):
     """[T, K] x [E, K, N], or [M, T] x [T, N], by groups of T."""
     assert not tuned and (cu_seqlens_m is None) != (cu_seqlens_k is None)
