@@ -26,7 +26,7 @@ __all__ = ["check", "runs_here"]
 JOBS = {**JOB_LOADERS, "simulate": load_simulation_config}
 PYTHONS = re.compile(r"(.*/)?python3?$|torchrun$")
 # Run by the test of the installation, or part of a shell.
-FOUND_HERE = ("pip", "cd", "export", "pre-commit")
+FOUND_HERE = ("pip", "cd", "export", "mkdir", "mv", "pre-commit", "tar")
 
 
 def runs_here(command: Command) -> bool:

@@ -232,20 +232,21 @@ def stopped_body(rank: int, world_size: int, where: str, transport: str) -> list
     return [message, message_of(lambda: engine.generate([[1]], SamplingSpec(), seed=0))]
 
 
+PLACES = {
+    "plan": "planning the syncs while comparing models and engines",
+    "start": "the sync to version 2 while agreeing to start",
+    "transfer": "the sync to version 2 while exchanging bucket 1 of",
+}
+
+
 @pytest.mark.parametrize(
-    ("where", "transport", "place"),
-    [
-        ("plan", "pull", "planning the syncs while comparing models and engines"),
-        ("start", "pull", "the sync to version 2 while agreeing to start"),
-        ("transfer", "pull", "the sync to version 2 while exchanging bucket 1 of"),
-        ("transfer", "all-to-all", "the sync to version 2 while exchanging bucket 1 of"),
-    ],
+    ("where", "transport"), [*((where, "pull") for where in PLACES), ("transfer", "all-to-all")]
 )
-def test_a_stopped_rank_is_named_after_timeout_s(where: str, transport: str, place: str) -> None:
+def test_a_stopped_rank_is_named_after_timeout_s(where: str, transport: str) -> None:
     """Not after the process group's timeout, which is as long as the ranks may run."""
     with Ranks(stopped_body, 2, where, transport) as ranks:
         message, generate = ranks.results_without(1)[0]
-    assert message.startswith(f"RankFailedError: rank 0 stopped in {place}"), message
+    assert message.startswith(f"RankFailedError: rank 0 stopped in {PLACES[where]}"), message
     assert ": rank 1 is stopped (SIGSTOP)" in message
     stale = "sync to weight version 2 did not finish" in generate
     assert stale == (where == "transfer")
