@@ -53,12 +53,7 @@ class _Rendered:
 class SFTDataset(CachedDataset[SFTSample]):
     """All conversations of one or more files, tokenised once per machine.
 
-    preparer: of the model's images; None: the model takes no images.
-
-    Attributes:
-        content: hash of the files' contents.
-
-    Raises DataError for any fault of a file, a row or the template.
+    The arguments, the attribute `content` and the errors are those of `PromptDataset`.
     """
 
     def __init__(
