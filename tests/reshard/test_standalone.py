@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -57,6 +58,7 @@ def standalone_body(rank: int, world_size: int, path: str) -> dict:
     from vllm import SamplingParams
 
     from hybridengine.integrations.vllm import connect, reshard
+    from hybridengine.reshard import ReshardError
     from hybridengine.rollout.vllm import transfer as plugin
     from hybridengine.sharding import LayoutError, StaleWeightsError
 
@@ -101,12 +103,11 @@ def standalone_body(rank: int, world_size: int, path: str) -> dict:
 
     # a sync that breaks off
     resharder = connect(model, llm)
-    resharder._load_fallback = lambda skip_frozen: 1 / 0
-    with pytest.raises(ZeroDivisionError):
+    cache = patch.object(resharder.engine, "_finish_update", side_effect=RuntimeError("cache"))
+    with cache, pytest.raises(ReshardError, match="cache"):
         resharder.sync()
     with pytest.raises(StaleWeightsError, match="did not finish"):
         generate()
-    del resharder._load_fallback
     resharder.sync()
     again = generate()
     delattr(engine_model, plugin._POST_LOAD)
