@@ -50,6 +50,7 @@ def test_unreachable_hub_fails_within_seconds(name, monkeypatch):
     from hybridengine.model import validation
 
     monkeypatch.setattr(validation, "_HUB_SECONDS", 2.0)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     start = time.monotonic()
     with pytest.raises(
