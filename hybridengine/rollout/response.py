@@ -54,7 +54,7 @@ class Response:
     extras, texts: further numbers and texts of the reward, by name.
     parts: by name, (weight, score) of each reward; the score is their weighted sum.
     advantage: mean over its tokens, where it is known.
-    trained: what training computed per token, by name, for rollout files.
+    trained: what training computed per token, by name, for rollout files; None: not computed.
     weights_checksums: of the engine's weights, one for each run of `versions`; (): not known.
 
     Of trajectories of several turns: context_ids: the prompt; empty: the sample's. images: those in
@@ -75,7 +75,7 @@ class Response:
     parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     advantage: float | None = None
-    trained: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    trained: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     context_ids: Sequence[int] = ()
     images: Sequence[EncodedImage] = ()
     is_last: bool = True
@@ -142,6 +142,12 @@ class Response:
             for name, values in self.columns.items()
             if COLUMNS[name].in_files
         }
+
+    @property
+    def num_sampled(self) -> int:
+        """The number of the model's tokens, without those of tools and users."""
+        sampled = self.columns.get("sampled")
+        return len(self.token_ids) if sampled is None else int(sum(sampled))
 
     @property
     def version(self) -> int:

@@ -23,10 +23,10 @@ from hybridengine.trainer.outcomes import Outcomes
 
 
 class Rewards(NamedTuple):
-    """What each response earns, and where: float32."""
+    """What each trajectory earns, and where: float32."""
 
-    per_response: Tensor  # [N], of all replicas
-    per_token: Tensor  # [R], of this replica; their sum over a response is its reward
+    per_trajectory: Tensor  # [M], of all replicas
+    per_token: Tensor  # [R], of this replica
 
 
 def compute_rewards(
@@ -34,11 +34,13 @@ def compute_rewards(
 ) -> tuple[Rewards, dict[str, float]]:
     """Compute rewards and their metrics: the score at the last token of each response. Collective.
 
-    kl: subtract every token's KL penalty, and advance the controller of its coefficient.
+    kl: subtract every token's KL penalty, and advance the controller of its coefficient. A
+      trajectory of several responses has the penalties of all of its tokens.
     """
-    scores = batch.outcomes.scores.float().to(batch.index.device)
+    outcomes, device = batch.outcomes, batch.index.device
+    scores = outcomes.last.scores.float().to(device)
     per_token, metrics = torch.zeros_like(batch.rollout_log_probs), dict[str, float]()
-    at_end = batch.per_response(scores)
+    at_end = batch.per_response(outcomes.scores.float())
     turn_rewards = batch.columns.get("turn_rewards")
     if turn_rewards is not None:
         at_end = at_end - batch.sequence_sums(turn_rewards)
@@ -48,18 +50,18 @@ def compute_rewards(
     if kl is not None:
         assert batch.old_log_probs is not None and batch.ref_log_probs is not None
         kl_R = token_kl(algorithm.kl_penalty, batch.old_log_probs, batch.ref_log_probs)
-        num_tokens = batch.cu_seqlens.diff()
         if batch.sampled is not None:
             kl_R = kl_R.where(batch.sampled, 0)
-            num_tokens = batch.sequence_sums(batch.sampled.float())
         per_token -= kl.coef * kl_R
-        kl_means = batch.sequence_sums(kl_R) / num_tokens
-        mean_kl = float(dp.gather_responses(batch, kl_means).mean())
+        kl_sums = dp.gather_responses(batch, batch.sequence_sums(kl_R))
+        kl_sums = outcomes.sum_of_trajectories(kl_sums)
+        num_tokens = outcomes.sum_of_trajectories(outcomes.num_sampled).to(device)
+        mean_kl = float((kl_sums / num_tokens).mean())
         metrics["actor/reward_kl_penalty"] = mean_kl
         metrics["actor/reward_kl_penalty_coeff"] = kl.coef
-        kl.update(mean_kl, len(batch.outcomes))
-        rewards = Rewards(dp.gather_responses(batch, batch.sequence_sums(per_token)), per_token)
-    return rewards, metrics | mean_max_min("critic/rewards", rewards.per_response)
+        rewards = Rewards(scores - kl.coef * kl_sums, per_token)
+        kl.update(mean_kl, len(scores))
+    return rewards, metrics | mean_max_min("critic/rewards", rewards.per_trajectory)
 
 
 def compute_advantages(
@@ -74,13 +76,11 @@ def compute_advantages(
     baselines: [N], the reward of the greedy response to the prompt, for estimators that need it.
     """
     # A trajectory of several responses is one entry of the group's statistics.
-    outcomes, scores, local = batch.outcomes, rewards.per_response, batch.index
-    if outcomes.is_last is not None:
-        scores = scores[outcomes.is_last.to(scores.device)]
-        local = batch.per_response(outcomes.trajectories)
-        outcomes = outcomes.last
-        if baselines is not None:
-            baselines = baselines[batch.outcomes.is_last]
+    scores, local = rewards.per_trajectory, batch.per_response(batch.outcomes.trajectories)
+    num_sampled = batch.outcomes.sum_of_trajectories(batch.outcomes.num_sampled)
+    if baselines is not None and batch.outcomes.is_last is not None:
+        baselines = baselines[batch.outcomes.is_last]
+    outcomes = batch.outcomes.last
     parts, weights = None, None
     if "reward_parts" in NEEDS[algorithm.adv_estimator]:
         names, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
@@ -91,7 +91,7 @@ def compute_advantages(
         cu_seqlens=batch.cu_seqlens,
         response_mask=batch.response_mask,
         token_rewards=rewards.per_token,
-        lengths=outcomes.response_lengths.to(scores.device),
+        lengths=num_sampled.to(scores.device),
         local=local,
         values=batch.values,
         reward_baselines=None if baselines is None else baselines.to(scores),

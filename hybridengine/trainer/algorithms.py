@@ -51,7 +51,7 @@ class Responses:
     cu_seqlens: Tensor  # [n + 1] int32
     response_mask: Tensor  # [T] bool, the tokens that are trained on
     token_rewards: Tensor  # [T], the outcome reward at the last token minus each token's KL penalty
-    lengths: Tensor | None = None  # [N] int64, tokens; None: counted, where all N are here
+    lengths: Tensor | None = None  # [N] int64, the model's tokens; None: counted, if all N are here
     local: Tensor | None = None  # [n] int64, which of the N have their tokens here; None: all
     values: Tensor | None = None  # [T], of the critic (gae)
     reward_baselines: Tensor | None = None  # [N], reward of the greedy response (remax)
@@ -71,7 +71,7 @@ class Responses:
 
     @property
     def all_lengths(self) -> Tensor:
-        """int64 [N], tokens of each response."""
+        """int64 [N], the model's tokens of each response."""
         if self.lengths is not None:
             return self.lengths
         zeros = torch.zeros_like(self.group_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from statistics import fmean
 
@@ -20,6 +21,7 @@ def batch_metrics(batch: RolloutBatch, group: dist.ProcessGroup | None) -> dict[
     group: one rank of every replica (`DataParallel.group`). Collective.
     """
     outcomes = batch.outcomes.last
+    num_sampled = batch.outcomes.sum_of_trajectories(batch.outcomes.num_sampled)
     scores_by_group: dict[int, set[float]] = {}
     for number, score in zip(outcomes.groups.tolist(), outcomes.scores.tolist(), strict=True):
         scores_by_group.setdefault(number, set()).add(score)
@@ -34,8 +36,8 @@ def batch_metrics(batch: RolloutBatch, group: dist.ProcessGroup | None) -> dict[
         **_mean_max_min_over_ranks(
             {name: _counted(batch, x) for name, x in per_token.items() if x is not None}, group
         ),
-        **mean_max_min("response_length", outcomes.response_lengths),
-        **mean_max_min("prompt_length", outcomes.prompt_lengths),
+        **mean_max_min("response_length", num_sampled),
+        **mean_max_min("prompt_length", batch.outcomes.first.prompt_lengths),
         "response_length/clip_ratio": float(outcomes.is_truncated.double().mean()),
         "frac_reward_zero_std": fmean(len(scores) == 1 for scores in scores_by_group.values()),
         **{f"reward/{name}": float(values.mean()) for name, values in outcomes.extras.items()},
@@ -67,7 +69,8 @@ def probs_diff(
 
     Names are verl's. A mean below 0.005 is healthy; above 0.01 engine and trainer run different
     models. The mean ratio is of the trainer's to the engine's probability: 1 where both are over
-    the same vocabulary entries, and what the trainer gives to the engine's entries otherwise.
+    the same vocabulary entries, and what the trainer gives to the engine's entries otherwise. What
+    has no value is left out: all where no token is trained on, the correlation of equal numbers.
 
     Raises:
         RolloutError: with `exact`, on every rank, if the log-probs of any token are not equal.
@@ -90,16 +93,19 @@ def probs_diff(
             "operator is not exact. `hybridengine parity` on this run names the first difference; "
             "rollout.exact=off goes on without the check"
         )
-    count = count.clamp(min=1)
+    if count == 0:
+        return {}
     p, q = p - sum_p / count, q - sum_q / count
     pp, qq, pq = _sum_over_ranks(torch.stack([p * p, q * q, p * q]).sum(1), group)
-    correlation = (pq / (pp * qq).sqrt()).clamp(-1, 1)
-    return {
+    correlation = float((pq / (pp * qq).sqrt()).clamp(-1, 1))
+    metrics = {
         "training/rollout_probs_diff_mean": float(sum_diff / count),
         "training/rollout_probs_diff_max": float(largest),
         "training/rollout_ratio_mean": float(sum_ratio / count),
-        "training/rollout_actor_probs_pearson_corr": float(correlation.nan_to_num(1.0)),
     }
+    if not math.isnan(correlation):
+        metrics["training/rollout_actor_probs_pearson_corr"] = correlation
+    return metrics
 
 
 def explained_variance(batch: RolloutBatch, group: dist.ProcessGroup | None) -> float:

@@ -223,7 +223,7 @@ class Actor(Learner):
         if self.kl is None:
             return {}
         used = self.kl.coef
-        self.kl.update(metrics["actor/kl_loss"], len(batch.outcomes))
+        self.kl.update(metrics["actor/kl_loss"], len(batch.outcomes.last))
         return {"actor/kl_coef": used}
 
     def _with_active_rows(self, batch: RolloutBatch) -> RolloutBatch:

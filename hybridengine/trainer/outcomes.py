@@ -63,7 +63,8 @@ class Outcomes:
     ranks = _Column("rank", torch.int64)  # the rank that has the tokens
     versions = _Column("version", torch.int64)  # of the weights that sampled the oldest token
     prompt_lengths = _Column("prompt_length", torch.int64)
-    response_lengths = _Column("size/token_ids", torch.int64)
+    response_lengths = _Column("size/token_ids", torch.int64)  # with the tokens of tools and users
+    num_sampled = _Column("num_sampled", torch.int64)  # of them the model's
     is_truncated = _Column("is_truncated", torch.bool)
     scores = _Column("score", torch.float64)
 
@@ -112,6 +113,19 @@ class Outcomes:
         if self.is_last is None:
             return torch.arange(len(self))
         return self.is_last.cumsum(0) - self.is_last.long()
+
+    def sum_of_trajectories(self, numbers: Tensor) -> Tensor:
+        """Sum a number per response over each of the M trajectories: [N] -> [M]."""
+        trajectories = self.trajectories.to(numbers.device)
+        sums = numbers.new_zeros(len(self.last))
+        return sums.index_add(0, trajectories, numbers)
+
+    @property
+    def first(self) -> Outcomes:
+        """The first response of each trajectory, whose prompt is the trajectory's."""
+        if self.is_last is None:
+            return self
+        return self.take(torch.cat([torch.tensor([True]), self.is_last[:-1]]).nonzero().flatten())
 
     @property
     def last(self) -> Outcomes:

@@ -259,6 +259,8 @@ class RLTrainer(BaseTrainer[RLConfig]):
         return self.syncs[-1]
 
     def _probs_diff(self, batch: RolloutBatch) -> dict[str, float]:
+        """Compare engine and trainer at the tokens that are trained on. Collective."""
+        batch = replace(batch, response_mask=self._trained_tokens(batch))
         exact = self.source.exact and self.config.trainer.mode == "sync"  # weights are not older
         return probs_diff(batch, self.dp.group, exact)
 
@@ -296,7 +298,9 @@ class RLTrainer(BaseTrainer[RLConfig]):
                 assert batch.advantages is not None
                 means = batch.sequence_means(batch.advantages)
                 rollouts = rollouts.with_advantages(self.dp.gather_responses(batch, means).cpu())
-                rollouts = with_trained_columns(rollouts, batch, record.columns)
+                bypasses = self.config.algorithm.rollout_correction.bypass_mode
+                before = None if bypasses else batch.old_log_probs
+                rollouts = with_trained_columns(rollouts, batch, record, before)
             write(rollouts)
         self._print_samples(rollouts)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from hybridengine.storage import atomic_file
 from hybridengine.trainer.batch import RolloutBatch
 from hybridengine.trainer.exchange import RowExchange
 from hybridengine.trainer.rollouts import Rollouts
+from hybridengine.trainer.token_record import TokenRecord
 
 
 @contextmanager
@@ -43,23 +44,38 @@ def rollout_file(path: Path | None, is_main: bool) -> Iterator[Callable[[Rollout
 
 
 def with_trained_columns(
-    rollouts: Rollouts, batch: RolloutBatch, more: Mapping[str, Tensor]
+    rollouts: Rollouts, batch: RolloutBatch, record: TokenRecord, old_log_probs: Tensor | None
 ) -> Rollouts:
-    """Return rollouts with the tokens' advantages, old log-probs and `more`, [R]. Collective.
+    """Return rollouts with what training has computed of their tokens. Collective.
 
-    They lie where the batch is trained on, and move to where the responses were generated.
+    It lies where the batch is trained on, and moves to where the responses were generated. A token
+    of which a number was not computed has None: masked ones in the update, those of tools anywhere.
+
+    old_log_probs: [R], computed before the update unless `record` has them; None: not computed.
     """
+    nothing = torch.zeros_like(batch.response_mask)
+    sampled = ~nothing if batch.sampled is None else batch.sampled
+    of_update = nothing if record.mask is None else record.mask
+    columns = {name: (values, of_update) for name, values in record.columns.items()}
+    columns["advantages"] = (batch.advantages, sampled)
+    if old_log_probs is not None:
+        columns.setdefault("old_log_probs", (old_log_probs, sampled))
     outcomes, world_size = rollouts.outcomes, dist.get_world_size()
     wanted = [(outcomes.ranks == r).nonzero().flatten().tolist() for r in range(world_size)]
     exchange = RowExchange(batch.placement.sources, wanted)
     lengths = outcomes.response_lengths
     own_lengths = lengths[outcomes.ranks == rollouts.rank].tolist()
-    columns = {"advantages": batch.advantages, "old_log_probs": batch.old_log_probs, **more}
+
+    def move(values: Tensor) -> Sequence[Tensor]:
+        return exchange(values, lengths).cpu().split(own_lengths)
+
     return rollouts.with_trained(
         {
-            name: exchange(values.float(), lengths).cpu().split(own_lengths)
-            for name, values in columns.items()
-            if values is not None
+            name: [
+                [x if has else None for x, has in zip(v.tolist(), m.tolist(), strict=True)]
+                for v, m in zip(move(values.float()), move(mask.to(torch.int8)), strict=True)
+            ]
+            for name, (values, mask) in columns.items()
         }
     )
 
@@ -112,7 +128,7 @@ def rollout_line(sample: PromptSample, r: Response) -> str:
         "prompt_ids": list(r.context_ids or sample.prompt_ids),
         "response_ids": list(r.token_ids),
         **({"images": images} if (images := _image_names(sample, r)) else {}),
-        "log_probs": list(map(float, r.log_probs)),
+        "log_probs": _engine_log_probs(r),
         **r.trained,
         **({"sampled": list(r.columns["sampled"]), "turns": list(r.turns)} if r.turns else {}),
         **r.columns_in_files(),
@@ -123,6 +139,12 @@ def rollout_line(sample: PromptSample, r: Response) -> str:
         for name, value in {**r.extras, **r.texts}.items()
     }
     return json.dumps({**prompt, **results, **response}, ensure_ascii=False) + "\n"
+
+
+def _engine_log_probs(r: Response) -> list[float | None]:
+    """Return the log-probs of the engine, None for tokens that it has not sampled."""
+    sampled = r.columns.get("sampled") or [1] * len(r.token_ids)
+    return [float(x) if s else None for x, s in zip(r.log_probs, sampled, strict=True)]
 
 
 def _image_names(sample: PromptSample, r: Response) -> list[str]:

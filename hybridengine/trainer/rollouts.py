@@ -155,11 +155,9 @@ class Rollouts:
         pairs = zip(self.own, own_advantages, strict=True)
         return replace(self, own=[replace(r, advantage=a) for r, a in pairs])
 
-    def with_trained(self, columns: Mapping[str, Sequence[Tensor]]) -> Rollouts:
-        """Add what training computed per token: by name, a tensor for each of this rank's own."""
-        trained = [
-            {name: rows[k].tolist() for name, rows in columns.items()} for k in range(len(self.own))
-        ]
+    def with_trained(self, columns: Mapping[str, Sequence[Sequence[float | None]]]) -> Rollouts:
+        """Add what training computed per token: by name, a list for each of this rank's own."""
+        trained = [{name: rows[k] for name, rows in columns.items()} for k in range(len(self.own))]
         own = [replace(r, trained=x) for r, x in zip(self.own, trained, strict=True)]
         return replace(self, own=own)
 
@@ -205,6 +203,7 @@ def own_outcomes(prompts: Subset[PromptSample], own: Sequence[Response], rank: i
             "rank": rank,
             "version": r.version,
             "prompt_length": len(r.context_ids or sample.prompt_ids),
+            "num_sampled": r.num_sampled,
             "is_truncated": r.finish_reason == "length",
             "score": r.score,
             **{f"size/{name}": len(r.per_token(name)) for name in token_columns()},

@@ -85,27 +85,31 @@ def detail_of(row: Mapping[str, Any]) -> Detail:
 
 
 def _color_values(row: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return name of a coloring → a number per token.
+    """Return name of a coloring → a number per token, NaN where it has none.
 
     ratio: the ratio that the rollout correction clips.
     clipping: 0 for tokens that are not clipped, 1 for clipped ones, -1 for clipped ones with a
       negative advantage.
     """
-    engine, trainer = row["log_probs"], row.get("old_log_probs")
+    named = ("log_probs", "old_log_probs", "advantages", "entropy", "clipped")
+    columns = {
+        name: [math.nan if x is None else x for x in row[name]] for name in named if name in row
+    }
+    engine, trainer = columns["log_probs"], columns.get("old_log_probs")
     values: dict[str, list[float]] = {"log_prob": engine}
-    if "advantages" in row:
-        values["advantage"] = row["advantages"]
+    if "advantages" in columns:
+        values["advantage"] = columns["advantages"]
     elif row.get("advantage") is not None:
         values["advantage"] = [row["advantage"]] * len(engine)
     if trainer is not None:
         pairs = list(zip(trainer, engine, strict=True))
         values["difference"] = [math.exp(p) - math.exp(q) for p, q in pairs]
-        values["ratio"] = [math.exp(max(-20.0, min(20.0, p - q))) for p, q in pairs]
-    if "entropy" in row:
-        values["entropy"] = row["entropy"]
-    if "clipped" in row:
-        signs = [math.copysign(1.0, advantage) for advantage in row["advantages"]]
-        values["clipping"] = [x * sign for x, sign in zip(row["clipped"], signs, strict=True)]
+        values["ratio"] = [math.exp(max(min(p - q, 20.0), -20.0)) for p, q in pairs]  # NaN stays
+    if "entropy" in columns:
+        values["entropy"] = columns["entropy"]
+    if "clipped" in columns:
+        signs = [math.copysign(1.0, advantage) for advantage in columns["advantages"]]
+        values["clipping"] = [x * sign for x, sign in zip(columns["clipped"], signs, strict=True)]
     return values
 
 

@@ -34,6 +34,7 @@ class _Line(msgspec.Struct):
     index: int
     reward: float
     response_ids: msgspec.Raw
+    sampled: msgspec.Raw = msgspec.Raw()
     finish_reason: str = ""
     advantage: float | None = None
     prompt: str = ""
@@ -47,7 +48,7 @@ class Entry:
     kind: "step" (training) or "val" (validation).
     row: the number of its line in the file.
     group: the row of the dataset, which all responses to one prompt share.
-    length: the number of tokens of the response.
+    length: the number of tokens of the response that the model wrote.
     offset, size: the position and the length of its line in the file, in bytes.
     """
 
@@ -93,8 +94,8 @@ class RolloutIndex:
                 except msgspec.DecodeError as error:
                     path = self._files[kind, step]
                     raise ConfigError(f"{path}, line {row + 1}: not a rollout: {error}") from None
-                ids = bytes(line.response_ids)
-                length = ids.count(b",") + (len(ids) > 2)
+                ids, sampled = bytes(line.response_ids), bytes(line.sampled)
+                length = sampled.count(b"1") if sampled else ids.count(b",") + (len(ids) > 2)
                 preview = " ".join(line.response[:80].split())
                 yield Entry(
                     kind,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from statistics import fmean
+
 import pytest
 import torch
 from hybridengine.kernels import group_advantage, whiten
@@ -68,6 +71,8 @@ def results(tmp_path_factory) -> dict[str, Result]:
     ]
     longer = [f"model.path={folder}/stopping", "data.max_response_length=2", "rollout.n=8"]
     jobs["long"], jobs["truncated"] = longer, [*longer, "algorithm.mask_truncated_completions=true"]
+    jobs["truncated_twice"] = [*jobs["truncated"], "actor.ppo_epochs=2"]
+    jobs["bypass"] = ["algorithm.rollout_correction.bypass_mode=true"]
     off_policy = ["rollout.top_k=20", "algorithm.sampling_replay=off"]
     jobs["off_policy"] = [*off_policy, "algorithm.rollout_correction.rollout_is=sequence"]
     jobs["rejected"] = [
@@ -212,6 +217,27 @@ def test_truncated_responses_weigh_nothing(results) -> None:
     assert masked.last["actor/entropy"] != pytest.approx(whole.last["actor/entropy"], rel=1e-4)
     # A mean over the tokens that are left: were they counted differently, it would not be 1.
     assert masked.last["actor/ratio_mean"] == pytest.approx(1, abs=1e-5)
+
+
+def test_what_was_not_computed_is_null_and_in_no_check(results) -> None:
+    """Old log-probs of the step itself are of trained tokens; those of a pass before, of all."""
+    for name, is_once in (("truncated", True), ("truncated_twice", False)):
+        rows, last = results[name].rollouts["step_1"], results[name].last
+        assert {row["finish_reason"] for row in rows} == {"stop", "length"}
+        diffs = []
+        for row in rows:
+            has_none = row["finish_reason"] == "length"
+            for column in ("entropy", "clipped", *(["old_log_probs"] if is_once else [])):
+                assert [x is None for x in row[column]] == [has_none] * len(row["response_ids"])
+            assert row["advantages"] == pytest.approx([row["advantage"]] * len(row["advantages"]))
+            if not (is_once and has_none):
+                assert row["old_log_probs"] == pytest.approx(row["log_probs"], abs=1e-3)
+            if not has_none:
+                pairs = zip(row["old_log_probs"], row["log_probs"], strict=True)
+                diffs += [abs(math.exp(p) - math.exp(q)) for p, q in pairs]
+        assert last["training/rollout_probs_diff_mean"] == pytest.approx(fmean(diffs), rel=1e-3)
+        assert last["training/rollout_probs_diff_max"] == pytest.approx(max(diffs), rel=1e-3)
+    assert all("old_log_probs" not in row for row in results["bypass"].rollouts["step_1"])
 
 
 def test_rollout_correction(results) -> None:

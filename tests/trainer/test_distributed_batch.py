@@ -73,7 +73,7 @@ def body(rank: int, world_size: int, folder: Path, count: int, sp_size: int) -> 
             results[f"{name}/{kl is not None}"] = compute_advantages(
                 batch, dp, rewards, algorithm, baselines
             )
-            results[f"rewards/{kl is not None}"] = rewards.per_response, metrics
+            results[f"rewards/{kl is not None}"] = rewards.per_trajectory, metrics
     advantages, returns = results["grpo/False"][0], results["gae/False"][1]
     batch = replace(batch, advantages=advantages, returns=returns)
     results["metrics"] = {
@@ -81,6 +81,8 @@ def body(rank: int, world_size: int, folder: Path, count: int, sp_size: int) -> 
         **probs_diff(batch, dp.group),
         "explained": explained_variance(batch, dp.group),
     }
+    nothing = replace(batch, response_mask=torch.zeros_like(some))
+    assert probs_diff(nothing, dp.group) == {}  # nothing is compared: no zeros
     masked = replace(batch, response_mask=some)
     counts = [dp.num_trained(masked, number) for number in (0, 1)]
     results["counts"] = [(int(tokens), int(seqs)) for tokens, seqs in counts]
@@ -106,11 +108,11 @@ def replicated(count: int) -> dict[str, Any]:
     for with_kl in (False, True):
         token_rewards = torch.zeros(int(ends[-1]))
         token_rewards[ends[1:].long() - 1] = scores
+        ids, rewards = torch.repeat_interleave(lengths), scores
         if with_kl:
             kl = token_kl("kl", given["old_log_probs"], given["ref_log_probs"])
             token_rewards -= KL_COEF * kl
-        ids = torch.repeat_interleave(lengths)
-        rewards = torch.zeros(count).index_add(0, ids, token_rewards)
+            rewards = scores - KL_COEF * torch.zeros(count).index_add(0, ids, kl)
         parts = torch.tensor([[part[1] for part in r.parts.values()] for r in rollouts])
         responses = Responses(
             rewards=rewards,

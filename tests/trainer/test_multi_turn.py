@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -118,7 +120,8 @@ def test_jobs_of_several_turns(tmp_path: Path) -> None:
     assert plain.last["num_turns/max"] > 2
     assert plain.last["agent_loop/tool_calls"] > 0
     assert plain.last["agent_loop/tool_errors"] == plain.last["agent_loop/branches"] == 0
-    assert 0 < plain.last["agent_loop/tokens/tool"] < plain.last["response_length/mean"]
+    assert plain.last["agent_loop/tokens/tool"] > 0
+    check_recorded(plain)
     assert plain.last["training/rollout_probs_diff_max"] < 1e-4  # of the model's tokens alone
 
     [rows] = branched.rollouts.values()
@@ -127,6 +130,7 @@ def test_jobs_of_several_turns(tmp_path: Path) -> None:
     assert branched.last["agent_loop/tool_errors"] > 0
     assert branched.last["training/rollout_probs_diff_max"] < 1e-4
     assert branched.last["perf/shared_tokens_saved"] > 0
+    check_recorded(branched)
 
     [row, *_] = acted.rollouts["step_1"]
     assert [t["role"] for t in row["turns"]][:3] == ["user", "assistant", "user"]
@@ -134,6 +138,16 @@ def test_jobs_of_several_turns(tmp_path: Path) -> None:
     assert acted.last["val/turn_rewards"] == acted.last["val/score"]
     assert any(row.get("critic/vf_loss", 0) > 0 for row in acted.rows)
     assert "environment Broken.step returned 'w9', expected (observation" in refused.refused
+
+
+def check_recorded(result: Any) -> None:
+    """Lengths count the model's tokens; other tokens have no values, not even zeros."""
+    [rows] = result.rollouts.values()
+    metrics = result.last
+    assert metrics["response_length/mean"] == pytest.approx(metrics["agent_loop/tokens/assistant"])
+    for row in rows:
+        for name in ("log_probs", "old_log_probs", "advantages", "entropy", "clipped"):
+            assert [x is not None for x in row[name]] == [bool(s) for s in row["sampled"]], name
 
 
 LEARNING = """
@@ -238,6 +252,111 @@ def make_trajectories(rank: int, world_size: int) -> Any:
         found[name] = compute_advantages(batch, dp, rewards, algorithm, None)
     packed = batch.micro_batches[0]
     return batch, rewards, found, packed.target_ids, packed.input_ids
+
+
+def make_branched_groups(rank: int, world_size: int) -> Any:
+    """Two groups of trajectories with tools and branches: (own rollouts, what is computed)."""
+    from random import Random
+
+    from hybridengine.config.algorithm import AlgorithmConfig, KLControlConfig
+    from hybridengine.data import PromptSample, Subset
+    from hybridengine.rollout import Response
+    from hybridengine.runtime.session import Session
+    from hybridengine.runtime.status import PhaseStatus
+    from hybridengine.trainer.advantages import compute_advantages, compute_rewards
+    from hybridengine.trainer.algorithms import KLController
+    from hybridengine.trainer.batch import DataParallel
+    from hybridengine.trainer.metrics import batch_metrics
+    from hybridengine.trainer.rollouts import Rollouts
+
+    draw = Random(3)
+    samples = [PromptSample(i, [5, 6, 7 + i], "", "toy", None, {}) for i in range(2)]
+    own: list[Response] = []
+    for group in range(2):
+        for branches in (1, 3, 2, 1):
+            score = draw.random()
+            for k in range(branches):
+                mask = [1, *(draw.randrange(2) for _ in range(draw.randrange(9))), 1]
+                own.append(
+                    Response(
+                        array("i", [draw.randrange(8, 90) for _ in mask]),
+                        array("f", [-draw.random() * m for m in mask]),
+                        "stop",
+                        group=group,
+                        score=score,
+                        columns={"sampled": array("b", mask)},
+                        context_ids=array("i", [5, 6, 7, 9, 10, 11, 12][: 7 if k else 0]),
+                        is_last=k == branches - 1,
+                        turns=[{}],
+                        turn_numbers={"num_turns": 3.0},
+                    )
+                )
+    rollouts = Rollouts.gather(Subset(samples, range(2)), own if rank == 0 else [], rank)
+    dp = DataParallel(Session(PhaseStatus(Path("/nonexistent"), rank)), 1)
+    batch = dp.build_batch(rollouts, 1, 64)
+    old = torch.linspace(-2, -0.1, sum(len(r.token_ids) for r in own))
+    lengths = [len(r.token_ids) for r in own]
+    here = torch.cat([old.split(lengths)[i] for i in batch.index.tolist()])
+    batch = replace(batch, old_log_probs=here, ref_log_probs=torch.full_like(here, -1))
+    found: dict[str, Any] = {}
+    for name in ("opo", "grpo", "dr_grpo", "rloo"):
+        for coef in (0.0, 0.3):
+            algorithm = AlgorithmConfig(adv_estimator=name)
+            kl = KLController(KLControlConfig(), coef) if coef else None
+            rewards, metrics = compute_rewards(batch, dp, kl, algorithm)
+            advantages, _ = compute_advantages(batch, dp, rewards, algorithm, None)
+            found[name, coef] = metrics, advantages.tolist()
+    found["metrics"] = batch_metrics(replace(batch, advantages=here), dp.group)
+    return own, old.tolist(), batch.index.tolist(), found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_advantages_weigh_the_tokens_that_the_model_wrote_in_all_branches(world_size: int) -> None:
+    """Against plain loops over trajectories, in Python's float64."""
+    results = run_ranks(make_branched_groups, world_size)
+    own, old, *_ = results[0]
+    trajectories: list[dict[str, Any]] = []
+    position, is_new = 0, True
+    of_row = []
+    for r in own:
+        if is_new:
+            trajectories.append({"group": r.group, "score": r.score, "tokens": 0, "kl": 0.0})
+        of_row.append(len(trajectories) - 1)
+        for k, is_sampled in enumerate(r.columns["sampled"]):
+            trajectories[-1]["tokens"] += is_sampled
+            trajectories[-1]["kl"] += is_sampled * (old[position + k] + 1)  # log-prob - reference
+        position, is_new = position + len(r.token_ids), r.is_last
+    assert len(trajectories) == 8 < len(own)
+
+    def advantage_of(name: str, coef: float, t: dict[str, Any]) -> float:
+        group = [u for u in trajectories if u["group"] == t["group"]]
+        rewards = [u["score"] - coef * u["kl"] for u in group]
+        reward, mean = t["score"] - coef * t["kl"], sum(rewards) / len(group)
+        if name == "opo":
+            weighted = sum(u["tokens"] * x for u, x in zip(group, rewards, strict=True))
+            return reward - weighted / sum(u["tokens"] for u in group)
+        if name == "rloo":
+            return reward - (sum(rewards) - reward) / (len(group) - 1)
+        return (reward - mean) / ((stdev(rewards) + 1e-6) if name == "grpo" else 1)
+
+    for _, _, index, found in results:
+        logged = found.pop("metrics")
+        for (name, coef), (metrics, advantages) in found.items():
+            want = [
+                advantage_of(name, coef, trajectories[of_row[row]]) * is_sampled
+                for row in index
+                for is_sampled in own[row].columns["sampled"]
+            ]
+            assert advantages == pytest.approx(want, abs=1e-5), (name, coef)
+            rewards = [t["score"] - coef * t["kl"] for t in trajectories]
+            assert metrics["critic/rewards/mean"] == pytest.approx(fmean(rewards), abs=1e-5)
+            if coef:
+                means = [t["kl"] / t["tokens"] for t in trajectories]
+                assert metrics["actor/reward_kl_penalty"] == pytest.approx(fmean(means), abs=1e-5)
+        tokens = [t["tokens"] for t in trajectories]
+        assert logged["response_length/mean"] == pytest.approx(fmean(tokens))
+        assert logged["response_length/max"] == max(tokens)
+        assert logged["prompt_length/max"] == 3  # of the row, not of a branch
 
 
 def test_statistics_count_trajectories_and_masks_cover_the_model_s_tokens() -> None:

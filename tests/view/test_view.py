@@ -27,8 +27,8 @@ def index(tmp_path: Path) -> RolloutIndex:
         ("step=2", 6),
         ("step>1 reward>=1", 8),
         ("group=11 step!=1", 6),
-        ("length<4", 0),
-        ("length=4 row=5", 3),
+        ("length<4", 9),  # those with tools: the model's tokens
+        ("length=3 row=5", 3),
         ("kind=val", 0),
         ("prompt 1", 9),
         ("PROMPT 1  step=1", 3),
@@ -44,7 +44,8 @@ def test_entries_lead_to_their_rows(index: RolloutIndex) -> None:
     for entry in index.entries:
         row = index.read(entry)
         assert row["index"] == entry.group and row["reward"] == entry.reward
-        assert len(row["response_ids"]) == entry.length == 4
+        assert len(row["response_ids"]) == 4
+        assert entry.length == sum(row.get("sampled", [1] * 4))  # the model's tokens
     first = index.entries[0]
     assert [e.row for e in index.group(first)] == [0, 1, 2]
     assert [e.step for e in index.over_steps(first)] == [1] * 3 + [2] * 3 + [3] * 3
