@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from hybridengine.errors import EXIT_USER_ERROR, ConfigError, UserError, print_error
+from hybridengine.errors import EXIT_USER_ERROR, ConfigError, DataError, UserError, print_error
 
 __all__ = ["add_commands", "report_user_errors"]
 
@@ -191,13 +191,21 @@ def generate(
     settings: _Settings = None,
 ) -> None:
     """Try a model: each line of the standard input is a prompt, its response is printed."""
+    refused = False
     with report_user_errors():
-        from hybridengine.trainer.evaluate import load_evaluation, respond
+        from hybridengine.trainer.evaluate import load_evaluation, open_chat
 
         unused = ["data.train_files=none"]
         config = load_evaluation(model.expanduser(), [*unused, *(settings or [])])
-        for response in respond(config, _lines()):
-            print(response, flush=True)
+        with open_chat(config) as respond:
+            for prompt in _lines():
+                try:
+                    print(respond(prompt), flush=True)
+                except DataError as error:
+                    print_error(error)
+                    refused = True
+    if refused:
+        raise typer.Exit(EXIT_USER_ERROR)
 
 
 def _lines() -> Iterator[str]:

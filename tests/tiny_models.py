@@ -27,7 +27,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-__all__ = ["SIZES", "TINY", "save_classifier", "save_tiny", "tiny_config"]
+__all__ = ["SIZES", "TINY", "save_classifier", "save_tiny", "tiny_config", "word_tokenizer"]
 
 VOCAB = 101
 SIZES: dict[str, Any] = dict(
@@ -84,17 +84,21 @@ def save_tiny(kind: str, folder: Path | str, dtype: torch.dtype = torch.float32,
             if parameter.ndim == 1:
                 parameter.data += 0.1 * torch.randn_like(parameter)
     model.to(dtype).save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
     words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
         chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
-    ).save_pretrained(folder)
-    return str(folder)
+    )
 
 
 def save_classifier(kind: str, folder: Path, labels: int = 1) -> str:

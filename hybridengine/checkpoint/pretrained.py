@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import shutil
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def save_model_files(
             config.save_pretrained(hf_folder)
             if model.can_generate():
                 model.generation_config.save_pretrained(hf_folder)
-            _save_tokenizer(tokenizer, hf_folder)
+            save_tokenizer(tokenizer, hf_folder)
 
     if weights:
         save_pretrained(model, tokenizer, hf_folder, dtype, group=group)
@@ -92,11 +92,14 @@ def save_model_files(
         doing = f"saving the model's configuration to {str(hf_folder)!r}"
         run_on_rank0(save_configs, doing, group)
     if hasattr(model, "peft_config"):
-        save_adapter(model, folder / "adapter", group)
+        save_adapter(model, tokenizer, folder / "adapter", group)
 
 
-def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save the tokenizer, and the files of the image processor beside which it was loaded."""
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save the tokenizer, and the files of the image processor beside which it was loaded.
+
+    The tokenizer's chat template, of chat_template.jinja, is the processor's too.
+    """
     tokenizer.save_pretrained(folder)
     if not tokenizer.name_or_path:  # made in memory
         return
@@ -108,8 +111,14 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-        if file is not None:
-            shutil.copyfile(file, folder / name)
+        if file is None:
+            continue
+        text = Path(file).read_text()
+        settings = json.loads(text)
+        if tokenizer.chat_template and settings.pop("chat_template", None):  # of the model before
+            text = json.dumps(settings, indent=2) if settings else ""
+        if text:
+            (folder / name).write_text(text)
 
 
 @torch.no_grad()
@@ -157,7 +166,7 @@ def write_pretrained(
     use_checkpoint_names(skeleton)
     with atomic_folder(out, **origin) as partial:
         skeleton.save_pretrained(partial, state_dict=dict(state_dict))
-        _save_tokenizer(tokenizer, partial)
+        save_tokenizer(tokenizer, partial)
         _compare(model_class, partial, state_dict, dtype)
 
 
@@ -194,9 +203,14 @@ def _note_loaded(bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 @torch.no_grad()
 def save_adapter(
-    model: PreTrainedModel, out_dir: str | Path, group: dist.ProcessGroup | None = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    out_dir: str | Path,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the adapter in float32 as a folder for `peft.PeftModel.from_pretrained`; collective.
+    """Write adapter and tokenizer as a folder for `peft.PeftModel.from_pretrained`; collective.
+
+    The adapter is in float32.
 
     group: see `save_pretrained`.
 
@@ -224,6 +238,7 @@ def save_adapter(
         with atomic_folder(Path(out_dir).absolute()) as out:
             save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
             config.save_pretrained(str(out))
+            save_tokenizer(tokenizer, out)
 
     run_on_rank0(write, f"saving the adapter to {str(out_dir)!r}", group)
 

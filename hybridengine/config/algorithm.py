@@ -8,9 +8,9 @@ from typing import Literal
 from pydantic import StrictBool
 
 from hybridengine.config.common import (
+    InputPath,
     NonNegativeFloat,
     Numbers,
-    PathText,
     PositiveFloat,
     PositiveInt,
     Switch,
@@ -118,7 +118,7 @@ def _numbers(text: float | str) -> list[float]:
 class DistillConfig:
     """On-policy distillation (arXiv 2306.13649): a teacher's distribution in place of a reward."""
 
-    teacher_path: PathText | None = None  # causal LM of the same vocabulary; null: off
+    teacher_path: InputPath | None = None  # causal LM of the same vocabulary; null: off
     beta: UnitFloat = 0.5  # of the generalised JSD; 0: forward KL, 1: reverse KL
     temperature: PositiveFloat = 1.0  # of both distributions in the loss
 

@@ -17,6 +17,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, StrictBool
 
+from hybridengine.config.paths import ReadPath
+
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
 IntOrOff = Annotated[int, Field(ge=-1, strict=True)]  # -1: off, or all
@@ -48,7 +50,11 @@ def _as_switch(value: Any) -> Any:
 Numbers = tuple[FiniteFloat, ...]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 PathText = Annotated[str, AfterValidator(_expand_home)]
-PathTexts = Annotated[Texts, AfterValidator(_expand_home)]
+OutputPath = Annotated[PathText, AfterValidator(os.path.abspath)]
+InputPath = Annotated[PathText, ReadPath()]
+InputPaths = Annotated[Texts, AfterValidator(_expand_home), ReadPath()]
+CodePath = Annotated[PathText, ReadPath(".py")]  # file.py, file.py:name or the name of a module
+CodePaths = Annotated[Texts, AfterValidator(_expand_home), ReadPath(".py")]
 Options = Mapping[str, Any]  # any keys, passed on to another library
 Logger = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]
 Loggers = Annotated[tuple[Logger, ...], BeforeValidator(_as_list)]
@@ -72,7 +78,7 @@ class OverrideConfig:
 
 @dataclass(frozen=True)
 class TrainedModelConfig:
-    path: PathText = ""  # a Hugging Face folder, or a name in the local cache or the hub
+    path: InputPath = ""  # a Hugging Face folder, or a name in the local cache or the hub
     trust_remote_code: StrictBool = False  # run Python code that comes with the model
     enable_gradient_checkpointing: StrictBool = False  # recompute layers in backward: less memory
     use_fused_kernels: StrictBool = True  # log-probs from hidden states; false: from full logits
@@ -82,7 +88,7 @@ class TrainedModelConfig:
     target_modules: str | tuple[str, ...] = "all-linear"  # names of the layers that get adapters
     target_parameters: Texts = ()  # fused experts that get adapters, such as experts.down_proj
     share_expert_adapters: SharedFactors = "none"  # factors that all experts of a layer share
-    lora_adapter_path: PathText | None = None  # PEFT folder to start from, with its rank and scale
+    lora_adapter_path: InputPath | None = None  # PEFT folder to start from, with its rank and scale
     override_config: OverrideConfig = OverrideConfig()
 
     @property
@@ -93,11 +99,11 @@ class TrainedModelConfig:
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    train_files: PathTexts = ()  # files, folders or globs
-    val_files: PathTexts | None = None  # null: no validation at all
+    train_files: InputPaths = ()  # files, folders or globs
+    val_files: InputPaths | None = None  # null: no validation at all
     truncation: Truncation = "error"  # of longer rows: an error, or cut at the left or right
     shuffle: StrictBool = True  # a new order every epoch, by seed
-    chat_template: PathText | None = None  # Jinja text or a file; null: the tokenizer's own
+    chat_template: InputPath | None = None  # Jinja text or a file; null: the tokenizer's own
     apply_chat_template_kwargs: Options = field(default_factory=dict)  # variables of the template
     special_tokens: SpecialTokensInData = "text"  # <|im_end|> in a message; allow: a control token
     image_key: str = "images"  # column of a row's images, where it has any; docs/images.md
@@ -168,7 +174,7 @@ class RunConfig:
     save_dtype: Dtype = "auto"  # of final/ and Hugging Face folders; auto: as fsdp_config.dtype
     max_actor_ckpt_to_keep: PositiveInt | None = None  # the newest and the best; null: all
     resume_mode: ResumeMode = "auto"  # auto: the newest checkpoint
-    resume_from_path: PathText | None = None  # a checkpoint folder, for resume_mode path
+    resume_from_path: InputPath | None = None  # a checkpoint folder, for resume_mode path
     default_local_dir: PathText = "runs/train"  # the run's folder
     logger: Loggers = ("console", "jsonl")  # where metrics go
     project_name: str = "hybridengine"  # project in wandb, experiment in MLflow
@@ -187,6 +193,7 @@ class JobConfig(ABC):
     """What every kind of job has in common."""
 
     model: TrainedModelConfig
+    data: DatasetConfig
     trainer: RunConfig
     seed: int
 

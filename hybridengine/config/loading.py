@@ -28,6 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 from hybridengine.config.adapter import adapter_settings
 from hybridengine.config.aliases import RL_ALIASES, SFT_ALIASES, AliasTable
 from hybridengine.config.common import JobConfig, Options
+from hybridengine.config.paths import find_input, read_paths
 from hybridengine.config.rl import RLConfig
 from hybridengine.config.sft import SFTConfig
 from hybridengine.config.simulation import SimulationConfig
@@ -51,7 +52,9 @@ _KINDS: dict[type, tuple[str, AliasTable, tuple[str, ...]]] = {  # name, aliases
 _HYDRA_KEYS = ("_target_", "hydra", "defaults")
 _MESSAGES = {"tuple_type": "input should be a list"}  # of pydantic's error types, for YAML
 _type_adapter = functools.cache(TypeAdapter)
-_type_hints = functools.cache(typing.get_type_hints)  # most of the time of a load, else
+_type_hints = functools.cache(  # most of the time of a load, else
+    functools.partial(typing.get_type_hints, include_extras=True)
+)
 
 
 def load_config(
@@ -62,6 +65,8 @@ def load_config(
     """Read a YAML file (None: defaults only), apply `key=value` overrides, check everything.
 
     path, overrides: may also be mappings, nested or with dotted keys, of Python values.
+    A relative path of what the job reads is looked up in the working directory, one of a file
+    also in the file's folder and those above it; where it exists, it becomes absolute.
     defaults: native key → value, replaces the schema's own default.
     A key of verl without effect here is a ConfigNote warning. Raises ConfigError for an unreadable
     file, and InvalidConfigError with every other fault at once: unknown keys, wrong types or
@@ -100,6 +105,11 @@ def parse_overrides(overrides: Sequence[str]) -> Mapping[str, Any]:
     return settings
 
 
+def read_settings(file: Path) -> Mapping[str, Any]:
+    """Return the content of a YAML file of settings. Raises ConfigError if it cannot be read."""
+    return _read(lambda: OmegaConf.load(file), f"config file {located(file)}")
+
+
 def config_to_yaml(config: JobConfig) -> str:
     """Return the resolved configuration as YAML; `load_config` reads it back to an equal one."""
     # As `OmegaConf.to_yaml`, without a node for each value, which takes ten times as long.
@@ -122,12 +132,12 @@ def _load(schema: Any, path: Any, overrides: Any, defaults: Mapping[str, Any]) -
     kind, aliases, required = _KINDS[schema]
     types = dict(keys_of(schema))
     free = frozenset(key for key, hint in types.items() if hint == Options)
-    given = _Settings(kind, aliases, frozenset(types), free, dict(defaults))
+    given = _Settings(kind, aliases, frozenset(types), free, read_paths(types), dict(defaults))
     if isinstance(path, Mapping):
         given.add(path, "the configuration")
     elif path is not None:
         file = Path(path).expanduser()
-        given.add(_read(lambda: OmegaConf.load(file), f"config file {located(file)}"), str(path))
+        given.add(read_settings(file), str(path), folders=file.absolute().parents)
     if isinstance(overrides, Mapping):
         given.add(overrides, "overrides", last_wins=True)
     else:
@@ -195,6 +205,7 @@ class _Settings:
     """What files and overrides set, by native key, and what is wrong with it.
 
     known: all native keys; free: those whose value is a mapping with keys of any name.
+    paths: keys of what a job reads → a part of every value that is a path.
     values: native key → value.
     faults: one line each.
     faulty_keys: native keys that a fault is about; further faults about them would only repeat it.
@@ -205,21 +216,31 @@ class _Settings:
     aliases: AliasTable
     known: frozenset[str]
     free: frozenset[str]
+    paths: Mapping[str, str]
     values: dict[str, Any] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     faulty_keys: set[str] = field(default_factory=set)
     notes: dict[str, list[str]] = field(default_factory=dict)
     _shared: list[tuple[str, str, Any]] = field(default_factory=list)
 
-    def add(self, tree: Mapping[str, Any], source: str, last_wins: bool = False) -> None:
+    def add(
+        self,
+        tree: Mapping[str, Any],
+        source: str,
+        last_wins: bool = False,
+        folders: Sequence[Path] = (),
+    ) -> None:
         """Add the settings of one source; they replace those of earlier sources.
 
         last_wins: whether the last of two names of one key counts; otherwise both are a fault.
+        folders: those of relative paths, after the working directory.
         """
         here: dict[str, tuple[str, Any]] = {}
         for given, value in _leaves(tree, self.free):
             key, value = self.aliases.native(given), _as_text(value)
             key, value = self._in_mapping(key, value)
+            if key in self.paths:
+                value = find_input(value, self.paths[key], folders)
             if key in self.free and isinstance(value, Mapping):
                 merged = OmegaConf.merge(self.values.get(key) or {}, value)
                 self.values[key] = OmegaConf.to_container(merged)

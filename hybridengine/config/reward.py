@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pydantic import StrictBool
 
 from hybridengine.config.common import (
+    CodePath,
+    CodePaths,
+    InputPath,
     NonNegativeFloat,
     NonNegativeInt,
     Numbers,
-    PathText,
-    PathTexts,
     PositiveFloat,
     PositiveInt,
     Texts,
@@ -20,13 +21,13 @@ from hybridengine.config.common import (
 
 @dataclass(frozen=True)
 class CustomRewardConfig:
-    path: PathTexts = ()  # Python files, built-in rules or URLs; none: by data_source
+    path: CodePaths = ()  # Python files, built-in rules or URLs; none: by data_source
     name: Texts = ("compute_score",)  # names of the functions
 
 
 @dataclass(frozen=True)
 class RewardModuleConfig:
-    path: PathText | None = None  # Python file with the class reward_manager.name; null: none
+    path: CodePath | None = None  # Python file with the class reward_manager.name; null: none
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class RewardHttpConfig:
 @dataclass(frozen=True)
 class RewardModelConfig:
     enable: StrictBool = False  # add the score of a reward model
-    model_path: PathText = ""  # sequence classifier with one label
+    model_path: InputPath = ""  # sequence classifier with one label
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,16 @@ from hybridengine.config.algorithm import (
     PolicyLossConfig,
 )
 from hybridengine.config.common import (
+    CodePath,
     DatasetConfig,
     FiniteFloat,
+    InputPath,
     IntOrOff,
     JobConfig,
     NonNegativeFloat,
     NonNegativeInt,
     OptimConfig,
+    OutputPath,
     PathText,
     PolicyConfig,
     PositiveFloat,
@@ -47,7 +50,7 @@ KLLossType = Literal[KLType, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+",
 @dataclass(frozen=True)
 class ModelConfig(TrainedModelConfig):
     share_engine_weights: Switch = "auto"  # compute with the engine's weights, gather none
-    external_lib: PathText | None = None  # file or module that registers estimators, rewards
+    external_lib: CodePath | None = None  # file or module that registers estimators, rewards
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ class ActorConfig(PolicyConfig):
 
 @dataclass(frozen=True)
 class CriticModelConfig:
-    path: PathText | None = None  # causal LM or sequence classifier; null: model.path
+    path: InputPath | None = None  # causal LM or sequence classifier; null: model.path
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ class TrainerConfig(RunConfig):
     mode: Literal["sync", "one_step_off", "async"] = "sync"  # engine ranks generate during training
     staleness: NonNegativeInt = 1  # updates that rollouts may be behind, unless mode is sync
     critic_warmup: NonNegativeInt = 0  # first steps, in which only the critic is trained
-    rollout_data_dir: PathText | None = None  # null: <default_local_dir>/rollouts
+    rollout_data_dir: OutputPath | None = None  # null: <default_local_dir>/rollouts
     rollout_freq: IntOrOff = 1  # steps between written rollouts; -1: none
 
 

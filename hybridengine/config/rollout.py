@@ -8,15 +8,16 @@ from typing import Literal
 from pydantic import StrictBool
 
 from hybridengine.config.common import (
+    CodePath,
+    CodePaths,
     Dtype,
     Fraction,
     InFlight,
+    InputPath,
     IntOrOff,
     NonNegativeFloat,
     NonNegativeInt,
     Options,
-    PathText,
-    PathTexts,
     PositiveFloat,
     PositiveInt,
     Switch,
@@ -47,8 +48,8 @@ class MultiTurnConfig:
     enable: StrictBool = False  # responses are trajectories of an agent loop
     max_assistant_turns: PositiveInt | None = None  # turns of the model; null: no limit
     max_user_turns: PositiveInt | None = None  # rounds of tool results or observations
-    tool_config_path: PathText | None = None  # YAML file of tools that are classes, as verl's
-    function_tool_path: PathTexts = ()  # Python files of functions as tools, or file.py:function
+    tool_config_path: InputPath | None = None  # YAML file of tools that are classes, as verl's
+    function_tool_path: CodePaths = ()  # Python files of functions as tools, or file.py:function
     max_parallel_calls: PositiveInt = 1  # tool calls of one turn that are run; further ones are not
     max_tool_response_length: PositiveInt = 256  # characters of a tool's response; cut beyond
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"  # where it is cut
@@ -59,7 +60,7 @@ class MultiTurnConfig:
 
 @dataclass(frozen=True)
 class AgentConfig:
-    default_agent_loop: str = "tool_agent"  # a registered name, file.py:Class or package.Class
+    default_agent_loop: CodePath = "tool_agent"  # a registered name, file.py:Class or package.Class
 
 
 @dataclass(frozen=True)

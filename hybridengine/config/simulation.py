@@ -9,9 +9,9 @@ from pydantic import StrictBool
 
 from hybridengine.config.common import (
     Fraction,
+    InputPath,
     NonNegativeFloat,
     NonNegativeInt,
-    PathText,
     PositiveFloat,
     PositiveInt,
 )
@@ -23,7 +23,7 @@ Mode = Literal["sync", "one_step_off"]
 
 @dataclass(frozen=True)
 class SimulatedModelConfig:
-    path: PathText = ""  # a folder with config.json, or a name in the local cache or the hub
+    path: InputPath = ""  # a folder with config.json, or a name in the local cache or the hub
     trust_remote_code: StrictBool = False  # run Python code that comes with the model
 
 

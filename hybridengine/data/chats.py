@@ -94,7 +94,7 @@ class ChatTemplate:
         self.special = SpecialTokens(tokenizer, data.special_tokens)
         self.options = dict(data.apply_chat_template_kwargs)
         own = None if preparer is None else preparer.chat_template
-        self.text = _find_template(tokenizer, data.chat_template or own)
+        self.text = find_template(tokenizer, data.chat_template or own)
 
     def of_row(self, tools: Sequence[Mapping[str, Any]], **options: Any) -> ChatTemplate:
         """Return the template with tools and further variables of one row."""
@@ -161,7 +161,8 @@ class ChatTemplate:
         return str(text)
 
 
-def _find_template(tokenizer: Any, template: str | None) -> str:
+def find_template(tokenizer: Any, template: str | None) -> str:
+    """Return the Jinja text of `template`, text itself or a file; None: the tokenizer's own."""
     if template is None:
         if not tokenizer.chat_template:
             raise DataError("the tokenizer has no chat template; set data.chat_template")

@@ -20,10 +20,11 @@ from hybridengine.agent import (
     find_parser,
     load_tools,
 )
-from hybridengine.config import ConfigError, JobConfig, RLConfig, SFTConfig
+from hybridengine.config import ConfigError, JobConfig, RLConfig
 from hybridengine.data import PromptDataset
 from hybridengine.data.chats import ChatTemplate
 from hybridengine.data.special_tokens import SpecialTokens
+from hybridengine.data.trained_template import set_trained_template
 from hybridengine.errors import UserError, located, unreadable_part
 from hybridengine.model import adapter_shards, frozen_parameters, parameter_shards
 from hybridengine.model.validation import check_model
@@ -44,17 +45,23 @@ SYNC_SHARE = 0.8  # of trainer.timeout_s: a sync gives up before the trainers' c
 def load_tokenizer(config: JobConfig, path: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the folder or name `path`, by default the trained model's.
 
-    Raises ModelError if there is none, or none that transformers can read.
+    That one has the chat template that is trained with, so that it is saved with the model.
+
+    Raises ModelError if there is none, or none that transformers can read, and DataError for a
+    chat template that cannot be read.
     """
-    trust, path = config.model.trust_remote_code, path or config.model.path
+    trust, folder = config.model.trust_remote_code, path or config.model.path
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
     except Exception as error:  # missing, cut and unknown files raise anything
         files = "tokenizer.json and tokenizer_config.json"
-        raise unreadable_part("tokenizer", path, files, error) from error
+        raise unreadable_part("tokenizer", folder, files, error) from error
+    if path is None:
+        set_trained_template(tokenizer, config.data, load_preparer(config))
+    return tokenizer
 
 
-def load_preparer(config: RLConfig | SFTConfig, path: str | None = None) -> ImagePreparer | None:
+def load_preparer(config: JobConfig, path: str | None = None) -> ImagePreparer | None:
     """Load what prepares images for a model, None where it takes none.
 
     path: of the model; None: of the trained one.

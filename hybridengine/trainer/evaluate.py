@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -17,10 +18,13 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from hybridengine.config import ConfigError, RLConfig, load_config
-from hybridengine.data import PromptDataset, Subset
+from hybridengine.config import ConfigError, RLConfig, load_config, load_sft_config
+from hybridengine.config.common import DatasetConfig
+from hybridengine.config.loading import read_settings
+from hybridengine.data import DataError, PromptDataset, Subset
+from hybridengine.data.chats import ChatTemplate
 from hybridengine.model import parameter_shards
-from hybridengine.model.validation import auto_class, check_model
+from hybridengine.model.validation import auto_class, check_model, longest_sequence
 from hybridengine.reshard import Resharder
 from hybridengine.rewards import build_reward_manager
 from hybridengine.rollout import RolloutEngine
@@ -37,7 +41,16 @@ from hybridengine.trainer.generation import RolloutGenerator, sampling_of, val_s
 from hybridengine.trainer.plan import resolve_dtypes
 from hybridengine.trainer.validation import Problem, gain_interval, problems_of
 
-__all__ = ["evaluate", "load_evaluation", "open_engine", "pass_at_k", "respond", "results_table"]
+__all__ = [
+    "evaluate",
+    "load_evaluation",
+    "open_chat",
+    "open_engine",
+    "pass_at_k",
+    "results_table",
+]
+
+_PROMPT_LENGTH = 1024  # tokens of a typed prompt, unless data.max_prompt_length is more
 
 # In this process, whatever the run had: the weights are merged, and no rank trains.
 _ALONE = (
@@ -57,14 +70,15 @@ _ALONE = (
 def load_evaluation(source: Path, overrides: Sequence[str]) -> RLConfig:
     """Return the settings to evaluate `source` with.
 
-    source: a YAML file; a run's folder, whose config.yaml and final/ are used; or a Hugging Face
-    folder.
+    source: a YAML file; a run's folder, whose config.yaml and final/ are used, of SFT as far as it
+    says how prompts are rendered; or a Hugging Face folder.
     """
-    file, model = None, list[str]()
+    file: Path | dict[str, Any] | None = None
+    model = list[str]()
     if source.is_file():
         file = source
     elif (source / "config.yaml").is_file():
-        file, model = source / "config.yaml", [f"model.path={source / 'final'}"]
+        file, model = _settings_of_run(source), [f"model.path={source / 'final'}"]
     elif (source / "config.json").is_file():
         model = [f"model.path={source}"]
     else:
@@ -75,8 +89,25 @@ def load_evaluation(source: Path, overrides: Sequence[str]) -> RLConfig:
     given = [
         o.removeprefix("data.val_files=") for o in overrides if o.startswith("data.val_files=")
     ]
-    train = [f"data.train_files={files}" for files in given] if file is None else []
+    train = [f"data.train_files={files}" for files in given] if not isinstance(file, Path) else []
     return resolve_dtypes(load_config(file, [*train, *model, *_ALONE, *overrides]))
+
+
+def _settings_of_run(run: Path) -> Path | dict[str, Any]:
+    """Return the config.yaml of an RL run, or what that of an SFT run says about prompts."""
+    file = run / "config.yaml"
+    if "rollout" in read_settings(file):
+        return file
+    config = load_sft_config(file)
+    names = {field.name for field in fields(DatasetConfig)}
+    names -= {"train_files", "val_files", "truncation", "shuffle"}
+    settings = {f"data.{name}": getattr(config.data, name) for name in names}
+    return {
+        **settings,
+        "model.trust_remote_code": config.model.trust_remote_code,
+        "model.override_config": asdict(config.model.override_config),
+        "seed": config.seed,
+    }
 
 
 @contextmanager
@@ -123,23 +154,51 @@ def evaluate(config: RLConfig) -> list[Problem]:
     return problems_of(rollouts)
 
 
-def respond(config: RLConfig, prompts: Iterable[str]) -> Iterator[str]:
-    """Yield a response to each prompt, sampled as `rollout` says; a prompt is a chat's first turn.
+@contextmanager
+def open_chat(config: RLConfig) -> Iterator[Callable[[str], str]]:
+    """Start the engine; return a function from a prompt, a chat's first turn, to its response.
 
-    Without a chat template the model continues the text of the prompt.
+    Prompts are rendered as those of the run, and responses sampled as `rollout` says. Without a
+    chat template the model continues the text of the prompt. The function raises DataError for a
+    prompt that is too long, or that the template refuses.
     """
+    config = _with_room_for_prompts(config)
+    import_external(config)
     spec = replace(sampling_of(config), n=1, record_kept=False, record_routes=False)
+    tools, preparer = tool_schemas(config), load_preparer(config)
     with open_engine(config) as (_, tokenizer, engine):
-        for number, prompt in enumerate(prompts):
-            chat = [{"role": "user", "content": prompt}]
-            text: Any = prompt
-            if tokenizer.chat_template:
-                text = tokenizer.apply_chat_template(
-                    chat, tokenize=False, add_generation_prompt=True
+        template = None
+        if tokenizer.chat_template:
+            template = ChatTemplate(tokenizer, config.data, tools, preparer)
+        numbers = itertools.count()
+
+        def respond(prompt: str) -> str:
+            where, ids = "the prompt", tokenizer(prompt).input_ids
+            if template is not None:
+                chat = template.special.hide(where, [{"role": "user", "content": prompt}])
+                text, _ = template.expand(where, template.render(where, chat, True), ())
+                [ids] = template.special.encode([text])["input_ids"]
+            if len(ids) > (limit := config.data.max_prompt_length):
+                raise DataError(
+                    f"the prompt is {len(ids)} tokens, more than data.max_prompt_length {limit}; "
+                    "raise it, or give a shorter one"
                 )
-            ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids
-            [[completion]] = engine.generate([ids], spec, config.seed + number)
-            yield str(tokenizer.decode(list(completion.token_ids), skip_special_tokens=True))
+            [[completion]] = engine.generate([ids], spec, config.seed + next(numbers))
+            return str(tokenizer.decode(list(completion.token_ids), skip_special_tokens=True))
+
+        yield respond
+
+
+def _with_room_for_prompts(config: RLConfig) -> RLConfig:
+    """Return the configuration with a longer data.max_prompt_length, as far as the model has it."""
+    model, rollout, data = config.model, config.rollout, config.data
+    checked = check_model(model.path, model.trust_remote_code, model.config_overrides)
+    limits = [longest_sequence(checked), rollout.max_model_len]
+    if not rollout.enable_chunked_prefill:
+        limits.append(rollout.max_num_batched_tokens)
+    left = min([limit for limit in limits if limit], default=math.inf) - data.max_response_length
+    length = max(data.max_prompt_length, int(min(_PROMPT_LENGTH, left)))
+    return replace(config, data=replace(data, max_prompt_length=length))
 
 
 def pass_at_k(values: Sequence[float], k: int) -> float:

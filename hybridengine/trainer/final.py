@@ -34,7 +34,7 @@ def export_final(
         with on_device(model):
             save_pretrained(model, tokenizer, final, dtype, group=group)
             if has_adapter:
-                save_adapter(model, run_dir / "final_adapter", group)
+                save_adapter(model, tokenizer, run_dir / "final_adapter", group)
     except ModelError as error:
         if saved is None:
             raise

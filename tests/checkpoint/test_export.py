@@ -25,6 +25,9 @@ pytestmark = pytest.mark.multirank
 
 
 KINDS: dict[str, dict] = {"tied": {}, "untied": {}, "lora": {"model.lora_rank": 2}}
+TEMPLATE = (
+    "{{ messages[0].content }} {{ mark }}{% for m in messages[1:] %} {{ m.content }}{% endfor %}"
+)
 
 
 def save_and_export(rank: int, world_size: int, folder: Path) -> None:
@@ -32,6 +35,11 @@ def save_and_export(rank: int, world_size: int, folder: Path) -> None:
     from hybridengine.checkpoint.pretrained import save_pretrained
 
     for kind, overrides in KINDS.items():
+        overrides = {
+            "data.chat_template": folder / "chat.jinja",
+            "data.apply_chat_template_kwargs.mark": "w7",
+            **overrides,
+        }
         run = start_run(rank, world_size, folder / kind, **overrides)
         run.step(1)
         save_checkpoint(run, 1)
@@ -42,6 +50,7 @@ def save_and_export(rank: int, world_size: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
+    (folder / "chat.jinja").write_text(TEMPLATE)
     for kind in KINDS:
         write_sft_job(folder / kind)  # untied
     save_tiny("llama", folder / "tied" / "model")
@@ -62,6 +71,13 @@ def assert_equal(one: Path, other: Path, **tolerance: float) -> None:
         torch.testing.assert_close(first[name].data, second[name].data, **close, msg=name)
 
 
+def assert_prompts_as_trained(folder: Path) -> None:
+    """Template and variables of the run are those of the folder's tokenizer."""
+    chat = [{"role": "user", "content": "w3"}]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "w3 w7"
+
+
 def test_a_run_without_checkpoints_names_its_final_folder(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path / "run" / "final")
     for given in (tmp_path / "run", tmp_path / "run" / "final"):
@@ -79,7 +95,8 @@ def test_offline_equals_online(tmp_path: Path, saved: Path, kind: str) -> None:
     assert_equal(tmp_path / "out", folder / "online", **(MERGED if kind == "lora" else {}))
     start = parameters(folder / "model")
     assert any(not torch.equal(p, start[name]) for name, p in parameters(tmp_path / "out").items())
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    assert_prompts_as_trained(tmp_path / "out")
+    assert_prompts_as_trained(source / "huggingface")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.tie_word_embeddings == (kind == "tied")
     if kind == "untied":
@@ -91,6 +108,7 @@ def test_offline_equals_online(tmp_path: Path, saved: Path, kind: str) -> None:
     if kind == "lora":
         adapter = tmp_path / "adapter"
         export_checkpoint(folder / "run", adapter, as_adapter=True)
+        assert_prompts_as_trained(adapter)
         from peft import PeftModel
 
         base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)

@@ -5,6 +5,7 @@ from functools import reduce
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hybridengine.config import (
     PPO,
@@ -437,3 +438,67 @@ def test_a_prompt_that_is_not_processed_in_chunks_fits_a_forward_pass():
     assert load_config(None, short).max_num_batched_tokens == 8192
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 9000, less than the longest"):
         load_config(None, [*whole, "rollout.max_num_batched_tokens=9000"])
+
+
+def test_paths_are_found_from_every_folder(tmp_path, monkeypatch):
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    for folder in (project / "examples" / "a", project / "data", project / "gpt2", elsewhere):
+        folder.mkdir(parents=True)
+    for name in ("examples/a/reward.py", "examples/a/chat.jinja", "data/1.parquet", "data/2.json"):
+        (project / name).touch()
+    (project / "math_verify").mkdir()  # the name of a built-in rule: no path
+    config = {
+        "model": {"path": "gpt2", "external_lib": "math_verify"},
+        "data": {
+            "train_files": ["data/*.parquet", "data/2.json", "data/3.json"],
+            "chat_template": "examples/a/chat.jinja",
+        },
+        "reward": {
+            "custom_reward_function": {
+                "path": ["examples/a/reward.py", "math_verify", "http://h/a"]
+            }
+        },
+        "rollout": {"agent": {"default_agent_loop": "examples/a/reward.py:Loop"}},
+        "trainer": {"rollout_data_dir": "out"},
+    }
+    file = write(project / "examples" / "a" / "c.yaml", yaml.safe_dump(config))
+    loaded = []
+    for folder in (project, file.parent, elsewhere):
+        monkeypatch.chdir(folder)
+        loaded.append(load_config(file))
+        assert loaded[-1].trainer.rollout_data_dir == str(folder / "out")
+    first = loaded[0]
+    assert first.model.path == str(project / "gpt2")
+    assert first.model.external_lib == "math_verify"
+    assert first.data.train_files == (
+        str(project / "data/*.parquet"),
+        str(project / "data/2.json"),
+        "data/3.json",
+    )
+    assert first.data.chat_template == str(file.parent / "chat.jinja")
+    paths = first.reward.custom_reward_function.path
+    assert paths == (str(file.parent / "reward.py"), "math_verify", "http://h/a")
+    assert first.rollout.agent.default_agent_loop == f"{file.parent / 'reward.py'}:Loop"
+    for other in loaded[1:]:
+        assert (other.model, other.data, other.reward) == (first.model, first.data, first.reward)
+    typed = load_config(
+        None,
+        [
+            "model.path=gpt2",
+            "data.train_files=data/2.json",
+            "reward.custom_reward_function.path=math_verify",
+        ],
+    )
+    assert typed.model.path == "gpt2"  # a command line's path: of the working directory alone
+    monkeypatch.chdir(project)
+    text = config_to_yaml(
+        load_config(
+            None,
+            {
+                "model.path": "gpt2",
+                "data.train_files": "data/2.json",
+                "data.chat_template": "{{ messages }}",
+            },
+        )
+    )
+    assert f"path: {project / 'gpt2'}\n" in text and "'{{ messages }}'" in text

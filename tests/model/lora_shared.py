@@ -108,6 +108,7 @@ def train_and_save(rank: int, world_size: int, path: str, out: str, targets: tup
         logits = packed_logits(model, batch)
         with adapters_disabled(model):
             of_base = packed_logits(model, batch)
-    save_pretrained(model, AutoTokenizer.from_pretrained(path), f"{out}/merged", torch.float32)
-    save_adapter(model, f"{out}/adapter")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    save_pretrained(model, tokenizer, f"{out}/merged", torch.float32)
+    save_adapter(model, tokenizer, f"{out}/adapter")
     return {"logits": logits, "of_base": of_base, "placed": placed}

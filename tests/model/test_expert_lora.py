@@ -30,7 +30,7 @@ from tests.model.moe_models import (
     tiny_moe,
 )
 from tests.ranks import run_ranks
-from tests.tiny_models import save_tiny
+from tests.tiny_models import save_tiny, word_tokenizer
 
 SHARED = ("none", "outer", "all")
 
@@ -125,7 +125,7 @@ def test_a_run_starts_from_an_adapter_that_peft_saved(tmp_path: Path) -> None:
 
 def export_body(rank: int, world_size: int, out: str) -> torch.Tensor:
     model = adapted("deepseek_v3", "outer")
-    save_adapter(model, out)
+    save_adapter(model, word_tokenizer(), out)
     return model(input_ids=IDS, use_cache=False).logits.detach()
 
 

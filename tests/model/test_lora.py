@@ -12,7 +12,7 @@ from hybridengine.errors import ModelError
 from hybridengine.model import adapter_shards, apply_lora, check_lora
 from tests.model.lora_shared import IDS, float64_update, reload, train_and_save, write_adapter
 from tests.ranks import run_ranks
-from tests.tiny_models import save_tiny
+from tests.tiny_models import save_tiny, word_tokenizer
 
 LINEAR = (["q_proj", "o_proj", "down_proj"],)
 
@@ -116,7 +116,7 @@ def load_adapted(rank: int, world_size: int, path: str, adapter: str, out: str) 
         config_overrides={"max_position_embeddings": 77},
     )
     assert model.config.max_position_embeddings == 77
-    save_adapter(model, out)
+    save_adapter(model, word_tokenizer(), out)
 
 
 @pytest.mark.multirank

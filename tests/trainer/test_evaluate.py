@@ -7,12 +7,16 @@ import sys
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
+from click.testing import Result
 from typer.testing import CliRunner
 
 from hybridengine import cli
+from hybridengine.config import config_to_yaml, load_sft_config
 from hybridengine.trainer.evaluate import evaluate, load_evaluation, pass_at_k, results_table
+from tests.tiny_models import save_tiny
 from tests.trainer.in_process import run_jobs, small_job
 
 
@@ -32,9 +36,37 @@ def test_the_table_has_intervals_and_pass_at_k_of_binary_results() -> None:
     ]
 
 
+@pytest.fixture
+def prompts_of_generate(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The token ids that the engine gets."""
+    from hybridengine.rollout.hf import HfEngine
+
+    seen, generate = list[list[int]](), HfEngine.generate
+
+    def record(self: HfEngine, prompts: Any, *args: Any) -> Any:
+        seen.extend(list(prompt) for prompt in prompts)
+        return generate(self, prompts, *args)
+
+    monkeypatch.setattr(HfEngine, "generate", record)
+    return seen
+
+
+def typed(folder: Path, text: str, *settings: str) -> Result:
+    """What `hybridengine generate` prints for lines of `text`."""
+    given = [str(folder), "rollout.name=hf", "data.max_response_length=3", *settings]
+    return CliRunner().invoke(cli.app, ["generate", *given], input=text)
+
+
 @pytest.mark.multirank
-def test_a_run_and_its_evaluation_agree(tmp_path: Path) -> None:
+def test_a_run_and_its_evaluation_agree(
+    tmp_path: Path, prompts_of_generate: list[list[int]]
+) -> None:
+    (tmp_path / "chat.jinja").write_text(
+        "{{ mark }}{% for m in messages %} {{ m.content }}{% endfor %}"
+    )
     own = {
+        "data.chat_template": tmp_path / "chat.jinja",
+        "data.apply_chat_template_kwargs.mark": "w7",
         "data.val_files": tmp_path / "rows.jsonl",
         "trainer.total_training_steps": 1,
         "rollout.val_kwargs.n": 2,
@@ -44,17 +76,42 @@ def test_a_run_and_its_evaluation_agree(tmp_path: Path) -> None:
     job = [*small_job(tmp_path), *(f"{key}={value}" for key, value in own.items())]
     [result] = run_jobs(tmp_path, [job])
     run = tmp_path / "run"
+    prompts = {tuple(line["prompt_ids"]) for line in result.rollouts["step_1"]}
+    assert {ids[0] for ids in prompts} == {7}
     config = load_evaluation(run, [])
     assert config.model.path == str(run / "final")
     problems = evaluate(config)
     scores = [score for _, results, _ in problems for score in results["score"]]
     assert fmean(scores) == pytest.approx(result.last["val/score"])  # same weights, same seed
-    typed = CliRunner().invoke(
-        cli.app, ["generate", str(run), "data.max_response_length=3"], input="w3 w4\n\nw5\n"
-    )
-    assert typed.exit_code == 0, typed.output
-    responses = [line.split() for line in typed.stdout.splitlines() if line.startswith("w")]
+    prompts_of_generate.clear()
+    done = typed(run, "w3 w4\n\nw5\n")
+    assert done.exit_code == 0, done.output
+    responses = [line.split() for line in done.stdout.splitlines() if line.startswith("w")]
     assert len(responses) == 2 and all(len(words) <= 3 for words in responses)
+    typed(run / "final", "w3\n")  # which knows nothing of the run
+    typed(run / "final", "w3\n", "data.apply_chat_template_kwargs.mark=w8")
+    long = typed(run, "w3 " * 600 + "\nw5\n")
+    assert long.exit_code == 2 and "data.max_prompt_length 509" in long.output
+    assert prompts_of_generate == [[7, 3, 4], [7, 5], [7, 3], [8, 3], [7, 5]]
+
+
+def test_a_run_of_sft_answers_as_it_was_trained(
+    tmp_path: Path, prompts_of_generate: list[list[int]]
+) -> None:
+    save_tiny("llama", tmp_path / "run" / "final")
+    (tmp_path / "chat.jinja").write_text("{{ mark }} {{ messages[0].content }}")
+    settings = [
+        f"model.path={tmp_path / 'model'}",
+        f"data.train_files={tmp_path / 'rows.jsonl'}",
+        f"data.chat_template={tmp_path / 'chat.jinja'}",
+        "data.apply_chat_template_kwargs.mark=w9",
+        "model.override_config.max_position_embeddings=99",
+    ]
+    config = load_sft_config(None, settings)
+    (tmp_path / "run" / "config.yaml").write_text(config_to_yaml(config))
+    done = typed(tmp_path / "run", "w3\n")
+    assert done.exit_code == 0, done.output
+    assert prompts_of_generate == [[9, 3]]
 
 
 @pytest.mark.multirank
