@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -51,6 +51,7 @@ from hybridengine.trainer.algorithms import NEEDS
 from hybridengine.trainer.build import (
     build_agents,
     check_algorithm,
+    find_stop_token_ids,
     import_external,
     load_preparer,
     load_tokenizer,
@@ -137,7 +138,13 @@ def check_sft(
     train, val = (
         _load_data(
             files,
-            lambda names: SFTDataset(names, tokenizer, config.data, load_preparer(config)),
+            lambda names: SFTDataset(
+                names,
+                tokenizer,
+                config.data,
+                load_preparer(config),
+                find_stop_token_ids(config.model.path, cast(Any, tokenizer)),
+            ),
             lambda names: check_conversations(names, config.data),
             faults,
             is_readable=tokenizer is not None,

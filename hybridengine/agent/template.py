@@ -7,9 +7,11 @@ so far cannot be continued as the template wants it: a new sequence begins, see 
 
 Rendered and sampled text are compared without white space, which templates strip and the tokens
 keep. A turn of the model is written in the chat in the first of these forms in which the template
-renders a chat with tool results:
+renders a chat with tool results, and continues a turn that has a thought:
 
     raw          the sampled text as content, so that the rendering has to contain it
+    thought      the sampled thought in a key of its own, the rest as content, for templates that
+                 open the thought in the generation prompt and do not find its end in a content
     structured   content and tool_calls, for templates that refuse results without a call; here the
                  renderings before and after the new messages are compared
     as user      raw, with tool results in the role of the user, for templates without tools
@@ -20,19 +22,19 @@ turns, what depends on the position, and a rewritten history (cf. TRL #5224).
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridengine.data.special_tokens import SpecialTokens
+from hybridengine.data.chats import THOUGHTS, ChatTemplate, mentions, prefix_end, text_of
 from hybridengine.errors import DataError, shorten
 from hybridengine.vision import EncodedImage
 
-__all__ = ["Extension", "ModelTurn", "Segment", "TurnTemplate", "images_of", "text_of"]
+__all__ = ["Extension", "ModelTurn", "Segment", "TurnTemplate", "images_of"]
 
 Message = Mapping[str, Any]  # a part of type image has its EncodedImage under "image"
-Expand = Callable[[str, Sequence[EncodedImage]], str]
+_WHERE = "a trajectory"  # in messages
 
 
 @dataclass
@@ -69,63 +71,108 @@ class ModelTurn:
     content: str
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
-    def message(self, form: str) -> dict[str, Any]:
+    def message(self, form: str, thought: ThoughtFormat | None = None) -> dict[str, Any]:
         if form == "structured" and self.tool_calls:
             return {"role": "assistant", "content": self.content, "tool_calls": self.tool_calls}
+        if form == "thought" and thought is not None and thought.closing in self.text:
+            before, _, content = self.text.partition(thought.closing)
+            own = before.strip().removeprefix(thought.opening).strip()
+            return {"role": "assistant", "content": content.lstrip(), thought.key: own}
         return {"role": "assistant", "content": self.text}
+
+
+@dataclass(frozen=True)
+class ThoughtFormat:
+    """How a template writes the thought of a turn.
+
+    key: of the message, that the template reads it from.
+    opening: written by the model before it; "" where the generation prompt ends with it.
+    closing: written by the model between it and the content.
+    """
+
+    key: str
+    opening: str
+    closing: str
 
 
 Entry = Message | ModelTurn  # of a chat
 _FORMS = ("raw", "structured", "as user")
+_QUESTION: Message = {"role": "user", "content": "probe"}
 
 
 class TurnTemplate:
     """A chat template and tokenizer for chats that grow.
 
-    render: (chat, with a generation prompt) → text; raises DataError where the template refuses.
+    chats: its `special` hides special tokens in the messages of others than the model, so that the
+      result of a tool cannot end its turn.
     stop_token_ids: tokens that end a turn.
-    special: hides special tokens in the messages of others than the model, so that the result of a
-      tool cannot end its turn.
-    expand: (rendered text, its images) → text with all tokens of the images; raises DataError for
-      another number of placeholders. None: the model takes no images.
     """
 
-    def __init__(
-        self,
-        render: Callable[[Sequence[Message], bool], str],
-        tokenizer: Any,
-        stop_token_ids: Sequence[int],
-        special: SpecialTokens,
-        expand: Expand | None = None,
-    ) -> None:
-        self._render, self._tokenizer, self._special = render, tokenizer, special
-        self._expand = expand
+    def __init__(self, chats: ChatTemplate, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
+        self._chats, self._tokenizer, self._special = chats, tokenizer, chats.special
         self._stop_texts = {token: self.decode([token]) for token in stop_token_ids}
+        self.form, self._thought = "raw", None
+        self._thought = self._find_thought()
         self.form = next(filter(self._renders, _FORMS), "raw")
+        if self._thought is not None:
+            continues = filter(self._continues, filter(self._renders, ("raw", "thought")))
+            self.form = next(continues, self.form)
+
+    def of_row(
+        self, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> TurnTemplate:
+        """Return the template with the tools and variables of a row, those of the run without."""
+        if not tools and not options:
+            return self
+        own, hidden = copy.copy(self), self._special.hide("a tool", list(tools))
+        own._chats = self._chats.of_row(hidden or self._chats.tools, **options)
+        own._thought = own._find_thought()
+        return own
+
+    def _render(self, chat: Sequence[Entry], prompt: bool, form: str | None = None) -> str:
+        return self._chats.render(_WHERE, self.messages(chat, form), prompt)
 
     def _renders(self, form: str) -> bool:
         """Whether the template renders two tool results in this form, and leaves none out."""
-        calls = [
-            {
-                "id": f"probecall{k}"[-9:],
-                "type": "function",
-                "function": {"name": "probe", "arguments": {"number": k}},
-            }
-            for k in range(2)
-        ]
-        results = [
-            {"role": "tool", "name": "probe", "tool_call_id": c["id"], "content": f"probed{k}"}
-            for k, c in enumerate(calls)
-        ]
-        turns = [ModelTurn(f"called{k}", "", [c]) for k, c in enumerate(calls)]
-        chat: list[Entry] = [{"role": "user", "content": "probe"}]
-        for turn, result in zip(turns, results, strict=True):
-            chat += [turn, result]
+        turns, results = _probe_turns("called0", "called1")
+        chat: list[Entry] = [_QUESTION, turns[0], results[0], turns[1], results[1]]
         try:
-            text = self._render(self._messages(chat, form), True)
+            text = self._render(chat, True, form)
         except DataError:
             return False
         return all(str(result["content"]) in text for result in results)
+
+    def _find_thought(self) -> ThoughtFormat | None:
+        """Find out how the template writes thoughts; None: it reads none."""
+        for key in filter(self._chats.reads, THOUGHTS):
+            turn = {"role": "assistant", "content": "probeanswer", key: "probethought"}
+            try:
+                prompt, text = (
+                    self._render([_QUESTION], True),
+                    self._render([_QUESTION, turn], False),
+                )
+            except DataError:
+                continue
+            start, content = text.find("probethought"), text.find("probeanswer")
+            closing = text[start + len("probethought") : content].strip()
+            if 0 <= start < content and closing:
+                pairs = enumerate(zip(prompt, text, strict=False))
+                same = next((i for i, (own, other) in pairs if own != other), len(prompt))
+                return ThoughtFormat(key, text[same:start].strip(), closing)
+        return None
+
+    def _continues(self, form: str) -> bool:
+        """Whether the rendering with a tool result begins with a turn that has a thought."""
+        thought = self._thought
+        assert thought is not None
+        sampled = f"{thought.opening}\nprobethought\n{thought.closing}\n\ncalled0"
+        turns, results = _probe_turns(sampled)
+        try:
+            before = self._render([_QUESTION], True) + sampled
+            text = self._render([_QUESTION, *turns, *results], True, form)
+        except DataError:
+            return False
+        return prefix_end(text, before) is not None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text with special tokens."""
@@ -141,16 +188,12 @@ class TurnTemplate:
 
     def begin(self, chat: Sequence[Message]) -> Segment:
         """Return the prompt of a chat."""
-        text, images = self._render(self._messages(chat, self.form), True), images_of(chat)
+        text, images = self._render(chat, True), images_of(chat)
         ids = self.encode(self._expanded(text, images))
         return Segment(self._special.reveal(text), ids, images)
 
     def _expanded(self, text: str, images: Sequence[EncodedImage]) -> str:
-        if self._expand is not None:
-            return self._expand(text, images)
-        if images:
-            raise DataError(f"{images[0].where}: an image, but the model takes none")
-        return text
+        return self._chats.expand(_WHERE, text, images)[0]
 
     def sampled_text(self, ids: Sequence[int]) -> str:
         """Return the text of a sampled turn without the token that ended it."""
@@ -164,11 +207,11 @@ class TurnTemplate:
         chat: all of it, new messages at the end.
         Raises DataError where the template refuses the chat, or leaves out new messages.
         """
-        rendered_chat = self._render(self._messages(chat, self.form), True)
+        rendered_chat = self._render(chat, True)
         text = self._special.reveal(rendered_chat)  # of the same length
         last = max(i for i, entry in enumerate(chat) if isinstance(entry, ModelTurn))
         for entry in chat[last + 1 :]:
-            if isinstance(entry, Mapping) and not _mentions(text, text_of(entry["content"])):
+            if isinstance(entry, Mapping) and not mentions(text, text_of(entry["content"])):
                 raise DataError(
                     f"the chat template leaves out messages of role {entry['role']!r}; set "
                     "data.chat_template to one that renders them"
@@ -176,8 +219,7 @@ class TurnTemplate:
         before = [segment.text for segment in segments[:-1]]
         sampled: str | None = segments[-1].text
         if self.form == "structured":
-            turns = self._messages(chat[: last + 1], self.form)
-            rendered = self._through_stop(self._render(turns, False))
+            rendered = self._through_stop(self._render(chat[: last + 1], False))
             if not self._is_ended(segments[-1].ids):  # the template then ends the turn
                 rendered = self._before_stop(rendered)
             rendered = self._special.reveal(rendered)
@@ -202,13 +244,27 @@ class TurnTemplate:
         encoded = self._encode_after(ids, self._expanded(after, images))
         return Extension(kept, Segment(self._special.reveal(after), encoded, images))
 
-    def _messages(self, chat: Sequence[Entry], form: str) -> list[Message]:
-        """Return a chat as templates take it, with special tokens hidden in others' messages."""
-        hidden = [
-            entry if isinstance(entry, ModelTurn) else self._special.hide("a message", entry)
-            for entry in chat
-        ]
-        return _messages(hidden, form)
+    def messages(self, chat: Sequence[Entry], form: str | None = None) -> list[Message]:
+        """Return a chat as templates take it, with special tokens hidden in others' messages.
+
+        As user, results of one turn become one message.
+        """
+        form = form or self.form
+        messages: list[dict[str, Any]] = []
+        joins = False  # whether the last message holds tool results
+        for entry in chat:
+            if isinstance(entry, ModelTurn):
+                messages.append(entry.message(form, self._thought))
+                joins = False
+                continue
+            entry, joined = self._special.hide("a message", entry), joins
+            joins = form == "as user" and entry["role"] == "tool"
+            if joins:
+                before = messages.pop()["content"] if joined else None
+                content = entry["content"] if before is None else _joined(before, entry["content"])
+                entry = {"role": "user", "content": content}
+            messages.append(dict(entry))
+        return list(messages)
 
     def _encode_after(self, ids: Sequence[int], text: str) -> list[int]:
         """Encode text that follows `ids`; some tokenizers treat the beginning of text specially."""
@@ -242,21 +298,22 @@ class TurnTemplate:
         return text.removesuffix(max(stops, key=len)) if stops else text
 
 
-def _messages(chat: Sequence[Entry], form: str) -> list[Message]:
-    """Return a chat as templates take it. As user, results of one turn become one message."""
-    messages: list[dict[str, Any]] = []
-    joins = False  # whether the last message holds tool results
-    for entry in chat:
-        if isinstance(entry, ModelTurn):
-            messages.append(entry.message(form))
-        elif form == "as user" and entry["role"] == "tool":
-            before = messages.pop()["content"] if joins else None
-            content = entry["content"] if before is None else _joined(before, entry["content"])
-            messages.append({"role": "user", "content": content})
-        else:
-            messages.append(dict(entry))
-        joins = form == "as user" and isinstance(entry, Mapping) and entry["role"] == "tool"
-    return list(messages)
+def _probe_turns(*texts: str) -> tuple[list[ModelTurn], list[Message]]:
+    """Return turns of the model with these texts, each with a call, and the results of these."""
+    calls = [
+        {
+            "id": f"probecall{k}"[-9:],
+            "type": "function",
+            "function": {"name": "probe", "arguments": {"number": k}},
+        }
+        for k in range(len(texts))
+    ]
+    results: list[Message] = [
+        {"role": "tool", "name": "probe", "tool_call_id": call["id"], "content": f"probed{k}"}
+        for k, call in enumerate(calls)
+    ]
+    turns = zip(texts, calls, strict=True)
+    return [ModelTurn(text, "", [call]) for text, call in turns], results
 
 
 def _joined(before: Any, after: Any) -> Any:
@@ -265,13 +322,6 @@ def _joined(before: Any, after: Any) -> Any:
         return f"{before}\n{after}"
     parts = [[{"type": "text", "text": c}] if isinstance(c, str) else c for c in (before, after)]
     return [*parts[0], {"type": "text", "text": "\n"}, *parts[1]]
-
-
-def text_of(content: Any) -> str:
-    """Return the text in the content of a message, text itself or a list of parts."""
-    if not isinstance(content, list):
-        return str(content)
-    return "".join(part.get("text", "") for part in content)
 
 
 def images_of(chat: Sequence[Entry]) -> list[EncodedImage]:
@@ -300,29 +350,3 @@ def _ends(text: str, parts: Sequence[str | None]) -> list[int]:
             break
         ends.append(ends[-1] + end)
     return ends
-
-
-def _mentions(text: str, content: str) -> bool:
-    """Whether the first words of a message are in the text; a template may escape the rest."""
-    return all(word in text for word in re.findall(r"\w+", content, re.ASCII)[:3])
-
-
-def prefix_end(text: str, prefix: str) -> int | None:
-    """Return where `prefix` ends in `text`, None if it is none; white space does not count.
-
-    Examples:
-        >>> prefix_end("a b\\n c", " ab ")
-        3
-    """
-    if text.startswith(prefix):
-        return len(prefix)
-    position = 0
-    for character in prefix:
-        if character.isspace():
-            continue
-        while position < len(text) and text[position].isspace():
-            position += 1
-        if position == len(text) or text[position] != character:
-            return None
-        position += 1
-    return position

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridengine.agent.parsers import ToolCall
-from hybridengine.agent.template import Entry, ModelTurn, Segment, TurnTemplate, text_of
+from hybridengine.agent.template import Entry, ModelTurn, Segment, TurnTemplate
 from hybridengine.agent.toolbox import Toolbox, ToolResult
 from hybridengine.data import PromptSample
+from hybridengine.data.chats import text_of
 from hybridengine.errors import UserError
 from hybridengine.rollout import Response
 from hybridengine.vision import EncodedImage
@@ -165,7 +166,8 @@ class Trajectory:
         self.is_truncated = False
         self.tool_rewards: dict[str, float] = {}  # by tool, what its calc_reward returned
         self.sequences: list[TokenSequence] = []
-        self._template, self._generate, self._max_tokens = template, generate, max_tokens
+        self._template = template.of_row(sample.tools, sample.template_options)
+        self._generate, self._max_tokens = generate, max_tokens
         self._num_read = 0  # messages that the tokens contain
 
     @property

@@ -102,9 +102,12 @@ class DatasetConfig:
     train_files: InputPaths = ()  # files, folders or globs
     val_files: InputPaths | None = None  # null: no validation at all
     truncation: Truncation = "error"  # of longer rows: an error, or cut at the left or right
+    filter_overlong_prompts: StrictBool = False  # drop longer rows
     shuffle: StrictBool = True  # a new order every epoch, by seed
     chat_template: InputPath | None = None  # Jinja text or a file; null: the tokenizer's own
     apply_chat_template_kwargs: Options = field(default_factory=dict)  # variables of the template
+    tools_key: str = "tools"  # column of tool schemas, where a row has it
+    enable_thinking_key: str = "enable_thinking"  # column of that variable, where a row has it
     special_tokens: SpecialTokensInData = "text"  # <|im_end|> in a message; allow: a control token
     image_key: str = "images"  # column of a row's images, where it has any; docs/images.md
     mm_processor_kwargs: Options = field(default_factory=dict)  # of the model's image processor

@@ -61,7 +61,6 @@ class DataConfig(DatasetConfig):
     val_batch_size: PositiveInt | None = None  # prompts per generation call; null: all
     max_prompt_length: PositiveInt = 512  # in tokens
     max_response_length: PositiveInt = 512  # in tokens; multi-turn: of all turns together
-    filter_overlong_prompts: StrictBool = False  # drop prompts above max_prompt_length
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,6 @@ class SFTDataConfig(DatasetConfig):
     prompt_dict_keys: Texts | None = None  # names that lead to the prompt inside its column
     response_key: str = "response"  # column of the text that is trained on
     response_dict_keys: Texts | None = None  # names that lead to the response inside its column
-    tools_key: str = "tools"  # column of tool schemas, where a row has it
-    enable_thinking_key: str = "enable_thinking"  # column of that variable, where a row has it
     max_length: PositiveInt = 1024  # of a conversation, in tokens
     train_batch_size: PositiveInt = 256  # conversations per optimizer step, over all ranks
     micro_batch_size_per_gpu: PositiveInt | None = None  # null: by max_token_len_per_gpu

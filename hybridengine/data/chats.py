@@ -1,76 +1,35 @@
-"""Parse the chat of a row, and render a chat as text with the chat template."""
+"""Render chats as text with the chat template."""
 
 from __future__ import annotations
 
 import copy
+import re
+import resource
 import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hybridengine.config import DataConfig, SFTDataConfig
+from hybridengine.config.common import DatasetConfig
+from hybridengine.data.rows import RowChat
 from hybridengine.data.special_tokens import SpecialTokens
-from hybridengine.errors import DataError, shorten, unexpected
+from hybridengine.data.tools import check_tools_shown, tool_name, with_text_arguments
+from hybridengine.errors import DataError
 from hybridengine.model.images import IMAGE_MODEL_TYPES
+from hybridengine.runtime.run_start import run_start
 from hybridengine.vision import EncodedImage, ImagePreparer, Replacement
 
+__all__ = ["THOUGHTS", "ChatTemplate", "mentions", "prefix_end", "text_of"]
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message, by template
+_OTHER_KEYS = ("function_call",)  # that a template without them would leave out silently
 _RENDER_TIMEOUT_S = 10.0  # for one chat; a template may loop forever
-_SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-}
-
-
-def parse_chat(where: str, row: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return the chat in column `key` as [{"role", "content"}, …], with text or parts as content.
-
-    ShareGPT's [{"from", "value"}, …] is converted. Raises DataError for anything else.
-    """
-    chat = row[key]
-    fault = "" if isinstance(chat, list) and chat else "it is no list of messages"
-    messages = [_message(turn) for turn in chat] if not fault else []
-    for turn, message in enumerate(messages):
-        fault = fault or (_fault(message) and f"turn {turn}: {_fault(message)}")
-    if fault:
-        form = '[{"role": "user", "content": "…"}]'
-        raise unexpected(where, key, chat, f"a chat, a list like {form}; {fault}")
-    return messages
-
-
-def _message(turn: Any) -> Any:
-    """Return a turn in OpenAI's form, without the keys that parquet filled with null."""
-    if not isinstance(turn, Mapping):
-        return turn
-    turn = {name: value for name, value in turn.items() if value is not None or name == "content"}
-    if "from" in turn and "role" not in turn:
-        role = turn["from"]
-        known = _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
-        return {"role": known, "content": turn.get("value")}
-    return turn
-
-
-def _fault(message: Any) -> str:
-    """Return what is wrong with a message, "" for a valid one."""
-    if not isinstance(message, Mapping):
-        return f"it is {shorten(repr(message), 80)}"
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not role:
-        return f"role is {shorten(repr(role), 80)}"
-    if content is None and message.get("tool_calls"):
-        return ""
-    if isinstance(content, str | list):
-        return ""
-    return f"content is {shorten(repr(content), 80)}, not text"
+_RENDER_BYTES = 2 << 30  # for one chat; a template may make a text of any length
+_DATE_FORMATS = re.compile(r"""strftime_now\s*\(\s*(["'])(.*?)\1\s*\)""")
 
 
 class ChatTemplate:
@@ -86,7 +45,7 @@ class ChatTemplate:
     def __init__(
         self,
         tokenizer: Any,
-        data: DataConfig | SFTDataConfig,
+        data: DatasetConfig,
         tools: Sequence[Mapping[str, Any]] = (),
         preparer: ImagePreparer | None = None,
     ) -> None:
@@ -95,6 +54,17 @@ class ChatTemplate:
         self.options = dict(data.apply_chat_template_kwargs)
         own = None if preparer is None else preparer.chat_template
         self.text = find_template(tokenizer, data.chat_template or own)
+        self._start = run_start()
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """What its renderings depend on, besides the tokenizer and the rows."""
+        formats = [match[2] for match in _DATE_FORMATS.finditer(self.text)]
+        dates = list(map(self._start.strftime, formats))
+        if self.text.count("strftime_now") > len(_DATE_FORMATS.findall(self.text)):
+            dates.append(self._start.isoformat())  # in a format that the template computes
+        options = sorted(self.options.items())
+        return self.text, options, list(map(str, self.tools)), self.special.policy, dates
 
     def of_row(self, tools: Sequence[Mapping[str, Any]], **options: Any) -> ChatTemplate:
         """Return the template with tools and further variables of one row."""
@@ -102,13 +72,58 @@ class ChatTemplate:
         own.tools, own.options = list(tools), {**self.options, **options}
         return own
 
+    def show(self, row: RowChat, prompt: bool) -> tuple[ChatTemplate, list[dict[str, Any]], str]:
+        """Render the chat of a row.
+
+        prompt: with the generation prompt of the assistant at its end.
+
+        Returns the template with the row's tools and variables, the messages with special tokens
+        hidden, and the text. Raises DataError where the template leaves something out.
+        """
+        where = row.where
+        chat, tools = (self.special.hide(where, own) for own in (row.messages, row.tools))
+        known = [tool_name(tool) for tool in self.tools]
+        others = [name for name in map(tool_name, row.tools) if known and name not in known]
+        if others:
+            raise DataError(
+                f"{where}: the row has the tool {others[0]!r}, and the tools of the run are "
+                f"{', '.join(known)}; a row may select some of them"
+            )
+        own = self.of_row(tools or self.tools, **row.options)
+        for turn, message in enumerate(chat):
+            self._check_keys(f"{where}: turn {turn}", message)
+        text = own.render(where, chat, prompt)
+        check_tools_shown(where, tools, text)
+        for turn, message in enumerate(chat if text else ()):
+            if message["role"] != "assistant" and not mentions(text, text_of(message["content"])):
+                raise DataError(
+                    f"{where}: the chat template leaves out turn {turn}, of the role "
+                    f"{message['role']!r}; remove the turn, or set data.chat_template to one that "
+                    "writes it"
+                )
+        return own, chat, text
+
+    def reads(self, key: str) -> bool:
+        """Whether the template mentions a key of messages."""
+        return re.search(rf"""[.\[(]\s*["']?{key}\b""", self.text) is not None
+
+    def _check_keys(self, where: str, message: Mapping[str, Any]) -> None:
+        for key in (*THOUGHTS, *_OTHER_KEYS):
+            if message.get(key) and not self.reads(key):
+                known = [name for name in THOUGHTS if self.reads(name)]
+                advice = f"rename it to {known[0]}" if known else "write it into the content"
+                raise DataError(
+                    f"{where} has {key!r}, which the chat template does not read, so that it would "
+                    f"be left out; {advice}, remove it, or set data.chat_template"
+                )
+
     def render(self, where: str, chat: Sequence[Mapping[str, Any]], prompt: bool) -> str:
         """Return the chat as text; prompt: with the generation prompt of the assistant at its end.
 
         Special tokens that are hidden in the chat are hidden in the text.
 
-        Raises DataError where the template raises, loops, returns no text, or changes what is
-        hidden.
+        Raises DataError where the template raises, loops, takes too much memory, returns no text,
+        or changes what is hidden.
         """
         text = self._render(where, chat, self.tools, prompt)
         shown, tools = self.special.reveal(chat), self.special.reveal(self.tools)
@@ -140,25 +155,75 @@ class ChatTemplate:
     def _render(
         self, where: str, chat: Sequence[Mapping[str, Any]], tools: Sequence[Any], prompt: bool
     ) -> str:
+        """Render a chat; where the template takes no calls with objects, with their JSON text."""
+        try:
+            return self._render_once(where, chat, tools, prompt)
+        except DataError:
+            if any(message.get("tool_calls") for message in chat):
+                with suppress(DataError):
+                    return self._render_once(where, with_text_arguments(chat), tools, prompt)
+            raise
+
+    def _render_once(
+        self, where: str, chat: Sequence[Mapping[str, Any]], tools: Sequence[Any], prompt: bool
+    ) -> str:
         from jinja2 import TemplateError
 
         try:
-            with _time_limit(_RENDER_TIMEOUT_S):
+            with _limits():
                 text = self._tokenizer.apply_chat_template(
                     chat,
                     chat_template=self.text,
                     tokenize=False,
                     add_generation_prompt=prompt,
                     tools=tools or None,
-                    **self.options,
+                    **{"strftime_now": self._start.strftime, **self.options},
                 )
                 text.encode()
         except TemplateError as error:
             raise DataError(f"{where}: the chat template refuses this chat: {error}") from None
+        except MemoryError:
+            raise DataError(
+                f"{where}: the chat template takes more than {_RENDER_BYTES >> 30} GiB of memory "
+                "for this chat; does it repeat a text?"
+            ) from None
         except Exception as error:  # what its expressions raise, and range() above 100,000
             reason = f"{type(error).__name__}: {error}"[:300]
             raise DataError(f"{where}: the chat template fails: {reason}") from None
         return str(text)
+
+
+def text_of(content: Any) -> str:
+    """Return the text in the content of a message, text itself or a list of parts."""
+    if not isinstance(content, list):
+        return "" if content is None else str(content)
+    return "".join(part.get("text", "") for part in content)
+
+
+def mentions(text: str, content: str) -> bool:
+    """Whether the first words of a message are in the text; a template may escape the rest."""
+    return all(word in text for word in re.findall(r"\w+", content, re.ASCII)[:3])
+
+
+def prefix_end(text: str, prefix: str) -> int | None:
+    """Return where `prefix` ends in `text`, None if it is none; white space does not count.
+
+    Examples:
+        >>> prefix_end("a b\\n c", " ab ")
+        3
+    """
+    if text.startswith(prefix):
+        return len(prefix)
+    position = 0
+    for character in prefix:
+        if character.isspace():
+            continue
+        while position < len(text) and text[position].isspace():
+            position += 1
+        if position == len(text) or text[position] != character:
+            return None
+        position += 1
+    return position
 
 
 def find_template(tokenizer: Any, template: str | None) -> str:
@@ -189,23 +254,41 @@ def find_template(tokenizer: Any, template: str | None) -> str:
 
 
 @contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError after `seconds` in the main thread; no effect in other threads."""
+def _limits() -> Iterator[None]:
+    """Limit time and memory of a rendering in the main thread; no effect in other threads.
+
+    Raises TimeoutError after `_RENDER_TIMEOUT_S`, and MemoryError for `_RENDER_BYTES` more than
+    the process has.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"no text within {seconds:g} s; does it loop?")
+        raise TimeoutError(f"no text within {_RENDER_TIMEOUT_S:g} s; does it loop?")
 
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     handler = signal.signal(signal.SIGALRM, stop)
     started = time.monotonic()
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)  # of the caller's own alarm
+    # left: of the caller's own alarm
+    left, interval = signal.setitimer(signal.ITIMER_REAL, _RENDER_TIMEOUT_S)
     try:
+        resource.setrlimit(resource.RLIMIT_AS, (_address_limit(soft, hard), hard))
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.signal(signal.SIGALRM, handler)
         if left:
             rest = max(0.001, left - (time.monotonic() - started))
             signal.setitimer(signal.ITIMER_REAL, rest, interval)
+
+
+def _address_limit(soft: int, hard: int) -> int:
+    """Return the limit of the address space, with `_RENDER_BYTES` to allocate."""
+    try:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:  # no Linux
+        return soft
+    others = (limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)
+    return min([used + _RENDER_BYTES, *others])

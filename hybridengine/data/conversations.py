@@ -1,12 +1,13 @@
 """Conversations of SFT → token ids and a loss mask.
 
-A row is a chat under `messages_key`, or a prompt (text or a chat) and a response; it may have tools
-under `tools_key`. The full chat is rendered and tokenised at once, as `apply_chat_template` does.
-The loss mask is 1 for tokens of assistant turns, tool calls included, up to and including the
-special token that ends the turn. Where the template writes no such token after the last turn, the
-tokenizer's EOS is appended.
+A row is a chat under `messages_key`, or a prompt (text or a chat) and a response (`data.rows`). The
+full chat is rendered and tokenised at once, as `apply_chat_template` does.
 
-Images are in the chat, or in the column `data.image_key` (`data.images`).
+The loss mask is 1 for tokens of assistant turns, tool calls included, up to and including the token
+that ends the turn, except for turns whose loss flag is 0. The end is the last special token of the
+turn, or the token after it where generation stops there (GLM: the role of the next turn). Where the
+template writes neither after the last turn, it is the token with which the template would begin the
+next turn, if generation stops there, else the tokenizer's EOS.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from hybridengine.config import SFTDataConfig
 from hybridengine.data.cache import CachedDataset, identify
-from hybridengine.data.chats import ChatTemplate, parse_chat
+from hybridengine.data.chats import ChatTemplate
 from hybridengine.data.files import RowLocation, read_chunks, read_files, require_columns
-from hybridengine.data.images import image_settings, place_images
-from hybridengine.data.tools import check_tools_shown, parse_tools, plain_tool_calls, tool_names
+from hybridengine.data.images import image_settings
+from hybridengine.data.rows import RowChat, parse_chat, read_chat
+from hybridengine.data.spans import Span, find_spans, next_role_token
 from hybridengine.errors import DataError, shorten, unexpected
 from hybridengine.vision import EncodedImage, ImagePreparer, Replacement
 
@@ -46,14 +48,16 @@ class SFTSample:
 class _Rendered:
     where: str
     text: str
-    assistant_spans: list[tuple[int, int]]  # (start, end) characters of assistant turns
+    assistant_spans: list[Span]  # of the turns that are trained on
     images: list[EncodedImage]
 
 
 class SFTDataset(CachedDataset[SFTSample]):
     """All conversations of one or more files, tokenised once per machine.
 
-    The arguments, the attribute `content` and the errors are those of `PromptDataset`.
+    stop_token_ids: tokens at which generation with the model stops.
+
+    The other arguments, the attributes and the errors are those of `PromptDataset`.
     """
 
     def __init__(
@@ -62,81 +66,91 @@ class SFTDataset(CachedDataset[SFTSample]):
         tokenizer: Any,
         data: SFTDataConfig,
         preparer: ImagePreparer | None = None,
+        stop_token_ids: Sequence[int] = (),
     ) -> None:
         if not tokenizer.is_fast:
             raise DataError(
                 "SFT needs the character offsets of tokens; use a model with a fast tokenizer"
             )
         template = ChatTemplate(tokenizer, data, (), preparer)
+        ends = _TurnEnds(template, tokenizer, stop_token_ids)
         settings = (
             *(data.messages_key, data.prompt_key, data.response_key, data.max_length),
-            *(data.tools_key, data.enable_thinking_key),
-            *(data.prompt_dict_keys, data.response_dict_keys),
-            *(data.truncation, data.special_tokens, template.text),
-            *sorted(template.options.items()),
+            *(data.tools_key, data.enable_thinking_key, data.filter_overlong_prompts),
+            *(data.prompt_dict_keys, data.response_dict_keys, data.truncation),
+            *template.inputs,
             *image_settings(files, data, preparer),
+            sorted(ends.stops),
         )
         self.content, key = identify(files, tokenizer, "sft", *settings)
-        super().__init__(key, lambda: _samples(files, tokenizer, template, data), SFTSample)
+        super().__init__(key, lambda: _samples(files, template, ends, data), SFTSample)
+        if not self:
+            raise DataError(
+                f"all {self.dropped} conversations of {files} are longer than data.max_length "
+                f"{data.max_length}; raise it"
+            )
+
+
+class _TurnEnds:
+    """The tokens that end a turn: special ones, and those at which generation stops.
+
+    stops: text → token of the latter.
+    eos: appended where a template writes no end at all.
+    """
+
+    def __init__(
+        self, template: ChatTemplate, tokenizer: Any, stop_token_ids: Sequence[int]
+    ) -> None:
+        self.eos = tokenizer.eos_token_id
+        self.stops = {tokenizer.decode([token]): token for token in stop_token_ids}
+        self.ids = template.special.ids | set(self.stops.values())
+        self.texts = (*template.special.texts, *filter(None, self.stops))
 
 
 def check_conversations(files: str | Sequence[str], data: SFTDataConfig) -> None:
     """Raise DataError for what needs no tokenizer to be seen: faults of files and of their rows."""
     for where, row in read_files(files):
-        place_images(where, _chat(where, row, data), row, data.image_key)
+        _chat(where, row, data)
 
 
 def _samples(
-    files: str | Sequence[str], tokenizer: Any, template: ChatTemplate, data: SFTDataConfig
-) -> Iterator[SFTSample]:
+    files: str | Sequence[str], template: ChatTemplate, ends: _TurnEnds, data: SFTDataConfig
+) -> Iterator[SFTSample | None]:
+    """Yield a sample for each row, None for one that is dropped."""
     for chunk in read_chunks(files):
-        rows = [_render(where, row, template, data) for where, row in chunk]
+        rows = [_render(_chat(where, row, data), template, ends, data) for where, row in chunk]
         texts = [row.text for row in rows]
         encoded = template.special.encode(texts, return_offsets_mapping=True)
         tokens = zip(rows, encoded["input_ids"], encoded["offset_mapping"], strict=True)
         for row, ids, offsets in tokens:
-            yield _sample(row, ids, offsets, tokenizer, data)
+            yield _sample(row, ids, offsets, ends, data)
 
 
 def _render(
-    where: RowLocation, row: Mapping[str, Any], template: ChatTemplate, data: SFTDataConfig
+    row: RowChat, template: ChatTemplate, ends: _TurnEnds, data: SFTDataConfig
 ) -> _Rendered:
-    given, images = place_images(where, _chat(where, row, data), row, data.image_key)
-    chat = [plain_tool_calls(where, message) for message in given]
-    tools, thinking = parse_tools(where, row, data.tools_key), row.get(data.enable_thinking_key)
-    chat, tools = (template.special.hide(where, value) for value in (chat, tools))
-    if thinking is not None and not isinstance(thinking, bool):
-        raise unexpected(where, data.enable_thinking_key, thinking, "true or false")
-    options = {} if thinking is None else {"enable_thinking": thinking}
-    template = template.of_row(tools, **options)
-    if chat[0]["role"] == "assistant":
+    where, last = row.where, len(row.messages) - 1
+    if row.messages[0]["role"] == "assistant":
         raise DataError(
             f"{where}: the chat starts with the assistant, and chat templates render no prompt "
             "before the first turn; put a user turn first, or leave the turn out"
         )
-    text, spans = template.render(where, chat, False), list[tuple[int, int]]()
-    check_tools_shown(where, tools, text)
-    for turn, message in enumerate(chat):
-        if message["role"] != "assistant" or not (data.messages_key or turn == len(chat) - 1):
-            continue  # solved examples in a prompt are not trained on
-        span = _span_of_turn(where, text, template, chat, turn)
-        if span is None:
-            raise DataError(
-                f"{where}: the chat template changes turn {turn} when other turns are there, so "
-                "its tokens cannot be located; give one row per assistant turn, or another "
-                "data.chat_template"
-            )
-        missing = [n for n in tool_names(message) if n not in text[slice(*span)]]
-        if missing:
-            raise DataError(
-                f"{where}: the chat template does not write the call of {missing[0]!r} in turn "
-                f"{turn}; give a data.chat_template that knows tool calls"
-            )
-        spans.append(span)
-    if not spans:
-        raise DataError(f"{where}: no turn has the role assistant, so there is nothing to train on")
-    text, replaced = template.expand(where, text, images)
-    return _Rendered(where, text, [_moved(span, replaced) for span in spans], images)
+    turns = [turn for turn, message in enumerate(row.messages) if message["role"] == "assistant"]
+    if not data.messages_key:
+        turns = [last]  # solved examples in a prompt are not trained on
+    turns = [turn for turn in turns if row.is_trained[turn] is not False]
+    if not turns:
+        raise DataError(
+            f"{where}: no turn has the role assistant and is to be trained on, so there is nothing "
+            "to train on; remove the row"
+        )
+    own, chat, text = template.show(row, False)
+    spans = find_spans(where, own, chat, text, turns)
+    if turns[-1] == last and not text.rstrip().endswith(ends.texts):
+        end = next_role_token(where, own, chat, text, list(ends.stops))
+        text, spans[-1] = text + end, (spans[-1][0], len(text + end))
+    text, replaced = template.expand(where, text, row.images)
+    return _Rendered(where, text, [_moved(span, replaced) for span in spans], row.images)
 
 
 def _moved(span: tuple[int, int], replaced: Sequence[Replacement]) -> tuple[int, int]:
@@ -149,50 +163,32 @@ def _moved(span: tuple[int, int], replaced: Sequence[Replacement]) -> tuple[int,
     return start, end
 
 
-def _span_of_turn(
-    where: str, text: str, template: ChatTemplate, chat: list[dict[str, Any]], turn: int
-) -> tuple[int, int] | None:
-    """Return where the assistant's turn is in `text`, the full chat; None where it is changed.
-
-    A turn starts after the generation prompt, and ends where the chat up to it does. Templates of
-    thinking models also write an empty thought, into the generation prompt or into the last turn,
-    but not into earlier turns: without it, the turn is found too.
-    """
-    for variant in (template, template.of_row(template.tools, enable_thinking=True)):
-        prompt = variant.render(where, chat[:turn], True)
-        if text.startswith(prompt):
-            break
-    else:
-        return None
-    start, up_to_turn = len(prompt), template.render(where, chat[: turn + 1], False)
-    if not up_to_turn.startswith(prompt):
-        return None
-    if text.startswith(up_to_turn):
-        return start, len(up_to_turn)
-    own = up_to_turn[start:]
-    thought = next((k for k in range(1, len(own)) if text.startswith(own[k:], start)), len(own))
-    content, names = (chat[turn].get("content") or "").strip(), tool_names(chat[turn])
-    written = [*([content] if content else []), *names]
-    if not written or not all(part in own[thought:] for part in written):
-        return None
-    if any(own[:thought].count(part) for part in (chat[turn].get("reasoning_content"),) if part):
-        return None  # a thought of the data, which the template removes once other turns follow
-    return start, start + len(own) - thought
-
-
-def _chat(where: str, row: Mapping[str, Any], data: SFTDataConfig) -> list[dict[str, Any]]:
+def _chat(where: RowLocation, row: Mapping[str, Any], data: SFTDataConfig) -> RowChat:
+    """Check the columns of a row and return its chat."""
     if data.messages_key:
         require_columns(where, row, data.messages_key)
-        return parse_chat(where, row, data.messages_key)
+        messages = parse_chat(where, data.messages_key, row[data.messages_key])
+        return read_chat(where, row, messages, data)
+    chats = [name for name, value in row.items() if name != data.prompt_key and _is_chat(value)]
+    if chats and not {data.prompt_key, data.response_key} <= row.keys():
+        raise DataError(
+            f"{where} has no columns {data.prompt_key!r} and {data.response_key!r}, and a chat in "
+            f"{chats[0]!r}; set data.messages_key={chats[0]}"
+        )
     require_columns(where, row, data.prompt_key, data.response_key)
     prompt = _inside(where, row, data.prompt_key, data.prompt_dict_keys)
     response = _inside(where, row, data.response_key, data.response_dict_keys)
-    is_text = isinstance(prompt, str)
-    row = {data.prompt_key: [{"role": "user", "content": prompt}] if is_text else prompt}
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
     if not isinstance(response, str):
         raise unexpected(where, data.response_key, response, "text")
-    chat = parse_chat(where, row, data.prompt_key)
-    return [*chat, {"role": "assistant", "content": response}]
+    messages = parse_chat(where, data.prompt_key, prompt)
+    return read_chat(where, row, [*messages, {"role": "assistant", "content": response}], data)
+
+
+def _is_chat(value: Any) -> bool:
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, Mapping) and bool({"role", "from"} & first.keys())
 
 
 def _inside(where: str, row: Mapping[str, Any], column: str, names: Sequence[str] | None) -> Any:
@@ -215,47 +211,58 @@ def _sample(
     row: _Rendered,
     ids: list[int],
     offsets: list[tuple[int, int]],
-    tokenizer: Any,
+    ends: _TurnEnds,
     data: SFTDataConfig,
-) -> SFTSample:
+) -> SFTSample | None:
     if not ids:
         raise DataError(f"{row.where}: the chat template made an empty conversation")
-    special, eos = set(tokenizer.all_special_ids), tokenizer.eos_token_id
-    loss_mask = _loss_mask(row, ids, offsets, special)
-    if loss_mask[-1] and ids[-1] not in special and eos is not None:
-        ids, loss_mask = [*ids, eos], loss_mask + b"\1"
+    loss_mask = _loss_mask(row, ids, offsets, ends)
+    if loss_mask[-1] and ids[-1] not in ends.ids and ends.eos is not None:
+        ids, loss_mask = [*ids, ends.eos], loss_mask + b"\1"
     if len(ids) > data.max_length:
-        if row.images:
-            raise DataError(
-                f"{row.where}: the conversation is {len(ids)} tokens, more than data.max_length "
-                f"{data.max_length}, and one with images is not cut; raise it, or shrink images by "
-                "data.mm_processor_kwargs"
-            )
-        if data.truncation == "error":
-            raise DataError(
-                f"{row.where}: the conversation is {len(ids)} tokens, more than data.max_length "
-                f"{data.max_length}; raise it, or set data.truncation to left or right"
-            )
-        left = data.truncation == "left"
-        keep = slice(-data.max_length, None) if left else slice(data.max_length)
-        ids, loss_mask = ids[keep], loss_mask[keep]
+        if data.filter_overlong_prompts:
+            return None
+        ids, loss_mask = (_truncate(row, part, data) for part in (ids, loss_mask))
     loss_mask[0] = 0  # no token precedes it
     if not any(loss_mask):
         raise DataError(f"{row.where}: no token of a response is left within data.max_length")
     return SFTSample(array("i", ids), bytes(loss_mask), row.images)
 
 
+def _truncate(row: _Rendered, tokens: Any, data: SFTDataConfig) -> Any:
+    what = f"{row.where}: the conversation is {len(tokens)} tokens, more than data.max_length"
+    drop = "set data.filter_overlong_prompts=true to drop such rows"
+    if row.images:
+        raise DataError(
+            f"{what} {data.max_length}, and one with images is not cut; raise it, {drop}, or "
+            "shrink images by data.mm_processor_kwargs"
+        )
+    if data.truncation == "error":
+        raise DataError(
+            f"{what} {data.max_length}; raise it, set data.truncation to left or right, or {drop}"
+        )
+    return tokens[-data.max_length :] if data.truncation == "left" else tokens[: data.max_length]
+
+
 def _loss_mask(
-    row: _Rendered, ids: list[int], offsets: list[tuple[int, int]], special: set[int]
+    row: _Rendered, ids: list[int], offsets: list[tuple[int, int]], ends: _TurnEnds
 ) -> bytearray:
-    """Return 1 for each token of an assistant turn, through the special token that ends it."""
+    """Return 1 for each token of the spans, through the token that ends the turn."""
     loss_mask = bytearray(len(ids))
     for start, end in row.assistant_spans:
         inside = [i for i, (a, b) in enumerate(offsets) if a < end and b > start]
-        ends = [i for i in inside if ids[i] in special]
+        own = [i for i in inside if ids[i] in ends.ids]
         # What the template writes after the end of a turn, such as a line break, is not generated.
-        if ends and not row.text[offsets[ends[-1]][1] : end].strip():
-            inside = [i for i in inside if i <= ends[-1]]
+        if own and not row.text[offsets[own[-1]][1] : end].strip():
+            inside = [i for i in inside if i <= own[-1]]
+        elif inside:  # the turn may end with the role of the next one
+            after = next((i for i in range(inside[-1] + 1, len(ids)) if ids[i] in ends.ids), None)
+            if (
+                after is not None
+                and ids[after] in ends.stops.values()
+                and not row.text[end : offsets[after][0]].strip()
+            ):
+                inside += range(inside[-1] + 1, after + 1)
         for i in inside:
             loss_mask[i] = 1
     return loss_mask

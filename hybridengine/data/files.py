@@ -1,24 +1,22 @@
-"""Read rows of parquet and JSON files as plain dicts."""
+"""Read rows of parquet, Arrow and JSON files as plain dicts."""
 
 from __future__ import annotations
 
 import glob
 import gzip
-import json
-import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from hybridengine.data.json_text import parse_json
 from hybridengine.errors import DataError, located
 
-_ENDINGS = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz")
+_ARROW_ENDINGS = (".parquet", ".arrow")
+_ENDINGS = (*_ARROW_ENDINGS, ".jsonl", ".json", ".jsonl.gz", ".json.gz")
 _EXPECTED = f"{', '.join(_ENDINGS[:-1])} or {_ENDINGS[-1]}"
 _CHUNK_ROWS = 256
-_MAX_DEPTH = 100  # of nested lists and objects
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class RowLocation(str):
@@ -38,7 +36,8 @@ class RowLocation(str):
 def data_files(names: str | Sequence[str]) -> list[Path]:
     """Return the data files of `names`: files, folders (all data files below them) and globs.
 
-    The files of a folder or glob are sorted by name.
+    The files of a folder or glob are sorted by name; those of a folder that `datasets.save_to_disk`
+    wrote are in their order.
 
     Raises DataError for a name without a file, and for an unknown ending.
     """
@@ -46,7 +45,7 @@ def data_files(names: str | Sequence[str]) -> list[Path]:
     for name in [names] if isinstance(names, str) else names:
         path = Path(name).expanduser()
         if path.is_dir():
-            files = [
+            files = _saved_dataset(path) or [
                 f for f in sorted(path.rglob("*")) if f.is_file() and f.name.endswith(_ENDINGS)
             ]
             if not files:
@@ -98,34 +97,37 @@ def require_columns(where: str, row: Mapping[str, Any], *columns: str) -> None:
 
 
 def _read(file: Path) -> Iterator[tuple[RowLocation, Any]]:
-    if file.suffix == ".parquet":
-        return _parquet_rows(file)
+    if file.suffix in _ARROW_ENDINGS:
+        from hybridengine.data.arrow import arrow_rows
+
+        rows = enumerate(arrow_rows(file))
+        return ((RowLocation(file, f"row {number}"), row) for number, row in rows)
     if file.name.removesuffix(".gz").endswith(".json") and _is_array(file):
         return _array_items(file)
     return _line_items(file)
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[RowLocation, dict[str, Any]]]:
-    import pyarrow.parquet as pq
-    from pyarrow.lib import ArrowException
-
-    number = 0
-    try:
-        with pq.ParquetFile(file) as table:
-            names = table.schema_arrow.names
-            if twice := sorted({name for name in names if names.count(name) > 1}):
-                raise DataError(f"data file {file} has the column {twice[0]!r} twice")
-            for batch in table.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    yield RowLocation(file, f"row {number}"), row
-                    number += 1
-    except UnicodeDecodeError as error:
+def _saved_dataset(folder: Path) -> list[Path] | None:
+    """Return the files of a dataset that `datasets.save_to_disk` wrote; None for other folders."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(state.parent.name for state in folder.glob("*/state.json"))
         raise DataError(
-            f"{file}, row {number} or later has text that is not UTF-8: {error}"
-        ) from None
-    except (ArrowException, OSError, OverflowError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"data file {file} is not a readable parquet file: {reason}") from None
+            f"data folder {folder} has several splits of a saved dataset; name one of them: "
+            f"{', '.join(str(folder / split) for split in splits)}"
+        )
+    state = folder / "state.json"
+    if not (state.is_file() and (folder / "dataset_info.json").is_file()):
+        return None
+    content = _parse(str(state), state.read_bytes())
+    files = content.get("_data_files") if isinstance(content, dict) else None
+    names = [file.get("filename") for file in files or () if isinstance(file, dict)]
+    paths = [folder / Path(str(name)).name for name in names]
+    if not paths or not all(path.is_file() for path in paths):
+        raise DataError(
+            f"data folder {folder} is no complete saved dataset: its state.json names the files "
+            f"{names}; save it again by datasets.save_to_disk"
+        )
+    return paths
 
 
 def _lines(file: Path) -> Iterator[bytes]:
@@ -159,38 +161,4 @@ def _parse(where: str, data: bytes) -> Any:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{where} is not UTF-8: {error}") from None
-    try:
-        value = json.loads(text, object_pairs_hook=_unique_keys)
-        if text.count("[") + text.count("{") > _MAX_DEPTH and _depth(value) > _MAX_DEPTH:
-            raise RecursionError
-    except RecursionError:
-        raise DataError(f"{where} has more than {_MAX_DEPTH} nested lists and objects") from None
-    except ValueError as error:
-        raise DataError(f"{where} is not JSON: {error}") from None
-    if _SURROGATE.search(text):
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            surrogate = error.object[error.start]
-            raise DataError(
-                f"{where} has {surrogate!a}, half of a surrogate pair, which is no character; "
-                "remove it or write the pair"
-            ) from None
-    return value
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"an object has the key {twice!r} twice")
-    return value
-
-
-def _depth(value: Any) -> int:
-    depth, level = 0, [value]
-    while level := [v for v in level if isinstance(v, dict | list)]:
-        depth += 1
-        level = [x for v in level for x in (v.values() if isinstance(v, dict) else v)]
-    return depth
+    return parse_json(where, text)

@@ -7,7 +7,7 @@ rollouts, may be columns of their own or keys of `extra_info`. Other columns are
 A row with neither `data_source` nor `reward_model` is one of TRL: `prompt`, and any other columns,
 which are the sample's `extra_info`.
 
-Images are in the chat, or in the column `data.image_key` (`data.images`).
+The chat, its images and its tools are read as in SFT (`data.rows`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any
 
 from hybridengine.config import DataConfig
 from hybridengine.data.cache import CachedDataset, identify
-from hybridengine.data.chats import ChatTemplate, parse_chat
+from hybridengine.data.chats import ChatTemplate
 from hybridengine.data.files import RowLocation, read_chunks, read_files, require_columns
-from hybridengine.data.images import image_columns, image_settings, place_images
+from hybridengine.data.images import image_columns, image_settings
+from hybridengine.data.rows import RowChat, parse_chat, read_chat
 from hybridengine.errors import DataError, unexpected
 from hybridengine.vision import EncodedImage, ImagePreparer
 
@@ -35,8 +36,10 @@ class PromptSample:
     data_source: str
     ground_truth: Any
     extra_info: Mapping[str, Any]
-    chat: Sequence[Mapping[str, Any]] = ()  # as in the file; images are parts without content
+    chat: Sequence[Mapping[str, Any]] = ()  # as templates take it; images are parts without content
     images: Sequence[EncodedImage] = field(default_factory=list)  # in the order of their places
+    tools: Sequence[Mapping[str, Any]] = field(default_factory=list)  # the row's own schemas
+    template_options: Mapping[str, Any] = field(default_factory=dict)  # the row's own variables
 
 
 class PromptDataset(CachedDataset[PromptSample]):
@@ -63,13 +66,8 @@ class PromptDataset(CachedDataset[PromptSample]):
         template = ChatTemplate(tokenizer, data, tools, preparer)
         settings = (
             *(data.prompt_key, data.reward_fn_key, data.max_prompt_length, data.truncation),
-            *(
-                data.filter_overlong_prompts,
-                data.special_tokens,
-                template.text,
-                sorted(template.options.items()),
-            ),
-            *(str(tool) for tool in tools),
+            *(data.filter_overlong_prompts, data.tools_key, data.enable_thinking_key),
+            *template.inputs,
             *image_settings(files, data, preparer),
         )
         self.content, key = identify(files, tokenizer, "prompts", *settings)
@@ -92,34 +90,38 @@ def _samples(
 ) -> Iterator[PromptSample | None]:
     """Yield a sample for each row, None for one that is dropped."""
     index = -1
-    for rows in read_chunks(files):
-        rows = [(where, _verl_row(row, data)) for where, row in rows]
+    for chunk in read_chunks(files):
+        rows = [(where, _verl_row(row, data)) for where, row in chunk]
         chats = [_chat(where, row, data) for where, row in rows]
-        texts = [
-            template.render(where, template.special.hide(where, chat), True)
-            for (where, _), (chat, _) in zip(rows, chats, strict=True)
-        ]
+        texts = [template.show(chat, True)[2] for chat in chats]
         expanded = [
-            template.expand(where, text, images)[0]
-            for (where, _), (_, images), text in zip(rows, chats, texts, strict=True)
+            template.expand(chat.where, text, chat.images)[0]
+            for chat, text in zip(chats, texts, strict=True)
         ]
         # The template has already written the special tokens.
         encoded = template.special.encode(expanded)["input_ids"]
-        for (where, row), (chat, images), text, ids in zip(
-            rows, chats, texts, encoded, strict=True
-        ):
+        for (where, row), chat, text, ids in zip(rows, chats, texts, encoded, strict=True):
             index += 1
             if len(ids) > data.max_prompt_length:
                 if data.filter_overlong_prompts:
                     yield None
                     continue
-                ids = _truncate(where, ids, data, has_images=bool(images))
+                ids = _truncate(where, ids, data, has_images=bool(chat.images))
                 text = tokenizer.decode(ids)
-            text = template.special.reveal(text)
             if not ids:
                 raise DataError(f"{where}: the chat template made an empty prompt")
-            source, truth = str(row[data.reward_fn_key]), row["reward_model"]["ground_truth"]
-            yield PromptSample(index, ids, text, source, truth, _extra_info(row), chat, images)
+            yield PromptSample(
+                index,
+                ids,
+                template.special.reveal(text),
+                str(row[data.reward_fn_key]),
+                row["reward_model"]["ground_truth"],
+                _extra_info(row),
+                chat.messages,
+                chat.images,
+                chat.tools,
+                chat.options,
+            )
 
 
 def _verl_row(row: dict[str, Any], data: DataConfig) -> dict[str, Any]:
@@ -136,12 +138,12 @@ def _verl_row(row: dict[str, Any], data: DataConfig) -> dict[str, Any]:
     }
 
 
-def _chat(
-    where: RowLocation, row: Mapping[str, Any], data: DataConfig
-) -> tuple[list[dict[str, Any]], list[EncodedImage]]:
-    """Check the columns of a row and return its prompt, with its images."""
+def _chat(where: RowLocation, row: Mapping[str, Any], data: DataConfig) -> RowChat:
+    """Check the columns of a row and return its prompt."""
     require_columns(where, row, data.prompt_key, data.reward_fn_key, "reward_model")
     reward_model, extra_info = row["reward_model"], row.get("extra_info") or {}
+    if row[data.reward_fn_key] is None:
+        raise unexpected(where, data.reward_fn_key, None, "text that names the data source")
     if not isinstance(reward_model, Mapping) or "ground_truth" not in reward_model:
         raise unexpected(where, "reward_model", reward_model, "an object with ground_truth")
     if not isinstance(extra_info, Mapping):
@@ -150,7 +152,13 @@ def _chat(
     if not isinstance(tools_kwargs, Mapping):
         expected = "an object with the names of tools"
         raise unexpected(where, "tools_kwargs", tools_kwargs, expected)
-    return place_images(where, parse_chat(where, row, data.prompt_key), row, data.image_key)
+    messages = parse_chat(where, data.prompt_key, row[data.prompt_key])
+    if messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"{where}: {data.prompt_key} ends with a turn of the assistant, after which the model "
+            "would begin another one; remove the turn, or train on it by `hybridengine sft`"
+        )
+    return read_chat(where, row, messages, data)
 
 
 def _extra_info(row: Mapping[str, Any]) -> Mapping[str, Any]:

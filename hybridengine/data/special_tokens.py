@@ -23,16 +23,20 @@ class SpecialTokens:
     """The special tokens of a tokenizer.
 
     policy: what those in data are: "text", "allow" (special tokens), or "error".
+
+    Attributes:
+        ids, texts: of all special tokens, those that the tokenizer has names for and any other.
     """
 
     def __init__(self, tokenizer: Any, policy: str) -> None:
-        self._tokenizer, self._policy = tokenizer, policy
-        special = set(tokenizer.all_special_ids)
+        self._tokenizer, self.policy = tokenizer, policy
+        special = set(tokenizer.all_special_ids)  # named ones: BOS, EOS, …
         added = tokenizer.added_tokens_decoder.items()
         self._ids = {
             token.content: number for number, token in added if token.special or number in special
         }
-        texts = sorted(self._ids, key=len, reverse=True)  # the longest match first
+        self.ids = special | set(self._ids.values())
+        self.texts = texts = sorted(self._ids, key=len, reverse=True)  # the longest match first
         self._shown = _any_of(texts)
         self._hidden = _any_of([_moved(text, _PRIVATE) for text in texts])
 
@@ -41,7 +45,7 @@ class SpecialTokens:
 
         Raises DataError where the policy is "error".
         """
-        if self._policy == "allow":
+        if self.policy == "allow":
             return value
         if isinstance(value, Mapping):
             return {self.hide(where, k): self.hide(where, v) for k, v in value.items()}
@@ -50,7 +54,7 @@ class SpecialTokens:
         if not isinstance(value, str):
             return value
         found = self._hidden.search(value) or self._shown.search(value)
-        if found and (self._policy == "error" or self._hidden.search(value)):
+        if found and (self.policy == "error" or self._hidden.search(value)):
             raise DataError(
                 f"{where}: {shorten(repr(value), 80)} contains {found[0]!r}, a special token of "
                 "the tokenizer (or its private form); remove it, or set data.special_tokens to "

@@ -1,7 +1,7 @@
 """Tools in conversations: schemas of a row, and the calls of its assistant turns.
 
-Parquet gives every object of a column the same keys and fills those that it lacks with null; such
-keys are removed. An argument that is null has to be stored as JSON text.
+Arrow gives every object of a struct column the same keys and fills those that it lacks with null;
+such keys are removed. An argument that is null has to be stored as JSON.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hybridengine.data.json_text import JsonObject
 from hybridengine.errors import DataError, unexpected
 
 
 def parse_tools(where: str, row: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return the tool schemas in column `key`: a list of objects, or JSON text of one.
+    """Return the tool schemas in column `key`: a list of objects or of JSON texts, or JSON of it.
 
     Empty where the row has no such column. Raises DataError for anything else.
     """
     given = row.get(key)
-    tools = _parsed(given) if isinstance(given, str) else given
+    tools = _parsed(given)
     if tools is None or tools == "":
         return []
+    tools = [_parsed(tool) for tool in tools] if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         form = '[{"type": "function", "function": {"name": "…", "parameters": {…}}}]'
         raise unexpected(where, key, given, f"a list of tool schemas like {form}, or JSON of it")
@@ -36,50 +38,73 @@ def plain_tool_calls(where: str, message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not calls:
         return {name: value for name, value in message.items() if name != "tool_calls"}
-    if not isinstance(calls, Sequence) or not all(_name(call) for call in calls):
+    given = [_parsed(call) for call in calls] if isinstance(calls, list) else []
+    if not given or not all(tool_name(call) for call in given):
         form = '[{"type": "function", "function": {"name": "…", "arguments": {…}}}]'
         raise unexpected(where, "tool_calls", calls, f"a list like {form}")
-    plain = []
-    for call in calls:
-        call = _without_null(call)
-        function = call.get("function", call)
-        arguments = function.get("arguments", {})
-        parsed = _parsed(arguments) if isinstance(arguments, str) else arguments
-        if isinstance(parsed, Mapping):  # any other text is left to the template
-            function["arguments"] = dict(parsed)
-        plain.append(call)
-    return {**message, "tool_calls": plain}
+    return {**message, "tool_calls": [_plain_call(call) for call in given]}
+
+
+def _plain_call(given: Mapping[str, Any]) -> dict[str, Any]:
+    call: dict[str, Any] = _without_null(given)
+    function = call.get("function", call)
+    parsed = _parsed(function.get("arguments", {}))
+    if isinstance(parsed, Mapping):  # any other text is left to the template
+        function["arguments"] = dict(parsed)
+    return call if "function" in call else {"type": "function", "function": call}
+
+
+def with_text_arguments(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat whose calls have their arguments as JSON text, as a few templates take them."""
+    return [
+        {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else dict(message)
+        for message in chat
+    ]
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = call["function"].get("arguments", {})
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
 
 
 def tool_names(message: Mapping[str, Any]) -> list[str]:
     """Return the names of the functions that a message calls."""
-    return [_name(call) for call in message.get("tool_calls") or ()]
+    return [tool_name(call) for call in message.get("tool_calls") or ()]
 
 
-def check_tools_shown(where: str, tools: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Raise DataError where the template did not write the names of the row's tools."""
-    if missing := [_name(tool) for tool in tools if _name(tool) not in text]:
-        raise DataError(
-            f"{where}: the chat template does not write the tool {missing[0]!r}; give a "
-            "data.chat_template that knows tools, or set data.tools_key to a column without them"
-        )
-
-
-def _name(schema: Any) -> str:
+def tool_name(schema: Any) -> str:
     """Return the name in a tool schema or call, "" where there is none."""
     own = schema.get("function", schema) if isinstance(schema, Mapping) else {}
     name = own.get("name") if isinstance(own, Mapping) else None
     return name if isinstance(name, str) else ""
 
 
-def _parsed(text: str) -> Any:
+def check_tools_shown(where: str, tools: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Raise DataError where the template did not write the names of the row's tools."""
+    if missing := [tool_name(tool) for tool in tools if tool_name(tool) not in text]:
+        raise DataError(
+            f"{where}: the chat template does not write the tool {missing[0]!r}; give a "
+            "data.chat_template that knows tools, or set data.tools_key to a column without them"
+        )
+
+
+def _parsed(value: Any) -> Any:
+    """Return the value of JSON text, anything else as it is."""
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(text)
+        return json.loads(value, object_pairs_hook=JsonObject)
     except ValueError:
-        return text
+        return value
 
 
 def _without_null(value: Any) -> Any:
+    """Return a copy without the keys that Arrow filled with null."""
+    if isinstance(value, JsonObject):
+        return JsonObject((name, _without_null(item)) for name, item in value.items())
     if isinstance(value, Mapping):
         return {name: _without_null(item) for name, item in value.items() if item is not None}
     return [_without_null(item) for item in value] if isinstance(value, list) else value

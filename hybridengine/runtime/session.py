@@ -27,6 +27,7 @@ from hybridengine.runtime.failures import (
 from hybridengine.runtime.monitor import EXIT_RANK_FAILED, RankMonitor, connect_guard
 from hybridengine.runtime.restarts import RunMark, connect_store, number_of_start
 from hybridengine.runtime.roles import Role, RoleLink, Roles, join_world
+from hybridengine.runtime.run_start import agree_on_run_start
 from hybridengine.runtime.signed_store import check_secret, share_secret
 from hybridengine.runtime.status import PhaseStatus, write_error_record
 from hybridengine.runtime.stop_signals import StopSignals
@@ -255,7 +256,7 @@ def _on_one_machine() -> bool:
 
 
 def _join_start(rank: int, world_size: int, timeout_s: float, secret_file: Path) -> dist.Store:
-    """Make torchrun's number of restarts the same on all ranks; return a connection to its store.
+    """Make number of restarts and start of the run the same on all ranks; connect to the store.
 
     Keys of later connections contain that number. secret_file: see `share_secret`.
     """
@@ -271,6 +272,7 @@ def _join_start(rank: int, world_size: int, timeout_s: float, secret_file: Path)
         write_error_record(str(error), late)
         raise
     os.environ[RESTART_COUNT] = str(number - 1)
+    agree_on_run_start(store)
     return store
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Collection
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +24,6 @@ from hybridengine.agent import (
 from hybridengine.config import ConfigError, JobConfig, RLConfig
 from hybridengine.data import PromptDataset
 from hybridengine.data.chats import ChatTemplate
-from hybridengine.data.special_tokens import SpecialTokens
 from hybridengine.data.trained_template import set_trained_template
 from hybridengine.errors import UserError, located, unreadable_part
 from hybridengine.model import adapter_shards, frozen_parameters, parameter_shards
@@ -119,18 +119,12 @@ def build_agents(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> AgentR
         return None
     find_loop(name)
     tools = load_tools(turns)
-    preparer, schemas = load_preparer(config), [tool.schema for tool in tools.values()]
-    chats = ChatTemplate(tokenizer, config.data, schemas, preparer)
-    render = partial(chats.render, "a trajectory")
-    stops = find_stop_token_ids(config.model.path, tokenizer)
-    policy = config.data.special_tokens.replace("error", "text")  # of tools: never an error
-    template = TurnTemplate(
-        render,
-        tokenizer,
-        stops,
-        SpecialTokens(tokenizer, policy),
-        lambda text, images: chats.expand("a trajectory", text, images)[0],
-    )
+    data = config.data
+    if data.special_tokens == "error":  # in rows, not in results of tools
+        data = replace(data, special_tokens="text")
+    schemas = [tool.schema for tool in tools.values()]
+    chats = ChatTemplate(tokenizer, data, schemas, load_preparer(config))
+    template = TurnTemplate(chats, tokenizer, find_stop_token_ids(config.model.path, tokenizer))
     context = LoopContext(turns, find_parser(turns.format, tokenizer))
     return AgentRunner(context, name, template, tools)
 

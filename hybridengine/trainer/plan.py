@@ -78,6 +78,7 @@ def sft_plan(config: SFTConfig, train: SFTDataset, val: SFTDataset | None) -> Ta
     """Describe an SFT run."""
     data, trainer = config.data, config.trainer
     per_epoch = len(train) // data.train_batch_size
+    dropped = f", {train.dropped} overlong ones dropped" if train.dropped else ""
     tokens, trained = map(sum, zip(*((len(s.ids), s.num_loss_tokens) for s in train), strict=True))
     micro_batch = (
         f"{data.micro_batch_size_per_gpu} conversations"
@@ -91,7 +92,7 @@ def sft_plan(config: SFTConfig, train: SFTDataset, val: SFTDataset | None) -> Ta
             "precision": describe_precision(
                 ("trainer", config.sharding.dtype), ("saved weights", trainer.save_dtype)
             ),
-            "training": f"{len(train)} conversations, {tokens} tokens, "
+            "training": f"{len(train)} conversations{dropped}, {tokens} tokens, "
             f"{trained} of them trained on",
             "validation": f"{len(val)} conversations" if val is not None else "none",
             "steps": f"{per_epoch} per epoch, {trainer.steps(per_epoch)} in all, "

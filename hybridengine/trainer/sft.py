@@ -9,6 +9,7 @@ section 3.5), whatever the number of ranks and the split into micro-batches.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from hybridengine.model import (
 )
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.base import BaseTrainer
-from hybridengine.trainer.build import load_preparer, load_tokenizer
+from hybridengine.trainer.build import find_stop_token_ids, load_preparer, load_tokenizer
 from hybridengine.trainer.build_models import build_optimizer, load_model
 from hybridengine.trainer.plan import resolve_dtypes, sft_plan
 from hybridengine.trainer.shared_prefix import build_data_parallel
@@ -38,9 +39,15 @@ from hybridengine.vision import image_arguments
 def load_sft_data(config: SFTConfig) -> tuple[Any, SFTDataset, SFTDataset | None]:
     """Load tokenizer, training conversations and validation conversations (or None)."""
     tokenizer, data = load_tokenizer(config), config.data
-    preparer = load_preparer(config)
-    val = SFTDataset(data.val_files, tokenizer, data, preparer) if data.val_files else None
-    return tokenizer, SFTDataset(data.train_files, tokenizer, data, preparer), val
+    dataset = partial(
+        SFTDataset,
+        tokenizer=tokenizer,
+        data=data,
+        preparer=load_preparer(config),
+        stop_token_ids=find_stop_token_ids(config.model.path, tokenizer),
+    )
+    val = dataset(data.val_files) if data.val_files else None
+    return tokenizer, dataset(data.train_files), val
 
 
 class SFTTrainer(BaseTrainer[SFTConfig]):

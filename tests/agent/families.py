@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,4 +104,4 @@ def turn_template(family: str, tools: Any = ()) -> tuple[TurnTemplate, int]:
         end = "</s>"
     chats = ChatTemplate(tokenizer, DataConfig(chat_template=text), tools)
     stop = tokenizer.convert_tokens_to_ids(end)
-    return TurnTemplate(partial(chats.render, "test"), tokenizer, [stop], chats.special), stop
+    return TurnTemplate(chats, tokenizer, [stop]), stop

@@ -87,9 +87,10 @@ def test_requests_of_a_stream_are_those_of_a_batch(tmp_path: Path, kind: str) ->
 def trajectories_body(rank: int, world_size: int, path: str) -> Any:
     """Sampled trajectories with tools of different speeds, by engines at TP 2."""
     from hybridengine.agent import AgentLoop, AgentRunner, LoopContext, TurnTemplate
+    from hybridengine.config import DataConfig
     from hybridengine.config.rollout import MultiTurnConfig
     from hybridengine.data import PromptSample
-    from hybridengine.data.special_tokens import SpecialTokens
+    from hybridengine.data.chats import ChatTemplate
     from hybridengine.rollout import SamplingSpec
 
     engine, tokenizer = build(path, "vllm", 2, [2, *range(70, 101)])
@@ -102,13 +103,9 @@ def trajectories_body(rank: int, world_size: int, path: str) -> Any:
                 await asyncio.sleep(0.02 * ((trajectory.number + k) % 3))
                 trajectory.messages.append({"role": "user", "content": f"w{7 + k}"})
 
-    def render(chat: Any, prompt: bool) -> str:
-        return "".join(f"{message['content']} " for message in chat)
-
     context = LoopContext(MultiTurnConfig(enable=True), parse=lambda text: [])
-    template = TurnTemplate(
-        render, tokenizer, [2, *range(70, 101)], SpecialTokens(tokenizer, "text")
-    )
+    words = DataConfig(chat_template="{% for m in messages %}{{ m.content }} {% endfor %}")
+    template = TurnTemplate(ChatTemplate(tokenizer, words), tokenizer, [2, *range(70, 101)])
     runner = AgentRunner(context, "slow", template, {}, {"slow": Slow})
     samples = {
         i: PromptSample(

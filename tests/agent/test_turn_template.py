@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from hybridengine.agent.template import ModelTurn, Segment, _messages, prefix_end
+from hybridengine.agent.template import ModelTurn, Segment
+from hybridengine.data.chats import prefix_end
 from hybridengine.errors import DataError
 from tests.agent.families import CHATML, FAMILIES, MISTRAL, THINKING, byte_tokenizer, turn_template
 
@@ -92,7 +93,7 @@ def test_tokens_are_the_template_s_text(family: str, with_tools: bool) -> None:
             if template.form == "structured":
                 assert f"{'result' if with_tools else 'next'}" in extension.added.text
                 continue
-            rendered = template._render(_messages(chat, template.form), True)
+            rendered = template._render(chat, True)
             decoded = template.decode(ids)
             if "\ufffd" in rendered:  # half of a character, which the next token may complete
                 continue

@@ -8,14 +8,15 @@ import pytest
 
 from hybridengine.config import DataConfig, SFTDataConfig
 from hybridengine.data import DataError, PromptDataset, chats
-from hybridengine.data.chats import ChatTemplate, parse_chat
+from hybridengine.data.chats import ChatTemplate
 from hybridengine.data.conversations import SFTDataset
 from hybridengine.data.files import read_files
+from hybridengine.data.rows import parse_chat
 from tests.data.rows import row, write_jsonl
 
 
 def chat(value):
-    return parse_chat("here", {"c": value}, "c")
+    return parse_chat("here", "c", value)
 
 
 def test_sharegpt_is_a_chat():
@@ -48,7 +49,7 @@ def test_nulls_of_parquet_are_dropped(tmp_path):
     ]
     pq.write_table(pa.Table.from_pylist([{"c": given}]), tmp_path / "a.parquet")
     [(_, parsed)] = read_files(str(tmp_path / "a.parquet"))
-    assert parse_chat("here", parsed, "c") == chat(given) == given
+    assert chat(parsed["c"]) == chat(given) == given
 
 
 @pytest.mark.parametrize(

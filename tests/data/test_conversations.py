@@ -141,7 +141,7 @@ def test_truncation(tmp_path, chatml, truncation, expected):
         (
             {"prompt": "1", "response": "2"},
             {"chat_template": "{{ '' }}"},
-            "the chat template made an empty conversation",
+            "line 1: the chat template does not write the content in turn 1",
         ),
         (
             {"prompt": "1", "response": "2"},

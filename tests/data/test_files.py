@@ -76,7 +76,7 @@ def test_folders_and_globs_are_sorted_by_name(tmp_path, monkeypatch):
     [
         ("none.jsonl", r"none\.jsonl does not exist; check the path"),
         ("none*.jsonl", r"none\*\.jsonl matches no file; check the path"),
-        ("empty", r"data folder .*empty holds no \.parquet, \.jsonl, .* file"),
+        ("empty", r"data folder .*empty holds no \.parquet, .*\.jsonl, .* file"),
         ("*.csv", r"a\.csv ends in '\.csv', expected \.parquet"),
     ],
 )
@@ -120,7 +120,7 @@ def test_malformed_json_files(tmp_path, name, content, message):
 def test_malformed_parquet_files(tmp_path):
     bad = pa.Array.from_buffers(pa.string(), 2, pa.array([b"fine", b"\xff"]).buffers())
     pq.write_table(pa.table({"a": bad}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet, row 0 or later has text that is not UTF-8"):
+    with pytest.raises(DataError, match=r"a\.parquet, row 0 or later: .*text that is not UTF"):
         read(tmp_path / "a.parquet")
     pq.write_table(pa.table([[1], [2]], names=["a", "a"]), tmp_path / "b.parquet")
     with pytest.raises(DataError, match=r"b\.parquet has the column 'a' twice"):

@@ -116,7 +116,7 @@ def test_bad_rows_name_the_line(tokenizer, tmp_path, bad, message):
         ("a.jsonl", b"\xff\xfe\n", "line 1 is not UTF-8"),
         ("a.jsonl", b"", "the data file is empty"),
         ("a.parquet", b"not parquet at all", "is not a readable parquet file"),
-        ("a.csv", b"a,b\n", "ends in '.csv', expected .parquet, .jsonl, .json"),
+        ("a.csv", b"a,b\n", "ends in '.csv', expected .parquet, .arrow, .jsonl, .json"),
     ],
 )
 def test_bad_files(tokenizer, tmp_path, name, content, message):
