@@ -74,7 +74,8 @@ class ModelTurn:
     def message(self, form: str, thought: ThoughtFormat | None = None) -> dict[str, Any]:
         if form == "structured" and self.tool_calls:
             return {"role": "assistant", "content": self.content, "tool_calls": self.tool_calls}
-        if form == "thought" and thought is not None and thought.closing in self.text:
+        has_thought = thought is not None and thought.closing in self.text
+        if form in ("thought", "structured") and thought is not None and has_thought:
             before, _, content = self.text.partition(thought.closing)
             own = before.strip().removeprefix(thought.opening).strip()
             return {"role": "assistant", "content": content.lstrip(), thought.key: own}
@@ -125,7 +126,7 @@ class TurnTemplate:
         if not tools and not options:
             return self
         own, hidden = copy.copy(self), self._special.hide("a tool", list(tools))
-        own._chats = self._chats.of_row(hidden or self._chats.tools, **options)
+        own._chats = self._chats.of_row(hidden or self._chats.tools, options)
         own._thought = own._find_thought()
         return own
 

@@ -66,7 +66,9 @@ class ChatTemplate:
         options = sorted(self.options.items())
         return self.text, options, list(map(str, self.tools)), self.special.policy, dates
 
-    def of_row(self, tools: Sequence[Mapping[str, Any]], **options: Any) -> ChatTemplate:
+    def of_row(
+        self, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> ChatTemplate:
         """Return the template with tools and further variables of one row."""
         own = copy.copy(self)
         own.tools, own.options = list(tools), {**self.options, **options}
@@ -89,7 +91,7 @@ class ChatTemplate:
                 f"{where}: the row has the tool {others[0]!r}, and the tools of the run are "
                 f"{', '.join(known)}; a row may select some of them"
             )
-        own = self.of_row(tools or self.tools, **row.options)
+        own = self.of_row(tools or self.tools, row.options)
         for turn, message in enumerate(chat):
             self._check_keys(f"{where}: turn {turn}", message)
         text = own.render(where, chat, prompt)

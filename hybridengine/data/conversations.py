@@ -251,10 +251,10 @@ def _loss_mask(
     loss_mask = bytearray(len(ids))
     for start, end in row.assistant_spans:
         inside = [i for i, (a, b) in enumerate(offsets) if a < end and b > start]
-        own = [i for i in inside if ids[i] in ends.ids]
-        # What the template writes after the end of a turn, such as a line break, is not generated.
-        if own and not row.text[offsets[own[-1]][1] : end].strip():
-            inside = [i for i in inside if i <= own[-1]]
+        own = _trailing_ends(row.text[:end], inside, ids, offsets, ends)
+        if own:  # what the template writes after the end, such as a line break, is not generated
+            stop = next((i for i in own if ids[i] in ends.stops.values()), own[-1])
+            inside = [i for i in inside if i <= stop]
         elif inside:  # the turn may end with the role of the next one
             after = next((i for i in range(inside[-1] + 1, len(ids)) if ids[i] in ends.ids), None)
             if (
@@ -266,3 +266,17 @@ def _loss_mask(
         for i in inside:
             loss_mask[i] = 1
     return loss_mask
+
+
+def _trailing_ends(
+    text: str, inside: list[int], ids: list[int], offsets: list[tuple[int, int]], ends: _TurnEnds
+) -> list[int]:
+    """Return which tokens at the end of a turn end it: no other text is after or between them."""
+    found, end = list[int](), len(text)
+    for i in reversed(inside):
+        if ids[i] in ends.ids:
+            if text[offsets[i][1] : end].strip():
+                break
+            found.append(i)
+            end = offsets[i][0]
+    return found[::-1]

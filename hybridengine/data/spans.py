@@ -18,7 +18,7 @@ _Message = dict[str, Any]
 
 _MARK = "\ue000\ue001\ue000"  # private characters in place of a content
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
-_SWITCH = re.compile(r"(\w+) is (?:not )?(?:un)?defined")
+_SWITCH = re.compile(r"(\w+) (?:is (?:not )?(?:un)?defined|\| *default)")
 
 
 def find_spans(
@@ -77,6 +77,8 @@ def _span(
 ) -> Span | None:
     prompt = template.render(where, chat[:turn], True)
     up_to_turn = template.render(where, chat[: turn + 1], False)
+    if not text.startswith(up_to_turn):
+        up_to_turn = _without_second_end(up_to_turn, template.special.texts)
     start = prefix_end(text, prompt)
     if start is not None and text.startswith(up_to_turn) and len(up_to_turn) >= start:
         return start, len(up_to_turn)
@@ -90,6 +92,13 @@ def _span(
     if not _plain(prompt).startswith(_plain(text[:start])):  # the template rewrites the history
         return None
     return start, start + len(up_to_turn) - own
+
+
+def _without_second_end(text: str, special: Sequence[str]) -> str:
+    """Remove the token that ends the chat after the one that ends its last turn (Phi-3)."""
+    last = next((token for token in special if text.endswith(token)), "")
+    rest = text.removesuffix(last)
+    return rest if last and rest.rstrip().endswith(tuple(special)) else text
 
 
 def _start(text: str, marked: str) -> int | None:
@@ -119,7 +128,7 @@ def _advice(where: str, template: ChatTemplate, chat: list[_Message], turns: Seq
     for name in sorted(set(_SWITCH.findall(template.text))):
         for value in (True, False):
             with suppress(DataError):
-                other = template.of_row(template.tools, **{name: value})
+                other = template.of_row(template.tools, {name: value})
                 text = other.render(where, chat, False)
                 spans = [_span(where, other, chat, text, turn) for turn in turns]
                 if all(

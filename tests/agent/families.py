@@ -21,6 +21,8 @@ FAMILIES = {  # template of TRL, or text → the token that ends a turn
     "qwen2_5": "<|im_end|>",
     "qwen3": "<|im_end|>",
     "qwen3_5_think": "<|im_end|>",
+    "qwen3_6": "<|im_end|>",
+    "qwen3_8": "<|im_end|>",
     "llama3": "<|eot_id|>",
     "llama3_1": "<|eot_id|>",
     "gemma": "<end_of_turn>",

@@ -111,6 +111,49 @@ def test_families_of_which_no_turn_is_rewritten() -> None:
     assert turn_template("qwen2_5")[0].form == "raw"
 
 
+@needs_trl
+@pytest.mark.parametrize(
+    ("family", "form", "opening"),
+    [
+        ("qwen3", "raw", "<think>"),
+        ("qwen3_5_think", "raw", ""),
+        ("qwen3_6", "raw", ""),
+        ("qwen3_8", "thought", ""),  # reads no thought from a content
+        ("nemotron_3_nano", "thought", ""),  # would drop the <think> of the generation prompt
+        ("glm4moe", "raw", "<think>"),
+    ],
+)
+def test_a_thought_before_a_call_is_continued(family: str, form: str, opening: str) -> None:
+    """The tokens of a sequence are one rendering of the template, with every thought in it."""
+
+    empty = 2 if family != "qwen3" else None  # which leaves an empty one out once others follow
+
+    def sampled(k: int) -> str:
+        thought = "" if k == empty else f"\nhm {k}\n"
+        return f"{opening}{thought}</think>\n\ncall {k}"
+
+    for template, segments, chat, extension in converse(family, 0, True, sampled):
+        assert (template.form, extension.kept) == (form, len(segments))
+        tokens = [token for part in [*segments, extension.added] for token in part.ids]
+        text = template.decode(tokens)
+        assert squash(text) == squash(template._render(chat, True))
+        turns = sum(isinstance(entry, ModelTurn) for entry in chat)
+        assert all(f"<think>hm{k}</think>" in squash(text) for k in range(turns) if k != empty)
+
+
+@needs_trl
+def test_a_thought_of_a_template_that_refuses_it_in_a_content() -> None:
+    """GPT-OSS, in a chat with a user: the thought has a key of its own there, too."""
+
+    def sampled(k: int) -> str:
+        final = "<|end|><|start|>assistant<|channel|>final<|message|>"
+        return f"<|channel|>analysis<|message|>hm {k}{final}answer {k}"
+
+    for template, _, _, extension in converse("gptoss", 0, False, sampled):
+        assert template.form == "structured"
+        assert "answer" in extension.added.text and "hm" not in extension.added.text
+
+
 def test_an_appended_turn_has_the_line_break_after_the_sampled_end() -> None:
     """verl's and others' delta misses it: the end of the turn is sampled, the line break not."""
     [(template, segments, _, extension), *_] = converse(CHATML, 0, False, lambda k: "yes")
