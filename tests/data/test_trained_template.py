@@ -44,7 +44,7 @@ def test_the_saved_template_renders_as_the_trained_one(tmp_path, body, variables
 
     assert render() == expected
     other = {"thinking": "other", "style": "another"}
-    of_row = trained.of_row((), **other).render("here", CHAT, True)
+    of_row = trained.of_row((), other).render("here", CHAT, True)
     assert render(**other) == of_row != expected  # a server's request may still choose
     again = DataConfig(apply_chat_template_kwargs=variables)  # as a run that goes on from it
     set_trained_template(saved, again, None)
