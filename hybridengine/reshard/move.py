@@ -69,7 +69,7 @@ class Mover:
         found: the changes that were found in this rank's shards.
         """
         self.checksum_growth = None
-        if self._engine is not None and order.base is None:
+        if self._engine is not None and order.base is None and not order.skip_frozen:
             write_constants(self._engine.layout, weights)
         self.dense.run(transport, weights, order.moves)
         if order.base is not None:
@@ -85,10 +85,12 @@ class Mover:
     def load_full(self, transport: Transport, skip_frozen: bool) -> None:
         """Gather the parameters that are no pure copies, one at a time, for the engines' loaders.
 
-        They keep their dtype, so that a loader computes from the master weights.
+        They keep their dtype, so that a loader computes from the master weights. It gets all of
+        them or none: one tensor of the engine, or of the checkpoint, may be made of several.
         """
-        sources = self.plan.sources
-        names = [n for n in self.plan.fallback if not (sources[n].frozen and skip_frozen)]
+        names = list(self.plan.fallback)
+        if skip_frozen and all(self.plan.sources[name].frozen for name in names):
+            names = []
         fulls = self._fulls(transport, names)
         if names and self._engine is not None:
             self._engine.load_full(fulls)

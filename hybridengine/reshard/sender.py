@@ -355,6 +355,7 @@ class WeightSender:
         with self._guard.collective("planning"):
             self.plan, _ = self._trainers.plan(make, self._bucket_bytes, default)
         self._layouts = layouts
+        self._sent = self._sent._replace(frozen=self._sent.frozen + 1)  # it measures all scales
         self._mover = Mover(self.plan, self.rank, self._device, self._trained, None)
         merges = bool(self._trained.merged)
         self._transport = TrainersEnd(self._guard, self.plan, self._device, merges)

@@ -42,12 +42,9 @@ class Adapter:
         for dim, (low, high) in enumerate(box):
             part = part.narrow(dim, low - origin[dim], high - low)
         merged = torch.empty_like(part, memory_format=torch.contiguous_format)
-        for out, weight, (left, right) in zip(
-            merged.view(-1, *merged.shape[-2:]),
-            part if part.ndim == 3 else (part,),
-            self._factors_of_box(base, origin, box),
-            strict=True,
-        ):
+        matrices = zip(merged, part, strict=True) if part.ndim == 3 else [(merged, part)]
+        factors = self._factors_of_box(base, origin, box)
+        for (out, weight), (left, right) in zip(matrices, factors, strict=True):
             _add_product(out, weight, left, right, self.scale)
         return merged
 

@@ -52,7 +52,7 @@ class ShardSpec:
       dimension 0). A shard is one chunk of every split; shards are numbered row-major, the last
       split fastest.
     holders: for each shard, the ranks that hold it (several under HSDP or replication).
-    frozen: the parameter is sent once.
+    frozen: the parameter is not trained.
     merged: every sync sends the sum of the parameter and its adapter; computing it takes memory of
       the bucket.
     """

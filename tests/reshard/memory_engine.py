@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,7 @@ from hybridengine.reshard import Resharder
 from hybridengine.reshard.transport.in_world import Pull
 from hybridengine.rollout.engine import RolloutEngine
 from hybridengine.sharding import EngineLayout, tp_groups
+from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.layout import Quantized
 from hybridengine.sharding.weight_target import WeightTarget
 from tests.reshard.brute_force import fused_layout
@@ -45,7 +46,11 @@ def shapes_of(**kinds: Mapping[str, tuple[int, ...]]) -> Shapes:
 
 
 class MemoryEngine(WeightTarget, RolloutEngine):
-    """Holds the tensors of a layout, NaN at first. Its loader doubles the parameters it gets."""
+    """Holds the tensors of a layout, NaN at first.
+
+    Its loader writes a tensor once it has all parameters that it is made of: twice their sum.
+    adapters: by version.
+    """
 
     def __init__(
         self, layout: EngineLayout, tp_rank: int, tp_size: int, device: str = "cpu"
@@ -56,13 +61,23 @@ class MemoryEngine(WeightTarget, RolloutEngine):
             name: torch.full(spec.shape, float("nan"), dtype=spec.dtype, device=device)
             for name, spec in (layout.destinations | layout.scales).items()
         }
+        self.adapters: dict[int, dict[str, Adapter]] = {}
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self.tensors
 
     def load_full(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        held: dict[str, dict[str, torch.Tensor]] = {}
+        made_of = computed_of(self.layout)
         for name, full in weights:
-            self.tensors[name].copy_(full.mul_(2))
+            tensor = next(t for t, names in made_of.items() if name in names)
+            parts = held.setdefault(tensor, {})
+            parts[name] = full
+            if len(parts) == len(made_of[tensor]):
+                self.tensors[tensor].copy_(sum(held.pop(tensor).values()).mul_(2))
+
+    def load_adapters(self, adapters: Iterable[tuple[str, Adapter]], version: int) -> None:
+        self.adapters[version] = dict(adapters)
 
     def _finish_update(self) -> None: ...
 
@@ -70,6 +85,14 @@ class MemoryEngine(WeightTarget, RolloutEngine):
         return [[] for _ in prompts]
 
     def shutdown(self) -> None: ...
+
+
+def computed_of(layout: EngineLayout) -> dict[str, list[str]]:
+    """Engine tensors that the loader makes → the parameters that they are made of."""
+    made_of: dict[str, list[str]] = {}
+    for source, reason in layout.fallback.items():
+        made_of.setdefault(reason.partition(": ")[0], []).append(source)
+    return made_of
 
 
 def quantize(layout: EngineLayout, name: str) -> None:
@@ -95,14 +118,16 @@ def build(
     rows_on_dim1: bool = True,
     by_loader: tuple[str, ...] = (),
     quantized: tuple[str, ...] = (),
+    amend: Callable[[EngineLayout], None] = lambda layout: None,
     transport: str = "pull",
     device: str = "cpu",
     **options: Any,
 ) -> tuple[MemoryEngine, dict[str, torch.Tensor], Resharder]:
     """This rank's engine, its shards (HSDP where replicas > 1), and the reshard between them.
 
-    transport: "pull", which is chosen where the ranks share memory, or "all-to-all". options: more
-    of Resharder's.
+    amend: changes the layout.
+    transport: "pull", which is chosen where the ranks share memory, or "all-to-all".
+    options: more of Resharder's.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     groups = tp_groups(world_size, tp_size)
@@ -111,6 +136,7 @@ def build(
     layout.fallback = {name: f"{name}: computed by mul" for name in by_loader}
     layout.by_loader = set(by_loader)
     layout.copies = [c for c in layout.copies if c.source not in by_loader]
+    amend(layout)
     for name in quantized:
         quantize(layout, name)
     engine = MemoryEngine(layout, group.index(rank), tp_size, device)
@@ -168,8 +194,8 @@ def expected(engine: MemoryEngine, full: Mapping[str, torch.Tensor]) -> dict[str
         target.as_strided(c.sizes, c.destination_strides, c.destination_offset).copy_(
             source.as_strided(c.sizes, c.source_strides, c.source_offset)
         )
-    for name in engine.layout.fallback:
-        made[name].copy_(full[name] * 2)
+    for name, sources in computed_of(layout).items():
+        made[name].copy_(sum(full[source] for source in sources) * 2)
     for name, quantized in layout.quantized.items():
         made[name], made[quantized.scale] = block_quantize(made[name], backend="reference")
     return made

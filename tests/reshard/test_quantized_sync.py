@@ -155,6 +155,32 @@ def test_a_sync_that_fails_leaves_an_engine_that_refuses(world_of_one) -> None:
     assert engine.weight_version == 2 and differing(engine, full) == []
 
 
+@pytest.mark.parametrize(
+    ("frozen", "once"),
+    [
+        ({"out"}, {"out"}),
+        ({"q", "norm"}, {"norm"}),
+        ({"q", "k", "copied"}, {"q", "k", "copied"}),
+        ({"k", "out", "copied", "norm"}, {"out", "copied", "norm"}),
+    ],
+)
+def test_frozen_parameters_that_share_blocks_with_trained_ones_travel(
+    world_of_one, frozen: set[str], once: set[str]
+) -> None:
+    full = trained(0, torch.float32)
+    engine, shards, resharder = build(
+        *(SHAPES, 1), full=full, quantized=QUANTIZED, bucket_bytes=1 << 20, frozen=lambda: frozen
+    )
+    assert {name for name, _ in resharder.plan.sent_once} == once
+    for version in (1, 2, 3):
+        if version == 2:
+            full = {n: t if n in frozen else t * 3 for n, t in full.items()}
+            for name, tensor in shards.items():
+                tensor.to_local().copy_(full[name])
+        resharder.sync(version, verify=version == 3)
+        assert differing(engine, full) == []
+
+
 def test_what_is_not_finite(world_of_one) -> None:
     full = trained(0, torch.float32)
     full["out"][5, 7], full["out"][200, 300] = float("nan"), float("-inf")

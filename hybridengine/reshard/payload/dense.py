@@ -47,7 +47,7 @@ class Dense:
         """Move buckets into the engines' weights. Collective.
 
         weights: the tensors of this rank's engine; {} if it has no engine.
-        moves: which buckets; of those that are quantized all move, or none.
+        moves: which buckets; those that are not frozen move together.
         """
         self.bytes_gathered = 0
         moving = [e for e in self.exchanges if moves(e.bucket)]
@@ -103,7 +103,7 @@ class Dense:
         scales, guard = self.scales, transport.guard
         if self.source is not None:
             guard.phase = "finding the scales of quantized weights"
-            scales.begin()
+            scales.begin(len(moving) < len(self.exchanges))
             for exchange in moving:
                 if exchange.measured is not None:
                     scales.measure(exchange.measured, self._sources(transport, exchange))

@@ -77,6 +77,11 @@ class BlockScales:
         self.dtype = next(iter(dtypes), torch.bfloat16)
         self.scale = torch.zeros(starts[-1], dtype=torch.float32, device=device)
         self._absmax = torch.zeros(starts[-1], dtype=torch.int32, device=device)
+        self._is_frozen = torch.zeros(starts[-1], dtype=torch.bool, device=device)
+        for name, dtype in plan.sent_once:
+            for layout in range(len(plan.layouts)) if dtype == QUANTIZED_DTYPE else ():
+                for tensor in self._names(name, layout):
+                    self._is_frozen[self._blocks(layout, tensor)] = True
         self._of_layout = [self.scale[a:b] for a, b in itertools.pairwise(starts)]
         for name, dtype in plan.source_classes:
             source = plan.sources[name].dtype
@@ -108,6 +113,12 @@ class BlockScales:
 
     def _names(self, name: str, layout: int) -> list[str]:
         return self._plan.destinations(name, QUANTIZED_DTYPE, self._plan.layout_of.index(layout))
+
+    def _blocks(self, layout: int, tensor: str) -> slice:
+        """Return the blocks of an engine tensor."""
+        shape = self._plan.layouts[layout].destinations[tensor].shape
+        first = self._first[layout][tensor]
+        return slice(first, first + math.prod(block_grid(shape)))
 
     def number(self, table: np.ndarray, rows: SliceRows, name: str) -> None:
         """Count the blocks of the rows of one source from the first of all layouts."""
@@ -167,9 +178,12 @@ class BlockScales:
 
     # Sync
 
-    def begin(self) -> None:
-        """Forget the magnitudes of the last sync."""
-        self._absmax.zero_()
+    def begin(self, skip_frozen: bool) -> None:
+        """Forget the magnitudes of the last sync.
+
+        skip_frozen: keep those of the tensors that are sent once, which are not measured again.
+        """
+        self._absmax *= self._is_frozen if skip_frozen else 0
 
     def measure(self, table: BlockTable, sources: Sequence[torch.Tensor]) -> None:
         """Include slices of this rank's shards in the magnitudes of their blocks."""
@@ -189,8 +203,7 @@ class BlockScales:
         layout = self._plan.layout_of[rank]
         for name, quantized in self._plan.layouts[layout].quantized.items():
             scale = weights[quantized.scale]
-            first = self._first[layout][name]
-            scale.copy_(self.scale[first : first + scale.numel()].view(scale.shape))
+            scale.copy_(self.scale[self._blocks(layout, name)].view(scale.shape))
 
     @property
     def bytes_reduced(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,8 +22,8 @@ Source = tuple[str, torch.dtype]  # trained parameter, dtype of the engine tenso
 class Bucket:
     """The content of one all-to-all: (source, chunk) pairs of equal dtypes and treatment.
 
-    merged: as `ShardSpec`, for all sources of the bucket; frozen, too, but quantized ones are not
-      if adapters are merged: blocks may consist of frozen and trained parameters.
+    frozen: whether a sync may leave the bucket out (`ReshardPlan.sent_once`).
+    merged: as `ShardSpec`, for all sources of the bucket.
     intra_bytes, inter_bytes: what the busiest rank sends or receives (the larger of the two) inside
       its node and across nodes.
     """
@@ -158,16 +158,16 @@ def fill_buckets(
     bucket_bytes: int,
     world_size: int,
     tables: dict[tuple[SourceClass, int], ChunkTable],
+    sent_once: Set[Source],
 ) -> tuple[list[Bucket], np.ndarray, int]:
     """Return (buckets, bytes each rank moves int64 [4, N], most bytes that a rank stages).
 
     The four channels are those of `SourceClass.loads`. tables: known chunks by (class, bytes of an
-    element); new ones are added.
+    element); new ones are added. sent_once: see `ReshardPlan`.
     """
     buckets: list[Bucket] = []
     total, max_staged = np.zeros((4, world_size), np.int64), 0
     filling: dict[tuple, _Filling] = {}  # by treatment
-    merges = any(source_class.spec.merged for source_class in classes.values())
 
     def close(treatment: tuple) -> None:
         nonlocal total, max_staged
@@ -183,8 +183,7 @@ def fill_buckets(
         if key not in tables:
             tables[key] = divide(name, *key, bucket_bytes)
         table, first = tables[key], 0
-        frozen = spec.frozen and not (merges and dtype == QUANTIZED_DTYPE)
-        treatment = (spec.dtype, dtype, frozen, spec.merged)
+        treatment = (spec.dtype, dtype, (name, dtype) in sent_once, spec.merged)
         while first < len(table.chunks):
             if treatment not in filling:
                 filling[treatment] = _Filling(Bucket(*treatment), world_size)

@@ -19,6 +19,7 @@ from functools import cache, partial
 import numpy as np
 import torch
 
+from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE
 from hybridengine.reshard.plan.buckets import Bucket, ChunkTable, Source, fill_buckets
 from hybridengine.reshard.plan.coverage import check_coverage
 from hybridengine.reshard.plan.senders import Senders, Topology
@@ -36,6 +37,8 @@ class ReshardPlan:
     source_classes: (parameter, engine dtype) → its class.
     layouts: the distinct engine layouts.
     layout_of: rank → number of its engine layout.
+    sent_once: the sources that a sync may leave out once an engine has them: those of frozen
+      parameters, unless a trained one is part of the same quantized engine tensor.
     bytes_received, bytes_sent: how much each rank receives and sends.
     bytes_crossing: for each rank, the part of bytes_received that comes from other nodes.
     bytes_needed: for each rank, the size of its engine tensors.
@@ -51,6 +54,7 @@ class ReshardPlan:
     layouts: Sequence[EngineLayout]
     layout_of: Sequence[int]
     num_nodes: int
+    sent_once: frozenset[Source]
     buckets: list[Bucket]
     bytes_received: list[int]
     bytes_sent: list[int]
@@ -169,8 +173,9 @@ class Planner:
         fallback = {n: why for layout in self._layouts for n, why in layout.fallback.items()}
         classes, destinations = self._classify(sources)
         moving = {source: cls for source, cls in classes.items() if source[0] not in fallback}
+        sent_once = _sent_once(sources, destinations)
         buckets, moved, staging_bytes = fill_buckets(
-            moving, self._bucket_bytes, world_size, self._chunk_tables
+            moving, self._bucket_bytes, world_size, self._chunk_tables, sent_once
         )
         needed, lower_bound = np.zeros((2, world_size), np.int64)
         for (_, dtype), source_class in classes.items():
@@ -183,6 +188,7 @@ class Planner:
             layouts=self._layouts,
             layout_of=self._layout_of,
             num_nodes=self._topology.num_nodes,
+            sent_once=sent_once,
             buckets=buckets,
             bytes_received=moved[:2].sum(0).tolist(),
             bytes_sent=moved[2:].sum(0).tolist(),
@@ -210,7 +216,7 @@ class Planner:
             spec = sources[name]
             sent_by = senders[id(spec.holders)]
             blocks = [tuple(block for _, block in group) for group in copies[name, dtype]]
-            treatment = (spec.shape, spec.dtype, spec.splits, spec.frozen, spec.merged, dtype)
+            treatment = (spec.shape, spec.dtype, spec.splits, spec.merged, dtype)
             key = (sent_by, *treatment, *blocks)
             if key not in self._classes:
                 self._classes[key] = SourceClass(spec, sent_by, blocks)
@@ -248,3 +254,24 @@ class Planner:
         layouts = [layout.digest() for layout in self._layouts]
         described = (self._bucket_bytes, self._layout_of, self._nodes, placed, layouts)
         return hashlib.sha256(repr(described).encode()).hexdigest()
+
+
+def _sent_once(
+    sources: Mapping[str, ShardSpec], destinations: Mapping[Source, list[list[str]]]
+) -> frozenset[Source]:
+    """Return `ReshardPlan.sent_once`.
+
+    A block of a quantized tensor has one scale: if it changes, all values of the block do.
+    """
+    once = {source for source in destinations if sources[source[0]].frozen}
+    written = {
+        source: {(i, tensor) for i, tensors in enumerate(by_layout) for tensor in tensors}
+        for source, by_layout in destinations.items()
+        if source[1] == QUANTIZED_DTYPE
+    }
+    while True:
+        again = set().union(*(written[source] for source in written.keys() - once))
+        moved = {source for source in written.keys() & once if written[source] & again}
+        if not moved:
+            return frozenset(once)
+        once -= moved
