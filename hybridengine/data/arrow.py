@@ -103,8 +103,12 @@ def _plain_type(where: str, field: pa.Field) -> pa.DataType:
     name = (field.metadata or {}).get(b"ARROW:extension:name", b"").decode("utf-8", "replace")
     if isinstance(kind, pa.BaseExtensionType):
         name = kind.extension_name
-    if name and name not in _EXTENSIONS and not name.startswith(_ARRAYS):
-        raise DataError(f"{where} has the extension type {name!r}, which has no plain value here")
+    is_known = name in _EXTENSIONS and isinstance(kind, pa.BaseExtensionType)
+    if name and not is_known and not name.startswith(_ARRAYS):
+        raise DataError(
+            f"{where} has the extension type {name!r}, which has no plain value here; remove the "
+            "column, or cast it"
+        )
 
     if isinstance(kind, pa.BaseExtensionType):
         return kind
@@ -125,7 +129,10 @@ def _plain_type(where: str, field: pa.Field) -> pa.DataType:
     if is_type.is_dictionary(kind) or is_type.is_run_end_encoded(kind):
         return _plain_type(where, pa.field("", kind.value_type))
     if is_type.is_union(kind) or is_type.is_interval(kind):
-        raise DataError(f"{where} has the type {kind}, which has no plain value here")
+        raise DataError(
+            f"{where} has the type {kind}, which has no plain value here; remove the column, or "
+            "cast it"
+        )
     if is_type.is_timestamp(kind) and kind.unit == "ns":
         return pa.timestamp("us", kind.tz)
     if is_type.is_duration(kind) and kind.unit == "ns":

@@ -17,7 +17,12 @@ from typing import Any
 from hybridengine.config.common import DatasetConfig
 from hybridengine.data.rows import RowChat
 from hybridengine.data.special_tokens import SpecialTokens
-from hybridengine.data.tools import check_tools_shown, tool_name, with_text_arguments
+from hybridengine.data.tools import (
+    check_tools_shown,
+    tool_name,
+    tool_names,
+    with_text_arguments,
+)
 from hybridengine.errors import DataError
 from hybridengine.model.images import IMAGE_MODEL_TYPES
 from hybridengine.runtime.run_start import run_start
@@ -28,7 +33,7 @@ __all__ = ["THOUGHTS", "ChatTemplate", "mentions", "prefix_end", "text_of"]
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message, by template
 _OTHER_KEYS = ("function_call",)  # that a template without them would leave out silently
 _RENDER_TIMEOUT_S = 10.0  # for one chat; a template may loop forever
-_RENDER_BYTES = 2 << 30  # for one chat; a template may make a text of any length
+_RENDER_MIB = 512  # for one chat; a template may make a text of any length
 _DATE_FORMATS = re.compile(r"""strftime_now\s*\(\s*(["'])(.*?)\1\s*\)""")
 
 
@@ -97,11 +102,19 @@ class ChatTemplate:
         text = own.render(where, chat, prompt)
         check_tools_shown(where, tools, text)
         for turn, message in enumerate(chat if text else ()):
-            if message["role"] != "assistant" and not mentions(text, text_of(message["content"])):
+            content = text_of(message["content"])
+            if message["role"] == "assistant":  # templates may leave out thoughts of earlier turns
+                content = content.rpartition("</think>")[2]
+            if not mentions(text, content):
                 raise DataError(
                     f"{where}: the chat template leaves out turn {turn}, of the role "
-                    f"{message['role']!r}; remove the turn, or set data.chat_template to one that "
-                    "writes it"
+                    f"{message['role']!r}, or a part of it; remove it, or set data.chat_template "
+                    "to one that writes it"
+                )
+            if missing := [name for name in tool_names(message) if name not in text]:
+                raise DataError(
+                    f"{where}: the chat template does not write the call of {missing[0]!r} in turn "
+                    f"{turn}; give a data.chat_template that knows tool calls, or remove it"
                 )
         return own, chat, text
 
@@ -186,8 +199,8 @@ class ChatTemplate:
             raise DataError(f"{where}: the chat template refuses this chat: {error}") from None
         except MemoryError:
             raise DataError(
-                f"{where}: the chat template takes more than {_RENDER_BYTES >> 30} GiB of memory "
-                "for this chat; does it repeat a text?"
+                f"{where}: the chat template takes more than {_RENDER_MIB} MiB of memory for "
+                "this chat; does it repeat a text?"
             ) from None
         except Exception as error:  # what its expressions raise, and range() above 100,000
             reason = f"{type(error).__name__}: {error}"[:300]
@@ -259,7 +272,7 @@ def find_template(tokenizer: Any, template: str | None) -> str:
 def _limits() -> Iterator[None]:
     """Limit time and memory of a rendering in the main thread; no effect in other threads.
 
-    Raises TimeoutError after `_RENDER_TIMEOUT_S`, and MemoryError for `_RENDER_BYTES` more than
+    Raises TimeoutError after `_RENDER_TIMEOUT_S`, and MemoryError for `_RENDER_MIB` more than
     the process has.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -287,10 +300,10 @@ def _limits() -> Iterator[None]:
 
 
 def _address_limit(soft: int, hard: int) -> int:
-    """Return the limit of the address space, with `_RENDER_BYTES` to allocate."""
+    """Return the limit of the address space, with `_RENDER_MIB` to allocate."""
     try:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:  # no Linux
         return soft
     others = (limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)
-    return min([used + _RENDER_BYTES, *others])
+    return min([used + (_RENDER_MIB << 20), *others])

@@ -1,10 +1,14 @@
 """Chats in every shape, and templates that fail or loop."""
 
+import os
+import resource
 import time
+from datetime import datetime
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch.distributed as dist
 
 from hybridengine.config import DataConfig, SFTDataConfig
 from hybridengine.data import DataError, PromptDataset, chats
@@ -12,7 +16,8 @@ from hybridengine.data.chats import ChatTemplate
 from hybridengine.data.conversations import SFTDataset
 from hybridengine.data.files import read_files
 from hybridengine.data.rows import parse_chat
-from tests.data.rows import row, write_jsonl
+from hybridengine.runtime.run_start import agree_on_run_start, run_start
+from tests.data.rows import TEMPLATE, row, write_jsonl
 
 
 def chat(value):
@@ -115,6 +120,28 @@ def test_a_template_that_loops_is_stopped(tokenizer, monkeypatch):
         render(tokenizer, "{{ 1 }}", tokenize=True)
 
 
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "'a' * 10**10",
+        "'a'.ljust(10**10)",
+        "'%10000000000s' % 'a'",
+        "'a'|center(10**10)",
+        "[0] * 10**10",
+        "('a' * 10**5).replace('', 'b' * 10**5)",
+        "{% set n = namespace(t='a') %}{% for i in range(40) %}{% set n.t = n.t ~ n.t %}"
+        "{% endfor %}",
+    ],
+)
+def test_a_template_that_takes_too_much_memory_is_stopped(tokenizer, monkeypatch, expression):
+    monkeypatch.setattr(chats, "_RENDER_TIMEOUT_S", 300.0)  # a busy machine is slow
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    template = f"{{{{ ({expression})|length }}}}" if "{%" not in expression else expression
+    with pytest.raises(DataError, match="takes more than 512 MiB of memory"):
+        render(tokenizer, template)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
 def test_an_alarm_of_the_caller_still_fires(tokenizer):
     import signal
 
@@ -143,3 +170,43 @@ def test_template_files_and_named_templates(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", {"rag": "r", "tool_use": "t"})
     with pytest.raises(DataError, match="chat templates rag, tool_use and none is called default"):
         render(tokenizer, None)
+
+
+DATED = "{{ strftime_now('%d %B %Y') }} {% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def test_a_run_renders_with_the_date_at_which_it_started(tokenizer, tmp_path, monkeypatch):
+    """Prompts are not read from the cache of another day; trajectories have the date of prompts."""
+    monkeypatch.setenv("HYBRIDENGINE_CACHE", str(tmp_path / "cache"))
+    file = write_jsonl(tmp_path / "a.jsonl", [row("1")])
+    computed = DATED.replace("'%d %B %Y'", "'%d ' ~ '%B %Y'")
+    for template in (DATED, computed):
+        data, sft = DataConfig(chat_template=template), SFTDataConfig(chat_template=template)
+        for day in (1, 2):
+            monkeypatch.setenv("HYBRIDENGINE_RUN_START", f"2026-03-0{day}T23:59:59")
+            text = f"0{day} March 2026 1"
+            [prompt] = PromptDataset(file, tokenizer, data)
+            assert prompt.prompt_text == text
+            pair = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "1", "response": "2"}])
+            [sample] = SFTDataset(pair, tokenizer, sft)
+            assert list(sample.ids[:1]) == tokenizer(f"0{day}").input_ids
+            assert ChatTemplate(tokenizer, data).render("a trajectory", prompt.chat, True) == text
+    same_day, other_hour = "2026-03-02T01:00:00", "2026-03-02T02:00:00"
+    keys = []
+    for template in (DATED, TEMPLATE):
+        for start in (same_day, other_hour):
+            monkeypatch.setenv("HYBRIDENGINE_RUN_START", start)
+            keys.append(ChatTemplate(tokenizer, DataConfig(chat_template=template)).inputs)
+    assert keys[0] == keys[1] and keys[2] == keys[3] and keys[0] != keys[2]
+
+
+def test_the_date_of_a_run_is_that_of_its_first_process(monkeypatch):
+    monkeypatch.delenv("HYBRIDENGINE_RUN_START", raising=False)
+    start = run_start()
+    assert datetime.fromisoformat(os.environ["HYBRIDENGINE_RUN_START"]) == start == run_start()
+    monkeypatch.setenv("HYBRIDENGINE_SECRET", "x" * 64)
+    store = dist.HashStore()
+    for other in (start, datetime(2031, 1, 1), datetime(2032, 1, 1)):  # ranks of several machines
+        monkeypatch.setenv("HYBRIDENGINE_RUN_START", other.isoformat())
+        agree_on_run_start(store)
+        assert run_start() == start

@@ -169,8 +169,15 @@ def test_a_turn_that_a_template_leaves_out_is_refused(tmp_path):
         assert len(read(tmp_path, rows, CHATML)) == 1
         with pytest.raises(DataError, match="line 1: the chat template leaves out turn 0, of the "):
             read(tmp_path, rows, template)
+    answered = [messages[1], {"role": "assistant", "content": "b"}, messages[1]]
+    only_users = CHATML.replace("in messages", "in messages if m.role != 'assistant'")
+    with pytest.raises(DataError, match="leaves out turn 1, of the role 'assistant'"):
+        prompts(tmp_path, [rl_row(answered)], only_users)
+    called = [messages[1], chat()[1], {"role": "tool", "content": "snow"}]
+    with pytest.raises(DataError, match=r"line 1: .* not write the call of 'weather' in turn 1"):
+        prompts(tmp_path, [rl_row(called)], CHATML)
     cut = CHATML.replace("m.content", "m.content[:3]")
-    with pytest.raises(DataError, match="does not write the content in turn 1"):
+    with pytest.raises(DataError, match="leaves out turn 1, of the role 'assistant', or a part of"):
         conversations(
             tmp_path, [{"messages": [messages[1], {"role": "assistant", "content": "long"}]}], cut
         )

@@ -80,7 +80,7 @@ def test_several_results_in_a_row(tmp_path, tokenizer):
 def test_llama_style(tmp_path, tokenizer):
     messages = chat()
     rows = [{"messages": messages, "tools": [TOOL]}]
-    with pytest.raises(DataError, match="does not write the content in turn 3"):
+    with pytest.raises(DataError, match="leaves out turn 3, of the role 'assistant', or a"):
         read(tmp_path, tokenizer, LLAMA, rows)  # a turn with both
     messages[3]["content"] = ""
     [sample] = read(tmp_path, tokenizer, LLAMA, rows)
