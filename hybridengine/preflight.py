@@ -34,6 +34,7 @@ from hybridengine.model import (
 )
 from hybridengine.model.compile import check_compiler
 from hybridengine.model.images import check_vision_tower
+from hybridengine.model.packing_check import check_packing
 from hybridengine.model.validation import auto_class, check_model, check_weights
 from hybridengine.preflight_engine import (
     check_engine,
@@ -219,6 +220,7 @@ def _check_run(config: RLConfig | SFTConfig, faults: Faults) -> PretrainedConfig
     num_bytes = 0
     if model is not None:
         faults.attempt(check_weights, path, model, trust)
+        faults.attempt(check_packing, path, model, trust)
         if config.policy.freeze_vision_tower:
             faults.attempt(check_vision_tower, model)
         faults.attempt(check_sequence_parallel, model, config.sequence_parallel_size)
@@ -329,6 +331,7 @@ def _check_critic(config: RLConfig) -> None:
     if path:
         critic = check_model(path, trust)
         check_weights(path, critic, trust, is_sequence_classifier(critic))
+        check_packing(path, critic, trust)
 
 
 def _check_teacher(config: RLConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -341,6 +344,7 @@ def _check_teacher(config: RLConfig, tokenizer: PreTrainedTokenizerBase | None) 
         return
     teacher = check_model(path, trust)
     check_weights(path, teacher, trust)
+    check_packing(path, teacher, trust)
     check_sequence_parallel(teacher, config.actor.ulysses_sequence_parallel_size)
     vocab = load_tokenizer(config, path).get_vocab()
     own = vocab if tokenizer is None else tokenizer.get_vocab()

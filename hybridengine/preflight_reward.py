@@ -8,6 +8,7 @@ from hybridengine.config import ConfigError, RLConfig
 from hybridengine.data import PromptDataset
 from hybridengine.errors import Faults
 from hybridengine.model import is_sequence_classifier
+from hybridengine.model.packing_check import check_packing
 from hybridengine.model.validation import check_model, check_weights
 from hybridengine.reward_worker.function import import_reward_function
 from hybridengine.rewards import RewardManager, RewardResult, score_checked
@@ -39,6 +40,7 @@ def check_reward_model(config: RLConfig) -> None:
             "of a ...ForSequenceClassification class with one label"
         )
     check_weights(path, model, trust, classifier=True)
+    check_packing(path, model, trust)
 
 
 def check_reward(

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.masking_utils import sdpa_mask
 
 from hybridengine.errors import ModelError
@@ -41,6 +41,16 @@ _IGNORED = {
     *("num_items_in_batch", "seq_idx", "cache_position", "position_embeddings", "labels"),
     "logits_to_keep",
 }
+
+
+def attention_of(config: PretrainedConfig) -> str | dict[str, str]:
+    """Return `attn_implementation`: of a vision-language model, packed in the language model alone.
+
+    The vision tower attends among the patches of an image in both directions, with sdpa.
+    """
+    if config.get_text_config() is config:
+        return ATTENTION
+    return {"": ATTENTION, "text_config": ATTENTION, "vision_config": "sdpa"}
 
 
 class _ScoreOptions(NamedTuple):

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from hybridengine.errors import ModelError
-from hybridengine.model.attention import ATTENTION
+from hybridengine.model.attention import attention_of
 from hybridengine.model.collectives import use_direct_collectives
 from hybridengine.model.compile import compile_layers
 from hybridengine.model.expert_parallel import EXPERT_DIM, distribute_experts
@@ -42,6 +42,7 @@ from hybridengine.model.frozen_base import (
 from hybridengine.model.head import patch_head
 from hybridengine.model.lora import columns_of
 from hybridengine.model.offload import Offloader
+from hybridengine.model.packing_check import check_packing
 from hybridengine.model.parameters import is_finite, parameter_shards
 from hybridengine.model.validation import auto_class, check_model
 from hybridengine.runtime.all_ranks import broadcast_value, group_timeout, run_on_rank0
@@ -126,10 +127,12 @@ def load_causal_lm(
     """
     config = check_model(path, trust_remote_code, config_overrides)
     choose_flash_kernel(torch.device(mesh.device_type), deterministic)
-    weights = run_on_rank0(
-        lambda: _read_weights(path, config, trust_remote_code, value_head, config_overrides),
-        f"loading model {path!r}",
-    )
+
+    def read() -> PreTrainedModel:
+        check_packing(path, config, trust_remote_code)
+        return _read_weights(path, config, trust_remote_code, value_head, config_overrides)
+
+    weights = run_on_rank0(read, f"loading model {path!r}")
     grouped = mesh.device_type == "cpu" or expert_parallel_size > 1
     experts = EXPERTS if grouped else None  # None: the choice of transformers
     model = _build_model(path, config, trust_remote_code, value_head, experts)
@@ -231,16 +234,6 @@ def _read_weights(
     return model
 
 
-def attention_of(config: PretrainedConfig) -> str | dict[str, str]:
-    """Return `attn_implementation`: of a vision-language model, packed in the language model alone.
-
-    The vision tower attends among the patches of an image in both directions, with sdpa.
-    """
-    if config.get_text_config() is config:
-        return ATTENTION
-    return {"": ATTENTION, "text_config": ATTENTION, "vision_config": "sdpa"}
-
-
 def _build_model(
     path: str,
     config: PretrainedConfig,
@@ -257,7 +250,7 @@ def _build_model(
             experts_implementation=experts,
             trust_remote_code=trust_remote_code,
         )
-    if model._is_stateful or not model._supports_attention_backend:
+    if not model._supports_attention_backend:
         raise ModelError(f"model {path!r} ({type(model).__name__}) cannot run packed")
     if value_head:
         _set_value_head(model)

@@ -32,7 +32,7 @@ from hybridengine.model.images import IMAGE_MODEL_TYPES
 _HUB_SECONDS = 8.0
 _SCALED = {"linear", "dynamic", "ntk"}  # rotary types whose limit grows by their factor
 # Rotary types whose frequencies depend on the longest position, which differs between the ranks.
-_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 _FIXED_ROPE = ("default", "linear", "llama3")  # their frequencies do not depend on the length
 _PACKABLE = {"full_attention", "sliding_attention"}  # layers without state between tokens
 
@@ -141,7 +141,7 @@ def longest_sequence(config: PretrainedConfig) -> int | None:
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit is None:
         return None
-    factors = [r.get("factor") for r in _rotary(config) if r.get("rope_type") in _SCALED]
+    factors = [r.get("factor") for r in rotary_parameters(config) if r.get("rope_type") in _SCALED]
     return int(limit * max([1.0, *filter(None, factors)]))
 
 
@@ -151,22 +151,31 @@ def head_size(config: PretrainedConfig) -> int:
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
-def shared_prefix_obstacle(config: PretrainedConfig) -> str | None:
-    """Return why sequences cannot share the computation of a prefix; None if they can.
+def is_own_code(config: PretrainedConfig, trust_remote_code: bool) -> bool:
+    """Return whether the model of `config` is code that comes with it, whatever its type."""
+    return trust_remote_code and auto_class(config).__name__ in (
+        getattr(config, "auto_map", None) or {}
+    )
 
-    They can where a token's layers read other tokens only through AttentionInterface. Layers that
-    carry a state along the sequence, and attention over chunks of positions, read the packed order.
-    """
-    others = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _PACKABLE
-    if others:
-        return f"its layers of type {sorted(others)} read the sequence in packed order"
-    model_class = _model_class(config)
-    if model_class is None:
-        return f"its own code ({config.model_type}) may read the sequence in packed order"
-    if model_class._is_stateful:
+
+def packing_obstacle(config: PretrainedConfig, trust_remote_code: bool = False) -> str | None:
+    """Return why the configuration or the class of a model cannot run packed; None if they can."""
+    layers = getattr(config.get_text_config(), "layer_types", None)
+    if others := set(layers or ()) - _PACKABLE:
+        return (
+            f"its layers of type {sorted(others)} read the sequence in packed order; supported "
+            f"are {sorted(_PACKABLE)}"
+        )
+    model_class = None if is_own_code(config, trust_remote_code) else _model_class(config)
+    if model_class is None:  # seen when it is built
+        return None
+    if model_class._is_stateful and layers is None:
         return f"{model_class.__name__} carries a state along the sequence"
     if not model_class._supports_attention_backend:
-        return f"{model_class.__name__} does not call its attention through AttentionInterface"
+        return (
+            f"{model_class.__name__} does not call its attention through transformers' "
+            "AttentionInterface"
+        )
     return None
 
 
@@ -178,15 +187,15 @@ def check_sequence_parallel(config: PretrainedConfig, size: int) -> None:
             f"ulysses_sequence_parallel_size is {size}, which does not divide the model's "
             f"{num_heads} attention heads; choose a divisor"
         )
-    kinds = {r.get("rope_type") for r in _rotary(config)}
-    if size > 1 and (unsupported := kinds & _LENGTH_DEPENDENT_ROPE):
+    kinds = {r.get("rope_type") for r in rotary_parameters(config)}
+    if size > 1 and (unsupported := kinds & LENGTH_DEPENDENT_ROPE):
         raise ModelError(
             f"ulysses_sequence_parallel_size is {size}, but the rotary embedding of this model "
             f"({unsupported.pop()}) depends on the longest sequence; set it to 1"
         )
 
 
-def _rotary(config: PretrainedConfig) -> list[dict[str, Any]]:
+def rotary_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
     """Return the rotary parameters of `config`, of every kind of layer if they differ."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     return [r for r in (rope, *rope.values()) if isinstance(r, dict)]
@@ -198,7 +207,7 @@ def _check_overrides(path: str, config: PretrainedConfig, overrides: Mapping[str
             raise ModelError(
                 f"override_config.{name}: the config.json of {path!r} has no such entry"
             )
-    scaled = {r.get("rope_type") for r in _rotary(config)} - {None, *_FIXED_ROPE}
+    scaled = {r.get("rope_type") for r in rotary_parameters(config)} - {None, *_FIXED_ROPE}
     if "max_position_embeddings" in overrides and scaled:
         raise ModelError(
             f"override_config.max_position_embeddings: the rotary embedding of {path!r} "
@@ -290,19 +299,8 @@ def _check_config(path: str, config: PretrainedConfig, trust_remote_code: bool) 
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"model {path!r} is quantized; training needs the unquantized weights")
-    layers = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _PACKABLE
-    if layers:
-        raise ModelError(
-            f"model {path!r} ({config.model_type}) has layers of type {sorted(layers)}, which "
-            f"cannot run packed; supported are {sorted(_PACKABLE)}"
-        )
-    if model_class is not None and (
-        model_class._is_stateful or not model_class._supports_attention_backend
-    ):
-        raise ModelError(
-            f"model {path!r} ({model_class.__name__}) does not call its attention through "
-            "transformers' AttentionInterface and cannot run packed"
-        )
+    if obstacle := packing_obstacle(config, trust_remote_code):
+        raise ModelError(f"model {path!r} ({config.model_type}) cannot run packed: {obstacle}")
 
 
 def _model_class(config: PretrainedConfig) -> Any:

@@ -6,7 +6,8 @@ import torch
 
 from hybridengine.config import ConfigError, RLConfig, SFTConfig
 from hybridengine.kernels import choose_backend
-from hybridengine.model.validation import check_model, shared_prefix_obstacle
+from hybridengine.model.packing_check import shared_prefix_obstacle
+from hybridengine.model.validation import check_model
 from hybridengine.runtime.session import Session
 from hybridengine.tracking.performance import pair_cost
 from hybridengine.trainer.algorithms import uses_critic
@@ -58,7 +59,7 @@ def _obstacle(config: RLConfig | SFTConfig) -> str | None:
         paths.append(config.algorithm.distill.teacher_path)
     for path in paths:
         model = check_model(path, config.model.trust_remote_code)
-        if reason := shared_prefix_obstacle(model):
+        if reason := shared_prefix_obstacle(model, config.model.trust_remote_code):
             return f"model {path!r} cannot share prefixes: {reason}"
     gpu = torch.device("cuda")
     if torch.cuda.is_available() and choose_backend("tree_attention", gpu) == "reference":

@@ -21,6 +21,7 @@ from hybridengine.preflight_engine import (
 from hybridengine.rollout.vllm.environment import CPU_HEAD_SIZES
 from hybridengine.trainer.plan import start_of
 from tests.cli.conftest import refusal
+from tests.model.own_code import DROPS_ARGUMENTS, save_own_code
 from tests.tiny_models import save_tiny, tiny_config
 
 WEIGHTS = "model.safetensors"
@@ -110,6 +111,13 @@ def test_good_models_pass(tmp_path, kind):
     """Tied heads, fused experts and other names on disk are valid."""
     path = save_tiny(kind, tmp_path / kind)
     check_weights(path, check_model(path))
+
+
+def test_a_model_that_leaks_between_packed_sequences(dry_run, model):
+    save_own_code(model, DROPS_ARGUMENTS)
+    for kind in ("grpo", "sft"):
+        line = refusal(dry_run("model.trust_remote_code=true", kind=kind))
+        assert "layers.1.self_attn (OwnAttention)" in line and "cannot run packed" in line
 
 
 def test_token_ids_beyond_the_vocabulary(dry_run, model):

@@ -16,7 +16,8 @@ from transformers import (
 )
 
 from hybridengine.errors import ModelError
-from hybridengine.model.validation import check_model, shared_prefix_obstacle
+from hybridengine.model.packing_check import shared_prefix_obstacle
+from hybridengine.model.validation import check_model
 from tests.tiny_models import save_tiny, tiny_config
 
 
@@ -104,7 +105,7 @@ def test_broken_config(folder, tmp_path):
     ("config", "message"),
     [
         (T5Config(), r"\(t5\) is not a causal language model"),
-        (FalconConfig(), r"FalconForCausalLM\) does not call its attention"),
+        (FalconConfig(), r"\(falcon\) cannot run packed: FalconForCausalLM does not call its"),
         (Qwen3NextConfig(), r"layers of type \['linear_attention'\]"),
         (PaliGemmaConfig(), r"\(paligemma\) also takes images, .* such as one of type 'gemma'"),
         (Phi4MultimodalConfig(), r"\(phi4_multimodal\) also takes images, .* 'qwen3'"),
@@ -163,7 +164,7 @@ def test_models_that_share_prefixes(kind):
         ("llama4_text", ["chunked_attention"], "['chunked_attention']"),
         ("mamba", None, "['linear_attention']"),
         ("recurrent_gemma", None, "RecurrentGemmaForCausalLM carries a state"),
-        ("t5", None, "its own code"),
+        ("t5", None, "its forward fails"),
     ],
 )
 def test_models_whose_layers_read_the_packed_order_do_not(model_type, layers, reason):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig
 
+from hybridengine.model.attention import attention_of
 from hybridengine.model.images import ImageFormat, ImageInputs
-from hybridengine.model.loading import attention_of
 from tests.tiny_models import SIZES, VOCAB
 
 IMAGE, VIDEO = VOCAB - 1, VOCAB - 2

@@ -88,7 +88,7 @@ def test_models_that_cannot_share(tmp_path: Path) -> None:
     assert shared_prefix.no_sharing_reason(auto) is None
     assert shared_prefix.no_sharing_reason(on) is None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_prefix, "shared_prefix_obstacle", lambda model: "it has a state")
+        patch.setattr(shared_prefix, "shared_prefix_obstacle", lambda *_: "it has a state")
         assert "cannot share prefixes: it has a state" in shared_prefix.no_sharing_reason(auto)
         with pytest.raises(ConfigError, match=r"actor.shared_prefix is on, but model .* a state"):
             shared_prefix.no_sharing_reason(on)

@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 
 from hybridengine.errors import ConfigError
 from hybridengine.model import pack_rollouts, packed_logits
-from hybridengine.model.loading import attention_of
+from hybridengine.model.attention import attention_of
 from hybridengine.view.attention import compute_attention
 from hybridengine.vision import EncodedImage, image_arguments, load_image_preparer
 from tests.model.vision_models import IMAGE

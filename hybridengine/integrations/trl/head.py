@@ -62,7 +62,7 @@ def add_fused_lm_head(
         cast_lm_head_to_fp32: multiply in float32, whatever autocast says.
         outputs: the optional fields to compute.
     """
-    head, unpads = OutputHead(model), can_unpad(model.config)
+    head, unpads = OutputHead(model), can_unpad(model)
     dtype = torch.float32 if cast_lm_head_to_fp32 else None
 
     @functools.wraps(type(model).forward)  # `generate` checks its arguments by this signature

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hybridengine.kernels import pack
 from hybridengine.model.attention import ATTENTION
-from hybridengine.model.validation import shared_prefix_obstacle
+from hybridengine.model.packing_check import shared_prefix_obstacle
 
 __all__ = ["Unpadded", "can_unpad", "unpadded"]
 
@@ -31,9 +31,9 @@ class Unpadded(NamedTuple):
         return packed.new_zeros(shape).masked_scatter(self.mask, packed)[:, :-1]
 
 
-def can_unpad(config: PretrainedConfig) -> bool:
-    """Tell whether tokens of the model of `config` read others only through its attention."""
-    return shared_prefix_obstacle(config) is None
+def can_unpad(model: PreTrainedModel) -> bool:
+    """Tell whether tokens of `model` read others only through its attention."""
+    return not model.is_custom_code() and shared_prefix_obstacle(model.config) is None
 
 
 def unpadded(

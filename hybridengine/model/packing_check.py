@@ -1,0 +1,219 @@
+"""Check numerically that a model computes packed sequences as it computes each of them alone.
+
+A model whose attention drops an argument leaks between packed sequences without an error, and one
+with a window that only transformers' mask contains computes without it. No list of types finds that
+in a model's own code, so the code is run: a small copy (`hybridengine.model.probe`) computes two
+sequences packed, with our attention, and each alone, with transformers' eager attention and masks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from hybridengine.errors import ModelError
+from hybridengine.kernels import pack_forest, pack_sequences
+from hybridengine.model.forward import packed_logits
+from hybridengine.model.packed import pack_batch
+from hybridengine.model.probe import Call, Probe, Trace, first_line
+from hybridengine.model.validation import is_own_code, packing_obstacle
+
+# Differences are relative to the largest value of a module's output. Another order of sums changes
+# some 1e-6 of it in float32, which grows by a few times per layer; an attention that leaks changes
+# more than 0.3 at once (`tests/model/test_packing_check.py`, over all types of transformers).
+_ROUNDING, _JUMP = 3e-4, 30
+# Rounding changes the choice of a router where two experts are equally good, but hardly so with
+# each of several weights.
+_DRAWS = 3
+# Tokens of the two sequences. The longer one exceeds the short lengths of a `Probe`.
+_PREFIX, _SUFFIXES = 6, (5, 19)
+
+
+class _Outcome(NamedTuple):
+    """What is wrong with packed sequences, and with shared prefixes; None: nothing."""
+
+    packed: str | None = None
+    shared: str | None = None
+
+
+_outcomes: dict[str, _Outcome] = {}
+
+
+def check_packing(path: str, config: PretrainedConfig, trust_remote_code: bool = False) -> None:
+    """Check that the model of `config` computes packed sequences as it computes each alone.
+
+    path: of the model, for messages.
+
+    Raises:
+        ModelError: it does not, or its forward fails; the message names the layer.
+    """
+    if fault := _outcome(config, trust_remote_code).packed:
+        raise ModelError(f"model {path!r} ({config.model_type}) cannot run packed: {fault}")
+
+
+def shared_prefix_obstacle(config: PretrainedConfig, trust_remote_code: bool = False) -> str | None:
+    """Return why sequences cannot share the computation of a prefix; None if they can.
+
+    They can where a token's layers read other tokens only through AttentionInterface. Layers that
+    carry a state along the sequence, and attention over chunks of positions, read the packed order.
+    """
+    if is_own_code(config, trust_remote_code):
+        return f"its own code ({config.model_type}) may read the sequence in packed order"
+    if obstacle := packing_obstacle(config, trust_remote_code):
+        return obstacle
+    outcome = _outcome(config, trust_remote_code)
+    return outcome.packed or outcome.shared
+
+
+def _outcome(config: PretrainedConfig, trust_remote_code: bool) -> _Outcome:
+    """Return the outcome of the comparison, made once per configuration and process."""
+    if is_own_code(config, trust_remote_code):  # which may change between two calls
+        return _compare(config, trust_remote_code)
+    key = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
+    if key not in _outcomes:
+        _outcomes[key] = _compare(config, trust_remote_code)
+    return _outcomes[key]
+
+
+def _compare(config: PretrainedConfig, trust_remote_code: bool) -> _Outcome:
+    outcome = _Outcome()
+    with (
+        torch.no_grad(),
+        torch.device("cpu"),
+        torch.random.fork_rng(devices=[]),
+        torch.autocast("cpu", enabled=False),
+    ):
+        try:
+            probe = Probe(config, trust_remote_code)
+            for seed in range(_DRAWS):
+                if seed:
+                    probe.draw(seed)
+                outcome = _faults(probe, seed)
+                if outcome == _Outcome():
+                    break
+        except ModelError as error:
+            return _Outcome(str(error))
+    return outcome
+
+
+def _faults(probe: Probe, seed: int) -> _Outcome:
+    generator = torch.Generator().manual_seed(seed)
+    choice = torch.randint(len(probe.token_ids), (_PREFIX + sum(_SUFFIXES),), generator=generator)
+    prefix, *ends = torch.tensor(probe.token_ids)[choice].split([_PREFIX, *_SUFFIXES])
+    sequences = [torch.cat([prefix, end]) for end in ends]
+    alone = [probe.alone(ids) for ids in sequences]
+
+    def fault(order: list[int], shared_prefix: bool = False) -> str | None:
+        parts = [sequences[i] for i in order]
+        return _difference(probe, parts, [alone[i] for i in order], shared_prefix)
+
+    if found := fault([1]):
+        return _Outcome(
+            f"{found} from transformers' own attention: a mask of its own (a sliding window?) or "
+            "an argument does not reach AttentionInterface. If no sequence is longer than the "
+            "window, set it to null in config.json; otherwise use another model"
+        )
+    for order in ([0, 1], [1, 0]):
+        if found := fault(order):
+            return _Outcome(
+                f"{found} in a batch with another sequence: it depends on the batch, or its "
+                "attention does not pass cu_seq_lens_q and the other keyword arguments on to "
+                "AttentionInterface. Mend its code, or use transformers' implementation or another "
+                "model"
+            )
+    shared = fault([0, 1], shared_prefix=True)
+    return _Outcome(None, shared and f"{shared} where sequences share a prefix")
+
+
+def _difference(
+    probe: Probe, sequences: Sequence[Tensor], alone: Sequence[Trace], shared_prefix: bool
+) -> str | None:
+    """Return where packed `sequences` differ from each `alone`; None: nowhere."""
+    ids = [sequence.tolist() for sequence in sequences]
+    batch = pack_batch(ids, [[0] + [1] * (len(x) - 1) for x in ids], shared_prefix=shared_prefix)
+    flat = pack_sequences(ids)
+    index = torch.arange(len(flat.values[0]))
+    if shared_prefix:
+        index = pack_forest(flat.values[0], flat.cu_seqlens).token_index
+    try:
+        packed = probe.trace(lambda: packed_logits(probe.model, batch))
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"its packed forward fails ({first_line(error)})") from error
+    calls = _Calls(packed, alone, index.split([len(x) for x in ids]), len(batch.input_ids))
+    result = _distance(packed.result, torch.cat([trace.result[:-1] for trace in alone]))
+    if found := calls.first_difference(result):
+        name, by = found
+        what = f"{name} ({type(probe.model.get_submodule(name)).__name__})" if name else "it"
+        return f"{what} computes values that differ by {by:.0%}"
+    return None
+
+
+class _Calls:
+    """Calls of modules in a packed forward, and in that of each of its sequences alone.
+
+    tokens: of each sequence the indices of its tokens in the packed row.
+    num_tokens: of the packed row.
+    """
+
+    def __init__(
+        self, packed: Trace, alone: Sequence[Trace], tokens: Sequence[Tensor], num_tokens: int
+    ) -> None:
+        self._packed, self._alone = _numbered(packed), [_numbered(trace) for trace in alone]
+        self._tokens, self._num_tokens = tokens, num_tokens
+
+    def first_difference(self, of_result: float) -> tuple[str, float] | None:
+        """Return the module of the first calls that differ, and by how much; None: they do not.
+
+        of_result: by how much the result of the forward differs.
+        """
+        keys, largest = list(self._packed), _ROUNDING
+        for i, (name, _) in enumerate(keys):
+            by, limit = self._difference(keys[i], "output"), _JUMP * largest
+            if by > limit:
+                # The cause may be outside of modules, in the innermost one with equal inputs.
+                for outer in keys[i:]:
+                    prefix = f"{outer[0]}." if outer[0] else ""
+                    if f"{name}.".startswith(prefix) and self._difference(outer, "input") <= limit:
+                        return outer[0], by
+            largest = max(largest, by)
+        return ("", of_result) if of_result > _JUMP * largest else None
+
+    def _difference(self, key: tuple[str, int], part: str) -> float:
+        x = _rows(getattr(self._packed[key], part), self._num_tokens)
+        worst = 0.0
+        for calls, index in zip(self._alone, self._tokens, strict=True):
+            expected = _rows(getattr(calls[key], part), len(index)) if key in calls else None
+            if x is not None and expected is not None:
+                worst = max(worst, _distance(x[index], expected))
+        return worst
+
+
+def _numbered(trace: Trace) -> dict[tuple[str, int], Call]:
+    """Return the calls by module and the number of earlier calls of that module."""
+    counts, calls = Counter[str](), {}
+    for call in trace.calls:
+        calls[call.module, counts[call.module]] = call
+        counts[call.module] += 1
+    return calls
+
+
+def _rows(x: Tensor | None, num_tokens: int) -> Tensor | None:
+    """Return floats of `num_tokens` tokens as [num_tokens, ...]; None if they are not such."""
+    if x is None or not x.is_floating_point():
+        return None
+    if x.shape[:2] == (1, num_tokens):
+        return x[0]
+    return x if x.shape[:1] == (num_tokens,) else None
+
+
+def _distance(x: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest value."""
+    largest = float(expected.abs().max())
+    return float((x - expected).abs().max()) / largest if largest else 0.0
