@@ -25,6 +25,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sinks: Tensor | None,
     subtree_ends: Tensor,
     position_ids: Tensor | None,
     softmax_scale: float,
@@ -43,7 +44,7 @@ def attention_backward(
     softmax_scale: float,
     window_size: int | None,
     softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]: ...
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 def balance(lengths: Sequence[int], num_bins: int, equal_count: bool) -> list[list[int]]: ...
 def balance_by_tokens(
     lengths: Sequence[int], max_tokens: int, min_bins: int, multiple_of: int
@@ -166,6 +167,7 @@ def paged_attention(
     softmax_scale: float,
     window_size: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
     out: Tensor,
 ) -> None: ...
 def write_kv_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None: ...

@@ -76,6 +76,7 @@ def paged_attention(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     *,
+    sinks: Tensor | None = None,
     softmax_scale: float | None = None,
     window_size: int | None = None,
     softcap: float | None = None,
@@ -91,7 +92,7 @@ def paged_attention(
         block_table: [S, max_blocks] int32, the blocks of each sequence.
         query_start_loc: [S + 1] int32, where the queries of each sequence begin.
         seq_lens: [S] int32, tokens of each sequence, of which the queries are the last.
-        softmax_scale, window_size, softcap: see `tree_attention`.
+        sinks, softmax_scale, window_size, softcap: see `tree_attention`.
         out: [T, H, D_v] to write to; None: a new tensor.
         backend: `cpp`, `triton` or `reference`; None takes the best one.
 
@@ -117,16 +118,23 @@ def paged_attention(
     value_dim = kv_cache.shape[3] - query.shape[2]
     if out is None:
         out = query.new_empty(*query.shape[:2], max(value_dim, 0))
+    if sinks is not None:
+        check.same_device(OP, query=query, sinks=sinks)
+        check.floats(OP, sinks=sinks)
+        check.shape(OP, "sinks", sinks, "H", sizes)
+        sinks = sinks.float().contiguous()
     sequences = (block_table, query_start_loc, seq_lens)
     chosen = choose_backend(OP, query.device, backend)
     if chosen == "triton":
         from . import paged_attention_triton as module
 
         _check_operands(query, kv_cache, *sequences, out)
-        module.paged_attention(query, kv_cache, sequences, scale, window_size, softcap, out)
+        options = (scale, window_size, softcap, sinks)
+        module.paged_attention(query, kv_cache, sequences, *options, out)
         return out
     if chosen == "cpp":
-        native().paged_attention(query, kv_cache, *sequences, scale, window_size, softcap, out)
+        options = (scale, window_size, softcap, sinks)
+        native().paged_attention(query, kv_cache, *sequences, *options, out)
         return out
     keys, values = _views(kv_cache, query.shape[2])
     starts = query_start_loc.tolist()
@@ -145,6 +153,7 @@ def paged_attention(
             values[in_values],
             torch.full_like(positions, length),
             positions,
+            sinks=sinks,
             softmax_scale=scale,
             window_size=window_size,
             softcap=softcap,

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import launch
-from .attention.triton_forward import LOWEST
+from .attention.triton_forward import begin_softmax
 from .attention.triton_paths import add_keys, load_queries, path_tiles, store_results
 from .attention.triton_tiles import block_sizes, capability_of, scale_arguments
 
@@ -57,6 +57,7 @@ def write_kernel(
 def paged_kernel(
     query,
     cache,
+    sinks,
     block_table,
     query_start_loc,
     seq_lens,
@@ -76,6 +77,7 @@ def paged_kernel(
     cap_scale,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     ALL_COLUMNS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -109,8 +111,7 @@ def paged_kernel(
         offsets = token * query_stride + head * query_head_stride
         q = load_queries(query, offsets, width, is_row, BLOCK_D)
         sums = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        top = tl.full((BLOCK_M,), LOWEST, tl.float32)
+        total, top = begin_softmax(sinks, head, HAS_SINKS, BLOCK_M)
         cache += kv_head * cache_head_stride
         block_table += low.to(tl.int64) * table_stride
         begin = tl.full((), 0, tl.int32)
@@ -143,7 +144,7 @@ def paged_kernel(
                 BLOCK_D,
                 BLOCK_V,
             )
-        total = tl.where(total > 0, total, 1.0)
+        total = tl.where(total == 0, 1.0, total)
         rows = token * out_stride + head * value_width
         store_results(out, rows, value_width, is_row, sums, total, BLOCK_V)
 
@@ -170,6 +171,7 @@ def paged_attention(
     softmax_scale: float,
     window_size: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
     out: Tensor,
 ) -> None:
     """Write the attention of `query` to `out`, see `hybridengine.kernels.paged_attention`.
@@ -187,12 +189,13 @@ def paged_attention(
     launch(
         paged_kernel,
         (tokens * group // tiles.block_m + count, kv_heads),
-        *(query, kv_cache, *sequences, out, count, group),
+        *(query, kv_cache, sinks, *sequences, out, count, group),
         *(*query.stride()[:2], out.stride(0), *kv_cache.stride()[:2], block_table.stride(0)),
         *(width, value_width, window_size or 0),
         **scores,
         HAS_WINDOW=window_size is not None,
         HAS_CAP=softcap is not None,
+        HAS_SINKS=sinks is not None,
         SIZE=size,
         **block_sizes(width, value_width),
         **tiles.arguments,

@@ -316,11 +316,10 @@ def _attention(name: str, dtype: str, head_size: int, options: bool, capability:
     tensors = ("query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value")
     types |= dict.fromkeys(tensors, f"*{dtype}")
     types |= dict.fromkeys(("ends", "positions", "tables"), "*i32")
-    types |= {"lse": "*fp32", "delta": "*fp32"}
+    types |= dict.fromkeys(("sinks", "lse", "delta"), "*fp32")
     types |= dict.fromkeys(("scale", "factor", "cap_scale"), "fp32")
-    constants = _flags(
-        kernel, HAS_WINDOW=options, HAS_CAP=options, BLOCK_D=head_size, BLOCK_V=head_size, **tiles
-    )
+    flags = dict.fromkeys(("HAS_WINDOW", "HAS_CAP", "HAS_SINKS"), options)
+    constants = _flags(kernel, **flags, BLOCK_D=head_size, BLOCK_V=head_size, **tiles)
     strides = [name for name in kernel.arg_names if name.endswith(("stride", "width"))]
     return compile_kernel(kernel, types, constants, capability, launch, {*tensors, *strides})
 
@@ -338,9 +337,10 @@ def _invariant_attention(
     types |= dict.fromkeys(tensors, f"*{dtype}")
     integers = ("positions", "begins", "parents", "block_table", "query_start_loc", "seq_lens")
     types |= dict.fromkeys(integers, "*i32")
-    types |= {"lse": "*fp32", "factor": "fp32", "cap_scale": "fp32"}
+    types |= {"sinks": "*fp32", "lse": "*fp32", "factor": "fp32", "cap_scale": "fp32"}
     sizes = {"BLOCK_D": head_size, "BLOCK_V": head_size, "SIZE": 16, **tiles}
-    constants = _flags(kernel, HAS_WINDOW=options, HAS_CAP=options, **sizes)
+    flags = dict.fromkeys(("HAS_WINDOW", "HAS_CAP", "HAS_SINKS"), options)
+    constants = _flags(kernel, **flags, **sizes)
     strides = [name for name in kernel.arg_names if name.endswith(("stride", "width"))]
     return compile_kernel(kernel, types, constants, capability, launch, {*tensors, *strides})
 

@@ -124,6 +124,7 @@ void load_task(const AttentionBackward& p, const Forest& forest, const RowBlock&
     const int64_t head = kv_head * forest.group + (rows.first + r) % forest.group;
     s.delta[r] =
         dot(row_of<T>(p.grad_out, token, head), row_of<T>(p.out, token, head), p.value_dim);
+    p.delta[head * p.tokens + token] = s.delta[r];
     s.lse[r] = p.lse[head * p.tokens + token] * kLog2E;
   }
   std::fill_n(+s.grad_query, kBlock * s.query.dim, 0.0f);

@@ -58,14 +58,17 @@ void fill(Attention& p, const Tensor& query, const Tensor& key, const Tensor& va
   p.num_threads = get_num_threads();
 }
 
-std::tuple<Tensor, Tensor> attention_forward(const Tensor& query, const Tensor& key,
-                                             const Tensor& value, const Tensor& subtree_ends,
-                                             const std::optional<Tensor>& position_ids,
-                                             double softmax_scale,
-                                             std::optional<int64_t> window_size,
-                                             std::optional<double> softcap) {
+std::tuple<Tensor, Tensor> attention_forward(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& sinks,
+    const Tensor& subtree_ends, const std::optional<Tensor>& position_ids, double softmax_scale,
+    std::optional<int64_t> window_size, std::optional<double> softcap) {
   AttentionForward p{};
   fill(p, query, key, value, subtree_ends, position_ids, softmax_scale, window_size, softcap);
+  check_same_device(kOp, {{"query", query}, {"sinks", sinks}});
+  if (sinks) {
+    check_vector(*sinks, "sinks", kFloat, p.heads);
+    p.sinks = sinks->data<float>();
+  }
   Tensor out = empty({p.tokens, p.heads, p.value_dim}, query.scalar_type(), query.device());
   Tensor lse = empty({p.heads, p.tokens}, kFloat, query.device());
   p.out = out.data();
@@ -74,7 +77,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& query, const Tensor& 
   return {out, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention_backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& out, const Tensor& lse, const Tensor& subtree_ends,
     const std::optional<Tensor>& position_ids, double softmax_scale,
@@ -90,19 +93,21 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
                  "; expected a contiguous [", p.heads, ", ", p.tokens, "] tensor of float32");
   p.lse = lse.data<float>();
   Tensor grad_query = empty_like(query), grad_key = empty_like(key), grad_value = empty_like(value);
+  Tensor delta = empty_like(lse);
   p.grad_query = grad_query.data();
   p.grad_key = grad_key.data();
   p.grad_value = grad_value.data();
+  p.delta = delta.data<float>();
   if (p.tokens > 0) without_gil([&] { attention_backward_cpu(p); });
-  return {grad_query, grad_key, grad_value};
+  return {grad_query, grad_key, grad_value, delta};
 }
 
 }  // namespace
 
 void register_attention(py::module_& m) {
   m.def("attention_forward", &attention_forward, py::arg("query"), py::arg("key"), py::arg("value"),
-        py::arg("subtree_ends"), py::arg("position_ids"), py::arg("softmax_scale"),
-        py::arg("window_size"), py::arg("softcap"));
+        py::arg("sinks"), py::arg("subtree_ends"), py::arg("position_ids"),
+        py::arg("softmax_scale"), py::arg("window_size"), py::arg("softcap"));
   m.def("attention_backward", &attention_backward, py::arg("grad_out"), py::arg("query"),
         py::arg("key"), py::arg("value"), py::arg("out"), py::arg("lse"), py::arg("subtree_ends"),
         py::arg("position_ids"), py::arg("softmax_scale"), py::arg("window_size"),

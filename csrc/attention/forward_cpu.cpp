@@ -1,6 +1,4 @@
 // The forward pass of attention; see params.h.
-#include <cmath>
-
 #include "attention/tiles.h"
 
 namespace hybridengine::HYBRIDENGINE_ISA {
@@ -84,12 +82,11 @@ void store_results(const AttentionForward& p, const Forest& forest, const RowBlo
     const int64_t token = forest.slots.queries[rows.slot[r]];
     if (token < 0) continue;
     const int64_t head = kv_head * forest.group + (rows.first + r) % forest.group;
-    const float total = s.total[r] + s.total_chain[r];
+    const RowEnd end(s.maximum[r], s.total[r] + s.total_chain[r], p.sinks, head);
     end_chain(s.chain + r * dim, s.sums + r * dim, dim);
     store_row(static_cast<T*>(p.out) + (token * p.heads + head) * p.value_dim, s.sums + r * dim,
-              p.value_dim, 1.0f / total);
-    p.lse[head * p.tokens + token] =
-        static_cast<float>(double{s.maximum[r]} * 0.69314718055994531 + std::log(double{total}));
+              p.value_dim, end.factor);
+    p.lse[head * p.tokens + token] = static_cast<float>(end.lse);
   }
 }
 

@@ -5,6 +5,10 @@
 // visible to it, as FlashAttention does. Scores are kept transposed, [keys, rows]: a vector holds
 // one key's scores for consecutive rows, so that maxima, sums and masks need no horizontal step.
 //
+// A head may have a sink: one more score, of a key whose value is zero. It joins the softmax once
+// the sums over the keys are complete, and lse includes it, so that the backward pass needs to know
+// nothing of it; the gradient of a sink is -sum_token exp(sink - lse) delta.
+//
 // Every sum is a chain of fused multiply-adds in ascending order (over D, keys, or rows), cut every
 // kChain keys of a path or rows of a tree, for accuracy; and the running maximum is an integral
 // power of two, whose rescaling is exact. So results depend neither on where a sequence lies in
@@ -43,14 +47,16 @@ struct Attention {
 };
 
 struct AttentionForward : Attention {
-  void* out;   // [tokens, heads, value_dim] contiguous
-  float* lse;  // [heads, tokens]
+  const float* sinks;  // [heads], null: none
+  void* out;           // [tokens, heads, value_dim] contiguous
+  float* lse;          // [heads, tokens]
 };
 
 struct AttentionBackward : Attention {
   HeadRows grad_out, out;
   const float* lse;
   void *grad_query, *grad_key, *grad_value;  // contiguous
+  float* delta;                              // [heads, tokens], grad_out . out
 };
 
 HE_CPU_KERNEL_BF16(attention_forward_cpu, AttentionForward)

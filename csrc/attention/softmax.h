@@ -3,6 +3,9 @@
 // files.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+
 #include "common/simd.h"
 
 namespace hybridengine::HYBRIDENGINE_ISA {
@@ -37,5 +40,19 @@ HE_SIMD VecF weight_of(VecF score, VecF maximum) {
   const VecF integral = floor(score);
   return scale_down(exp2_fraction(score - integral), integral - maximum);
 }
+
+// What ends the softmax of a row, whose weights 2^(score - maximum) add up to `total`.
+struct RowEnd {
+  RowEnd(float maximum, float total, const float* sinks, int64_t head)
+      : lse(maximum * 0.69314718055994531 + std::log(double{total})), factor(1.0f / total) {
+    if (!sinks) return;
+    const double above = sinks[head] - lse;
+    lse = std::max(lse, double{sinks[head]}) + std::log1p(std::exp(-std::abs(above)));
+    factor = static_cast<float>(1.0 / (total * (1.0 + std::exp(above))));
+  }
+
+  double lse;    // ln of the sum of exp(score), and of exp(sink) if the head has one
+  float factor;  // what the sum of weight * value is multiplied by
+};
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

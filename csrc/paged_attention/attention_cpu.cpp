@@ -141,9 +141,10 @@ class PagedRows {
     }
     for (int64_t r = 0; r < rows.count; ++r) {
       if (!s.finite[r]) sums.total[r] = std::numeric_limits<float>::quiet_NaN();
-      T* out = static_cast<T*>(p_.out) + rows.token(r) * p_.out_stride +
-               rows.head(head, r) * p_.value_dim;
-      store_row(out, sums.values + r * p_.value_dim, p_.value_dim, 1.0f / sums.total[r]);
+      const int64_t query_head = rows.head(head, r);
+      const RowEnd end(sums.maximum[r], sums.total[r], p_.sinks, query_head);
+      T* out = static_cast<T*>(p_.out) + rows.token(r) * p_.out_stride + query_head * p_.value_dim;
+      store_row(out, sums.values + r * p_.value_dim, p_.value_dim, end.factor);
     }
   }
 

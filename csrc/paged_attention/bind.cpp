@@ -89,13 +89,14 @@ void check_sequences(const char* op, const PagedAttention& p, int64_t tokens, in
 void paged_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& block_table,
                      const Tensor& query_start_loc, const Tensor& seq_lens, double softmax_scale,
                      std::optional<int64_t> window_size, std::optional<double> softcap,
-                     const Tensor& out) {
+                     const std::optional<Tensor>& sinks, const Tensor& out) {
   const char* op = "paged_attention";
   check_same_device(op, {{"kv_cache", kv_cache},
                          {"query", query},
                          {"block_table", block_table},
                          {"query_start_loc", query_start_loc},
                          {"seq_lens", seq_lens},
+                         {"sinks", sinks},
                          {"out", out}});
   HE_CHECK_VALUE(query.dim() == 3, op, ": query has shape ", query.sizes(), "; expected [T, H, D]");
   PagedAttention p{};
@@ -126,6 +127,10 @@ void paged_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& 
   p.window = static_cast<int32_t>(std::min<int64_t>(window, INT32_MAX));
   p.softmax_scale = static_cast<float>(softmax_scale);
   p.softcap = static_cast<float>(softcap.value_or(0.0));
+  if (sinks) {
+    check_vector(*sinks, "sinks", kFloat, p.heads);
+    p.sinks = sinks->data<float>();
+  }
   p.num_threads = get_num_threads();
   const int64_t table_size = block_table.size(1), blocks = kv_cache.size(0);
   run_rows(op, p, &PagedAttention::sequences,
@@ -143,7 +148,8 @@ void register_paged_attention(py::module_& m) {
         py::arg("slot_mapping"));
   m.def("paged_attention", &paged_attention, py::arg("query"), py::arg("kv_cache"),
         py::arg("block_table"), py::arg("query_start_loc"), py::arg("seq_lens"),
-        py::arg("softmax_scale"), py::arg("window_size"), py::arg("softcap"), py::arg("out"));
+        py::arg("softmax_scale"), py::arg("window_size"), py::arg("softcap"), py::arg("sinks"),
+        py::arg("out"));
 }
 
 }  // namespace hybridengine

@@ -46,8 +46,9 @@ struct PagedAttention : PagedCache {
   const int32_t* seq_lens;         // [sequences], cached tokens, of which the last are the queries
   int32_t window;                  // INT32_MAX: none
   float softmax_scale;
-  float softcap;  // 0: none
-  void* out;      // [tokens, heads, value_dim], inner dimensions contiguous
+  float softcap;       // 0: none
+  const float* sinks;  // [heads], null: none
+  void* out;           // [tokens, heads, value_dim], inner dimensions contiguous
   int64_t out_stride;
   int num_threads;
 };

@@ -5,6 +5,10 @@ attend to a key are those from the key to the end of its node's subtree: one int
 describes the mask. Packed sequences without shared prefixes are the special case of trees of one
 node. Softmax and backward are those of FlashAttention (Dao 2023, arXiv 2307.08691): scores are
 recomputed from the saved log-sum-exp, and no [T, T] tensor exists.
+
+A sink is a logit of a head that joins the denominator of the softmax: that of a key whose value is
+zero (Agarwal et al. 2025, arXiv 2508.10925, section 2.2). The saved log-sum-exp includes it, so the
+gradients of query, key and value have the same formula with and without sinks.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ def tree_attention(
     subtree_ends: Tensor,
     position_ids: Tensor | None = None,
     *,
+    sinks: Tensor | None = None,
     softmax_scale: float | None = None,
     window_size: int | None = None,
     softcap: float | None = None,
@@ -46,7 +51,8 @@ def tree_attention(
     """Compute softmax(scale q . k) v over the keys that each token sees.
 
     Token i sees key j if j <= i < subtree_ends[j], and with a window also
-    position_ids[i] - position_ids[j] < window_size.
+    position_ids[i] - position_ids[j] < window_size. With sinks the softmax of head h is over the
+    scores and sinks[h], whose weight is then left out.
 
     Args:
         query: [T, H, D]; key: [T, H_kv, D]; value: [T, H_kv, D_v], of one dtype, any strides. H is
@@ -55,6 +61,8 @@ def tree_attention(
             order; for packed sequences the end of the token's sequence. Every token sees itself.
         position_ids: [T] int32 or int64, the depth of each token in its tree; needed with
             window_size or batch_invariant, else unused.
+        sinks: [H] of any floating-point dtype, a logit per query head, neither scaled nor capped.
+            -inf is no sink, bit for bit; NaN and inf spoil the results of their own head alone.
         softmax_scale: None is D ** -0.5.
         window_size: number of positions that a token sees, its own included; None is all.
         softcap: scores become softcap * tanh(score / softcap); None leaves them.
@@ -65,10 +73,11 @@ def tree_attention(
 
     Returns:
         [T, H, D_v] of the same dtype, contiguous, differentiable (once, in reverse mode) in query,
-        key and value. Sums are float32 (float64 for float64 inputs) and run in a fixed order. On a
-        CPU the result and the gradients of a sequence do not depend on the others, and the result
-        and the gradient of query not on whether prefixes are shared, bit for bit; a key or value
-        that is not finite gives NaN to the tokens that see it and reaches no other.
+        key, value and sinks. Sums are float32 (float64 for float64 inputs, and for the gradient of
+        sinks) and run in a fixed order. On a CPU the result and the gradients of a sequence do not
+        depend on the others, and the result and the gradient of query not on whether prefixes are
+        shared, bit for bit; a key or value that is not finite gives NaN to the tokens that see it
+        and reaches no other.
 
     Raises:
         ValueError: shapes, dtypes, devices or numbers that do not fit; on a CPU also a value of
@@ -83,10 +92,16 @@ def tree_attention(
     """
     check.not_none(OP, query=query, key=key, value=value, subtree_ends=subtree_ends)
     check.same_device(
-        OP, query=query, key=key, value=value, subtree_ends=subtree_ends, position_ids=position_ids
+        OP,
+        query=query,
+        key=key,
+        value=value,
+        sinks=sinks,
+        subtree_ends=subtree_ends,
+        position_ids=position_ids,
     )
-    check.reverse_mode_only(OP, query=query, key=key, value=value)
-    check.floats(OP, query=query)
+    check.reverse_mode_only(OP, query=query, key=key, value=value, sinks=sinks)
+    check.floats(OP, query=query, sinks=sinks)
     sizes: check.Sizes = {}
     check.shape(OP, "query", query, "T H D", sizes)
     check.shape(OP, "key", key, "T H_kv D", sizes)
@@ -99,6 +114,9 @@ def tree_attention(
             f"{OP}: query has shape {list(query.shape)} and key {list(key.shape)}; expected D of "
             "at least 1 and a number of heads that is a multiple of the key's: repeat key heads."
         )
+    if sinks is not None:
+        check.shape(OP, "sinks", sinks, "H", sizes)
+        sinks = sinks.to(compute_dtype(query)).contiguous()
     check.shape(OP, "subtree_ends", subtree_ends, "T", sizes)
     ends = check.int32(OP, "subtree_ends", subtree_ends)
     if check.readable(ends):
@@ -116,9 +134,8 @@ def tree_attention(
         softcap = check.number(OP, "softcap", softcap, above=0)
     scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     scale = check.number(OP, "softmax_scale", scale)
-    out, _ = _forward_op(
-        query, key, value, ends, position_ids, scale, window_size, softcap, backend, batch_invariant
-    )
+    options = (ends, position_ids, scale, window_size, softcap, backend)
+    out, _ = _forward_op(query, key, value, sinks, *options, batch_invariant)
     return out
 
 
@@ -140,17 +157,20 @@ def _unit_inner_stride(argument: Any) -> Any:
 @custom_op(
     f"hybridengine::{OP}",
     mutates_args=(),
-    schema=f"(Tensor query, Tensor key, Tensor value, {OPTIONS}, bool batch_invariant) -> "
-    "(Tensor, Tensor)",
+    schema=f"(Tensor query, Tensor key, Tensor value, Tensor? sinks, {OPTIONS}, "
+    "bool batch_invariant) -> (Tensor, Tensor)",
 )
-def _forward_op(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """out [T, H, D_v], and the log-sum-exp of the scores [H, T], float32 or float64."""
+def _forward_op(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """out [T, H, D_v], and the log-sum-exp of scores and sink [H, T], float32 or float64."""
     *tree, backend, batch_invariant = options
     if batch_invariant and choose_backend(OP, query.device, backend, query.dtype) == "triton":
         from .triton_paths import path_attention
 
-        return path_attention(reference.Heads(query, key, value), reference.TreeOptions(*tree))
-    return _run("forward", query, key, value, *tree, backend)
+        inputs = reference.Heads(query, key, value)
+        return path_attention(inputs, reference.TreeOptions(*tree), sinks)
+    return _run("forward", query, key, value, sinks, *tree, backend)
 
 
 def _run(name: str, *arguments: Any) -> Any:
@@ -167,10 +187,11 @@ def _run(name: str, *arguments: Any) -> Any:
         module = reference
     options = reference.TreeOptions(*operands[-5:])
     if name == "forward":
-        return module.tree_attention_forward(reference.Heads(*operands[:3]), options)
+        return module.tree_attention_forward(reference.Heads(*operands[:3]), options, operands[3])
     grad_out, query, key, value, out, lse = operands[:-5]
     heads = reference.Heads(query, key, value)
-    return tuple(module.tree_attention_backward(grad_out, heads, out, lse, options))
+    grads, delta = module.tree_attention_backward(grad_out, heads, out, lse, options)
+    return *grads, delta
 
 
 @_forward_op.register_fake
@@ -184,15 +205,18 @@ def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor,
     f"hybridengine::{OP}_backward",
     mutates_args=(),
     schema="(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-    f"{OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    f"{OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _backward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, and delta [H, T]: grad_out . out."""
     return _run("backward", *arguments)
 
 
 @_backward_op.register_fake
-def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (query, key, value))
+def _(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *_: Any
+) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (query, key, value, lse))
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -205,9 +229,9 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     no_gradients = (None,) * 7
     if grad_out is None:
-        return None, None, None, *no_gradients
-    query, key, value, ends, position_ids, out, lse = ctx.saved_tensors
-    grads = _backward_op(
+        return None, None, None, None, *no_gradients
+    query, key, value, sinks, ends, position_ids, out, lse = ctx.saved_tensors
+    *grads, delta = _backward_op(
         grad_out,
         query,
         key,
@@ -221,7 +245,12 @@ def _backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tens
         ctx.softcap,
         ctx.backend,
     )
-    return *grads, *no_gradients
+    grad_sinks = None
+    if ctx.needs_input_grad[3]:
+        # Its value is zero: the gradient of its score is p (0 - delta).
+        grad_scores = (sinks[:, None] - lse).exp() * -delta
+        grad_sinks = grad_scores.sum(1, dtype=torch.float64).to(sinks.dtype)
+    return *grads, grad_sinks, *no_gradients
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

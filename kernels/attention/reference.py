@@ -30,8 +30,10 @@ class TreeOptions(NamedTuple):
     softcap: float | None
 
 
-def tree_attention_forward(heads: Heads, options: TreeOptions) -> tuple[Tensor, Tensor]:
-    """Return out [T, H, D_v] and the log-sum-exp of the scores, [H, T] float32 (or float64)."""
+def tree_attention_forward(
+    heads: Heads, options: TreeOptions, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return out [T, H, D_v] and the log-sum-exp of scores and sink, [H, T] float32 or float64."""
     query = heads.query
     q, k, v = _by_kv_head(heads)
     outs, sums = [], []
@@ -40,6 +42,8 @@ def tree_attention_forward(heads: Heads, options: TreeOptions) -> tuple[Tensor, 
         visible = _visible(rows, options)
         scores = scores.masked_fill(~visible, -torch.inf)
         lse = scores.logsumexp(-1)
+        if sinks is not None:
+            lse = torch.logaddexp(lse, sinks.unflatten(0, lse.shape[:2])[..., None])
         outs.append((scores - lse[..., None]).exp() @ v)
         sums.append(lse)
     out = torch.cat(outs, 2).flatten(0, 1).transpose(0, 1)
@@ -48,8 +52,8 @@ def tree_attention_forward(heads: Heads, options: TreeOptions) -> tuple[Tensor, 
 
 def tree_attention_backward(
     grad_out: Tensor, heads: Heads, out: Tensor, lse: Tensor, options: TreeOptions
-) -> Heads:
-    """Return the gradients of query, key and value."""
+) -> tuple[Heads, Tensor]:
+    """Return the gradients of query, key and value, and delta [H, T]: grad_out . out."""
     query, key, _ = heads
     q, k, v = _by_kv_head(heads)
     groups = (key.shape[1], -1)
@@ -69,7 +73,8 @@ def tree_attention_backward(
         grad_k += (grad_scores.transpose(-1, -2) @ q[:, :, rows]).sum(1, keepdim=True)
     grad_q = torch.cat(grads_q, 2).flatten(0, 1)
     grads = grad_q, grad_k.flatten(0, 1), grad_v.flatten(0, 1)
-    return Heads(*(grad.transpose(0, 1).to(query.dtype).contiguous() for grad in grads))
+    rows = (grad.transpose(0, 1).to(query.dtype).contiguous() for grad in grads)
+    return Heads(*rows), delta.flatten(0, 1).squeeze(-1)
 
 
 def _by_kv_head(heads: Heads) -> Heads:

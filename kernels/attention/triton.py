@@ -89,8 +89,10 @@ def _heads_per_program(key_blocks: int, heads: int, kv_heads: int, device: torch
     return 1
 
 
-def tree_attention_forward(inputs: Heads, options: TreeOptions) -> tuple[Tensor, Tensor]:
-    """Return out [T, H, D_v] and the log-sum-exp of the scores, [H, T] float32."""
+def tree_attention_forward(
+    inputs: Heads, options: TreeOptions, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return out [T, H, D_v] and the log-sum-exp of scores and sink, [H, T] float32."""
     query, _, value = inputs
     (tokens, heads, _), value_width = query.shape, value.shape[2]
     out = query.new_empty(tokens, heads, value_width)
@@ -98,7 +100,7 @@ def tree_attention_forward(inputs: Heads, options: TreeOptions) -> tuple[Tensor,
     if lse.numel() == 0:
         return out, lse
     if max(query.shape[2], value_width) > MAX_HEAD_SIZE:
-        return reference.tree_attention_forward(inputs, options)
+        return reference.tree_attention_forward(inputs, options, sinks)
     subtree_ends, position_ids, _, window_size, _ = options
     problem = _problem(inputs, options)
     tiles = problem.tiles("forward")
@@ -109,6 +111,7 @@ def tree_attention_forward(inputs: Heads, options: TreeOptions) -> tuple[Tensor,
         problem.query,
         problem.key,
         problem.value,
+        sinks,
         subtree_ends,
         position_ids,
         tables,
@@ -118,6 +121,7 @@ def tree_attention_forward(inputs: Heads, options: TreeOptions) -> tuple[Tensor,
         tables.shape[1],
         **problem.sizes,
         **problem.flags,
+        HAS_SINKS=sinks is not None,
         **tiles.arguments,
     )
     return out, lse
@@ -125,17 +129,17 @@ def tree_attention_forward(inputs: Heads, options: TreeOptions) -> tuple[Tensor,
 
 def tree_attention_backward(
     grad_out: Tensor, inputs: Heads, out: Tensor, lse: Tensor, options: TreeOptions
-) -> Heads:
-    """Return the gradients of query, key and value."""
+) -> tuple[Heads, Tensor]:
+    """Return the gradients of query, key and value, and delta [H, T]: grad_out . out."""
     grads = Heads(*(x.new_empty(x.shape) for x in inputs))
+    delta = torch.empty_like(lse)
     if lse.numel() == 0:
-        return grads
+        return grads, delta
     if max(inputs.query.shape[2], inputs.value.shape[2]) > MAX_HEAD_SIZE:
         return reference.tree_attention_backward(grad_out, inputs, out, lse, options)
     subtree_ends, position_ids, _, window_size, _ = options
     problem = _problem(inputs, options)
     grad_out = _unit_stride(grad_out)
-    delta = torch.empty_like(lse)
     tokens, heads, value_width = out.shape
     launch(
         delta_kernel,
@@ -154,7 +158,9 @@ def tree_attention_backward(
     rows = (problem.query, problem.key, problem.value, grad_out, lse, delta)
     _query_grad(problem, rows, subtree_ends, position_ids, window_size, grads.query)
     _key_grad(problem, rows, subtree_ends, position_ids, window_size, grads.key, grads.value)
-    return grads if problem.sign == 1 else grads._replace(query=grads.query * problem.sign)
+    if problem.sign != 1:
+        grads = grads._replace(query=grads.query * problem.sign)
+    return grads, delta
 
 
 def _query_grad(

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .triton_forward import (
+    LOG2E,
     first_blocks,
     is_partial,
     load_keys,
@@ -26,7 +27,6 @@ from .triton_forward import (
 )
 from .triton_tables import MAX_POSITION, MIN_POSITION, QUERY_END, VARYING
 
-LOG2E = tl.constexpr(1.4426950408889634)
 _HIGHEST = tl.constexpr(2147483647)
 
 

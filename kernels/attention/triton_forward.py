@@ -16,6 +16,7 @@ import triton.language as tl
 from .triton_tables import BEGIN, LAST, MIN_END, MIN_POSITION, PREVIOUS, RUN_BEGIN, VARYING
 
 LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # finite: a difference of two is not NaN
 
 
@@ -139,6 +140,21 @@ def previous_block(tables, blocks, block):
 
 
 @triton.jit
+def begin_softmax(sinks, head, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Total and maximum of rows that have seen no key yet, but the sink of their head.
+
+    head: of all rows, or of each row.
+    """
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    top = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head) * LOG2E
+        top = tl.maximum(top, sink)
+        total += tl.exp2(sink - top)
+    return total, top
+
+
+@triton.jit
 def softmax_step(scores, total, top, factor):
     """Weights of a block of scores, what earlier sums are multiplied by, new total and maximum."""
     new_top = tl.maximum(top, tl.max(scores, 1) * factor)
@@ -192,6 +208,7 @@ def forward_kernel(
     query,
     key,
     value,
+    sinks,
     ends,
     positions,
     tables,
@@ -213,6 +230,7 @@ def forward_kernel(
     cap_scale,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     ALL_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -242,8 +260,7 @@ def forward_kernel(
         ALL_COLUMNS,
     )
     sums = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    top = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    total, top = begin_softmax(sinks, head, HAS_SINKS, BLOCK_M)
     for start in range(row_start, row_end, BLOCK_N):
         sums, total, top = _forward_block(
             sums,
@@ -293,7 +310,7 @@ def forward_kernel(
                 BLOCK_V,
             )
         block = previous_block(tables, blocks, run)
-    total = tl.where(total > 0, total, 1.0)
+    total = tl.where(total == 0, 1.0, total)
     store_rows(
         out + head * value_width,
         row_start,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .._launch import ceil_div, launch
 from .reference import Heads, TreeOptions
-from .triton_forward import LN2, LOWEST, scores_of, softmax_step
+from .triton_forward import LN2, begin_softmax, scores_of, softmax_step
 from .triton_tiles import MAX_HEAD_SIZE, Tiles, block_sizes, capability_of, scale_arguments, strides
 
 _SCAN = 1024  # tokens at a time
@@ -132,6 +132,7 @@ def path_kernel(
     query,
     key,
     value,
+    sinks,
     positions,
     begins,
     parents,
@@ -152,6 +153,7 @@ def path_kernel(
     cap_scale,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     ALL_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -174,8 +176,7 @@ def path_kernel(
     offsets = token.to(tl.int64) * query_stride + head * query_head_stride
     q = load_queries(query, offsets, width, is_row, BLOCK_D)
     sums = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    top = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    total, top = begin_softmax(sinks, head, HAS_SINKS, BLOCK_M)
     current = row_start // group
     last = tl.minimum((row_start + BLOCK_M - 1) // group, tokens - 1)
     while current <= last:
@@ -215,14 +216,16 @@ def path_kernel(
                 BLOCK_V,
             )
         current = stop
-    total = tl.where(total > 0, total, 1.0)
+    total = tl.where(total == 0, 1.0, total)
     rows = (token.to(tl.int64) * tl.num_programs(0) * group + head) * value_width
     store_results(out, rows, value_width, is_row, sums, total, BLOCK_V)
     tl.store(lse + head * tokens + token, (top + tl.log2(total)) * LN2, mask=is_row)
 
 
-def path_attention(inputs: Heads, options: TreeOptions) -> tuple[Tensor, Tensor]:
-    """Return out [T, H, D_v] and the log-sum-exp of the scores, [H, T] float32.
+def path_attention(
+    inputs: Heads, options: TreeOptions, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return out [T, H, D_v] and the log-sum-exp of scores and sink, [H, T] float32.
 
     Every token's position is its depth in its tree.
     """
@@ -247,12 +250,13 @@ def path_attention(inputs: Heads, options: TreeOptions) -> tuple[Tensor, Tensor]
     launch(
         path_kernel,
         (kv_heads, ceil_div(tokens * group, tiles.block_m)),
-        *(query, key, value, positions, begins, parents, out, lse, tokens, group),
+        *(query, key, value, sinks, positions, begins, parents, out, lse, tokens, group),
         **strides(query=query, key=key, value=value),
         **{"width": width, "value_width": value_width, "window_size": window_size or 0},
         **scores,
         HAS_WINDOW=window_size is not None,
         HAS_CAP=softcap is not None,
+        HAS_SINKS=sinks is not None,
         **block_sizes(width, value_width),
         **tiles.arguments,
     )

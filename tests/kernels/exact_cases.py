@@ -24,6 +24,7 @@ ATTENTION = {
     "window": {"window_size": 37},
     "softcap": {"softcap": 2.0},
     "both": {"window_size": 70, "softcap": 0.5, "softmax_scale": 0.3},
+    "sinks": {"window_size": 70, "sinks": True},
 }
 
 
@@ -85,28 +86,33 @@ def check_activation(device, width, dtype, activation, rows=21):
 
 def check_paged(device, dtype, options, heads=(6, 2), dims=(32, 32), block_size=16, scale=1):
     """Prompts in chunks, decoding and mixed batches, against the trainer's pack; and float64."""
-    case = Sequences.random([n * scale for n in (70, 1, 33, 9)], heads, dims, dtype)
+    options = dict(options)
+    sinks = options.pop("sinks", False)
+    case = Sequences.random([n * scale for n in (70, 1, 33, 9)], heads, dims, dtype, sinks=sinks)
     expected = packed(case.to(device), **options)
     got = Cache(case.to(device), block_size).run(seed=1, longest=40 * scale, **options)
     assert torch.equal(got, expected)
     for i in range(len(case.lengths)):
         rows = case.rows(i)
-        alone = Sequences([case.lengths[i]], [x[rows] for x in case.qkv]).to(device)
+        alone = Sequences([case.lengths[i]], [x[rows] for x in case.qkv], case.sinks).to(device)
         assert torch.equal(packed(alone, **options), expected[rows])
-    exact = packed(Sequences(case.lengths, [x.double() for x in case.qkv]), **options)
+    exact = Sequences(case.lengths, [x.double() for x in case.qkv], case.sinks)
     limit = tolerances.ATTENTION if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-    torch.testing.assert_close(expected.double().cpu(), exact, **limit)
+    torch.testing.assert_close(expected.double().cpu(), packed(exact, **options), **limit)
 
 
 def check_shared_prefixes(device, dtype, options, heads=(6, 2), scale=1):
     """Responses of three levels against each path as a sequence of its own."""
     tree = (41, [7, 3, (14, [28, 5]), (1, [1, (0, [9, 2])])])
     forest = forest_of((3, [2]), _scaled(tree, scale), 5)
-    query, key, value = on(device, *problem(forest, *heads, 32, dtype=dtype).qkv)
-    ends, positions = on(device, forest.subtree_ends, forest.position_ids)
-    shared = tree_attention(query, key, value, ends, positions, batch_invariant=True, **options)
+    options = dict(options)
+    case = problem(forest, *heads, 32, dtype=dtype, sinks=options.pop("sinks", False))
+    query, key, value, sinks = on(device, *case.qkv, case.sinks)
+    tree = on(device, forest.subtree_ends, forest.position_ids)
+    invariant = {"sinks": sinks, "batch_invariant": True, **options}
+    shared = tree_attention(query, key, value, *tree, **invariant)
     for path in forest.paths:
-        alone = Sequences([len(path)], [x[path] for x in (query, key, value)])
+        alone = Sequences([len(path)], [x[path] for x in (query, key, value)], sinks)
         assert torch.equal(packed(alone, **options), shared[path])
 
 

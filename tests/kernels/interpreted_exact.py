@@ -72,7 +72,7 @@ def test_head_sizes(heads, dims, block_size):
     cases.check_paged("cpu", cases.DTYPES[1], {}, heads, dims, block_size)
 
 
-@pytest.mark.parametrize("dtype, name", zip(cases.DTYPES, ("plain", "both"), strict=True))
+@pytest.mark.parametrize("dtype, name", zip(cases.DTYPES, ("sinks", "both"), strict=True))
 def test_shared_prefixes(dtype, name):
     cases.check_shared_prefixes("cpu", dtype, cases.ATTENTION[name], heads=(4, 2))
 

@@ -74,8 +74,8 @@ CASES = {
         lambda x, w, backend: [he.grouped_linear(x, w, CU_COUNTS, backend=backend)],
     ),
     "tree_attention": (
-        [(ROWS, 2, WIDTH)] * 3,
-        lambda q, k, v, backend: [he.tree_attention(q, k, v, ENDS, backend=backend)],
+        [(ROWS, 2, WIDTH)] * 3 + [(2,)],
+        lambda q, k, v, s, backend: [he.tree_attention(q, k, v, ENDS, sinks=s, backend=backend)],
     ),
     "policy_loss": (
         [(ROWS,)],

@@ -244,4 +244,4 @@ def test_a_window_with_negative_positions() -> None:
     query = torch.zeros(2, 1, 4)
     ends, positions = torch.tensor([2, 2], dtype=I32), torch.tensor([0, -5], dtype=I32)
     with pytest.raises(ValueError, match=r"position_ids\[1\] is negative"):
-        C.attention_forward(query, query, query, ends, positions, 1.0, 2, None)
+        C.attention_forward(query, query, query, None, ends, positions, 1.0, 2, None)

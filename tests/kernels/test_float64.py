@@ -231,6 +231,12 @@ def test_value_loss_and_tree_attention():
     scores = 1.1 * torch.tanh(0.3 * q[:, 0] @ k[:, 0].T / 1.1)
     scores = scores.masked_fill(torch.ones(3, 3).triu(1).bool(), -torch.inf)
     torch.testing.assert_close(out[:, 0], scores.softmax(1) @ v[:, 0], **EXACT)
+    sinks = torch.tensor([0.7 + 2.0**-40])
+    out = he.tree_attention(
+        *(q, k, v, torch.tensor([3, 3, 3])), sinks=sinks, softmax_scale=0.3, softcap=1.1
+    )
+    weights = torch.cat([scores, sinks.expand(3, 1)], 1).softmax(1)[:, :3]
+    torch.testing.assert_close(out[:, 0], weights @ v[:, 0], **EXACT)
 
 
 def test_whiten():

@@ -17,11 +17,12 @@ def attention_forward(d: Draw) -> list:
     subtree_ends = ends[1:].repeat_interleave(ends.diff())
     window = d.maybe(lambda: d.pick((1, 2, 5, 100)))
     position_ids = None if window is None else torch.arange(tokens, dtype=torch.int32)
-    return [*inputs, subtree_ends, position_ids, 0.2, window, d.pick((None, None, 30.0))]
+    sinks = d.maybe(lambda: d.floats(heads))
+    return [*inputs, sinks, subtree_ends, position_ids, 0.2, window, d.pick((None, None, 30.0))]
 
 
 def attention_backward(d: Draw) -> list:
-    query, key, value, *others = attention_forward(d)
+    query, key, value, _, *others = attention_forward(d)
     out = d.floats(*query.shape[:2], value.shape[-1], dtype=query.dtype)
     grad = d.rows(d.floats(*out.shape, dtype=query.dtype))
     return [grad, query, key, value, out, d.floats(query.shape[1], len(query)), *others]
@@ -54,7 +55,7 @@ def paged_attention(d: Draw) -> list:
     tokens, window = int(starts[-1]), d.maybe(lambda: d.pick((1, 5, 100)))
     query = d.rows(d.floats(tokens, heads, dim, dtype=cache.dtype))
     out = d.floats(tokens, heads, value_dim, dtype=cache.dtype)
-    options = [0.2, window, d.pick((None, None, 30.0))]
+    options = [0.2, window, d.pick((None, None, 30.0)), d.maybe(lambda: d.floats(heads))]
     return [query, cache, table, starts, lengths, *options, out]
 
 

@@ -62,9 +62,16 @@ class Case:
     forest: Forest
     qkv: list  # [T, H, D], [T, H_kv, D], [T, H_kv, D_v]
     grad: torch.Tensor  # [T, H, D_v]
+    sinks: torch.Tensor | None = None  # [H]
+
+    @property
+    def names(self):
+        return ("out", "dq", "dk", "dv", *(["dsinks"] if self.sinks is not None else []))
 
 
-def problem(forest, heads=3, kv_heads=1, dim=8, dim_v=None, dtype=torch.float32, seed=0):
+def problem(
+    forest, heads=3, kv_heads=1, dim=8, dim_v=None, dtype=torch.float32, seed=0, sinks=False
+):
     generator = torch.Generator().manual_seed(seed)
     tokens = forest.subtree_ends.shape[0]
     dim_v = dim_v or dim
@@ -73,11 +80,16 @@ def problem(forest, heads=3, kv_heads=1, dim=8, dim_v=None, dtype=torch.float32,
         return torch.randn(tokens, *shape, generator=generator).to(dtype)
 
     qkv = [draw(heads, dim), draw(kv_heads, dim), draw(kv_heads, dim_v)]
-    return Case(forest, qkv, draw(heads, dim_v))
+    grad = draw(heads, dim_v)
+    drawn = torch.randn(heads, generator=generator).mul(3).to(dtype) if sinks else None
+    return Case(forest, qkv, grad, drawn)
 
 
-def plain_attention(q, k, v, forest, scale, window=None, softcap=None):
-    """One leaf at a time, each token from the first path that has it: no packed mask anywhere."""
+def plain_attention(q, k, v, forest, scale, window=None, softcap=None, sinks=None):
+    """One leaf at a time, each token from the first path that has it: no packed mask anywhere.
+
+    A sink is one more column of the scores, as in transformers' gpt_oss.
+    """
     rows, tokens = [], []
     groups = q.shape[1] // k.shape[1]
     done = torch.zeros(q.shape[0], dtype=torch.bool)
@@ -90,7 +102,10 @@ def plain_attention(q, k, v, forest, scale, window=None, softcap=None):
         index = torch.arange(path.shape[0])
         distance = index[:, None] - index
         visible = (distance >= 0) & (distance < (window or path.shape[0] + 1))
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(path), 1)], -1)
+        weights = scores.softmax(-1)[..., : len(path)]
         new = ~done[path]
         rows.append(torch.einsum("hqk,khd->qhd", weights, vi)[new])
         tokens.append(path[new])
@@ -99,8 +114,11 @@ def plain_attention(q, k, v, forest, scale, window=None, softcap=None):
 
 
 def results(function, case, dtype=None, device="cpu", **options):
-    """[out, and the gradients of q, k and v]."""
-    leaves = [x.to(device=device, dtype=dtype).detach().requires_grad_() for x in case.qkv]
-    out = function(*leaves, **options)
+    """[out, and the gradients of q, k and v, and of the sinks if there are some]."""
+    given = case.qkv if case.sinks is None else [*case.qkv, case.sinks]
+    leaves = [x.to(device=device, dtype=dtype).detach().requires_grad_() for x in given]
+    if case.sinks is not None:
+        options["sinks"] = leaves[3]
+    out = function(*leaves[:3], **options)
     grads = torch.autograd.grad(out, leaves, case.grad.to(out), allow_unused=True)
     return [x.detach().cpu() for x in (out, *grads)]

@@ -10,7 +10,7 @@ from hybridengine.kernels.attention.triton_tables import BEGIN, LAST, PREVIOUS, 
 from hybridengine.kernels.attention.triton_tiles import Tiles
 
 from tests.kernels.attention.cases import forest_of, problem, random_forest
-from tests.kernels.attention.triton_cases import OPTIONS, assert_exact
+from tests.kernels.attention.triton_cases import OPTIONS, assert_exact, ours
 from tests.kernels.interpreter import widen_dot
 
 QUERY_TILES, KEY_TILES = Tiles(32, 16, 4, 2), Tiles(16, 32, 4, 2)
@@ -36,14 +36,29 @@ def small_tiles(monkeypatch):
     ],
 )
 def test_random_forests(option, tokens, longest, seed):
-    assert_exact(problem(random_forest(tokens, seed, longest), 2, 1, 16), **OPTIONS[option])
+    case = problem(random_forest(tokens, seed, longest), 2, 1, 16, sinks=seed != 2)
+    assert_exact(case, **OPTIONS[option])
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize(("dim", "dim_v"), [(24, 16), (16, 40), (16, 264)])
 def test_head_sizes_and_dtypes(dim, dim_v, dtype):
-    case = problem(forest_of((30, [9, (8, [4, 20])]), 5), 2, 1, dim, dim_v, dtype)
+    case = problem(forest_of((30, [9, (8, [4, 20])]), 5), 2, 1, dim, dim_v, dtype, sinks=True)
     assert_exact(case, dtype=dtype, softcap=2.0)
+
+
+def test_sinks_at_their_limits():
+    """-inf is none, bit for bit; a large one takes all the weight; NaN spoils its own head."""
+    case = problem(forest_of((20, [9, 18]), 5), 4, 2, 16)
+    without = ours(case)
+    case.sinks = torch.tensor([-torch.inf, 1e4, torch.nan, torch.inf])
+    out, grad_query, grad_key, _, grad_sinks = ours(case)
+    assert torch.equal(out[:, 0], without[0][:, 0])
+    assert torch.equal(grad_query[:, 0], without[1][:, 0])
+    assert not out[:, 1].any() and not grad_query[:, 1].any()
+    assert out[:, 2].isnan().all() and grad_query[:, 2].isnan().all()
+    assert grad_key[:, 0].isfinite().all(), "heads 0 and 1 have the first key-value head"
+    assert grad_sinks[:2].tolist() == [0.0, 0.0] and grad_sinks[2].isnan()
 
 
 @pytest.mark.parametrize("heads_per_program", (1, 2, 4))
@@ -67,9 +82,11 @@ def test_any_strides():
 
 def test_no_tokens():
     empty = torch.zeros(0, 2, 16, requires_grad=True)
-    out = tree_attention(empty, empty, empty, torch.zeros(0, dtype=torch.int32))
+    sinks = torch.ones(2, requires_grad=True)
+    out = tree_attention(empty, empty, empty, torch.zeros(0, dtype=torch.int32), sinks=sinks)
     out.sum().backward()
     assert out.shape == empty.shape and empty.grad.shape == empty.shape
+    assert sinks.grad.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -14,6 +14,7 @@ from torch import Tensor
 class Sequences:
     lengths: list[int]
     qkv: list[Tensor]  # [T, H, D], [T, H_kv, D], [T, H_kv, D_v]
+    sinks: Tensor | None = None  # [H]
 
     @classmethod
     def random(
@@ -23,15 +24,18 @@ class Sequences:
         dims: tuple[int, int] = (32, 32),
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        sinks: bool = False,
     ) -> Sequences:
         generator = torch.Generator().manual_seed(seed)
         shapes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])
         tokens = sum(lengths)
         draw = [torch.randn(tokens, *shape, generator=generator).to(dtype) for shape in shapes]
-        return cls(lengths, draw)
+        drawn = torch.randn(heads[0], generator=generator) * 3 if sinks else None
+        return cls(lengths, draw, drawn)
 
     def to(self, device: str) -> Sequences:
-        return Sequences(self.lengths, [x.to(device) for x in self.qkv])
+        sinks = None if self.sinks is None else self.sinks.to(device)
+        return Sequences(self.lengths, [x.to(device) for x in self.qkv], sinks)
 
     def rows(self, sequence: int) -> slice:
         begin = sum(self.lengths[:sequence])
@@ -44,7 +48,7 @@ def packed(case: Sequences, window_size: int | None = None, **options: Any) -> T
     ends = lengths.cumsum(0).repeat_interleave(lengths).to(device)
     positions = torch.cat([torch.arange(length) for length in case.lengths]).to(device)
     options = {"window_size": window_size, "batch_invariant": True, **options}
-    return tree_attention(*case.qkv, ends, positions, **options)
+    return tree_attention(*case.qkv, ends, positions, sinks=case.sinks, **options)
 
 
 class Cache:
@@ -90,6 +94,7 @@ class Cache:
             self.table[list(chunks)],
             torch.tensor([0, *counts]).cumsum(0).int().to(self._device),
             torch.tensor(lengths).int().to(self._device),
+            sinks=self._case.sinks,
             **options,
         )
         return dict(zip(chunks, out.split(counts), strict=True))

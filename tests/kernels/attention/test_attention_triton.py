@@ -46,12 +46,13 @@ def test_tiles_fit_the_tables():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
 @pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("sinks", (False, True))
 @pytest.mark.parametrize(
     ("dim", "dim_v"), [(64, 64), (128, 128), (80, 80), (192, 128), (256, 256), (320, 64)]
 )
-def test_on_the_gpu(dim, dim_v, option, dtype):
+def test_on_the_gpu(dim, dim_v, sinks, option, dtype):
     forest = forest_of((300, [70, (40, [280, 1])]), 130, (17, [90] * 8))
-    case = problem(forest, 6, 2, dim, dim_v, dtype)
+    case = problem(forest, 6, 2, dim, dim_v, dtype, sinks=sinks)
     assert_exact(case, "cuda", dtype, scale=0.1, **OPTIONS[option])
 
 
@@ -64,7 +65,7 @@ def test_random_forests_on_the_gpu(seed):
 
 @pytest.mark.gpu
 def test_the_same_bits_in_every_run():
-    case = problem(forest_of((700, [300] * 5)), 8, 2, 64, dtype=torch.bfloat16)
+    case = problem(forest_of((700, [300] * 5)), 8, 2, 64, dtype=torch.bfloat16, sinks=True)
     first = ours(case, "cuda")
     for _ in range(3):
         for got, expected in zip(ours(case, "cuda"), first, strict=True):

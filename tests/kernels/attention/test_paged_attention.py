@@ -13,6 +13,9 @@ from tests.kernels.attention.cases import forest_of, problem
 from tests.kernels.attention.paged_cases import Cache, Sequences, packed
 
 DTYPES = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+# AVX512-BF16 multiplies weights that are rounded to bfloat16.
+TOLERANCES = {torch.float32: tolerances.ATTENTION, torch.bfloat16: {"rtol": 1e-2, "atol": 1e-2}}
+SINKS = pytest.mark.parametrize("sinks", (False, True), ids=("", "sinks"))
 OPTIONS = pytest.mark.parametrize(
     "options",
     ({}, {"window_size": 70}, {"softcap": 2.0}, {"window_size": 300, "softcap": 0.5}),
@@ -22,10 +25,11 @@ OPTIONS = pytest.mark.parametrize(
 
 @DTYPES
 @OPTIONS
+@SINKS
 @pytest.mark.parametrize("block_size", (16, 32, 64, 208))
-def test_the_bits_are_those_of_the_trainer(block_size, options, dtype):
+def test_the_bits_are_those_of_the_trainer(block_size, sinks, options, dtype):
     """Prompts of several chains and blocks, decoding, and mixed batches."""
-    case = Sequences.random([700, 1, 33, 257, 512, 64], dtype=dtype)
+    case = Sequences.random([700, 1, 33, 257, 512, 64], dtype=dtype, sinks=sinks)
     got = Cache(case, block_size).run(seed=1, longest=200, **options)
     assert torch.equal(got, packed(case, **options))
 
@@ -41,15 +45,16 @@ def test_the_bits_are_those_of_the_trainer(block_size, options, dtype):
     window_size=st.sampled_from([None, None, 1, 2, 17, 100, 300]),
     softcap=st.sampled_from([None, None, 1.5]),
     longest=st.sampled_from([1, 5, 50, 600]),
+    sinks=st.booleans(),
     seed=st.integers(0, 2**20),
 )
 def test_random_sequences(
-    lengths, heads, dims, dtype, block_size, window_size, softcap, longest, seed
+    lengths, heads, dims, dtype, block_size, window_size, softcap, longest, sinks, seed
 ):
-    case = Sequences.random(lengths, heads, dims, dtype, seed)
+    case = Sequences.random(lengths, heads, dims, dtype, seed, sinks)
     options = {"window_size": window_size, "softcap": softcap, "softmax_scale": 0.3}
     if longest == 1:  # one step a token
-        case = Sequences.random([min(n, 70) for n in lengths], heads, dims, dtype, seed)
+        case = Sequences.random([min(n, 70) for n in lengths], heads, dims, dtype, seed, sinks)
     got = Cache(case, block_size, seed).run(seed, longest, **options)
     assert torch.equal(got, packed(case, **options))
 
@@ -75,15 +80,17 @@ def test_the_bits_of_decoding_at_every_length(dtype):
 
 @DTYPES
 @OPTIONS
-def test_the_bits_of_a_shared_prefix(options, dtype):
+@SINKS
+def test_the_bits_of_a_shared_prefix(sinks, options, dtype):
     """Responses that share their prompt in the trainer's forest, and its blocks in the cache."""
     forest = forest_of((301, [70, 33, (40, [280, 5])]))
-    query, key, value = problem(forest, 6, 2, 32, dtype=dtype).qkv
+    case = problem(forest, 6, 2, 32, dtype=dtype, sinks=sinks)
+    query, key, value, sinks = *case.qkv, case.sinks
     expected = tree_attention(
-        query, key, value, forest.subtree_ends, forest.position_ids, **options
+        query, key, value, forest.subtree_ends, forest.position_ids, sinks=sinks, **options
     )
     for path in forest.paths:
-        case = Sequences([len(path)], [x[path] for x in (query, key, value)])
+        case = Sequences([len(path)], [x[path] for x in (query, key, value)], sinks)
         cache = Cache(case, 16)
         cache.step({0: 288}, **options)
         got = cache.step({0: len(path) - 288}, **options)[0]
@@ -105,24 +112,23 @@ def test_the_number_of_threads_changes_no_bit(threads, dtype):
 
 @DTYPES
 def test_against_float64(dtype):
-    case = Sequences.random([300, 40], dtype=dtype)
-    exact = Sequences(case.lengths, [x.double() for x in case.qkv])
+    case = Sequences.random([300, 40], dtype=dtype, sinks=True)
+    exact = Sequences(case.lengths, [x.double() for x in case.qkv], case.sinks)
     options = {"window_size": 100, "softcap": 3.0}
     got = Cache(case).run(seed=3, longest=100, **options)
-    tolerance = tolerances.ATTENTION if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
-    torch.testing.assert_close(got.double(), packed(exact, **options), **tolerance)
+    torch.testing.assert_close(got.double(), packed(exact, **options), **TOLERANCES[dtype])
 
 
 @DTYPES
 def test_the_reference_reads_the_same_cache(dtype):
-    case = Sequences.random([50, 20], dims=(32, 16), dtype=dtype)
+    case = Sequences.random([50, 20], dims=(32, 16), dtype=dtype, sinks=True)
     caches = [Cache(case, fill=0.0) for _ in range(2)]
     chunks = {1: 20, 0: 45}
     ours = caches[0].step(chunks)
     reference = caches[1].step(chunks, backend="reference")
     assert torch.equal(caches[0].kv, caches[1].kv)
     for i in chunks:
-        torch.testing.assert_close(ours[i], reference[i], **tolerances.ATTENTION)
+        torch.testing.assert_close(ours[i], reference[i], **TOLERANCES[dtype])
 
 
 @DTYPES
@@ -181,6 +187,8 @@ def call(**changed):
         ({"kv_cache": torch.zeros(4, 3, 16, 32)}, "multiple"),
         ({"kv_cache": torch.zeros(4, 1, 16, 32).half()}, "float16"),
         ({"window_size": 0}, "window_size is 0"),
+        ({"sinks": torch.zeros(3)}, r"sinks has shape \[3\]; expected \[H\] with H = 2"),
+        ({"sinks": torch.zeros(2).int()}, "sinks has dtype int32"),
         ({"out": torch.zeros(3, 2, 8)}, "out has shape"),
     ],
 )

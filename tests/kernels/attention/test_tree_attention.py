@@ -24,23 +24,17 @@ from tests.kernels.attention.triton_cases import OPTIONS, assert_exact
 def ours(case, dtype=None, **options):
     forest = case.forest
 
-    def call(q, k, v):
-        return tree_attention(
-            q, k, v, forest.subtree_ends, forest.position_ids, softmax_scale=0.4, **options
-        )
-
-    return results(call, case, dtype)
+    call = partial(tree_attention, subtree_ends=forest.subtree_ends, softmax_scale=0.4)
+    return results(call, case, dtype, position_ids=forest.position_ids, **options)
 
 
 def expected(case, window_size=None, softcap=None):
-    def call(q, k, v):
-        return plain_attention(q, k, v, case.forest, 0.4, window_size, softcap)
-
-    return results(call, case, torch.float64)
+    call = partial(plain_attention, forest=case.forest, scale=0.4)
+    return results(call, case, torch.float64, window=window_size, softcap=softcap)
 
 
-def assert_close(got, exact, tolerance):
-    for name, a, b in zip(("out", "dq", "dk", "dv"), got, exact, strict=True):
+def assert_close(case, got, exact, tolerance):
+    for name, a, b in zip(case.names, got, exact, strict=True):
         torch.testing.assert_close(
             a.double(), b, **tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
@@ -52,6 +46,7 @@ FORESTS = dict(
     heads=st.sampled_from([(1, 1), (4, 2), (3, 1), (10, 2)]),
     dims=st.sampled_from([(8, 8), (16, 5), (3, 24), (64, 64), (80, 96)]),
     option=st.sampled_from(list(OPTIONS)),
+    sinks=st.booleans(),
 )
 
 
@@ -61,11 +56,12 @@ FORESTS = dict(
     **FORESTS,
     seed=st.integers(0, 2**20),
 )
-def test_random_forests(tokens, longest, heads, dims, option, seed):
-    case = problem(random_forest(tokens, seed, longest), *heads, *dims, seed=seed)
+def test_random_forests(tokens, longest, heads, dims, option, sinks, seed):
+    case = problem(random_forest(tokens, seed, longest), *heads, *dims, seed=seed, sinks=sinks)
     exact = expected(case, **OPTIONS[option])
-    assert_close(ours(case, torch.float64, **OPTIONS[option]), exact, tolerances.ATTENTION_FLOAT64)
-    assert_close(ours(case, **OPTIONS[option]), exact, tolerances.ATTENTION)
+    in_float64 = ours(case, torch.float64, **OPTIONS[option])
+    assert_close(case, in_float64, exact, tolerances.ATTENTION_FLOAT64)
+    assert_close(case, ours(case, **OPTIONS[option]), exact, tolerances.ATTENTION)
 
 
 @pytest.mark.slow
@@ -75,17 +71,19 @@ def test_random_forests(tokens, longest, heads, dims, option, seed):
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**20),
 )
-def test_random_forests_in_16_bits(tokens, longest, heads, dims, option, dtype, seed):
-    case = problem(random_forest(tokens, seed, longest), *heads, *dims, dtype=dtype, seed=seed)
+def test_random_forests_in_16_bits(tokens, longest, heads, dims, option, sinks, dtype, seed):
+    forest = random_forest(tokens, seed, longest)
+    case = problem(forest, *heads, *dims, dtype=dtype, seed=seed, sinks=sinks)
     assert_exact(case, dtype=dtype, **OPTIONS[option])
 
 
 @pytest.mark.parametrize("backend", ("reference", None))
 @pytest.mark.parametrize("option", OPTIONS)
-def test_nodes_longer_than_a_block(option, backend):
-    case = problem(forest_of((300, [70, (40, [280, 1])]), 130), 6, 2, 16)
+@pytest.mark.parametrize("sinks", (False, True))
+def test_nodes_longer_than_a_block(sinks, option, backend):
+    case = problem(forest_of((300, [70, (40, [280, 1])]), 130), 6, 2, 16, sinks=sinks)
     exact = expected(case, **OPTIONS[option])
-    assert_close(ours(case, backend=backend, **OPTIONS[option]), exact, tolerances.ATTENTION)
+    assert_close(case, ours(case, backend=backend, **OPTIONS[option]), exact, tolerances.ATTENTION)
 
 
 def sdpa(case, dtype, length):
@@ -120,14 +118,14 @@ BIT_DTYPES = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_sequences_do_not_depend_on_each_other(heads, dtype):
     """Bit for bit, gradients too, across the blocks of the kernel and the cuts of its sums."""
     lengths = [33, 5, 410, 64, 700, 1]
-    case = problem(forest_of(*lengths), *heads, 24, dtype=dtype)
+    case = problem(forest_of(*lengths), *heads, 24, dtype=dtype, sinks=True)
     together = results(partial(tree_attention, subtree_ends=case.forest.subtree_ends), case)
     start = 0
     for length in lengths:
         rows = slice(start, start := start + length)
-        part = Case(forest_of(length), [x[rows] for x in case.qkv], case.grad[rows])
+        part = Case(forest_of(length), [x[rows] for x in case.qkv], case.grad[rows], case.sinks)
         alone = results(partial(tree_attention, subtree_ends=part.forest.subtree_ends), part)
-        for got, expected in zip(together, alone, strict=True):
+        for got, expected in zip(together[:4], alone[:4], strict=True):
             assert torch.equal(got[rows], expected)
 
 
@@ -144,15 +142,17 @@ TREES = {
 @pytest.mark.parametrize("trees", TREES)
 def test_shared_prefixes_change_no_bit_of_the_result(trees, window, dtype):
     forest = forest_of(*TREES[trees])
-    case = problem(forest, 4, 2, 24, dtype=dtype)
+    case = problem(forest, 4, 2, 24, dtype=dtype, sinks=True)
 
-    def call(q, k, v, forest):
+    def call(q, k, v, forest, sinks):
         ends, positions = forest.subtree_ends, forest.position_ids
-        return tree_attention(q, k, v, ends, positions, window_size=window, softcap=window)
+        options = {"window_size": window, "softcap": window}
+        return tree_attention(q, k, v, ends, positions, sinks=sinks, **options)
 
     out, grad_query, *_ = results(partial(call, forest=forest), case)
     for path in forest.paths:
-        alone = Case(forest_of(len(path)), [x[path] for x in case.qkv], case.grad[path])
+        qkv = [x[path] for x in case.qkv]
+        alone = Case(forest_of(len(path)), qkv, case.grad[path], case.sinks)
         alone_out, alone_grad, *_ = results(partial(call, forest=alone.forest), alone)
         assert torch.equal(out[path], alone_out) and torch.equal(grad_query[path], alone_grad)
 
@@ -160,7 +160,7 @@ def test_shared_prefixes_change_no_bit_of_the_result(trees, window, dtype):
 @BIT_DTYPES
 @pytest.mark.parametrize("threads", (2, 5))
 def test_the_number_of_threads_changes_no_bit(threads, dtype):
-    case = problem(random_forest(600, 3), 6, 2, 16, dtype=dtype)
+    case = problem(random_forest(600, 3), 6, 2, 16, dtype=dtype, sinks=True)
     call = partial(tree_attention, subtree_ends=case.forest.subtree_ends)
     one = results(call, case)
     before = torch.get_num_threads()
@@ -174,17 +174,18 @@ def test_the_number_of_threads_changes_no_bit(threads, dtype):
 
 
 def test_opcheck_and_compile():
-    case = problem(forest_of((9, [4, 5]), 3), 4, 2)
+    case = problem(forest_of((9, [4, 5]), 3), 4, 2, sinks=True)
     leaves = [x.clone().requires_grad_() for x in case.qkv]
+    sinks = case.sinks.clone().requires_grad_()
     ends, positions = case.forest.subtree_ends, case.forest.position_ids.int()
     for options in (
-        (ends, None, 0.4, None, None, None, False),
-        (ends, positions, 0.4, 5, 2.0, None, True),
+        (None, ends, None, 0.4, None, None, None, False),
+        (sinks, ends, positions, 0.4, 5, 2.0, None, True),
     ):
         torch.library.opcheck(torch.ops.hybridengine.tree_attention.default, (*leaves, *options))
 
-    def call(q, k, v):
-        return tree_attention(q, k, v, ends, positions, window_size=5)
+    def call(q, k, v, sinks):
+        return tree_attention(q, k, v, ends, positions, sinks=sinks, window_size=5)
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for got, eager in zip(results(compiled, case), results(call, case), strict=True):

@@ -6,10 +6,12 @@ from functools import partial
 import pytest
 import torch
 from hybridengine.kernels import tree_attention
+from torch import Tensor
 
 from tests.kernels.attention.cases import dense_mask, forest_of, problem, results
 
 Q, K, V = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 6)
+SINKS = torch.randn(4)
 ENDS, POSITIONS = torch.tensor([5, 5, 3, 5, 5]), torch.tensor([0, 1, 2, 2, 3])
 
 
@@ -39,6 +41,10 @@ def call(query=Q, key=K, value=V, subtree_ends=ENDS, position_ids=None, **option
         ({"window_size": 0, "position_ids": POSITIONS}, ValueError, "window_size is 0"),
         ({"window_size": 2.5, "position_ids": POSITIONS}, TypeError, "window_size is 2.5"),
         ({"window_size": 2, "position_ids": POSITIONS[1:]}, ValueError, "position_ids has shape"),
+        ({"sinks": SINKS[:3]}, ValueError, "sinks has shape [3]; expected [H] with H = 4"),
+        ({"sinks": SINKS.int()}, ValueError, "sinks has dtype int32"),
+        ({"sinks": 0.5}, TypeError, "sinks is 0.5 (float)"),
+        ({"sinks": SINKS.to("meta")}, ValueError, "sinks is on meta"),
         ({"softcap": 0.0}, ValueError, "softcap is 0.0"),
         ({"softmax_scale": float("nan")}, ValueError, "softmax_scale is nan"),
         ({"backend": "cuda"}, ValueError, "backend 'cuda' does not exist"),
@@ -51,10 +57,12 @@ def test_an_error_names_the_argument(arguments, error, message):
 
 def test_no_tokens():
     leaves = [x[:0].clone().requires_grad_() for x in (Q, K, V)]
-    out = call(*leaves, ENDS[:0])
+    sinks = SINKS.clone().requires_grad_()
+    out = call(*leaves, ENDS[:0], sinks=sinks)
     assert out.shape == (0, 4, 6)
-    grads = torch.autograd.grad(out.sum(), leaves)
+    *grads, grad_sinks = torch.autograd.grad(out.sum(), [*leaves, sinks])
     assert [x.shape for x in grads] == [x.shape for x in leaves]
+    assert torch.equal(grad_sinks, torch.zeros(4))
 
 
 def test_one_token_sees_itself():
@@ -131,6 +139,83 @@ def test_a_chain_of_nodes_of_one_token(dtype):
     one_node = partial(tree_attention, subtree_ends=torch.full((201,), 201))
     for got, expected in zip(results(call, case), results(one_node, case), strict=True):
         assert torch.equal(got, expected)
+
+
+BACKENDS = pytest.mark.parametrize("backend", ("cpp", "reference"))
+
+
+def sink_case(sinks, dtype=torch.float32):
+    case = problem(forest_of((70, [(21, [30, 40]), 90]), 60), 6, 2, 16, dtype=dtype)
+    case.sinks = torch.tensor(sinks, dtype=dtype)
+    return case
+
+
+@DTYPES
+@BACKENDS
+def test_a_sink_of_minus_infinity_is_none(backend, dtype):
+    case = sink_case([-torch.inf] * 6, dtype)
+    call = partial(tree_attention, subtree_ends=case.forest.subtree_ends, backend=backend)
+    *got, grad_sinks = results(call, case)
+    case.sinks = None
+    for a, b in zip(got, results(call, case), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(grad_sinks, torch.zeros(6, dtype=dtype))
+
+
+@DTYPES
+@BACKENDS
+@pytest.mark.parametrize("size", (100.0, 1e4, 1e30, torch.inf))
+def test_a_large_sink_takes_all_the_weight(size, backend, dtype):
+    """Nothing overflows, and the other head has the bits that it has without it."""
+    case = sink_case([size, 0.5] * 3, dtype)
+    call = partial(tree_attention, subtree_ends=case.forest.subtree_ends, backend=backend)
+    out, *grads, grad_sinks = results(call, case)
+    assert out[:, ::2].abs().max() < 1e-30 and grads[0][:, ::2].abs().max() < 1e-30
+    assert grad_sinks[::2].abs().max() < 1e-30 or size == torch.inf
+    assert all(x.isfinite().all() for x in grads)
+    case.sinks = torch.tensor([0.5] * 6, dtype=dtype)
+    plain, grad_query, _, _, plain_sinks = results(call, case)
+    assert torch.equal(out[:, 1::2], plain[:, 1::2])
+    assert torch.equal(grads[0][:, 1::2], grad_query[:, 1::2])
+    assert torch.equal(grad_sinks[1::2], plain_sinks[1::2])
+
+
+@DTYPES
+@BACKENDS
+def test_a_sink_of_nan_reaches_its_own_head_alone(backend, dtype):
+    case = sink_case([0.5] * 6, dtype)
+    call = partial(tree_attention, subtree_ends=case.forest.subtree_ends, backend=backend)
+    clean = results(call, case)
+    case.sinks[1] = torch.nan
+    got = results(call, case)
+    others = [0, 2, 3, 4, 5]
+    for i in (0, 1):
+        assert got[i][:, 1].isnan().all() and torch.equal(got[i][:, others], clean[i][:, others])
+    for i in (2, 3):  # heads 0 to 2 have the first key-value head
+        assert got[i][:, 0].isnan().all() and torch.equal(got[i][:, 1], clean[i][:, 1])
+    assert got[4][1].isnan() and torch.equal(got[4][others], clean[4][others])
+
+
+def test_sinks_of_any_layout_and_dtype():
+    sinks = torch.tensor([0.5, -2.0, 1.5, 3.0])
+    expected = call(sinks=sinks)
+    assert torch.equal(call(sinks=sinks.repeat_interleave(2)[::2]), expected)
+    assert torch.equal(call(sinks=sinks.bfloat16()), expected)
+    one = sinks[:1].clone().requires_grad_()
+    out = call(sinks=one.expand(4))
+    assert torch.equal(out, call(sinks=sinks[:1].repeat(4)))
+    assert torch.autograd.grad(out.sum(), one)[0].shape == (1,)
+
+
+def test_a_gradient_that_nobody_wants_is_not_computed(monkeypatch):
+    """With frozen sinks nothing is added up over the tokens."""
+    sums = []
+    monkeypatch.setattr(Tensor, "exp", lambda x: sums.append(x.shape) or torch.exp(x))
+    for frozen in (True, False):
+        leaf, sinks = Q.clone().requires_grad_(), SINKS.clone().requires_grad_(not frozen)
+        call(leaf, sinks=sinks).sum().backward()
+        assert leaf.grad is not None and (sinks.grad is None) == frozen
+        assert sums == ([] if frozen else [(4, 5)])
 
 
 def test_large_scores():
