@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     Gemma2Config,
     GemmaConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedTokenizerFast,
@@ -56,6 +57,9 @@ TINY = {
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
+    ),
+    "gpt_oss": lambda: GptOssConfig(  # sinks; a window in every other layer
+        **_COMMON, sliding_window=16, num_local_experts=4, num_experts_per_tok=2
     ),
     "gemma": lambda: GemmaConfig(**_COMMON, hidden_activation="gelu_pytorch_tanh"),
     "mistral": lambda: MistralConfig(

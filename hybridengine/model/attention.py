@@ -6,7 +6,7 @@ flash-attn's `flash_attn_varlen_func`; transformers models pass `cu_seq_lens_q`,
 forest, which `subtree_ends` describes (see `hybridengine.kernels.tree_attention`). No token attends
 to another sequence, and no mask is built.
 
-- CUDA in half precision without a forest: `hybridengine.model.flash_attention`.
+- CUDA in half precision without a forest or sinks: `hybridengine.model.flash_attention`.
 - Everything else: `tree_attention`. On a CPU, and of a model with exact operators
   (`hybridengine.model.exact`), a sequence's result does not depend on the others, bit for bit.
 - Without `cu_seq_lens_q`: every row is one sequence; padding masks and KV caches work as with
@@ -36,10 +36,11 @@ ATTENTION = "hybridengine_varlen"
 
 _QUERY_BLOCK = 256  # query rows per SDPA call where an explicit mask is needed
 
-# Tensor arguments that models pass to attention and that do not change its result.
+# Arguments that models pass on to attention and that do not change its result.
 _IGNORED = {
     *("num_items_in_batch", "seq_idx", "cache_position", "position_embeddings", "labels"),
-    "logits_to_keep",
+    *("logits_to_keep", "max_length_k", "use_cache", "return_dict"),
+    *("output_hidden_states", "output_router_logits"),
 }
 
 
@@ -57,6 +58,7 @@ class _ScoreOptions(NamedTuple):
     softmax_scale: float
     window_size: int | None  # keys per query, its own included; None: all
     softcap: float | None
+    sinks: Tensor | None  # [H], a logit per query head in the denominator of its softmax
 
 
 def varlen_attention(
@@ -69,6 +71,7 @@ def varlen_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
@@ -86,27 +89,28 @@ def varlen_attention(
     A packed forest has its trees between the boundaries, its `subtree_ends` and, for a sliding
     window or exact operators, the depths of its tokens, `tree_position_ids` (integers [T] each).
     Tokens of `bidirectional_spans` of packed input also see the later ones of their span. Supports
-    a sliding window, logit soft-cap and any scaling; differentiable. With `sequence_parallel`, the
-    T of query, key and value counts this rank's tokens, and the other tensors are of all ranks.
+    a sliding window, logit soft-cap, any scaling and attention sinks, `s_aux` [H]; differentiable.
+    With `sequence_parallel`, the T of query, key and value counts this rank's tokens, and the other
+    tensors are of all ranks.
 
     Raises:
-        ModelError: a feature that is not supported (attention sinks, dropout, position bias,
-            bidirectional attention, ...); the message names the layer and the feature.
+        ModelError: a feature that is not supported (dropout, bidirectional attention, any argument
+            that is not known, ...); the message names the layer and the feature.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # Other tensors (s_aux, position_bias, indices, ...) would change the result.
-    names = [n for n, x in kwargs.items() if isinstance(x, Tensor) and n not in _IGNORED]
+    maps = kwargs.pop("output_attentions", None)
+    # Others (position_bias, indices, ...) would change the result.
+    names = [n for n, x in kwargs.items() if n not in _IGNORED and x is not None and x is not False]
     unknown = ", ".join(map(repr, names))
-    eager = "use attn_implementation='eager' for that"
     _raise_if_unsupported(
         module,
         (dropout > 0, f"attention dropout {dropout}", "set attention_dropout to 0"),
         (not causal, "bidirectional attention", "use a causal language model"),
-        (kwargs.get("output_attentions"), "output_attentions", eager),
-        (unknown, unknown, "use a model without it, or attn_implementation='sdpa'"),
+        (maps, "output_attentions", "do not ask for them: no weights are formed"),
+        (unknown, f"the argument {unknown}", "choose a model whose attention has no such argument"),
     )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = _ScoreOptions(scaling, sliding_window, softcap)
+    options = _ScoreOptions(scaling, sliding_window, softcap, s_aux)
     if cu_seq_lens_q is None:
         out = _unpacked_attention(module, query, key, value, attention_mask, position_ids, options)
         return out.transpose(1, 2).contiguous(), None
@@ -133,8 +137,11 @@ def varlen_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if sequence_parallel is not None:
         q, k, v = gather_seq_scatter_heads(q, k, v, sequence_parallel)
+        if s_aux is not None:
+            s_aux = s_aux.chunk(sequence_parallel.size())[sequence_parallel.rank()]
+            options = options._replace(sinks=s_aux)
     flash, exact = flash_kernel(), has_exact_operators(module)
-    if subtree_ends is None and not exact and flash.fits(q, v, softcap):
+    if subtree_ends is None and s_aux is None and not exact and flash.fits(q, v, softcap):
         max_seqlen = max_length_q or int(cu_seq_lens_q.diff().max())
         out = flash(q, k, v, cu_seq_lens_q, max_seqlen, scaling, sliding_window, softcap)
     else:
@@ -148,6 +155,7 @@ def varlen_attention(
             v,
             subtree_ends,
             tree_position_ids,
+            sinks=s_aux,
             softmax_scale=scaling,
             window_size=sliding_window,
             softcap=softcap,
@@ -175,7 +183,7 @@ def _attention_mask(use_vmap: bool = False, **kwargs: Any) -> Tensor | None:
     if use_vmap:
         raise ModelError(
             f"{ATTENTION}: the model combines the causal mask with a mask of its own, which is not "
-            "supported: load it with attn_implementation='sdpa'"
+            "supported: choose a model whose masks are those of transformers"
         )
     no_cache = kwargs["q_length"] == kwargs["kv_length"]
     if no_cache and kwargs.get("attention_mask") is None:
@@ -228,7 +236,7 @@ def _attend_in_spans(
         own, window = index[-length:], options.window_size
         queries, keys, values = (x.transpose(0, 1)[None] for x in (q[own], k[index], v[index]))
         mask = None
-        if window is not None or options.softcap is not None:
+        if window is not None or options.softcap is not None or options.sinks is not None:
             positions = torch.arange(index.shape[0], device=index.device)
             distance = positions[-length:, None] - positions
             mask = distance < (index.shape[0] if window is None else window)
@@ -243,24 +251,28 @@ def _masked_attention(
 ) -> Tensor:
     """Attention to keys where `mask` (bool, broadcastable to [B, 1, L, L_kv]) is True.
 
-    mask: None: to all keys; only without a soft-cap.
+    mask: None: to all keys; only without a soft-cap and without sinks.
     """
-    scale, softcap = options.softmax_scale, options.softcap
-    if softcap is None:
+    scale, softcap, sinks = options.softmax_scale, options.softcap, options.sinks
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
     assert mask is not None
-    groups = q.shape[1] // k.shape[1]
+    groups, length = q.shape[1] // k.shape[1], k.shape[2]
     scores = q.unflatten(1, (-1, groups)) @ k.unsqueeze(2).transpose(-1, -2) * scale
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask.unsqueeze(-3), torch.finfo(scores.dtype).min)
+    if sinks is not None:  # one more column, whose value would be zero
+        column = sinks.to(scores.dtype).unflatten(0, (-1, groups))[..., None, None]
+        scores = torch.cat([scores, column.expand(*scores.shape[:-1], 1)], -1)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    return (weights.to(q.dtype) @ v.unsqueeze(2)).flatten(1, 2)
+    return (weights[..., :length].to(q.dtype) @ v.unsqueeze(2)).flatten(1, 2)
 
 
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor, options: _ScoreOptions) -> Tensor:
     """Causal attention of n sequences of length L: [n, H, L, D] -> [n, H, L, D_v]."""
     length, window = q.shape[2], options.window_size or q.shape[2]
-    if options.softcap is None and window >= length:
+    if options.softcap is None and options.sinks is None and window >= length:
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=options.softmax_scale, enable_gqa=True
         )

@@ -29,7 +29,7 @@ class Layer(torch.nn.Module):
 LAYER = Layer()
 
 
-def oracle(q, k, v, lengths, scaling, window=None, softcap=None):
+def oracle(q, k, v, lengths, scaling, window=None, softcap=None, sinks=None):
     """q [T, H, D], k and v [T, H_kv, D] -> [T, H, D]: one sequence at a time, in the open."""
     outputs, start = [], 0
     groups = q.shape[1] // k.shape[1]
@@ -43,7 +43,10 @@ def oracle(q, k, v, lengths, scaling, window=None, softcap=None):
         visible = distance >= 0
         if window is not None:
             visible &= distance < window
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, length, 1)], -1)
+        weights = scores.softmax(-1)[..., :length]
         outputs.append(torch.einsum("hqk,khd->qhd", weights, vi.repeat_interleave(groups, 1)))
         start += length
     return torch.cat(outputs)
@@ -73,26 +76,60 @@ def random_qkv(total, heads, kv_heads, dim, dtype=torch.float64, seed=0):
     ]
 
 
+def random_sinks(heads):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(heads, generator=generator, dtype=torch.float64).requires_grad_()
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(sum),
     heads=st.sampled_from([(4, 4), (4, 2), (6, 2), (3, 1)]),
     window=st.sampled_from([None, 1, 7, 100]),
     softcap=st.sampled_from([None, 2.0]),
+    has_sinks=st.booleans(),
 )
-def test_forward_and_gradients_match_the_oracle(lengths, heads, window, softcap):
+def test_forward_and_gradients_match_the_oracle(lengths, heads, window, softcap, has_sinks):
     q, k, v = random_qkv(sum(lengths), *heads, 8)
+    sinks = random_sinks(heads[0]) if has_sinks else None
+    leaves = [q, k, v, sinks] if has_sinks else [q, k, v]
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    out = packed(q, k, v, lengths, scaling=0.4, sliding_window=window, softcap=softcap)
-    expected = oracle(q, k, v, lengths, 0.4, window, softcap)
+    options = dict(sliding_window=window, softcap=softcap, s_aux=sinks)
+    out = packed(q, k, v, lengths, scaling=0.4, **options)
+    expected = oracle(q, k, v, lengths, 0.4, window, softcap, sinks)
     # softcap weights go through float32-or-wider softmax, here float64: rounding only
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
     for a, b in zip(
-        torch.autograd.grad(out, (q, k, v), grad),
-        torch.autograd.grad(expected, (q, k, v), grad),
+        torch.autograd.grad(out, leaves, grad),
+        torch.autograd.grad(expected, leaves, grad),
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("masked", (False, True))
+@pytest.mark.parametrize("options", ({}, {"sliding_window": 40}, {"softcap": 2.0}))
+def test_rows_of_one_sequence_with_sinks(options, masked):
+    """Without cu_seq_lens_q: two rows of 300 tokens; a mask as transformers builds it."""
+    rows = [random_qkv(300, 4, 2, 8, seed=seed) for seed in (1, 2)]
+    q, k, v = (torch.stack(x).transpose(1, 2) for x in zip(*rows, strict=True))
+    sinks, mask = random_sinks(4), None
+    if masked:
+        distance = torch.arange(300)[:, None] - torch.arange(300)
+        mask = ((distance >= 0) & (distance < options.get("sliding_window", 300)))[None, None]
+    out, _ = varlen_attention(LAYER, q, k, v, mask, scaling=0.4, s_aux=sinks, **options)
+    window, softcap = options.get("sliding_window"), options.get("softcap")
+    expected = [oracle(*row, [300], 0.4, window, softcap, sinks) for row in rows]
+    torch.testing.assert_close(out, torch.stack(expected), rtol=1e-10, atol=1e-12)
+
+
+def test_flash_attention_is_not_asked_for_sinks(monkeypatch):
+    """Its gradients know nothing of them."""
+    use(monkeypatch, torch_kernel(lambda *_: pytest.fail("called")))
+    q, k, v = random_qkv(32, 4, 2, 8)
+    sinks = random_sinks(4)
+    out = packed(q, k, v, [20, 12], scaling=0.3, s_aux=sinks)
+    torch.testing.assert_close(out, oracle(q, k, v, [20, 12], 0.3, sinks=sinks))
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (300, None), (300, 30.0)])
@@ -278,8 +315,8 @@ def test_default_scaling_is_one_over_root_of_head_dim():
 
 REFUSED = {
     "dropout": (dict(dropout=0.1), "attention dropout 0.1"),
-    "sinks": (dict(s_aux=torch.zeros(4)), "'s_aux'"),
-    "position bias": (dict(position_bias=torch.zeros(1)), "'position_bias'"),
+    "position bias": (dict(position_bias=torch.zeros(1)), "the argument 'position_bias'"),
+    "a number": (dict(logit_bias=0.5, s_aux=torch.zeros(4)), "the argument 'logit_bias'"),
     "bidirectional": (dict(is_causal=False), "bidirectional attention"),
     "attention maps": (dict(output_attentions=True), "output_attentions"),
 }
@@ -289,8 +326,9 @@ REFUSED = {
 def test_unsupported_features_name_layer_and_feature(case):
     options, message = REFUSED[case]
     q, k, v = random_qkv(6, 4, 2, 8)
-    with pytest.raises(ModelError, match=rf"Layer \(layer 3\) uses {message}"):
+    with pytest.raises(ModelError, match=rf"Layer \(layer 3\) uses {message}") as raised:
         packed(q, k, v, [6], **options)
+    assert "attn_implementation" not in str(raised.value), "no key of the configuration"
 
 
 def call(q, k, v, mask=None, **options):

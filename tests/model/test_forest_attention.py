@@ -17,16 +17,17 @@ class Layer(torch.nn.Module):
 @pytest.mark.parametrize("window", (None, 16))
 def test_a_float32_model_with_shared_prefixes(device, window):
     forest = forest_of((60, [30, 12]), 25)
-    case = problem(forest, 4, 2, 32)
+    case = problem(forest, 4, 2, 32, sinks=True)
     cu_seqlens = torch.tensor([0, 102, 127], dtype=torch.int32, device=device)
 
-    def call(q, k, v):
+    def call(q, k, v, sinks):
         rows = (x.transpose(0, 1)[None] for x in (q, k, v))
         out, _ = varlen_attention(
             Layer(),
             *rows,
             None,
             scaling=0.2,
+            s_aux=sinks,
             sliding_window=window,
             cu_seq_lens_q=cu_seqlens,
             cu_seq_lens_k=cu_seqlens,
@@ -36,8 +37,8 @@ def test_a_float32_model_with_shared_prefixes(device, window):
         )
         return out[0]
 
-    def plain(q, k, v):
-        return plain_attention(q, k, v, forest, 0.2, window)
+    def plain(q, k, v, sinks):
+        return plain_attention(q, k, v, forest, 0.2, window, sinks=sinks)
 
     exact = results(plain, case, torch.float64)
     for got, expected in zip(results(call, case, device=device), exact, strict=True):

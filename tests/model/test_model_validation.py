@@ -8,7 +8,6 @@ import pytest
 from transformers import (
     AutoConfig,
     FalconConfig,
-    GptOssConfig,
     PaliGemmaConfig,
     Phi4MultimodalConfig,
     Qwen3NextConfig,
@@ -127,31 +126,7 @@ def test_quantized_model(folder, tmp_path):
         check_model(str(tmp_path))
 
 
-def test_attention_sinks_name_the_layer():
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from hybridengine.model import pack_rollouts, packed_logits
-    from hybridengine.model.attention import ATTENTION
-
-    config = GptOssConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        head_dim=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-    )
-    with torch.random.fork_rng():
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
-    with pytest.raises(ModelError, match=r"GptOssAttention \(layer 0\) uses 's_aux'"):
-        packed_logits(model, pack_rollouts([([1, 2], [3])]))
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
 def test_models_that_share_prefixes(kind):
     assert shared_prefix_obstacle(tiny_config(kind)) is None
 
