@@ -92,12 +92,14 @@ class Checked:
                 values[in_values],
                 torch.full_like(positions, length),
                 positions,
+                sinks=impl.sinks,
                 softmax_scale=impl.scale,
                 window_size=impl.sliding_window,
                 softcap=impl.logits_soft_cap or None,
             )[length - count :]
             equal = torch.equal(output[rows].view_as(expected), expected)
             self.calls["equal" if equal else "unequal"] += 1
+            self.calls["with sinks"] += impl.sinks is not None
             self.calls["windowed"] += impl.sliding_window is not None
             self.calls["continued"] += 1 < count < length
         return out
@@ -168,6 +170,7 @@ def engine_body(rank: int, world_size: int, path: str, dtype: str) -> dict[str, 
         pytest.param("qwen3", "float32", 1, marks=pytest.mark.exhaustive),
         ("gemma2", "bfloat16", 1),
         ("qwen3", "float32", 2),
+        pytest.param("gpt_oss", "float32", 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_engine_has_the_bits_of_the_trainer(
@@ -179,7 +182,8 @@ def test_an_engine_has_the_bits_of_the_trainer(
         assert "unequal" not in calls and "miswritten" not in calls, calls
         met = ("equal", "written", "mixed", "continued", "preempted", "cached")
         assert all(calls[key] for key in met), calls
-        assert bool(calls["windowed"]) == (kind == "gemma2")
+        assert bool(calls["windowed"]) == (kind in ("gemma2", "gpt_oss"))
+        assert bool(calls["with sinks"]) == (kind == "gpt_oss")
         assert result["restored"]
         tokens = result["tokens"]
         if dtype == "float32":
@@ -198,7 +202,6 @@ def config(**changed: Any) -> SimpleNamespace:
         ({"attn_type": "encoder_only"}, "encoder_only attention"),
         ({"attn_type": "encoder_decoder"}, "encoder_decoder attention"),
         ({"alibi_slopes": [0.5, 0.25]}, "ALiBi"),
-        ({"sinks": torch.zeros(2)}, "attention sinks"),
         ({"dtype": torch.float16}, "dtype float16"),
         ({"kv_cache_dtype": "fp8"}, "a key-value cache of fp8"),
         ({"head_size": 40}, "head size 40"),
@@ -225,6 +228,32 @@ def test_other_attention_is_refused_by_name(changed: dict[str, Any], message: st
         pytest.raises(UserError, match=f"uses {message}.*, which is not supported"),
     ):
         attention_backend.ExactAttention(**arguments)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_sinks_of_the_model_are_in_the_softmax(dtype: torch.dtype) -> None:
+    """Also after a sync, which writes the parameter; the bits are those of the trainer."""
+    from hybridengine.kernels import tree_attention
+
+    from hybridengine.rollout.vllm import attention_backend as backend
+
+    sinks = torch.nn.Parameter(torch.tensor([0.5, -1.0]).to(dtype), requires_grad=False)
+    engine = config(dtype=dtype)
+    with patch.object(backend, "get_current_vllm_config", lambda: engine):
+        attention = backend.ExactAttention(2, 32, 0.3, 1, None, 7, "auto", sinks=sinks)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(20, n, 32, generator=generator).to(dtype) for n in (2, 1, 1))
+    cache, slots = torch.zeros(2, 1, 16, 64, dtype=dtype), torch.arange(20)
+    attention.do_kv_cache_update(None, key, value, cache, slots)  # type: ignore[arg-type]
+    starts, lengths, table = (torch.tensor(x).int() for x in ([0, 20], [20], [[0, 1]]))
+    batch = backend.ExactMetadata(20, starts, lengths, table, slots)
+    for values in ([0.5, -1.0], [2.0, 3.0]):
+        sinks.copy_(torch.tensor(values))
+        out = torch.empty(20, 64, dtype=dtype)
+        attention.forward(None, query, key, value, cache, batch, out)
+        options = {"sinks": torch.tensor(values), "softmax_scale": 0.3, "window_size": 7}
+        expected = tree_attention(query, key, value, torch.full((20,), 20), slots, **options)
+        assert torch.equal(out.view_as(expected), expected)
 
 
 def test_latent_attention_is_refused() -> None:

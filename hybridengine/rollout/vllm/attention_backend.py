@@ -71,7 +71,6 @@ class ExactAttention(AttentionImpl[ExactMetadata]):
             (attn_type != AttentionType.DECODER, f"{attn_type} attention"),
             (config.model_config.is_mm_prefix_lm, "bidirectional attention among image tokens"),
             (alibi_slopes is not None, "ALiBi"),
-            (sinks is not None, "attention sinks"),
             (dtype not in (torch.float32, torch.bfloat16), f"dtype {name}"),
             (kv_cache_dtype not in ("auto", name), f"a key-value cache of {kv_cache_dtype}"),
             (head_size % _UNIT != 0, f"head size {head_size}, no multiple of {_UNIT}"),
@@ -84,6 +83,7 @@ class ExactAttention(AttentionImpl[ExactMetadata]):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
         self.sliding_window, self.logits_soft_cap = sliding_window, logits_soft_cap
+        self.sinks = sinks  # the model's parameter, which a sync writes
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
 
     def forward(
@@ -111,6 +111,7 @@ class ExactAttention(AttentionImpl[ExactMetadata]):
             attn_metadata.block_table,
             attn_metadata.query_start_loc,
             attn_metadata.seq_lens,
+            sinks=self.sinks,
             softmax_scale=self.scale,
             window_size=self.sliding_window,
             softcap=self.logits_soft_cap or None,
