@@ -18,7 +18,7 @@ from hybridengine.errors import RolloutError
 from hybridengine.vision import EncodedImage, ImagePreparer
 from hybridengine.vision.torchvision import has_torchvision, import_without_torchvision
 
-__all__ = ["PromptImages", "check_prompt", "image_options", "prepare_images"]
+__all__ = ["PromptImages", "check_prompt", "image_options", "import_image_models", "prepare_images"]
 
 _WITH_TORCHVISION = {"InternVLForConditionalGeneration"}  # vLLM builds a video processor for it
 
@@ -28,6 +28,14 @@ def prepare_images(preparer: ImagePreparer, architectures: Sequence[str]) -> Non
 
     architectures: of the model's config. The processor is then the trainer's.
     """
+    import_image_models(architectures)
+    if not has_torchvision():
+        processor: Any = importlib.import_module("vllm.transformers_utils.processor")
+        processor.cached_get_processor = lambda *args, **options: preparer.processor
+
+
+def import_image_models(architectures: Sequence[str]) -> None:
+    """Import vLLM's models where torchvision is missing; architectures: of the model's config."""
     if has_torchvision():
         return
     if _WITH_TORCHVISION & {*architectures}:
@@ -36,13 +44,11 @@ def prepare_images(preparer: ImagePreparer, architectures: Sequence[str]) -> Non
             "it, or set rollout.name=hf"
         )
     registry: Any = importlib.import_module("vllm.model_executor.models.registry")
-    processor: Any = importlib.import_module("vllm.transformers_utils.processor")
     for name in architectures:
         if name in registry.ModelRegistry.models:
             import_without_torchvision(registry.ModelRegistry.models[name].module_name)
     # By default a process of its own inspects the model, and imports torchvision there.
     registry._run_in_subprocess = lambda inspect: inspect()
-    processor.cached_get_processor = lambda *args, **options: preparer.processor
 
 
 def image_options(preparer: ImagePreparer, limit: int | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from hybridengine.model.images import IMAGE_MODEL_TYPES
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 from hybridengine.reshard.record.dp_ranks import record_dp_ranks
 from hybridengine.reshard.record.loader import record_layout_by_layer
@@ -23,6 +24,7 @@ from hybridengine.rollout.vllm.environment import (
     prepare_environment,
     vllm_available,
 )
+from hybridengine.rollout.vllm.images import import_image_models
 from hybridengine.sharding.layout import CheckpointLayout, EngineLayout
 
 
@@ -73,6 +75,8 @@ def record_engine_layouts(
 
     hf_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     checkpoint = checkpoint_layout_from_config(hf_config, trust_remote_code)
+    if hf_config.model_type in IMAGE_MODEL_TYPES:
+        import_image_models(hf_config.architectures or ())
     with _world_of_one(), models_inspected_here():
         config = EngineArgs(
             model=model_path,
