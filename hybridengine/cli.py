@@ -383,6 +383,7 @@ add_commands(app)
 
 
 def main() -> None:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
     app()
 
 

@@ -71,7 +71,7 @@ def view(
             return
         from hybridengine.view.page import attention_of, write_page
 
-        entries = index.select(query)
+        entries = index.select_some(query)
         shown = None
         if attention is not None:
             shown = attention_of(index, attention, checkpoint)

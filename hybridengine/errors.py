@@ -170,8 +170,19 @@ def located(path: str | Path) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the first line of an error's message, its type where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Return the first line of an error's message, its type where it has none.
+
+    Advice on arguments of torch and transformers becomes that on our keys, or is left out.
+    """
+    text = str(error).strip() or type(error).__name__
+    first = text.splitlines()[0]
+    if "trust_remote_code=True" in text:
+        return f"{first.partition(' You can')[0]} Set model.trust_remote_code=true to run it"
+    if "Weights only load failed" in text:  # with advice to execute what is in the file
+        found = text.rpartition("WeightsUnpickler error:")[2].strip().splitlines()
+        detail = found[0].partition(". Please")[0] if found else "it cannot be parsed"
+        return f"it holds more than tensors and plain data: {detail}"
+    return first
 
 
 def unreadable_part(part: str, path: str, files: str, error: Exception) -> ModelError:

@@ -21,7 +21,7 @@ from hybridengine import storage
 from hybridengine.checkpoint.folders import TENSORS, open_checkpoint, resume_plan
 from hybridengine.checkpoint.metadata import MetadataReader
 from hybridengine.checkpoint.pretrained import write_pretrained
-from hybridengine.errors import CheckpointError, ModelError
+from hybridengine.errors import CheckpointError, ModelError, reason_of
 from hybridengine.model.parameters import parameter_shards
 from hybridengine.model.validation import auto_class
 
@@ -220,9 +220,8 @@ def _read_verl(folder: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, 
             for rank in range(world_size)
         ]
     except (UnpicklingError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
         raise CheckpointError(
-            f"checkpoint {folder} has a shard that is not plain data: {reason}"
+            f"checkpoint {folder} has a shard that cannot be read: {reason_of(error)}"
         ) from None
     if missing := sorted(set(expected) - set(shards[0])):
         raise CheckpointError(f"checkpoint {folder} lacks {missing[0]!r}, one of {len(missing)}")

@@ -126,7 +126,10 @@ def exactness_obstacle(config: RLConfig) -> str | None:
 def _exact(config: RLConfig) -> Iterator[str]:
     if config.rollout.exact == "on":
         for obstacle in _inexact_settings(config):
-            yield f"{obstacle}, but rollout.exact is on; set it to auto, which is off there"
+            yield (
+                f"rollout.exact is on, but {obstacle}; change that setting, or set "
+                "rollout.exact=auto to train without exact log-probs"
+            )
 
 
 def _inexact_settings(config: RLConfig) -> Iterator[str]:
@@ -151,8 +154,8 @@ def _inexact_settings(config: RLConfig) -> Iterator[str]:
     engine, trainer = config.rollout.dtype, config.actor.fsdp_config.dtype
     if engine not in ("auto", trainer) or trainer == "float16":
         yield (
-            f"rollout.dtype is {engine} and actor.fsdp_config.dtype {trainer}, which have to be "
-            "the same, float32 or bfloat16"
+            f"rollout.dtype is {engine} and actor.fsdp_config.dtype is {trainer}: engine and "
+            "trainer need one type, float32 or bfloat16 (rollout.dtype=auto takes the trainer's)"
         )
 
 

@@ -1,19 +1,25 @@
-"""Runs compared in one picture; runs that differ only in the seed are one line with a band."""
+"""Runs compared in one picture; runs that differ only in the seed are one line with a band.
+
+Validations have a mark where they were measured, and those of a single run the 95% interval of the
+mean over the problems, from its rollout files.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 from hybridengine.diagnose.runs import LoggedRun
 from hybridengine.errors import ConfigError
 from hybridengine.storage import atomic_file
 from hybridengine.tracking.curves import decorate_axes, main_metrics
 
-__all__ = ["Curve", "curve_of", "plot_runs", "same_settings"]
+__all__ = ["Curve", "curve_of", "plot_runs", "same_settings", "val_interval"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,44 @@ def curve_of(runs: Sequence[LoggedRun], metric: str) -> Curve:
     return Curve(steps, [fmean(x) for x in values], spreads)
 
 
+def _draw(ax: Any, group: Sequence[LoggedRun], metric: str, color: str) -> None:
+    curve = curve_of(group, metric)
+    if not curve.steps:
+        return
+    label, is_validation = f"{curve.means[0]:.3g} → {curve.means[-1]:.3g}", metric.startswith("val")
+    style = {"color": color, "linewidth": 1.8, "marker": "o" if is_validation else ""}
+    bounds = [val_interval(group[0], metric, step) for step in curve.steps] if is_validation else []
+    if len(group) == 1 and any(bounds):
+        ax.errorbar(
+            curve.steps, curve.means, bounds, capsize=3, label=f"{label}, 95% interval", **style
+        )
+        return
+    ax.plot(curve.steps, curve.means, label=label, **style)
+    ends = [
+        [m + sign * d for m, d in zip(curve.means, curve.deviations, strict=True)]
+        for sign in (-1, 1)
+    ]
+    ax.fill_between(curve.steps, *ends, color=color, alpha=0.18, linewidth=0)
+
+
+def val_interval(run: LoggedRun, metric: str, step: int) -> float:
+    """Return half the 95% interval of `val/<result>` over the problems; 0 where it is not known.
+
+    By the normal approximation, from the rollouts of the validation.
+    """
+    folder, name = run.rollouts, metric.removeprefix("val/")
+    file = folder / f"val_{step}.jsonl"
+    if not metric.startswith("val/") or not file.is_file():
+        return 0.0
+    problems, column = dict[int, list[float]](), "reward" if name == "score" else name
+    for line in file.read_text().splitlines():
+        row = json.loads(line)
+        if isinstance(row.get(column), int | float):
+            problems.setdefault(row["index"], []).append(row[column])
+    means = [fmean(values) for values in problems.values()]
+    return 1.96 * stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
+
+
 def plot_runs(runs: Sequence[LoggedRun], metrics: Sequence[str], path: Path) -> dict[str, int]:
     """Draw one panel per metric, one line per group of runs; return the size of each group.
 
@@ -63,6 +107,7 @@ def plot_runs(runs: Sequence[LoggedRun], metrics: Sequence[str], path: Path) -> 
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     logged = {name for run in runs for row in run.rows for name in row}
     if unknown := [name for name in metrics if name not in logged]:
@@ -76,19 +121,16 @@ def plot_runs(runs: Sequence[LoggedRun], metrics: Sequence[str], path: Path) -> 
     FigureCanvasAgg(figure)
     axes = figure.subplots(num_rows, columns, squeeze=False).flat
     for ax, metric in zip(axes, metrics, strict=False):
-        for k, (label, group) in enumerate(groups.items()):
-            curve = curve_of(group, metric)
-            if curve.steps:
-                label = f"{label}  {curve.means[0]:.3g} → {curve.means[-1]:.3g}"
-                ax.plot(curve.steps, curve.means, color=f"C{k}", linewidth=1.8, label=label)
-                ends = [
-                    [m + sign * d for m, d in zip(curve.means, curve.deviations, strict=True)]
-                    for sign in (-1, 1)
-                ]
-                ax.fill_between(curve.steps, *ends, color=f"C{k}", alpha=0.18, linewidth=0)
+        for k, group in enumerate(groups.values()):
+            _draw(ax, group, metric, f"C{k}")
         decorate_axes(ax, metric)
     for unused in figure.axes[len(metrics) :]:
         unused.remove()
+    if len(groups) == 1:
+        figure.suptitle(*groups, fontsize=13, fontweight="bold")
+    else:
+        lines = [Line2D([], [], color=f"C{k}", linewidth=1.8) for k in range(len(groups))]
+        figure.legend(lines, [*groups], loc="outside lower center", frameon=False)
     with atomic_file(path) as temporary:
         figure.savefig(temporary)
     return {label: len(group) for label, group in groups.items()}

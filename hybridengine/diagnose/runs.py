@@ -48,15 +48,23 @@ class LoggedRun:
         return {step: value for step, value in found if math.isfinite(value)}
 
     @cached_property
-    def settings(self) -> dict[str, Any]:
-        """The settings by their dotted keys, those of one run, such as its seed, left out."""
+    def _all_settings(self) -> dict[str, Any]:
         file = self.folder / "config.yaml"
         if not file.is_file():
             return {"folder": str(self.folder)}
         from omegaconf import OmegaConf
 
-        settings = _flat(OmegaConf.to_container(OmegaConf.load(file)))
-        return {key: value for key, value in settings.items() if key not in _OF_ONE_RUN}
+        return _flat(OmegaConf.to_container(OmegaConf.load(file)))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings by their dotted keys, those of one run, such as its seed, left out."""
+        return {k: value for k, value in self._all_settings.items() if k not in _OF_ONE_RUN}
+
+    @property
+    def rollouts(self) -> Path:
+        """The folder of its rollout files."""
+        return Path(self._all_settings.get("trainer.rollout_data_dir") or self.folder / "rollouts")
 
     @property
     def name(self) -> str:

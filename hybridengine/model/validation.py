@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging
 
-from hybridengine.errors import ModelError, located
+from hybridengine.errors import ModelError, located, reason_of
 from hybridengine.model.images import IMAGE_MODEL_TYPES
 
 _HUB_SECONDS = 8.0
@@ -116,10 +116,8 @@ def check_weights(
                 trust_remote_code=trust_remote_code,
             )
         except Exception as error:  # torch, pickle and safetensors raise many types
-            reason = [type(error).__name__, *str(error).strip().splitlines()[:1]]
-            raise ModelError(
-                f"model {path!r}: its weights cannot be read ({': '.join(reason)})"
-            ) from error
+            reason = f"{type(error).__name__}: {reason_of(error)}"
+            raise ModelError(f"model {path!r}: its weights cannot be read ({reason})") from error
     described = f"model {path!r} ({type(model).__name__})"
     if mismatched := sorted(report["mismatched_keys"]):
         name, stored, expected = mismatched[0]
@@ -248,10 +246,13 @@ def _parse_config(
     if not isinstance(result, Exception):
         return result
     if Path(path).is_dir():
-        raise ModelError(f"model {path!r}: config.json cannot be used: {result}") from result
+        raise ModelError(
+            f"model {path!r}: config.json cannot be used: {reason_of(result)}"
+        ) from result
     raise ModelError(
         f"model {path!r} is not a local folder in {Path.cwd()}, and the Hugging Face hub has no "
-        f"such model ({result}); check the name, give a local folder, or download the model first"
+        f"such model ({reason_of(result)}); check the name, give a local folder, or download the "
+        "model first"
     ) from result
 
 
@@ -293,7 +294,7 @@ def _check_config(path: str, config: PretrainedConfig, trust_remote_code: bool) 
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     model_class = _model_class(config)
     if model_class is None and not (remote and trust_remote_code):
-        hint = "; set trust_remote_code to run its own code" if remote else ""
+        hint = "; set model.trust_remote_code=true to run its own code" if remote else ""
         raise ModelError(
             f"model {path!r} ({config.model_type}) is not a causal language model{hint}"
         )

@@ -29,11 +29,12 @@ def wait_for(read: Callable[[], T | None], check: Callable[[], None] = lambda: N
 def wait_until(
     ready: Callable[[], T | None],
     timeout_s: float,
-    what: str,
+    what: str | Callable[[], str],
     is_writing: Callable[[], bool] = lambda: False,
 ) -> T:
     """Return the first value of `ready()` that is not None.
 
+    what: is waited for, for the message.
     is_writing: whether the awaited rank waits for its disk; that time does not count.
 
     Raises DistError, a timeout, after timeout_s; the report of the failure then names where the
@@ -47,8 +48,9 @@ def wait_until(
         if is_writing():
             deadline = now + timeout_s
         elif now > deadline:
+            awaited = what if isinstance(what, str) else what()
             raise dist.DistError(
-                f"timed out after {timeout_s:g} s (trainer.timeout_s) of waiting for {what}"
+                f"timed out after {timeout_s:g} s (trainer.timeout_s) of waiting for {awaited}"
             )
 
     return wait_for(ready, check)

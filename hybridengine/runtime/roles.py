@@ -8,7 +8,7 @@ rank or the world size sees its own world.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from hybridengine.runtime.failures import RESTART_COUNT
+from hybridengine.runtime.polling import wait_until
 from hybridengine.runtime.restarts import connect_store
 from hybridengine.runtime.signed_store import SignedStore
 
@@ -42,6 +43,15 @@ class Role:
     def world(self) -> str:
         """Name of its world, for stores and messages."""
         return self.kind if self.engine is None else f"engine {self.engine}"
+
+    @property
+    def name(self) -> str:
+        """Its own name, for stores and messages."""
+        return self.name_of(self.world, self.rank)
+
+    @staticmethod
+    def name_of(world: str, rank: int) -> str:
+        return f"{world}, rank {rank}"
 
 
 @dataclass(frozen=True)
@@ -111,10 +121,32 @@ class RoleLink:
     timeout_s: float
     address: tuple[str, int] = ("", 0)
 
-    def group(self, name: str, rank: int, size: int) -> Any:
-        """Make a gloo group of ranks of several roles, of which this is number `rank`."""
+    def announce(self) -> None:
+        """Tell the ranks of the other worlds that this one has started."""
+        self.store.set(f"started/{self.role.name}", True)
+
+    def group(self, name: str, members: Sequence[str]) -> Any:
+        """Make a gloo group of ranks of several roles, this one among them.
+
+        members: their names, see `Role.name`; the order is that of their ranks in the group.
+
+        Raises DistError, a timeout, if a member does not come within `timeout_s`. The time in which
+        one has not even started does not count: the monitor of ranks limits it.
+        """
+
+        def late(kind: str) -> list[str]:
+            return [member for member in members if not self.store.has(f"{kind}/{member}")]
+
+        own = members.index(self.role.name)
+        self.store.set(f"{name}/{self.role.name}", True)
+        wait_until(
+            lambda: not late(name) or None,
+            self.timeout_s,
+            lambda: f"{' and '.join(late(name))} to connect to {self.role.name}",
+            lambda: bool(late("started")),
+        )
         timeout = timedelta(seconds=self.timeout_s)
-        return dist.ProcessGroupGloo(self.store.substore(name), rank, size, timeout)
+        return dist.ProcessGroupGloo(self.store.substore(name), own, len(members), timeout)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -152,4 +184,6 @@ def join_world(roles: Roles, rank: int, backend: str, timeout_s: float) -> RoleL
         world_size=role.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    return RoleLink(roles, role, store.within("link"), timeout_s, address)
+    link = RoleLink(roles, role, store.within("link"), timeout_s, address)
+    link.announce()
+    return link

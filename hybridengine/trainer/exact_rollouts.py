@@ -36,7 +36,9 @@ def inexact_reason(config: RLConfig) -> str | None:
         model, trust = config.model, config.model.trust_remote_code
         obstacle = model_obstacle(check_model(model.path, trust, model.config_overrides), trust)
     if obstacle and chosen == "on":
-        raise ConfigError(f"{_KEY} is on, but {obstacle}; set it to auto, which is off there")
+        raise ConfigError(
+            f"{_KEY} is on, but {obstacle}; set {_KEY}=auto to train without exact log-probs"
+        )
     if obstacle is None and torch.cuda.is_available():
         warnings.warn(
             f"{_KEY} is on: on GPUs nobody has compared engine and trainer bit for bit; the run "

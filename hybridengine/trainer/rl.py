@@ -174,8 +174,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
         actor.record = None if path is None else TokenRecord()
         self.source.sleep()
         with on_device(self.model):
-            max_tokens = config.actor.ppo_max_token_len_per_gpu
-            batch = self.dp.build_batch(rollouts, self.num_mini_batches, max_tokens)
+            batch = self._build_batch(rollouts)
             self.saved = self.dp.sum_saved(m.saved for m in batch.micro_batches)
             if critic is not None:
                 critic.begin(step, rollouts, batch)
@@ -221,6 +220,10 @@ class RLTrainer(BaseTrainer[RLConfig]):
         metrics |= self.source.metrics(step, rollouts)
         self._record(path, rollouts, batch, metrics)
         return metrics, rollouts.outcomes.lengths.tolist()
+
+    def _build_batch(self, rollouts: Rollouts) -> RolloutBatch:
+        max_tokens = self.config.actor.ppo_max_token_len_per_gpu
+        return self.dp.build_batch(rollouts, self.num_mini_batches, max_tokens)
 
     def _generate_and_score(self, step: int) -> tuple[Rollouts, dict[str, float]]:
         """Generate and score responses to one batch of prompts.

@@ -11,6 +11,15 @@ from typing import Any
 __all__ = ["COLORS", "Color", "Detail", "Part", "detail_of", "text_of_token"]
 
 _SHOWN = {"prompt", "response", "turns"}  # in other places than the facts
+_OF_THE_RUN = {  # not of the reward
+    "index",
+    "data_source",
+    "reward",
+    "advantage",
+    "finish_reason",
+    "weight_version",
+    "weights_checksum",
+}
 
 
 @dataclass(frozen=True)
@@ -64,24 +73,28 @@ class Detail:
     """One response.
 
     values: name of a coloring → a number per token.
-    facts: the columns that are no list of numbers per token, by name.
+    results: what the reward was computed from and returned besides the score, by name.
+    facts: the other columns that are no list of numbers per token, by name.
     """
 
     prompt: str
     token_ids: Sequence[int]
     values: Mapping[str, Sequence[float]]
     parts: Sequence[Part]
+    results: Mapping[str, Any]
     facts: Mapping[str, Any]
 
 
 def detail_of(row: Mapping[str, Any]) -> Detail:
     """Return what is shown of a row of a rollout file."""
-    facts = {
+    columns = {
         name: value
         for name, value in row.items()
         if name not in _SHOWN and not (isinstance(value, list) and name != "ground_truth")
     }
-    return Detail(row["prompt"], row["response_ids"], _color_values(row), _parts(row), facts)
+    facts = {name: columns.pop(name) for name in row if name in _OF_THE_RUN and name in columns}
+    values, parts = _color_values(row), _parts(row)
+    return Detail(row["prompt"], row["response_ids"], values, parts, columns, facts)
 
 
 def _color_values(row: Mapping[str, Any]) -> dict[str, list[float]]:

@@ -104,6 +104,7 @@ def _payload(
         "tokens": tokens(detail.token_ids),
         "values": {name: _rounded(values) for name, values in detail.values.items()},
         "parts": [[part.title, part.is_model, part.start, part.end] for part in detail.parts],
+        "results": {name: str(value) for name, value in detail.results.items()},
         "facts": {name: str(value) for name, value in detail.facts.items()},
     }
 

@@ -17,7 +17,9 @@ from hybridengine.errors import ConfigError
 __all__ = ["Entry", "Filter", "RolloutIndex", "run_setting"]
 
 _FILE = re.compile(r"(step|val)_(\d+)\.jsonl")
-_TERM = re.compile(r"(step|reward|length|group|row|kind)(<=|>=|!=|=|<|>)(\S+)")
+_KEYS = ("step", "reward", "length", "group", "row", "kind")
+_TERM = re.compile(rf"({'|'.join(_KEYS)})(<=|>=|!=|=|<|>)(\S+)")
+_LIKE_A_TERM = re.compile(r"[a-z_]+(?:<=|>=|!=|=|<|>)\S+")
 _OPERATORS = {
     "=": lambda a, b: a == b,
     "!=": lambda a, b: a != b,
@@ -129,6 +131,21 @@ class RolloutIndex:
         if not chosen.text:
             return entries
         return [entry for entry in entries if chosen.text in self._text(entry)]
+
+    def select_some(self, query: str) -> list[Entry]:
+        """As `select`; ConfigError where that is nothing."""
+        if entries := self.select(query):
+            return entries
+        text = Filter(query).text
+        hint = f"; {text!r} was looked for in the texts" if text else ""
+        if words := [word for word in text.split() if _LIKE_A_TERM.fullmatch(word)]:
+            hint = (
+                f"; {words[0]!r} is no condition and was looked for in the texts: conditions are "
+                f"numbers of {', '.join(_KEYS[:-1])}, and kind=step or kind=val"
+            )
+        raise ConfigError(
+            f"--filter {query!r} selects none of {len(self.entries):,} rollouts{hint}"
+        )
 
     def _text(self, entry: Entry) -> str:
         line = msgspec.json.decode(self.read_bytes(entry), type=_Line)

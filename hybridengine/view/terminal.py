@@ -151,6 +151,9 @@ class RolloutApp(App[None]):
             is_only = len(detail.parts) == 1
             folded = Collapsible(text, title=escape(part.title), collapsed=not part.is_model)
             parts.append(text if is_only else folded)
+        if detail.results:
+            pairs = [f"{name.replace('_', ' ')} {value}" for name, value in detail.results.items()]
+            parts.append(Static(Text("  ".join(pairs))))
         return VerticalScroll(
             Static(head), *parts, classes="card chosen" if is_chosen else "card", can_focus=False
         )

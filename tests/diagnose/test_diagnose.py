@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from hybridengine import cli
 from hybridengine.config.reference import key_reference
 from hybridengine.diagnose.findings import THRESHOLDS, find_problems, phases_of
-from hybridengine.diagnose.plot import curve_of, same_settings
+from hybridengine.diagnose.plot import curve_of, same_settings, val_interval
 from hybridengine.diagnose.runs import LoggedRun
 
 HEALTHY = {
@@ -116,6 +116,21 @@ def test_seeds_are_one_line_with_a_band(tmp_path: Path) -> None:
     out = tmp_path / "out.png"
     result = CliRunner().invoke(cli.app, ["plot", *map(str, runs), "--out", str(out)])
     assert result.exit_code == 0 and out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_validation_has_the_interval_of_its_problems(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", **HEALTHY)
+    (run / "rollouts").mkdir()
+    rows = [  # three problems with means 0, 0.5 and 1
+        {"index": k // 2, "reward": reward, "strict": reward > 0.5, "note": "text"}
+        for k, reward in enumerate((0.0, 0.0, 0.0, 1.0, 1.0, 1.0))
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (run / "rollouts" / "val_10.jsonl").write_text(text)
+    logged, half = LoggedRun(run), pytest.approx(1.96 * 0.5 / 3**0.5)
+    assert val_interval(logged, "val/score", 10) == val_interval(logged, "val/strict", 10) == half
+    nothing = [("val/score", 11), ("val/note", 10), ("val-core/toy/acc/mean@1", 10)]
+    assert [val_interval(logged, *of) for of in nothing] == [0.0] * 3
 
 
 def test_same_name_with_other_settings_is_another_line(tmp_path: Path) -> None:

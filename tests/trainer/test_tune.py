@@ -17,6 +17,7 @@ from hybridengine.config import load_config, load_sft_config
 from hybridengine.trainer.tune.memory import PeakMemory
 from hybridengine.trainer.tune.search import Probe, best_limit, probe_limits, smallest_fast
 from tests.forked import run_forked
+from tests.ranks import run_ranks
 from tests.trainer.in_process import small_job
 from tests.trainer.sft_job import sft_settings, write_sft_job
 
@@ -81,6 +82,48 @@ def test_the_overrides_of_a_job(tmp_path: Path) -> None:
     assert config.actor.ppo_max_token_len_per_gpu in limits
     assert config.reshard.bucket_mib == 16  # which holds the whole model
     assert not (tmp_path / "run").exists()  # nothing is written
+
+
+# What rejects, masks or clips rollouts, and what needs more of a reward than its score.
+HARD = {
+    "rejection": [
+        "algorithm.rollout_correction.rollout_rs=token_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0",
+        "algorithm.mask_truncated_completions=true",
+        "actor.ppo_mini_batch_size=2",
+    ],
+    "critic": ["algorithm.adv_estimator=gae"],
+    "parts": ["algorithm.adv_estimator=gdpo"],
+    "filter": ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=even"],
+}
+
+
+def step_on_made_up_tokens(
+    rank: int, world_size: int, folder: Path, jobs: dict[str, list[str]]
+) -> dict[str, dict[str, float]]:
+    from hybridengine.runtime.session import Session
+    from hybridengine.runtime.status import PhaseStatus
+    from hybridengine.trainer.tune.jobs import RLJob
+
+    metrics = {}
+    for name, settings in jobs.items():
+        job = RLJob(load_config(None, settings), Session(PhaseStatus(folder / "run", rank)))
+        job.session.on_phase = lambda phase: None
+        job.train_on(job.longest)
+        metrics[name], _ = job.step(2)
+        job.close()
+    return metrics
+
+
+@pytest.mark.multirank
+def test_made_up_tokens_are_trained_on_as_sampled_ones(tmp_path: Path) -> None:
+    """Their log-probs are the trainer's: nothing is rejected, rollout.exact agrees."""
+    jobs = {name: [*small_job(tmp_path), *settings] for name, settings in HARD.items()}
+    [metrics] = run_ranks(step_on_made_up_tokens, 1, tmp_path, jobs, timeout_s=400)
+    for of_job in metrics.values():
+        assert of_job["training/rollout_probs_diff_max"] == 0
+        assert of_job["rollout_corr/rollout_rs_masked_fraction"] == 0
+        assert of_job["actor/grad_norm"] > 0
 
 
 @pytest.mark.multirank

@@ -63,7 +63,18 @@ def test_values_and_turns_of_tokens(index: RolloutIndex) -> None:
         ("tool or user · 1 tokens", False, 2, 3),
         ("model · reward 0.5 · 1 tokens", True, 3, 4),
     ]
+    assert detail.results == {"ground_truth": [1, 2]}
     assert detail.facts["weight_version"] == 0 and "log_probs" not in detail.facts
+
+
+def test_a_query_that_selects_nothing_says_why(index: RolloutIndex) -> None:
+    with pytest.raises(ConfigError, match=r"'foo=3' is no condition .* numbers of step, reward,"):
+        index.select_some("step=1 foo=3")
+    with pytest.raises(ConfigError, match=r"none of 18 rollouts; 'no such text' was looked for"):
+        index.select_some("no such text")
+    with pytest.raises(ConfigError, match=r"--filter 'step=9' selects none of 18 rollouts$"):
+        index.select_some("step=9")
+    assert len(index.select_some("step=1")) == 6
 
 
 def test_clipped_tokens_have_the_sign_of_their_advantage(index: RolloutIndex) -> None:

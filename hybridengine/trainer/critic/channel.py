@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridengine.runtime.all_ranks import broadcast_value
 from hybridengine.runtime.polling import wait_until
-from hybridengine.runtime.roles import RoleLink
+from hybridengine.runtime.roles import Role, RoleLink
 from hybridengine.trainer.exchange import RowExchange, RowLocations
 
 T = TypeVar("T")
@@ -22,11 +22,12 @@ class CriticChannel:
     """
 
     def __init__(self, link: RoleLink) -> None:
-        roles, role = link.roles, link.role
+        roles = link.roles
         self._link, self._num_sent = link, 0
         self.num_actors, self.num_critics = roles.num_trainers, roles.num_critics
-        rank = role.rank + (self.num_actors if role.kind == "critic" else 0)
-        self._group = link.group("critic", rank, self.num_actors + self.num_critics)
+        sizes = {"trainer": self.num_actors, "critic": self.num_critics}
+        names = [Role.name_of(world, rank) for world, n in sizes.items() for rank in range(n)]
+        self._group = link.group("critic", names)
 
     def from_actor(self, expected: Any, value: T | None = None) -> T:
         """Return the value, of type `expected`, that the policy's first rank passes, everywhere.

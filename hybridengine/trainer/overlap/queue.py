@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hybridengine.rollout import Response, SamplingSpec
 from hybridengine.runtime.messages import decode, encode
 from hybridengine.runtime.polling import wait_until
-from hybridengine.runtime.roles import RoleLink
+from hybridengine.runtime.roles import Role, RoleLink
 from hybridengine.runtime.signed_store import sign, verified
 
 
@@ -73,11 +73,11 @@ class _Queue:
     """
 
     def __init__(self, link: RoleLink) -> None:
-        roles, role = link.roles, link.role
-        self.link = link
+        roles, self.link = link.roles, link
         self._store = link.store
-        rank = role.rank if role.engine is None else roles.num_trainers + role.engine
-        self._group = link.group("rollouts", rank, roles.num_trainers + roles.num_engines)
+        trainers = [Role.name_of("trainer", rank) for rank in range(roles.num_trainers)]
+        engines = [Role.name_of(f"engine {k}", 0) for k in range(roles.num_engines)]
+        self._group = link.group("rollouts", [*trainers, *engines])
 
 
 class TrainerQueue(_Queue):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import time
 from array import array
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from hybridengine.config import RLConfig, SFTConfig
 from hybridengine.data import PromptSample, Subset
-from hybridengine.rewards import RewardManager
+from hybridengine.rewards import RewardManager, score_checked
 from hybridengine.rollout import Response, SamplingSpec
 from hybridengine.runtime.session import Session
+from hybridengine.trainer.batch import RolloutBatch
 from hybridengine.trainer.generation import gather_rollouts
 from hybridengine.trainer.models import Actor
 from hybridengine.trainer.reward_model import RewardModel
@@ -19,20 +22,22 @@ from hybridengine.trainer.rl import RLTrainer
 from hybridengine.trainer.rollout_source import ColocatedRollouts
 from hybridengine.trainer.rollouts import Rollouts
 from hybridengine.trainer.sft import SFTTrainer
+from hybridengine.trainer.trajectories import with_turns
 
 __all__ = ["RLJob", "SFTJob"]
 
 _PASSES = 2  # micro-batches of a rank and optimizer step: the second one finds gradients in memory
-_LOG_PROB = -1.0  # of every token: that a token is likely or not changes no size
 
 
 class _FullLength(ColocatedRollouts):
     """Rollouts of as many prompts as `num_prompts` says, whose responses have the full length.
 
-    The engine generates nothing, and the reward is not called; a reward model is.
+    The engine generates nothing. The reward is called once, for the names of its results; a reward
+    model is called for every response.
     """
 
     num_prompts = 0
+    _results: Mapping[str, Any] | None = None
 
     def connect(self, actor: Actor, reward_model: RewardModel | None) -> None:
         super().connect(actor, reward_model)
@@ -44,20 +49,30 @@ class _FullLength(ColocatedRollouts):
 
     def generate(self, prompts: Subset[PromptSample], spec: SamplingSpec, seed: int) -> Rollouts:
         session = self._session
+        if self._results is None:
+            turns = self._config.rollout.multi_turn.enable
+            sample = with_turns(prompts[0]) if turns else prompts[0]
+            self._results = score_checked(self._reward, [sample], [""], [[]]).fields_of(0)
         mine = range(session.rank, len(prompts), session.world_size)
         own = [self._response(group, k, spec) for group in mine for k in range(spec.n)]
         return gather_rollouts(prompts, own, session, self._reward_model)
 
     def _response(self, group: int, number: int, spec: SamplingSpec) -> Response:
-        """Return a response whose score differs from that of the next one: it has a gradient."""
-        size = spec.max_tokens
+        """Return a response whose score differs from that of the next one: it has a gradient.
+
+        `RLJob` replaces its log-probs.
+        """
+        size, score = spec.max_tokens, float(number % 2)
+        assert self._results is not None
         return Response(
             array("i", [number % 2]) * size,
-            array("f", [_LOG_PROB]) * size,
-            "length",
+            array("f", [0.0]) * size,
+            "stop",  # none is masked as truncated
             versions=[(0, size)],
             group=group,
-            score=float(number % 2),
+            score=score,
+            extras=dict.fromkeys(self._results["extras"], score),
+            parts={name: (weight, score) for name, (weight, _) in self._results["parts"].items()},
         )
 
 
@@ -75,6 +90,11 @@ class RLJob(RLTrainer):
     def _build_source(self, reward: RewardManager) -> _FullLength:
         shared = (self.config, self.session, self.tokenizer)
         return _FullLength(*shared, reward, self.loader, self.sampling)
+
+    def _build_batch(self, rollouts: Rollouts) -> RolloutBatch:
+        """Give made-up tokens the trainer's log-probs, so that real checks and corrections hold."""
+        batch = super()._build_batch(rollouts)
+        return replace(batch, rollout_log_probs=self.actor.old_log_probs(batch))
 
     @property
     def shortest(self) -> int:
@@ -97,6 +117,7 @@ class RLJob(RLTrainer):
         wanted = math.ceil(_PASSES * limit * ranks / of_group)  # of an optimizer step
         self.source.num_prompts = self.num_mini_batches * min(wanted, config.ppo_mini_batch_size)
         self.session.step += 1
+        self._step_started = time.perf_counter()
         _, lengths = self.step(self.session.step)
         return sum(lengths)
 
