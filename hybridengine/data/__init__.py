@@ -1,7 +1,9 @@
 """Read data files, tokenise them with the chat template, and iterate over batches.
 
-files            parquet and JSON files → rows
-chats            a row's chat → text
+files, arrow     parquet, Arrow and JSON files → rows
+rows             the chat of a row in one form, with its images, tools and loss flags
+chats            a chat → text, by the chat template
+spans            where the turns of the assistant are in that text
 prompts          rows → prompts of RL
 conversations    rows → conversations of SFT, with a loss mask
 cache            tokenised datasets on disk, shared by the ranks of a machine

@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib.util
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hybridengine.agent.template import ModelTurn, Segment
+from hybridengine.config import DataConfig
+from hybridengine.data import PromptDataset
 from hybridengine.data.chats import prefix_end
 from hybridengine.errors import DataError
 from tests.agent.families import CHATML, FAMILIES, MISTRAL, THINKING, byte_tokenizer, turn_template
+from tests.data.rows import row, write_jsonl
 
 TOOLS = [
     {
@@ -232,6 +236,30 @@ def test_a_template_without_tools_gets_results_as_the_user() -> None:
     silent = "p{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
     with pytest.raises(DataError, match="leaves out messages of role 'user'"):
         list(converse(silent, 0, False, lambda k: "call"))
+
+
+@needs_trl
+def test_a_row_s_tools_and_variables_are_those_of_its_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trajectory goes on from the prompt that was tokenised from the row."""
+    monkeypatch.setenv("HYBRIDENGINE_CACHE", str(tmp_path))
+    other = {"type": "function", "function": {"name": "sub", "parameters": {"type": "object"}}}
+    template, stop = turn_template("qwen3", [*TOOLS, other])
+    chat = [{"role": "user", "content": "go"}]
+    own = row(prompt=chat, tools=[other], enable_thinking=False)
+    file = write_jsonl(tmp_path / "a.jsonl", [own, row(prompt=chat)])
+    data = DataConfig(chat_template=template._chats.text, max_prompt_length=4096)
+    samples = PromptDataset(file, byte_tokenizer(), data, [*TOOLS, other])
+    for sample, names in zip(samples, ("sub", "add sub"), strict=True):
+        of_row = template.of_row(sample.tools, sample.template_options)
+        prompt = of_row.begin(sample.chat)
+        assert prompt.ids == list(sample.prompt_ids) and prompt.text == sample.prompt_text
+        assert [name for name in ("add", "sub") if f'"{name}"' in prompt.text] == names.split()
+        ids = [*byte_tokenizer()("x", add_special_tokens=False)["input_ids"], stop]
+        segments = [prompt, Segment(of_row.sampled_text(ids), ids)]
+        turns: list[Any] = [*sample.chat, ModelTurn("x", "x"), {"role": "user", "content": "y"}]
+        assert of_row.extend(segments, turns).kept == (0 if sample.template_options else 2)
 
 
 def test_prefixes_ignore_white_space() -> None:
