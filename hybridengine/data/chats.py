@@ -66,7 +66,7 @@ class ChatTemplate:
         """What its renderings depend on, besides the tokenizer and the rows."""
         formats = [match[2] for match in _DATE_FORMATS.finditer(self.text)]
         dates = list(map(self._start.strftime, formats))
-        if self.text.count("strftime_now") > len(_DATE_FORMATS.findall(self.text)):
+        if len(re.findall(r"strftime_now\s*\(", self.text)) > len(formats):
             dates.append(self._start.isoformat())  # in a format that the template computes
         options = sorted(self.options.items())
         return self.text, options, list(map(str, self.tools)), self.special.policy, dates

@@ -1,6 +1,7 @@
 """Every type of a column in parquet and Arrow files has a defined value, or is refused by name."""
 
 import datetime
+import random
 import uuid
 from decimal import Decimal
 
@@ -82,7 +83,12 @@ def test_the_value_of_every_type(tmp_path, name):
         pa.ipc.new_file(file, table.schema) as writer,
     ):
         writer.write_table(table)
-    for file in ("a.parquet", "b.arrow"):
+    with (
+        pa.OSFile(str(tmp_path / "c.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as writer,
+    ):
+        writer.write_table(table)
+    for file in ("a.parquet", "b.arrow", "c.arrow"):
         [found] = read(tmp_path / file)
         assert found == {"n": 1, "x": expected}
         assert type(found["x"]) is type(expected) or isinstance(expected, dict)
@@ -172,3 +178,35 @@ def test_saved_datasets(tmp_path):
         read(tmp_path / "one")
     write_jsonl(tmp_path / "state.json", [{"n": 1}])  # a name alone makes no saved dataset
     assert read(tmp_path / "state.json") == [{"n": 1}]
+
+
+def test_json_in_lists_that_only_arrow_files_have(tmp_path):
+    views = pa.ListViewArray.from_arrays([0], [1], json_array('{"a": null}'))
+    table = pa.table({"x": views})
+    with (
+        pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as writer,
+    ):
+        writer.write_table(table)
+    assert read(tmp_path / "a.arrow") == [{"x": [{"a": None}]}]
+
+
+def test_a_damaged_arrow_file_is_an_error_or_other_rows(tmp_path):
+    """Arrow maps offsets as they are in the file; one outside of it would end the process."""
+    rows = [{"text": "abc" * n, "list": ["x"] * n, "more": {"n": n}} for n in range(20)]
+    table = pa.Table.from_pylist(rows)
+    with (
+        pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as writer,
+    ):
+        writer.write_table(table)
+    content, draw, refused = (tmp_path / "a.arrow").read_bytes(), random.Random(51), 0
+    for _ in range(300):
+        damaged = bytearray(content)
+        damaged[draw.randrange(len(damaged))] ^= 1 << draw.randrange(8)
+        (tmp_path / "a.arrow").write_bytes(damaged)
+        try:
+            read(tmp_path / "a.arrow")
+        except DataError:
+            refused += 1
+    assert refused > 30

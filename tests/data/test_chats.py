@@ -193,7 +193,8 @@ def test_a_run_renders_with_the_date_at_which_it_started(tokenizer, tmp_path, mo
             assert ChatTemplate(tokenizer, data).render("a trajectory", prompt.chat, True) == text
     same_day, other_hour = "2026-03-02T01:00:00", "2026-03-02T02:00:00"
     keys = []
-    for template in (DATED, TEMPLATE):
+    asks = "{% if strftime_now is defined %}" + DATED + "{% endif %}"
+    for template in (asks, TEMPLATE):
         for start in (same_day, other_hour):
             monkeypatch.setenv("HYBRIDENGINE_RUN_START", start)
             keys.append(ChatTemplate(tokenizer, DataConfig(chat_template=template)).inputs)
