@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from hybridengine.config import ConfigError, RLConfig
-from hybridengine.data import PromptDataset
-from hybridengine.errors import Faults
+from hybridengine.data import PromptDataset, PromptSample
+from hybridengine.errors import Faults, shorten
 from hybridengine.model import is_sequence_classifier
 from hybridengine.model.packing_check import check_packing
 from hybridengine.model.validation import check_model, check_weights
-from hybridengine.reward_worker.function import import_reward_function
-from hybridengine.rewards import RewardManager, RewardResult, score_checked
+from hybridengine.reward_worker.function import (
+    CHECK,
+    CHECKED,
+    CPU_LIMIT_S,
+    import_reward_function,
+)
+from hybridengine.rewards import (
+    ResponseTokens,
+    RewardError,
+    RewardFunction,
+    RewardManager,
+    RewardResult,
+    RewardWorkers,
+    score_checked,
+    score_responses,
+)
 from hybridengine.rewards.local import PREFIX
 from hybridengine.rewards.service import SCHEMES
+from hybridengine.rewards.workers import TIMED_OUT
 from hybridengine.trainer.algorithms import NEEDS
 from hybridengine.trainer.outcomes import SCORE_NAMES
 from hybridengine.trainer.trajectories import TURN_REWARDS, with_turns
 
+_CHECKED_AT_ONCE = 1000  # ground truths
 _PROBED_ROWS = 3  # whose empty answer is scored, besides the first row of each data_source
 
 
@@ -46,15 +62,48 @@ def check_reward_model(config: RLConfig) -> None:
 def check_reward(
     config: RLConfig, reward: RewardManager, datasets: Iterable[PromptDataset | None]
 ) -> None:
-    """Score an empty answer to some prompts of each dataset, to detect a broken function."""
+    """Score an empty answer to some prompts of each dataset, to detect a broken function.
+
+    The built-in rules check every ground truth: that of a response can be right.
+    """
+    checks = [
+        function.workers.load(path, CHECK)
+        for function, (path, _) in zip(reward.functions, config.reward.functions, strict=False)
+        if path in CHECKED and isinstance(function.workers, RewardWorkers)
+    ]
     for dataset in datasets:
         if dataset is not None:
+            _check_ground_truths(checks, dataset)
             firsts = {sample.data_source: sample for sample in reversed(dataset)}
             probed = [*dataset[:_PROBED_ROWS], *firsts.values()]
             if config.rollout.multi_turn.enable:
                 probed = [with_turns(sample) for sample in probed]
-            result = score_checked(reward, probed, [""] * len(probed), [[]] * len(probed))
+            result = score_checked(
+                reward, probed, [""] * len(probed), [ResponseTokens(())] * len(probed)
+            )
             _check_reward_names(config, result)
+
+
+def _check_ground_truths(checks: Sequence[RewardFunction], dataset: PromptDataset) -> None:
+    """Check every different ground truth once, in worker processes."""
+    seen, chunk = set[tuple[str, str]](), list[PromptSample]()
+    for position, sample in enumerate(dataset if checks else ()):
+        key = sample.data_source, repr(sample.ground_truth)
+        if key not in seen:
+            seen.add(key)
+            chunk.append(sample)
+        if len(chunk) < _CHECKED_AT_ONCE and position < len(dataset) - 1:
+            continue
+        for check in checks:
+            result = score_responses(check, chunk, [""] * len(chunk))
+            late = [s for s, x in zip(chunk, result.extras.get(TIMED_OUT, ()), strict=False) if x]
+            if late:
+                raise RewardError(
+                    f"reward_model.ground_truth is {shorten(repr(late[0].ground_truth), 300)} in "
+                    f"row {late[0].index} of the data (from 0), for which its rule needs more than "
+                    f"{CPU_LIMIT_S:g} s: no response could be right. Correct the row"
+                )
+        chunk = []
 
 
 def _check_reward_names(config: RLConfig, result: RewardResult) -> None:

@@ -175,6 +175,12 @@ class Trajectory:
         return max(0, len(self.sequences) - 1)
 
     @property
+    def num_tokens(self) -> int:
+        """The tokens after the row's prompt that `max_tokens` limits: of the longest sequence."""
+        longest = max(len(self._prompt_ids(s)) + len(s.ids) for s in self.sequences)
+        return longest - len(self.sample.prompt_ids)
+
+    @property
     def turn_rewards(self) -> list[float]:
         return [turn.reward for turn in self.turns if turn.role == "assistant"]
 

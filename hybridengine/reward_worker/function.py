@@ -18,6 +18,10 @@ ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 LIST_ARGUMENTS = (*BATCH_ARGUMENTS, "prompts")
 
+CPU_LIMIT_S = 5.0  # of a call of a built-in rule
+CHECK = "check_ground_truth"  # of the rules in CHECKED: called as the rule is, before a run
+CHECKED = ("math_verify", "gsm8k", "data_source")
+
 _RULES = Path(__file__).with_name("rules")
 BUILT_IN = {
     "math_verify": _RULES / "math_rule.py",
@@ -33,6 +37,8 @@ class FunctionSource:
 
     is_async: whether it is a coroutine function.
     columns: of a function in TRL's form, the arguments that it takes, ("*",) for all; else None.
+    cpu_limit_s: of a built-in rule, the CPU time of a call above which its score is 0; None: no
+      limit but reward.timeout_s, which ends the run.
     """
 
     file: Path
@@ -40,6 +46,7 @@ class FunctionSource:
     line: int
     is_async: bool = False
     columns: tuple[str, ...] | None = None
+    cpu_limit_s: float | None = None
 
     def __str__(self) -> str:
         return f"{self.name} ({self.file}:{self.line})"
@@ -94,7 +101,8 @@ def import_reward_function(
     code = getattr(inspect.unwrap(call), "__code__", None)
     is_async = inspect.iscoroutinefunction(call)
     line = code.co_firstlineno if code else 1
-    return call, FunctionSource(file, name, line, is_async, columns)
+    limit = CPU_LIMIT_S if file in BUILT_IN.values() else None
+    return call, FunctionSource(file, name, line, is_async, columns, limit)
 
 
 def trl_columns(call: Callable[..., Any]) -> tuple[str, ...] | None:

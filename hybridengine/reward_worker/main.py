@@ -6,30 +6,32 @@ Requests arrive pickled over one connection:
     ("call", key, kwargs of N calls)        → (i, seconds, Outcome) when each call ends
     ("batch", key, kwargs with lists, N)    → (0, seconds, list of Outcome, or Failure)
 
-The process ends when the connection is closed, and is killed when its parent process ends.
+The process ends when the connection is closed. With it, and when the rank ends, all processes end
+that it has started (`guard`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
-import os
 import random
+import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from hybridengine.errors import RewardError, shorten
 from hybridengine.reward_worker.function import FunctionSource, error_line, import_reward_function
+from hybridengine.reward_worker.guard import fork_guarded
 from hybridengine.reward_worker.results import show, to_results, to_rows
 
-_PR_SET_PDEATHSIG = 1
+_EXTRA_BYTES = 2 << 30  # that a call with a limit of its own may allocate
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,10 @@ def main(connection_fd: int, stack_fd: int, parent: int, index: int) -> None:
     """Serve requests until the connection is closed.
 
     stack_fd: descriptor of the file to which SIGUSR1 writes the stack of the running call.
-    parent: process id of the rank; this process ends when that one does.
+    parent: process id of the rank.
     index: the number of this worker, which is the seed of `random`.
     """
-    if hasattr(ctypes.CDLL(None), "prctl"):  # Linux; elsewhere the closed connection ends it
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return  # the parent ended before the line above
+    fork_guarded(parent, (connection_fd, stack_fd))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=False)
     random.seed(index)
@@ -105,7 +104,9 @@ class CallServer:
     def _call(self, key: int, arguments: dict[str, Any]) -> Outcome:
         function, source = self._functions[key]
         try:
-            return _outcome(self._result(function(**arguments)), source)
+            with _limits(source.cpu_limit_s):
+                result = self._result(function(**arguments))
+            return _outcome(result, source)
         except BaseException as error:  # also SystemExit, which would end the worker
             return _raised(error, source)
 
@@ -150,6 +151,32 @@ class CallServer:
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
         return loop
+
+
+@contextmanager
+def _limits(cpu_s: float | None) -> Iterator[None]:
+    """Limit what a call takes; None: it has no limits of its own.
+
+    After `cpu_s` seconds of CPU time the kernel ends the process (SIGPROF): neither an integer of a
+    billion digits nor a parser without end returns to the interpreter, and the time of a busy
+    machine does not count. Memory above _EXTRA_BYTES is a MemoryError.
+    """
+    if cpu_s is None:
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (min(_data_bytes() + _EXTRA_BYTES, soft), hard))
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _data_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    return pages * resource.getpagesize()
 
 
 def _outcome(result: Any, source: FunctionSource) -> Outcome:

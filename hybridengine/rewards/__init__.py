@@ -13,6 +13,7 @@ What runs inside a worker is the package `reward_worker`.
 from hybridengine.errors import RewardError
 from hybridengine.rewards.build import build_reward_manager
 from hybridengine.rewards.manager import (
+    ResponseTokens,
     RewardManager,
     RewardPart,
     RewardResult,
@@ -23,6 +24,7 @@ from hybridengine.rewards.manager import (
 from hybridengine.rewards.workers import RewardFunction, RewardWorkers
 
 __all__ = [
+    "ResponseTokens",
     "RewardError",
     "RewardFunction",
     "RewardManager",

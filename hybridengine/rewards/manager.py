@@ -23,9 +23,21 @@ from hybridengine.errors import RewardError, shorten
 from hybridengine.reward_worker.results import to_text
 from hybridengine.rewards.workers import CallError, RewardFunction
 
-TokenIds = Sequence[Sequence[int]]  # of each response
-
 MANAGERS: dict[str, type[RewardManager]] = {}
+
+
+class ResponseTokens(NamedTuple):
+    """The tokens of a response, as rewards count them.
+
+    ids: all after the prompt, each once.
+    sampled: 1 for the model's, 0 for those of tools and users; None: all are the model's.
+    length: what data.max_response_length limits: the tokens of tools and users count, too, and of
+      a trajectory of several sequences the longest. None: all of `ids`.
+    """
+
+    ids: Sequence[int]
+    sampled: Sequence[int] | None = None
+    length: int | None = None
 
 
 class RewardPart(NamedTuple):
@@ -138,7 +150,8 @@ def _trl_columns(
 def _describe(sample: PromptSample, response: str) -> str:
     prompt, response = (repr(shorten(text, 300)) for text in (sample.prompt_text, response))
     truth = shorten(repr(sample.ground_truth), 300)
-    return f"prompt {prompt}, response {response}, ground truth {truth}"
+    where = f"row {sample.index} of the data (from 0)"
+    return f"prompt {prompt}, response {response}, ground truth {truth}, {where}"
 
 
 def register_manager(name: str) -> Callable[[type[RewardManager]], type[RewardManager]]:
@@ -167,8 +180,9 @@ class RewardManager:
     def score(
         self, samples: Sequence[PromptSample], responses: Sequence[str], lengths: Sequence[int]
     ) -> RewardResult:
-        """Score `responses[i]`, an answer of `lengths[i]` tokens to `samples[i]`.
+        """Score `responses[i]`, an answer to `samples[i]`.
 
+        lengths: of the responses in tokens, as data.max_response_length counts them.
         The score of each function is in `parts` under its label, and with several functions in
         `extras` too.
         """
@@ -192,10 +206,14 @@ class RewardManager:
         return RewardResult(scores, extras, parts, texts)
 
     def score_tokens(
-        self, samples: Sequence[PromptSample], responses: Sequence[str], token_ids: TokenIds
+        self,
+        samples: Sequence[PromptSample],
+        responses: Sequence[str],
+        tokens: Sequence[ResponseTokens],
     ) -> RewardResult:
         """As `score`, from the tokens of each response; what a run calls."""
-        return self.score(samples, responses, list(map(len, token_ids)))
+        lengths = [len(t.ids) if t.length is None else t.length for t in tokens]
+        return self.score(samples, responses, lengths)
 
 
 @register_manager("batch")
@@ -209,7 +227,8 @@ class BatchRewardManager(RewardManager):
 class DapoRewardManager(RewardManager):
     """Add DAPO's soft overlong penalty (arXiv 2503.14476, eq. 13), the extra overlong_penalty.
 
-    It falls from 0 to -penalty_factor over the last `overlong_buffer.len` tokens.
+    It falls from 0 to -penalty_factor over the last `overlong_buffer.len` tokens before the limit,
+    so it counts tokens as data.max_response_length does.
     """
 
     def score(
@@ -233,7 +252,7 @@ def score_checked(
     manager: RewardManager,
     samples: Sequence[PromptSample],
     responses: Sequence[str],
-    token_ids: Sequence[Sequence[int]],
+    tokens: Sequence[ResponseTokens],
 ) -> RewardResult:
     """Return `manager.score_tokens(...)`, with "pred" as text.
 
@@ -242,7 +261,7 @@ def score_checked(
     an error.
     """
     try:
-        result = manager.score_tokens(samples, responses, token_ids)
+        result = manager.score_tokens(samples, responses, tokens)
     except SystemExit as error:
         raise RewardError(
             f"reward manager {type(manager).__name__} raised SystemExit: {error}"

@@ -22,7 +22,12 @@ from hybridengine.errors import ConfigError, RewardError
 from hybridengine.reward_worker.function import import_reward_function
 from hybridengine.reward_worker.results import to_text
 from hybridengine.rewards.local import PREFIX, given_function
-from hybridengine.rewards.manager import RewardManager, RewardPart, RewardResult, TokenIds
+from hybridengine.rewards.manager import (
+    ResponseTokens,
+    RewardManager,
+    RewardPart,
+    RewardResult,
+)
 from hybridengine.rewards.service import SCHEMES
 
 
@@ -30,7 +35,8 @@ class VerlData:
     """N prompts with their responses, as verl's DataProto holds them.
 
     batch: `prompts` [N, P], padded on the left, `responses` [N, R], padded on the right,
-      `response_mask` [N, R], `input_ids`, `attention_mask` and `position_ids` [N, P + R]; int64.
+      `response_mask` [N, R], 1 for the model's tokens and 0 for those of tools and users,
+      `input_ids`, `attention_mask` and `position_ids` [N, P + R]; int64.
     non_tensor_batch: object arrays [N], `data_source`, `reward_model`, `extra_info`, `raw_prompt`,
       `index`.
     An item has rows without the first dimension, and the objects themselves.
@@ -54,14 +60,17 @@ class VerlData:
 
     @staticmethod
     def build(
-        samples: Sequence[PromptSample], token_ids: Sequence[Sequence[int]], pad: int
+        samples: Sequence[PromptSample], tokens: Sequence[ResponseTokens], pad: int
     ) -> VerlData:
         """Pad prompts and responses; rows of the data files are copied, managers write to them."""
         prompts = _padded([s.prompt_ids for s in samples], pad, left=True)
-        responses = _padded(token_ids, pad, left=False)
+        responses = _padded([t.ids for t in tokens], pad, left=False)
         prompt_mask = _padded([[1] * len(s.prompt_ids) for s in samples], 0, left=True)
-        response_mask = _padded([[1] * len(ids) for ids in token_ids], 0, left=False)
-        attention_mask = torch.cat([prompt_mask, response_mask], 1)
+        ones = [[1] * len(t.ids) for t in tokens]
+        sampled = [
+            own if t.sampled is None else t.sampled for own, t in zip(ones, tokens, strict=True)
+        ]
+        attention_mask = torch.cat([prompt_mask, _padded(ones, 0, left=False)], 1)
         columns: dict[str, list[Any]] = {
             "data_source": [s.data_source for s in samples],
             "reward_model": [{"style": "rule", "ground_truth": s.ground_truth} for s in samples],
@@ -73,7 +82,7 @@ class VerlData:
             {
                 "prompts": prompts,
                 "responses": responses,
-                "response_mask": response_mask,
+                "response_mask": _padded(sampled, 0, left=False),
                 "input_ids": torch.cat([prompts, responses], 1),
                 "attention_mask": attention_mask,
                 "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
@@ -117,12 +126,15 @@ class VerlRewardManager(RewardManager):
         self._manager = manager(**{n: value for n, value in known.items() if n in named})
 
     def score_tokens(
-        self, samples: Sequence[PromptSample], responses: Sequence[str], token_ids: TokenIds
+        self,
+        samples: Sequence[PromptSample],
+        responses: Sequence[str],
+        tokens: Sequence[ResponseTokens],
     ) -> RewardResult:
         if not samples:
             return RewardResult([], {})
         pad = getattr(self._tokenizer, "pad_token_id", None) or 0
-        data = VerlData.build(samples, token_ids, pad)
+        data = VerlData.build(samples, tokens, pad)
         try:
             returned = self._manager(data, return_dict=True)
         except Exception as error:

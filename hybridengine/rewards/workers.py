@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Pipe, wait
@@ -34,10 +34,14 @@ from hybridengine.reward_worker.function import (
 )
 from hybridengine.reward_worker.main import Failure
 
+TIMED_OUT = "timed_out"  # result of a built-in rule: 1 for a response that it gave up on
+
 _LOAD_S = 60.0  # at least, to start a worker and import the user's file
 _POLL_S = 0.5  # between checks whether a worker still runs
 _STACK_S = 1.0  # limit for a worker to write its stack
 _STOP_S = 2.0  # limit for workers to end by themselves
+_KILL_S = 10.0  # limit for a guard to end all processes of its worker
+_LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGSEGV)  # of a rule: too much CPU time, or recursion
 _MAIN = (
     "import sys; sys.path[:] = {path!r}\n"
     "from hybridengine.reward_worker.main import main; main{arguments!r}"
@@ -119,23 +123,27 @@ class RewardWorkers:
         """Call `function` on `size` responses; return its results (`to_results`).
 
         columns: its arguments, a value for each response. Raises CallError for a call that raises,
-        exceeds `timeout_s`, ends its process or has no valid result.
+        exceeds `timeout_s`, ends its process or has no valid result. A built-in rule that exceeds
+        `timeout_s` or limits of its own has the score 0, and TIMED_OUT is 1.
         """
         if function.takes_lists:
             return self._call_with_lists(function, columns, size)
         used = 1 if function.source.is_async else min(self._num_workers, size)
         work = {k: range(k, size, used) for k in range(used)}
         calls = [{name: column[i] for name, column in columns.items()} for i in range(size)]
-        requests = {k: ("call", function.key, [calls[i] for i in work[k]]) for k in work}
-        results = self._run(function, work, requests)
-        return [results[i] for i in range(size)]
+        results = self._run(
+            function, work, lambda indices: ("call", function.key, [calls[i] for i in indices])
+        )
+        if function.source.cpu_limit_s is None:
+            return [results[i] for i in range(size)]
+        return [{TIMED_OUT: 0.0, **results[i]} for i in range(size)]
 
     def _call_with_lists(
         self, function: RewardFunction, columns: Mapping[str, Sequence[Any]], size: int
     ) -> list[dict[str, float | str]]:
         request = ("batch", function.key, columns, size)
         try:
-            results: list[Any] = self._run(function, {0: range(1)}, {0: request})[0]
+            results: list[Any] = self._run(function, {0: range(1)}, lambda _: request)[0]
         except CallError as error:
             raise CallError(str(error), None) from None
         for i, result in enumerate(results):
@@ -182,36 +190,53 @@ class RewardWorkers:
         self,
         function: RewardFunction,
         work: Mapping[int, Sequence[int]],
-        requests: Mapping[int, tuple[Any, ...]],
+        request_of: Callable[[Sequence[int]], tuple[Any, ...]],
     ) -> dict[int, Any]:
-        """Send `requests` and return the outcome of every index of `work`; both are by worker."""
+        """Return the outcome of every index of `work`, which is by worker.
+
+        request_of: returns the request for indices.
+        """
         self._start(work)
         source, limit, results = function.source, self._timeout_s, dict[int, Any]()
         name, line = f"reward function {source.name}", f"{source.file}:{source.line}"
         late = f"{name} returned no result within reward.timeout_s = {limit:g} s at"
-        pending = {self._workers[k]: list(indices) for k, indices in work.items()}
-        worker = next(iter(pending), None)
+        sent, pending = dict[Worker, Sequence[int]](), dict[Worker, list[int]]()
+        worker: Worker | None = None
         try:
-            for k, request in requests.items():
+            for k, indices in work.items():
                 worker = self._workers[k]
-                worker.send(request, limit)
+                sent[worker], pending[worker] = indices, list(indices)
+                worker.send(request_of(indices), limit)
             while pending:
                 soonest = min(w.deadline for w in pending) - time.monotonic()
                 wait([w.connection for w in pending], min(_POLL_S, max(0.0, soonest)))
                 for worker in list(pending):
-                    while pending[worker] and (message := worker.poll(source.file)) is not None:
-                        number, seconds, outcome = message
-                        index = work[worker.index][number]
-                        pending[worker].remove(index)
-                        if seconds > limit:
-                            raise CallError(f"{late} {line}", index)
-                        if isinstance(outcome, Failure):
-                            raise CallError(outcome.message, index)
-                        results[index] = outcome
-                        if not source.is_async:  # async calls all started together
-                            worker.set_deadline(limit)
-                    if not pending[worker]:
-                        del pending[worker]
+                    try:
+                        while pending[worker] and (message := worker.poll(source.file)) is not None:
+                            number, seconds, outcome = message
+                            index = sent[worker][number]
+                            pending[worker].remove(index)
+                            if seconds > limit and not source.cpu_limit_s:
+                                raise CallError(f"{late} {line}", index)
+                            if isinstance(outcome, Failure):
+                                raise CallError(outcome.message, index)
+                            results[index] = outcome
+                            if not source.is_async:  # async calls all started together
+                                worker.set_deadline(limit)
+                    except WorkerError as error:
+                        if not (source.cpu_limit_s and error.is_limit):
+                            raise
+                        results[pending[worker].pop(0)] = {"score": 0.0, TIMED_OUT: 1.0}
+                        rest, k = pending.pop(worker), worker.index
+                        worker.kill()
+                        if rest:
+                            self._start([k])
+                            worker = self._workers[k]
+                            sent[worker], pending[worker] = rest, list(rest)
+                            worker.send(request_of(rest), limit)
+                    else:
+                        if not pending[worker]:
+                            del pending[worker]
         except WorkerError as error:
             assert worker is not None
             what = late if error.timed_out else f"{name} {error.reason} at"
@@ -228,11 +253,18 @@ class RewardWorkers:
 
 
 class WorkerError(Exception):
-    """A worker ended, or did not reply in time; where: `file:line` of the running call."""
+    """A worker ended, or did not reply in time.
 
-    def __init__(self, reason: str, where: str = "", timed_out: bool = False) -> None:
+    where: `file:line` of the running call.
+    is_limit: whether the call took too long, too much CPU time or too deep a recursion.
+    """
+
+    def __init__(
+        self, reason: str, where: str = "", timed_out: bool = False, is_limit: bool = False
+    ) -> None:
         super().__init__(reason)
         self.reason, self.where, self.timed_out = reason, where, timed_out
+        self.is_limit = is_limit or timed_out
 
 
 class Worker:
@@ -251,7 +283,7 @@ class Worker:
             [sys.executable, "-c", _MAIN.format(path=sys.path, arguments=arguments)],
             stdin=subprocess.DEVNULL,
             pass_fds=arguments[:2],
-            start_new_session=True,  # Ctrl-C reaches the rank only; kill() ends its children too
+            start_new_session=True,  # Ctrl-C reaches the rank only
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         )
         theirs.close()
@@ -304,7 +336,8 @@ class Worker:
         except subprocess.TimeoutExpired:
             return WorkerError("closed the connection of its process")
         if code < 0:
-            return WorkerError(f"had its process killed by {signal.Signals(-code).name}")
+            reason = f"had its process killed by {signal.Signals(-code).name}"
+            return WorkerError(reason, is_limit=-code in _LIMIT_SIGNALS)
         return WorkerError(f"ended its process with exit code {code}")
 
     def _running_line(self, file: Path) -> str:
@@ -322,6 +355,8 @@ class Worker:
 
     def kill(self) -> None:
         """Kill the process and those it has started."""
+        self.process.terminate()  # its guard, which kills them, also those of other groups
+        self.wait(_KILL_S)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -9,7 +9,7 @@ from typing import Any
 from hybridengine.agent import AgentRunner
 from hybridengine.config import RLConfig
 from hybridengine.data import PromptSample, Subset
-from hybridengine.rewards import RewardManager, score_checked
+from hybridengine.rewards import ResponseTokens, RewardManager, score_checked
 from hybridengine.rollout import Response, RolloutEngine, SamplingSpec
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.reward_model import RewardModel
@@ -119,7 +119,8 @@ class RolloutGenerator:
     ) -> list[Response]:
         ids, scored = [c.token_ids for c in completions], [samples[i] for i in groups]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        result = score_checked(self.reward, scored, texts, ids)
+        tokens = list(map(ResponseTokens, ids))
+        result = score_checked(self.reward, scored, texts, tokens)
         return [
             replace(c.compact(), group=i, text=texts[k], **result.fields_of(k))
             for k, (i, c) in enumerate(zip(groups, completions, strict=True))

@@ -53,6 +53,7 @@ def with_trained_columns(
 
     old_log_probs: [R], computed before the update unless `record` has them; None: not computed.
     """
+    assert batch.advantages is not None
     nothing = torch.zeros_like(batch.response_mask)
     sampled = ~nothing if batch.sampled is None else batch.sampled
     of_update = nothing if record.mask is None else record.mask

@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridengine.agent import TokenSequence, Trajectory, Turn
 from hybridengine.data import PromptSample
-from hybridengine.rewards import RewardManager, score_checked
+from hybridengine.rewards import ResponseTokens, RewardManager, score_checked
 from hybridengine.rollout import Response
 
 __all__ = ["TURN_REWARDS", "score_trajectories", "with_turns"]
@@ -30,9 +30,9 @@ def score_trajectories(
         return []
     rows = [(position, t) for position, group in trajectories.items() for t in group]
     texts = [_text(t, tokenizer) for _, t in rows]
-    ids = [[token for s in t.sequences for token in s.ids] for _, t in rows]
+    tokens = [_tokens(t) for _, t in rows]
     samples = [with_turns(t.sample, t.turns, t.turn_rewards, t.tool_rewards) for _, t in rows]
-    result = score_checked(reward, samples, texts, ids)
+    result = score_checked(reward, samples, texts, tokens)
     rollouts: list[Response] = []
     for k, (position, trajectory) in enumerate(rows):
         earned = sum(trajectory.turn_rewards)
@@ -91,6 +91,12 @@ def _text(trajectory: Trajectory, tokenizer: Any) -> str:
     """Decode all tokens after the prompt, each once."""
     ids = [token for sequence in trajectory.sequences for token in sequence.ids]
     return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _tokens(trajectory: Trajectory) -> ResponseTokens:
+    ids = [token for s in trajectory.sequences for token in s.ids]
+    sampled = [int(x) for s in trajectory.sequences for x in s.response.per_token("sampled")]
+    return ResponseTokens(ids, sampled, trajectory.num_tokens)
 
 
 def _numbers(trajectory: Trajectory) -> dict[str, float]:

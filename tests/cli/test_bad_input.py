@@ -99,6 +99,25 @@ def test_rows_without_a_rule_need_a_function(dry_run, tmp_path):
     assert "no rule for data_source 'toy'" in line
 
 
+@pytest.mark.parametrize(
+    ("rule", "truth", "words"),
+    [
+        ("math_verify", [3, 43], ["is [3, 43], a list", "needs a number or an answer as text"]),
+        ("math_verify", "", ["is '', not an answer that math_verify can parse"]),
+        ("gsm8k", "eighteen", ["is 'eighteen'; the rule gsm8k expects a number"]),
+        ("[]", "eighteen", ["is 'eighteen'; the rule gsm8k expects a number"]),
+    ],
+)
+def test_a_ground_truth_that_no_response_can_equal(dry_run, tmp_path, rule, truth, words):
+    """In a later row, of which no answer is tried."""
+    gsm8k = PROMPT | {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "18"}}
+    rows = [gsm8k] * 4 + [gsm8k | {"reward_model": {"ground_truth": truth}}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = refusal(dry_run(f"reward.custom_reward_function.path={rule}"))
+    for word in (*words, "row 4 of the data (from 0)"):
+        assert word in line
+
+
 def test_half_of_a_surrogate_pair(dry_run, tmp_path):
     with (tmp_path / "rows.jsonl").open("a") as rows:
         rows.write(json.dumps(PROMPT | {"extra_info": {"name": "\ud83d"}}))

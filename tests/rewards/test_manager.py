@@ -8,6 +8,7 @@ from hybridengine.config import ConfigError, RewardConfig
 from hybridengine.config.reward import CustomRewardConfig, OverlongBufferConfig, RewardManagerConfig
 from hybridengine.data import PromptSample
 from hybridengine.rewards import (
+    ResponseTokens,
     RewardError,
     RewardManager,
     RewardResult,
@@ -181,7 +182,12 @@ def test_the_result_of_a_users_manager_is_checked(body, message):
     space = {"RewardManager": RewardManager, "RewardResult": RewardResult, "sys": sys}
     exec(f"class Own(RewardManager):\n  def score(self, *given):\n    {body}", space)
     with pytest.raises(RewardError, match=message):
-        score_checked(space["Own"]([], RewardConfig(), 10), SAMPLES, ["0", "5", "2"], [[1]] * 3)
+        score_checked(
+            space["Own"]([], RewardConfig(), 10),
+            SAMPLES,
+            ["0", "5", "2"],
+            [ResponseTokens([1])] * 3,
+        )
 
 
 def test_a_users_manager_may_return_answers_as_numbers():
@@ -189,6 +195,8 @@ def test_a_users_manager_may_return_answers_as_numbers():
         def score(self, *given):
             return RewardResult([1] * 3, {"pred": [1, 2.0, 2]}, texts={"x": ["a", None, "\ud83d"]})
 
-    result = score_checked(Own([], RewardConfig(), 10), SAMPLES, ["0", "5", "2"], [[1]] * 3)
+    result = score_checked(
+        Own([], RewardConfig(), 10), SAMPLES, ["0", "5", "2"], [ResponseTokens([1])] * 3
+    )
     assert result.extras == {}
     assert result.texts == {"x": ["a", None, "\\ud83d"], "pred": ["1", "2", "2"]}

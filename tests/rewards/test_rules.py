@@ -3,6 +3,7 @@
 import pytest
 
 from hybridengine.errors import RewardError
+from hybridengine.reward_worker.function import import_reward_function
 from tests.rewards.rules import score
 
 
@@ -20,6 +21,26 @@ from tests.rewards.rules import score
 )
 def test_math(response, truth, expected):
     assert score("math_verify", "math", response, truth) == expected
+
+
+@pytest.mark.parametrize("truth", ["", " ", "}", "$$", r"\text{}", ["34"], [3, 43], None, {}])
+def test_math_refuses_a_ground_truth_that_no_answer_can_equal(truth):
+    for function in ("compute_score", "check_ground_truth"):
+        rule, _ = import_reward_function("math_verify", function)
+        with pytest.raises(
+            RewardError, match=r"ground_truth is .*the rule math_verify needs a num"
+        ):
+            rule("math", r"\boxed{3}", truth, None)
+
+
+@pytest.mark.parametrize(
+    "truth",
+    ["7", 7, 0.5, "(1, 2)", r"(-\infty, 2]", "1 < x < 2", r"\frac{1}{2}", "blue", "A", "10%"],
+)
+def test_math_accepts_ground_truths_that_equal_themselves(truth):
+    check, _ = import_reward_function("math_verify", "check_ground_truth")
+    assert check("math", "", truth, None) == 1
+    assert score("math_verify", "math", f"\\boxed{{{truth}}}", truth) == 1
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,13 @@ from hybridengine.config.reward import (
     RewardModuleConfig,
 )
 from hybridengine.data import PromptSample
-from hybridengine.rewards import RewardError, RewardManager, build_reward_manager, score_checked
+from hybridengine.rewards import (
+    ResponseTokens,
+    RewardError,
+    RewardManager,
+    build_reward_manager,
+    score_checked,
+)
 from hybridengine.rewards.verl_manager import VerlData, VerlRewardManager
 from tests.tiny_models import save_tiny
 
@@ -26,7 +32,11 @@ SAMPLES = [
     PromptSample(i, [10 + i] * (1 + i), f"prompt {i}", "sums", f"w{7 + i}", {"split": "train"})
     for i in range(3)
 ]
-IDS = [[7, 2], [5, 5, 5, 2], [9, 2]]
+TOKENS = [
+    ResponseTokens([7, 2]),
+    ResponseTokens([5, 5, 5, 2], [1, 0, 1, 1]),
+    ResponseTokens([9, 2]),
+]
 TEXTS = ["w7", "w5 w5 w5", "w9"]
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -99,10 +109,11 @@ def own(tmp_path, tokenizer, name, **options):
 
 
 def test_data_as_verl_pads_it():
-    data = VerlData.build(SAMPLES, IDS, pad=0)
+    data = VerlData.build(SAMPLES, TOKENS, pad=0)
     assert data.batch["prompts"].tolist() == [[0, 0, 10], [0, 11, 11], [12, 12, 12]]
     assert data.batch["responses"].tolist() == [[7, 2, 0, 0], [5, 5, 5, 2], [9, 2, 0, 0]]
     assert data.batch["attention_mask"][0].tolist() == [0, 0, 1, 1, 1, 0, 0]
+    assert data.batch["response_mask"].tolist() == [[1, 1, 0, 0], [1, 0, 1, 1], [1, 1, 0, 0]]
     assert data.batch["position_ids"][0].tolist() == [0, 0, 0, 1, 2, 2, 2]
     assert torch.equal(data.batch["input_ids"][:, 3:], data.batch["responses"])
     assert (len(data), len(data[1:]), len(list(data))) == (3, 2, 3)
@@ -114,11 +125,11 @@ def test_data_as_verl_pads_it():
 def test_token_rewards_are_summed_and_rows_are_copied(tmp_path, tokenizer):
     manager = own(tmp_path, tokenizer, "Dense")
     assert isinstance(manager, VerlRewardManager)
-    result = score_checked(manager, SAMPLES, TEXTS, IDS)
+    result = score_checked(manager, SAMPLES, TEXTS, TOKENS)
     assert (result.scores, result.extras) == ([1.0, 2.0, 1.0], {})
     assert result.texts == {"text": ["a"] * 3, "pred": ["7"] * 3}
     assert "seen" not in SAMPLES[0].extra_info
-    empty = score_checked(manager, SAMPLES[:1], [""], [[]])  # as before a run
+    empty = score_checked(manager, SAMPLES[:1], [""], [ResponseTokens(())])  # as before a run
     assert empty.scores == [0.0]
 
 
@@ -134,7 +145,7 @@ def test_token_rewards_are_summed_and_rows_are_copied(tmp_path, tokenizer):
 )
 def test_errors(tmp_path, tokenizer, name, options, error, message):
     with pytest.raises(error, match=message):
-        score_checked(own(tmp_path, tokenizer, name, **options), SAMPLES, TEXTS, IDS)
+        score_checked(own(tmp_path, tokenizer, name, **options), SAMPLES, TEXTS, TOKENS)
 
 
 def test_a_file_that_does_not_exist(tmp_path, tokenizer):
@@ -175,7 +186,7 @@ def verl_managers():
 def test_verls_own_managers(tmp_path, tokenizer, verl_managers, name, function, scores, extras):
     path = f"{verl_managers.__name__}.{name}"
     manager = build(tmp_path, tokenizer, path, function)
-    result = score_checked(manager, SAMPLES, TEXTS, IDS)
+    result = score_checked(manager, SAMPLES, TEXTS, TOKENS)
     assert (result.scores, result.extras) == (scores, extras)
 
 
@@ -185,7 +196,7 @@ def test_verls_dapo_manager_agrees_with_ours(tmp_path, tokenizer, verl_managers)
     theirs = build(tmp_path, tokenizer, path, "plain", overlong_buffer=buffer)
     ours = build(tmp_path, tokenizer, "dapo", "plain", overlong_buffer=buffer)
     assert type(ours) is not RewardManager
-    result, expected = (score_checked(m, SAMPLES, TEXTS, IDS) for m in (theirs, ours))
+    result, expected = (score_checked(m, SAMPLES, TEXTS, TOKENS) for m in (theirs, ours))
     assert result.scores == pytest.approx(expected.scores)
     assert result.extras["overlong_reward"] == expected.extras["overlong_penalty"]
 

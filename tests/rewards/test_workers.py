@@ -187,6 +187,85 @@ def test_functions_of_one_file_share_its_module(tmp_path):
     assert score_responses(two, samples(1), [""]).scores == [2]
 
 
+HOSTILE_ANSWERS = [
+    r"\boxed{9^{9^9}}",
+    r"\boxed{100000000!}",
+    r"\boxed{10^{10^{10^{10}}}}",
+]
+NESTED = "\\boxed{" + "(" * 500 + "}"  # depends on the machine: a deep recursion, or too long
+
+
+@pytest.mark.parametrize("rule", ["math_verify", "data_source"])
+def test_a_built_in_rule_gives_up_on_an_answer_and_goes_on(rule) -> None:
+    """Integers of a billion digits and parsers without end never return to the interpreter."""
+    hostile = HOSTILE_ANSWERS if rule == "math_verify" else HOSTILE_ANSWERS[:1]
+    given = ["7", *hostile, r"\boxed{7}", "8", NESTED]
+    rows = [PromptSample(i, [1], "", "math", "7", {}) for i in range(len(given))]
+    with_rule = RewardWorkers(2, timeout_s=300)
+    try:
+        result = score_responses(with_rule.load(rule), rows, given)
+    finally:
+        with_rule.close()
+    [*timed_out, _] = result.extras["timed_out"]
+    assert timed_out == [float(text in hostile) for text in given[:-1]]
+    assert result.scores == [1.0, *[0.0] * len(hostile), 1.0, 0.0, 0.0]
+
+
+STARTS_OTHERS = f"""
+import os, subprocess, sys, time
+from pathlib import Path
+
+SLEEP = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+LEAVE = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {{SLEEP!r}}])"
+
+def compute_score({ARGUMENTS}):
+    pids = []
+    for program in (SLEEP, LEAVE):  # the second one is left without its parent
+        command = [sys.executable, "-c", program]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+        pids.append(child.stdout.readline().decode().strip())
+    file = Path(__file__).with_name("pids.part")
+    file.write_text(" ".join(pids))
+    file.rename(file.with_name("pids"))
+    if solution_str == "stay": time.sleep(600)
+    if solution_str == "crash": os.abort()
+    return 1.0
+"""
+
+
+def started(folder) -> list[int]:
+    return [int(pid) for pid in (folder / "pids").read_text().split()]
+
+
+@pytest.mark.parametrize("ending", ["close", "late", "crash"])
+def test_what_a_function_has_started_ends_with_its_worker(tmp_path, ending) -> None:
+    """Also processes of other sessions, and ones that have lost their parent."""
+    (tmp_path / "reward.py").write_text(STARTS_OTHERS)
+    pool = RewardWorkers(1, timeout_s=15 if ending == "late" else 120)
+    function = pool.load(tmp_path / "reward.py")
+    if ending == "close":
+        assert score_responses(function, samples(1), [""]).scores == [1]
+        assert all(map(is_running, started(tmp_path)))
+    else:
+        answer, message = ("stay", "no result within") if ending == "late" else ("crash", "SIGABRT")
+        with pytest.raises(RewardError, match=message):
+            score_responses(function, samples(1), [answer])
+    pool.close()
+    pids = started(tmp_path)
+    assert len(pids) == 2 and not any(map(is_running, pids))
+
+
+@pytest.mark.multirank
+def test_what_a_function_has_started_ends_with_a_killed_rank(tmp_path) -> None:
+    (tmp_path / "reward.py").write_text(STARTS_OTHERS.replace('== "stay"', '== ""'))
+    with Ranks(score_for_ever, 1, tmp_path / "reward.py") as ranks:
+        wait_for((tmp_path / "pids").exists, 120)
+        pids = started(tmp_path)
+        assert len(pids) == 2 and all(map(is_running, pids))
+        ranks.processes[0].kill()
+        wait_for(lambda: not any(map(is_running, pids)), 60)
+
+
 def score_for_ever(rank, world_size, file):
     score_responses(RewardWorkers().load(file), samples(1), [""])
 

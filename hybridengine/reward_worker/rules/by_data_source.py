@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from hybridengine.errors import RewardError
-from hybridengine.reward_worker.function import import_reward_function
+from hybridengine.reward_worker.function import CHECK, import_reward_function
 
 _RULES = {
     "gsm8k": ("openai/gsm8k",),
@@ -27,6 +27,20 @@ _MATH_PREFIXES = ("aime", "numina_")  # aime2024, numina_olympiads, …
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
     """Score by the rule of `data_source`; RewardError for a source that has none."""
+    return _import_rule(_rule_of(data_source))[0](
+        data_source, solution_str, ground_truth, extra_info
+    )
+
+
+def check_ground_truth(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any
+) -> Any:
+    """Return 1; raise RewardError where the rule of `data_source` can give no response 1."""
+    check, _ = _import_rule(_rule_of(data_source), CHECK)
+    return check(data_source, solution_str, ground_truth, extra_info)
+
+
+def _rule_of(data_source: str) -> str:
     is_math = data_source.startswith(_MATH_PREFIXES)
     rule = "math_verify" if is_math else _BY_SOURCE.get(data_source)
     if rule is None:
@@ -36,4 +50,4 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
             f"(there is one for {known}); set "
             "reward.custom_reward_function.path to a Python file with your own, or to math_verify"
         )
-    return _import_rule(rule)[0](data_source, solution_str, ground_truth, extra_info)
+    return rule
