@@ -106,6 +106,7 @@ def test_jobs_of_several_turns(tmp_path: Path) -> None:
     jobs = [base, [*base, *rewriting], [*base, *environment], [*base, *broken]]
     plain, branched, acted, refused = run_jobs(tmp_path, jobs, 2)
 
+    assert [job.refused for job in (plain, branched, acted)] == [""] * 3
     [rows] = plain.rollouts.values()
     assert len(rows) == 16
     for row in rows:
