@@ -118,7 +118,8 @@ def step_on_made_up_tokens(
 @pytest.mark.multirank
 def test_made_up_tokens_are_trained_on_as_sampled_ones(tmp_path: Path) -> None:
     """Their log-probs are the trainer's: nothing is rejected, rollout.exact agrees."""
-    jobs = {name: [*small_job(tmp_path), *settings] for name, settings in HARD.items()}
+    base = small_job(tmp_path)
+    jobs = {name: [*base, *settings] for name, settings in HARD.items()}
     [metrics] = run_ranks(step_on_made_up_tokens, 1, tmp_path, jobs, timeout_s=400)
     for of_job in metrics.values():
         assert of_job["training/rollout_probs_diff_max"] == 0
