@@ -104,13 +104,16 @@ class CMakeBuild(build_ext):
 if faults := list(missing()):
     raise SystemExit("\n".join(["hybridengine cannot be built here:", *faults]))
 
+# The folders beside hybridengine/ that are installed as a part of it.
+BESIDE = {"kernels": "kernels", **{x.name: f"extras/{x.name}" for x in (ROOT / "extras").iterdir()}}
+
 setup(
     packages=[
         *find_packages(include=["hybridengine", "hybridengine.*"]),
-        "hybridengine.kernels",
-        *(f"hybridengine.kernels.{name}" for name in find_packages("kernels")),
+        *(f"hybridengine.{name}" for name in BESIDE),
+        *(f"hybridengine.{a}.{b}" for a, folder in BESIDE.items() for b in find_packages(folder)),
     ],
-    package_dir={"hybridengine.kernels": "kernels"},
+    package_dir={f"hybridengine.{name}": folder for name, folder in BESIDE.items()},
     package_data={"hybridengine": ["py.typed", "*.pyi", "**/*.yaml", "**/*.html"]},
     ext_modules=[Extension("hybridengine._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},

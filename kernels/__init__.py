@@ -15,6 +15,7 @@ from .block_quantize import block_quantize
 from .changes import Changed, change_mask, mark_changed_, take_changed
 from .checksum import bit_checksum
 from .decode_linear import decode_linear
+from .gemm import mixed_gemm
 from .grouped_linear import grouped_linear
 from .layer import gated_activation, rms_norm
 from .linear import (
@@ -25,7 +26,6 @@ from .linear import (
     linear_policy_loss,
     linear_token_log_probs,
 )
-from .linear.mixed_gemm import mixed_gemm
 from .logprob import RowStats, check_labels, cross_entropy, token_entropy, token_log_probs
 from .memory_pool import empty_from_pool
 from .packing import Packed, PackedForest, pack, pack_forest, pack_sequences, unpack

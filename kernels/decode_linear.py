@@ -18,7 +18,7 @@ from torch import Tensor
 from . import _check as check
 from ._backend import choose_backend, native, register_backends
 from ._library import custom_op
-from .linear.mixed_gemm import has_fast_products, mixed_gemm
+from .gemm import has_fast_products, mixed_gemm
 
 OP = "decode_linear"
 MAX_ROWS = 128  # from there on a general product is as fast

@@ -1,4 +1,7 @@
-"""Measure the claims of docs/claims.md again: `python -m tools.claims [NUMBER ...]`."""
+"""Measure the claims of docs/claims.md again: `python -m tools.claims [NUMBER ...]`.
+
+With --write it measures nothing: it writes the page's first table and draws docs/claims.png.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,15 @@ def main() -> int:
     """Run the commands; return 1 if one has failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("number", nargs="*", type=int, help="of docs/claims.md; default: all")
-    numbers = parser.parse_args().number
+    parser.add_argument("--write", action="store_true", help="the page from recorded results")
+    given = parser.parse_args()
+    if given.write:
+        from tools import claims_page, claims_plot
+
+        claims_page.write_page()
+        claims_plot.draw(claims_page.PLOT)
+        return 0
+    numbers = given.number
     claims = read_claims()
     if unknown := set(numbers) - {claim.number for claim in claims}:
         parser.error(f"{_PAGE.name} has no claim {sorted(unknown)[0]}; it has 1 to {len(claims)}")

@@ -1,8 +1,6 @@
-"""Write the first table of docs/claims.md and draw docs/claims.png from benchmarks/results:
+"""The first table of docs/claims.md, from benchmarks/results. `tools.claims` writes it.
 
-    python -m tools.claims_page
-
-A claim without a complete result is "not measured yet". `tools.claims` runs the commands.
+A claim without a complete result is "not measured yet".
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PAGE, PLOT = ROOT / "docs" / "claims.md", ROOT / "docs" / "claims.png"
 RESULTS = ROOT / "benchmarks" / "results"
 FIRST = 13  # number of the first claim here; those before are in the page's second table
-BEGIN, END = "<!-- written by tools.claims_page -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- written by tools.claims -->\n", "<!-- end -->\n"
 OURS = "hybridengine"
 
 F_975 = 4.99  # 97.5% quantile of the F distribution with 7 and 7 degrees of freedom: 8 seeds
@@ -361,16 +359,8 @@ def render() -> str:
     return "\n".join([*lines, "", plot, "", "Conditions and reasons:", "", *conditions, ""])
 
 
-def main() -> None:
-    page = PAGE.read_text()
-    written = re.sub(
-        f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{render()}\n{END}", page, flags=re.DOTALL
-    )
-    PAGE.write_text(written)
-    from tools.claims_plot import draw
-
-    draw(PLOT)
-
-
-if __name__ == "__main__":
-    main()
+def write_page() -> None:
+    """Write the table into the page."""
+    written = f"{BEGIN}\n{render()}\n{END}"
+    page = re.sub(f"{BEGIN}.*{END}", lambda _: written, PAGE.read_text(), flags=re.DOTALL)
+    PAGE.write_text(page)

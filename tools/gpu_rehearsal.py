@@ -34,6 +34,7 @@ from pathlib import Path
 
 import gpu_peers
 import gpu_vllm
+from package_links import folders_beside
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / ".cache" / "gpu-rehearsal"
@@ -105,9 +106,10 @@ def copy_sources() -> None:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, copy)
     known.write_text(json.dumps(sorted(map(str, files))))
-    link = TREE / "hybridengine" / "kernels"  # as gpu_report.py makes it
-    if not link.is_symlink():
-        link.symlink_to("../kernels")
+    for folder in folders_beside():  # as gpu_report.py links them
+        link = TREE / "hybridengine" / folder.name
+        if not link.is_symlink():
+            link.symlink_to(TREE / folder.relative_to(ROOT))
 
 
 def pack() -> None:

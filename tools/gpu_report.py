@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -178,20 +178,6 @@ def commit() -> str | None:
     return given or output_of(["git", "describe", "--always", "--dirty", "--exclude=*"])
 
 
-@contextlib.contextmanager
-def importable_kernels() -> Iterator[None]:
-    """Make `hybridengine.kernels` importable from the sources, as an installation does."""
-    link = ROOT / "hybridengine" / "kernels"
-    if link.exists():
-        yield
-        return
-    link.symlink_to("../kernels")
-    try:
-        yield
-    finally:
-        link.unlink()
-
-
 def unpack(archive: Path, folder: Path) -> None:
     """Make `folder` of an archive, or of its parts ARCHIVE.0 and on, if it is not there."""
     if folder.is_dir():
@@ -254,6 +240,9 @@ def main() -> int:
     os.environ["HYBRIDENGINE_COMMIT"] = environment.get("HYBRIDENGINE_COMMIT", "")
     import torch
 
+    sys.path.insert(0, str(ROOT))
+    from tools.package_links import linked_in_place
+
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("gpu-report: torch finds no CUDA device.", file=sys.stderr)
         return 1
@@ -263,7 +252,7 @@ def main() -> int:
     results = Results(arguments.results or folder / f"{name}.json", found)
     extra = ["--device", arguments.device, *(["--quick"] if arguments.device == "cpu" else [])]
     statuses = {}
-    with importable_kernels():
+    with linked_in_place():
         for part in arguments.part or PARTS:
             command = [sys.executable, *PARTS[part], *extra]
             statuses[part] = run_part(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +13,7 @@ from mkdocs.structure.files import File, Files
 import hybridengine.api
 import hybridengine.reshard
 from hybridengine.config.reference import key_reference
+from tools.package_links import link_package
 
 _ROOT = Path(__file__).parents[1]
 _PAGES = {
@@ -29,12 +29,8 @@ _REFERENCE = {
 
 
 def on_startup(command: str, dirty: bool) -> None:
-    """Put the package together, whose operators lie in a folder beside it."""
-    package = _ROOT / "build" / "site_sources" / "hybridengine"
-    shutil.rmtree(package, ignore_errors=True)
-    package.mkdir(parents=True)
-    for path in [*(_ROOT / "hybridengine").iterdir(), _ROOT / "kernels"]:
-        (package / path.name).symlink_to(path)
+    """Put the package together, parts of which lie in folders beside it."""
+    link_package(_ROOT / "build" / "site_sources")
 
 
 def on_files(files: Files, config: Any) -> Files:

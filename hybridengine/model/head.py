@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from hybridengine.kernels.linear.mixed_gemm import mixed_gemm
+from hybridengine.kernels.gemm import mixed_gemm
 from hybridengine.model.kept import KeptIds
 from hybridengine.model.validation import takes_images
 

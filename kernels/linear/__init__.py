@@ -1,9 +1,9 @@
 """Operators on hidden states and the output head's weight, without [T, V] logits."""
 
+from ..gemm import has_fast_products
 from .cross_entropy import linear_cross_entropy
 from .distillation import linear_distillation_loss
 from .logprob import LinearStats, linear_token_log_probs
-from .mixed_gemm import has_fast_products
 from .policy_loss import linear_policy_loss
 
 __all__ = [

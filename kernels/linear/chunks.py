@@ -9,8 +9,9 @@ from torch import Tensor
 
 from .._backend import has_triton, native
 from .._per_token import compute_dtype
+from ..decode_linear import find_kernel
+from ..gemm import WIDENED_BYTES, keeps_16_bits, mixed_gemm, unit_stride
 from ..memory_pool import empty_from_pool
-from .mixed_gemm import WIDENED_BYTES, keeps_16_bits, mixed_gemm, unit_stride
 
 # Rows of a matrix product in the deterministic mode, where every product has the same shape.
 _DETERMINISTIC_ROWS = 128
@@ -103,8 +104,6 @@ class Chunks:
         hidden = self.hidden[rows]
         if self._invariant:
             out = self._logits[offset : offset + hidden.shape[0]]
-            from ..decode_linear import find_kernel  # which imports this package
-
             product = find_kernel("triton" if hidden.is_cuda else "cpp")
             return product(hidden, self.weight, self.bias, out.dtype, out=out)
         padded = self._padded(hidden)

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._per_token import compute_dtype
+from ..gemm import mixed_gemm
 from ..logprob.options import RowOptions
 from ..logprob.rows import rows_backward
 from ..logprob.vocab_parallel import process_group
 from .chunks import Chunks, empty_like_from_pool, scale_rows
-from .mixed_gemm import mixed_gemm
 
 
 class LinearGradients:

@@ -20,6 +20,7 @@ from torch import Tensor
 from .._backend import choose_backend, register_backends
 from .._library import custom_op
 from .._per_token import compute_dtype
+from ..gemm import mixed_gemm
 from ..logprob.options import RowOptions, in_shape, row_options
 from ..logprob.rows import rows_forward
 from ..memory_pool import empty_from_pool
@@ -32,7 +33,6 @@ from .arguments import (
 )
 from .chunks import Chunks, logits_fit
 from .gradients import LogProbGradients, active_rows
-from .mixed_gemm import mixed_gemm
 
 register_backends(
     "linear_token_log_probs", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference")

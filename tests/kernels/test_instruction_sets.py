@@ -75,7 +75,7 @@ CASES = {
         "test_a_sink_of_nan_reaches_its_own_head_alone",
         "test_large_scores",
     ],
-    "linear/test_mixed_gemm.py": [],
+    "test_gemm.py": [],
     "linear/test_product_dtypes.py": [],
     "linear/test_linear_logprob.py": [
         "test_error_is_at_most_twice_that_of_plain_pytorch",

@@ -90,7 +90,7 @@ def test_no_rows_of_any_strides(dtype):
 @pytest.mark.parametrize("bias_dtype", (None, torch.float32))
 def test_the_operands_of_16_bit_products(monkeypatch, dtype, bias_dtype):
     """Those of a CPU with such products have stride 1 along a dimension, a bias is contiguous."""
-    from hybridengine.kernels.linear import mixed_gemm as module
+    from hybridengine.kernels import gemm as module
 
     seen = []
 

@@ -18,6 +18,7 @@ INPUTS = (
     "csrc",
     "hybridengine",
     "kernels",
+    "extras",
     "README.md",
     "LICENSE",
 )

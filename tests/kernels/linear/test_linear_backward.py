@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 from hybridengine.kernels import linear_token_log_probs
+from hybridengine.kernels.gemm import mixed_gemm
 from hybridengine.kernels.linear.chunks import Chunks, logits_fit
-from hybridengine.kernels.linear.mixed_gemm import mixed_gemm
 
 from tests.kernels.linear.cases import (
     DEVICES,

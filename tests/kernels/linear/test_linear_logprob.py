@@ -3,8 +3,8 @@
 import pytest
 import torch
 from hybridengine.kernels import linear_policy_loss, linear_token_log_probs
+from hybridengine.kernels.gemm import WIDENED_BYTES
 from hybridengine.kernels.linear.chunks import Chunks
-from hybridengine.kernels.linear.mixed_gemm import WIDENED_BYTES
 from hypothesis import given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 

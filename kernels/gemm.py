@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._backend import native
+from ._backend import native
 
 # The size of an operand's block after conversion to float32, so that the product reads it from the
 # cache.

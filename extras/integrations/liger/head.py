@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from hybridengine.kernels import linear_token_log_probs
+from torch import Tensor
 
 IGNORE_INDEX = -100
 

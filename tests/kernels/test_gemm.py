@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from hybridengine.kernels import gemm as gemm_module
 from hybridengine.kernels._backend import native
-from hybridengine.kernels.linear import mixed_gemm as gemm_module
-from hybridengine.kernels.linear.mixed_gemm import mixed_gemm
+from hybridengine.kernels.gemm import mixed_gemm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

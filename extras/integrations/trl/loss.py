@@ -15,9 +15,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from hybridengine.kernels import linear_policy_loss
+from torch import Tensor
 
 __all__ = ["PENDING", "GRPOLoss", "compute_loss"]
 
