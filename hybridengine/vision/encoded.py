@@ -6,7 +6,10 @@ The size is read from the header and checked before any pixel is decoded.
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
+import stat
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -17,9 +20,10 @@ from hybridengine.errors import DataError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["MAX_PIXELS", "EncodedImage"]
+__all__ = ["MAX_BYTES", "MAX_PIXELS", "EncodedImage"]
 
 MAX_PIXELS = 1 << 26  # of an image that is decoded: 8,192 x 8,192, 192 MiB as RGB
+MAX_BYTES = 1 << 28  # of a file: 256 MiB, more than MAX_PIXELS take without compression
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 
@@ -89,13 +93,30 @@ class EncodedImage:
 
 
 def _read(where: str, path: Path) -> bytes:
+    """Return the content of a file that a row names: a regular one of at most MAX_BYTES."""
     try:
-        return path.read_bytes()
+        with open(path, "rb", opener=_open_regular) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= MAX_BYTES:
+                return file.read(MAX_BYTES) or b""
     except OSError as error:
         raise DataError(
             f"{where}: the image {path} cannot be read ({error.strerror}); paths are relative to "
             "the folder of the data file"
         ) from None
+    raise DataError(
+        f"{where}: the image {path} has {size:,} bytes, more than {MAX_BYTES:,}; shrink it"
+    )
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Open a file that neither waits for a writer, as a FIFO, nor has no end, as some devices."""
+    if stat.S_ISREG(os.stat(path).st_mode):  # first: to open a device may have an effect
+        file = os.open(path, flags | os.O_NONBLOCK)
+        if stat.S_ISREG(os.fstat(file).st_mode):  # it may be another one by now
+            return file
+        os.close(file)
+    raise OSError(errno.EINVAL, "not a regular file")
 
 
 def _as_rgb(image: Image) -> Image:

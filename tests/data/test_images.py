@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,23 @@ def test_files_that_are_no_images(folder: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(encoded, "MAX_PIXELS", 7)
     with pytest.raises(DataError, match=r"row 7: .* 4 x 2 pixels, more than 7; shrink it"):
         decode(png(RED))
+
+
+def test_only_regular_files_of_a_bounded_size_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(folder / "fifo.png")
+    (folder / "link.png").symlink_to("/dev/zero")
+    for name in ("/dev/zero", "link.png", "fifo.png", "/"):
+        with pytest.raises(DataError, match=r"line 3, image 0: .* cannot be read .not a regular"):
+            place(folder, user("a"), images=[name])
+    with (folder / "huge.png").open("wb") as file:
+        file.truncate(1 << 40)  # without a block on the disk
+    with pytest.raises(DataError, match="has 1,099,511,627,776 bytes, more than 268,435,456"):
+        place(folder, user("a"), images=["huge.png"])
+    monkeypatch.setattr(encoded, "MAX_BYTES", 10)
+    with pytest.raises(DataError, match="bytes, more than 10; shrink it"):
+        place(folder, user("a"), images=["red.png"])
 
 
 def test_a_file_that_has_changed_is_refused(folder: Path) -> None:
