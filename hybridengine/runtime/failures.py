@@ -12,6 +12,7 @@ import faulthandler
 import functools
 import itertools
 import os
+import re
 import secrets
 import signal
 import sys
@@ -39,6 +40,10 @@ RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # of the environment
 _ANSWER_S = 6.0  # a collective fails on all ranks, and monitors answer, within this time
 _POLL_S = 1.0  # between two looks for a question
 _MAX_NAMED = 4  # ranks in one message
+# Of the plain RuntimeErrors of gloo and NCCL; those of a computation have none of these words.
+_OF_A_CONNECTION = re.compile(
+    r"gloo|nccl|pair closure|connection|socket|timed out|time-?out|aborted", re.IGNORECASE
+)
 _guards = itertools.count()  # every rank makes its guards in the same order
 
 
@@ -155,6 +160,7 @@ class CollectiveGuard:
     def collective(self, phase: str, timeout_s: float | None = None) -> Iterator[None]:
         """Raise CollectiveError if what runs inside fails because of another rank.
 
+        An error of this rank's own is raised as it is; the operation reports it to the others.
         timeout_s: instead of the guard's.
         """
         self._phase = phase
@@ -293,7 +299,9 @@ class CollectiveGuard:
 def is_collective_error(error: BaseException) -> bool:
     """Return whether `error` may be another rank's fault: gloo and NCCL report a failed connection
     as a plain RuntimeError or a DistError."""
-    return type(error) is RuntimeError or isinstance(error, dist.DistError)
+    if isinstance(error, dist.DistError):
+        return True
+    return type(error) is RuntimeError and _OF_A_CONNECTION.search(str(error)) is not None
 
 
 def is_timeout(error: BaseException) -> bool:

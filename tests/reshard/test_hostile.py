@@ -197,6 +197,31 @@ def test_a_rank_that_fails_in_the_middle_is_named(how: str, transport: str) -> N
             assert "rank 1 was killed or stalled" in message
 
 
+def failing_inside_body(rank: int, world_size: int) -> str:
+    """Rank 1 fails by itself inside of what a guard observes, with the type of gloo's errors."""
+    _, _, resharder = build(SHAPES, 2, full=values(SHAPES))
+    resharder.sync(1)
+
+    def fail(*args, **kwargs) -> None:
+        raise RuntimeError("cannot reshape tensor of 0 elements")
+
+    if rank == 1:
+        dist.all_reduce = fail
+        resharder._guard.ask = lambda: pytest.fail("it asked the other rank")
+    resharder._guard._timeout_s = 3  # rank 1 lives on: no connection is closed
+    return message_of(lambda: resharder.sync(2))
+
+
+def test_an_error_inside_a_collective_is_told_as_what_it_is_on_every_rank() -> None:
+    other, own = run_ranks(failing_inside_body, 2)
+    assert own == "RuntimeError: cannot reshape tensor of 0 elements"
+    assert other.startswith(
+        "RankFailedError: rank 0 stopped in the sync to version 2 while agreeing to start: rank 1 "
+        "failed in the sync to version 2 while agreeing to start: RuntimeError: cannot reshape "
+        "tensor of 0 elements"
+    )
+
+
 def stopped_body(rank: int, world_size: int, where: str, transport: str) -> list[str]:
     """Rank 1 is stopped as it plans, as it starts a sync, or as it packs a bucket."""
     engine, shards, resharder = build(SHAPES, 2, full=values(SHAPES), transport=transport)

@@ -59,9 +59,23 @@ def test_a_rank_without_answer_is_named_by_the_state_of_its_process(guards: Guar
     assert "committing: rank 1 has ended (" in message_in_a_sync(guards[0])
 
 
-def test_errors_of_this_rank_are_raised_as_they_are(guards: Guards) -> None:
+def test_errors_of_this_rank_are_raised_as_they_are(
+    guards: Guards, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match="mine"), guards[0].collective("committing"):
         raise ValueError("mine")
+    monkeypatch.setattr(guards[0], "ask", lambda: pytest.fail("it asked the other ranks"))
+    with (
+        pytest.raises(RuntimeError, match=r"^cannot reshape a tensor of 0 elements"),
+        guards[0].operation("the sync to version 2"),
+        guards[0].collective("gathering the adapter of 'gate'"),
+    ):
+        raise RuntimeError("cannot reshape a tensor of 0 elements")
+    with guards[1].operation("the sync to version 2"):
+        assert str(guards[1].failed_rank()) == (
+            "rank 0 failed in the sync to version 2 while gathering the adapter of 'gate': "
+            "RuntimeError: cannot reshape a tensor of 0 elements"
+        )
 
 
 def test_errors_of_a_rank_alone_are_raised_as_they_are() -> None:

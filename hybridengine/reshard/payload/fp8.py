@@ -79,9 +79,9 @@ class BlockScales:
         self._absmax = torch.zeros(starts[-1], dtype=torch.int32, device=device)
         self._is_frozen = torch.zeros(starts[-1], dtype=torch.bool, device=device)
         for name, dtype in plan.sent_once:
-            for layout in range(len(plan.layouts)) if dtype == QUANTIZED_DTYPE else ():
-                for tensor in self._names(name, layout):
-                    self._is_frozen[self._blocks(layout, tensor)] = True
+            for number in range(len(plan.layouts)) if dtype == QUANTIZED_DTYPE else ():
+                for tensor in self._names(name, number):
+                    self._is_frozen[self._blocks(number, tensor)] = True
         self._of_layout = [self.scale[a:b] for a, b in itertools.pairwise(starts)]
         for name, dtype in plan.source_classes:
             source = plan.sources[name].dtype

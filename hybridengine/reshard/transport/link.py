@@ -33,6 +33,7 @@ from hybridengine.runtime.failures import (
 )
 
 _TRANSFER = "transfer", ""  # of all ranks of a link
+_OF_A_SOCKET = ConnectionError, TimeoutError  # other OSErrors are of this process: no memory, say
 
 
 def divide(sent: np.ndarray, replicas: int) -> tuple[np.ndarray, int]:
@@ -125,7 +126,10 @@ class Link(ABC):
 
     @contextmanager
     def collective(self, phase: str, timeout_s: float | None = None) -> Iterator[None]:
-        """Raise LinkError if what runs inside fails because of another rank."""
+        """Raise LinkError if what runs inside fails because of another rank.
+
+        An error of this rank's own is raised as it is.
+        """
         self.phase = phase
         recorded: AbstractContextManager[None] = nullcontext()
         if self.activity is not None:
@@ -134,7 +138,7 @@ class Link(ABC):
             with recorded:
                 yield
         except (RuntimeError, OSError) as error:
-            of_a_peer = isinstance(error, OSError) or is_collective_error(error)
+            of_a_peer = isinstance(error, _OF_A_SOCKET) or is_collective_error(error)
             if isinstance(error, CollectiveError) or not of_a_peer:
                 raise
             cause = self.lost_rank() or "a connection failed"
