@@ -1,6 +1,7 @@
 """A thin shim over CMake: builds hybridengine._C and lists the packages.
 
-`pip install .` (or `-e .`). HYBRIDENGINE_CUDA=AUTO|ON|OFF is passed on.
+`pip install .` (or `-e .`). HYBRIDENGINE_CUDA=AUTO|ON|OFF is passed on. AUTO builds the CUDA
+kernels where nvcc is found, and torch has CUDA or an NVIDIA GPU is there.
 """
 
 import os

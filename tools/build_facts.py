@@ -6,6 +6,8 @@ extension uses its tensors through DLPack (csrc/common/tensor.h).
 
 import importlib.util
 import re
+import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -16,11 +18,29 @@ def folder_of(package: str) -> Path | None:
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
+def reason_for_cuda() -> str:
+    """Return why the CUDA kernels are of use here, "" if they are not.
+
+    pip builds in an environment of its own, without the torch that will be used.
+    """
+    if cuda := cuda_of_torch():
+        return f"torch has CUDA {cuda}"
+    return "an NVIDIA GPU is here" if has_nvidia_gpu() else ""
+
+
+def has_nvidia_gpu() -> bool:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return False
+    listed = subprocess.run([program, "-L"], text=True, capture_output=True)
+    return "GPU" in listed.stdout
+
+
 def cuda_of_torch() -> str:
-    """The CUDA version of the torch here, empty for a CPU build; "unknown" without torch."""
+    """Return the CUDA version of the torch here, "" for a CPU build and without torch."""
     folder = folder_of("torch")
     if folder is None:
-        return "unknown"
+        return ""
     # Read torch/version.py as text: importing torch takes seconds on every configure.
     version = (folder / "version.py").read_text()
     cuda = re.search(r"^cuda[^=]*= '([^']+)'", version, re.MULTILINE)
@@ -41,7 +61,7 @@ def main() -> None:
         "PYTHON_INCLUDE_DIR": str(include),
         "PYTHON_EXTENSION_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX"),
         "PYBIND11_INCLUDE_DIR": str(pybind11 / "include"),
-        "TORCH_CUDA": cuda_of_torch(),
+        "REASON_FOR_CUDA": reason_for_cuda(),
     }
     for name, value in facts.items():
         print(f'set({name} "{value}")')

@@ -2,7 +2,7 @@
 # Build sdist and wheel into dist/, then install the package in every way there is into empty environments and run a
 # kernel each time: the wheel beside the oldest and the newest torch that is supported, without a compiler; the wheel, the
 # sdist, `pip install .` and `pip install -e .` beside the torch of this checkout.
-# HYBRIDENGINE_CUDA=OFF makes it a CPU wheel where nvcc is found.
+# HYBRIDENGINE_CUDA=OFF makes it a CPU wheel where a GPU and nvcc are found; ON one with CUDA kernels where only nvcc is.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$PWD/.venv/bin/python

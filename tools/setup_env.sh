@@ -98,5 +98,6 @@ if [ "$(cat .venv/sources.stamp 2>/dev/null)" != "$sources_key" ]; then
   say "building the extension"
   wait # for build_ahead
   pip_install --no-build-isolation --no-deps -e .
+  say "the extension was built $(cat build/cmake-"$(.venv/bin/python -c 'import sys; print(sys.implementation.cache_tag)')"/kernels.txt)"
   echo "$sources_key" >.venv/sources.stamp
 fi

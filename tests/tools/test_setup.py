@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -99,3 +101,82 @@ def test_one_fault_is_one_line(build, packages, programs, variables, fault):
 
 def test_a_complete_environment_has_no_fault(build):
     assert build(PYBIND11, TOOLS).endswith("exit 0")
+
+
+NVIDIA_SMI = "#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-1)'\n"
+NO_GPU = "#!/bin/sh\necho 'NVIDIA-SMI has failed' >&2\nexit 9\n"
+NVCC = "#!/bin/sh\nexit 1\n"
+TORCH = "from typing import Optional\n__version__ = '2.13.0'\ncuda: Optional[str] = {}\n"
+
+
+@pytest.fixture
+def configure(tmp_path):
+    """A function that configures the build with a stub of torch, and returns its last words.
+
+    torch: the text of torch/version.py; None: no torch, as in the environment of `pip install .`.
+    programs: those on PATH beside the compiler.
+    """
+    packages, programs = tmp_path / "packages", tmp_path / "programs"
+    for folder in (packages, programs):
+        folder.mkdir()
+    python = programs / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{packages}" exec "{sys.executable}" -S "$@"\n')
+    python.chmod(0o755)
+    for name in ("c++", "g++", "gcc", "cc", "as", "ld", "ar", "ranlib", "ninja", "cmake", "uname"):
+        found = Path(sys.executable).parent / name
+        if source := found if found.is_file() else shutil.which(name):
+            (programs / name).symlink_to(source)
+    (packages / "pybind11").mkdir()
+    (packages / "pybind11" / "__init__.py").touch()
+
+    def run(torch: str | None, texts: dict[str, str], cuda: str = "AUTO") -> str:
+        if torch is not None:
+            (packages / "torch").mkdir(exist_ok=True)
+            for name in ("__init__.py", "version.py"):
+                (packages / "torch" / name).write_text(torch if name == "version.py" else "")
+        for name, text in texts.items():
+            (programs / name).write_text(text)
+            (programs / name).chmod(0o755)
+        options = f"-DHYBRIDENGINE_PYTHON={python}", f"-DHYBRIDENGINE_CUDA={cuda}"
+        variables = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA", "PYTHON"))}
+        done = subprocess.run(
+            [programs / "cmake", "-G", "Ninja", "-S", ROOT, "-B", tmp_path / "build", *options],
+            env=variables | {"PATH": f"{programs}:/usr/bin:/bin"},
+            text=True,
+            capture_output=True,
+        )
+        if done.returncode:
+            return " ".join(re.sub(r"^.*?hybridengine:", "", done.stderr, flags=re.DOTALL).split())
+        return (tmp_path / "build" / "kernels.txt").read_text().strip()
+
+    return run
+
+
+@pytest.mark.slow
+def test_cuda_kernels_are_built_where_they_are_of_use(configure):
+    nothing = "without CUDA kernels (no torch with CUDA and no NVIDIA GPU are here; "
+    nothing += "HYBRIDENGINE_CUDA=ON builds them)"
+    lacking = "without CUDA kernels ({}, but no working nvcc was found: put nvcc on PATH or set "
+    lacking += "CUDACXX, and build again)"
+    nvcc = {"nvcc": NVCC, "nvidia-smi": NO_GPU}  # an nvcc alone is no reason; this one cannot work
+    assert configure(None, nvcc) == nothing
+    assert configure(TORCH.format("None"), nvcc) == nothing
+    assert configure(TORCH.format("'13.0'"), nvcc) == lacking.format("torch has CUDA 13.0")
+    gpu = {"nvidia-smi": NVIDIA_SMI}
+    assert configure(TORCH.format("None"), gpu) == lacking.format("an NVIDIA GPU is here")
+    assert configure(None, gpu, "OFF") == "without CUDA kernels (HYBRIDENGINE_CUDA=OFF)"
+    assert configure(None, gpu, "ON").startswith("HYBRIDENGINE_CUDA=ON, but no working nvcc was")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["typer", "pydantic"])
+def test_the_command_of_a_bare_installation_is_one_sentence(package):
+    code = f"import sys; sys.modules[{package!r}] = None; from hybridengine.__main__ import main"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; main()"], text=True, capture_output=True, cwd=ROOT
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"the command hybridengine needs the package {package!r}, which is not installed: run "
+        "`pip install 'hybridengine[train]'`, in a clone `pip install '.[train]'`\n"
+    )
