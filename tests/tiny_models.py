@@ -59,7 +59,10 @@ TINY = {
         moe_intermediate_size=64,
     ),
     "gpt_oss": lambda: GptOssConfig(  # sinks; a window in every other layer
-        **_COMMON, sliding_window=16, num_local_experts=4, num_experts_per_tok=2
+        **_COMMON | {"intermediate_size": 64},
+        sliding_window=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
     ),
     "gemma": lambda: GemmaConfig(**_COMMON, hidden_activation="gelu_pytorch_tanh"),
     "mistral": lambda: MistralConfig(

@@ -104,7 +104,7 @@ def varlen_attention(
     unknown = ", ".join(map(repr, names))
     _raise_if_unsupported(
         module,
-        (dropout > 0, f"attention dropout {dropout}", "set attention_dropout to 0"),
+        (dropout > 0, f"attention dropout {dropout}", "set it to 0 in the model's config.json"),
         (not causal, "bidirectional attention", "use a causal language model"),
         (maps, "output_attentions", "do not ask for them: no weights are formed"),
         (unknown, f"the argument {unknown}", "choose a model whose attention has no such argument"),

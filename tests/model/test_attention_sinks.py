@@ -16,7 +16,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hybridengine.model import pack_rollouts, packed_logits
 from hybridengine.model.attention import ATTENTION
-from hybridengine.model.validation import check_model, shared_prefix_obstacle
+from hybridengine.model.packing_check import check_packing, shared_prefix_obstacle
+from hybridengine.model.validation import check_model
 from tests.model.cases import (
     GRADIENTS,
     LOGITS,
@@ -96,4 +97,6 @@ def test_generation_with_a_cache_and_padding() -> None:
 def test_the_check_before_a_run_accepts_it(tmp_path: Any) -> None:
     packed, _ = models("gpt_oss")
     packed.save_pretrained(tmp_path)
-    assert shared_prefix_obstacle(check_model(str(tmp_path))) is None
+    config = check_model(str(tmp_path))
+    check_packing(str(tmp_path), config)
+    assert shared_prefix_obstacle(config) is None

@@ -102,9 +102,9 @@ def small_job(folder: Path) -> list[str]:
     return [f"{key}={value}" for key, value in settings.items()]
 
 
-def moe_job(folder: Path) -> list[str]:
+def moe_job(folder: Path, kind: str = "qwen3_moe") -> list[str]:
     base = small_job(folder)
-    return [*base, f"model.path={save_tiny('qwen3_moe', folder / 'moe')}"]
+    return [*base, f"model.path={save_tiny(kind, folder / 'moe')}"]
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:

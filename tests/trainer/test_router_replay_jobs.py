@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from hybridengine.rollout.routes import decode_routes
 from hybridengine.rollout.vllm.environment import vllm_available
@@ -33,14 +34,18 @@ def run_with_vllm(rank: int, world_size: int, folder: Path, job: list[str]) -> N
 
 
 @pytest.mark.skipif(not vllm_available(), reason="the rollout engine; `make setup` installs it")
-def test_the_routes_of_the_engine_arrive_with_their_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", ["gpt_oss", pytest.param("qwen3_moe", marks=pytest.mark.exhaustive)]
+)
+def test_the_routes_of_the_engine_arrive_with_their_tokens(tmp_path: Path, kind: str) -> None:
     """In float32 they are the trainer's own but for ties: any other order would show.
 
     Two ranks, of which each generates; micro-batches with shared prompts; old log-probs, a
-    reference, two epochs of updates, recomputed layers.
+    reference, two epochs of updates, recomputed layers. gpt_oss also has attention sinks, which
+    the update changes.
     """
     job = [
-        *moe_job(tmp_path),
+        *moe_job(tmp_path, kind),
         REPLAY,
         "rollout.name=vllm",
         "rollout.kv_cache_gib=0.01",
@@ -54,11 +59,17 @@ def test_the_routes_of_the_engine_arrive_with_their_tokens(tmp_path: Path) -> No
         "trainer.rollout_freq=1",
     ]
     run_ranks(run_with_vllm, 2, tmp_path, job, timeout_s=500)
+    final = tmp_path / "run" / "final"
     row = lines_of(tmp_path / "run" / "metrics.jsonl")[-1]
     assert 0.9 < row["routing/replayed_tokens"] < 1, "the last token of a response has no record"
     assert row["routing/mismatched_routes"] <= row["routing/mismatched_tokens"] < 0.01
     assert row["training/rollout_probs_diff_max"] < 1e-4
+    assert row["perf/shared_tokens_saved"] > 0
     assert row["actor/kl_loss"] == pytest.approx(0, abs=1e-4), "the reference replays as well"
+    before, after = (load_file(f / "model.safetensors") for f in (tmp_path / "moe", final))
+    sinks = [name for name in before if name.endswith("sinks")]
+    assert len(sinks) == (2 if kind == "gpt_oss" else 0)
+    assert all((before[name] != after[name]).all() for name in sinks)
     for line in lines_of(tmp_path / "run" / "rollouts" / "step_1.jsonl"):
         routes = decode_routes(line["routed_experts"], 2, 2)
         assert len(routes) == len(line["prompt_ids"]) + len(line["response_ids"]) - 1

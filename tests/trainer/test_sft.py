@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from hybridengine import cli
 from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
 from tests.trainer.sft_job import sft_settings, start_run, write_sft_job
 
 pytestmark = pytest.mark.multirank
@@ -53,11 +54,15 @@ def test_splits_and_ranks_change_nothing(tmp_path: Path) -> None:
                 assert val_after == pytest.approx(val, rel=2e-4), (world_size, split)
 
 
-def test_loss_is_transformers_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["phi", "gpt_oss"])
+def test_loss_is_transformers_own(tmp_path: Path, kind: str) -> None:
     """Golden for the shift: labels unshifted, -100 outside the response, mean over all labels."""
     folder = write_sft_job(tmp_path)
-    [(metrics, _)] = run_ranks(one_step, 1, folder, {"data.shuffle": "false"})
-    model = AutoModelForCausalLM.from_pretrained(folder / "model").double()
+    path = folder / "model" if kind == "phi" else save_tiny(kind, folder / kind)
+    [(metrics, _)] = run_ranks(one_step, 1, folder, {"data.shuffle": "false", "model.path": path})
+    model = AutoModelForCausalLM.from_pretrained(path).double()
+    if kind == "gpt_oss":
+        model.set_experts_implementation("eager")  # its default knows no float64
     tokenizer_ids = {f"w{i}": i for i in range(200)}
     total, count = 0.0, 0
     for line in (folder / "rows.jsonl").read_text().splitlines()[:8]:
