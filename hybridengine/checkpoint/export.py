@@ -14,15 +14,17 @@ from pickle import UnpicklingError
 
 import torch
 import torch.distributed.checkpoint as dcp
+from omegaconf import OmegaConf
 from torch.distributed.tensor import DTensor, Placement, Shard
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from hybridengine import storage
-from hybridengine.checkpoint.folders import TENSORS, open_checkpoint, resume_plan
+from hybridengine.checkpoint.folders import CONFIG, TENSORS, open_checkpoint, resume_plan
 from hybridengine.checkpoint.metadata import MetadataReader
 from hybridengine.checkpoint.pretrained import write_pretrained
+from hybridengine.checkpoint.source import source_bytes
 from hybridengine.errors import CheckpointError, ModelError, reason_of
-from hybridengine.model.parameters import parameter_shards
+from hybridengine.model.parameters import parameter_shards, saved_dtypes
 from hybridengine.model.validation import auto_class
 
 _ADAPTER = "adapter"  # folder of a LoRA run's checkpoint
@@ -130,30 +132,33 @@ def _export_model(
     dtype = dtype or config.dtype or torch.bfloat16
     with torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    expected = parameter_shards(model)
-    storage.check_disk_space(
-        out, sum(tensor.numel() for tensor in expected.values()) * dtype.itemsize
-    )
+    expected, dtypes, source = parameter_shards(model), saved_dtypes(model, dtype), _source(folder)
+    num_bytes = sum(x.numel() * dtypes[name].itemsize for name, x in expected.items())
+    storage.check_disk_space(out, num_bytes + source_bytes(model, source))
     if any(folder.glob("model_world_size_*")):
         tensors = _read_verl(folder, expected)
     elif (folder / _ADAPTER).is_dir():
         tensors = _merge_adapter(folder, trust_remote_code)
     else:
-        tensors = _read_dcp(folder, expected, dtype)
-    tensors = {n: x.to(dtype) if x.is_floating_point() else x for n, x in tensors.items()}
+        tensors = _read_dcp(folder, expected, dtypes)
+    tensors = {name: x.to(dtypes[name]) for name, x in tensors.items()}
     tokenizer = AutoTokenizer.from_pretrained(hf_folder, trust_remote_code=trust_remote_code)
     if (hf_folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(hf_folder)
-    write_pretrained(model, tokenizer, tensors, out, exported_from=str(folder))
+    write_pretrained(model, tokenizer, tensors, out, dtype, source, exported_from=str(folder))
+
+
+def _source(folder: Path) -> str | None:
+    """Return path or hub name of the model that the run of a checkpoint trained, if it says so."""
+    if not (file := folder / CONFIG).is_file():
+        return None
+    return OmegaConf.select(OmegaConf.load(file), "model.path")
 
 
 def _read_dcp(
-    folder: Path, expected: Mapping[str, torch.Tensor], dtype: torch.dtype
+    folder: Path, expected: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, torch.Tensor]:
-    tensors = {
-        name: torch.empty(x.shape, dtype=dtype if x.is_floating_point() else x.dtype)
-        for name, x in expected.items()
-    }
+    tensors = {name: torch.empty(x.shape, dtype=dtypes[name]) for name, x in expected.items()}
     saved = {f"actor/model/{name}": tensor for name, tensor in tensors.items()}
     try:
         with warnings.catch_warnings():  # "assuming the intent is to load in a single process"

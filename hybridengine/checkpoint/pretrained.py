@@ -15,10 +15,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 from transformers.utils.logging import set_tqdm_hook
 
+from hybridengine.checkpoint.source import (
+    copy_source,
+    source_bytes,
+    source_folder,
+    unread_tensors,
+)
 from hybridengine.errors import ModelError
 from hybridengine.model.frozen_base import full_base
 from hybridengine.model.lora import adapter_shards, has_experts, peft_factors
-from hybridengine.model.parameters import original_class, parameter_shards, use_checkpoint_names
+from hybridengine.model.parameters import (
+    meta_copy,
+    parameter_shards,
+    saved_dtypes,
+    use_checkpoint_names,
+)
 from hybridengine.runtime.all_ranks import run_on_rank0
 from hybridengine.sharding.adapter import ExpertAdapter
 from hybridengine.sharding.shards import full_tensor
@@ -44,8 +55,9 @@ def save_pretrained(
 ) -> None:
     """Write weights (in `dtype`), config, generation config and tokenizer; collective.
 
-    Adapters are merged. The folder is read back and compared before it takes its name, and replaces
-    an existing one.
+    What transformers keeps in float32 stays in it. Tensors and files of the model's checkpoint that
+    it does not read are copied (`hybridengine.checkpoint.source`). Adapters are merged. The folder
+    is read back and compared before it takes its name, and replaces an existing one.
 
     group: in which the other ranks wait for the write, see `all_ranks.new_write_group`; None: the
     default group, whose timeout limits the write.
@@ -54,11 +66,21 @@ def save_pretrained(
         ModelError: on every rank, if rank 0 cannot write; no incomplete folder is left.
     """
     out = Path(out_dir).absolute()
-    num_bytes = sum(t.numel() for t in parameter_shards(model).values()) * dtype.itemsize
-    doing = f"saving the model to {str(out)!r}"
-    run_on_rank0(lambda: check_disk_space(out, num_bytes), doing, group)
-    state_dict = _full_state_dict(model, dtype)
-    run_on_rank0(lambda: write_pretrained(model, tokenizer, state_dict, out), doing, group)
+    dtypes = saved_dtypes(model, dtype)
+    sizes = {name: tensor.numel() for name, tensor in parameter_shards(model).items()}
+    num_bytes = sum(size * dtypes[name].itemsize for name, size in sizes.items())
+    doing, source = f"saving the model to {str(out)!r}", model.config.name_or_path
+
+    def prepare() -> None:
+        check_disk_space(out, num_bytes + source_bytes(model, source))
+
+    run_on_rank0(prepare, doing, group)
+    state_dict = _full_state_dict(model, dtypes)
+
+    def write() -> None:
+        write_pretrained(model, tokenizer, state_dict, out, dtype, source)
+
+    run_on_rank0(write, doing, group)
 
 
 def save_model_files(
@@ -122,8 +144,10 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 @torch.no_grad()
-def _full_state_dict(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Gather full tensors in `dtype`, one at a time, to the CPU of rank 0; empty elsewhere.
+def _full_state_dict(
+    model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]
+) -> dict[str, torch.Tensor]:
+    """Gather full tensors in `dtypes`, one at a time, to the CPU of rank 0; empty elsewhere.
 
     `get_model_state_dict(full_state_dict=True, cpu_offload=True)` gathers float32: twice the
     traffic, and twice the memory on rank 0.
@@ -132,10 +156,10 @@ def _full_state_dict(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, to
     for name, tensor in parameter_shards(model).items():
         with full_base(model, name):
             if name in adapters:
-                # A base in the engine's dtype would round the sum before `dtype` does.
-                tensor = adapters[name].merge_full(tensor.float()).to(dtype)
-            elif tensor.is_floating_point():
-                tensor = tensor.to(dtype)  # before the gather
+                # A base in the engine's dtype would round the sum before `dtypes` do.
+                tensor = adapters[name].merge_full(tensor.float()).to(dtypes[name])
+            else:
+                tensor = tensor.to(dtypes[name])  # before the gather
             full = full_tensor(tensor)
             if dist.get_rank() == 0:
                 state_dict[name] = full.to("cpu", copy=full is tensor)  # no view of the engine's
@@ -147,27 +171,31 @@ def write_pretrained(
     tokenizer: PreTrainedTokenizerBase,
     state_dict: Mapping[str, torch.Tensor],
     out: Path,
+    dtype: torch.dtype,
+    source: str | None,
     **origin: str,
 ) -> None:
     """Write full tensors, named as by `parameter_shards`, then read them back and compare.
 
     model: gives the class and the configs only.
+    state_dict: in the dtypes of `saved_dtypes(model, dtype)`.
+    source: path or hub name of the model that was trained, whose other tensors and files are copied
+      (`hybridengine.checkpoint.source`); None, or one that is not there: none are.
     origin: further entries of the folder's manifest, see `storage.write_manifest`.
 
     Raises:
         ModelError: transformers loads other values than were written; no folder is left.
     """
-    dtype = next(x.dtype for x in state_dict.values() if x.is_floating_point())
-    model_class: Any = original_class(model)
-    with torch.device("meta"):
-        skeleton = model_class(copy.deepcopy(model.config)).to(dtype)
+    skeleton, folder = meta_copy(model, dtype), source_folder(source)
     if model.can_generate():
         skeleton.generation_config = model.generation_config
     use_checkpoint_names(skeleton)
     with atomic_folder(out, **origin) as partial:
         skeleton.save_pretrained(partial, state_dict=dict(state_dict))
         save_tokenizer(tokenizer, partial)
-        _compare(model_class, partial, state_dict, dtype)
+        if folder is not None:
+            copy_source(folder, unread_tensors(skeleton, folder), partial)
+        _compare(type(skeleton), partial, state_dict, dtype)
 
 
 def _compare(
@@ -181,7 +209,7 @@ def _compare(
     loaded, wrong = parameter_shards(model), set()
     for name, x in loaded.items():
         note_progress()
-        if not torch.equal(x, written[name].to(x.dtype)):
+        if x.dtype != written[name].dtype or not torch.equal(x, written[name]):
             wrong.add(name)
     if names := sorted(wrong | set(report["missing_keys"]) | (set(written) - set(loaded))):
         raise ModelError(

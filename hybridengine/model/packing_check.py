@@ -8,19 +8,21 @@ sequences packed, with our attention, and each alone, with transformers' eager a
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from hybridengine.errors import ModelError
+from hybridengine.errors import ModelError, reason_of
 from hybridengine.kernels import pack_forest, pack_sequences
 from hybridengine.model.forward import packed_logits
 from hybridengine.model.packed import pack_batch
-from hybridengine.model.probe import Call, Probe, Trace, first_line
+from hybridengine.model.probe import Call, Probe, Trace
 from hybridengine.model.validation import is_own_code, packing_obstacle
 
 # Differences are relative to the largest value of a module's output. Another order of sums changes
@@ -83,11 +85,13 @@ def _outcome(config: PretrainedConfig, trust_remote_code: bool) -> _Outcome:
 def _compare(config: PretrainedConfig, trust_remote_code: bool) -> _Outcome:
     outcome = _Outcome()
     with (
+        patch.dict(os.environ),
         torch.no_grad(),
         torch.device("cpu"),
         torch.random.fork_rng(devices=[]),
         torch.autocast("cpu", enabled=False),
     ):
+        os.environ.pop("HYBRIDENGINE_BACKEND", None)  # it can be one that has no CPU
         try:
             probe = Probe(config, trust_remote_code)
             for seed in range(_DRAWS):
@@ -145,7 +149,8 @@ def _difference(
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"its packed forward fails ({first_line(error)})") from error
+        reason = f"{type(error).__name__}: {reason_of(error)}"
+        raise ModelError(f"its packed forward fails ({reason})") from error
     calls = _Calls(packed, alone, index.split([len(x) for x in ids]), len(batch.input_ids))
     result = _distance(packed.result, torch.cat([trace.result[:-1] for trace in alone]))
     if found := calls.first_difference(result):

@@ -11,7 +11,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, Transpose, WeightConverter
+from transformers.core_model_loading import (
+    PrefixChange,
+    Transpose,
+    WeightConverter,
+    build_glob_alternation,
+)
 
 from hybridengine.sharding.shards import local_shard
 
@@ -38,6 +43,29 @@ def parameter_shards(model: nn.Module) -> dict[str, DTensor | torch.Tensor]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 stored[unwrapped_name(f"{prefix}.{name}" if prefix else name)] = buffer
     return stored
+
+
+def meta_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model of the class and configuration of `model` in `dtype`, on the meta device."""
+    model_class: Any = original_class(model)
+    with torch.device("meta"):
+        copied: PreTrainedModel = model_class._from_config(copy.deepcopy(model.config), dtype=dtype)
+    return copied
+
+
+def saved_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtypes, by name as in `parameter_shards`, in which transformers saves `model`.
+
+    They are those in which it loads the model as one of `dtype`: some parameters, such as the
+    biases of routers, stay in float32.
+    """
+    kept = model._get_dtype_plan(dtype)
+    pattern, names, _ = build_glob_alternation(list(kept)) if kept else (None, {}, None)
+    dtypes = {}
+    for name, tensor in parameter_shards(meta_copy(model, dtype)).items():
+        found = pattern.search(name) if pattern and tensor.is_floating_point() else None
+        dtypes[name] = kept[names[found.lastgroup]] if found else tensor.dtype
+    return dtypes
 
 
 def frozen_parameters(model: nn.Module) -> frozenset[str]:

@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from hybridengine.errors import ModelError
+from hybridengine.errors import ModelError, reason_of
 from hybridengine.model.attention import attention_of
 from hybridengine.model.experts import EXPERTS
 from hybridengine.model.validation import (
@@ -80,9 +80,10 @@ class Probe:
                 raise
             except Exception as error:
                 reasons.append(error)
+        reason = f"{type(reasons[0]).__name__}: {reason_of(reasons[0])}"
         raise ModelError(
-            f"its forward fails ({first_line(reasons[0])}); use a model that runs with "
-            f"transformers {transformers.__version__}"
+            f"its forward fails ({reason}); use a model that runs with transformers "
+            f"{transformers.__version__}"
         ) from reasons[0]
 
     def _build(self, config: PretrainedConfig, trust_remote_code: bool, shorten: bool) -> None:
@@ -134,11 +135,6 @@ class Probe:
         self._calls.clear()
         result = forward()
         return Trace(list(self._calls), result)
-
-
-def first_line(error: Exception) -> str:
-    """Return the type of `error`, and its message up to the end of its first line."""
-    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 def _on_meta(config: PretrainedConfig, attention: Any, trust_remote_code: bool) -> Any:

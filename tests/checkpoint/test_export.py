@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from hybridengine import cli
 from hybridengine.checkpoint import CheckpointError
 from hybridengine.checkpoint.export import export_checkpoint
+from hybridengine.checkpoint.source import unread_tensors
 from hybridengine.errors import ModelError
+from hybridengine.model.parameters import parameter_shards, saved_dtypes
 from hybridengine.storage import write_manifest
+from tests.architectures.catalogue import CATALOGUE
 from tests.checkpoint.hostile import hostile_metadata, replace_metadata
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -24,7 +29,7 @@ from tests.trainer.sft_job import save_checkpoint, start_run, write_sft_job
 pytestmark = pytest.mark.multirank
 
 
-KINDS: dict[str, dict] = {"tied": {}, "untied": {}, "lora": {"model.lora_rank": 2}}
+KINDS: dict[str, dict] = {"tied": {}, "untied": {}, "lora": {"model.lora_rank": 2}, "mtp": {}}
 TEMPLATE = (
     "{{ messages[0].content }} {{ mark }}{% for m in messages[1:] %} {{ m.content }}{% endfor %}"
 )
@@ -45,6 +50,43 @@ def save_and_export(rank: int, world_size: int, folder: Path) -> None:
         save_checkpoint(run, 1)
         run.checkpoints.wait()
         save_pretrained(run.model, run.tokenizer, folder / kind / "online", torch.float32)
+        if kind == "mtp":
+            save_pretrained(run.model, run.tokenizer, folder / kind / "final", torch.bfloat16)
+
+
+# As GLM-4.5 has them, with the layer after the last one; one is in a dtype of its own.
+MTP = {
+    "model.layers.2.eh_proj.weight": torch.randn(128, 256),
+    "model.layers.2.enorm.weight": torch.randn(128).bfloat16(),
+    "model.layers.2.mlp.gate.e_score_correction_bias": torch.randn(4),
+    "model.layers.2.mlp.experts.0.up_proj.weight": torch.randn(128, 128).bfloat16(),
+}
+
+
+def save_unread_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Add a second weight file to the model in `folder`."""
+    first, second = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    (folder / "model.safetensors").rename(folder / first)
+    save_file(tensors, folder / second, {"format": "pt"})
+    names = dict.fromkeys(load_file(folder / first), first) | dict.fromkeys(tensors, second)
+    index = {"metadata": {}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's weight files, whose index is right."""
+    files = {file.name: load_file(file) for file in sorted(folder.glob("*.safetensors"))}
+    if (index := folder / "model.safetensors.index.json").is_file():
+        expected = {name: file for file, tensors in files.items() for name in tensors}
+        assert json.loads(index.read_text())["weight_map"] == expected
+    return {name: x for tensors in files.values() for name, x in tensors.items()}
+
+
+def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert one[name].dtype == other[name].dtype, name
+        assert torch.equal(one[name], other[name]), name
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +96,16 @@ def saved(tmp_path_factory) -> Path:
     for kind in KINDS:
         write_sft_job(folder / kind)  # untied
     save_tiny("llama", folder / "tied" / "model")
+    save_unread_tensors(folder / "tied" / "model", {"lm_head.weight": torch.zeros(101, 128)})
+    with torch.random.fork_rng():
+        model = AutoModelForCausalLM.from_config(CATALOGUE["glm4_moe"].config())
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer += torch.tensor([0.0, 1e-5, 2e-5, 3e-5])  # equal in bfloat16
+            buffer += 1
+    model.save_pretrained(folder / "mtp" / "model")
+    save_unread_tensors(folder / "mtp" / "model", MTP)
+    (folder / "mtp" / "model" / "LICENSE").write_text("terms")
     run_ranks(save_and_export, 2, folder)
     return folder
 
@@ -115,6 +167,54 @@ def test_offline_equals_online(tmp_path: Path, saved: Path, kind: str) -> None:
         merged = PeftModel.from_pretrained(base, adapter).merge_and_unload()
         for name, p in merged.named_parameters():
             torch.testing.assert_close(p.data, parameters(tmp_path / "out")[name].data)
+
+
+def test_what_transformers_keeps_in_float32_and_what_the_model_has_besides(
+    tmp_path: Path, saved: Path
+) -> None:
+    """Dtypes and values are those of transformers' own save; other tensors are the source's."""
+    own = AutoModelForCausalLM.from_pretrained(saved / "mtp" / "online", dtype=torch.bfloat16)
+    own.save_pretrained(tmp_path / "transformers")
+    expected = stored(tmp_path / "transformers") | MTP
+    kept = [name for name, x in expected.items() if x.dtype == torch.float32 and name not in MTP]
+    assert kept == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert len(expected[kept[0]].unique()) == 4  # which bfloat16 rounds to one value
+    export_checkpoint(saved / "mtp" / "run", tmp_path / "out", torch.bfloat16)
+    for folder in (tmp_path / "out", saved / "mtp" / "final"):
+        assert_same_tensors(stored(folder), expected)
+        assert (folder / "LICENSE").read_text() == "terms"
+
+
+def test_a_tied_weight_of_the_source_is_not_copied(saved: Path) -> None:
+    assert "lm_head.weight" in stored(saved / "tied" / "model")
+    assert "lm_head.weight" not in stored(saved / "tied" / "online")
+
+
+def test_experts_that_transformers_fuses_are_read(saved: Path) -> None:
+    """Each is a tensor of the source, under a name that the trained model does not have."""
+    folder = saved / "mtp" / "model"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    assert "model.layers.1.mlp.experts.0.up_proj.weight" in stored(folder)
+    assert unread_tensors(model, folder) == {
+        folder / "model-00002-of-00002.safetensors": sorted(MTP)
+    }
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "ernie4_5_moe", "gpt_oss"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtypes_are_those_of_transformers_own_save(
+    tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
+    config = CATALOGUE[kind].config()
+    with torch.random.fork_rng():
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype)
+    expected = {name: x.dtype for name, x in parameter_shards(loaded).items()}
+    assert saved_dtypes(loaded, dtype) == expected
+    assert dtype == torch.float32 or len(set(expected.values())) == 2 - (
+        kind == "gpt_oss" and dtype == torch.bfloat16
+    )
 
 
 def write_verl_shards(rank: int, world_size: int, model_folder: str, out: Path, mesh_shape) -> None:

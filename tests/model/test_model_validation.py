@@ -15,8 +15,9 @@ from transformers import (
 )
 
 from hybridengine.errors import ModelError
-from hybridengine.model.packing_check import shared_prefix_obstacle
+from hybridengine.model.packing_check import check_packing, shared_prefix_obstacle
 from hybridengine.model.validation import check_model
+from tests.architectures.catalogue import CATALOGUE
 from tests.tiny_models import save_tiny, tiny_config
 
 
@@ -129,6 +130,22 @@ def test_quantized_model(folder, tmp_path):
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
 def test_models_that_share_prefixes(kind):
     assert shared_prefix_obstacle(tiny_config(kind)) is None
+
+
+def test_layers_decide_what_a_hybrid_class_can(folder, tmp_path):
+    """Granite 4 Micro is of the hybrid class, and has attention layers alone."""
+    entry = CATALOGUE["granitemoehybrid"]
+    for layers, refused in ((["attention"] * 2, False), (["mamba", "attention"], True)):
+        config = AutoConfig.for_model(entry.model_type, **entry.overrides | {"layer_types": layers})
+        copy_of(folder, tmp_path, "model.safetensors")
+        config.save_pretrained(tmp_path)
+        if refused:
+            with pytest.raises(ModelError, match=r"its layers of type \['linear_attention'\]"):
+                check_model(str(tmp_path))
+        else:
+            checked = check_model(str(tmp_path))
+            check_packing(str(tmp_path), checked)
+            assert shared_prefix_obstacle(checked) is None
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,28 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hybridengine.errors import ModelError
 from hybridengine.model import packing_check
+from hybridengine.model.images import IMAGE_MODEL_TYPES
 from hybridengine.model.packing_check import check_packing, shared_prefix_obstacle
 from hybridengine.model.validation import check_model, packing_obstacle, takes_images
 from tests.architectures.catalogue import CATALOGUE
 from tests.model.own_code import DROPS_ARGUMENTS, UNCHANGED, save_own_code
+from tests.model.vision_models import vision_config
 from tests.tiny_models import tiny_config
 
 # They are found by their packed forward alone.
 REFUSED = {
-    "gpt_oss": r"GptOssAttention \(layer 0\) uses .s_aux.",
     "nemotron": r"NemotronAttention \(layer 0\) uses position_ids that restart",
 }
-CHEAP = ["llama", "gemma2", "gemma3_text", "deepseek_v3", "glm4_moe", "gpt2", "qwen2_5_vl"]
+CHEAP = [
+    "llama",
+    "gpt_oss",
+    "gemma2",
+    "gemma3_text",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt2",
+    "qwen2_5_vl",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +71,13 @@ def test_architectures(name):
 @pytest.mark.parametrize("name", runnable())
 def test_every_architecture(name):
     check(name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", IMAGE_MODEL_TYPES)
+def test_every_vision_language_model(kind):
+    check_packing(kind, vision_config(kind))
+    assert shared_prefix_obstacle(vision_config(kind)) is None
 
 
 @pytest.mark.parametrize("kind", ["qwen2_moe", "phimoe"])
