@@ -35,6 +35,7 @@ from hybridengine.model import (
 from hybridengine.model.compile import check_compiler
 from hybridengine.model.images import check_vision_tower
 from hybridengine.model.packing_check import check_packing
+from hybridengine.model.rotary import check_rotary
 from hybridengine.model.validation import auto_class, check_model, check_weights
 from hybridengine.preflight_engine import (
     check_engine,
@@ -224,6 +225,7 @@ def _check_run(config: RLConfig | SFTConfig, faults: Faults) -> PretrainedConfig
         if config.policy.freeze_vision_tower:
             faults.attempt(check_vision_tower, model)
         faults.attempt(check_sequence_parallel, model, config.sequence_parallel_size)
+        faults.attempt(check_rotary, model, config.max_model_len, trust)
         for check in (_check_adapters, _check_routers):
             faults.attempt(check, config, model)
         with faults:
@@ -346,6 +348,7 @@ def _check_teacher(config: RLConfig, tokenizer: PreTrainedTokenizerBase | None) 
     check_weights(path, teacher, trust)
     check_packing(path, teacher, trust)
     check_sequence_parallel(teacher, config.actor.ulysses_sequence_parallel_size)
+    check_rotary(teacher, config.max_model_len, trust)
     vocab = load_tokenizer(config, path).get_vocab()
     own = vocab if tokenizer is None else tokenizer.get_vocab()
     if vocab != own:

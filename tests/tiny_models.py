@@ -22,6 +22,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
@@ -82,11 +83,17 @@ def tiny_config(kind: str):
     return TINY[kind]()
 
 
-def save_tiny(kind: str, folder: Path | str, dtype: torch.dtype = torch.float32, seed: int = 0):
-    """Write the tiny model of `kind` to `folder` and return `folder` as str."""
+def save_tiny(
+    kind: str | PretrainedConfig,
+    folder: Path | str,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+):
+    """Write the tiny model of `kind`, or of a configuration, to `folder` and return it as str."""
+    config = tiny_config(kind) if isinstance(kind, str) else kind
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(tiny_config(kind))
+        model = AutoModelForCausalLM.from_config(config)
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.data += 0.1 * torch.randn_like(parameter)

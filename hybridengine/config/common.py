@@ -217,6 +217,11 @@ class JobConfig(ABC):
     def sequence_parallel_size(self) -> int: ...
 
     @property
+    @abstractmethod
+    def max_model_len(self) -> int:
+        """The longest sequence, in tokens."""
+
+    @property
     def deterministic(self) -> bool:
         """Whether gradients are summed in a fixed order, at some cost."""
         return False

@@ -71,3 +71,7 @@ class SFTConfig(JobConfig):
     @property
     def sequence_parallel_size(self) -> int:
         return self.ulysses_sequence_parallel_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self.data.max_length

@@ -44,6 +44,7 @@ from hybridengine.model.lora import columns_of
 from hybridengine.model.offload import Offloader
 from hybridengine.model.packing_check import check_packing
 from hybridengine.model.parameters import is_finite, parameter_shards
+from hybridengine.model.rotary import fix_rotary_length
 from hybridengine.model.validation import auto_class, check_model
 from hybridengine.runtime.all_ranks import broadcast_value, group_timeout, run_on_rank0
 from hybridengine.sharding.layered import LayeredWeights
@@ -90,6 +91,7 @@ def load_causal_lm(
     config_overrides: Mapping[str, Any] = MappingProxyType({}),
     expert_parallel_size: int = 1,
     base_memory: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    max_model_len: int | None = None,
 ) -> PreTrainedModel:
     """Load the model at `path` (folder or hub name) onto `mesh` (`sharding_mesh`); collective.
 
@@ -121,6 +123,7 @@ def load_causal_lm(
         base_memory: frozen parameter, by its name without adapters → the tensor, in `param_dtype`,
             that holds it unsharded on every rank, or `LayeredWeights`, which are gathered layer by
             layer (`hybridengine.model.frozen_base`).
+        max_model_len: the longest sequence of the run, in tokens (`fix_rotary_length`).
 
     Raises:
         ModelError: on every rank, also if only rank 0 fails (unreadable or missing weights).
@@ -174,6 +177,7 @@ def load_causal_lm(
             group.set_modules_to_forward_prefetch([following])
     place_base(model, base, base_memory)
     _load_weights(model, weights, mesh, cpu_offload, base_memory)
+    fix_rotary_length(model, max_model_len)
     model.eval()
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -23,8 +23,8 @@ from transformers import PretrainedConfig
 from hybridengine.errors import ModelError, reason_of
 from hybridengine.model.attention import attention_of
 from hybridengine.model.experts import EXPERTS
+from hybridengine.model.rotary import fix_rotary_length
 from hybridengine.model.validation import (
-    LENGTH_DEPENDENT_ROPE,
     auto_class,
     longest_sequence,
     rotary_parameters,
@@ -37,6 +37,7 @@ _HIDDEN, _WIDTH, _ROWS = 64, 16, 256  # the width, that of MLPs, and of embeddin
 _MAX_ELEMENTS = 1 << 30
 _WIDTH_NAMES = re.compile(r"intermediate_size|ffn_dim|ffn_hidden_size|n_inner")
 _WINDOW_NAMES = re.compile(r"(^|_)window(_size)?$")
+_ORIGINAL = "original_max_position_embeddings"
 _INDEX_NAMES = {"layer_idx", "layer_id", "layer_number", "layer_index"}
 
 
@@ -101,6 +102,8 @@ class Probe:
         _place(self.model, self.model.get_decoder() if takes_images(config) else self.model)
         for own, other in zip(self.model.modules(), self._eager.modules(), strict=True):
             other._parameters, other._buffers = own._parameters, own._buffers
+        for model in (self.model, self._eager):
+            fix_rotary_length(model)
         self.draw(0)
         self.alone(torch.tensor(self.token_ids[:3]))
 
@@ -195,10 +198,10 @@ def _narrowed(config: PretrainedConfig, heads: bool = True) -> PretrainedConfig:
     if heads:
         changes |= _fewer_heads(text)
     for rope in rotary_parameters(config):
-        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-            lengths = ("original_max_position_embeddings", "max_position_embeddings")
-            rope |= {name: 2 * SHORT for name in lengths if name in rope}
-            changes |= {name: 2 * SHORT for name in lengths if getattr(text, name, None)}
+        if rope.get("rope_type") == "longrope":
+            rope[_ORIGINAL] = 2 * SHORT
+            if getattr(text, _ORIGINAL, None):
+                changes[_ORIGINAL] = 2 * SHORT
     for name, value in changes.items():
         setattr(text, name, value)
     return config

@@ -30,9 +30,8 @@ from hybridengine.errors import ModelError, located, reason_of
 from hybridengine.model.images import IMAGE_MODEL_TYPES
 
 _HUB_SECONDS = 8.0
-_SCALED = {"linear", "dynamic", "ntk"}  # rotary types whose limit grows by their factor
-# Rotary types whose frequencies depend on the longest position, which differs between the ranks.
-LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+# Rotary types whose limit grows by their factor. Not of dynamic NTK: vLLM has no positions beyond.
+_SCALED = {"linear", "ntk"}
 _FIXED_ROPE = ("default", "linear", "llama3")  # their frequencies do not depend on the length
 _PACKABLE = {"full_attention", "sliding_attention"}  # layers without state between tokens
 
@@ -185,18 +184,18 @@ def check_sequence_parallel(config: PretrainedConfig, size: int) -> None:
             f"ulysses_sequence_parallel_size is {size}, which does not divide the model's "
             f"{num_heads} attention heads; choose a divisor"
         )
-    kinds = {r.get("rope_type") for r in rotary_parameters(config)}
-    if size > 1 and (unsupported := kinds & LENGTH_DEPENDENT_ROPE):
-        raise ModelError(
-            f"ulysses_sequence_parallel_size is {size}, but the rotary embedding of this model "
-            f"({unsupported.pop()}) depends on the longest sequence; set it to 1"
-        )
 
 
 def rotary_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
     """Return the rotary parameters of `config`, of every kind of layer if they differ."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     return [r for r in (rope, *rope.values()) if isinstance(r, dict)]
+
+
+def long_rope_limit(config: PretrainedConfig) -> int | None:
+    """Return the longest sequence with LongRoPE's short factors; None without LongRoPE."""
+    longs = [r for r in rotary_parameters(config) if r.get("rope_type") == "longrope"]
+    return min((r["original_max_position_embeddings"] for r in longs), default=None)
 
 
 def _check_overrides(path: str, config: PretrainedConfig, overrides: Mapping[str, Any]) -> None:

@@ -29,6 +29,7 @@ from transformers import (
 
 from hybridengine.kernels import token_log_probs
 from hybridengine.model.images import ImageInputs, PackedImages, placeholders_of
+from hybridengine.model.rotary import fix_rotary_length
 from hybridengine.model.validation import auto_class
 from hybridengine.reshard.plan.configuration import config_differences, in_words, plain_values
 from hybridengine.rollout.engine import (
@@ -104,6 +105,7 @@ class HfEngine(RolloutEngine):
         tokenizer: PreTrainedTokenizerBase | None = None,
         config_overrides: Mapping[str, Any] = MappingProxyType({}),
         preparer: ImagePreparer | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         from transformers import AutoConfig
 
@@ -117,6 +119,7 @@ class HfEngine(RolloutEngine):
             .to(device)
         )
         self._model.eval().requires_grad_(False)
+        fix_rotary_length(self._model, max_model_len)
         self.tp_rank, self.tp_size = 0, 1
         self.replica, self.replicas = dist.get_rank(), dist.get_world_size()
         self.dtype = dtype

@@ -201,6 +201,7 @@ def build_engine(
         "stop_token_ids": stop_token_ids,
         "dtype": dtype,
         "preparer": load_preparer(config),
+        "max_model_len": config.max_model_len,
     }
     limits: dict[str, Any] = {
         "max_num_seqs": rollout.max_num_seqs,
@@ -226,7 +227,6 @@ def build_engine(
         checkpoint,
         **shared,
         tp_size=rollout.tensor_model_parallel_size,
-        max_model_len=config.max_model_len,
         lora_rank=model.lora_rank if config.reshard.lora == "adapters" else 0,
         seed=config.seed,
         kv_cache_bytes=None if torch.cuda.is_available() else int(rollout.kv_cache_gib * 2**30),

@@ -106,6 +106,7 @@ def load_model(
         expert_parallel_size=fsdp.expert_parallel_size if is_policy else 1,
         adapt=adapt if changes else None,
         base_memory=base_memory,
+        max_model_len=config.max_model_len,
         config_overrides=model.config_overrides if path in ("", model.path) else {},
         **options,
     )

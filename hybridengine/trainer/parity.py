@@ -57,6 +57,7 @@ def compare_job(config: RLConfig) -> Report:
                 param_dtype=getattr(torch, config.actor.fsdp_config.dtype),
                 trust_remote_code=config.model.trust_remote_code,
                 config_overrides=config.model.config_overrides,
+                max_model_len=config.max_model_len,
             )
             Resharder(partial(parameter_shards, model), engine, delta="off").sync(0)
             parity = Parity(

@@ -35,12 +35,14 @@ def compute_attention(
     row: Mapping[str, Any],
     checkpoint: Path,
     image_options: Mapping[str, Any] = MappingProxyType({}),
+    max_model_len: int | None = None,
 ) -> tuple[Attention, list[float]]:
     """Run the model of `checkpoint` on a response.
 
     row: a row of a rollout file.
     checkpoint: a Hugging Face folder.
     image_options: `data.mm_processor_kwargs` of the run.
+    max_model_len: the longest sequence of the run, in tokens.
     Returns (attention, entropy of each response token in nats). A long rollout keeps the attention
     among its last tokens.
     """
@@ -53,6 +55,7 @@ def compute_attention(
     from transformers import AutoConfig
     from transformers.utils.logging import disable_progress_bar
 
+    from hybridengine.model.rotary import fix_rotary_length
     from hybridengine.model.validation import auto_class
 
     disable_progress_bar()
@@ -60,7 +63,7 @@ def compute_attention(
     model = auto_class(config).from_pretrained(
         checkpoint, attn_implementation="eager", dtype=torch.float32
     )
-    model.eval()
+    fix_rotary_length(model.eval(), max_model_len)
     ids, start = [*row["prompt_ids"], *row["response_ids"]], len(row["prompt_ids"])
     tokens = torch.tensor([ids])
     with torch.no_grad(), _images_of(row, model, tokens, checkpoint, image_options) as arguments:

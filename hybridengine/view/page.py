@@ -33,7 +33,10 @@ def attention_of(index: RolloutIndex, query: str, checkpoint: Path | None) -> Sh
         raise ConfigError(f"--attention {query!r} selects no rollout")
     folder = index.run / "final" if checkpoint is None else checkpoint.expanduser()
     options = run_setting(index.run, "data", "mm_processor_kwargs") or {}
-    return entry, *compute_attention(index.read(entry), folder, options)
+    keys = ("data.max_prompt_length", "data.max_response_length")
+    lengths = [run_setting(index.run, *key.split(".")) or 0 for key in keys]
+    longest = run_setting(index.run, "rollout", "max_model_len") or sum(lengths) or None
+    return entry, *compute_attention(index.read(entry), folder, options, longest)
 
 
 def write_page(

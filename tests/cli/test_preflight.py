@@ -22,6 +22,7 @@ from hybridengine.rollout.vllm.environment import CPU_HEAD_SIZES
 from hybridengine.trainer.plan import start_of
 from tests.cli.conftest import refusal
 from tests.model.own_code import DROPS_ARGUMENTS, save_own_code
+from tests.model.rotary_configs import LONG_ROPE
 from tests.tiny_models import save_tiny, tiny_config
 
 WEIGHTS = "model.safetensors"
@@ -141,12 +142,25 @@ def test_sequences_longer_than_the_model_supports(dry_run, tmp_path):
     assert "longest conversation" in line and "made for 512" in line
 
 
+def test_long_rope_that_vllm_computes_otherwise(dry_run, model):
+    """The length that chooses its factors is that of the job."""
+    config = json.loads((model / "config.json").read_text())
+    config["rope_parameters"] = LONG_ROPE
+    (model / "config.json").write_text(json.dumps(config))
+    for kind in ("grpo", "sft"):
+        assert dry_run(kind=kind).exit_code == 0
+    config["rope_parameters"] = LONG_ROPE | {"attention_factor": 1.5}
+    (model / "config.json").write_text(json.dumps(config))
+    for kind in ("grpo", "sft"):
+        assert "remove them from rope_parameters in config.json" in refusal(dry_run(kind=kind))
+
+
 @pytest.mark.parametrize(
     ("rope", "limit"),
     [
         ({"rope_type": "default", "rope_theta": 1e4}, 512),
         ({"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, 2048),
-        ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, 1024),
+        ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, 512),
         (
             {
                 "rope_type": "yarn",

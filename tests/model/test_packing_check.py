@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hybridengine.errors import ModelError
 from hybridengine.model import packing_check
@@ -14,6 +15,7 @@ from hybridengine.model.packing_check import check_packing, shared_prefix_obstac
 from hybridengine.model.validation import check_model, packing_obstacle, takes_images
 from tests.architectures.catalogue import CATALOGUE
 from tests.model.own_code import DROPS_ARGUMENTS, UNCHANGED, save_own_code
+from tests.model.rotary_configs import DYNAMIC, LONG_ROPE
 from tests.model.vision_models import vision_config
 from tests.tiny_models import tiny_config
 
@@ -95,9 +97,19 @@ def test_a_window_that_is_only_in_the_mask(kind):
     check_packing("m", config)
 
 
-def test_a_rotary_embedding_that_depends_on_the_batch():
+def test_a_rotary_embedding_that_depends_on_the_batch(monkeypatch):
+    """By something else than its longest sequence, which `fix_rotary_length` takes care of."""
     config = tiny_config("llama")
-    config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    for rope in (DYNAMIC, LONG_ROPE):
+        config.rope_parameters = dict(rope)
+        check_packing("m", config)
+    config.rope_parameters = dict(DYNAMIC, factor=3.0)
+    forward = LlamaRotaryEmbedding.forward
+
+    def scaled(self, x, position_ids):
+        return forward(self, x, position_ids * position_ids.float().mean())
+
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", scaled)
     with pytest.raises(ModelError, match=r"model\.rotary_emb \(LlamaRotaryEmbedding\) .*the batch"):
         check_packing("m", config)
 

@@ -122,7 +122,3 @@ def test_models_without_sequence_parallelism_are_refused() -> None:
     check_sequence_parallel(config, 3)
     with pytest.raises(ModelError, match="is 4, which does not divide the model's 6 attention"):
         check_sequence_parallel(config, 4)
-    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    check_sequence_parallel(config, 1)
-    with pytest.raises(ModelError, match=r"\(dynamic\) depends on the longest sequence"):
-        check_sequence_parallel(config, 2)

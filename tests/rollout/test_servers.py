@@ -218,6 +218,10 @@ def test_settings_are_checked_before_the_first_request(stand_ins: list[StandIn])
         VllmServer(second.url, 0, 60.0).check_settings(64)
     with pytest.raises(RolloutError, match=r"--max-model-len 64, less than .* 65 tokens"):
         VllmServer(first.url, 0, 60.0).check_settings(65)
+    for limit in (None, 31, 64):
+        VllmServer(first.url, 0, 60.0).check_settings(32, limit)
+    with pytest.raises(RolloutError, match=r"LongRoPE .* above 32 tokens .* --max-model-len 32,"):
+        VllmServer(first.url, 0, 60.0).check_settings(32, 32)
     settings = {
         "additional_config": {},
         "model_config": {"dtype": "torch.bfloat16"},

@@ -141,7 +141,8 @@ def _jobs(rank: int, world_size: int, folder: Path, jobs: Sequence[Sequence[str]
         dist.barrier()
         session = Session(PhaseStatus(folder / "run", rank))
         refused = _run(overrides, session)
-        dist.barrier()
+        if dist.is_initialized():  # not after a job with vLLM, which is the last
+            dist.barrier()
         if rank == 0:  # which removes the folder next, maybe before another rank had read it
             results.append(_result(folder / "run", refused))
     return results

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hybridengine import cli
+from tests.model.rotary_configs import LONG_ROPE, tiny
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 from tests.trainer.sft_job import sft_settings, start_run, write_sft_job
@@ -52,6 +53,19 @@ def test_splits_and_ranks_change_nothing(tmp_path: Path) -> None:
                     assert metrics[name] == pytest.approx(want[name], rel=2e-5), (world_size, split)
                 # Adam's first step is the sign of the gradient, which rounding can turn near zero.
                 assert val_after == pytest.approx(val, rel=2e-4), (world_size, split)
+
+
+def test_long_rope_takes_the_longest_conversation_of_a_run(tmp_path: Path) -> None:
+    """Not that of a micro-batch: one is longer than the original length, the others are not."""
+    folder = write_sft_job(tmp_path, rows=7)
+    config = tiny("phi3", LONG_ROPE)
+    save_tiny(config, folder / "model")
+    with (folder / "rows.jsonl").open("a") as file:
+        file.write(f"\n{json.dumps({'prompt': 'w3', 'response': 'w4 w5 ' * 20})}")
+    long = {"data.max_length": 64}
+    jobs = [long | split for split in SPLITS[1]]
+    [[together, apart]] = run_ranks(first_steps, 1, folder, jobs)
+    assert apart[0]["train/loss"] == pytest.approx(together[0]["train/loss"], rel=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["phi", "gpt_oss"])

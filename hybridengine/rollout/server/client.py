@@ -111,8 +111,13 @@ class VllmServer:
             check_image_settings(self, self.settings()["model_config"], options)
             self._checked_images = True
 
-    def check_settings(self, max_model_len: int) -> None:
-        """Raise RolloutError if the server lacks an option, or is for shorter sequences."""
+    def check_settings(self, max_model_len: int, long_rope_limit: int | None = None) -> None:
+        """Raise RolloutError if the server lacks an option, or is for other sequences.
+
+        max_model_len: the longest sequence that is trained, in tokens.
+        long_rope_limit: the longest sequence with the short factors of the model's LongRoPE, None
+            without one.
+        """
         info = self.settings()
         model, transfer = info["model_config"], info["weight_transfer_config"] or {}
         if transfer.get("backend") != BACKEND or model["logprobs_mode"] != "processed_logprobs":
@@ -138,6 +143,14 @@ class VllmServer:
             raise RolloutError(
                 f"{self} has --max-model-len {model['max_model_len']}, less than the longest "
                 f"prompt with its response, {max_model_len} tokens; raise it"
+            )
+        limit = long_rope_limit
+        if limit is not None and (model["max_model_len"] > limit) != (max_model_len > limit):
+            raise RolloutError(
+                f"{self} has --max-model-len {model['max_model_len']}, and LongRoPE has other "
+                f"factors above {limit} tokens than up to there; the longest sequence that is "
+                f"trained has {max_model_len}: start the server with --max-model-len "
+                f"{max_model_len}, or set rollout.max_model_len"
             )
 
     def check_exact(self, dtype: str) -> None:

@@ -47,6 +47,7 @@ from hybridengine.rollout.vllm.images import (
 )
 from hybridengine.rollout.vllm.in_flight import refresh_caches, updates_between_steps
 from hybridengine.rollout.vllm.kept import record_kept_ids
+from hybridengine.rollout.vllm.model_classes import own_model_classes
 from hybridengine.rollout.vllm.options import check_plugins
 from hybridengine.rollout.vllm.pages import DONTNEED, HUGEPAGE, advise_pages
 from hybridengine.rollout.vllm.post_load import writable_weights
@@ -131,6 +132,7 @@ class VllmEngine(RolloutEngine):
         with (
             unchanged_local_world_size(),
             models_inspected_here(),
+            own_model_classes(),
             strided_groups(groups),
             writable_weights() as post_load,
             unique_shared_memory(),

@@ -25,6 +25,7 @@ from hybridengine.rollout.vllm.environment import (
     vllm_available,
 )
 from hybridengine.rollout.vllm.images import import_image_models
+from hybridengine.rollout.vllm.model_classes import own_model_classes
 from hybridengine.sharding.layout import CheckpointLayout, EngineLayout
 
 
@@ -43,7 +44,12 @@ def record_engine_layout(
     config.compilation_config = copy.copy(config.compilation_config)
     config.compilation_config.static_forward_context = {}  # else "Duplicate layer name"
     device = config.device_config.device  # as vLLM's loader; _UninitializedOnMeta takes precedence
-    with set_default_torch_dtype(dtype), torch.device(device), _UninitializedOnMeta():
+    with (
+        set_default_torch_dtype(dtype),
+        torch.device(device),
+        _UninitializedOnMeta(),
+        own_model_classes(),
+    ):
         model = initialize_model(vllm_config=config)
         return record_layout_by_layer(model, model.load_weights, checkpoint, dtype)
 

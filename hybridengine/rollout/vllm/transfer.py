@@ -43,6 +43,7 @@ from hybridengine.reshard.record.checkpoint import checkpoint_layout
 from hybridengine.reshard.resharder import Resharder
 from hybridengine.rollout.vllm.exact import exact_worker, use_exact_operators
 from hybridengine.rollout.vllm.in_flight import drop_cached_prefixes
+from hybridengine.rollout.vllm.model_classes import own_model_classes
 from hybridengine.rollout.vllm.post_load import PostLoadProcessing
 from hybridengine.rollout.vllm.quantized import check_quantization
 from hybridengine.rollout.vllm.samplers import fuse_sampler
@@ -111,7 +112,7 @@ def register() -> None:
             return
         more = config.additional_config
         exact = isinstance(more, dict) and bool(more.get(_EXACT))
-        with exact_worker(config) if exact else nullcontext():
+        with own_model_classes(), exact_worker(config) if exact else nullcontext():
             load_model(self, *args, **kwargs)
         runner = self.model_runner
         if exact:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from hybridengine.config import RLConfig
+from hybridengine.model.validation import check_model, long_rope_limit
 from hybridengine.rollout.server import (
     ServerEngine,
     ServerPool,
@@ -30,9 +31,13 @@ def connect_servers(
     servers = [VllmServer(url, i, link.timeout_s) for i, url in enumerate(rollout.servers)]
     servers = servers[number :: link.roles.num_engines]
     limit_s = SYNC_SHARE * link.timeout_s
+    model = config.model
+    limit = long_rope_limit(
+        check_model(model.path, model.trust_remote_code, model.config_overrides)
+    )
 
     def join(server: VllmServer) -> None:
-        server.check_settings(config.max_model_len)
+        server.check_settings(config.max_model_len, limit)
         if exact:
             server.check_exact(config.actor.fsdp_config.dtype)
         host, port = address_for(server.host, link.address)
