@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -137,7 +138,7 @@ def _load(schema: Any, path: Any, overrides: Any, defaults: Mapping[str, Any]) -
         given.add(path, "the configuration")
     elif path is not None:
         file = Path(path).expanduser()
-        given.add(read_settings(file), str(path), folders=file.absolute().parents)
+        given.add(read_settings(file), str(path), folders=Path(os.path.abspath(file)).parents)
     if isinstance(overrides, Mapping):
         given.add(overrides, "overrides", last_wins=True)
     else:
