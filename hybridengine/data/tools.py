@@ -24,7 +24,7 @@ def parse_tools(where: str, row: Mapping[str, Any], key: str) -> list[dict[str, 
     if tools is None or tools == "":
         return []
     tools = [_parsed(tool) for tool in tools] if isinstance(tools, list) else tools
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+    if not isinstance(tools, list) or not all(map(tool_name, tools)):
         form = '[{"type": "function", "function": {"name": "…", "parameters": {…}}}]'
         raise unexpected(where, key, given, f"a list of tool schemas like {form}, or JSON of it")
     return [_without_null(tool) for tool in tools]

@@ -159,6 +159,7 @@ def test_verls_parquet_schema(tmp_path, tokenizer):
     [
         ({"tools": "weather"}, QWEN, "tools is 'weather', expected a list of tool schemas"),
         ({"tools": [1]}, QWEN, "tools is .1., expected a list of tool schemas"),
+        ({"tools": [{"type": "function"}]}, QWEN, "tools is .*expected a list of tool schemas"),
         ({"enable_thinking": "no"}, QWEN, "enable_thinking is 'no', expected true or false"),
         ({"tools": [TOOL]}, THINKING, "does not write the tool 'sum'"),
         (

@@ -50,7 +50,7 @@ def prepare(folder: Path) -> list[str]:
     )
     (folder / "busy_tools.py").write_text(TURN_TOOLS.replace("    return", BUSY))
     (folder / "template.jinja").write_text(
-        "{% for m in messages %}{{ word or 'w50' }} {% endfor %}"
+        "{% for m in messages %}{{ word or 'w50' }} {{ m.content }} {% endfor %}"
     )
     reward = (folder / "reward.py").read_text()
     (folder / "other_reward.py").write_text(reward.replace("max(1, len(words))", "7"))
