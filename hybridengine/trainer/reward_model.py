@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from hybridengine.config import DataConfig
 from hybridengine.data import PromptSample
-from hybridengine.data.special_tokens import SpecialTokens
+from hybridengine.data.chats import ChatTemplate
 from hybridengine.model import free_gathered, on_device, pack_rollouts, packed_values
 from hybridengine.rollout import Response
 from hybridengine.runtime.session import Session
@@ -81,7 +82,11 @@ class RewardModel:
         if self.tokenizer is None:
             return [*(response.context_ids or sample.prompt_ids), *response.token_ids]
         answer = {"role": "assistant", "content": response.text}
-        special = SpecialTokens(self.tokenizer, "text")  # a response cannot end its own turn
-        chat = special.hide("a response", [*map(dict, sample.chat), answer])
-        text = self.tokenizer.apply_chat_template(chat, tokenize=False)
-        return list(special.encode([str(text)])["input_ids"][0])
+        own = ChatTemplate(self.tokenizer, DataConfig())
+        # A response cannot end its own turn.
+        chat, tools = (
+            own.special.hide("a response", value)
+            for value in ([*map(dict, sample.chat), answer], list(sample.tools))
+        )
+        text = own.of_row(tools, {}).render("a response to the reward model", chat, False)
+        return list(own.special.encode([text])["input_ids"][0])
