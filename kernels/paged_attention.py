@@ -124,16 +124,15 @@ def paged_attention(
         check.shape(OP, "sinks", sinks, "H", sizes)
         sinks = sinks.float().contiguous()
     sequences = (block_table, query_start_loc, seq_lens)
+    options = (scale, window_size, softcap, sinks)
     chosen = choose_backend(OP, query.device, backend)
     if chosen == "triton":
         from . import paged_attention_triton as module
 
         _check_operands(query, kv_cache, *sequences, out)
-        options = (scale, window_size, softcap, sinks)
         module.paged_attention(query, kv_cache, sequences, *options, out)
         return out
     if chosen == "cpp":
-        options = (scale, window_size, softcap, sinks)
         native().paged_attention(query, kv_cache, *sequences, *options, out)
         return out
     keys, values = _views(kv_cache, query.shape[2])

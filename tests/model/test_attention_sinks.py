@@ -35,6 +35,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt_oss": _EXPERTS,
     "granite_swa": {"layer_types": _SLIDING},
     "granitemoe_swa": _EXPERTS | {"layer_types": _SLIDING},
+    "mimo_v2_flash": {  # sinks in the layers with a window alone; values of another width
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "v_head_dim": 16,
+        "layer_types": _SLIDING,
+    },
 }
 
 
