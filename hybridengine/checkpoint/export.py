@@ -22,7 +22,7 @@ from hybridengine import storage
 from hybridengine.checkpoint.folders import CONFIG, TENSORS, open_checkpoint, resume_plan
 from hybridengine.checkpoint.metadata import MetadataReader
 from hybridengine.checkpoint.pretrained import write_pretrained
-from hybridengine.checkpoint.source import source_bytes
+from hybridengine.checkpoint.source import unread_bytes
 from hybridengine.errors import CheckpointError, ModelError, reason_of
 from hybridengine.model.parameters import parameter_shards, saved_dtypes
 from hybridengine.model.validation import auto_class
@@ -134,7 +134,7 @@ def _export_model(
         model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     expected, dtypes, source = parameter_shards(model), saved_dtypes(model, dtype), _source(folder)
     num_bytes = sum(x.numel() * dtypes[name].itemsize for name, x in expected.items())
-    storage.check_disk_space(out, num_bytes + source_bytes(model, source))
+    storage.check_disk_space(out, num_bytes + unread_bytes(model, source))
     if any(folder.glob("model_world_size_*")):
         tensors = _read_verl(folder, expected)
     elif (folder / _ADAPTER).is_dir():

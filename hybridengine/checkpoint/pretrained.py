@@ -15,12 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 from transformers.utils.logging import set_tqdm_hook
 
-from hybridengine.checkpoint.source import (
-    copy_source,
-    source_bytes,
-    source_folder,
-    unread_tensors,
-)
+from hybridengine.checkpoint.source import copy_files, copy_unread, unread_bytes
 from hybridengine.errors import ModelError
 from hybridengine.model.frozen_base import full_base
 from hybridengine.model.lora import adapter_shards, has_experts, peft_factors
@@ -72,7 +67,7 @@ def save_pretrained(
     doing, source = f"saving the model to {str(out)!r}", model.config.name_or_path
 
     def prepare() -> None:
-        check_disk_space(out, num_bytes + source_bytes(model, source))
+        check_disk_space(out, num_bytes + unread_bytes(meta_copy(model, dtype), source))
 
     run_on_rank0(prepare, doing, group)
     state_dict = _full_state_dict(model, dtypes)
@@ -107,6 +102,7 @@ def save_model_files(
             if model.can_generate():
                 model.generation_config.save_pretrained(hf_folder)
             save_tokenizer(tokenizer, hf_folder)
+            copy_files(model.config.name_or_path, hf_folder)
 
     if weights:
         save_pretrained(model, tokenizer, hf_folder, dtype, group=group)
@@ -186,15 +182,15 @@ def write_pretrained(
     Raises:
         ModelError: transformers loads other values than were written; no folder is left.
     """
-    skeleton, folder = meta_copy(model, dtype), source_folder(source)
+    skeleton = meta_copy(model, dtype)
     if model.can_generate():
         skeleton.generation_config = model.generation_config
     use_checkpoint_names(skeleton)
     with atomic_folder(out, **origin) as partial:
         skeleton.save_pretrained(partial, state_dict=dict(state_dict))
         save_tokenizer(tokenizer, partial)
-        if folder is not None:
-            copy_source(folder, unread_tensors(skeleton, folder), partial)
+        copy_unread(skeleton, source, partial)
+        copy_files(source, partial)
         _compare(type(skeleton), partial, state_dict, dtype)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from transformers.core_model_loading import (
 )
 from transformers.utils.hub import cached_file
 
-from hybridengine.model.parameters import meta_copy
 from hybridengine.writes import note_progress
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -35,34 +34,69 @@ _PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _FILES = ("*.py", "*.model", "*.tiktoken", "tekken.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
 
 
-def source_folder(name: str | None) -> Path | None:
-    """Return the local folder of a model, given by its path or hub name; None if there is none."""
-    if not name:
-        return None
-    if Path(name).is_dir():
-        return Path(name)
-    config = cached_file(
-        name,
-        "config.json",
-        local_files_only=True,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return None if config is None else Path(config).parent
+def copy_files(source: str | None, out: Path) -> None:
+    """Copy files other than weights of the model `source` that are not in `out`, such as its code.
 
-
-def unread_tensors(model: PreTrainedModel, folder: Path) -> dict[Path, list[str]]:
-    """Return the tensors in the weight files of `folder` that `model` does not read, by file.
-
-    A tensor that `model` has under another name, or as a part of a fused one, is read, and so is
-    one that is tied to another.
+    source: path or hub name of a model; nothing is copied if it is None or not on this machine.
     """
+    folder = _folder_of(source)
+    for pattern in _FILES if folder is not None else ():
+        for file in folder.glob(pattern):
+            if file.is_file() and not (out / file.name).exists():
+                shutil.copyfile(file, out / file.name)
+
+
+def unread_bytes(model: PreTrainedModel, source: str | None) -> int:
+    """Return the bytes that `copy_unread` will add."""
+    unread = _unread_tensors(model, source)
+    return sum(_tensor_bytes(file, names) for file, names in unread.items())
+
+
+def copy_unread(model: PreTrainedModel, source: str | None, out: Path) -> None:
+    """Add the tensors of the checkpoint `source` that `model` does not read, to that in `out`.
+
+    A tensor that `model` has under another name or as a part of a fused one is read, and so is one
+    that is tied to another.
+
+    model: of which names and configuration are used; it can be on the meta device.
+    source: as for `copy_files`.
+    """
+    added = dict[str, str]()
+    for i, (file, names) in enumerate(_unread_tensors(model, source).items()):
+        part, contents = f"unread-{i}.safetensors", {}
+        with _opened(file) as read:
+            for name in names:
+                note_progress()
+                contents[name] = read(name).contiguous()
+            save_file(contents, out / part, metadata={"format": "pt"})
+        added |= dict.fromkeys(names, part)
+    if added:
+        _number_files(out, added)
+
+
+def _folder_of(source: str | None) -> Path | None:
+    """Return the local folder of a model, a path or hub name; None if there is none."""
+    if not source:
+        return None
+    if Path(source).is_dir():
+        return Path(source)
+    with suppress(OSError):  # a path that does not exist is no name of the hub
+        config = cached_file(source, "config.json", local_files_only=True)
+        return None if config is None else Path(config).parent
+    return None
+
+
+def _unread_tensors(model: PreTrainedModel, source: str | None) -> dict[Path, list[str]]:
+    """Return by file the tensors of the checkpoint `source` that `model` does not read."""
+    if (folder := _folder_of(source)) is None:
+        return {}
     conversions = get_model_conversion_mapping(model)
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     own = model.state_dict()
 
     def is_read(name: str) -> bool:
+        # As transformers looks up a tensor: with its conversions, and as it is.
         for renaming in ((renamings, converters), ([], [])):
             if rename_source_key(name, *renaming, model.base_model_prefix, own)[0] in own:
                 return True
@@ -75,41 +109,6 @@ def unread_tensors(model: PreTrainedModel, folder: Path) -> dict[Path, list[str]
     return dict(unread)
 
 
-def source_bytes(model: PreTrainedModel, source: str | None) -> int:
-    """Return the bytes of the tensors of `source` (path or hub name) that `model` does not read."""
-    if (folder := source_folder(source)) is None:
-        return 0
-    total = 0
-    for file, names in unread_tensors(meta_copy(model, torch.bfloat16), folder).items():
-        with _opened(file) as tensors:
-            total += sum(tensors(name).nbytes for name in names)
-    return total
-
-
-def copy_source(folder: Path, unread: Mapping[Path, Sequence[str]], out: Path) -> None:
-    """Add tensors of the model in `folder`, unchanged, and its other files to the model in `out`.
-
-    unread: see `unread_tensors`.
-    """
-    for pattern in _FILES:
-        for file in folder.glob(pattern):
-            if file.is_file() and not (out / file.name).exists():
-                shutil.copyfile(file, out / file.name)
-    added, written = dict[str, str](), _stored_tensors(out).keys()
-    for i, (file, unread_names) in enumerate(unread.items()):
-        names = [name for name in unread_names if name not in written]
-        part = f"unread-{i}.safetensors"
-        with _opened(file) as tensors:
-            contents = {}
-            for name in names:
-                note_progress()
-                contents[name] = tensors(name).contiguous()
-            save_file(contents, out / part, metadata={"format": "pt"})
-        added |= dict.fromkeys(names, part)
-    if added:
-        _number_files(out, added)
-
-
 def _number_files(out: Path, added: Mapping[str, str]) -> None:
     """Rename the weight files of `out`, and those of `added`, to the shards of one index."""
     index: dict[str, Any] = {"metadata": {}, "weight_map": {}}
@@ -117,16 +116,15 @@ def _number_files(out: Path, added: Mapping[str, str]) -> None:
         index = json.loads((out / _INDEX).read_text())
     else:
         index["weight_map"] = dict.fromkeys(_stored_tensors(out), _WEIGHTS)
-    weight_map = {name: str(file) for name, file in index["weight_map"].items()} | dict(added)
+    weight_map = index["weight_map"] | dict(added)
     files = list(dict.fromkeys(weight_map.values()))
     new = {f: f"model-{i:05}-of-{len(files):05}.safetensors" for i, f in enumerate(files, 1)}
     for file in files:
         (out / file).rename(out / f"{file}.moved")
     for file, name in new.items():
         (out / f"{file}.moved").rename(out / name)
-    sizes = [file.stat().st_size for file in map(out.joinpath, new.values())]
-    index["metadata"]["total_size"] = sum(sizes)
     index["weight_map"] = {name: new[file] for name, file in sorted(weight_map.items())}
+    index["metadata"]["total_size"] = sum(_tensor_bytes(out / name) for name in new.values())
     (out / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -151,9 +149,21 @@ def _opened(file: Path) -> Iterator[Callable[[str], torch.Tensor]]:
         with safe_open(file, "pt") as opened:
             yield opened.get_tensor
     else:
-        yield _unpickled(file).__getitem__
+        tensors = _unpickled(file)
+        yield lambda name: tensors[name].clone()  # some share memory
 
 
 def _unpickled(file: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = torch.load(file, "cpu", weights_only=True, mmap=True)
     return tensors
+
+
+def _tensor_bytes(file: Path, names: Collection[str] | None = None) -> int:
+    """Return the bytes of tensors in a weight file, of all if `names` is None."""
+    if file.suffix != ".safetensors":
+        tensors = _unpickled(file)
+        return sum(x.nbytes for name, x in tensors.items() if names is None or name in names)
+    with file.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    entries = {name: x["data_offsets"] for name, x in header.items() if name != "__metadata__"}
+    return sum(end - start for n, (start, end) in entries.items() if names is None or n in names)

@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 from hybridengine import cli
 from hybridengine.checkpoint import CheckpointError
 from hybridengine.checkpoint.export import export_checkpoint
-from hybridengine.checkpoint.source import unread_tensors
+from hybridengine.checkpoint.source import copy_files, copy_unread, unread_bytes
 from hybridengine.errors import ModelError
 from hybridengine.model.parameters import parameter_shards, saved_dtypes
 from hybridengine.storage import write_manifest
 from tests.architectures.catalogue import CATALOGUE
 from tests.checkpoint.hostile import hostile_metadata, replace_metadata
+from tests.model.own_code import UNCHANGED, save_own_code
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 from tests.tolerances import MERGED
@@ -196,9 +197,38 @@ def test_experts_that_transformers_fuses_are_read(saved: Path) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     assert "model.layers.1.mlp.experts.0.up_proj.weight" in stored(folder)
-    assert unread_tensors(model, folder) == {
-        folder / "model-00002-of-00002.safetensors": sorted(MTP)
-    }
+    assert unread_bytes(model, str(folder)) == sum(x.nbytes for x in MTP.values())
+
+
+@pytest.mark.parametrize("names", [("pytorch_model.bin",), ("model.safetensors", "more.bin")])
+def test_a_source_without_an_index(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """Weights in one file, also of torch's format; other files are no weights of the model."""
+    folder = Path(save_tiny("llama", tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors") | {"mtp.weight": torch.ones(3)}
+    (folder / "model.safetensors").unlink()
+    for name in names:
+        save = torch.save if name.endswith("bin") else save_file
+        save(tensors, folder / name)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.save_pretrained(tmp_path / "out")
+    copy_unread(model, str(folder), tmp_path / "out")
+    added = stored(tmp_path / "out")
+    assert added.pop("mtp.weight").tolist() == [1, 1, 1]
+    assert added.keys() | {"mtp.weight"} == tensors.keys()
+
+
+def test_own_code_comes_along(tmp_path: Path) -> None:
+    """A folder with its configuration names the code, which is in no other place."""
+    path = save_own_code(tmp_path / "model", UNCHANGED)
+    model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+    (tmp_path / "out").mkdir()
+    model.config.save_pretrained(tmp_path / "out")
+    copy_files(path, tmp_path / "out")
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    own = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    assert type(own).__name__ == "OwnForCausalLM"
+    copy_files(None, tmp_path / "out")
+    copy_files(str(tmp_path / "moved"), tmp_path / "out")
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "ernie4_5_moe", "gpt_oss"])
