@@ -42,7 +42,13 @@ from hybridengine.runtime.all_ranks import (
     run_on_all_ranks,
 )
 from hybridengine.runtime.device import DeviceProgress, device_id
-from hybridengine.runtime.failures import CollectiveError, machine_of, one_line, this_process
+from hybridengine.runtime.failures import (
+    CollectiveError,
+    machine_of,
+    one_line,
+    stopped_ranks,
+    this_process,
+)
 from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.layout import LayoutError
 
@@ -256,6 +262,8 @@ class WeightSender:
         except Exception as caught:
             error = caught
             self._close_link()
+        if error is None and self._link is None and (lost := stopped_ranks(self._processes)):
+            raise CollectiveError(f"rank {self.rank} stopped in {self._guard.place}: {lost}.")
         # Until then a rank may wait for a connection, and for an engine that another has not.
         with self._guard.collective("agreeing that everything was sent", 3 * self._timeout_s):
             raise_on_all_ranks(error, ReshardError, "the transfer")
@@ -265,9 +273,9 @@ class WeightSender:
 
     def _settle(self, infos: list[EngineInfo]) -> list[EngineInfo]:
         """Wait until the engines have committed; return those that ask for another attempt."""
-        sent = self._sent
+        sent, failed = self._sent, self._link is None
         again, committed = self._on_rank0(
-            lambda c: c.settle(infos, sent),
+            lambda c: c.settle(infos, sent, failed),
             "waiting for engines to commit",
             tuple[list[EngineInfo], bool],
             wait_s=1.25 * self._timeout_s + 2,

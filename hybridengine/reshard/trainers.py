@@ -157,7 +157,8 @@ class Trainers:
         state = [*problems, not is_kept, requested, given, -given, next_version]
         flags = torch.tensor(state, device=host_device())
         with self.guard.collective("agreeing to start"):
-            dist.all_reduce(flags, dist.ReduceOp.MAX)
+            work = dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True)
+            self.guard.wait(work, flags.device)
             failed, outdated, differs, requested, highest, lowest, next_version = flags.tolist()
             if failed or outdated:
                 raise_on_all_ranks(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import functools
 import itertools
+import math
 import os
 import re
 import secrets
@@ -23,9 +24,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
+import torch
 import torch.distributed as dist
 
 from hybridengine.runtime.activity import Activity
@@ -39,6 +42,7 @@ RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # of the environment
 
 _ANSWER_S = 6.0  # a collective fails on all ranks, and monitors answer, within this time
 _POLL_S = 1.0  # between two looks for a question
+_LOOK_S, _LONGEST_LOOK_S = 2.0, 60.0  # between two looks for lost ranks: longer and longer
 _MAX_NAMED = 4  # ranks in one message
 # Of the plain RuntimeErrors of gloo and NCCL; those of a computation have none of these words.
 _OF_A_CONNECTION = re.compile(
@@ -179,6 +183,34 @@ class CollectiveGuard:
             raise CollectiveError(
                 f"rank {self.rank} stopped in {self.place}: {cause} ({one_line(error)})."
             ) from error
+
+    def wait(
+        self, work: dist.Work, device: torch.device, stopped_after_s: float = math.inf
+    ) -> None:
+        """Wait, inside `collective`, for an asynchronous one; look for lost ranks meanwhile.
+
+        A closed connection is an error of those ranks only that still wait for data of its other
+        end. All others wait for them, who have raised, until a timeout.
+        device: of the tensors. On a GPU this is `work.wait`, which blocks no host.
+        stopped_after_s: after this time a stopped rank counts as lost, too.
+        """
+        look_s, started = _LOOK_S, time.monotonic()
+        while device.type == "cpu" and not work.is_completed():
+            try:
+                work.wait(timedelta(seconds=look_s))
+            except RuntimeError:
+                if work.is_completed():
+                    break
+                lost: object = self.lost_rank()
+                if time.monotonic() - started > stopped_after_s:
+                    lost = lost or self._stopped_ranks()
+                if lost:
+                    raise dist.DistError(str(lost)) from None
+                look_s = min(2 * look_s, stopped_after_s, _LONGEST_LOOK_S)
+        work.wait()
+
+    def _stopped_ranks(self) -> str:
+        return stopped_ranks(self.get(f"process/{r}") for r in range(len(self.others) + 1))
 
     def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks why this one ends."""
@@ -361,6 +393,12 @@ def process_state(process: str) -> str:
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
         return "ended"
     return "stopped" if status == psutil.STATUS_STOPPED else "running"
+
+
+def stopped_ranks(processes: Iterable[str]) -> str:
+    """Return which processes, on this machine, are stopped; "" for none. processes: by rank."""
+    stopped = (rank for rank, p in enumerate(processes) if process_state(p) == "stopped")
+    return ", ".join(f"rank {rank} is stopped (SIGSTOP)" for rank in stopped)
 
 
 def _line_of_main_thread() -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hybridengine.reshard import RankFailedError, Resharder, ReshardError
 from hybridengine.rollout import SamplingSpec
-from hybridengine.runtime.failures import process_state, this_process
+from hybridengine.runtime.failures import CollectiveGuard, process_state, this_process
 from hybridengine.runtime.polling import wait_for
 from hybridengine.sharding import LayoutError, StaleWeightsError
 from tests.ranks import Ranks, message_of, run_ranks
@@ -220,6 +220,31 @@ def test_an_error_inside_a_collective_is_told_as_what_it_is_on_every_rank() -> N
         "failed in the sync to version 2 while agreeing to start: RuntimeError: cannot reshape "
         "tensor of 0 elements"
     )
+
+
+def survivors_body(rank: int, world_size: int) -> str:
+    """Rank 1 is killed once rank 2 has its part of a bucket; rank 0 has noticed it and lives on."""
+    store, guard = dist.distributed_c10d._get_default_store(), CollectiveGuard(rank, world_size)
+    if rank == 0:
+        store.wait(["test/named"], timedelta(seconds=200))
+        return ""
+    sent = torch.ones(3)
+    with guard.operation("a sync"), guard.collective("exchanging bucket 1 of 2"):
+        arriving = torch.zeros(3)
+        work = dist.all_to_all_single(arriving, sent, async_op=True)
+        if rank == 1:
+            store.wait(["test/arrived"], timedelta(seconds=200))
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait_for(lambda: True if arriving[1] == 1 else None)
+        store.set("test/arrived", "1")
+        message = message_of(lambda: guard.wait(work, arriving.device))
+    store.set("test/named", "1")
+    return message
+
+
+def test_a_killed_rank_is_noticed_by_ranks_that_wait_for_its_survivors() -> None:
+    with Ranks(survivors_body, 3) as ranks:
+        assert ranks.results_without(1)[2] == "DistError: rank 1 has ended"
 
 
 def stopped_body(rank: int, world_size: int, where: str, transport: str) -> list[str]:

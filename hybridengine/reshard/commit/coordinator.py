@@ -176,8 +176,13 @@ class Coordinator:
         key = f"{self._state.number}/{attempt}/ready/{info.key}"
         return self._store.all_marked(key, len(info.processes))
 
-    def _wait(self, info: EngineInfo, read: Callable, deadline: float) -> object:
-        """Return what `read` returns, or why there is nothing to wait for."""
+    def _wait(
+        self, info: EngineInfo, read: Callable, deadline: float, has_waited: bool = False
+    ) -> object:
+        """Return what `read` returns, or why there is nothing to wait for.
+
+        has_waited: a stopped rank has had its time already.
+        """
         state_key = f"{self._state.number}/state/{info.key}"
 
         def look() -> object:
@@ -190,6 +195,8 @@ class Coordinator:
             if (rank := next(info.ended_ranks(), None)) is not None:
                 return f"rank {rank} has ended"
             late = time.monotonic() > deadline
+            if (late or has_waited) and (stopped := info.stopped_ranks()):
+                return f"{stopped} and has not answered within {self._timeout_s:g} s"
             return f"it has not answered within {self._timeout_s:g} s" if late else None
 
         with self._activity.waiting_for(f"engine {info.index}"):
@@ -256,12 +263,13 @@ class Coordinator:
         self._publish(transfer=transfer, begun=self._state.begun | engines)
 
     def settle(
-        self, infos: Sequence[EngineInfo], sent: Generations
+        self, infos: Sequence[EngineInfo], sent: Generations, failed: bool = False
     ) -> tuple[list[EngineInfo], bool]:
         """Wait until each engine has committed, failed or asks for another attempt.
 
         Return (those that ask for another attempt, which is open now; whether all have committed).
         sent: the generations that the committed engines now have.
+        failed: whether the transfer has failed, as it does when a rank is stopped for `timeout_s`.
         """
         number, attempt = self._state.number, self._state.attempt
         # An engine may have begun to wait for another one just now: until it has noticed, and more.
@@ -274,7 +282,7 @@ class Coordinator:
                     return "committed", ""
                 return ("again", "") if self._ready(info, attempt + 1) else None
 
-            result = self._wait(info, outcome, deadline)
+            result = self._wait(info, outcome, deadline, failed)
             status = self.engines[info.index]
             if result == ("committed", ""):
                 status.version, status.has = self._state.version, sent

@@ -257,7 +257,9 @@ class EngineRank:
             if (count := self._store.get("beat", int) or 0) != beat:
                 beat, heard = count, time.monotonic()
             if time.monotonic() - heard > self._timeout_s:
-                self._fail(f"trainer rank 0 was not heard of for {self._timeout_s:g} s")
+                stopped = process_state(self.trainers(state)[0]) == "stopped"
+                why = " and is stopped (SIGSTOP)" if stopped else ""
+                self._fail(f"trainer rank 0 was not heard of for {self._timeout_s:g} s{why}")
 
         with self.activity.waiting_for(_COORDINATOR):
             now = wait_for(read, check)
@@ -309,7 +311,9 @@ class EngineRank:
         def check() -> None:
             self._check_own_engine(state)
             if time.monotonic() > deadline:
-                self._fail(f"they have not finished within {self._timeout_s:g} s")
+                stopped = self.info.stopped_ranks()
+                why = f": {stopped}" if stopped else ""
+                self._fail(f"they have not finished within {self._timeout_s:g} s{why}")
 
         others = (f"rank {r} of engine {self._index}" for r in self._guard.others)
         with self.activity.waiting_for(*others):

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from hybridengine.reshard.errors import RankFailedError
 from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.source.changes import covers
-from hybridengine.runtime.failures import STORE_GONE, one_line, process_state
+from hybridengine.runtime.failures import STORE_GONE, one_line, process_state, stopped_ranks
 from hybridengine.runtime.messages import MessageError
 from hybridengine.runtime.signed_store import SignedStore
 from hybridengine.sharding.adapter import Adapter, adapter_factors
@@ -84,6 +84,10 @@ class EngineInfo:
     def ended_ranks(self) -> Iterator[int]:
         """Yield the ranks whose processes, on this machine, have ended."""
         return (r for r, p in enumerate(self.processes) if process_state(p) == "ended")
+
+    def stopped_ranks(self) -> str:
+        """Return which ranks' processes, on this machine, are stopped; "" for none."""
+        return stopped_ranks(self.processes)
 
 
 class Holding(NamedTuple):

@@ -19,7 +19,8 @@ from hybridengine.reshard.payload.tables import ALIGNMENT, Exchange, PullBuilder
 from hybridengine.reshard.payload.transport import Buffers, Gather, Pack, Pending, Sizes, Transport
 from hybridengine.reshard.transport.shared_memory import SharedMemory
 from hybridengine.runtime.all_ranks import host_device, raise_on_all_ranks
-from hybridengine.runtime.device import DeviceProgress, Guard
+from hybridengine.runtime.device import DeviceProgress
+from hybridengine.runtime.failures import CollectiveGuard
 from hybridengine.sharding.shards import ShardSpec
 
 
@@ -33,9 +34,11 @@ class AllToAll(Transport):
       valid.
     """
 
+    guard: CollectiveGuard
+
     def __init__(
         self,
-        guard: Guard,
+        guard: CollectiveGuard,
         progress: DeviceProgress,
         device: torch.device,
         staging_bytes: int,
@@ -109,7 +112,7 @@ class AllToAll(Transport):
         self, where: str, work: dist.Work, arriving: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         with self.guard.collective(f"exchanging {where}"):
-            work.wait()
+            self.guard.wait(work, self._device)
         self.progress.mark(f"exchanging {where}")
         return arriving
 
@@ -155,10 +158,11 @@ def pull_bytes(builder: PullBuilder) -> int:
     return 2 * max(ALIGNMENT, builder.buffer_bytes)
 
 
-def raise_if_any(problem: Exception | None, guard: Guard, phase: str) -> None:
+def raise_if_any(problem: Exception | None, guard: CollectiveGuard, phase: str) -> None:
     """Raise ReshardError on every rank if any rank has a problem; one number where none has."""
     failed = torch.tensor(int(problem is not None), device=host_device())
     with guard.collective(phase):
-        dist.all_reduce(failed, dist.ReduceOp.MAX)
+        work = dist.all_reduce(failed, dist.ReduceOp.MAX, async_op=True)
+        guard.wait(work, failed.device)
         if failed.item():
             raise_on_all_ranks(problem, ReshardError)

@@ -33,8 +33,7 @@ from hybridengine.reshard.payload.tables import ALIGNMENT
 from hybridengine.reshard.payload.transport import Pending
 from hybridengine.reshard.transport.link import Link, Place
 from hybridengine.reshard.transport.shared_memory import MemoryOffer, map_memory, offered_memory
-from hybridengine.runtime.device import Guard
-from hybridengine.runtime.failures import one_line
+from hybridengine.runtime.failures import CollectiveGuard, one_line
 from hybridengine.runtime.polling import wait_for
 
 _SLOTS = 2
@@ -75,7 +74,7 @@ class MemoryLink(Link):
         store: SyncStore,
         number: int,
         feeders: Sequence[Sequence[int]],
-        guard: Guard | None = None,
+        guard: CollectiveGuard | None = None,
         buckets: Iterable[np.ndarray] = (),
     ) -> None:
         super().__init__(place)
@@ -211,7 +210,9 @@ class MemoryLink(Link):
             flat = torch.cat([part for parts in leaving for part in parts] or [outgoing[:0]])
             # Another trainer may wait for a member until its timeout.
             with self._guard.collective("exchanging messages for engines", 2 * self.timeout_s):
-                dist.all_to_all_single(slot[: sum(received)], flat, received, sent)
+                arriving = slot[: sum(received)]
+                work = dist.all_to_all_single(arriving, flat, received, sent, async_op=True)
+                self._guard.wait(work, self.device, self.timeout_s)
             places = _places([n for row in lengths for n in row])
             by_tp_rank: list[list[tuple[int, int]]] = [[] for _ in messages]
             for i, tp in enumerate(own):
