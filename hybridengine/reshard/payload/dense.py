@@ -11,6 +11,7 @@ from hybridengine.reshard.payload.tables import Exchange, ExchangeBuilder
 from hybridengine.reshard.payload.transport import Transport, run_transfers
 from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.source.trained import TrainedTensors
+from hybridengine.runtime.failures import CollectiveGuard
 from hybridengine.sharding.shards import Box
 
 Moves = Callable[[Bucket], bool]
@@ -107,8 +108,9 @@ class Dense:
             for exchange in moving:
                 if exchange.measured is not None:
                     scales.measure(exchange.measured, self._sources(transport, exchange))
+            assert isinstance(guard, CollectiveGuard)  # of a trainer
             with guard.collective("combining the scales of quantized weights"):
-                scales.combine()
+                scales.combine(guard)
             transport.bytes_received += scales.bytes_reduced
             transport.bytes_sent += scales.bytes_reduced
         self._deliver_scales(transport)

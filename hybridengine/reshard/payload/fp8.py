@@ -31,6 +31,7 @@ from hybridengine.kernels.strided_copy import TABLE_COLUMNS
 from hybridengine.reshard.payload.rows import Shape, SliceRows, slice_rows
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.plan.source_class import SliceCopy
+from hybridengine.runtime.failures import CollectiveGuard
 from hybridengine.sharding.geometry import (
     Block,
     NotABlock,
@@ -189,9 +190,10 @@ class BlockScales:
         """Include slices of this rank's shards in the magnitudes of their blocks."""
         table.absmax(sources, self._absmax, self.dtype)
 
-    def combine(self) -> None:
+    def combine(self, guard: CollectiveGuard) -> None:
         """Compute the scales from the magnitudes that all trainer ranks found; collective."""
-        dist.all_reduce(self._absmax, dist.ReduceOp.MAX)
+        work = dist.all_reduce(self._absmax, dist.ReduceOp.MAX, async_op=True)
+        guard.wait(work, self._absmax.device)
         self.scale.copy_(block_scales(self._absmax))
 
     def of_rank(self, rank: int) -> torch.Tensor:
