@@ -18,6 +18,7 @@ void register_delta(pybind11::module_& m);
 void register_distillation(pybind11::module_& m);
 void register_grouped_linear(pybind11::module_& m);
 void register_layer(pybind11::module_& m);
+void register_linear_recurrence(pybind11::module_& m);
 void register_logprob(pybind11::module_& m);
 void register_mixed_gemm(pybind11::module_& m);
 void register_packing(pybind11::module_& m);
@@ -66,6 +67,7 @@ PYBIND11_MODULE(_C, m) {
   register_graph(m);
   register_grouped_linear(m);
   register_layer(m);
+  register_linear_recurrence(m);
   register_logprob(m);
   m.def(
       "empty_from_pool",

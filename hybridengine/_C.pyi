@@ -142,6 +142,37 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]: ...
 def grouped_linear(x: Tensor, weight: Tensor, cu_counts: Tensor, out: Tensor) -> None: ...
 def grouped_weight_grad(grad: Tensor, x: Tensor, cu_counts: Tensor, out: Tensor) -> None: ...
+def linear_recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    cu_seqlens: Tensor,
+    parents: Tensor | None,
+    initial_state: Tensor | None,
+    scale: float,
+    delta: bool,
+    l2_norm: bool,
+    keep_states: bool,
+    wants_final: bool,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+def linear_recurrence_backward(
+    grad_out: Tensor,
+    grad_final: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    cu_seqlens: Tensor,
+    parents: Tensor | None,
+    initial_state: Tensor | None,
+    states: Tensor,
+    scale: float,
+    delta: bool,
+    l2_norm: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]: ...
 def mixed_gemm(
     a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, accumulate: bool
 ) -> None: ...

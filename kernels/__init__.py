@@ -26,6 +26,7 @@ from .linear import (
     linear_policy_loss,
     linear_token_log_probs,
 )
+from .linear_recurrence import linear_recurrence
 from .logprob import RowStats, check_labels, cross_entropy, token_entropy, token_log_probs
 from .memory_pool import empty_from_pool
 from .packing import Packed, PackedForest, pack, pack_forest, pack_sequences, unpack
@@ -81,6 +82,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_distillation_loss",
     "linear_policy_loss",
+    "linear_recurrence",
     "linear_token_log_probs",
     "mark_changed_",
     "mixed_gemm",

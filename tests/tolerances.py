@@ -55,3 +55,7 @@ ATTENTION_ROUNDED = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
 # dS = P (dP - delta) cancels where few keys have all the weight, but delta = grad_out . out is of
 # an out with two roundings, of P and of the result: this part of the largest dP is left.
 ATTENTION_DELTA = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+# linear_recurrence, float32 states: decays and the delta rule shrink a rounding of a state, so that
+# errors stay at some tens of 2^-24 of the largest entry, over any number of tokens.
+LINEAR_RECURRENCE = 1e-5

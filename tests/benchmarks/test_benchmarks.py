@@ -21,6 +21,7 @@ OPERATORS = (
     "head_share",
     pytest.param("linear", marks=pytest.mark.slow),
     "linear_cross_entropy",
+    "linear_recurrence",
     "logprob",
     "packing",
     "paged_attention",
