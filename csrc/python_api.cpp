@@ -11,6 +11,7 @@ namespace hybridengine {
 void register_advantage(pybind11::module_& m);
 void register_attention(pybind11::module_& m);
 void register_balance(pybind11::module_& m);
+void register_causal_conv1d(pybind11::module_& m);
 void register_changes(pybind11::module_& m);
 void register_checksum(pybind11::module_& m);
 void register_decode_linear(pybind11::module_& m);
@@ -59,6 +60,7 @@ PYBIND11_MODULE(_C, m) {
   register_advantage(m);
   register_attention(m);
   register_balance(m);
+  register_causal_conv1d(m);
   register_changes(m);
   register_checksum(m);
   register_decode_linear(m);

@@ -49,6 +49,25 @@ def balance(lengths: Sequence[int], num_bins: int, equal_count: bool) -> list[li
 def balance_by_tokens(
     lengths: Sequence[int], max_tokens: int, min_bins: int, multiple_of: int
 ) -> list[list[int]]: ...
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor,
+    parents: Tensor | None,
+    initial_state: Tensor | None,
+    silu: bool,
+) -> Tensor: ...
+def causal_conv1d_backward(
+    grad_out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor,
+    parents: Tensor | None,
+    initial_state: Tensor | None,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...
 def gae(
     rewards: Tensor,
     values: Tensor | None,

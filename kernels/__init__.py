@@ -12,6 +12,7 @@ from .aggregate import aggregate_loss
 from .attention import tree_attention
 from .balance import Imbalance, balance, balance_by_tokens, imbalance
 from .block_quantize import block_quantize
+from .causal_conv1d import causal_conv1d
 from .changes import Changed, change_mask, mark_changed_, take_changed
 from .checksum import bit_checksum
 from .decode_linear import decode_linear
@@ -67,6 +68,7 @@ __all__ = [
     "balance_by_tokens",
     "bit_checksum",
     "block_quantize",
+    "causal_conv1d",
     "change_mask",
     "check_labels",
     "choose_backend",

@@ -8,6 +8,7 @@ its parent ended, so a prompt that several responses share is computed once.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from ._library import custom_op
 OP = "linear_recurrence"
 register_backends(OP, cpu=("cpp", "reference"))
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 _NORM_EPS = 1e-6  # of flash-linear-attention's l2norm
 
 
@@ -43,13 +43,12 @@ def linear_recurrence(
     """Run a gated linear recurrence over the tokens of each segment.
 
     For each token: S = exp(g) S, then S = S + k (beta (v - S^T k))^T, or without the delta rule
-    S = S + k (beta v)^T, and out = scale S^T q. Gated DeltaNet has a g per head, KDA one per channel
-    of the key. Mamba2 is delta_rule=False, q = C, k = B, v = x dt, g = A dt, scale = 1.
+    S = S + k (beta v)^T, and out = scale S^T q. Gated DeltaNet has a g per head, KDA one per
+    channel of the key. Mamba2 is delta_rule=False, q = C, k = B, v = x dt, g = A dt, scale = 1.
 
     Args:
-        q, k: [T, H_k, D_k]; v: [T, H_v, D_v], of one dtype, float32 or bfloat16 (float64: on the
-            reference backend). H_v is a multiple of H_k, and consecutive heads of v share a head
-            of q and k.
+        q, k: [T, H_k, D_k]; v: [T, H_v, D_v], of one dtype (float64: on the reference backend). H_v
+            is a multiple of H_k, and consecutive heads of v share a head of q and k.
         g: [T, H_v] or [T, H_v, D_k], the log of the decay, at most 0.
         beta: [T, H_v]; None is 1.
         cu_seqlens: [S + 1] int32 or int64, 0 and the end of every segment; a segment may be empty.
@@ -91,7 +90,6 @@ def linear_recurrence(
     check.shape(OP, "q", q, "T H_k D_k", sizes)
     check.shape(OP, "k", k, "T H_k D_k", sizes)
     check.shape(OP, "v", v, "T H_v D_v", sizes)
-    check.dtype(OP, "q", q, _DTYPES)
     check.dtype(OP, "k", k, (q.dtype,))
     check.dtype(OP, "v", v, (q.dtype,))
     if 0 in q.shape[1:] or 0 in v.shape[1:] or v.shape[1] % q.shape[1]:
@@ -105,10 +103,7 @@ def linear_recurrence(
     ends = check.cu_seqlens(OP, cu_seqlens, q.shape[0])
     sizes["S"] = (ends.shape[0] - 1, "cu_seqlens")
     if parents is not None:
-        check.shape(OP, "parents", parents, "S", sizes)
-        parents = check.int32(OP, "parents", parents).contiguous()
-        if check.readable(parents):
-            _check_parents(parents)
+        parents = check_parents(OP, parents, ends.shape[0] - 1)
     if initial_state is not None:
         check.shape(OP, "initial_state", initial_state, "S H_v D_k D_v", sizes)
     scale = q.shape[2] ** -0.5 if scale is None else check.number(OP, "scale", scale, above=0)
@@ -130,14 +125,20 @@ def linear_recurrence(
     return out, states if output_final_state else None
 
 
-def _check_parents(parents: Tensor) -> None:
-    index = torch.arange(parents.shape[0], device=parents.device)
+def check_parents(op: str, parents: Tensor, segments: int) -> Tensor:
+    """Check the parents of segments: [S] int32 or int64, earlier segments or -1; return int32."""
+    check.shape(op, "parents", parents, "S", {"S": (segments, "cu_seqlens")})
+    parents = check.int32(op, "parents", parents).contiguous()
+    if not check.readable(parents):
+        return parents
+    index = torch.arange(segments, device=parents.device)
     wrong = (parents < -1) | (parents >= index)
     if wrong.any():
         i = int(wrong.nonzero()[0])
         raise ValueError(
-            f"{OP}: parents[{i}] is {int(parents[i])}; expected an earlier segment, or -1 for none."
+            f"{op}: parents[{i}] is {int(parents[i])}; expected an earlier segment, or -1 for none."
         )
+    return parents
 
 
 def _unit_inner_stride(x: Tensor) -> Tensor:
@@ -157,13 +158,9 @@ _OPERANDS = (
     schema=f"({_OPERANDS}, {_OPTIONS}, bool keep_states, bool wants_final) "
     "-> (Tensor, Tensor, Tensor)",
 )
-def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """out, the last states (empty unless wanted), and the states that the backward starts from."""
-    out, states, final = native().linear_recurrence(
-        *map(_unit_inner_stride, (q, k, v)), *arguments
-    )
+    out, states, final = native().linear_recurrence(*map(_unit_inner_stride, (q, k, v)), *arguments)
     return out, final, states
 
 
@@ -189,9 +186,7 @@ def _backward_op(
     grads = native().linear_recurrence_backward(
         _unit_inner_stride(grad_out), grad_final, *map(_unit_inner_stride, (q, k, v)), *arguments
     )
-    grad_q, grad_k = (
-        grad.unflatten(1, (q.shape[1], -1)).sum(2).to(q.dtype) for grad in grads[:2]
-    )
+    grad_q, grad_k = (grad.unflatten(1, (q.shape[1], -1)).sum(2).to(q.dtype) for grad in grads[:2])
     return grad_q, grad_k, *(q.new_empty(0) if x is None else x for x in grads[2:])
 
 
@@ -244,7 +239,7 @@ def _reference(
     delta_rule: bool,
     l2_norm: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence, token by token."""
+    """The recurrence, token by token, of products that autocast leaves alone."""
     wide = g.dtype
     shared = v.shape[1] // q.shape[1]
     q, k, wide_v = q.to(wide), k.to(wide), v.to(wide)
@@ -255,7 +250,7 @@ def _reference(
     zeros = q.new_zeros(v.shape[1], q.shape[2], v.shape[2])
     outs, finals = [], list[Tensor]()
     bounds = ends.tolist()
-    for segment, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for segment, (begin, end) in enumerate(itertools.pairwise(bounds)):
         parent = -1 if parents is None else int(parents[segment])
         state = zeros if initial_state is None else initial_state[segment]
         if parent >= 0:
@@ -264,11 +259,11 @@ def _reference(
             state = state * decay[t]
             update = wide_v[t]
             if delta_rule:
-                update = update - torch.einsum("hkv,hk->hv", state, k[t])
+                update = update - (state * k[t][:, :, None]).sum(1)
             if beta is not None:
                 update = update * beta[t][:, None]
             state = state + k[t][:, :, None] * update[:, None]
-            outs.append(torch.einsum("hkv,hk->hv", state, q[t]) * scale)
+            outs.append((state * q[t][:, :, None]).sum(1) * scale)
         finals.append(state)
     out = torch.stack(outs).to(v.dtype) if outs else v.clone()
     return out, torch.stack(finals) if finals else zeros.new_empty(0, *zeros.shape)

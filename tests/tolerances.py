@@ -59,3 +59,6 @@ ATTENTION_DELTA = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 # linear_recurrence, float32 states: decays and the delta rule shrink a rounding of a state, so that
 # errors stay at some tens of 2^-24 of the largest entry, over any number of tokens.
 LINEAR_RECURRENCE = 1e-5
+# causal_conv1d: at most five float32 roundings and those of the activation, relative to the largest
+# entry; a gradient of the weight is a sum over all tokens.
+CAUSAL_CONV = 2e-6

@@ -96,6 +96,9 @@ if [ "$(cat .venv/packages.stamp 2>/dev/null)" != "$packages_key" ]; then
 fi
 if [ "$(cat .venv/sources.stamp 2>/dev/null)" != "$sources_key" ]; then
   say "building the extension"
+  # Bytecode of a package that has moved to extras/ would be found in its place.
+  find hybridengine -name __pycache__ -prune -exec rm -rf {} +
+  find hybridengine -mindepth 1 -type d -empty -delete
   wait # for build_ahead
   pip_install --no-build-isolation --no-deps -e .
   say "the extension was built $(cat build/cmake-"$(.venv/bin/python -c 'import sys; print(sys.implementation.cache_tag)')"/kernels.txt)"

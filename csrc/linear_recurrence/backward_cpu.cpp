@@ -255,21 +255,24 @@ class Walk {
 };
 
 template <typename T, bool channels>
-void backward(const LinearRecurrenceBackward& p) {
+void run(const LinearRecurrenceBackward& p) {
   const int64_t trees = std::ssize(p.plan->trees) - 1;
   for_each_task<Walk<T, channels>>(p, trees * p.v_heads, [&](int64_t task, auto& walk) {
     walk.run(task / p.v_heads, task % p.v_heads);
   });
 }
 
+template <typename T, typename Params>
+void backward(const Params& p) {
+  p.g_channels ? run<T, true>(p) : run<T, false>(p);
+}
+
 }  // namespace
 
 void linear_recurrence_backward_cpu(const LinearRecurrenceBackward& p) {
-  if (p.dtype == DType::f32) {
-    (p.g_channels ? backward<float, true> : backward<float, false>)(p);
-  } else {
-    (p.g_channels ? backward<bf16, true> : backward<bf16, false>)(p);
-  }
+  if (p.dtype == DType::f32) return backward<float>(p);
+  if (p.dtype == DType::bf16) return backward<bf16>(p);
+  backward<f16>(p);
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

@@ -76,13 +76,12 @@ void fill(LinearRecurrence& p, const Tensor& q, const Tensor& k, const Tensor& v
       kOp,
       {{"q", q}, {"k", k}, {"v", v}, {"g", g}, {"beta", beta}, {"initial_state", initial_state}});
   if (!q.device().is_cpu()) no_kernel_for(q.device(), kOp);
-  HE_CHECK_VALUE(q.scalar_type() == kFloat || q.scalar_type() == kBFloat16, kOp, ": q has dtype ",
-                 q.scalar_type(), "; expected float32 or bfloat16");
-  HE_CHECK_VALUE(
-      q.dim() == 3 && v.dim() == 3 && q.size(1) > 0 && q.size(2) > 0 && v.size(1) % q.size(1) == 0,
-      kOp, ": q is ", q.sizes(), " and v ", v.sizes(),
-      "; expected [T, H_k, D_k] and [T, H_v, D_v], H_v a multiple of H_k");
   p.dtype = float_dtype(q, "q");
+  HE_CHECK_VALUE(p.dtype != DType::f64, kOp, ": q has dtype float64; use the reference");
+  HE_CHECK_VALUE(q.dim() == 3 && v.dim() == 3 && q.size(1) > 0 && q.size(2) > 0 && v.size(1) > 0 &&
+                     v.size(2) > 0 && v.size(1) % q.size(1) == 0,
+                 kOp, ": q is ", q.sizes(), " and v ", v.sizes(),
+                 "; expected [T, H_k, D_k] and [T, H_v, D_v], H_v a multiple of H_k");
   p.tokens = q.size(0), p.k_heads = q.size(1), p.k_dim = q.size(2);
   p.v_heads = v.size(1), p.v_dim = v.size(2);
   p.q = token_rows("q", q, q, p.k_heads, p.k_dim);

@@ -134,8 +134,9 @@ class ChunkRows {
 
  private:
   float load_row(const TokenRows& x, int64_t token, int64_t head, float* row, float scale) const {
-    return p_.dtype == DType::f32 ? convert_row(row_of<float>(x, token, head), row, scale)
-                                  : convert_row(row_of<bf16>(x, token, head), row, scale);
+    if (p_.dtype == DType::f32) return convert_row(row_of<float>(x, token, head), row, scale);
+    if (p_.dtype == DType::bf16) return convert_row(row_of<bf16>(x, token, head), row, scale);
+    return convert_row(row_of<f16>(x, token, head), row, scale);
   }
 
   template <typename T>

@@ -76,7 +76,7 @@ class Walk {
 };
 
 template <typename T, bool channels>
-void forward(const LinearRecurrenceForward& p) {
+void run(const LinearRecurrenceForward& p) {
   const int64_t trees = std::ssize(p.plan->trees) - 1, blocks = num_blocks(p);
   // Few heads for many threads: a head's columns are split, which changes no bit.
   const int64_t parts =
@@ -87,14 +87,17 @@ void forward(const LinearRecurrenceForward& p) {
   });
 }
 
+template <typename T, typename Params>
+void forward(const Params& p) {
+  p.g_channels ? run<T, true>(p) : run<T, false>(p);
+}
+
 }  // namespace
 
 void linear_recurrence_cpu(const LinearRecurrenceForward& p) {
-  if (p.dtype == DType::f32) {
-    (p.g_channels ? forward<float, true> : forward<float, false>)(p);
-  } else {
-    (p.g_channels ? forward<bf16, true> : forward<bf16, false>)(p);
-  }
+  if (p.dtype == DType::f32) return forward<float>(p);
+  if (p.dtype == DType::bf16) return forward<bf16>(p);
+  forward<f16>(p);
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

@@ -48,7 +48,7 @@ struct TokenRows {
 struct LinearRecurrence {
   TokenRows q, k;  // [tokens, k_heads, k_dim]
   TokenRows v;     // [tokens, v_heads, v_dim]; v_heads / k_heads of its heads share a head of q, k
-  DType dtype;     // of q, k, v and out: f32 or bf16
+  DType dtype;     // of q, k, v and out: f32, bf16 or f16
   const float* g;  // [tokens, v_heads], or with g_channels [tokens, v_heads, k_dim]
   const float* beta;     // [tokens, v_heads] or null: 1
   const float* initial;  // [segments, v_heads, k_dim, v_dim] or null: 0; roots read it

@@ -13,6 +13,7 @@ OPERATORS = (
     "attention",
     "balance",
     "block_quantize",
+    "causal_conv1d",
     "decode_linear",
     "delta_ops",
     "distillation",

@@ -73,6 +73,18 @@ CASES = {
         [(ROWS, WIDTH), (3, VOCAB, WIDTH)],
         lambda x, w, backend: [he.grouped_linear(x, w, CU_COUNTS, backend=backend)],
     ),
+    "linear_recurrence": (
+        [(ROWS, 1, 4), (ROWS, 1, 4), (ROWS, 2, 3), (ROWS, 2), (ROWS, 2)],
+        lambda q, k, v, g, beta, backend: he.linear_recurrence(
+            q, k, v, -g.square(), beta, cu_seqlens=CU_COUNTS, l2_norm=True, backend=backend
+        )[:1],
+    ),
+    "causal_conv1d": (
+        [(ROWS, WIDTH), (WIDTH, 4), (WIDTH,)],
+        lambda x, w, b, backend: [
+            he.causal_conv1d(x, w, b, cu_seqlens=CU_COUNTS, activation="silu", backend=backend)
+        ],
+    ),
     "tree_attention": (
         [(ROWS, 2, WIDTH)] * 3 + [(2,)],
         lambda q, k, v, s, backend: [he.tree_attention(q, k, v, ENDS, sinks=s, backend=backend)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybridengine import _C
 from tools.fuzz.draw import DTYPES, FLOAT_DTYPES, SHORT_DTYPES, Draw
 
 
@@ -99,6 +100,48 @@ def gated_activation_backward(d: Draw) -> list:
     return [d.rows(d.floats(*gate.shape, dtype=gate.dtype)), gate, up, activation]
 
 
+def causal_conv1d(d: Draw) -> list:
+    dtype, tokens, channels = d.pick(FLOAT_DTYPES), d.size(150), d.size(300)
+    width, segments = d.pick((2, 3, 4)), d.size(5) or 1
+    bias = d.maybe(lambda: d.floats(channels))
+    state = d.maybe(lambda: d.floats(segments, width - 1, channels, dtype=dtype))
+    x = d.rows(d.floats(tokens, channels, dtype=dtype))
+    ends = d.ends(segments, tokens)
+    return [x, d.floats(width, channels), bias, ends, parents(d, segments), state, d.chance(0.5)]
+
+
+def causal_conv1d_backward(d: Draw) -> list:
+    x, *others = causal_conv1d(d)
+    return [d.rows(d.floats(*x.shape, dtype=x.dtype)), x, *others]
+
+
+def parents(d: Draw, segments: int) -> Tensor | None:
+    earlier = [d.random.randint(-1, segment - 1) for segment in range(segments)]
+    return d.maybe(lambda: torch.tensor(earlier, dtype=torch.int32))
+
+
+def linear_recurrence(d: Draw) -> list:
+    dtype, tokens, k_heads = d.pick(FLOAT_DTYPES), d.size(150), d.pick((1, 2))
+    heads, dim, value_dim = k_heads * d.pick((1, 2)), 1 + d.size(20), 1 + d.size(70)
+    segments = d.size(5) or 1
+    shapes = ((k_heads, dim), (k_heads, dim), (heads, value_dim))
+    inputs = [d.rows(d.floats(tokens, *shape, dtype=dtype)) for shape in shapes]
+    g = -d.floats(tokens, heads, *d.pick(((), (dim,)))).abs()
+    beta = d.maybe(lambda: d.floats(tokens, heads))
+    state = d.maybe(lambda: d.floats(segments, heads, dim, value_dim))
+    tensors = [*inputs, g, beta, d.ends(segments, tokens), parents(d, segments), state]
+    return [*tensors, 0.3, *(d.chance(0.5) for _ in range(4))]
+
+
+def linear_recurrence_backward(d: Draw) -> list:
+    *tensors, scale, delta, l2_norm, _, _ = linear_recurrence(d)
+    options = [scale, delta, l2_norm]
+    out, states, final = _C.linear_recurrence(*tensors, *options, True, True)
+    grad_final = d.maybe(lambda: d.floats(*final.shape))
+    grad = d.rows(d.floats(*out.shape, dtype=out.dtype))
+    return [grad, grad_final, *tensors, states, *options]
+
+
 def decode_linear(d: Draw) -> list:
     dtype, rows, n, k = d.pick((torch.float32, torch.bfloat16)), d.size(), d.size(70), d.size(70)
     x, weight = (d.rows(d.floats(m, k, dtype=dtype)) for m in (rows, n))
@@ -179,6 +222,10 @@ FUNCTIONS = (
     decode_linear,
     grouped_linear,
     grouped_weight_grad,
+    causal_conv1d,
+    causal_conv1d_backward,
+    linear_recurrence,
+    linear_recurrence_backward,
     mixed_gemm,
     has_mixed_gemm,
     sparse_logits,

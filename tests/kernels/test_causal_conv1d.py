@@ -1,0 +1,172 @@
+"""causal_conv1d: packed segments and forests, against a convolution of each in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hybridengine.kernels import causal_conv1d
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import tolerances
+from tests.kernels.strategies import integers
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def make_inputs(lengths, channels, width, *, bias=True, initial=False, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "x": normal(sum(lengths), channels).to(dtype),
+        "weight": normal(channels, width),
+        "bias": normal(channels) if bias else None,
+        "initial_state": normal(len(lengths), width - 1, channels).to(dtype) if initial else None,
+    }
+
+
+def segments(lengths, parents=None):
+    options = {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0)}
+    if parents is not None:
+        options["parents"] = torch.tensor(parents, dtype=torch.int64)
+    return options
+
+
+def run(inputs, options, backend, dtype=None):
+    """Return the output and the gradients of a fixed function of it."""
+    given = {
+        name: None if x is None else x.detach().to(dtype or x.dtype).requires_grad_()
+        for name, x in inputs.items()
+    }
+    out = causal_conv1d(**given, **options, backend=backend)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    weights = weights.to(inputs["x"].dtype).to(out.dtype)  # no rounding in the gradient of out
+    present = {name: x for name, x in given.items() if x is not None}
+    grads = torch.autograd.grad(
+        (out * weights).sum(), list(present.values()), allow_unused=True, materialize_grads=True
+    )
+    return {"out": out, **dict(zip(present, grads, strict=True))}
+
+
+def assert_close_to_float64(inputs, options):
+    got, expected = run(inputs, options, "cpp"), run(inputs, options, "reference", torch.float64)
+    rounding = tolerances.GRAD_ROUNDING[str(inputs["x"].dtype).removeprefix("torch.")]
+    for name, x in got.items():
+        if x.numel():
+            largest = expected[name].abs().max().clamp(min=1.0)
+            error = (x.double() - expected[name]).abs().max() / largest
+            assert error <= tolerances.CAUSAL_CONV + rounding, (name, float(error))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(deadline=None, max_examples=40)
+@given(
+    **integers(channels=(1, 40), width=(2, 4), count=(0, 6), seed=(0, 999)),
+    bias=st.booleans(),
+    initial=st.booleans(),
+    silu=st.booleans(),
+    data=st.data(),
+)
+def test_random_forests_against_float64(
+    dtype, channels, width, count, seed, bias, initial, silu, data
+):
+    lengths = [data.draw(st.sampled_from((0, 1, 2, 3, 31, 32, 70))) for _ in range(count)]
+    parents = [data.draw(st.integers(-1, index - 1)) for index in range(count)]
+    inputs = make_inputs(
+        lengths, channels, width, bias=bias, initial=initial, dtype=dtype, seed=seed
+    )
+    options = {**segments(lengths, parents), "activation": "silu" if silu else None}
+    assert_close_to_float64(inputs, options)
+
+
+@pytest.mark.parametrize("channels", (256, 300, 513))
+def test_several_tiles_of_channels(channels):
+    lengths, parents = [65, 1, 0, 3, 40], [-1, 0, 1, 2, -1]
+    inputs = make_inputs(lengths, channels, 4, initial=True)
+    assert_close_to_float64(inputs, {**segments(lengths, parents), "activation": "silu"})
+
+
+def test_the_bits_of_a_tree_depend_on_itself_alone():
+    lengths, parents = [33, 2, 100], [-1, 0, -1]
+    inputs = make_inputs(lengths, 300, 4)
+    together = run(inputs, segments(lengths, parents), "cpp")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        for name, x in run(inputs, segments(lengths, parents), "cpp").items():
+            assert torch.equal(x, together[name]), name
+    finally:
+        torch.set_num_threads(before)
+    alone = {**inputs, "x": inputs["x"][35:]}
+    assert torch.equal(causal_conv1d(**alone, **segments([100])), together["out"][35:])
+    split = segments([33, 2, 1, 1, 98], [-1, 0, -1, 2, 3])
+    assert torch.equal(causal_conv1d(**inputs, **split), together["out"])
+
+
+def test_nan_stays_in_its_tree():
+    lengths, parents = [5, 4, 6], [-1, -1, 1]
+    inputs = make_inputs(lengths, 20, 4)
+    clean = run(inputs, segments(lengths, parents), "cpp")
+    inputs["x"][4] = float("nan")
+    spoilt = run(inputs, segments(lengths, parents), "cpp")
+    for name in ("out", "x"):
+        assert torch.equal(spoilt[name][5:], clean[name][5:])
+        assert torch.equal(spoilt["out"][:4], clean["out"][:4])
+
+
+@pytest.mark.parametrize("value", (-1e30, -100.0, 100.0, 1e30))
+def test_silu_of_large_values(value):
+    x = torch.full((3, 16), value, requires_grad=True)
+    weight = torch.tensor([[0.0, 1.0]]).repeat(16, 1)
+    out = causal_conv1d(x, weight, activation="silu", **segments([3]))
+    assert torch.allclose(out, torch.nn.functional.silu(x), rtol=1e-6, atol=1e-30)
+    [grad] = torch.autograd.grad(out.sum(), x)
+    assert torch.allclose(grad, torch.full_like(x, float(value > 0)), rtol=0, atol=1e-37)
+
+
+def test_strided_inputs():
+    inputs = make_inputs([20, 30], 24, 3)
+    expected = run(inputs, segments([20, 30]), "cpp")
+    wide = torch.cat([inputs["x"], inputs["x"]], 1)
+    for x in (wide[:, :24], inputs["x"].t().contiguous().t()):
+        for name, y in run({**inputs, "x": x}, segments([20, 30]), "cpp").items():
+            assert torch.equal(y, expected[name])
+
+
+def test_opcheck_and_compile():
+    inputs = make_inputs([20, 3], 10, 4, initial=True)
+    tensors = {name: x.requires_grad_() for name, x in inputs.items()}
+    options = segments([20, 3], [-1, 0])
+    ends, parents = (options[name].int() for name in ("cu_seqlens", "parents"))
+    weight = inputs["weight"].detach().t().contiguous().requires_grad_()
+    arguments = (tensors["x"], weight, tensors["bias"], ends, parents, tensors["initial_state"])
+    torch.library.opcheck(torch.ops.hybridengine.causal_conv1d.default, (*arguments, True))
+
+    def loss(tensors):
+        return causal_conv1d(**tensors, **options, activation="silu").square().sum()
+
+    expected = torch.autograd.grad(loss(tensors), list(tensors.values()))
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(tensors), list(tensors.values()))
+    assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"weight": torch.zeros(4, 5)}, r"weight has shape \[4, 5\]; expected \[C, W\], W 2 to 4"),
+        ({"bias": torch.zeros(3)}, "bias has shape"),
+        ({"parents": torch.tensor([-1, 2])}, r"parents\[1\] is 2; expected an earlier segment"),
+        ({"cu_seqlens": torch.tensor([0, 3, 7])}, "cu_seqlens ends at 7, but there are 8 tokens"),
+        ({"initial_state": torch.zeros(2, 3, 4)}, r"expected \[2, 2, 4\]"),
+        ({"activation": "gelu"}, "activation is 'gelu'; expected 'silu' or None"),
+        ({"x": None}, "x is None"),
+    ],
+)
+def test_wrong_arguments(change, message):
+    arguments = {**make_inputs([3, 5], 4, 3), **segments([3, 5]), **change}
+    with pytest.raises((ValueError, TypeError), match=message):
+        causal_conv1d(**arguments)
