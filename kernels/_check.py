@@ -141,6 +141,16 @@ def int32(op: str, name: str, tensor: Tensor) -> Tensor:
     return tensor.int().contiguous()
 
 
+def contiguous(op: str, **tensors: Tensor) -> None:
+    """Check that tensors that are written are contiguous."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{op}: {name} has shape {list(tensor.shape)} and strides {list(tensor.stride())}; "
+                "expected a contiguous tensor."
+            )
+
+
 def mask(op: str, name: str, tensor: Tensor) -> Tensor:
     """Check for bool, integers or floats; return bool, True where nonzero.
 
@@ -211,22 +221,28 @@ def _check_ends(op: str, name: str, tensor: Tensor, num_tokens: int, mask: Tenso
 _BOUNDS = {"above": operator.gt, "at_least": operator.ge, "at_most": operator.le}
 
 
+def real(op: str, name: str, value: float) -> float:
+    """Check for a number, NaN and inf included; return a float. A bool or a tensor is an error."""
+    if isinstance(value, bool | Tensor) or not isinstance(value, (int, float, Real)):
+        raise TypeError(f"{op}: {name} is {_described(value)}; expected a number.")
+    return float(value)
+
+
 def number(op: str, name: str, value: float, *, infinite: bool = False, **bounds: float) -> float:
     """Check for a number within bounds, no NaN, and no inf unless `infinite`; return a float.
 
     bounds: by their names in _BOUNDS.
     """
-    if type(value) is not float and (
-        isinstance(value, bool | Tensor) or not isinstance(value, (int, float, Real))
-    ):
-        raise TypeError(f"{op}: {name} is {_described(value)}; expected a number.")
-    value = float(value)
-    good = value == value and (infinite or abs(value) != float("inf"))
-    if not good or not all(_BOUNDS[word](value, bound) for word, bound in bounds.items()):
-        kind = "a number" if infinite else "a finite number"
-        within = " and ".join(f"{word.replace('_', ' ')} {x}" for word, x in bounds.items())
-        raise ValueError(f"{op}: {name} is {value}; expected {f'{kind} {within}'.strip()}.")
-    return value
+    if type(value) is not float:
+        value = real(op, name, value)
+    good = value == value if infinite else value - value == 0.0
+    for word, bound in bounds.items():
+        good = good and _BOUNDS[word](value, bound)
+    if good:
+        return value
+    kind = "a number" if infinite else "a finite number"
+    within = " and ".join(f"{word.replace('_', ' ')} {x}" for word, x in bounds.items())
+    raise ValueError(f"{op}: {name} is {value}; expected {f'{kind} {within}'.strip()}.")
 
 
 def integer(op: str, name: str, value: int, *, at_least: int | None = None) -> int:
@@ -261,27 +277,47 @@ def choice(
     )
 
 
-def reverse_mode_only(op: str, **tensors: Tensor | None) -> None:
+def reverse_mode_only(op: str, *, batched: bool = True, **tensors: Any) -> None:
     """Check that no tensor has a forward-mode tangent or is inside a derivative of torch.func.
 
     A tangent would be dropped silently; torch.func would raise an error without the operator's
-    name.
+    name. Without a transformation this costs the same for any number of tensors.
+
+    Args:
+        batched: whether tensors may be batched by torch.vmap.
+        tensors: tensors, lists of them, and other arguments, which are skipped.
     """
     if torch.compiler.is_compiling():
         return
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(
-                f"{op}: {name} has a forward-mode tangent, and {op} has no forward-mode formula; "
-                "use reverse mode, or a plain PyTorch expression."
-            )
-        if torch._C._functorch.is_gradtrackingtensor(tensor):
+    if forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active():
+        return
+    for name, value in tensors.items():
+        if isinstance(value, list | tuple):
+            parts = {f"{name}[{i}]": part for i, part in enumerate(value)}
+            reverse_mode_only(op, batched=batched, **parts)
+        elif isinstance(value, Tensor):
+            _check_untransformed(op, name, value, batched)
+
+
+def _check_untransformed(op: str, name: str, tensor: Tensor, batched: bool) -> None:
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise NotImplementedError(
+            f"{op}: {name} has a forward-mode tangent, and {op} has no forward-mode formula; "
+            "use reverse mode, or a plain PyTorch expression."
+        )
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_gradtrackingtensor(tensor):
             raise NotImplementedError(
                 f"{op}: {name} is inside a derivative of torch.func, which {op} does not support; "
                 "use torch.autograd.grad, or a plain PyTorch expression."
             )
+        if functorch.is_batchedtensor(tensor) and not batched:
+            raise NotImplementedError(
+                f"{op}: {name} is batched by torch.vmap, which {op} does not support; call it "
+                "once per entry of the batch."
+            )
+        tensor = functorch.get_unwrapped(tensor)
 
 
 class _Raise(torch.autograd.Function):

@@ -1,7 +1,9 @@
 """The declaration of operators: `torch.library.custom_op`, called without its overhead in eager.
 
 An operator chooses the dtypes of its products itself. Autocast would round operands of float32
-products in it to 16 bits, in the forward as in a backward that runs inside autocast.
+products in it to 16 bits, in the forward as in a backward that runs inside autocast: it is off in
+both. What an operator has no formula for, a forward-mode tangent or a derivative of torch.func, is
+an error that names it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn import Parameter
+
+from . import _check as check
 
 _PLAIN = frozenset((torch.Tensor, Parameter, list, str, int, float, bool, type(None), torch.dtype))
 
@@ -23,6 +28,7 @@ def _is_plain(arguments: tuple[Any, ...]) -> bool:
         and not arguments[0].is_meta
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
         and _PLAIN.issuperset(map(type, arguments))
     )
 
@@ -37,11 +43,22 @@ class CustomOp:
         self._definition = definition
         self._op = definition._opoverload
         self._run = run
-        self._mutates = self._op._schema.is_mutable  # then the dispatcher counts versions
+        schema = self._op._schema
+        self._name = schema.name.partition("::")[2]
+        self._arguments = [argument.name for argument in schema.arguments]
+        self._mutates = schema.is_mutable  # then the dispatcher counts versions
+        types = [str(one.type) for one in (*schema.arguments, *schema.returns)]
+        self._has_lists = any("List" in kind and "Tensor" in kind for kind in types)
+        # Then torch.vmap calls an op once per entry.
+        self._takes_batches = not self._mutates and not self._has_lists
         self._function: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
-        if torch.compiler.is_compiling() or self._mutates or not _is_plain(arguments):
+        if torch.compiler.is_compiling():
+            return self._op(*arguments)
+        if self._mutates or not _is_plain(arguments):
+            named = dict(zip(self._arguments, arguments, strict=False))
+            check.reverse_mode_only(self._name, batched=self._takes_batches, **named)
             return self._op(*arguments)
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
             return self._run(*arguments)
@@ -54,6 +71,7 @@ class CustomOp:
         return fake
 
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
+        backward = without_autocast(backward)
         self._definition.register_autograd(backward, setup_context=setup_context)
         run = self._run
 
@@ -62,12 +80,21 @@ class CustomOp:
             setup_context(ctx, arguments, output)
             return output
 
-        types = [str(argument.type) for argument in self._op._schema.arguments]
-        if any("List" in kind and "Tensor" in kind for kind in types):
+        if self._has_lists:
             return  # a Function does not see tensors in lists
-        name = self._op._schema.name.partition("::")[2]
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        self._function = type(name, (torch.autograd.Function,), methods)
+        self._function = type(self._name, (torch.autograd.Function,), methods)
+
+
+def without_autocast(function: Callable) -> Callable:
+    """Decorate a function that chooses the dtypes of its products itself."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def custom_op(
@@ -80,11 +107,7 @@ def custom_op(
     """
 
     def decorate(function: Callable) -> CustomOp:
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with torch._C._DisableAutocast():
-                return function(*args, **kwargs)
-
+        run = without_autocast(function)
         signature = schema or torch.library.infer_schema(function, mutates_args=mutates_args)
         definition = torch.library.custom_op(name, run, mutates_args=mutates_args, schema=signature)
         return CustomOp(definition, run)

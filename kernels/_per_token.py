@@ -86,7 +86,8 @@ def choose_number(condition: Tensor, yes: float, no: float, dtype: torch.dtype) 
 def unit_inner_stride(tensor: Tensor) -> Tensor:
     """Return the tensor, or a contiguous copy if the stride of its last dimension is not 1.
 
-    (`contiguous()` keeps the strides of a tensor without elements.)
+    (`contiguous()` keeps the strides of a tensor without elements: the kernels do not read them,
+    but torch's own products do.)
     """
     return tensor if tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
 

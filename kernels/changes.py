@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import _check as check
 from ._backend import choose_backend, native, register_backends
+from ._per_token import unit_inner_stride
 
 register_backends("take_changed", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
 register_backends("mark_changed_", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
@@ -52,7 +53,7 @@ def mark_changed_(
     One pass over the memory, which writes only where something changed.
 
     Args:
-        current: contiguous [N], floating point.
+        current: [N], floating point.
         sent: contiguous [N] of bfloat16 or float16 on the same device; it is written.
         mask: the result of `change_mask`.
         backend: `cpp`, `cuda` or `reference`; None takes the best one.
@@ -68,14 +69,18 @@ def mark_changed_(
         >>> indices.tolist(), values.tolist()
         ([1, 3], [2.0, 3.0])
     """
-    check.same_device("mark_changed_", current=current, sent=sent, mask=mask)
-    if choose_backend("mark_changed_", sent.device, backend) != "reference":
+    op = "mark_changed_"
+    check.same_device(op, current=current, sent=sent, mask=mask)
+    check.reverse_mode_only(op, batched=False, current=current, sent=sent, mask=mask)
+    check.contiguous(op, sent=sent, mask=mask)
+    current = current.contiguous()
+    if choose_backend(op, sent.device, backend) != "reference":
         native().mark_changed(current, sent, mask)
         return
-    check.dtype("mark_changed_", "sent", sent, ENGINE_DTYPES)
+    check.dtype(op, "sent", sent, ENGINE_DTYPES)
     if current.shape != sent.shape or current.dim() != 1 or mask.numel() != -(-len(sent) // 32):
         raise ValueError(
-            f"mark_changed_: current has shape {tuple(current.shape)}, sent {tuple(sent.shape)} "
+            f"{op}: current has shape {tuple(current.shape)}, sent {tuple(sent.shape)} "
             f"and mask {tuple(mask.shape)}; expected two vectors of one size, and its mask."
         )
     for start in range(0, len(sent), _CHUNK):
@@ -124,6 +129,7 @@ def take_changed(
     check.number(_OP, "max_share", max_share, at_least=0, at_most=1)
     named = {f"sources[{i}]": tensor for i, tensor in enumerate(sources)}
     check.same_device(_OP, **named, **{f"masks[{i}]": mask for i, mask in enumerate(masks)})
+    check.reverse_mode_only(_OP, batched=False, masks=masks, sources=sources)
     if len(masks) != len(sources):
         raise ValueError(
             f"{_OP}: there are {len(masks)} masks and {len(sources)} sources; expected one each."
@@ -158,7 +164,7 @@ def _count(masks: list[Tensor], numels: list[int]) -> tuple[Tensor, list[int]]:
 def marks(mask: Tensor, numel: int) -> Tensor:
     """Return bool [numel]: the elements that `mask` marks."""
     bit = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=mask.device)
-    return (mask.view(torch.uint8)[:, None] & bit).flatten()[:numel] != 0
+    return (unit_inner_stride(mask).view(torch.uint8)[:, None] & bit).flatten()[:numel] != 0
 
 
 def mark_(mask: Tensor, changed: Tensor) -> None:
@@ -173,14 +179,15 @@ def _reference(masks: list[Tensor], sources: list[Tensor], limit: float) -> list
     """Find the set bits with `nonzero`: the specification."""
     wide = any(source.numel() > _MAX_INT32_NUMEL for source in sources)
     found = []
-    for mask, source in zip(masks, sources, strict=True):
-        check.dtype(_OP, "masks", mask, (torch.int32,))
-        check.dtype(_OP, "sources", source, ENGINE_DTYPES)
-        if mask.numel() != -(-source.numel() // 32) or not source.is_contiguous():
+    for i, (mask, source) in enumerate(zip(masks, sources, strict=True)):
+        check.dtype(_OP, f"masks[{i}]", mask, (torch.int32,))
+        check.dtype(_OP, f"sources[{i}]", source, ENGINE_DTYPES)
+        check.contiguous(_OP, **{f"masks[{i}]": mask, f"sources[{i}]": source})
+        if mask.numel() != -(-source.numel() // 32):
             raise ValueError(
-                f"{_OP}: a mask of {mask.numel()} entries for a source of {source.numel()} "
-                f"elements with strides {source.stride()}; expected {-(-source.numel() // 32)} "
-                "and a contiguous tensor."
+                f"{_OP}: masks[{i}] has {mask.numel()} entries; expected "
+                f"{-(-source.numel() // 32)} for a source of {source.numel()} elements: make it "
+                "with change_mask()."
             )
         found.append(marks(mask, source.numel()).nonzero().flatten())
         mask.zero_()

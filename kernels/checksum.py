@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import _check as check
 from ._backend import choose_backend, native, register_backends
 
 register_backends("bit_checksum", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
@@ -32,7 +33,7 @@ def bit_checksum(tensor: Tensor, *, backend: str | None = None) -> Tensor:
     It does not depend on dtype, shape, device, alignment or the number of threads.
 
     Args:
-        tensor: contiguous, any dtype; others are copied.
+        tensor: any dtype; one that is not contiguous is copied.
         backend: `cpp`, `cuda` or `reference`; None takes the best one.
 
     Returns:
@@ -42,7 +43,8 @@ def bit_checksum(tensor: Tensor, *, backend: str | None = None) -> Tensor:
         >>> bit_checksum(torch.tensor([1, 2, 3], dtype=torch.int32)).item()  # w[0] + 1 * 2 + 3 * 3
         4294967308
     """
-    data = tensor.reshape(-1).view(torch.uint8)
+    check.reverse_mode_only("bit_checksum", batched=False, tensor=tensor)
+    data = tensor.contiguous().reshape(-1).view(torch.uint8)
     if choose_backend("bit_checksum", data.device, backend) != "reference":
         return native().bit_checksum(data)
     return _odd_weights(data[4:]) + _FIRST_WEIGHT * _odd_weights(data[:4])

@@ -18,7 +18,8 @@ from torch import Tensor
 from . import _check as check
 from ._backend import choose_backend, native, register_backends
 from ._library import custom_op
-from .gemm import has_fast_products, mixed_gemm
+from ._per_token import unit_inner_stride
+from .gemm import has_fast_products, mixed_gemm, product
 
 OP = "decode_linear"
 MAX_ROWS = 128  # from there on a general product is as fast
@@ -83,12 +84,12 @@ def decode_linear(
         raise ValueError(
             f"{OP}: out_dtype is {out_dtype}; expected {x.dtype}, the dtype of x, or torch.float32."
         )
-    if splits < 1 or x.shape[-1] % splits:
+    if x.shape[-1] % check.integer(OP, "splits", splits, at_least=1):
         raise ValueError(f"{OP}: splits is {splits}; expected a divisor of K = {x.shape[-1]}.")
     chosen = choose_backend(OP, x.device, backend, x.dtype)
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     out: Tensor = _op(rows, weight, bias, out_dtype, splits, chosen)
-    return out.view(*x.shape[:-1], weight.shape[0])
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
 
 
 def inference_linear(
@@ -162,8 +163,8 @@ def join_parts(parts: Iterable[Tensor], bias: Tensor | None, out_dtype: torch.dt
 def find_kernel(backend: str) -> Callable[..., Tensor]:
     """Return the kernel of `cpp` or `triton`: (x, weight, bias, out_dtype, out=) → out."""
     if backend == "cpp":
-        product: Callable[..., Tensor] = native().decode_linear
-        return product
+        kernel: Callable[..., Tensor] = native().decode_linear
+        return kernel
     from .decode_linear_triton import decode_linear
 
     return decode_linear
@@ -177,16 +178,16 @@ def _run(
     splits: int,
     backend: str,
 ) -> Tensor:
-    product = _reference
+    kernel = _reference
     if backend != "reference":
-        x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
+        x, weight = unit_inner_stride(x), unit_inner_stride(weight)
         bias = None if bias is None else bias.contiguous()
-        product = find_kernel(backend)
+        kernel = find_kernel(backend)
     if splits == 1:
-        return product(x, weight, bias, out_dtype)
+        return kernel(x, weight, bias, out_dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
     parts = zip(x.chunk(splits, 1), weight.chunk(splits, 1), strict=True)
-    return join_parts((product(*part, None, wide) for part in parts), bias, out_dtype)
+    return join_parts((kernel(*part, None, wide) for part in parts), bias, out_dtype)
 
 
 _op = custom_op(f"hybridengine::{OP}", mutates_args=())(_run)
@@ -208,8 +209,8 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     for_x, for_weight = ctx.needs_input_grad[:2]
     grad = grad.to(x.dtype)
     return (
-        grad @ weight if for_x else None,
-        grad.t() @ x if for_weight else None,
+        product(grad, weight.t(), None) if for_x else None,
+        product(grad.t(), x.t(), None) if for_weight else None,
         grad.sum(0) if ctx.has_bias else None,
         *(None, None, None),
     )
@@ -220,5 +221,5 @@ _op.register_autograd(_gradients, setup_context=_save_operands)
 
 def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    product = x.to(wide) @ weight.to(wide).t()
-    return (product if bias is None else product + bias.to(wide)).to(out_dtype)
+    sums = x.to(wide) @ weight.to(wide).t()
+    return (sums if bias is None else sums + bias.to(wide)).to(out_dtype)

@@ -7,10 +7,14 @@ float32 rate: there the operands are converted to float32 block by block.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from . import _check as check
 from ._backend import native
+from ._library import custom_op
 
 # The size of an operand's block after conversion to float32, so that the product reads it from the
 # cache.
@@ -54,6 +58,7 @@ def mixed_gemm(
         >>> out.tolist()
         [[4.0, 4.0, 4.0], [4.0, 4.0, 4.0]]
     """
+    check.reverse_mode_only("mixed_gemm", batched=False, out=out, a=a, b=b, bias=bias)
     if a.dtype == b.dtype == out.dtype:
         if accumulate:
             out.addmm_(a, b.t())
@@ -102,3 +107,30 @@ def _widened(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
         else:
             block = b[:, part].to(dtype)
             mixed_gemm(out, a[:, part], block, accumulate=accumulate or begin > 0)
+
+
+@custom_op("hybridengine::reference_product", mutates_args=())
+def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute a [m, k] @ b [n, k].T + bias [n], differentiable any number of times."""
+    return torch.nn.functional.linear(a, b, bias)
+
+
+@product.register_fake
+def _(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0])
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (a, b), needs = ctx.saved_tensors, ctx.needs_input_grad
+    return (
+        product(grad, b.t(), None) if needs[0] else None,
+        product(grad.t(), a.t(), None) if needs[1] else None,
+        grad.sum(0) if needs[2] else None,
+    )
+
+
+product.register_autograd(_backward, setup_context=_setup_context)

@@ -67,7 +67,6 @@ def grouped_linear(
         tensor([3., 7., 7.])
     """
     check.same_device(OP, x=x, weight=weight, cu_counts=cu_counts)
-    check.reverse_mode_only(OP, x=x, weight=weight)
     sizes: check.Sizes = {}
     check.shape(OP, "x", x, "T K", sizes)
     check.shape(OP, "weight", weight, "E N K", sizes)

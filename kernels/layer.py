@@ -16,6 +16,7 @@ from torch import Tensor
 from . import _check as check
 from ._backend import choose_backend, native, register_backends
 from ._library import custom_op
+from ._per_token import unit_inner_stride
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -42,6 +43,7 @@ def rms_norm(
     Args:
         x: [..., H], float32 or bfloat16 (float64: on the reference backend).
         weight: [H] of the dtype of `x`.
+        eps: not negative.
         offset: 1 for models whose weights are differences from 1, such as Gemma.
         round_first: round x / sqrt(...) to the dtype before it is multiplied, as Llama does.
         backend: `cpp` (CPU), `triton` (CUDA) or `reference`; None: the best one for the device.
@@ -51,7 +53,7 @@ def rms_norm(
         in float32, in an order that the number of rows fixes.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or the backend cannot run here.
+        ValueError: shapes, dtypes, devices or numbers do not fit, or the backend cannot run here.
 
     Example:
         >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.0).mul(12.5**0.5)
@@ -64,6 +66,8 @@ def rms_norm(
     check.shape(op, "weight", weight, "H", sizes)
     check.dtype(op, "x", x, _DTYPES)
     check.dtype(op, "weight", weight, (x.dtype,))
+    eps = check.number(op, "eps", eps, at_least=0)
+    offset = check.number(op, "offset", offset)
     chosen = choose_backend(op, x.device, backend, x.dtype)
     if chosen == "reference":
         return _rms_norm_reference(x, weight, eps, offset, round_first)
@@ -146,7 +150,7 @@ def gated_activation(
 def _rows(x: Tensor) -> Tensor:
     """Return x as [rows, H] with inner stride 1."""
     rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    return rows if rows.shape[-1] <= 1 or rows.stride(1) == 1 else rows.contiguous()
+    return unit_inner_stride(rows)
 
 
 def _kernels(x: Tensor) -> Any:

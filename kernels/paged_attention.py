@@ -18,9 +18,10 @@ from torch import Tensor
 
 from . import _check as check
 from ._backend import choose_backend, native, register_backends
+from ._per_token import unit_inner_stride
 from .attention import tree_attention
 
-OP = "paged_attention"
+OP, WRITE_OP = "paged_attention", "write_kv_cache"
 _DTYPES = (torch.float32, torch.bfloat16)
 
 register_backends(OP, cpu=("cpp", "reference"), cuda=("triton", "reference"))
@@ -49,6 +50,9 @@ def write_kv_cache(
     Raises:
         ValueError: shapes, dtypes, devices or (on a CPU) slots that do not fit.
     """
+    check.reverse_mode_only(WRITE_OP, batched=False, key=key, value=value, kv_cache=kv_cache)
+    key, value = unit_inner_stride(key), unit_inner_stride(value)
+    slot_mapping = slot_mapping.contiguous()
     chosen = choose_backend(OP, kv_cache.device, backend)
     if chosen == "triton":
         from . import paged_attention_triton as module
@@ -59,6 +63,7 @@ def write_kv_cache(
     if chosen == "cpp":
         native().write_kv_cache(key, value, kv_cache, slot_mapping)
         return
+    check.contiguous(WRITE_OP, kv_cache=kv_cache)
     finite = (key.isfinite().all(-1) & value.isfinite().all(-1))[..., None]
     key, value = key.where(finite, 0), value.where(finite, 0)
     key[..., :1] = key[..., :1].where(finite, torch.nan)
@@ -114,7 +119,13 @@ def paged_attention(
     check.shape(OP, "query", query, "T H D", sizes)
     check.shape(OP, "kv_cache", kv_cache, "num_blocks H_kv block_size C", sizes)
     check.dtype(OP, "kv_cache", kv_cache, _DTYPES)
+    check.reverse_mode_only(OP, batched=False, query=query, kv_cache=kv_cache, sinks=sinks)
     scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    scale = check.number(OP, "softmax_scale", scale)
+    if window_size is not None:
+        check.integer(OP, "window_size", window_size, at_least=1)
+    if softcap is not None:
+        softcap = check.number(OP, "softcap", softcap, above=0)
     value_dim = kv_cache.shape[3] - query.shape[2]
     if out is None:
         out = query.new_empty(*query.shape[:2], max(value_dim, 0))
@@ -123,7 +134,8 @@ def paged_attention(
         check.floats(OP, sinks=sinks)
         check.shape(OP, "sinks", sinks, "H", sizes)
         sinks = sinks.float().contiguous()
-    sequences = (block_table, query_start_loc, seq_lens)
+    query, block_table = unit_inner_stride(query), unit_inner_stride(block_table)
+    sequences = (block_table, query_start_loc.contiguous(), seq_lens.contiguous())
     options = (scale, window_size, softcap, sinks)
     chosen = choose_backend(OP, query.device, backend)
     if chosen == "triton":
@@ -135,6 +147,8 @@ def paged_attention(
     if chosen == "cpp":
         native().paged_attention(query, kv_cache, *sequences, *options, out)
         return out
+    _check_operands(query, kv_cache, *sequences, out)
+    check.cu_seqlens(OP, query_start_loc, query.shape[0], name="query_start_loc")
     keys, values = _views(kv_cache, query.shape[2])
     starts = query_start_loc.tolist()
     for i, length in enumerate(seq_lens.tolist()):
@@ -164,13 +178,13 @@ def paged_attention(
 def _check_cache(kv_cache: Tensor, key: Tensor, value: Tensor) -> None:
     """Raise ValueError unless keys [T, H_kv, D] and values [T, H_kv, D_v] fit the cache."""
     heads, width = kv_cache.shape[1], kv_cache.shape[3]
-    check.dtype(OP, "kv_cache", kv_cache, _DTYPES)
+    check.dtype(WRITE_OP, "kv_cache", kv_cache, _DTYPES)
     for name, rows in (("key", key), ("value", value)):
-        check.shape(OP, name, rows, "T H_kv D", {"H_kv": (heads, "kv_cache")})
-        check.dtype(OP, name, rows, (kv_cache.dtype,))
+        check.shape(WRITE_OP, name, rows, "T H_kv D", {"H_kv": (heads, "kv_cache")})
+        check.dtype(WRITE_OP, name, rows, (kv_cache.dtype,))
     if key.shape[2] + value.shape[2] != width or not kv_cache.is_contiguous():
         raise ValueError(
-            f"{OP}: kv_cache has shape {list(kv_cache.shape)} and strides "
+            f"{WRITE_OP}: kv_cache has shape {list(kv_cache.shape)} and strides "
             f"{list(kv_cache.stride())}; expected a contiguous one of rows of {key.shape[2]} + "
             f"{value.shape[2]} elements."
         )

@@ -8,6 +8,7 @@ from torch import Tensor
 from . import _check as check
 from ._per_token import TokenSequences, as_mask, compute_dtype, token_arguments, zero_masked
 from .policy_loss.terms import MAX_LOG_RATIO, log_ratio
+from .rollout_correction.reference import MAX_TERM
 
 
 def rollout_metrics(
@@ -65,7 +66,8 @@ def rollout_metrics(
     sequences = _Sequences(cu_seqlens, mask)
     log_rho = log_ratio(old, rollout)
     metrics = _perplexities(sequences.mean(old), sequences.mean(rollout), sequences)
-    total = sequences.total(log_rho).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    total = sequences.total(log_rho.clamp(-MAX_TERM, MAX_TERM))
+    total = total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     metrics["chi2_seq"] = sequences.over(torch.expm1(2 * total))
     if rollout_is is not None:
         raw = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

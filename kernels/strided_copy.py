@@ -81,7 +81,7 @@ def strided_copy(
     named = {f"sources[{i}]": tensor for i, tensor in enumerate(sources)}
     named |= {f"destinations[{i}]": tensor for i, tensor in enumerate(destinations)}
     check.same_device("strided_copy", **named)
-    _strided_copy(sources, destinations, table, backend)
+    _strided_copy(sources, destinations, table.contiguous(), backend)
 
 
 @custom_op("hybridengine::strided_copy", mutates_args={"destinations"})

@@ -94,9 +94,13 @@ std::tuple<Tensor, Tensor> group_advantage(const Tensor& rewards, const Tensor& 
     const Tensor slots =
         empty({table_size * static_cast<int64_t>(sizeof(GroupSlot))}, kByte, device);
     const Tensor slot_of = empty({rows}, kLong, device);
-    params.rows = {params.rewards,          params.group_ids,
-                   params.lengths,          static_cast<GroupSlot*>(slots.data()),
-                   slot_of.data<int64_t>(), table_size};
+    params.rows = {params.rewards,
+                   params.group_ids,
+                   params.lengths,
+                   static_cast<GroupSlot*>(slots.data()),
+                   slot_of.data<int64_t>(),
+                   table_size,
+                   params.options.leaves_one_out()};
     check_cuda(group_advantage_cuda(params, current_stream(device)), "group_advantage");
 #endif
   } else {

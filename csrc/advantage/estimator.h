@@ -19,6 +19,23 @@ enum class Estimator : int32_t {
   grpo_loo,  // (r - mean) / (std + epsilon) of the others; NeMo-RL's leave-one-out baseline
 };
 
+// Sums of d = r - shift over some rewards, one of which is shift.
+struct ShiftedSums {
+  double sum;
+  double sum_square;
+
+  HE_HOST_DEVICE void add(double d) {
+    sum += d;
+    sum_square += d * d;
+  }
+
+  // The sum of squared deviations from the mean of n rewards; it loses the bits of n, no more.
+  HE_HOST_DEVICE double squared_deviations(double n) const {
+    const double square = sum_square - sum * sum / n;
+    return square > 0 ? square : 0;
+  }
+};
+
 // Sums over a group of d = r - shift, where shift is a reward of the group: exact where all rewards
 // are equal, and without cancellation.
 struct GroupStats {
@@ -31,21 +48,35 @@ struct GroupStats {
   float second;      // best but one; -inf in a group of one
   int64_t best_row;  // the first of the best
   int64_t count;
+  float lowest;        // grpo_loo, and those that follow
+  int64_t lowest_row;  // the first of the lowest
+  // Without the best reward, shifted by the second; without the lowest one, shifted by the best.
+  ShiftedSums others_of_best, others_of_lowest;
 };
 
 struct EstimatorOptions {
   Estimator estimator;
   bool norm_by_std;  // pass_k, max_mean, grpo_loo
   double epsilon;
+
+  // Whether the std of the others of a reward is needed.
+  HE_HOST_DEVICE bool leaves_one_out() const {
+    return estimator == Estimator::grpo_loo && norm_by_std;
+  }
 };
 
-// The std of the other rewards of a group of `n`, 0 where they are equal up to rounding.
-HE_HOST_DEVICE double std_of_others(double reward, const GroupStats& group, double n) {
+// The std of the other rewards of a group of `n`, 0 where they are equal.
+//
+// Without one reward, the sums of the group cancel where it dominates them. Only the reward that is
+// farthest from the mean can (two cannot have nearly all squares of the deviations): the best or
+// the lowest one, whose others have sums of their own.
+HE_HOST_DEVICE double std_of_others(double reward, int64_t row, const GroupStats& group, double n) {
   if (n < 3) return 0;
-  const double d = reward - group.shift, sum = group.sum - d, total = group.sum_square - d * d;
-  const double square = total - sum * sum / (n - 1);
-  // The sums cancel to about 2^-52 of the terms they are made of.
-  return square > 1e-14 * n * group.sum_square ? sqrt(square / (n - 2)) : 0;
+  const double d = reward - group.shift;
+  ShiftedSums others{group.sum - d, group.sum_square - d * d};
+  if (row == group.best_row) others = group.others_of_best;
+  if (row == group.lowest_row) others = group.others_of_lowest;
+  return sqrt(others.squared_deviations(n - 1) / (n - 2));
 }
 
 HE_HOST_DEVICE double advantage_of(double reward, int64_t row, const GroupStats& group,
@@ -72,7 +103,7 @@ HE_HOST_DEVICE double advantage_of(double reward, int64_t row, const GroupStats&
     case Estimator::grpo_loo: {
       if (alone) return reward;
       const double advantage = (reward - mean) * (n / (n - 1));
-      const double others = options.norm_by_std ? std_of_others(reward, group, n) : 0;
+      const double others = options.norm_by_std ? std_of_others(reward, row, group, n) : 0;
       return others > 0 ? advantage / (others + options.epsilon) : advantage;
     }
     case Estimator::opo:
@@ -96,13 +127,25 @@ HE_HOST_DEVICE void add_member(GroupStats& group, float reward, double length, i
   } else if (reward > group.second) {
     group.second = reward;
   }
+  if (reward < group.lowest) {
+    group.lowest = reward;
+    group.lowest_row = row;
+  }
+}
+
+// For grpo_loo, once all members are added.
+HE_HOST_DEVICE void add_other(GroupStats& group, float reward, int64_t row) {
+  const double r = reward;
+  if (row != group.best_row) group.others_of_best.add(r - group.second);
+  if (row != group.lowest_row) group.others_of_lowest.add(r - group.best);
 }
 
 HE_HOST_DEVICE GroupStats empty_group(float shift) {
   GroupStats group{};
   group.shift = shift;
   group.best = group.second = -INFINITY;
-  group.best_row = INT64_MAX;
+  group.lowest = INFINITY;
+  group.best_row = group.lowest_row = INT64_MAX;
   return group;
 }
 

@@ -44,6 +44,9 @@ void collect_groups(const GroupAdvantageParams& p) {
     p.group_of[row] = find_group(p, row, num_groups);
     add_member(p.groups[p.group_of[row]], p.rewards[row], p.lengths ? p.lengths[row] : 0, row);
   }
+  if (!p.options.leaves_one_out()) return;
+  for (int64_t row = 0; row < p.num_rows; ++row)
+    add_other(p.groups[p.group_of[row]], p.rewards[row], row);
 }
 
 void spread_row(const GroupAdvantageParams& p, int64_t row) {

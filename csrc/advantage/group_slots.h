@@ -13,15 +13,21 @@
 
 namespace hybridengine {
 
+struct FixedSums {
+  uint64_t sum, sum_square;
+};
+
 struct GroupSlot {
   uint64_t owner;                                // 1 + a row of the group; 0: free
   uint64_t first;                                // ~ the lowest row
   uint64_t best;                                 // ordered bits of the best reward, then ~ its row
   uint64_t second;                               // ordered bits of the best reward of another row
+  uint64_t lowest, second_lowest;                // those of - reward; grpo_loo
   uint64_t count;                                // rows
   uint64_t bad;                                  // 1: a reward is not finite
   uint64_t max_d, max_length, max_length_sum;    // bits of the largest magnitude in a sum
   uint64_t sum, sum_square, length, length_sum;  // as in GroupStats, fixed point
+  FixedSums others_of_best, others_of_lowest;    // grpo_loo
 };
 
 struct GroupRows {
@@ -31,6 +37,7 @@ struct GroupRows {
   GroupSlot* slots;      // [table_size], a power of two and at least 2 * num_rows
   int64_t* slot_of;      // [num_rows]
   int64_t table_size;
+  bool leaves_one_out;  // see EstimatorOptions
 };
 
 // Larger floats have larger bits; never 0.
@@ -92,7 +99,32 @@ HE_HOST_DEVICE double from_first(const GroupRows& p, const GroupSlot& slot, int6
   return static_cast<double>(p.rewards[row]) - p.rewards[~slot.first];
 }
 
-HE_HOST_DEVICE int64_t best_row(const GroupSlot& slot) { return static_cast<uint32_t>(~slot.best); }
+// The row of an extreme: ordered bits of a reward, then ~ its row.
+HE_HOST_DEVICE int64_t row_of(uint64_t extreme) { return static_cast<uint32_t>(~extreme); }
+
+// The others of the best or of the lowest row of a group of at least two, shifted and scaled.
+struct Others {
+  double shift;
+  GroupScales scales;
+};
+
+HE_HOST_DEVICE Others others_of(const GroupSlot& slot, bool best) {
+  const double highest = ordered_value(best ? slot.second : slot.best >> 32);
+  const double lowest = -ordered_value(best ? slot.lowest >> 32 : slot.second_lowest);
+  const double max_d = highest - lowest;
+  return {highest, {fixed_scale(max_d, slot.count), fixed_scale(max_d * max_d, slot.count), 0, 0}};
+}
+
+template <class Ops>
+HE_HOST_DEVICE void add_fixed(FixedSums& sums, const Others& others, double reward) {
+  const double d = reward - others.shift;
+  Ops::add(&sums.sum, to_fixed(d, others.scales.sum));
+  Ops::add(&sums.sum_square, to_fixed(d * d, others.scales.sum_square));
+}
+
+HE_HOST_DEVICE ShiftedSums shifted_sums(const FixedSums& sums, const GroupScales& scales) {
+  return {from_fixed(sums.sum, scales.sum), from_fixed(sums.sum_square, scales.sum_square)};
+}
 
 // Pass 1: the slot of the row, and statistics that need only the row.
 template <class Ops>
@@ -110,6 +142,8 @@ HE_HOST_DEVICE void enter_group(const GroupRows& p, int64_t row) {
   Ops::add(&slot.count, 1);
   Ops::max(&slot.first, ~static_cast<uint64_t>(row));
   Ops::max(&slot.best, ordered_bits(reward) << 32 | static_cast<uint32_t>(~row));
+  if (p.leaves_one_out)
+    Ops::max(&slot.lowest, ordered_bits(-reward) << 32 | static_cast<uint32_t>(~row));
   if (!(fabsf(reward) < INFINITY)) Ops::max(&slot.bad, 1);
 }
 
@@ -119,7 +153,9 @@ HE_HOST_DEVICE void measure_row(const GroupRows& p, int64_t row) {
   GroupSlot& slot = p.slots[p.slot_of[row]];
   const double d = from_first(p, slot, row);
   Ops::max(&slot.max_d, magnitude_bits(d));
-  if (row != best_row(slot)) Ops::max(&slot.second, ordered_bits(p.rewards[row]));
+  if (row != row_of(slot.best)) Ops::max(&slot.second, ordered_bits(p.rewards[row]));
+  if (p.leaves_one_out && row != row_of(slot.lowest))
+    Ops::max(&slot.second_lowest, ordered_bits(-p.rewards[row]));
   if (!p.lengths) return;
   Ops::max(&slot.max_length, magnitude_bits(p.lengths[row]));
   Ops::max(&slot.max_length_sum, magnitude_bits(p.lengths[row] * d));
@@ -134,6 +170,12 @@ HE_HOST_DEVICE void add_row(const GroupRows& p, int64_t row) {
   const double d = from_first(p, slot, row);
   Ops::add(&slot.sum, to_fixed(d, scales.sum));
   Ops::add(&slot.sum_square, to_fixed(d * d, scales.sum_square));
+  if (p.leaves_one_out && slot.count > 1) {
+    const double r = p.rewards[row];
+    if (row != row_of(slot.best)) add_fixed<Ops>(slot.others_of_best, others_of(slot, true), r);
+    if (row != row_of(slot.lowest))
+      add_fixed<Ops>(slot.others_of_lowest, others_of(slot, false), r);
+  }
   if (!p.lengths) return;
   Ops::add(&slot.length, to_fixed(p.lengths[row], scales.length));
   Ops::add(&slot.length_sum, to_fixed(p.lengths[row] * d, scales.length_sum));
@@ -153,8 +195,13 @@ HE_HOST_DEVICE float finished_row(const GroupRows& p, int64_t row,
   group.length_sum = from_fixed(slot.length_sum, scales.length_sum);
   group.best = ordered_value(slot.best >> 32);
   group.second = slot.second ? ordered_value(slot.second) : -INFINITY;
-  group.best_row = best_row(slot);
+  group.best_row = row_of(slot.best);
   group.count = static_cast<int64_t>(slot.count);
+  if (p.leaves_one_out && slot.count > 1) {
+    group.lowest_row = row_of(slot.lowest);
+    group.others_of_best = shifted_sums(slot.others_of_best, others_of(slot, true).scales);
+    group.others_of_lowest = shifted_sums(slot.others_of_lowest, others_of(slot, false).scales);
+  }
   return static_cast<float>(advantage_of(p.rewards[row], row, group, options));
 }
 

@@ -130,6 +130,12 @@ class Tensor {
   // From the first element to the last one in memory, elements between them included.
   int64_t extent() const;
   bool is_contiguous() const;
+  // Whether the elements along the last dimension are consecutive. As for is_contiguous, strides
+  // that address no second element do not matter.
+  bool has_unit_inner_stride() const {
+    return view_.dim > 0 &&
+           (numel() == 0 || size(view_.dim - 1) == 1 || stride(view_.dim - 1) == 1);
+  }
 
   ScalarType scalar_type() const { return {view_.dtype.code, view_.dtype.bits}; }
   int64_t element_size() const { return scalar_type().bytes(); }

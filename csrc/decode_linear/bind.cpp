@@ -16,9 +16,8 @@ Tensor decode_linear(const Tensor& x, const Tensor& weight, const std::optional<
   check_same_device(op, {{"x", x}, {"weight", weight}, {"bias", bias}, {"out", result}});
   if (!x.device().is_cpu()) no_kernel_for(x.device(), op);
   for (const NamedTensor& operand : {NamedTensor("x", x), NamedTensor("weight", weight)}) {
-    HE_CHECK_VALUE(operand.tensor->dim() == 2 &&
-                       (operand.tensor->size(1) <= 1 || operand.tensor->stride(1) == 1),
-                   op, ": ", operand.name, " has shape ", operand.tensor->sizes(), " and strides ",
+    HE_CHECK_VALUE(operand.tensor->dim() == 2 && operand.tensor->has_unit_inner_stride(), op, ": ",
+                   operand.name, " has shape ", operand.tensor->sizes(), " and strides ",
                    operand.tensor->strides(), "; expected a matrix with inner stride 1");
   }
   const ScalarType dtype = x.scalar_type();

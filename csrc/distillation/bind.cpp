@@ -19,10 +19,10 @@ LogitTransform transform_of(const Transform& given) {
 }
 
 void check_rows(const Tensor& tensor, const char* name, const Tensor& like) {
-  HE_CHECK_VALUE(tensor.dim() == 2 && tensor.sizes() == like.sizes() &&
-                     (tensor.size(1) <= 1 || tensor.stride(1) == 1),
-                 kOp, ": ", name, " has shape ", tensor.sizes(), " and strides ", tensor.strides(),
-                 "; expected ", like.sizes(), " with inner stride 1");
+  HE_CHECK_VALUE(
+      tensor.dim() == 2 && tensor.sizes() == like.sizes() && tensor.has_unit_inner_stride(), kOp,
+      ": ", name, " has shape ", tensor.sizes(), " and strides ", tensor.strides(), "; expected ",
+      like.sizes(), " with inner stride 1");
 }
 
 void distillation(Tensor& student, Tensor& teacher, const Transform& student_transform,

@@ -35,8 +35,8 @@ GroupedGemm problem(const Tensor& rows, const Tensor& ends, const Tensor& other,
 
 // The matrix of rows [T, C] as an operand, with the sums along C or along T.
 GroupedMatrix of_rows(const Tensor& rows, const char* name, bool along_rows) {
-  HE_CHECK_VALUE(rows.dim() == 2 && (rows.size(1) <= 1 || rows.stride(1) == 1), kOp, ": ", name,
-                 " has shape ", rows.sizes(), " and strides ", rows.strides(),
+  HE_CHECK_VALUE(rows.dim() == 2 && rows.has_unit_inner_stride(), kOp, ": ", name, " has shape ",
+                 rows.sizes(), " and strides ", rows.strides(),
                  "; expected a matrix with inner stride 1");
   const int64_t stride = rows.stride(0);
   return along_rows ? GroupedMatrix{1, stride, 0, stride} : GroupedMatrix{stride, 1, 0, stride};

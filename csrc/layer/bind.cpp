@@ -12,8 +12,7 @@ namespace {
 
 Rows rows_argument(const char* op, const char* name, const Tensor& tensor, const Tensor& like) {
   HE_CHECK_VALUE(tensor.dim() == 2 && tensor.sizes() == like.sizes() &&
-                     tensor.scalar_type() == like.scalar_type() &&
-                     (tensor.numel() == 0 || tensor.size(1) == 1 || tensor.stride(1) == 1),
+                     tensor.scalar_type() == like.scalar_type() && tensor.has_unit_inner_stride(),
                  op, ": ", name, " has shape ", tensor.sizes(), ", dtype ", tensor.scalar_type(),
                  " and strides ", tensor.strides(), "; expected ", like.sizes(), " of ",
                  like.scalar_type(), " with inner stride 1");
@@ -38,8 +37,8 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, doubl
   p.dtype = layer_dtype(op, x);
   const bool with_heads = x.dim() == 3 && !residual;
   if (with_heads) {
-    HE_CHECK_VALUE(x.numel() == 0 || x.stride(2) == 1, op, ": x has shape ", x.sizes(),
-                   " and strides ", x.strides(), "; expected inner stride 1");
+    HE_CHECK_VALUE(x.has_unit_inner_stride(), op, ": x has shape ", x.sizes(), " and strides ",
+                   x.strides(), "; expected inner stride 1");
     p.x = {x.data(), x.stride(1)};
     p.heads = x.size(1), p.token_stride = x.stride(0);
     p.rows = x.size(0) * p.heads, p.width = x.size(2);

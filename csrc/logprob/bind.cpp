@@ -45,7 +45,7 @@ void fill(LogitRows& p, const Tensor& logits, const Tensor& token_ids, const Opt
                                         {"temperature", o.temperatures},
                                         {"vocab_mask", o.vocab_mask},
                                         {"vocab_range", o.vocab_range}});
-  HE_CHECK_VALUE(logits.dim() == 2 && (logits.size(1) <= 1 || logits.stride(1) == 1),
+  HE_CHECK_VALUE(logits.dim() == 2 && logits.has_unit_inner_stride(),
                  "token_log_probs: logits has shape ", logits.sizes(), " and strides ",
                  logits.strides(), "; expected [T, V] with inner stride 1");
   p.dtype = float_dtype(logits, "logits");
@@ -69,7 +69,7 @@ void fill(LogitRows& p, const Tensor& logits, const Tensor& token_ids, const Opt
   if (o.vocab_mask) {
     HE_CHECK_VALUE(o.vocab_mask->sizes() == logits.sizes() &&
                        o.vocab_mask->scalar_type() == kBool &&
-                       (p.vocab <= 1 || o.vocab_mask->stride(1) == 1),
+                       o.vocab_mask->has_unit_inner_stride(),
                    "token_log_probs: vocab_mask has shape ", o.vocab_mask->sizes(), " and dtype ",
                    o.vocab_mask->scalar_type(), "; expected bool ", logits.sizes());
     p.vocab_mask = static_cast<const uint8_t*>(o.vocab_mask->data());
@@ -171,7 +171,7 @@ void log_prob_backward(const Tensor& logits, const Tensor& token_ids, const Opti
       grad_logits.dim() == 2 && grad_logits.size(1) == p.vocab &&
           (row_index || grad_logits.size(0) == p.rows) &&
           (p.grad_dtype == p.dtype || (p.dtype == DType::f32 && p.grad_dtype != DType::f64)) &&
-          (p.vocab <= 1 || grad_logits.stride(1) == 1),
+          grad_logits.has_unit_inner_stride(),
       "token_log_probs backward: grad_logits has shape ", grad_logits.sizes(), " and dtype ",
       grad_logits.scalar_type(), "; expected ", logits.sizes(), ", inner stride 1 and dtype ",
       logits.scalar_type(), " (or a 16-bit dtype for float32 logits)");

@@ -90,7 +90,7 @@ void mixed_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& b
   p.m = a.size(0), p.n = b.size(0), p.k = a.size(1);
   HE_CHECK_VALUE(b.size(1) == p.k && out.dim() == 2 && out.size(0) == p.m && out.size(1) == p.n &&
                      out.scalar_type() == kFloat && out.is_cpu() && b.is_cpu() &&
-                     (p.n <= 1 || out.stride(1) == 1),
+                     out.has_unit_inner_stride() && (p.m <= 1 || out.stride(0) >= p.n),
                  "mixed_gemm: a is ", a.sizes(), ", b ", b.sizes(), " and out ", out.sizes(), " ",
                  out.scalar_type(), "; expected [m, k], [n, k] and float32 [m, n]");
   if (bias) {

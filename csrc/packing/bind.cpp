@@ -44,8 +44,7 @@ bool holds_integers(const ScalarType& type) {
 Layout pack_layout(const Tensor& mask, int64_t capacity) {
   const int64_t bytes = mask.element_size();
   HE_CHECK_VALUE(mask.dim() == 2 && holds_integers(mask.scalar_type()) &&
-                     (bytes == 1 || bytes == 4 || bytes == 8) &&
-                     (mask.size(1) <= 1 || mask.stride(1) == 1),
+                     (bytes == 1 || bytes == 4 || bytes == 8) && mask.has_unit_inner_stride(),
                  "pack: mask has shape ", mask.sizes(), " and dtype ", mask.scalar_type(),
                  "; expected [B, L] of bool, int8, uint8, int32 or int64 with contiguous rows");
   const Device device = mask.device();

@@ -12,7 +12,7 @@ namespace {
 HeadRows head_rows(const char* op, const Tensor& x, const char* name, const Tensor& cache,
                    int64_t tokens, int64_t heads, int64_t dim) {
   HE_CHECK_VALUE(x.sizes() == Sizes({tokens, heads, dim}) &&
-                     x.scalar_type() == cache.scalar_type() && (x.numel() == 0 || x.stride(2) == 1),
+                     x.scalar_type() == cache.scalar_type() && x.has_unit_inner_stride(),
                  op, ": ", name, " has shape ", x.sizes(), ", strides ", x.strides(), " and dtype ",
                  x.scalar_type(), "; expected [", tokens, ", ", heads, ", ", dim, "] of ",
                  cache.scalar_type(), " with inner stride 1");
@@ -45,6 +45,11 @@ void write_kv_cache(const Tensor& key, const Tensor& value, const Tensor& kv_cac
   PagedWrite p{};
   HE_CHECK_VALUE(key.dim() == 3, op, ": key has shape ", key.sizes(), "; expected [T, H_kv, D]");
   fill(op, p, kv_cache, key.size(2));
+  const int64_t head_size = p.block_size * kv_cache.size(3);
+  HE_CHECK_VALUE((kv_cache.size(0) <= 1 || p.block_stride >= head_size) &&
+                     (p.kv_heads == 1 || p.head_stride >= head_size),
+                 op, ": kv_cache has shape ", kv_cache.sizes(), " and strides ", kv_cache.strides(),
+                 "; expected blocks and heads that do not share memory");
   p.tokens = key.size(0);
   p.key = head_rows(op, key, "key", kv_cache, p.tokens, p.kv_heads, p.dim);
   p.value = head_rows(op, value, "value", kv_cache, p.tokens, p.kv_heads, p.value_dim);
@@ -114,8 +119,7 @@ void paged_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& 
   check_vector(seq_lens, "seq_lens", kInt, p.sequences);
   check_vector(query_start_loc, "query_start_loc", kInt, p.sequences + 1);
   HE_CHECK_VALUE(block_table.dim() == 2 && block_table.size(0) == p.sequences &&
-                     block_table.scalar_type() == kInt &&
-                     (block_table.size(1) <= 1 || block_table.stride(1) == 1),
+                     block_table.scalar_type() == kInt && block_table.has_unit_inner_stride(),
                  op, ": block_table has shape ", block_table.sizes(), " and dtype ",
                  block_table.scalar_type(), "; expected [", p.sequences,
                  ", blocks] of int32 with inner stride 1");

@@ -23,7 +23,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample_tokens(
                          {"positions", positions}});
   if (!logits.device().is_cpu()) no_kernel_for(logits.device(), op);
   HE_CHECK_VALUE(logits.dim() == 2 && logits.size(1) > 0 && logits.size(1) < (int64_t{1} << 31) &&
-                     (logits.size(1) == 1 || logits.stride(1) == 1),
+                     logits.has_unit_inner_stride(),
                  op, ": logits has shape ", logits.sizes(), " and strides ", logits.strides(),
                  "; expected [rows, vocab] with 0 < vocab < 2^31 and inner stride 1");
   SampleTokens p{};

@@ -1,5 +1,6 @@
 // See params.h. An entry is kept by its scaled logit z = logit / temperature, rounded to float32 as
-// vLLM does, so that equal z are ties; probabilities are computed from differences of logits.
+// vLLM does, so that equal z are ties (z_unit in RowParams keeps them from overflowing);
+// probabilities are computed from differences of logits.
 #include "common/parallel.h"
 #include "sampling/params.h"
 #include "sampling/philox.h"
@@ -205,10 +206,11 @@ class RowSampler {
     Candidates& kept = space.candidates;
     const float min_p = std::min(p_.min_p[row_], 1.0f);
     const double least_z =
-        min_p > 0.0f ? double{summary_.max / params_.temperature} + std::log(double{min_p})
+        min_p > 0.0f ? double{summary_.max / params_.z_temperature} +
+                           params_.z_unit * std::log(double{min_p})
                      : -double{kInfinity};
     kept.collect(x_, p_.vocab, summary_, least_logit(least_z, space.scratch));
-    kept.compute_z(params_.temperature);
+    kept.compute_z(params_.z_temperature);
     if (min_p > 0.0f) kept.filter([&](int64_t i) { return kept.z[i] >= least_z; });
     if (cuts_k()) kept.keep_top_k(p_.top_k[row_], space.scratch);
     kept.compute_weights(summary_.max, params_.factor2);
@@ -225,13 +227,13 @@ class RowSampler {
 
   // A lower bound of the logits that can be kept.
   float least_logit(double least_z, std::vector<float>& scratch) const {
-    double least = least_z * params_.temperature;
+    double least = least_z * params_.z_temperature;
     if (cuts_k()) {
       least = std::max(least, double{summary_.bound_of_top_k(p_.top_k[row_], scratch)});
     } else if (cuts_p() && least_z == -double{kInfinity}) {
       least = bound_of_top_p(p_.top_p[row_]);
     }
-    return std::isfinite(least) ? below_ties(least, params_.temperature) : -FLT_MAX;
+    return std::isfinite(least) ? below_ties(least, params_.z_temperature) : -FLT_MAX;
   }
 
   // For top_p below 1. The entries below the bound have at most half of what it removes, even if

@@ -36,11 +36,17 @@ struct RowParams {
   float temperature;
   bool greedy;
   float factor2;  // exp(d / temperature) = 2^(d * factor2)
+  // z is logit / z_temperature = z_unit * logit / temperature, with a power of two that keeps a
+  // finite logit from becoming infinite.
+  float z_temperature;
+  double z_unit;
 
   RowParams(const SampleTokens& p, int64_t row)
       : temperature(p.temperature[row]), greedy(!(temperature >= kGreedyTemperature)) {
     if (greedy) temperature = 1.0f;
     factor2 = static_cast<float>(1.4426950408889634 / temperature);
+    z_unit = temperature < 1.0f ? 0x1p-17 : 1.0;  // 2^17 > 1 / kGreedyTemperature
+    z_temperature = static_cast<float>(temperature / z_unit);
   }
 };
 

@@ -16,9 +16,9 @@ void fill(SparseRows& p, const Tensor& hidden, const Tensor& weight, const Tenso
                     {{"hidden", hidden}, {"weight", weight}, {"kept_ids", ids}, {"cu_kept", ends}});
   if (!hidden.device().is_cpu()) no_kernel_for(hidden.device(), op);
   for (const NamedTensor& x : {NamedTensor("hidden", hidden), NamedTensor("weight", weight)}) {
-    HE_CHECK_VALUE(x.tensor->dim() == 2 && (x.tensor->size(1) <= 1 || x.tensor->stride(1) == 1), op,
-                   ": ", x.name, " has shape ", x.tensor->sizes(), " and strides ",
-                   x.tensor->strides(), "; expected a matrix with inner stride 1");
+    HE_CHECK_VALUE(x.tensor->dim() == 2 && x.tensor->has_unit_inner_stride(), op, ": ", x.name,
+                   " has shape ", x.tensor->sizes(), " and strides ", x.tensor->strides(),
+                   "; expected a matrix with inner stride 1");
   }
   p.dtype = float_dtype(hidden, "hidden");
   HE_CHECK_VALUE(p.dtype != DType::f64 && weight.scalar_type() == hidden.scalar_type() &&

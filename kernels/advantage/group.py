@@ -213,13 +213,14 @@ def _leave_one_out(r: Tensor, norm_by_std: bool, epsilon: float) -> Tensor:
     result = r - (r.sum() - r) / max(n - 1, 1)
     if not norm_by_std or n < 3:
         return result
-    deviations = r - r.mean()
-    squares = deviations.square().sum() - deviations.square() * (n / (n - 1))
-    std = (squares.clamp(min=0) / (n - 2)).sqrt()
-    ordered = r.sort().values
-    lowest = torch.where(r == ordered[0], ordered[1], ordered[0])  # of the others
-    highest = torch.where(r == ordered[-1], ordered[-2], ordered[-1])
-    return torch.where(lowest == highest, result, result / (std + epsilon))
+    d = r - r[0]
+    squares = (d - d.mean()).square()
+    variance = (squares.sum() - squares * (n / (n - 1))) / (n - 2)
+    for i in (int(d.argmin()), int(d.argmax())):  # which can have nearly all of the squares
+        others = torch.cat([r[:i], r[i + 1 :]])
+        variance[i] = (others - others[0]).var()
+    std = variance.clamp(min=0).sqrt()
+    return torch.where(std == 0, result, result / (std + epsilon))
 
 
 @custom_op("hybridengine::group_advantage", mutates_args=())

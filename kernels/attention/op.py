@@ -100,7 +100,6 @@ def tree_attention(
         subtree_ends=subtree_ends,
         position_ids=position_ids,
     )
-    check.reverse_mode_only(OP, query=query, key=key, value=value, sinks=sinks)
     check.floats(OP, query=query, sinks=sinks)
     sizes: check.Sizes = {}
     check.shape(OP, "query", query, "T H D", sizes)

@@ -16,10 +16,18 @@ from .arguments import empty_gradients
 Differentiated = Sequence[Tensor | None]  # hidden, weight, bias or None
 
 
-def wanted_gradients(tensors: Differentiated) -> list[bool]:
-    """Return which gradients autograd will ask for."""
+def wanted_gradients(op: str, tensors: Differentiated, prefix: str = "") -> list[bool]:
+    """Return which gradients autograd will ask for.
+
+    prefix: of the tensors' names in the error where they are batched.
+    """
     enabled = torch.is_grad_enabled()
-    return [t is not None and enabled and t.requires_grad for t in tensors]
+    wanted = [t is not None and enabled and t.requires_grad for t in tensors]
+    if any(wanted):
+        names = ("hidden", "weight", "bias")
+        named = {prefix + name: tensor for name, tensor in zip(names, tensors, strict=True)}
+        check.reverse_mode_only(op, batched=False, **named)
+    return wanted
 
 
 def fake_gradients(

@@ -58,7 +58,8 @@ class Chunks:
         group: str = "",
         kept: bool = False,
     ) -> None:
-        self.hidden, self.weight, self.bias = unit_stride(hidden), unit_stride(weight), bias
+        self.hidden, self.weight = unit_stride(hidden), unit_stride(weight)
+        self.bias = None if bias is None else bias.contiguous()
         self.deterministic = deterministic
         # Logits by `decode_linear`, whose rows do not depend on their number.
         self._invariant = deterministic and is_invariant(hidden, weight)

@@ -127,6 +127,8 @@ def linear_cross_entropy(
         raise ValueError(
             f"{op}: main_grad is given with reduction 'none'; reduce the loss in this call."
         )
+    check.integer(op, "ignore_index", ignore_index)
+    budget_bytes = check_budget(op, hidden, budget_bytes)
     if active_rows is not None:  # labels of other rows are not read
         active_rows = check_active_rows(op, active_rows, labels)
         inactive = torch.ones_like(labels, dtype=torch.bool)
@@ -163,7 +165,7 @@ def linear_cross_entropy(
     arguments = (
         labels,
         *options,
-        check_budget(op, hidden, budget_bytes),
+        budget_bytes,
         deterministic,
         incoming,
         smoothing,
@@ -175,7 +177,7 @@ def linear_cross_entropy(
     if reduction == "none":
         losses, z_losses, *_ = call(*tensors, *arguments, [False] * 3, backend)
         return _reduced(losses, z_losses.detach(), reduction, divisor, shape)
-    wanted = wanted_gradients(tensors)
+    wanted = wanted_gradients(op, tensors)
     detached = (None if t is None else t.detach() for t in tensors)
     losses, z_losses, *grads = call(*detached, *arguments, wanted, backend)
     loss, z_loss = _reduced(losses, z_losses, reduction, divisor, shape)
@@ -205,7 +207,8 @@ def _reference(
     loss = torch.nn.functional.cross_entropy(
         z, labels, ignore_index=options.ignore_index, reduction="none", label_smoothing=smoothing
     )
-    z_loss = (lse_square_scale * z.logsumexp(1).square()).masked_fill(ignored, 0)
+    lse = z.logsumexp(1)
+    z_loss = (lse_square_scale * lse * lse).masked_fill(ignored, 0)  # the square may overflow
     return loss + z_loss, z_loss.detach()
 
 
@@ -361,7 +364,7 @@ class _Target:
         loss, lse = -results[0], self._lse(results)
         if self.mean is not None:
             loss = (1 - self.smoothing) * loss + self.smoothing * (lse - self.mean).to(loss.dtype)
-        z_loss = self.lse_square_scale * lse.square()
+        z_loss = self.lse_square_scale * lse * lse  # the square may overflow
         loss, z_loss = (x.masked_fill(self.ignored, 0) for x in (loss + z_loss, z_loss))
         return loss, z_loss
 

@@ -135,6 +135,7 @@ def linear_distillation_loss(
             ("teacher", teacher_logit_scale, teacher_softcap),
         )
     ]
+    budget_bytes = check_budget(op, student_hidden, budget_bytes)
     shape = student_hidden.shape[:-1]
     mask = _row_mask(op, response_mask, active_rows, shape, student_hidden.device)
     divisor = global_count(op, "num_items_in_batch", num_items_in_batch, mask.device, mask.sum)
@@ -147,7 +148,7 @@ def linear_distillation_loss(
     if backend == "reference":
         losses = _reference(tensors, frozen, mask, transforms, beta)
         return (losses.sum() / divisor).to(losses.dtype), in_shape(losses.detach(), shape)
-    wanted = wanted_gradients(tensors)
+    wanted = wanted_gradients(op, tensors, "student_")
     detached = (None if t is None else t.detach() for t in tensors)
     losses, _, *grads = _distillation_op(
         *detached,
@@ -155,7 +156,7 @@ def linear_distillation_loss(
         mask,
         (grad_scale / divisor).float().repeat(mask.numel()),
         [*transforms[0], *transforms[1], beta],
-        check_budget(op, student_hidden, budget_bytes),
+        budget_bytes,
         deterministic,
         active_rows,
         False,
@@ -181,7 +182,9 @@ def _check_models(
         for part, tensor in zip(("hidden", "weight"), pair, strict=True)
     }
     check.same_device(op, **named, student_bias=biases[0], teacher_bias=biases[1])
-    check.reverse_mode_only(op, **named, student_bias=biases[0], teacher_bias=biases[1])
+    check.reverse_mode_only(
+        op, batched=True, **named, student_bias=biases[0], teacher_bias=biases[1]
+    )
     sizes: check.Sizes = {}
     for name, bias in zip(("student", "teacher"), biases, strict=True):
         hidden, weight = named[f"{name}_hidden"], named[f"{name}_weight"]

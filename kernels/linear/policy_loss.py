@@ -23,7 +23,7 @@ from .._backend import choose_backend, register_backends
 from .._library import custom_op
 from .._per_token import token_arguments
 from ..logprob.op import token_log_probs
-from ..logprob.options import in_shape, row_options
+from ..logprob.options import RowOptions, in_shape, row_options
 from ..logprob.rows import has_unscaled_gradient, rows_forward, rows_unscaled_gradient
 from ..policy_loss.importance import ImportanceBounds
 from ..policy_loss.op import kernel_tensors, policy_loss, policy_loss_op
@@ -149,11 +149,11 @@ def linear_policy_loss(
     head = {
         "bias": bias,
         "main_grad": main_grad,
-        "budget_bytes": budget_bytes,
+        "budget_bytes": check_budget(op, hidden, budget_bytes),
         "deterministic": deterministic,
     }
     grad_scale = check.number(op, "grad_scale", grad_scale, above=0)
-    row_arguments = {
+    row_arguments: dict[str, Any] = {
         "temperature": temperature,
         "logit_scale": logit_scale,
         "softcap": softcap,
@@ -166,11 +166,12 @@ def linear_policy_loss(
     two_steps = backend == "reference"
     if mode in SEQUENCE_MODES and not two_steps:
         two_steps = not _waits_for_all_rows(hidden, weight, head, group, entropy_coeff, active_rows)
+    checked = row_arguments | {"group": None} if two_steps else row_arguments
+    options = row_options(op, token_ids, weight.shape[0], **checked)
     inputs = _Inputs(hidden, weight, token_ids, active_rows)
     if two_steps:
         return _two_step_loss(inputs, head, row_arguments, loss_arguments, backend)
-    arguments = (head, row_arguments, loss_arguments)
-    return _one_pass_loss(inputs, *arguments, mode, grad_scale, backend)
+    return _one_pass_loss(inputs, head, options, loss_arguments, mode, grad_scale, backend)
 
 
 def _waits_for_all_rows(
@@ -186,8 +187,9 @@ def _waits_for_all_rows(
         return False
     hidden = hidden.flatten(0, -2)
     rows = hidden.shape[0] if active_rows is None else active_rows.numel()
-    budget_bytes = check_budget("linear_policy_loss", hidden, head["budget_bytes"])
-    return has_unscaled_gradient(hidden, "") and gradients_fit(hidden, weight, budget_bytes, rows)
+    if not has_unscaled_gradient(hidden, ""):
+        return False
+    return gradients_fit(hidden, weight, head["budget_bytes"], rows)
 
 
 def _packed_arguments(op: str, token_ids: Tensor, ignore_index: int, arguments: dict) -> dict:
@@ -238,7 +240,7 @@ def _two_step_loss(
 def _one_pass_loss(
     inputs: _Inputs,
     head: dict[str, Any],
-    row_arguments: dict,
+    options: RowOptions,
     loss_arguments: dict,
     mode: str,
     grad_scale: float,
@@ -252,12 +254,12 @@ def _one_pass_loss(
     with torch.no_grad():  # check the arguments of the loss before anything large is computed
         policy_loss(zeros, entropy=zeros, **loss_arguments)
     tensors = (hidden, weight, head["bias"])
-    wanted = wanted_gradients(tensors)
+    wanted = wanted_gradients(op, tensors)
     log_probs, entropy, *grads = _gradient_op(
         *(None if t is None else t.detach() for t in tensors),
         token_ids.flatten(),
-        *row_options(op, token_ids, weight.shape[0], **row_arguments),
-        check_budget(op, hidden, head["budget_bytes"]),
+        *options,
+        head["budget_bytes"],
         head["deterministic"],
         *_op_arguments(mode, loss_arguments, grad_scale),
         active_rows,

@@ -77,7 +77,8 @@ def cross_entropy(
     label_logits = _sum_over(group, torch.where(is_own, own_logits.to(dtype) * logit_scale, 0))
     z_losses = torch.zeros_like(losses)
     if lse_square_scale:
-        z_losses = lse_square_scale * (label_logits - log_probs).square()
+        lse = label_logits - log_probs
+        z_losses = lse_square_scale * lse * lse  # the square may overflow
         losses = losses + z_losses
     if label_smoothing:
         mean = _sum_over(group, logits.sum(-1, dtype=dtype)) * (logit_scale / vocab)

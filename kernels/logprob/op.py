@@ -198,7 +198,6 @@ def token_entropy(
 def _check_logits(op: str, logits: Tensor, token_ids: Tensor, shape: str = "...") -> Tensor:
     """Check that logits are [..., V] and token_ids of this shape; return token_ids as int64."""
     check.same_device(op, logits=logits, token_ids=token_ids)
-    check.reverse_mode_only(op, logits=logits)
     sizes: check.Sizes = {}
     check.shape(op, "logits", logits, "... V", sizes)
     check.shape(op, "token_ids", token_ids, shape, sizes)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _check as check
 from .._backend import native
+from .._per_token import unit_inner_stride
 
 
 class RowOptions(NamedTuple):
@@ -93,9 +94,7 @@ def row_options(
     if vocab_mask is not None:
         check.shape(op, "vocab_mask", vocab_mask, "... V", sizes)
         vocab_mask = check.mask(op, "vocab_mask", vocab_mask)
-        vocab_mask = vocab_mask.reshape(token_ids.numel(), vocab)
-        if vocab > 1 and vocab_mask.stride(1) != 1:
-            vocab_mask = vocab_mask.contiguous()
+        vocab_mask = unit_inner_stride(vocab_mask.reshape(token_ids.numel(), vocab))
     check.same_device(op, token_ids=token_ids, temperature=temperatures, vocab_mask=vocab_mask)
     name, vocab_range = "", None
     if group is not None:
@@ -130,7 +129,7 @@ def _per_token(
         )
     flat = temperature.detach().to(dtype).flatten().contiguous()
     good = (flat > 0) & (flat < torch.inf)
-    if not check.readable(flat):
+    if not (check.readable(flat) and check.readable(token_ids)):
         return torch.where(good, flat, torch.nan)
     wrong = ~good & (token_ids.flatten() != ignore_index)
     if wrong.any():

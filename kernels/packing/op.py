@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import _check as check
 from .._backend import choose_backend, native, register_backends
 from .._library import custom_op
+from .._per_token import unit_inner_stride
 from .packed import Packed, inverse_order
 from .reference import layout_reference, move_reference
 
@@ -69,8 +70,7 @@ def pack(
     fills = [_fill("pack", f"fill_values[{i}]", fill, tensors[i]) for i, fill in enumerate(fills)]
     if capacity is not None:
         check.integer("pack", "capacity", capacity, at_least=0)
-    if mask.size(1) > 1 and mask.stride(1) != 1:
-        mask = mask.contiguous()
+    mask = unit_inner_stride(mask)
     cu_seqlens, position_ids, indices, inverse, num_dropped, max_seqlen = _pack_layout(
         mask, capacity, backend
     )
@@ -113,7 +113,7 @@ def unpack(
     several = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     named = {f"tensors[{i}]": tensor for i, tensor in enumerate(several)}
     check.same_device("unpack", **{"packed.indices": packed.indices}, **named)
-    check.reverse_mode_only("unpack", **named)
+    check.reverse_mode_only("unpack", batched=False, **named)
     num_rows = packed.indices.size(0)
     for i, tensor in enumerate(several):
         if tensor.dim() == 0 or tensor.size(0) != num_rows:
@@ -171,7 +171,7 @@ def _check_padded(tensors: list[Tensor], mask: Tensor, shifted: list[int]) -> Te
         raise ValueError(f"pack: mask has shape {list(mask.shape)}; expected [B, L]")
     named = {f"tensors[{i}]": tensor for i, tensor in enumerate(tensors)}
     check.same_device("pack", mask=mask, **named)
-    check.reverse_mode_only("pack", **named)
+    check.reverse_mode_only("pack", batched=False, mask=mask, **named)
     for name, tensor in named.items():
         if tensor.shape[:2] != mask.shape:
             raise ValueError(
@@ -192,7 +192,7 @@ def _check_padded(tensors: list[Tensor], mask: Tensor, shifted: list[int]) -> Te
 
 def _fill(op: str, name: str, value: float, tensor: Tensor) -> float:
     """Check that the dtype of `tensor` holds `value`; return it as a float."""
-    value = float(value)
+    value = check.real(op, name, value)
     if tensor.is_floating_point() or tensor.is_complex():
         return value
     if tensor.dtype == torch.bool:

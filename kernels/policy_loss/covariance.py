@@ -76,6 +76,5 @@ def select_by_covariance(
     order = torch.where(eligible, score, -torch.inf).argsort(descending=True, stable=True)
     num_selected = (count.double() * ratio).long().clamp(min=1)
     first = torch.arange(order.numel(), device=order.device) < num_selected
-    selected = torch.zeros_like(mask)
-    selected[order] = first
+    selected = torch.zeros_like(mask).scatter(0, order, first)
     return (selected & eligible).view(log_probs.shape)

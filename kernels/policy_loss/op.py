@@ -216,7 +216,16 @@ def run_kernel(
 
     counts: global_num_tokens and global_num_seqs.
     """
-    return _FUNCTIONS[op].apply(*kernel_arguments(op, inputs, counts))
+    arguments = kernel_arguments(op, inputs, counts)
+    if not wants_gradients(arguments):
+        loss, metrics, *_ = policy_loss_op(*arguments)
+        return loss, metrics
+    return _FUNCTIONS[op].apply(*arguments)
+
+
+def wants_gradients(arguments: tuple[Any, ...]) -> bool:
+    """Return whether the arguments of the op policy_loss ask for a gradient."""
+    return any(arguments[-3][-2:])
 
 
 def kernel_arguments(
@@ -228,11 +237,13 @@ def kernel_arguments(
     """Return the arguments of the op policy_loss."""
     tokens, cu_seqlens, seq_num_tokens, settings, options, backend = inputs
     log_probs, entropy = tokens["log_probs"], tokens.get("entropy")
-    check.reverse_mode_only(op, log_probs=log_probs, entropy=entropy)
     denominators, numbers = kernel_denominators(
         op, settings.loss_agg_mode, cu_seqlens, *counts, log_probs.device
     )
     enabled = torch.is_grad_enabled()
+    wanted = [enabled and t is not None and t.requires_grad for t in (log_probs, entropy)]
+    named = {"values" if op == "value_loss" else "log_probs": log_probs, "entropy": entropy}
+    check.reverse_mode_only(op, batched=not any(wanted), **named)
     modes = [
         KERNEL_MODES.index(settings.loss_mode),
         LOSS_AGG_MODES.index(settings.loss_agg_mode),
@@ -240,8 +251,7 @@ def kernel_arguments(
         settings.kl_straight_through,
         settings.kl_times_ratio,
         wants_tokens,
-        enabled and log_probs.requires_grad,
-        enabled and entropy is not None and entropy.requires_grad,
+        *wanted,
     ]
     coefficients = (settings.kl_coef, settings.entropy_coeff, settings.loss_scale_factor or 1.0)
     return (

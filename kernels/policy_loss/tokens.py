@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _check as check
 from .arguments import LossInputs, check_inputs
-from .op import kernel_arguments, policy_loss, policy_loss_op
+from .op import kernel_arguments, policy_loss, policy_loss_op, wants_gradients
 from .reference import policy_loss_reference
 from .terms import SEQUENCE_RATIO_MODES
 
@@ -98,9 +98,11 @@ def _run(op: str, inputs: LossInputs) -> tuple[list[Tensor], Tensor]:
         ones = torch.ones(2, dtype=torch.float64, device=inputs.tokens["log_probs"].device)
         *_, terms, clips = policy_loss_reference(*inputs[:3], ones, inputs.settings, inputs.options)
         return [terms[0], *terms[1:].detach()], clips
-    loss, terms, clips = _TokenPolicyLoss.apply(
-        *kernel_arguments(op, inputs, (1.0, 1.0), wants_tokens=True)
-    )
+    arguments = kernel_arguments(op, inputs, (1.0, 1.0), wants_tokens=True)
+    if not wants_gradients(arguments):
+        _, _, terms, clips, *_ = policy_loss_op(*arguments)
+        return [*terms], clips
+    loss, terms, clips = _TokenPolicyLoss.apply(*arguments)
     return [loss, *terms], clips
 
 

@@ -81,7 +81,8 @@ def vespo_weights(
         }
         log_ratio = clamped_log_ratio(values["log_probs"], values["old_log_probs"])
         if rollout_is_weights is not None:
-            log_ratio += values["rollout_is_weights"].log().clamp(_MIN_LOG_WEIGHT, MAX_LOG_RATIO)
+            log_is = values["rollout_is_weights"].log().clamp(_MIN_LOG_WEIGHT, MAX_LOG_RATIO)
+            log_ratio = log_ratio + log_is
         log_w = TokenSequences.of(cu_seqlens, mask).sum(log_ratio, mask)
         log_w = log_w.clamp(_MIN_LOG_WEIGHT, MAX_LOG_RATIO)
         positive = values["advantages"] >= 0

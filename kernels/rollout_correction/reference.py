@@ -12,7 +12,8 @@ from .._per_token import TokenSequences, as_mask, compute_dtype, zero_masked
 from ..policy_loss.importance import ImportanceBounds
 from ..policy_loss.terms import MAX_LOG_RATIO, log_ratio
 
-# Bound of a token's log-ratio in a sum, far beyond real ones: infinities of both signs then cancel.
+# Bound of a token's log-ratio in a sum, far beyond real ones: infinities of both signs then cancel,
+# and in float64 they leave the others as they are.
 MAX_TERM = 2.0**20
 
 REJECTION_CRITERIA = (
@@ -73,7 +74,8 @@ def correct(
     if rollout_is is not None:
         exponent = safe
         if rollout_is == "sequence":
-            exponent = sequences.sum(log_rho.clamp(-MAX_TERM, MAX_TERM), unmasked)
+            terms = log_rho.double().clamp(-MAX_TERM, MAX_TERM)
+            exponent = sequences.sum(terms, unmasked).to(dtype)
         weights, outside = limits.weights(exponent)
         weights = zero_masked(weights, unmasked)
         metrics += [mean(weights), mean(outside.to(dtype))]

@@ -63,7 +63,7 @@ def sequence_kernel(
     begin = tl.maximum(tl.load(cu_seqlens + n), 0)
     end = tl.minimum(tl.load(cu_seqlens + n + 1), num_tokens)
     length = tl.zeros([BLOCK], tl.float32)
-    exponent = tl.zeros([BLOCK], tl.float32)
+    exponent = tl.zeros([BLOCK], tl.float64)
     k1 = tl.zeros([BLOCK], tl.float32)
     k2 = tl.zeros([BLOCK], tl.float32)
     k3 = tl.zeros([BLOCK], tl.float32)
@@ -81,7 +81,7 @@ def sequence_kernel(
         x_k2 = 0.5 * x * x
         x_k3 = _k3(x)
         length += tl.where(unmasked, 1.0, 0.0)
-        exponent += clamp(log_rho, -_MAX_TERM, _MAX_TERM)
+        exponent += clamp(log_rho, -_MAX_TERM, _MAX_TERM).to(tl.float64)
         k1 -= x
         k2 += x_k2
         k3 += x_k3
@@ -100,7 +100,7 @@ def sequence_kernel(
     accepted = _within(accepted, sum_k3 * scale, bounds, CRITERIA, 8)
     accepted = _within(accepted, tl.max(k2_max) + 0.0 * sum_k2, bounds, CRITERIA, 9)
     accepted = _within(accepted, tl.max(k3_max) + 0.0 * sum_k3, bounds, CRITERIA, 10)
-    tl.store(sequence_stats + n * 2, tl.sum(exponent))
+    tl.store(sequence_stats + n * 2, tl.sum(exponent).to(tl.float32))
     tl.store(sequence_stats + n * 2 + 1, tl.where(accepted, 1.0, 0.0))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import _check as check
 from .._backend import choose_backend, native, register_backends
 from .._library import custom_op
+from .._per_token import unit_inner_stride
 from .reference import SamplingParameters, reference_sample
 
 OP = "sample_tokens"
@@ -47,7 +48,8 @@ def sample_tokens(
 ) -> SampledTokens:
     """Sample a token of each row of logits, with temperature, min-p, top-k and top-p in this order.
 
-    The kept entries are those of vLLM's sampler. With z = logit / temperature in float32: min-p
+    The kept entries are those of vLLM's sampler. With z = logit / temperature, rounded as float32
+    but for overflow (below a temperature of 1, z is kept in a unit of 2^-17): min-p
     keeps the entries whose probability is at least `min_p` times the largest one. top-k keeps the
     entries that are not below the k-th largest z, so ties at the boundary are all kept. top-p keeps
     an entry if the entries that precede it, in descending order of z, have less than `top_p` of the
@@ -99,15 +101,18 @@ def sample_tokens(
     for name, tensor in (("seeds", seeds), ("positions", positions)):
         check.shape(OP, name, tensor, "B", sizes)
         check.dtype(OP, name, tensor, (torch.int64,))
-    numbers = [
-        _per_row("temperature", temperature, logits, sizes, at_least=0.0),
-        _per_row("top_k", top_k, logits, sizes, at_least=-1),
-        _per_row("top_p", top_p, logits, sizes, above=0.0, at_most=1.0),
-        _per_row("min_p", min_p, logits, sizes, at_least=0.0, at_most=1.0),
-    ]
+    numbers = {
+        "temperature": _per_row("temperature", temperature, logits, sizes, at_least=0.0),
+        "top_k": _per_row("top_k", top_k, logits, sizes, at_least=-1),
+        "top_p": _per_row("top_p", top_p, logits, sizes, above=0.0, at_most=1.0),
+        "min_p": _per_row("min_p", min_p, logits, sizes, at_least=0.0, at_most=1.0),
+    }
     chosen = choose_backend(OP, logits.device, backend, logits.dtype)
     keys = seeds.contiguous(), positions.contiguous()
-    tokens, log_probs, num_kept, kept_ids = _op(logits, *numbers, *keys, return_kept_ids, chosen)
+    # The number of kept ids of all rows is no tensor that could be batched.
+    check.reverse_mode_only(OP, batched=not return_kept_ids, logits=logits, **numbers)
+    results = _op(logits, *numbers.values(), *keys, return_kept_ids, chosen)
+    tokens, log_probs, num_kept, kept_ids = results
     return SampledTokens(tokens, log_probs, num_kept, kept_ids if return_kept_ids else None)
 
 
@@ -144,8 +149,7 @@ def _per_row(name: str, value: Any, logits: Tensor, sizes: check.Sizes, **bounds
 )
 def _op(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *per_row, return_kept_ids, backend = arguments
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
+    logits = unit_inner_stride(logits)
     if backend == "cpp":
         return native().sample_tokens(logits, *per_row, return_kept_ids)
     parameters = SamplingParameters(*per_row)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 GREEDY_TEMPERATURE = 1e-5  # vLLM's; a temperature below it selects the largest logit
+_UNIT = 2.0**-17  # z is in this unit below a temperature of 1, so that finite logits stay finite
 _MASK = 0xFFFFFFFF
 
 
@@ -48,8 +49,10 @@ def kept_entries(
     vocab = logits.shape[1]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scale = temperature.to(logits.dtype).unsqueeze(1)
-    z, ids = (logits / scale).sort(dim=1, descending=True, stable=True)
-    kept = (z > -torch.inf) & (z.double() >= z[:, :1].double() + min_p.double().log().unsqueeze(1))
+    unit = torch.where(scale < 1.0, _UNIT, 1.0)
+    z, ids = (logits / (scale / unit)).sort(dim=1, descending=True, stable=True)
+    least = z[:, :1].double() + unit.double() * min_p.double().log().unsqueeze(1)
+    kept = (z > -torch.inf) & (z.double() >= least)
     k = top_k.where(top_k > 0, vocab).clamp(max=vocab).long().unsqueeze(1)
     kept &= z >= z.gather(1, k - 1)
     sorted_logits = logits.gather(1, ids)

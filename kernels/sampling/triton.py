@@ -24,6 +24,7 @@ FAN = 16  # parts of a step of the bisection
 _LOWEST_FLOAT = tl.constexpr(-3.4028234663852886e38)
 _LOWEST_KEY = tl.constexpr(-0x7F7FFFFF - 1)  # of _LOWEST_FLOAT
 _GREEDY_TEMPERATURE = tl.constexpr(1e-5)
+_Z_UNIT = tl.constexpr(2.0**-17)
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -187,6 +188,9 @@ def sample_kernel(
     logits += row * row_stride
     temp, greedy = _row_temperature(temperature, row)
     scale = _LOG2E / temp
+    # z is logit / z_temp, in a unit that keeps a finite logit from becoming infinite.
+    z_unit = tl.where(temp < 1.0, _Z_UNIT, 1.0)
+    z_temp = temp / z_unit
     GROUPS: tl.constexpr = TILE // GROUP
     tile_ids = tl.arange(0, TILES)
     used = tile_ids < tiles
@@ -217,9 +221,9 @@ def sample_kernel(
             # What can be kept, as a logit; lowered by what rounding of z can make a tie.
             least_z = tl.full((), float("-inf"), tl.float64)
             if cuts_min_p:
-                top_z = tl.div_rn(top, temp).to(tl.float64)
-                least_z = top_z + tl.log(tl.minimum(least_p, 1.0).to(tl.float64))
-            least = least_z * temp
+                top_z = tl.div_rn(top, z_temp).to(tl.float64)
+                least_z = top_z + z_unit * tl.log(tl.minimum(least_p, 1.0).to(tl.float64))
+            least = least_z * z_temp
             group_keys += row * tiles * GROUPS
             num_groups = tiles * GROUPS
             if cuts_k:  # the k-th largest maximum of a group
@@ -244,7 +248,7 @@ def sample_kernel(
                 )
                 tl.debug_barrier()
                 least = tl.maximum(least, _logit_of(bound))
-            least = least - tl.abs(least) * 4.76837158203125e-07 - temp.to(tl.float64) * 7e-43
+            least = least - tl.abs(least) * 4.76837158203125e-07 - z_temp.to(tl.float64) * 7e-43
             least_logit = tl.maximum(least, _LOWEST_FLOAT).to(tl.float32)
             count = tl.zeros((), tl.int32)
             for i in range(0, tiles):
@@ -253,7 +257,7 @@ def sample_kernel(
                         inside = begin + entries < vocab
                         x = tl.load(logits + begin + entries, inside, -float("inf"))
                         x = x.to(tl.float32)
-                        z = tl.div_rn(x, tl.zeros_like(x) + temp)
+                        z = tl.div_rn(x, tl.zeros_like(x) + z_temp)
                         found = (x >= least_logit) & (z.to(tl.float64) >= least_z)
                         place = count + tl.cumsum(found.to(tl.int32), 0) - 1
                         tl.store(keys + place, _key(z), found)
@@ -262,7 +266,7 @@ def sample_kernel(
                         count += tl.sum(found.to(tl.int32), 0)
             tl.debug_barrier()
             low = lowest
-            high = _key(tl.div_rn(top, temp)) + 1
+            high = _key(tl.div_rn(top, z_temp)) + 1
             if cuts_k & (k < count):
                 low = _bisect(keys, weights, count, low, high, k, False, CHUNK, FAN)
             # Of the entries at the boundary, those are kept before which less than `goal` lies.

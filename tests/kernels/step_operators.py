@@ -67,6 +67,11 @@ def check_correction(device, level, lower, rejection, count):
     options["rejection"] = rejection
     usual = batch([5, 0, 70, 1, 33, 1030, 16])
     hostile = (impossible_tokens(batch([9, 30]), "new"), batch([]), batch([0, 0]))
+    mixed = batch([9, 300])
+    mixed["log_probs"] = mixed["old_log_probs"].clone()
+    for name, first in (("log_probs", 1), ("ref_log_probs", 4)):  # as many of both kinds
+        mixed[name][mixed["response_mask"].nonzero()[first::7].flatten()[:6]] = -math.inf
+    hostile = (*hostile, mixed)
     for inputs in (usual, *hostile) if count is None else (batch([5, 0, 70, 1]),):
         mask, ends = inputs["response_mask"], inputs["cu_seqlens"]
         old, rollout = inputs["old_log_probs"], inputs["ref_log_probs"]
@@ -97,4 +102,5 @@ def check_correction(device, level, lower, rejection, count):
         assert torch.equal(got.response_mask.cpu(), expected.response_mask)
         assert got.metrics.keys() == expected.metrics.keys()
         for name, value in expected.metrics.items():
-            torch.testing.assert_close(got.metrics[name].cpu(), value, msg=name, **POLICY_LOSS)
+            found = got.metrics[name].cpu()
+            torch.testing.assert_close(found, value, msg=name, equal_nan=True, **POLICY_LOSS)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hybridengine.kernels._library import custom_op
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -37,6 +38,11 @@ add_all.register_autograd(
 @custom_op("hybridengine_test::constant", mutates_args=())
 def constant(x: torch.Tensor) -> torch.Tensor:
     return x + 1
+
+
+@custom_op("hybridengine_test::parts", mutates_args=())
+def parts(x: torch.Tensor) -> list[torch.Tensor]:
+    return [x + 1, x + 2]
 
 
 class Seen(TorchDispatchMode):
@@ -86,9 +92,27 @@ def test_modes_and_tensors_without_memory_do_not(dispatched):
 
 
 def test_derivatives_of_torch_func_do_not(dispatched):
-    with pytest.raises(RuntimeError, match="functorch"):  # torch's own: ops of ours check before
+    with pytest.raises(NotImplementedError, match=r"^scaled: x is inside a derivative of torch\."):
         torch.func.grad(lambda x: scaled(x, 2.0).sum())(torch.ones(2))
-    assert len(dispatched) == 1
+    with pytest.raises(NotImplementedError, match=r"^scaled: x is inside a derivative of torch\."):
+        torch.func.grad(lambda x: torch.vmap(lambda y: scaled(y, 2.0))(x).sum())(torch.ones(2))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        with pytest.raises(NotImplementedError, match=r"^scaled: x has a forward-mode tangent"):
+            scaled(dual, 2.0)
+        with pytest.raises(NotImplementedError, match=r"^add_all: others\[1\] has a forward-mode"):
+            add_all(torch.ones(2), [torch.ones(2), dual])
+        assert scaled(torch.ones(2), 2.0).tolist() == [2.0, 2.0]
+    assert len(dispatched) == 1  # the last one
+
+
+def test_a_batch_is_computed_or_refused():
+    x = torch.randn(3, 2)
+    assert torch.equal(torch.vmap(lambda y: scaled(y, 2.0))(x), 2 * x)
+    with pytest.raises(NotImplementedError, match=r"^add_all: others\[0\] is batched by torch\."):
+        torch.vmap(lambda y: add_all(torch.ones(2), [y]))(x)
+    with pytest.raises(NotImplementedError, match=r"^parts: x is batched by torch\.vmap"):
+        torch.vmap(parts)(x)
 
 
 def test_autocast_is_off_in_both_ways():

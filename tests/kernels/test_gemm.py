@@ -8,6 +8,10 @@ from hybridengine.kernels.gemm import mixed_gemm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine import kernels as he
+from tests.kernels import contract
+from tests.kernels.contract_inputs import IDS, draw
+
 # Sums of at most 200 products of normal numbers in float32.
 CLOSE = {"rtol": 0, "atol": 1e-4}
 
@@ -97,3 +101,39 @@ def test_wrong_operands_are_refused():
     ):
         with pytest.raises(ValueError, match=r"mixed_gemm|bias"):
             product(a, b, bias, out, accumulate)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("bias_dtype", (None, torch.float32))
+def test_operands_have_a_stride_of_1(monkeypatch, dtype, bias_dtype):
+    """Those of a CPU with such products have stride 1 along a dimension, a bias is contiguous."""
+    seen = []
+
+    class Native:
+        @staticmethod
+        def mixed_gemm(a, b, bias, out, accumulate):
+            assert 1 in a.stride() and 1 in b.stride()
+            assert bias is None or (bias.is_contiguous() and bias.dtype == torch.float32)
+            product = a.float() @ b.float().t() + (0 if bias is None else bias)
+            out.copy_(out + product if accumulate else product)
+            seen.append(out.shape)
+
+        @staticmethod
+        def has_mixed_gemm(_):
+            return True
+
+    hidden, weight, bias = draw(12, 16).to(dtype), draw(29, 16).to(dtype), draw(29)
+    bias = bias.to(bias_dtype or dtype)
+    logits = torch.nn.functional.linear(hidden.double(), weight.double(), bias.double())
+    expected = logits.log_softmax(1).gather(1, IDS[:, None])[:, 0]
+    monkeypatch.setattr(gemm_module, "native", lambda: Native)
+    for layout in (contract.spread, contract.transposed, contract.offset):
+        out = torch.empty(12, 29)
+        mixed_gemm(out, layout(hidden), layout(weight), contract.spread(bias))
+        torch.testing.assert_close(out.double(), logits, rtol=1e-5, atol=1e-5)
+        for rows in (12, 0):
+            log_probs, _ = he.linear_token_log_probs(
+                layout(hidden)[:rows], layout(weight), IDS[:rows], bias=contract.spread(bias)
+            )
+            torch.testing.assert_close(log_probs.double(), expected[:rows], rtol=1e-5, atol=1e-5)
+    assert seen and gemm_module.keeps_16_bits(hidden)

@@ -23,10 +23,16 @@ extern "C" void group_advantages(const float* rewards, const int64_t* group_ids,
   while (table_size < 2 * num_rows) table_size *= 2;
   std::vector<GroupSlot> slots(table_size, GroupSlot{});
   std::vector<int64_t> slot_of(num_rows);
-  const GroupRows p{rewards, group_ids, lengths, slots.data(), slot_of.data(), table_size};
+  const EstimatorOptions options{static_cast<Estimator>(estimator), norm_by_std, epsilon};
+  const GroupRows p{rewards,
+                    group_ids,
+                    lengths,
+                    slots.data(),
+                    slot_of.data(),
+                    table_size,
+                    options.leaves_one_out()};
   for (int64_t i = 0; i < num_rows; ++i) enter_group<Plain>(p, order[i]);
   for (int64_t i = 0; i < num_rows; ++i) measure_row<Plain>(p, order[i]);
   for (int64_t i = 0; i < num_rows; ++i) add_row<Plain>(p, order[i]);
-  const EstimatorOptions options{static_cast<Estimator>(estimator), norm_by_std, epsilon};
   for (int64_t i = 0; i < num_rows; ++i) advantages[i] = finished_row(p, i, options);
 }

@@ -57,6 +57,25 @@ def test_others_that_are_equal_have_no_std(backend):
 
 
 @pytest.mark.parametrize("backend", ["cpp", "reference"])
+@pytest.mark.parametrize("far", (0.0, 1e3, -1e7, 3e30))
+@pytest.mark.parametrize("count", (3, 4, 9, 1000))
+def test_the_std_of_others_beside_an_outlier(backend, count, far):
+    """Against the formula, at both ends of a group and in its middle; no sum may cancel."""
+    for at in (0, count // 2, count - 1):
+        rewards = torch.randn(count, generator=torch.Generator().manual_seed(count))
+        rewards[at] = far
+        want = []
+        for i in range(count):
+            others = torch.cat([rewards[:i], rewards[i + 1 :]]).double()
+            deviations = others - others.mean()
+            std = (deviations.square().sum() / (count - 2)).sqrt()
+            want.append((rewards[i].double() - others.mean()) / (std + 1e-6))
+        ids = torch.zeros(count, dtype=torch.int64)
+        out = group_advantage(rewards, ids, estimator="grpo_loo", backend=backend)
+        torch.testing.assert_close(out, torch.stack(want).float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["cpp", "reference"])
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 def test_invalid_responses_are_left_out(estimator, backend):
     """As a call without them, whatever their rewards are; ids at both ends of int64."""

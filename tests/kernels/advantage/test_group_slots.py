@@ -67,6 +67,17 @@ def test_equals_the_reference_in_any_order(
     )
 
 
+@pytest.mark.parametrize("far", (1e3, -1e7, 3e30))
+@pytest.mark.parametrize("count", (2, 3, 9, 1000))
+def test_an_outlier_beside_others(library, count, far):
+    rewards = torch.randn(count, generator=torch.Generator().manual_seed(count))
+    rewards[count // 2] = far
+    ids, order = torch.zeros(count, dtype=torch.int64), torch.randperm(count)
+    got = run(library, rewards, ids, torch.ones(count), order, "grpo_loo")
+    exact = group_advantage(rewards.double(), ids, estimator="grpo_loo", backend="reference")
+    torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 def test_one_group_of_many_equal_offset_and_bad_rewards(library, estimator):
     rows = 30_000

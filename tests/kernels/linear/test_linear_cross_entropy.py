@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hybridengine.kernels import linear_cross_entropy
+from hybridengine.kernels import cross_entropy, linear_cross_entropy
 from hybridengine.kernels.linear import chunks as linear_chunks
 from hybridengine.kernels.linear.chunks import Chunks
 
@@ -223,6 +223,24 @@ def test_only_gradients_that_are_needed(reduction, backend):
             assert (leaf.grad is not None) == need
             if need:
                 torch.testing.assert_close(leaf.grad, grad, **tolerances.LINEAR)
+
+
+@pytest.mark.parametrize("backend", (None, "reference"))
+@pytest.mark.parametrize("options", ({}, {"label_smoothing": 0.1}, {"lse_square_scale": 1e-30}))
+def test_a_lse_whose_square_overflows(options, backend):
+    tensors, token_ids, _ = problem(ROWS, WIDTH, VOCAB)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        hidden, weight = ((1e10 * t.detach()).to(dtype).requires_grad_() for t in tensors[:2])
+        loss, z_loss = linear_cross_entropy(hidden, weight, token_ids, backend=backend, **options)
+        loss.backward()
+        results.append([loss.detach(), z_loss, hidden.grad, weight.grad])
+        logits = (hidden @ weight.t()).detach()
+        by_row, z_rows = cross_entropy(logits, token_ids, backend=backend, **options)
+        results[-1] += [by_row, z_rows]
+    for got, want in zip(*results, strict=True):
+        assert want.isfinite().all()
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4 * want.abs().max())
 
 
 def test_adds_to_main_grad():

@@ -272,8 +272,6 @@ def run_views(logits, token_ids):
     [
         ({"temperature": 0.0}, "temperature is 0.0; expected a finite number above 0"),
         ({"temperature": torch.ones(3)}, r"temperature has shape \[3\]"),
-        ({"softcap": -1.0}, "softcap is -1.0"),
-        ({"logit_scale": math.nan}, "logit_scale is nan"),
         ({"backend": "cuda"}, "cannot run here: it runs on CUDA tensors"),
         ({"backend": "fast"}, "'fast' does not exist; expected one of"),
         ({"vocab_mask": torch.ones(2, 4, dtype=torch.bool)}, "vocab_mask has shape"),

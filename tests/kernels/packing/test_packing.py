@@ -8,7 +8,6 @@ from hybridengine.kernels import pack, pack_sequences, unpack
 from hybridengine.kernels._backend import native
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.autograd import forward_ad
 from torch.library import opcheck
 
 from tests.kernels.batches import random_mask
@@ -256,12 +255,6 @@ def test_errors_name_what_is_wrong():
         pack([bytes_], mask, shifted=[0])
     with pytest.raises(ValueError, match=r"unpack: tensors\[0\] is on meta, packed.indices on cpu"):
         unpack(torch.zeros(6, device="meta"), pack([], mask))
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(torch.zeros(2, 3), torch.ones(2, 3))
-        with pytest.raises(NotImplementedError, match=r"pack: tensors\[0\] has a forward-mode"):
-            pack([dual], mask)
-        with pytest.raises(NotImplementedError, match=r"unpack: tensors\[0\] has a forward-mode"):
-            unpack(dual.flatten(), pack([], mask))
     with pytest.raises(ValueError, match="complex128"):
         pack([torch.zeros(2, 3, dtype=torch.complex128)], mask)
 

@@ -7,7 +7,7 @@ import torch
 from hybridengine.kernels import LOSS_MODES, policy_loss, select_by_covariance, token_kl, value_loss
 from hybridengine.kernels._backend import native
 from hybridengine.kernels.policy_loss.terms import LossOptions
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 from tests.kernels.batches import (
     KL,
@@ -38,27 +38,11 @@ def ints(*values):
         ({"loss_agg_mode": "token_mean"}, r"loss_agg_mode is 'token_mean'.*mean 'token-mean'"),
         ({"kl_type": "low_var"}, r"kl_type is 'low_var'.*Did you mean 'low_var_kl'"),
         ({"kl_type": "k1++"}, r"kl_type is 'k1\+\+'"),
-        ({"clip_ratio_low": -0.1}, "clip_ratio_low is -0.1"),
-        ({"clip_ratio_low": NAN}, "clip_ratio_low is nan"),
-        ({"clip_ratio_high": NAN}, "clip_ratio_high is nan"),
-        ({"clip_ratio_high": -1}, "clip_ratio_high is -1"),
-        ({"clip_ratio_c": NAN}, "clip_ratio_c is nan"),
-        ({"clip_ratio_c": 1.0}, "clip_ratio_c is 1.0"),
-        ({"tau_pos": 0.0}, "tau_pos is 0.0"),
-        ({"tau_neg": -1.0}, "tau_neg is -1.0"),
-        ({"tau_neg": INF}, "tau_neg is inf"),
-        ({"cov_kl_coef": NAN}, "cov_kl_coef is nan"),
-        ({"kl_coef": NAN}, "kl_coef is nan"),
         ({"kl_coef": 0.1}, "kl_coef is 0.1, but ref_log_probs is not given"),
         ({"entropy_coeff": 0.1}, "entropy_coeff is 0.1, but entropy is not given"),
-        ({"global_num_tokens": -4}, "global_num_tokens is -4"),
-        ({"global_num_tokens": NAN}, "global_num_tokens is nan"),
         ({"global_num_tokens": torch.tensor(-4.0)}, "global_num_tokens is -4"),
         ({"global_num_tokens": torch.zeros(2)}, r"global_num_tokens is a tensor of shape \[2\]"),
         ({"global_num_tokens": torch.zeros((), device="meta")}, "global_num_tokens is a tensor"),
-        ({"global_num_seqs": -1}, "global_num_seqs is -1"),
-        ({"loss_scale_factor": -5.0}, "loss_scale_factor is -5.0"),
-        ({"loss_scale_factor": 0}, "loss_scale_factor is 0"),
         ({"selected": torch.zeros(3)}, r"selected has shape \[3\]; expected \[4\]"),
         ({"response_mask": torch.zeros(1)}, r"response_mask has shape \[1\]"),
         ({"response_mask": torch.full((4,), 0.5)}, r"response_mask\[0\] is 0.5"),
@@ -245,12 +229,6 @@ def test_the_kernel_refuses_derivatives_it_does_not_have():
     gradient, _ = torch.autograd.grad(loss(*leaves), leaves, create_graph=True)
     with pytest.raises(RuntimeError, match="policy_loss: a derivative of its gradient"):
         torch.autograd.grad(gradient.square().sum(), leaves)
-    with forward_ad.dual_level():
-        for i in range(2):
-            dual = [leaf.detach() for leaf in leaves]
-            dual[i] = forward_ad.make_dual(dual[i], torch.ones(8))
-            with pytest.raises(NotImplementedError, match="forward-mode"):
-                loss(*dual)
 
 
 def test_token_kl_refuses_what_it_does_not_know():
@@ -271,11 +249,7 @@ def test_token_kl_refuses_what_it_does_not_know():
     "options, message",
     [
         ({"loss_mode": "kl_co"}, r"loss_mode is 'kl_co'.*Did you mean 'kl_cov'"),
-        ({"ratio": 0.0}, "ratio is 0.0"),
-        ({"ratio": 1.5}, "ratio is 1.5"),
-        ({"ratio": NAN}, "ratio is nan"),
         ({"lower": 6.0}, "lower is 6.0, above upper"),
-        ({"upper": NAN}, "upper is nan"),
         ({"excluded": torch.zeros(3)}, r"excluded has shape \[3\]"),
         ({"response_mask": X.to("meta")}, "response_mask is on meta"),
     ],

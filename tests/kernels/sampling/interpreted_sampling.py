@@ -51,6 +51,14 @@ def test_ties_and_removed_entries(parameters, levels):
     check_rows(sampled, logits, seeds, positions, **parameters)
 
 
+@pytest.mark.parametrize("parameters", ({"top_p": 0.5}, {"top_k": 2, "min_p": 0.5}), ids=str)
+def test_scaled_logits_beyond_float32(parameters):
+    logits = random_logits(2, 300).clamp(-1, 1) * 3e38
+    parameters = parameters | {"temperature": 1e-5}
+    for some in (logits, -logits.abs() - 3e37):
+        check_rows(sample(some, *keys(2), **parameters), some, *keys(2), **parameters)
+
+
 def test_rows_that_cannot_be_sampled():
     logits = torch.zeros(4, 100)
     logits[0], logits[1, 50], logits[2, 0] = -torch.inf, torch.nan, torch.inf

@@ -1,0 +1,100 @@
+"""What every operator of `hybridengine.kernels` does with any of its arguments.
+
+An operator without a row in contract_cases.py, and an argument that its row leaves out, fail here.
+"""
+
+import inspect
+
+import pytest
+from hybridengine.kernels._backend import _REGISTERED
+
+from hybridengine import kernels as he
+from tests.kernels import contract
+from tests.kernels.contract_cases import CASES, NOT_OPERATORS, annotated, operator
+from tests.kernels.interpreter import run_interpreted
+
+# Numbers and tensors that only other operators' tests can give a value.
+LEFT_OUT = {"main_grad", "out", "excluded", "selected", "rollout_is_weights"}
+
+
+def backends(name):
+    """The backends of an operator on a CPU."""
+    case = CASES[name]
+    return list(_REGISTERED.get(case.registered or operator(name), {}).get("cpu", ())) or [None]
+
+
+def operators(names):
+    pairs = [(name, backend) for name in names for backend in backends(name)]
+    return pytest.mark.parametrize(("name", "backend"), pairs)
+
+
+EVERY = operators(CASES)
+DIFFERENTIABLE = operators([name for name, case in CASES.items() if case.gradients])
+
+
+def test_every_operator_has_a_row():
+    functions = {name for name in he.__all__ if inspect.isfunction(getattr(he, name))}
+    assert functions == {*map(operator, CASES), *NOT_OPERATORS}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if operator(name) == name])
+def test_a_row_has_every_argument(name):
+    case = CASES[name]
+    numbers = annotated(name, "float", "int") - {
+        "rejection",
+        "fields",
+        "bins",
+        "lengths",
+        "shifted",
+    }
+    assert numbers - {"fill_values"} <= case.numbers.keys()
+    assert annotated(name, "Tensor") - LEFT_OUT <= case.arguments.keys() | case.numbers.keys()
+
+
+@EVERY
+def test_autocast_changes_no_bit(name, backend):
+    contract.check_autocast(name, backend)
+
+
+@operators([name for name, case in CASES.items() if case.numbers])
+def test_a_wrong_number_is_named(name, backend):
+    contract.check_numbers(name, backend)
+
+
+@EVERY
+def test_strides_change_no_result(name, backend):
+    contract.check_strides(name, backend)
+
+
+@DIFFERENTIABLE
+def test_strides_of_other_dtypes(name, backend):
+    contract.check_strides_of_other_dtypes(name, backend)
+
+
+@operators([name for name, case in CASES.items() if case.rows])
+def test_no_rows(name, backend):
+    contract.check_no_rows(name, backend)
+
+
+@DIFFERENTIABLE
+def test_forward_mode_is_right_or_refused(name, backend):
+    contract.check_forward_mode(name, backend)
+
+
+@DIFFERENTIABLE
+def test_torch_func_is_right_or_refused(name, backend):
+    contract.check_torch_func(name, backend)
+
+
+@EVERY
+def test_vmap_is_right_or_refused(name, backend):
+    contract.check_vmap(name, backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "marked", ("not exhaustive", pytest.param("exhaustive", marks=pytest.mark.exhaustive))
+)
+def test_the_triton_kernels_in_the_interpreter(marked):
+    pytest.importorskip("triton")
+    run_interpreted("interpreted_contract.py", "-m", marked)
