@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
+from hybridengine.config.algorithm import KLControlConfig
 from hybridengine.config.common import JobConfig, RateConfig
 from hybridengine.config.engine_checks import TP_SIZE, find_differences, find_engine_faults
-from hybridengine.config.rl import RLConfig
+from hybridengine.config.rl import ActorConfig, RLConfig
 from hybridengine.config.sft import SFTConfig
 from hybridengine.config.simulation import SimulationConfig
 
@@ -46,6 +47,21 @@ def find_faults(config: JobConfig | SimulationConfig) -> Iterator[str]:
             yield from check_rl(config)
 
 
+_KL_TERMS = (  # switch, coefficient, its default, schedule
+    (
+        "actor.use_kl_loss",
+        "actor.kl_loss_coef",
+        ActorConfig().kl_loss_coef,
+        "actor.kl_loss_ctrl",
+    ),
+    (
+        "algorithm.use_kl_in_reward",
+        "algorithm.kl_ctrl.kl_coef",
+        KLControlConfig().kl_coef,
+        "algorithm.kl_ctrl",
+    ),
+)
+_DUAL_CLIP_MODES = ("vanilla", "dppo_tv", "dppo_kl")
 # Estimators whose baseline is made of the other responses of a group.
 _GROUP_ESTIMATORS = {
     "grpo",
@@ -80,6 +96,26 @@ def find_notes(config: JobConfig | SimulationConfig) -> Iterator[str]:
             "group: with one, its advantage is its score or 0; set rollout.n to 2 or more, or "
             "adv_estimator=reinforce_plus_plus"
         )
+    yield from _idle_kl(config)
+    mode, bound = config.actor.policy_loss.loss_mode, config.actor.clip_ratio_c
+    if bound != ActorConfig().clip_ratio_c and mode not in _DUAL_CLIP_MODES:
+        yield (
+            f"actor.clip_ratio_c is {bound:g}, which actor.policy_loss.loss_mode {mode} does not "
+            f"read ({', '.join(_DUAL_CLIP_MODES)} do); leave it out"
+        )
+
+
+def _idle_kl(config: RLConfig) -> Iterator[str]:
+    """Yield a sentence for a KL with a coefficient and no switch, or the other way round."""
+    for switch, key, default, schedule in _KL_TERMS:
+        is_on, coef, ctrl = attrgetter(switch, key, schedule)(config)
+        if not is_on and coef not in (0, default):
+            yield f"{key} is {coef:g}, but {switch} is false, so no KL is computed; set it to true"
+        elif is_on and coef == 0 and (ctrl.type != "linear" or ctrl.final_kl_coef == 0):
+            yield (
+                f"{switch} is true with {key} 0: a reference is loaded and computed in every step, "
+                f"and only its KL is measured; set {switch}=false, or a coefficient"
+            )
 
 
 def _simulation(config: SimulationConfig) -> Iterator[str]:

@@ -31,10 +31,12 @@ Problem = tuple[str, Mapping[str, Sequence[float]], Sequence[float] | None]
 class ValidationHistory:
     """Results per problem of the first and the last validation.
 
-    A checkpoint keeps both, so that a resumed run compares with the start of the whole run.
+    A checkpoint keeps both, so that a resumed run compares with the start of the whole run. After
+    one validation alone there is nothing to compare, and no start and gain.
     """
 
     def __init__(self) -> None:
+        self._count = 0  # of validations
         self._first: dict[str, list[float]] = {}
         self._last: dict[str, list[float]] = {}
         self._core: dict[str, list[float]] = {}  # [first, last] value of each val-core metric
@@ -44,7 +46,7 @@ class ValidationHistory:
         self._last = {
             name: [fmean(results[name]) for _, results, _ in problems] for name in problems[0][1]
         }
-        self._first = self._first or self._last
+        self._first, self._count = self._first or self._last, self._count + 1
         per_source = source_metrics([_with_verl_names(problem) for problem in problems])
         for name, value in per_source.items():
             if name.startswith(_CORE):
@@ -53,24 +55,30 @@ class ValidationHistory:
         return {f"val/{name}": fmean(values) for name, values in self._last.items()} | per_source
 
     def state_dict(self) -> dict[str, Any]:
-        return {"first": self._first, "last": self._last, "core": self._core}
+        counted = {"first": self._first, "last": self._last, "core": self._core}
+        return {**counted, "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._first, self._last, self._core = state["first"], state["last"], state["core"]
+        self._count = state.get("count", 2)  # of older checkpoints
 
     def summary(self) -> dict[str, Any]:
         """Return the entries of summary.json: start, end and gain with 95% intervals."""
         summary: dict[str, Any] = {}
         for name, start in self._first.items():
-            end = self._last[name]
-            summary[f"val_{name}_start"], summary[f"val_{name}_end"] = fmean(start), fmean(end)
-            summary[f"val_{name}_gain_ci95"] = list(gain_interval(start, end)[1:])
-            if set(start) | set(end) <= {0.0, 1.0}:
-                for when, values in (("start", start), ("end", end)):
+            ends = {"start": start, "end": self._last[name]}
+            if self._count > 1:
+                interval = gain_interval(start, ends["end"])[1:]
+                summary[f"val_{name}_gain_ci95"] = list(interval)
+            else:
+                del ends["start"]
+            summary |= {f"val_{name}_{when}": fmean(values) for when, values in ends.items()}
+            if {x for values in ends.values() for x in values} <= {0.0, 1.0}:
+                for when, values in ends.items():
                     interval = accuracy_interval(fmean(values), len(values))
                     summary[f"val_{name}_{when}_ci95"] = list(interval)
             summary["val_problems"] = len(start)
-        if self._core:
+        if self._core and self._count > 1:
             summary["val_core_start_end"] = {
                 name.removeprefix(_CORE): pair for name, pair in self._core.items()
             }
@@ -80,6 +88,12 @@ class ValidationHistory:
         """Return one line per result for the console."""
         lines = []
         for name, start in self._first.items():
+            if self._count == 1:
+                lines.append(
+                    f"validation {name}: {fmean(start):.3f} over {len(start)} problems, measured "
+                    "once; trainer.val_before_train=true measures the start, too"
+                )
+                continue
             gain, low, high = gain_interval(start, self._last[name])
             verdict = "" if low > 0 else "  (not larger than the sampling error)"
             lines.append(

@@ -1,6 +1,7 @@
 """Loading a configuration: values, overrides, and one line for every error."""
 
 import re
+import warnings
 from functools import reduce
 from pathlib import Path
 
@@ -502,3 +503,44 @@ def test_paths_are_found_from_every_folder(tmp_path, monkeypatch):
         )
     )
     assert f"path: {project / 'gpt2'}\n" in text and "'{{ messages }}'" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "note"),
+    [
+        (["actor.kl_loss_coef=0.01"], "kl_loss_coef is 0.01, but actor.use_kl_loss is false"),
+        (
+            ["algorithm.kl_ctrl.kl_coef=0.2"],
+            "kl_coef is 0.2, but algorithm.use_kl_in_reward is false",
+        ),
+        (
+            ["actor.use_kl_loss=true", "actor.kl_loss_coef=0"],
+            "use_kl_loss is true with actor.kl_loss_coef 0: a reference is loaded",
+        ),
+        (
+            ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0"],
+            "use_kl_in_reward is true with algorithm.kl_ctrl.kl_coef 0: a reference is loaded",
+        ),
+        (
+            ["actor.policy_loss.loss_mode=gspo", "actor.clip_ratio_c=10"],
+            "clip_ratio_c is 10, which actor.policy_loss.loss_mode gspo does not read",
+        ),
+        (["actor.kl_loss_coef=0", "actor.clip_ratio_c=10"], ""),
+        (["actor.use_kl_loss=true", "algorithm.use_kl_in_reward=true"], ""),
+        (
+            [
+                "actor.use_kl_loss=true",
+                "actor.kl_loss_coef=0",
+                "actor.kl_loss_ctrl={type: linear, final_kl_coef: 0.1}",
+            ],
+            "",
+        ),
+    ],
+)
+def test_notes_on_settings_without_effect(overrides: list[str], note: str) -> None:
+    needed = ["model.path=m", "data.train_files=t.jsonl"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ConfigNote)
+        load_config(None, [*needed, *overrides])
+    texts = [str(w.message) for w in caught if issubclass(w.category, ConfigNote)]
+    assert len(texts) == bool(note) and note in "".join(texts)

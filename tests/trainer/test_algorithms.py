@@ -80,6 +80,11 @@ def results(tmp_path_factory) -> dict[str, Result]:
         "algorithm.rollout_correction.rollout_rs=token_k1",
         "algorithm.rollout_correction.rollout_rs_threshold='1e-3_1.5'",
     ]
+    jobs["rejected_responses"] = [
+        *off_policy,
+        "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold='0.7_0.85'",
+    ]
     base = small_job(folder)
     found = run_jobs(folder, [[*base, *job] for job in jobs.values()])
     return dict(zip(jobs, found, strict=True))
@@ -248,3 +253,19 @@ def test_rollout_correction(results) -> None:
     assert off["rollout_corr/rollout_is_mean"] < 0.9
     assert 0 < rejected["rollout_corr/rollout_rs_masked_fraction"] < 1
     assert "timing_s/old_log_prob" in rejected and "timing_s/old_log_prob" not in off
+
+
+def test_rejected_responses_count_in_the_baseline_of_their_group(results) -> None:
+    rows, last = (
+        results["rejected_responses"].rollouts["step_1"],
+        results["rejected_responses"].last,
+    )
+    assert 0 < last["rollout_corr/rollout_rs_masked_fraction"] < 1
+    rewards = torch.tensor([row["reward"] for row in rows], dtype=torch.float64)
+    groups = torch.tensor([row["index"] for row in rows])
+    wanted = group_advantage(rewards, groups, backend="reference")
+    assert [row["advantage"] for row in rows] == pytest.approx(wanted.tolist(), abs=1e-4)
+    has_values = [[x is not None for x in row["entropy"]] for row in rows]
+    assert all(len({*own}) == 1 for own in has_values), "whole responses are rejected"
+    assert {own[0] for own in has_values} == {True, False}
+    assert all(None not in row["old_log_probs"] for row in rows)  # those of rejected ones, too

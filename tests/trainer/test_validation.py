@@ -90,6 +90,15 @@ def test_votes_are_counted_over_the_answers_that_a_reward_gives() -> None:
     assert not any("pred" in name or "note" in name for name in found)
 
 
+def test_one_validation_has_no_gain() -> None:
+    history = ValidationHistory()
+    history.add(problems([rollout(0, "a", 0.0), rollout(1, "b", 1.0)]))
+    assert {name.rpartition("_")[2] for name in history.summary()} == {"end", "ci95", "problems"}
+    assert not any("start" in name or "gain" in name for name in history.summary())
+    [line] = history.lines()
+    assert line.startswith("validation score: 0.500 over 2 problems, measured once; trainer.val_b")
+
+
 def test_a_resumed_run_compares_with_the_start_of_the_whole_run() -> None:
     straight, resumed = ValidationHistory(), ValidationHistory()
     first = [rollout(0, "a", 0.0), rollout(1, "b", 0.0), rollout(2, "b", 1.0)]
