@@ -83,7 +83,7 @@ def results(tmp_path_factory) -> dict[str, Result]:
     jobs["rejected_responses"] = [
         *off_policy,
         "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
-        "algorithm.rollout_correction.rollout_rs_threshold='0.7_0.85'",
+        "algorithm.rollout_correction.rollout_rs_threshold='0.61_1.5'",
     ]
     base = small_job(folder)
     found = run_jobs(folder, [[*base, *job] for job in jobs.values()])
@@ -256,10 +256,8 @@ def test_rollout_correction(results) -> None:
 
 
 def test_rejected_responses_count_in_the_baseline_of_their_group(results) -> None:
-    rows, last = (
-        results["rejected_responses"].rollouts["step_1"],
-        results["rejected_responses"].last,
-    )
+    job = results["rejected_responses"]
+    rows, last = job.rollouts["step_1"], job.last
     assert 0 < last["rollout_corr/rollout_rs_masked_fraction"] < 1
     rewards = torch.tensor([row["reward"] for row in rows], dtype=torch.float64)
     groups = torch.tensor([row["index"] for row in rows])
