@@ -148,10 +148,8 @@ class TurnTemplate:
         for key in filter(self._chats.reads, THOUGHTS):
             turn = {"role": "assistant", "content": "probeanswer", key: "probethought"}
             try:
-                prompt, text = (
-                    self._render([_QUESTION], True),
-                    self._render([_QUESTION, turn], False),
-                )
+                prompt = self._render([_QUESTION], True)
+                text = self._render([_QUESTION, turn], False)
             except DataError:
                 continue
             start, content = text.find("probethought"), text.find("probeanswer")

@@ -102,7 +102,7 @@ class ChatTemplate:
         text = own.render(where, chat, prompt)
         check_tools_shown(where, tools, text)
         for turn, message in enumerate(chat if text else ()):
-            content = text_of(message["content"])
+            content = text_of(message.get("content"))
             if message["role"] == "assistant":  # templates may leave out thoughts of earlier turns
                 content = content.rpartition("</think>")[2]
             if not mentions(text, content):
@@ -123,9 +123,10 @@ class ChatTemplate:
         return re.search(rf"""[.\[(]\s*["']?{key}\b""", self.text) is not None
 
     def _check_keys(self, where: str, message: Mapping[str, Any]) -> None:
+        known = [name for name in THOUGHTS if self.reads(name)]
+        read = [message.get(name) for name in known]  # some have a thought under several keys
         for key in (*THOUGHTS, *_OTHER_KEYS):
-            if message.get(key) and not self.reads(key):
-                known = [name for name in THOUGHTS if self.reads(name)]
+            if message.get(key) and not self.reads(key) and message[key] not in read:
                 advice = f"rename it to {known[0]}" if known else "write it into the content"
                 raise DataError(
                     f"{where} has {key!r}, which the chat template does not read, so that it would "

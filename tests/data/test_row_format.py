@@ -87,6 +87,14 @@ def test_tools_and_variables_of_a_row_in_rl(tmp_path):
         prompts(tmp_path, [own], CHATML)
 
 
+def test_a_turn_with_a_call_and_no_content(tmp_path):
+    messages = chat()[:3]
+    del messages[1]["content"]
+    assert '"Oslo"' in prompts(tmp_path, [rl_row(messages)])[0].prompt_text
+    [sample] = conversations(tmp_path, [{"messages": messages[:2]}])
+    assert trained(byte_tokenizer(), sample)[0].startswith("<tool_call>")
+
+
 def test_sharegpt_with_calls_and_flags(tmp_path):
     turns = [
         {"from": "human", "value": "Oslo?"},
@@ -149,6 +157,10 @@ def test_what_a_template_does_not_read_is_refused(tmp_path, key):
         conversations(tmp_path, [{"messages": messages}], CHATML)
     with pytest.raises(DataError, match=message):
         prompts(tmp_path, [rl_row([*messages, messages[0]])], CHATML)
+    if key in ("reasoning", "thinking"):  # as well as under the key that is read
+        both = [messages[0], {**messages[1], "reasoning_content": "hm"}]
+        [sample] = conversations(tmp_path, [{"messages": both}], THINKING)
+        assert trained(byte_tokenizer(), sample)[0].count("hm") == 1
     if key == "reasoning_content":
         [sample] = conversations(tmp_path, [{"messages": messages}], THINKING)
         assert "hm" in trained(byte_tokenizer(), sample)[0]
