@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from hybridengine.errors import ModelError
 from hybridengine.model import pack_rollouts, packed_cross_entropy, packed_logits
 from hybridengine.model.attention import ATTENTION
+from hybridengine.model.exact import model_obstacle
 from hybridengine.model.rotary import check_rotary, fix_rotary_length
 from tests.model.cases import LOGITS, rollouts
 from tests.model.rotary_configs import DYNAMIC, LIMIT, LONG_ROPE, MSCALE, ORIGINAL, tiny
@@ -92,6 +93,12 @@ def test_other_embeddings_stay_as_they_are() -> None:
     model = build(tiny("llama", LONG_ROPE))
     fix_rotary_length(model, ORIGINAL)  # no batch of the run is longer
     assert "forward" not in vars(model.model.rotary_emb)
+
+
+def test_exact_rollouts_have_no_such_tables() -> None:
+    for rope in (LONG_ROPE, DYNAMIC):
+        reason = model_obstacle(tiny("llama", rope))
+        assert reason is not None and f"rope_type '{rope['rope_type']}'" in reason
 
 
 def test_what_vllm_computes_otherwise_is_refused() -> None:

@@ -24,12 +24,12 @@ _PLAIN = (
     *("seed_oss", "smollm3", "starcoder2", "vaultgemma"),
 )
 _EQUAL_HEADS = dict(num_key_value_heads=4)
-_MOE = dict(moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2)
+_MOE = dict(num_experts=4, num_experts_per_tok=2)
 KINDS: dict[str, dict[str, Any]] = {kind: {} for kind in _PLAIN} | {
     "flex_olmo": _MOE,
     "gpt_neox": _EQUAL_HEADS,
-    "hunyuan_v1_moe": _MOE,
-    "mellum": _MOE,
+    "hunyuan_v1_moe": _MOE | {"moe_topk": 2},
+    "mellum": _MOE | {"moe_intermediate_size": 64},
     "phi": _EQUAL_HEADS,
 }
 
