@@ -65,6 +65,7 @@ def _reader(file: Path) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
                 yield table.schema_arrow, table.iter_batches(batch_size=_BATCH_ROWS)
             return
         with pa.memory_map(str(file)) as source:
+            batches: Iterator[pa.RecordBatch]
             if source.read(6) == b"ARROW1":
                 whole = pa.ipc.open_file(source)
                 schema, batches = (
