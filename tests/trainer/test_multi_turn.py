@@ -6,6 +6,7 @@ from array import array
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -378,3 +379,35 @@ def test_statistics_count_trajectories_and_masks_cover_the_model_s_tokens() -> N
     torch.testing.assert_close(rewards.per_token, torch.tensor(per_token))
     _, returns = found["reinforce_plus_plus"]
     torch.testing.assert_close(returns[mask], torch.tensor([1.0, 0.75, 1.0, 0.0, -0.25]))
+
+
+def test_rewards_read_the_tokens_of_all_branches_and_the_length_that_is_limited() -> None:
+    from hybridengine.agent.trajectory import TokenSequence, Trajectory
+    from hybridengine.config import RewardConfig
+    from hybridengine.config.reward import OverlongBufferConfig
+    from hybridengine.data import PromptSample
+    from hybridengine.rewards import ResponseTokens, score_checked
+    from hybridengine.rewards.manager import DapoRewardManager
+    from hybridengine.rollout import Response
+    from hybridengine.trainer.trajectories import _tokens
+
+    def sequence(context: list[int] | None, mask: list[int]) -> TokenSequence:
+        response = Response([9] * len(mask), [0.0] * len(mask), "stop", columns={"sampled": mask})
+        return TokenSequence([], context, response)
+
+    sample = PromptSample(0, [5, 6, 7], "", "toy", None, {})
+    template = SimpleNamespace(of_row=lambda *_: None)
+    given: Any = {"template": template, "generate": None, "toolbox": None}
+    trajectory = Trajectory(sample, 0, **given, max_tokens=13)
+    trajectory.sequences = [
+        sequence(None, [1, 0, 0, 0, 0, 1]),
+        sequence([5, 6, 7, 8, 8], [1, 0, 1]),
+    ]
+    tokens = _tokens(trajectory)  # of the sequences, 6 and 2 + 3 tokens follow the prompt of 3
+    assert tokens == ResponseTokens([9] * 9, [1, 0, 0, 0, 0, 1, 1, 0, 1], 6)
+    # The limit is 10 tokens and the buffer its last 5: the 6th costs a fifth, and none costs more.
+    buffer = OverlongBufferConfig(enable=True, len=5, penalty_factor=1.0)
+    manager = DapoRewardManager([], RewardConfig(overlong_buffer=buffer), 10)
+    full = tokens._replace(length=10)
+    result = score_checked(manager, [sample] * 2, ["", ""], [tokens, full])
+    assert result.scores == [-0.2, -1.0]
