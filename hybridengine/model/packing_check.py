@@ -26,8 +26,8 @@ from hybridengine.model.probe import Call, Probe, Trace
 from hybridengine.model.validation import is_own_code, packing_obstacle
 
 # Differences are relative to the largest value of a module's output. Another order of sums changes
-# some 1e-6 of it in float32, which grows by a few times per layer; an attention that leaks changes
-# more than 0.3 at once (`tests/model/test_packing_check.py`, over all types of transformers).
+# some 1e-6 of it in float32, which grows from layer to layer; an attention that leaks changes more
+# than 0.3 at once. Measured on the default configuration of every text type of transformers.
 _ROUNDING, _JUMP = 3e-4, 30
 # Rounding changes the choice of a router where two experts are equally good, but hardly so with
 # each of several weights.
@@ -130,7 +130,10 @@ def _faults(probe: Probe, seed: int) -> _Outcome:
                 "AttentionInterface. Mend its code, or use transformers' implementation or another "
                 "model"
             )
-    shared = fault([0, 1], shared_prefix=True)
+    try:
+        shared = fault([0, 1], shared_prefix=True)
+    except ModelError as error:
+        return _Outcome(None, str(error))
     return _Outcome(None, shared and f"{shared} where sequences share a prefix")
 
 
