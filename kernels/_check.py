@@ -277,24 +277,34 @@ def choice(
     )
 
 
-def reverse_mode_only(op: str, *, batched: bool = True, **tensors: Any) -> None:
+def reverse_mode_only(op: str, **tensors: Any) -> None:
     """Check that no tensor has a forward-mode tangent or is inside a derivative of torch.func.
 
     A tangent would be dropped silently; torch.func would raise an error without the operator's
-    name. Without a transformation this costs the same for any number of tensors.
-
-    Args:
-        batched: whether tensors may be batched by torch.vmap.
-        tensors: tensors, lists of them, and other arguments, which are skipped.
+    name. tensors: tensors, lists of them, and other arguments, which are skipped. Without a
+    transformation this costs the same for any number of them.
     """
+    if _are_transforms_active():
+        _refuse_transforms(op, tensors, batched=True)
+
+
+def untransformed(op: str, **tensors: Any) -> None:
+    """Check as `reverse_mode_only`, and that no tensor is batched by torch.vmap."""
+    if _are_transforms_active():
+        _refuse_transforms(op, tensors, batched=False)
+
+
+def _are_transforms_active() -> bool:
     if torch.compiler.is_compiling():
-        return
-    if forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active():
-        return
+        return False
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def _refuse_transforms(op: str, tensors: dict[str, Any], batched: bool) -> None:
     for name, value in tensors.items():
         if isinstance(value, list | tuple):
             parts = {f"{name}[{i}]": part for i, part in enumerate(value)}
-            reverse_mode_only(op, batched=batched, **parts)
+            _refuse_transforms(op, parts, batched)
         elif isinstance(value, Tensor):
             _check_untransformed(op, name, value, batched)
 

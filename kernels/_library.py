@@ -50,7 +50,8 @@ class CustomOp:
         types = [str(one.type) for one in (*schema.arguments, *schema.returns)]
         self._has_lists = any("List" in kind and "Tensor" in kind for kind in types)
         # Then torch.vmap calls an op once per entry.
-        self._takes_batches = not self._mutates and not self._has_lists
+        takes_batches = not self._mutates and not self._has_lists
+        self._refuse = check.reverse_mode_only if takes_batches else check.untransformed
         self._function: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -58,7 +59,7 @@ class CustomOp:
             return self._op(*arguments)
         if self._mutates or not _is_plain(arguments):
             named = dict(zip(self._arguments, arguments, strict=False))
-            check.reverse_mode_only(self._name, batched=self._takes_batches, **named)
+            self._refuse(self._name, **named)
             return self._op(*arguments)
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
             return self._run(*arguments)

@@ -71,7 +71,7 @@ def mark_changed_(
     """
     op = "mark_changed_"
     check.same_device(op, current=current, sent=sent, mask=mask)
-    check.reverse_mode_only(op, batched=False, current=current, sent=sent, mask=mask)
+    check.untransformed(op, current=current, sent=sent, mask=mask)
     check.contiguous(op, sent=sent, mask=mask)
     current = current.contiguous()
     if choose_backend(op, sent.device, backend) != "reference":
@@ -129,7 +129,7 @@ def take_changed(
     check.number(_OP, "max_share", max_share, at_least=0, at_most=1)
     named = {f"sources[{i}]": tensor for i, tensor in enumerate(sources)}
     check.same_device(_OP, **named, **{f"masks[{i}]": mask for i, mask in enumerate(masks)})
-    check.reverse_mode_only(_OP, batched=False, masks=masks, sources=sources)
+    check.untransformed(_OP, masks=masks, sources=sources)
     if len(masks) != len(sources):
         raise ValueError(
             f"{_OP}: there are {len(masks)} masks and {len(sources)} sources; expected one each."

@@ -43,7 +43,7 @@ def bit_checksum(tensor: Tensor, *, backend: str | None = None) -> Tensor:
         >>> bit_checksum(torch.tensor([1, 2, 3], dtype=torch.int32)).item()  # w[0] + 1 * 2 + 3 * 3
         4294967308
     """
-    check.reverse_mode_only("bit_checksum", batched=False, tensor=tensor)
+    check.untransformed("bit_checksum", tensor=tensor)
     data = tensor.contiguous().reshape(-1).view(torch.uint8)
     if choose_backend("bit_checksum", data.device, backend) != "reference":
         return native().bit_checksum(data)

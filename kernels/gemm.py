@@ -58,7 +58,7 @@ def mixed_gemm(
         >>> out.tolist()
         [[4.0, 4.0, 4.0], [4.0, 4.0, 4.0]]
     """
-    check.reverse_mode_only("mixed_gemm", batched=False, out=out, a=a, b=b, bias=bias)
+    check.untransformed("mixed_gemm", out=out, a=a, b=b, bias=bias)
     if a.dtype == b.dtype == out.dtype:
         if accumulate:
             out.addmm_(a, b.t())

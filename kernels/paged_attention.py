@@ -50,7 +50,7 @@ def write_kv_cache(
     Raises:
         ValueError: shapes, dtypes, devices or (on a CPU) slots that do not fit.
     """
-    check.reverse_mode_only(WRITE_OP, batched=False, key=key, value=value, kv_cache=kv_cache)
+    check.untransformed(WRITE_OP, key=key, value=value, kv_cache=kv_cache)
     key, value = unit_inner_stride(key), unit_inner_stride(value)
     slot_mapping = slot_mapping.contiguous()
     chosen = choose_backend(OP, kv_cache.device, backend)
@@ -119,7 +119,7 @@ def paged_attention(
     check.shape(OP, "query", query, "T H D", sizes)
     check.shape(OP, "kv_cache", kv_cache, "num_blocks H_kv block_size C", sizes)
     check.dtype(OP, "kv_cache", kv_cache, _DTYPES)
-    check.reverse_mode_only(OP, batched=False, query=query, kv_cache=kv_cache, sinks=sinks)
+    check.untransformed(OP, query=query, kv_cache=kv_cache, sinks=sinks)
     scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     scale = check.number(OP, "softmax_scale", scale)
     if window_size is not None:

@@ -132,7 +132,7 @@ def _check_mask(op: str, hidden_states: Tensor, name: str, mask: Tensor) -> None
 def _scatter(op: str, name: str, values: Tensor, indices: Tensor, shape: list[int]) -> Tensor:
     """Return zeros [*shape, ...] with row t of `values` at row indices[t], all distinct."""
     check.same_device(op, **{name: values}, indices=indices)
-    check.reverse_mode_only(op, batched=True, **{name: values})
+    check.reverse_mode_only(op, **{name: values})
     if values.dim() == 0 or indices.dim() != 1 or indices.numel() != values.shape[0]:
         raise ValueError(
             f"{op}: indices has shape {list(indices.shape)} and {name} {list(values.shape)}; "

@@ -26,7 +26,7 @@ def wanted_gradients(op: str, tensors: Differentiated, prefix: str = "") -> list
     if any(wanted):
         names = ("hidden", "weight", "bias")
         named = {prefix + name: tensor for name, tensor in zip(names, tensors, strict=True)}
-        check.reverse_mode_only(op, batched=False, **named)
+        check.untransformed(op, **named)
     return wanted
 
 

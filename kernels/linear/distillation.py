@@ -182,9 +182,7 @@ def _check_models(
         for part, tensor in zip(("hidden", "weight"), pair, strict=True)
     }
     check.same_device(op, **named, student_bias=biases[0], teacher_bias=biases[1])
-    check.reverse_mode_only(
-        op, batched=True, **named, student_bias=biases[0], teacher_bias=biases[1]
-    )
+    check.reverse_mode_only(op, **named, student_bias=biases[0], teacher_bias=biases[1])
     sizes: check.Sizes = {}
     for name, bias in zip(("student", "teacher"), biases, strict=True):
         hidden, weight = named[f"{name}_hidden"], named[f"{name}_weight"]

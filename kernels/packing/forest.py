@@ -63,7 +63,7 @@ def pack_forest(
     """
     check.not_none(OP, input_ids=input_ids, cu_seqlens=cu_seqlens)
     check.same_device(OP, input_ids=input_ids, cu_seqlens=cu_seqlens)
-    check.reverse_mode_only(OP, batched=False, input_ids=input_ids, cu_seqlens=cu_seqlens)
+    check.untransformed(OP, input_ids=input_ids, cu_seqlens=cu_seqlens)
     check.shape(OP, "input_ids", input_ids, "S", {})
     tokens = check.ids(OP, "input_ids", input_ids).cpu()
     ends = check.cu_seqlens(OP, cu_seqlens.cpu(), tokens.shape[0])

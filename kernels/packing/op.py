@@ -113,7 +113,7 @@ def unpack(
     several = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     named = {f"tensors[{i}]": tensor for i, tensor in enumerate(several)}
     check.same_device("unpack", **{"packed.indices": packed.indices}, **named)
-    check.reverse_mode_only("unpack", batched=False, **named)
+    check.untransformed("unpack", **named)
     num_rows = packed.indices.size(0)
     for i, tensor in enumerate(several):
         if tensor.dim() == 0 or tensor.size(0) != num_rows:
@@ -171,7 +171,7 @@ def _check_padded(tensors: list[Tensor], mask: Tensor, shifted: list[int]) -> Te
         raise ValueError(f"pack: mask has shape {list(mask.shape)}; expected [B, L]")
     named = {f"tensors[{i}]": tensor for i, tensor in enumerate(tensors)}
     check.same_device("pack", mask=mask, **named)
-    check.reverse_mode_only("pack", batched=False, mask=mask, **named)
+    check.untransformed("pack", mask=mask, **named)
     for name, tensor in named.items():
         if tensor.shape[:2] != mask.shape:
             raise ValueError(

@@ -243,7 +243,8 @@ def kernel_arguments(
     enabled = torch.is_grad_enabled()
     wanted = [enabled and t is not None and t.requires_grad for t in (log_probs, entropy)]
     named = {"values" if op == "value_loss" else "log_probs": log_probs, "entropy": entropy}
-    check.reverse_mode_only(op, batched=not any(wanted), **named)
+    refuse = check.untransformed if any(wanted) else check.reverse_mode_only
+    refuse(op, **named)
     modes = [
         KERNEL_MODES.index(settings.loss_mode),
         LOSS_AGG_MODES.index(settings.loss_agg_mode),

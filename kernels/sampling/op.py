@@ -110,7 +110,8 @@ def sample_tokens(
     chosen = choose_backend(OP, logits.device, backend, logits.dtype)
     keys = seeds.contiguous(), positions.contiguous()
     # The number of kept ids of all rows is no tensor that could be batched.
-    check.reverse_mode_only(OP, batched=not return_kept_ids, logits=logits, **numbers)
+    refuse = check.untransformed if return_kept_ids else check.reverse_mode_only
+    refuse(OP, logits=logits, **numbers)
     results = _op(logits, *numbers.values(), *keys, return_kept_ids, chosen)
     tokens, log_probs, num_kept, kept_ids = results
     return SampledTokens(tokens, log_probs, num_kept, kept_ids if return_kept_ids else None)
