@@ -36,11 +36,10 @@ ATTENTION = "hybridengine_varlen"
 
 _QUERY_BLOCK = 256  # query rows per SDPA call where an explicit mask is needed
 
-# Arguments that models pass on to attention and that do not change its result.
+# Tensors and numbers that models pass on to attention and that do not change its result.
 _IGNORED = {
     *("num_items_in_batch", "seq_idx", "cache_position", "position_embeddings", "labels"),
-    *("logits_to_keep", "max_length_k", "use_cache", "return_dict"),
-    *("output_hidden_states", "output_router_logits"),
+    *("logits_to_keep", "max_length_k"),
 }
 
 
@@ -99,8 +98,10 @@ def varlen_attention(
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     maps = kwargs.pop("output_attentions", None)
-    # Others (position_bias, indices, ...) would change the result.
-    names = [n for n, x in kwargs.items() if n not in _IGNORED and x is not None and x is not False]
+    # Others (position_bias, indices, ...) would change the result; flags and objects, such as those
+    # of router replay, reach all modules of a layer.
+    given = {name: x for name, x in kwargs.items() if isinstance(x, Tensor | float | int)}
+    names = [name for name, x in given.items() if name not in _IGNORED and not isinstance(x, bool)]
     unknown = ", ".join(map(repr, names))
     _raise_if_unsupported(
         module,
