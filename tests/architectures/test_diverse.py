@@ -14,11 +14,14 @@ pytestmark = pytest.mark.multirank
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
 
 FALLBACK = {"mamba2": {f"backbone.layers.{i}.mixer.A_log" for i in range(5)}}
-DIVERSE = ["qwen3_moe", "deepseek_v2", "gpt2", "phi", "mamba2", "qwen2_vl"]
+DIVERSE = ["qwen3_moe", "deepseek_v2", "glm4_moe", "gpt2", "phi", "mamba2", "qwen2_vl"]
 
 
 def test_diverse_architectures_equal_vllms_own_loader(tmp_path: Path) -> None:
-    """Fused experts, MLA, transposed Conv1D, a bias only the loader makes, computed A, vision."""
+    """Fused experts, MLA, transposed Conv1D, a bias only the loader makes, computed A, vision.
+
+    A router's bias in float32 (glm4_moe).
+    """
     ranks = run_ranks(sweep_body, 2, 2, str(tmp_path), DIVERSE, timeout_s=400)
     for outcomes in zip(*ranks, strict=True):
         assert is_exact(outcomes), outcomes
