@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
+    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerBase,
@@ -30,7 +31,7 @@ from transformers import (
 from hybridengine.kernels import token_log_probs
 from hybridengine.model.images import ImageInputs, PackedImages, placeholders_of
 from hybridengine.model.rotary import fix_rotary_length
-from hybridengine.model.validation import auto_class
+from hybridengine.model.validation import auto_class, long_rope_limit
 from hybridengine.reshard.plan.configuration import config_differences, in_words, plain_values
 from hybridengine.rollout.engine import (
     Prompt,
@@ -120,6 +121,10 @@ class HfEngine(RolloutEngine):
         )
         self._model.eval().requires_grad_(False)
         fix_rotary_length(self._model, max_model_len)
+        if long_rope_limit(config) is not None:
+            # The models' own drops the cache where transformers would change to the long factors.
+            prepare = GenerationMixin.prepare_inputs_for_generation
+            self._model.prepare_inputs_for_generation = MethodType(prepare, self._model)
         self.tp_rank, self.tp_size = 0, 1
         self.replica, self.replicas = dist.get_rank(), dist.get_world_size()
         self.dtype = dtype

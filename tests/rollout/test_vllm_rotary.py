@@ -1,4 +1,4 @@
-"""Rotary embeddings by the longest sequence: the trained model's are those of vLLM."""
+"""Rotary embeddings by the longest sequence: the trained model's are those of the engines."""
 
 from __future__ import annotations
 
@@ -60,12 +60,20 @@ def test_the_angles_are_those_of_vllm() -> None:
             assert difference < 1e-4, (kind, length, "angles in float32")
 
 
-@pytest.mark.parametrize("length", [40, pytest.param(ORIGINAL - 6, marks=pytest.mark.exhaustive)])
-def test_a_job_across_the_original_length(tmp_path: Path, length: int) -> None:
+@pytest.mark.parametrize(
+    ("engine", "length"),
+    [
+        ("vllm", 40),
+        ("hf", 40),
+        pytest.param("vllm", ORIGINAL - 6, marks=pytest.mark.exhaustive),
+        pytest.param("hf", ORIGINAL - 6, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_job_across_the_original_length(tmp_path: Path, engine: str, length: int) -> None:
     """Sequences beyond the original length and below it, several in a micro-batch."""
     path = save_tiny(tiny("phi3", LONG_ROPE), tmp_path / "phi3")
     job = [*small_job(tmp_path), f"model.path={path}", f"data.max_response_length={length}"]
-    job += ["rollout.name=vllm", "rollout.kv_cache_gib=0.01", "rollout.enforce_eager=true"]
+    job += [f"rollout.name={engine}", "rollout.kv_cache_gib=0.01", "rollout.enforce_eager=true"]
     job += ["trainer.total_training_steps=2", "actor.ppo_max_token_len_per_gpu=256"]
     (result,) = run_jobs(tmp_path, [job])
     assert result.refused == "" and len(result.rows) == 2
