@@ -184,6 +184,6 @@ def _reference(
         paths.append(path)
         size = end - begin
         taps = [path[j : j + size] * weight[j] for j in range(before + 1)]
-        outs.append(sum(taps) if bias is None else bias + sum(taps))
+        outs.append(torch.stack(taps).sum(0) + (0 if bias is None else bias))
     out = torch.cat(outs)
     return (F.silu(out) if silu else out).to(x.dtype)

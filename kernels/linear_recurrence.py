@@ -108,8 +108,9 @@ def linear_recurrence(
         check.shape(OP, "initial_state", initial_state, "S H_v D_k D_v", sizes)
     scale = q.shape[2] ** -0.5 if scale is None else check.number(OP, "scale", scale, above=0)
     wide = torch.promote_types(q.dtype, torch.float32)
-    g, beta, initial_state = (
-        None if x is None else x.to(wide).contiguous() for x in (g, beta, initial_state)
+    g = g.to(wide).contiguous()
+    beta, initial_state = (
+        None if x is None else x.to(wide).contiguous() for x in (beta, initial_state)
     )
     chosen = choose_backend(OP, q.device, backend, q.dtype)
     if chosen == "reference":
@@ -169,8 +170,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor,
     segments = arguments[2].shape[0] - 1 if arguments[-1] else 0
     state = (v.shape[1], q.shape[2], v.shape[2])
     kept = torch.library.get_ctx().new_dynamic_size()
-    states = (q.new_empty(count, *state, dtype=torch.float32) for count in (segments, kept))
-    return v.new_empty(v.shape), *states
+    final, states = (q.new_empty(n, *state, dtype=torch.float32) for n in (segments, kept))
+    return v.new_empty(v.shape), final, states
 
 
 @custom_op(

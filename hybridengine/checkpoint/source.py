@@ -40,10 +40,11 @@ def copy_files(source: str | None, out: Path) -> None:
     source: path or hub name of a model; nothing is copied if it is None or not on this machine.
     """
     folder = _folder_of(source)
-    for pattern in _FILES if folder is not None else ():
-        for file in folder.glob(pattern):
-            if file.is_file() and not (out / file.name).exists():
-                shutil.copyfile(file, out / file.name)
+    if folder is None:
+        return
+    for file in (file for pattern in _FILES for file in folder.glob(pattern)):
+        if file.is_file() and not (out / file.name).exists():
+            shutil.copyfile(file, out / file.name)
 
 
 def unread_bytes(model: PreTrainedModel, source: str | None) -> int:

@@ -64,7 +64,7 @@ def saved_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.
     dtypes = {}
     for name, tensor in parameter_shards(meta_copy(model, dtype)).items():
         found = pattern.search(name) if pattern and tensor.is_floating_point() else None
-        dtypes[name] = kept[names[found.lastgroup]] if found else tensor.dtype
+        dtypes[name] = kept[names[str(found.lastgroup)]] if found else tensor.dtype
     return dtypes
 
 

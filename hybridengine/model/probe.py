@@ -72,6 +72,7 @@ class Probe:
         self._calls: list[Call] = []
         reasons: list[Exception] = []
         # In a model's own code, sizes may depend on each other in any way.
+        shrinks: tuple[Callable[..., PretrainedConfig], ...]
         shrinks = _narrowed, functools.partial(_narrowed, heads=False), copy.deepcopy
         for shrink, shorten in itertools.product(shrinks, (True, False)):
             try:

@@ -73,8 +73,8 @@ def tree_attention_backward(
         grad_k += (grad_scores.transpose(-1, -2) @ q[:, :, rows]).sum(1, keepdim=True)
     grad_q = torch.cat(grads_q, 2).flatten(0, 1)
     grads = grad_q, grad_k.flatten(0, 1), grad_v.flatten(0, 1)
-    rows = (grad.transpose(0, 1).to(query.dtype).contiguous() for grad in grads)
-    return Heads(*rows), delta.flatten(0, 1).squeeze(-1)
+    given = (grad.transpose(0, 1).to(query.dtype).contiguous() for grad in grads)
+    return Heads(*given), delta.flatten(0, 1).squeeze(-1)
 
 
 def _by_kv_head(heads: Heads) -> Heads:

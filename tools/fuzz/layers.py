@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from hybridengine.kernels._backend import native
 from torch import Tensor
 
-from hybridengine import _C
 from tools.fuzz.draw import DTYPES, FLOAT_DTYPES, SHORT_DTYPES, Draw
 
 
@@ -136,7 +136,7 @@ def linear_recurrence(d: Draw) -> list:
 def linear_recurrence_backward(d: Draw) -> list:
     *tensors, scale, delta, l2_norm, _, _ = linear_recurrence(d)
     options = [scale, delta, l2_norm]
-    out, states, final = _C.linear_recurrence(*tensors, *options, True, True)
+    out, states, final = native().linear_recurrence(*tensors, *options, True, True)
     grad_final = d.maybe(lambda: d.floats(*final.shape))
     grad = d.rows(d.floats(*out.shape, dtype=out.dtype))
     return [grad, grad_final, *tensors, states, *options]

@@ -36,7 +36,7 @@ def own_model_classes() -> Iterator[None]:
         is_derived = decorators.TorchCompileWithNoGuardsWrapper in cls.__bases__
         if is_derived or not issubclass(cls, PreTrainedModel):
             return decorate(cls, *args)
-        build = cls.__init__  # type: ignore[misc]
+        build = cls.__init__
 
         @functools.wraps(build)
         def build_fixed(model: Any, *args: Any, **options: Any) -> None:
@@ -45,13 +45,15 @@ def own_model_classes() -> Iterator[None]:
                 fix_rotary_length(model, get_current_vllm_config().model_config.max_model_len)
 
         members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        derived = decorate(type(cls.__name__, (cls,), members | {"__init__": build_fixed}), *args)
+        derived: Any = decorate(
+            type(cls.__name__, (cls,), members | {"__init__": build_fixed}), *args
+        )
 
         @functools.wraps(build)
         def build_derived(model: Any, *args: Any, **options: Any) -> None:
             if type(model) is cls:
                 model.__class__ = derived
-                derived.__init__(model, *args, **options)  # type: ignore[misc]
+                derived.__init__(model, *args, **options)
             else:
                 build(model, *args, **options)
 

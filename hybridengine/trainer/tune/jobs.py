@@ -11,7 +11,7 @@ from typing import Any
 
 from hybridengine.config import RLConfig, SFTConfig
 from hybridengine.data import PromptSample, Subset
-from hybridengine.rewards import RewardManager, score_checked
+from hybridengine.rewards import ResponseTokens, RewardManager, score_checked
 from hybridengine.rollout import Response, SamplingSpec
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.batch import RolloutBatch
@@ -52,7 +52,8 @@ class _FullLength(ColocatedRollouts):
         if self._results is None:
             turns = self._config.rollout.multi_turn.enable
             sample = with_turns(prompts[0]) if turns else prompts[0]
-            self._results = score_checked(self._reward, [sample], [""], [[]]).fields_of(0)
+            scores = score_checked(self._reward, [sample], [""], [ResponseTokens([])])
+            self._results = scores.fields_of(0)
         mine = range(session.rank, len(prompts), session.world_size)
         own = [self._response(group, k, spec) for group in mine for k in range(spec.n)]
         return gather_rollouts(prompts, own, session, self._reward_model)
