@@ -18,9 +18,10 @@ STEPS = 4
 ONE_ENGINE = ("rollout.n_gpus_per_node=1",)
 ONE_STEP = (*ONE_ENGINE, "trainer.mode=one_step_off")
 TURNS = (*MULTI_TURN, "model.path={dir}/stopping")
+FROZEN = "actor.optim.lr=1e-50"  # 0 in float32: not even weights of 0 change
 JOBS = {
     "sync": (),
-    "frozen": ("actor.optim.lr=1e-30",),
+    "frozen": (FROZEN,),
     "on_policy": (*ONE_STEP, "trainer.staleness=0"),
     "one_step": (*ONE_STEP, "trainer.save_freq=2"),
     "resumed": (
@@ -100,7 +101,7 @@ def test_one_step_off_generates_with_the_weights_before_the_last_update(
 ) -> None:
     run, frozen = results["one_step"], results["frozen"]
     assert [versions(run, k) for k in range(1, STEPS + 1)] == [{0}, {0}, {1}, {2}]
-    for step in (1, 2):  # a learning rate of almost 0 keeps version 0
+    for step in (1, 2):  # frozen keeps the weights of version 0
         assert sampled(run, step) == sampled(frozen, step)
     assert sampled(run, 2) != sampled(results["sync"], 2)
     staleness = [row["fully_async/trajectory_staleness/mean"] for row in steps_of(run)]
@@ -155,13 +156,14 @@ def test_two_engines_share_a_batch_as_two_replicas(tmp_path: Path) -> None:
     shared = (
         "data.train_batch_size=5",
         "trainer.total_training_steps=1",
-        "actor.optim.lr=1e-30",  # else the last bits depend on the number of ranks that train
+        FROZEN,  # else the last bits depend on the number of ranks that train
     )
     jobs = {
         "two": (*shared, "trainer.n_gpus_per_node=2"),
         "split": (*shared, *ONE_STEP, "rollout.n_gpus_per_node=2"),
     }
     two, split = run_named(tmp_path, base_of(tmp_path), jobs, num_ranks=3).values()
+    assert len({row["weights_checksum"] for rows in two.rollouts.values() for row in rows}) == 1
     assert two.rollouts == split.rollouts and len(two.rollouts["step_1"]) == 20
 
 
