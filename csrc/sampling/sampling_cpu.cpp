@@ -205,10 +205,9 @@ class RowSampler {
   Draw draw_kept(Workspace& space) {
     Candidates& kept = space.candidates;
     const float min_p = std::min(p_.min_p[row_], 1.0f);
-    const double least_z =
-        min_p > 0.0f ? double{summary_.max / params_.z_temperature} +
-                           params_.z_unit * std::log(double{min_p})
-                     : -double{kInfinity};
+    const double least_z = min_p > 0.0f ? double{summary_.max / params_.z_temperature} +
+                                              params_.z_unit * std::log(double{min_p})
+                                        : -double{kInfinity};
     kept.collect(x_, p_.vocab, summary_, least_logit(least_z, space.scratch));
     kept.compute_z(params_.z_temperature);
     if (min_p > 0.0f) kept.filter([&](int64_t i) { return kept.z[i] >= least_z; });
