@@ -20,6 +20,7 @@ from hybridengine.sharding import LayoutError, StaleWeightsError
 from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.checksums import bit_checksums
 from hybridengine.sharding.layout import identity_layout
+from hybridengine.sharding.shards import RowRange
 from tests.reshard.memory_engine import Shapes, build, expected, values
 
 SHAPES: Shapes = {
@@ -316,3 +317,9 @@ def test_an_engine_whose_call_has_failed_is_not_waited_for() -> None:
     reason = "no engine is left to sync to version 1 .engine 0: its call failed"
     with pytest.warns(RuntimeWarning, match="dropped"), pytest.raises(ReshardError, match=reason):
         coordinator.open(1, {0: "its call failed"}.get)
+
+
+def test_an_empty_shard_of_a_weight_with_fewer_rows_than_ranks_merges() -> None:
+    adapter = Adapter(torch.ones(1, 2), torch.ones(2, 5), 1.0)
+    merged = adapter.merge(torch.empty(0, 5), (1, 0), (RowRange(1, 1), RowRange(0, 5)))
+    assert merged.shape == (0, 5)
