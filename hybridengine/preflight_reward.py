@@ -10,12 +10,8 @@ from hybridengine.errors import Faults, shorten
 from hybridengine.model import is_sequence_classifier
 from hybridengine.model.packing_check import check_packing
 from hybridengine.model.validation import check_model, check_weights
-from hybridengine.reward_worker.function import (
-    CHECK,
-    CHECKED,
-    CPU_LIMIT_S,
-    import_reward_function,
-)
+from hybridengine.reward_worker.function import CHECK, CPU_LIMIT_S, import_reward_function
+from hybridengine.reward_worker.main import TIMED_OUT
 from hybridengine.rewards import (
     ResponseTokens,
     RewardError,
@@ -28,7 +24,6 @@ from hybridengine.rewards import (
 )
 from hybridengine.rewards.local import PREFIX
 from hybridengine.rewards.service import SCHEMES
-from hybridengine.rewards.workers import TIMED_OUT
 from hybridengine.trainer.algorithms import NEEDS
 from hybridengine.trainer.outcomes import SCORE_NAMES
 from hybridengine.trainer.trajectories import TURN_REWARDS, with_turns
@@ -67,9 +62,9 @@ def check_reward(
     The built-in rules check every ground truth: that of a response can be right.
     """
     checks = [
-        function.workers.load(path, CHECK)
-        for function, (path, _) in zip(reward.functions, config.reward.functions, strict=False)
-        if path in CHECKED and isinstance(function.workers, RewardWorkers)
+        function.workers.load(function.source.file, CHECK)
+        for function in reward.functions
+        if function.source.checks_ground_truth and isinstance(function.workers, RewardWorkers)
     ]
     for dataset in datasets:
         if dataset is not None:
@@ -96,12 +91,13 @@ def _check_ground_truths(checks: Sequence[RewardFunction], dataset: PromptDatase
             continue
         for check in checks:
             result = score_responses(check, chunk, [""] * len(chunk))
-            late = [s for s, x in zip(chunk, result.extras.get(TIMED_OUT, ()), strict=False) if x]
+            late = [s for s, x in zip(chunk, result.counts.get(TIMED_OUT, ()), strict=True) if x]
             if late:
                 raise RewardError(
                     f"reward_model.ground_truth is {shorten(repr(late[0].ground_truth), 300)} in "
                     f"row {late[0].index} of the data (from 0), for which its rule needs more than "
-                    f"{CPU_LIMIT_S:g} s: no response could be right. Correct the row"
+                    f"{CPU_LIMIT_S:g} s of CPU time or 2 GiB of memory: no response could be "
+                    "right. Correct the row"
                 )
         chunk = []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import resource
 import signal
 import threading
 import time
@@ -24,6 +23,7 @@ from hybridengine.data.tools import (
     with_text_arguments,
 )
 from hybridengine.errors import DataError
+from hybridengine.memory_limit import memory_limit
 from hybridengine.model.images import IMAGE_MODEL_TYPES
 from hybridengine.runtime.run_start import run_start
 from hybridengine.vision import EncodedImage, ImagePreparer, Replacement
@@ -283,28 +283,16 @@ def _limits() -> Iterator[None]:
     def stop(signum: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"no text within {_RENDER_TIMEOUT_S:g} s; does it loop?")
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    handler = signal.signal(signal.SIGALRM, stop)
-    started = time.monotonic()
-    # left: of the caller's own alarm
-    left, interval = signal.setitimer(signal.ITIMER_REAL, _RENDER_TIMEOUT_S)
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (_address_limit(soft, hard), hard))
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.signal(signal.SIGALRM, handler)
-        if left:
-            rest = max(0.001, left - (time.monotonic() - started))
-            signal.setitimer(signal.ITIMER_REAL, rest, interval)
-
-
-def _address_limit(soft: int, hard: int) -> int:
-    """Return the limit of the address space, with `_RENDER_MIB` to allocate."""
-    try:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except OSError:  # no Linux
-        return soft
-    others = (limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)
-    return min([used + (_RENDER_MIB << 20), *others])
+    with memory_limit(_RENDER_MIB << 20):
+        handler = signal.signal(signal.SIGALRM, stop)
+        started = time.monotonic()
+        # left: of the caller's own alarm
+        left, interval = signal.setitimer(signal.ITIMER_REAL, _RENDER_TIMEOUT_S)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, handler)
+            if left:
+                rest = max(0.001, left - (time.monotonic() - started))
+                signal.setitimer(signal.ITIMER_REAL, rest, interval)

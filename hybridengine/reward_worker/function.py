@@ -19,8 +19,7 @@ BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_info
 LIST_ARGUMENTS = (*BATCH_ARGUMENTS, "prompts")
 
 CPU_LIMIT_S = 5.0  # of a call of a built-in rule
-CHECK = "check_ground_truth"  # of the rules in CHECKED: called as the rule is, before a run
-CHECKED = ("math_verify", "gsm8k", "data_source")
+CHECK = "check_ground_truth"  # of some built-in rules: called as the rule is, before a run
 
 _RULES = Path(__file__).with_name("rules")
 BUILT_IN = {
@@ -39,6 +38,7 @@ class FunctionSource:
     columns: of a function in TRL's form, the arguments that it takes, ("*",) for all; else None.
     cpu_limit_s: of a built-in rule, the CPU time of a call above which its score is 0; None: no
       limit but reward.timeout_s, which ends the run.
+    checks_ground_truth: whether it is a built-in rule whose module has CHECK.
     """
 
     file: Path
@@ -47,6 +47,7 @@ class FunctionSource:
     is_async: bool = False
     columns: tuple[str, ...] | None = None
     cpu_limit_s: float | None = None
+    checks_ground_truth: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} ({self.file}:{self.line})"
@@ -101,8 +102,9 @@ def import_reward_function(
     code = getattr(inspect.unwrap(call), "__code__", None)
     is_async = inspect.iscoroutinefunction(call)
     line = code.co_firstlineno if code else 1
-    limit = CPU_LIMIT_S if file in BUILT_IN.values() else None
-    return call, FunctionSource(file, name, line, is_async, columns, limit)
+    built_in = file in BUILT_IN.values()
+    limit, checks = CPU_LIMIT_S if built_in else None, built_in and hasattr(module, CHECK)
+    return call, FunctionSource(file, name, line, is_async, columns, limit, checks)
 
 
 def trl_columns(call: Callable[..., Any]) -> tuple[str, ...] | None:

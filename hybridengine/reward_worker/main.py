@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import faulthandler
 import random
-import resource
 import signal
 import sys
 import time
@@ -23,13 +22,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from hybridengine.errors import RewardError, shorten
+from hybridengine.memory_limit import memory_limit
 from hybridengine.reward_worker.function import FunctionSource, error_line, import_reward_function
 from hybridengine.reward_worker.guard import fork_guarded
 from hybridengine.reward_worker.results import show, to_results, to_rows
+
+TIMED_OUT = "timed_out"  # result of a built-in rule: 1 for a response that it gave up on
+GIVEN_UP: dict[str, float | str] = {"score": 0.0, TIMED_OUT: 1.0}
 
 _EXTRA_BYTES = 2 << 30  # that a call with a limit of its own may allocate
 
@@ -108,6 +110,8 @@ class CallServer:
                 result = self._result(function(**arguments))
             return _outcome(result, source)
         except BaseException as error:  # also SystemExit, which would end the worker
+            if source.cpu_limit_s and isinstance(error, MemoryError | RecursionError):
+                return GIVEN_UP
             return _raised(error, source)
 
     def _batch(
@@ -164,19 +168,12 @@ def _limits(cpu_s: float | None) -> Iterator[None]:
     if cpu_s is None:
         yield
         return
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (min(_data_bytes() + _EXTRA_BYTES, soft), hard))
-    signal.setitimer(signal.ITIMER_PROF, cpu_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def _data_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[5])
-    return pages * resource.getpagesize()
+    with memory_limit(_EXTRA_BYTES):
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _outcome(result: Any, source: FunctionSource) -> Outcome:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from hybridengine.config import RewardConfig
 from hybridengine.data import PromptSample
 from hybridengine.errors import RewardError, shorten
+from hybridengine.reward_worker.main import TIMED_OUT
 from hybridengine.reward_worker.results import to_text
 from hybridengine.rewards.workers import CallError, RewardFunction
 
@@ -55,12 +56,14 @@ class RewardResult:
     parts: the rewards whose weighted sum is the score, by name; gdpo normalises each separately.
     texts: N texts for each further result that is a text, None where a response has none; rollout
       files contain them. "pred" is the answer that majority votes count.
+    counts: N numbers by name that are metrics of training only: no results of validation.
     """
 
     scores: list[float]
     extras: dict[str, list[float]]
     parts: dict[str, RewardPart] = field(default_factory=dict)
     texts: dict[str, list[str | None]] = field(default_factory=dict)
+    counts: dict[str, list[float]] = field(default_factory=dict)
 
     def texts_of(self, k: int) -> dict[str, str]:
         """Return the texts of response `k`, by name."""
@@ -74,6 +77,7 @@ class RewardResult:
             "extras": {name: x[k] for name, x in self.extras.items()},
             "parts": {name: (part.weight, part.scores[k]) for name, part in self.parts.items()},
             "texts": self.texts_of(k),
+            "counts": {name: x[k] for name, x in self.counts.items()},
         }
 
 
@@ -110,7 +114,9 @@ def score_responses(
     }
     extras = {name: x for name, x in results.items() if isinstance(x[0], float)}
     texts = {name: x for name, x in results.items() if name not in extras}
-    return RewardResult(extras.pop("score"), extras, texts=texts)
+    is_limited = function.source.cpu_limit_s is not None
+    counts = {TIMED_OUT: extras.pop(TIMED_OUT)} if is_limited else {}
+    return RewardResult(extras.pop("score"), extras, texts=texts, counts=counts)
 
 
 def _columns(
@@ -190,20 +196,23 @@ class RewardManager:
         weights = self.reward.all_weights[: len(results)]
         scores = [0.0] * len(samples)
         extras: dict[str, list[float]] = {}
+        counts: dict[str, list[float]] = {}
         parts: dict[str, RewardPart] = {}
         for function, result, weight in zip(self.functions, results, weights, strict=True):
             label = function.source.label
             scores = [s + weight * r for s, r in zip(scores, result.scores, strict=True)]
             own = {label: result.scores} if len(results) > 1 else {}
             for name, values in {**result.extras, **own}.items():
-                extras[_unused(name, label, extras)] = values
+                extras[_unused(name, label, extras.keys() | counts.keys())] = values
+            for name, values in result.counts.items():
+                counts[_unused(name, label, extras.keys() | counts.keys())] = values
             parts[_unused(label, label, parts)] = RewardPart(weight, result.scores)
         texts: dict[str, list[str | None]] = {}
         for function, result in zip(self.functions, results, strict=True):
             for name, column in result.texts.items():
                 taken = extras.keys() | texts.keys()
                 texts[_unused(name, function.source.label, taken)] = column
-        return RewardResult(scores, extras, parts, texts)
+        return RewardResult(scores, extras, parts, texts, counts)
 
     def score_tokens(
         self,
@@ -240,11 +249,11 @@ class DapoRewardManager(RewardManager):
         allowed = self.max_response_length - buffer.len  # without penalty
         penalties = [min(0.0, (allowed - n) / buffer.len * buffer.penalty_factor) for n in lengths]
         scores = [s + p for s, p in zip(result.scores, penalties, strict=True)]
-        return RewardResult(
-            scores,
-            {**result.extras, "overlong_penalty": penalties},
-            {**result.parts, "overlong_penalty": RewardPart(1.0, penalties)},
-            result.texts,
+        return replace(
+            result,
+            scores=scores,
+            extras={**result.extras, "overlong_penalty": penalties},
+            parts={**result.parts, "overlong_penalty": RewardPart(1.0, penalties)},
         )
 
 
@@ -267,7 +276,8 @@ def score_checked(
             f"reward manager {type(manager).__name__} raised SystemExit: {error}"
         ) from error
     parts = {name: part.scores for name, part in result.parts.items()}
-    for name, numbers in {**parts, "score": result.scores, **result.extras}.items():
+    numbers_of = {**parts, "score": result.scores, **result.extras, **result.counts}
+    for name, numbers in numbers_of.items():
         _check(name, numbers, len(samples), _is_finite, "a finite number")
     for name, column in result.texts.items():
         _check(name, column, len(samples), _is_text, "a text or None")

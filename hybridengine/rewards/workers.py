@@ -32,16 +32,15 @@ from hybridengine.reward_worker.function import (
     FunctionSource,
     reward_file,
 )
-from hybridengine.reward_worker.main import Failure
-
-TIMED_OUT = "timed_out"  # result of a built-in rule: 1 for a response that it gave up on
+from hybridengine.reward_worker.main import GIVEN_UP, TIMED_OUT, Failure
 
 _LOAD_S = 60.0  # at least, to start a worker and import the user's file
 _POLL_S = 0.5  # between checks whether a worker still runs
 _STACK_S = 1.0  # limit for a worker to write its stack
 _STOP_S = 2.0  # limit for workers to end by themselves
 _KILL_S = 10.0  # limit for a guard to end all processes of its worker
-_LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGSEGV)  # of a rule: too much CPU time, or recursion
+# Of a rule: too much CPU time, recursion or memory.
+_LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT)
 _MAIN = (
     "import sys; sys.path[:] = {path!r}\n"
     "from hybridengine.reward_worker.main import main; main{arguments!r}"
@@ -226,7 +225,7 @@ class RewardWorkers:
                     except WorkerError as error:
                         if not (source.cpu_limit_s and error.is_limit):
                             raise
-                        results[pending[worker].pop(0)] = {"score": 0.0, TIMED_OUT: 1.0}
+                        results[pending[worker].pop(0)] = GIVEN_UP
                         rest, k = pending.pop(worker), worker.index
                         worker.kill()
                         if rest:
@@ -256,7 +255,7 @@ class WorkerError(Exception):
     """A worker ended, or did not reply in time.
 
     where: `file:line` of the running call.
-    is_limit: whether the call took too long, too much CPU time or too deep a recursion.
+    is_limit: whether the call took too long, or too much CPU time, recursion or memory.
     """
 
     def __init__(

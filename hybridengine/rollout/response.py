@@ -51,7 +51,7 @@ class Response:
     The trainer fills in the others once it is scored:
 
     group: position of its prompt in the batch; responses of one prompt share it.
-    extras, texts: further numbers and texts of the reward, by name.
+    extras, texts: further numbers and texts of the reward, by name; counts: metrics alone.
     parts: by name, (weight, score) of each reward; the score is their weighted sum.
     advantage: mean over its tokens, where it is known.
     trained: what training computed per token, by name, for rollout files; None: not computed.
@@ -74,6 +74,7 @@ class Response:
     extras: Mapping[str, float] = field(default_factory=dict)
     parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
     advantage: float | None = None
     trained: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     context_ids: Sequence[int] = ()

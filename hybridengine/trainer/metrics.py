@@ -31,6 +31,7 @@ def batch_metrics(batch: RolloutBatch, group: dist.ProcessGroup | None) -> dict[
         "critic/values": batch.values,
         "num_kept": batch.columns.get("num_kept"),
     }
+    rewards = {**outcomes.extras, **outcomes.counts}
     return {
         **mean_max_min("critic/score", outcomes.scores),
         **_mean_max_min_over_ranks(
@@ -40,7 +41,7 @@ def batch_metrics(batch: RolloutBatch, group: dist.ProcessGroup | None) -> dict[
         **mean_max_min("prompt_length", batch.outcomes.first.prompt_lengths),
         "response_length/clip_ratio": float(outcomes.is_truncated.double().mean()),
         "frac_reward_zero_std": fmean(len(scores) == 1 for scores in scores_by_group.values()),
-        **{f"reward/{name}": float(values.mean()) for name, values in outcomes.extras.items()},
+        **{f"reward/{name}": float(values.mean()) for name, values in rewards.items()},
         **turn_metrics(outcomes),
     }
 

@@ -79,6 +79,11 @@ class Outcomes:
         return self._columns("extra/")
 
     @property
+    def counts(self) -> dict[str, Tensor]:
+        """Numbers of the reward that are metrics alone, by name."""
+        return self._columns("count/")
+
+    @property
     def parts(self) -> dict[str, Tensor]:
         """The scores of the declared rewards, by name."""
         return self._columns("part/")

@@ -135,9 +135,10 @@ def rollout_line(sample: PromptSample, r: Response) -> str:
         **r.columns_in_files(),
     }
     taken = prompt.keys() | response.keys()
+    counted = {name: number for name, number in r.counts.items() if number}
     results = {
         f"reward/{name}" if name in taken else name: value
-        for name, value in {**r.extras, **r.texts}.items()
+        for name, value in {**r.extras, **r.texts, **counted}.items()
     }
     return json.dumps({**prompt, **results, **response}, ensure_ascii=False) + "\n"
 

@@ -208,6 +208,7 @@ def own_outcomes(prompts: Subset[PromptSample], own: Sequence[Response], rank: i
             "score": r.score,
             **{f"size/{name}": len(r.per_token(name)) for name in token_columns()},
             **{f"extra/{name}": r.extras[name] for name in sorted(r.extras)},
+            **{f"count/{name}": number for name, number in r.counts.items()},
             **{f"part/{name}": score for name, (_, score) in r.parts.items()},
             **{f"turn/{name}": number for name, number in r.turn_numbers.items()},
             **({"pred": answers.setdefault(r.pred, len(answers))} if has_preds else {}),

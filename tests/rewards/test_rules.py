@@ -1,9 +1,11 @@
 """The built-in rules, and the rule of each data_source."""
 
+import time
+
 import pytest
 
 from hybridengine.errors import RewardError
-from hybridengine.reward_worker.function import import_reward_function
+from hybridengine.reward_worker.function import BUILT_IN, import_reward_function
 from tests.rewards.rules import score
 
 
@@ -41,6 +43,19 @@ def test_math_accepts_ground_truths_that_equal_themselves(truth):
     check, _ = import_reward_function("math_verify", "check_ground_truth")
     assert check("math", "", truth, None) == 1
     assert score("math_verify", "math", f"\\boxed{{{truth}}}", truth) == 1
+
+
+def test_a_long_ground_truth_is_looked_at_in_linear_time():
+    check, _ = import_reward_function("math_verify", "check_ground_truth")
+    is_plain = check.__globals__["_is_plain"]
+    started = time.process_time()
+    assert is_plain("a" * 100_000) and not is_plain("a" * 100_000 + "{") and not is_plain("+ " * 9)
+    assert time.process_time() - started < 20  # quadratic: minutes
+
+
+def test_the_rules_that_check_ground_truths():
+    checked = {name for name in BUILT_IN if import_reward_function(name)[1].checks_ground_truth}
+    assert checked == {"math_verify", "gsm8k", "data_source"}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from hybridengine.data import PromptSample
+from hybridengine.reward_worker.function import BUILT_IN
 from hybridengine.rewards import RewardError, RewardWorkers, score_responses, workers
 from tests.ranks import Ranks
 
@@ -206,9 +207,39 @@ def test_a_built_in_rule_gives_up_on_an_answer_and_goes_on(rule) -> None:
         result = score_responses(with_rule.load(rule), rows, given)
     finally:
         with_rule.close()
-    [*timed_out, _] = result.extras["timed_out"]
+    [*timed_out, _] = result.counts["timed_out"]
     assert timed_out == [float(text in hostile) for text in given[:-1]]
     assert result.scores == [1.0, *[0.0] * len(hostile), 1.0, 0.0, 0.0]
+
+
+GREEDY = f"""
+import os
+
+def compute_score({ARGUMENTS}):
+    if solution_str == "memory": bytearray(3 << 30)
+    if solution_str == "recursion": compute_score(data_source, "recursion", "", None)
+    if solution_str == "abort": os.abort()  # as C++ does without memory
+    return 1.0
+"""
+
+
+def test_a_built_in_rule_gives_up_on_too_much_memory(tmp_path, monkeypatch) -> None:
+    file = tmp_path / "greedy.py"
+    file.write_text(GREEDY)
+    register = "from hybridengine.reward_worker import function; from pathlib import Path\n"
+    register += f"function.BUILT_IN['greedy'] = Path({str(file)!r})\n"
+    program = workers._MAIN.replace("from ", register.replace("{", "{{") + "from ", 1)
+    monkeypatch.setattr(workers, "_MAIN", program)
+    monkeypatch.setitem(BUILT_IN, "greedy", file)
+    pool = RewardWorkers(1, timeout_s=300)
+    try:
+        given = ["a", "memory", "b", "recursion", "c", "abort", "d"]
+        result = score_responses(pool.load("greedy"), samples(len(given)), given)
+    finally:
+        pool.close()
+    assert result.scores == [1, 0, 1, 0, 1, 0, 1]
+    assert result.counts == {"timed_out": [0, 1, 0, 1, 0, 1, 0]}
+    assert result.extras == {}  # no result of validation
 
 
 STARTS_OTHERS = f"""

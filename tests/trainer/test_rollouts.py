@@ -1,5 +1,6 @@
 """Rollouts: more ranks than prompts; the groups that dynamic sampling selects."""
 
+import json
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -9,8 +10,9 @@ import torch
 from hybridengine.data import PromptSample, Subset
 from hybridengine.errors import RolloutError
 from hybridengine.rollout import Response
+from hybridengine.trainer.rollout_files import rollout_line
 from hybridengine.trainer.rollouts import Rollouts, own_outcomes, select_groups
-from hybridengine.trainer.validation import expected_majority
+from hybridengine.trainer.validation import expected_majority, problems_of
 from tests.ranks import run_ranks
 from tests.trainer.in_process import Result, run_jobs, small_job
 
@@ -125,6 +127,18 @@ def test_the_metric_may_be_a_further_result():
     batch = [*group(0, 5, [0.5, 0.6], [1, 1]), *group(1, 6, [0.5, 0.5], [0, 1])]
     assert chosen([batch], "acc", 2) == ([6, 5], 1)
     assert chosen([batch], "seq_reward", 2) == ([5, 6], 1)
+
+
+def test_counts_are_no_results_of_validation_and_in_files_where_they_are_not_0():
+    pairs = [
+        (index, Response([1], [0.0], "stop", group=index, counts={"timed_out": number}))
+        for index, number in enumerate([0.0, 1.0])
+    ]
+    batch = batch_of(pairs)
+    assert batch.outcomes.counts["timed_out"].tolist() == [0, 1]
+    assert [set(results) for _, results, _ in problems_of(batch)] == [{"score"}] * 2
+    rows = [json.loads(rollout_line(*pair)) for pair in batch.with_prompts()]
+    assert [row.get("timed_out") for row in rows] == [None, 1]
 
 
 def test_a_group_of_one_has_signal():

@@ -18,7 +18,7 @@ except ImportError:
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call without a limit
 # Words and numbers, which are always parsed; parsing takes some milliseconds.
-_PLAIN = re.compile(r"[\w\s.,:;+\-/%()\[\]]*\w[\w\s.,:;+\-/%()\[\]]*")
+_PLAIN, _WORD = re.compile(r"[\w\s.,:;+\-/%()\[\]]+"), re.compile(r"\w")
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
@@ -40,11 +40,15 @@ def check_ground_truth(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any
 ) -> float:
     """Return 1 where a response can be right; raise RewardError where none can."""
-    if isinstance(ground_truth, str) and _PLAIN.fullmatch(ground_truth):
+    if isinstance(ground_truth, str) and _is_plain(ground_truth):
         return 1.0
     if not compute_score(data_source, f"\\boxed{{{ground_truth}}}", ground_truth, extra_info):
         raise _unusable(ground_truth, "not equal to itself for math_verify")
     return 1.0
+
+
+def _is_plain(text: str) -> bool:
+    return bool(_PLAIN.fullmatch(text) and _WORD.search(text))
 
 
 def _unusable(ground_truth: Any, what: str) -> RewardError:
