@@ -58,6 +58,10 @@ JOBS = {
         "rollout.val_kwargs.temperature": 1.0,
     },
     "two steps": {"trainer.total_training_steps": 2},
+    "built-in": {
+        "reward.custom_reward_function.path": "turn_rewards",
+        "data.val_files": "{dir}/rows.jsonl",
+    },
 }
 
 
@@ -112,6 +116,14 @@ def test_files_have_texts_and_advantages_and_votes_count_texts(results):
         votes.append(expected_majority([row["acc"] for row in problem], answers, 4))
     assert result.last["val-core/toy/acc/maj@4/mean"] == pytest.approx(fmean(votes))
     assert not any("pred" in name or "note" in name for row in result.rows for name in row)
+
+
+@pytest.mark.multirank
+def test_what_a_built_in_rule_gives_up_on_is_a_metric_of_training(results):
+    result = results["built-in"]
+    logged = [item for row in result.rows for item in row.items() if "timed_out" in item[0]]
+    assert logged == [("reward/timed_out", 0)]
+    assert not any("timed_out" in row for rows in result.rollouts.values() for row in rows)
 
 
 def test_groups_with_signal_come_first_in_their_order():
