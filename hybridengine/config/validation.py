@@ -100,8 +100,8 @@ def find_notes(config: JobConfig | SimulationConfig) -> Iterator[str]:
     loss_mode, bound = config.actor.policy_loss.loss_mode, config.actor.clip_ratio_c
     if bound != ActorConfig().clip_ratio_c and loss_mode not in _DUAL_CLIP_MODES:
         yield (
-            f"actor.clip_ratio_c is {bound:g}, which actor.policy_loss.loss_mode {loss_mode} does not "
-            f"read ({', '.join(_DUAL_CLIP_MODES)} do); leave it out"
+            f"actor.clip_ratio_c is {bound:g}, which actor.policy_loss.loss_mode {loss_mode} does "
+            f"not read ({', '.join(_DUAL_CLIP_MODES)} do); leave it out"
         )
 
 

@@ -109,7 +109,8 @@ def texts_on_rank0(
 def rollout_line(sample: PromptSample, r: Response) -> str:
     """Format a prompt and a scored response to it as one line of JSON.
 
-    Results of the reward are columns; one with the name of another column has the prefix reward/.
+    Results of the reward are the columns between `reward` and `advantage` or `finish_reason`, where
+    the view finds them; one with the name of another column has the prefix reward/.
     """
     prompt = {
         "index": sample.index,

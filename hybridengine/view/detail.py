@@ -5,21 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 __all__ = ["COLORS", "Color", "Detail", "Part", "detail_of", "text_of_token"]
 
 _SHOWN = {"prompt", "response", "turns"}  # in other places than the facts
-_OF_THE_RUN = {  # not of the reward
-    "index",
-    "data_source",
-    "reward",
-    "advantage",
-    "finish_reason",
-    "weight_version",
-    "weights_checksum",
-}
 
 
 @dataclass(frozen=True)
@@ -92,9 +83,16 @@ def detail_of(row: Mapping[str, Any]) -> Detail:
         for name, value in row.items()
         if name not in _SHOWN and not (isinstance(value, list) and name != "ground_truth")
     }
-    facts = {name: columns.pop(name) for name in row if name in _OF_THE_RUN and name in columns}
+    results = {name: columns.pop(name) for name in _results_of(row) if name in columns}
     values, parts = _color_values(row), _parts(row)
-    return Detail(row["prompt"], row["response_ids"], values, parts, columns, facts)
+    return Detail(row["prompt"], row["response_ids"], values, parts, results, columns)
+
+
+def _results_of(row: Mapping[str, Any]) -> list[str]:
+    """Return the ground truth and what the reward returned: a line has that after `reward`."""
+    after = list(row)[list(row).index("reward") + 1 :]
+    returned = takewhile(lambda name: name not in ("advantage", "finish_reason"), after)
+    return ["ground_truth", *returned]
 
 
 def _color_values(row: Mapping[str, Any]) -> dict[str, list[float]]:

@@ -13,11 +13,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hybridengine.config import load_config
 from hybridengine.errors import ConfigError
 from hybridengine.storage import atomic_file
 from hybridengine.view.attention import Attention, compute_attention
 from hybridengine.view.detail import COLORS, Detail, detail_of, text_of_token
-from hybridengine.view.rollouts import Entry, RolloutIndex, run_setting
+from hybridengine.view.rollouts import Entry, RolloutIndex
 
 __all__ = ["Shown", "attention_of", "write_page"]
 
@@ -32,10 +33,11 @@ def attention_of(index: RolloutIndex, query: str, checkpoint: Path | None) -> Sh
     if entry is None:
         raise ConfigError(f"--attention {query!r} selects no rollout")
     folder = index.run / "final" if checkpoint is None else checkpoint.expanduser()
-    options = run_setting(index.run, "data", "mm_processor_kwargs") or {}
-    keys = ("data.max_prompt_length", "data.max_response_length")
-    lengths = [run_setting(index.run, *key.split(".")) or 0 for key in keys]
-    longest = run_setting(index.run, "rollout", "max_model_len") or sum(lengths) or None
+    file = index.run / "config.yaml"
+    if not file.is_file():
+        return entry, *compute_attention(index.read(entry), folder)
+    config = load_config(file)
+    options, longest = config.data.mm_processor_kwargs, config.max_model_len
     return entry, *compute_attention(index.read(entry), folder, options, longest)
 
 

@@ -63,8 +63,9 @@ def test_values_and_turns_of_tokens(index: RolloutIndex) -> None:
         ("tool or user · 1 tokens", False, 2, 3),
         ("model · reward 0.5 · 1 tokens", True, 3, 4),
     ]
-    assert detail.results == {"ground_truth": [1, 2]}
-    assert detail.facts["weight_version"] == 0 and "log_probs" not in detail.facts
+    assert detail.results == {"ground_truth": [1, 2], "strict": 0.5}  # what the reward returned
+    of_the_run = {"index", "data_source", "reward", "advantage", "finish_reason", "weight_version"}
+    assert detail.facts.keys() == of_the_run | {"added"}
 
 
 def test_a_query_that_selects_nothing_says_why(index: RolloutIndex) -> None:
