@@ -227,7 +227,7 @@ def demo(bench: Bench) -> None:
             "trainer.logger=[jsonl]",
             "trainer.test_freq=-1",
         ]
-        call = [sys.executable, "-m", "hybridengine.cli", "grpo", str(DEMO), *overrides]
+        call = [sys.executable, "-m", "hybridengine", "grpo", str(DEMO), *overrides]
         subprocess.run(call, cwd=ROOT, check=True, timeout=580)
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "timing_s/step" in row][1:]

@@ -13,7 +13,7 @@ def main() -> None:
             f"the command hybridengine needs the package {error.name!r}, which is not installed: "
             "run `pip install 'hybridengine[train]'`, in a clone `pip install '.[train]'`"
         )
-    cli.main()
+    cli.app()
 
 
 if __name__ == "__main__":

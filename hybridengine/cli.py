@@ -46,7 +46,7 @@ from hybridengine.errors import (
     print_note,
 )
 
-__all__ = ["main"]
+__all__ = ["app"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -380,12 +380,3 @@ def reshard_plan(
 
 
 add_commands(app)
-
-
-def main() -> None:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
-    app()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """`python -m MODULE ...` in forks of the server of `tests.ranks`, without its 8 s of imports.
 
-    run = run_forked([sys.executable, "-m", "hybridengine.cli", "grpo", *settings])
+    run = run_forked([sys.executable, "-m", "hybridengine", "grpo", *settings])
     assert run.returncode == 0, run.stdout + run.stderr
 
 The command has its own session, environment and output, and so have the ranks that its launcher

@@ -33,7 +33,7 @@ def run_job(folder: Path) -> coverage.Coverage:
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"COVERAGE_PROCESS_START": str(settings), "PYTHONPATH": os.pathsep.join(paths)}
     steps = ["trainer.total_training_steps=2", f"trainer.default_local_dir={folder / 'run'}"]
-    command = [sys.executable, "-m", "hybridengine.cli", "grpo", CONFIG, *steps]
+    command = [sys.executable, "-m", "hybridengine", "grpo", CONFIG, *steps]
     subprocess.run([sys.executable, "examples/demo/prepare.py"], cwd=ROOT, check=True)
     subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True)
     measured = coverage.Coverage(config_file=str(settings))

@@ -125,7 +125,7 @@ def run_grpo(
         config.write_text("")
     pairs = [f"{key}={value}" for key, value in settings.items()]
     pairs += [f"trainer.default_local_dir={folder}", "trainer.logger=[jsonl]"]
-    cli = [sys.executable, "-m", "hybridengine.cli", "grpo", str(config), *pairs]
+    cli = [sys.executable, "-m", "hybridengine", "grpo", str(config), *pairs]
     _program(cli, folder / "log", threads)
     rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "timing_s/step" in row]

@@ -11,7 +11,7 @@ stopped=0
 # A session of its own: a signal to this process group would make torchrun end its ranks in 30 s.
 setsid torchrun --nnodes "$NODES" --node-rank "$NODE" --nproc-per-node "${RANKS:-$GPUS}" \
   --master-addr "$HEAD" --master-port "${PORT:-29500}" \
-  -m hybridengine.cli "${JOB:-grpo}" "$config" \
+  -m hybridengine "${JOB:-grpo}" "$config" \
   "trainer.nnodes=$NODES" "trainer.n_gpus_per_node=$GPUS" "$@" &
 agent=$!
 stop() { stopped=$1; pkill -TERM -P "$agent" || true; }  # its children: the ranks of this host

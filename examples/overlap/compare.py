@@ -54,7 +54,7 @@ def run(mode: str, seed: int, folder: Path, overrides: Sequence[str]) -> None:
         return
     settings = SYNC if mode == "sync" else (f"trainer.mode={mode}",)
     own = (f"seed={seed}", f"trainer.default_local_dir={folder}")
-    job = [sys.executable, "-m", "hybridengine.cli", "grpo", str(CONFIG)]
+    job = [sys.executable, "-m", "hybridengine", "grpo", str(CONFIG)]
     subprocess.run([*job, *settings, *own, *overrides], check=True)
 
 

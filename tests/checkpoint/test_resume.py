@@ -70,7 +70,7 @@ def test_sft(tmp_path: Path) -> None:
             },
         )
         config = str(tmp_path / "config.yaml")
-        return [sys.executable, "-m", "hybridengine.cli", "sft", config, *settings]
+        return [sys.executable, "-m", "hybridengine", "sft", config, *settings]
 
     def run(folder: Path) -> str:
         ended = subprocess.run(command(folder), capture_output=True, text=True, timeout=300)

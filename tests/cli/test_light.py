@@ -17,7 +17,7 @@ import sys
 from hybridengine import cli
 sys.argv = ["hybridengine", *sys.argv[1:]]
 try:
-    cli.main()
+    cli.app()
 finally:
     heavy = {"torch", "transformers", "vllm", "pandas", "pyarrow", "matplotlib"}
     print("loaded:", sorted(heavy & set(sys.modules)), file=sys.stderr)

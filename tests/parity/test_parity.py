@@ -19,7 +19,7 @@ from tests.reshard.quantized_cases import save
 from tests.reshard.quantized_kernel import register_kernel
 from tests.trainer.in_process import small_job
 
-COMMAND = [sys.executable, "-m", "hybridengine.cli", "parity"]
+COMMAND = [sys.executable, "-m", "hybridengine", "parity"]
 
 
 @pytest.mark.slow

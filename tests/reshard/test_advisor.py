@@ -156,7 +156,7 @@ def test_command_records_the_engines_own_loader(tmp_path: Path) -> None:
     config = tiny_config("llama")
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "hybridengine.cli", "reshard", "plan"]
+    command = [sys.executable, "-m", "hybridengine", "reshard", "plan"]
     options = ["--ranks", "4", "--tp", "2", "--png", str(tmp_path / "plan.png")]
     run = run_forked([*command, "--model", str(tmp_path), *options], uses_vllm=True)
     assert run.returncode == 0, run.stderr

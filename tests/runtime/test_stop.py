@@ -146,7 +146,7 @@ def test_a_signal_while_the_launcher_imports_is_a_stop(
     (tmp_path / "torch.py").write_text(IMPORTING.format(folder=str(tmp_path)))
     settings = ["model.path=m", "data.train_files=f", "trainer.default_local_dir=run"]
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "hybridengine.cli", "sft", *settings],
+        [sys.executable, "-m", "hybridengine", "sft", *settings],
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         cwd=tmp_path,
         stderr=subprocess.PIPE,

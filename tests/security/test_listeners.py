@@ -148,7 +148,7 @@ def test_others_reach_nothing(
     (tmp_path / "intrude.py").write_text(INTRUDE)
     taken_away = ("HYBRIDENGINE_SECRET", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     environment = {k: v for k, v in os.environ.items() if k not in taken_away}
-    command = ["-m", "hybridengine.cli", "grpo", *job]
+    command = ["-m", "hybridengine", "grpo", *job]
     if launcher == "own":
         uses_vllm = settings == VLLM
         done = run_forked([sys.executable, *command], env=environment, uses_vllm=uses_vllm)

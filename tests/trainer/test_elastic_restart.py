@@ -51,7 +51,7 @@ ENGINE_RANK = ("trainer.mode=one_step_off", "trainer.staleness=0", "rollout.n_gp
 
 def agent(num_ranks: int, *options: str) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
-    return [*torchrun, "--max-restarts", "1", *options, "-m", "hybridengine.cli", "grpo"]
+    return [*torchrun, "--max-restarts", "1", *options, "-m", "hybridengine", "grpo"]
 
 
 def run_to_the_end(folder: Path, agents: list[list[str]], overrides: list[str]) -> list[str]:

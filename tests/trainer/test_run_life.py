@@ -264,7 +264,7 @@ def test_the_launcher_reports_a_run_that_diverged_as_failed(tmp_path: Path) -> N
         "trainer.total_training_steps": 5,
     }
     settings = sft_settings(write_sft_job(tmp_path), **more)
-    command = [sys.executable, "-m", "hybridengine.cli", "sft", tmp_path / "config.yaml", *settings]
+    command = [sys.executable, "-m", "hybridengine", "sft", tmp_path / "config.yaml", *settings]
     run = run_forked(command)
     last = run.stderr.splitlines()[-1]
     assert run.returncode == 1, run.stderr

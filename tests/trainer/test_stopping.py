@@ -73,7 +73,7 @@ def test_sft_stops_resumes_and_refuses_a_second_run(tmp_path: Path) -> None:
             "trainer.logger": "[jsonl,console]",
         }
         pairs = sft_settings(job, **settings)
-        return ["hybridengine.cli", "sft", str(tmp_path / "config.yaml"), *pairs, *more]
+        return ["hybridengine", "sft", str(tmp_path / "config.yaml"), *pairs, *more]
 
     alone = [sys.executable, "-m", *command()]
     run = start(alone)

@@ -64,7 +64,7 @@ def test_the_peak_is_that_since_the_restart() -> None:
 
 def tune(kind: str, job: list[str]) -> list[str]:
     """Return the lines that `hybridengine tune` prints."""
-    command = [sys.executable, "-m", "hybridengine.cli", "tune", kind, *job]
+    command = [sys.executable, "-m", "hybridengine", "tune", kind, *job]
     done = run_forked(command)
     assert done.returncode == 0, done.stdout + done.stderr
     return [line.strip() for line in done.stdout.splitlines()]

@@ -55,7 +55,7 @@ def toy_job(folder: Path, **overrides: object) -> list[str]:
     }
     (folder / "config.yaml").write_text("")
     pairs = [f"{key}={value}" for key, value in settings.items()]
-    return [sys.executable, "-m", "hybridengine.cli", "grpo", str(folder / "config.yaml"), *pairs]
+    return [sys.executable, "-m", "hybridengine", "grpo", str(folder / "config.yaml"), *pairs]
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def run_vllm(folder: Path, job: list[str]) -> Result:
     """Run a job with vLLM in a process of its own, which vLLM's settings need."""
     (folder / "empty.yaml").write_text("")
     options = ["rollout.name=vllm", "rollout.enforce_eager=true", "rollout.kv_cache_gib=0.25"]
-    command = [sys.executable, "-m", "hybridengine.cli", "grpo", str(folder / "empty.yaml")]
+    command = [sys.executable, "-m", "hybridengine", "grpo", str(folder / "empty.yaml")]
     overrides = [*job, *options, "trainer.n_gpus_per_node=1"]
     run = run_forked([*command, *overrides], uses_vllm=True, timeout=500)
     assert run.returncode == 0, run.stdout + run.stderr
