@@ -72,7 +72,6 @@ def _set_environment(num_ranks: int) -> None:
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
     os.environ.setdefault(SECRET, new_secret())
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of the engine
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.disable(logging.ERROR)  # of torch's launcher; `describe_failure` replaces it
 

@@ -34,6 +34,7 @@ from hybridengine.rollout.vllm.environment import (
     models_inspected_here,
     prepare_environment,
     strided_groups,
+    unbound_memory,
     unchanged_local_world_size,
     unique_shared_memory,
 )
@@ -132,6 +133,7 @@ class VllmEngine(RolloutEngine):
         with (
             unchanged_local_world_size(),
             models_inspected_here(),
+            unbound_memory(),
             own_model_classes(),
             strided_groups(groups),
             writable_weights() as post_load,

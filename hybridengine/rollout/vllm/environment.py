@@ -81,6 +81,17 @@ def models_inspected_here() -> Iterator[None]:
 
 
 @contextmanager
+def unbound_memory() -> Iterator[None]:
+    """While open, vLLM's CPU worker does not bind the memory of this process to a NUMA node.
+
+    By default every rank would bind its own, that of training included, to the node of the first
+    core that the rank may use, and torch would print a warning.
+    """
+    with patch.object(torch.ops._C, "init_cpu_memory_env", lambda nodes: None, create=True):
+        yield
+
+
+@contextmanager
 def strided_groups(groups: list[list[int]]) -> Iterator[None]:
     """While open, vLLM builds `groups` as tensor- and expert-parallel groups.
 
