@@ -108,6 +108,14 @@ def balance_by_tokens(
 def imbalance(lengths: Iterable[int] | Tensor, bins: Sequence[Sequence[int]]) -> Imbalance:
     """Compute the largest, smallest and mean total length of `bins`."""
     lengths = _listed("imbalance", lengths)
+    for i, items in enumerate(bins):
+        for position in items:
+            check.integer("imbalance", f"a position in bins[{i}]", position, at_least=0)
+            if position >= len(lengths):
+                raise ValueError(
+                    f"imbalance: bins[{i}] has position {position}; expected one below "
+                    f"{len(lengths)}, the number of lengths."
+                )
     totals = [sum(lengths[i] for i in items) for items in bins]
     if not totals:
         raise ValueError("imbalance: bins is empty; expected at least one bin.")
@@ -124,6 +132,8 @@ def _listed(op: str, lengths: Iterable[int] | Tensor) -> list[int]:
             raise ValueError(
                 f"{op}: lengths[{i}] is {length!r} ({type(length).__name__}); expected an integer."
             )
+        if length.__index__() < 0:  # in a group, it would be hidden by the others
+            raise ValueError(f"{op}: lengths[{i}] is {length}; expected 0 or more.")
     return [length.__index__() for length in values]
 
 

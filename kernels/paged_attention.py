@@ -98,7 +98,7 @@ def paged_attention(
         query_start_loc: [S + 1] int32, where the queries of each sequence begin.
         seq_lens: [S] int32, tokens of each sequence, of which the queries are the last.
         sinks, softmax_scale, window_size, softcap: see `tree_attention`.
-        out: [T, H, D_v] to write to; None: a new tensor.
+        out: [T, H, D_v], contiguous, to write to; None: a new tensor.
         backend: `cpp`, `triton` or `reference`; None takes the best one.
 
     Returns:
@@ -119,7 +119,7 @@ def paged_attention(
     check.shape(OP, "query", query, "T H D", sizes)
     check.shape(OP, "kv_cache", kv_cache, "num_blocks H_kv block_size C", sizes)
     check.dtype(OP, "kv_cache", kv_cache, _DTYPES)
-    check.untransformed(OP, query=query, kv_cache=kv_cache, sinks=sinks)
+    check.untransformed(OP, query=query, kv_cache=kv_cache, sinks=sinks, out=out)
     scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     scale = check.number(OP, "softmax_scale", scale)
     if window_size is not None:
@@ -129,6 +129,7 @@ def paged_attention(
     value_dim = kv_cache.shape[3] - query.shape[2]
     if out is None:
         out = query.new_empty(*query.shape[:2], max(value_dim, 0))
+    check.contiguous(OP, out=out)
     if sinks is not None:
         check.same_device(OP, query=query, sinks=sinks)
         check.floats(OP, sinks=sinks)
@@ -210,7 +211,6 @@ def _check_operands(
         (heads % kv_heads == 0, "a number of query heads that is a multiple of the cache's"),
         (value_width > 0, "a cache of rows longer than a query"),
         (out.shape == (tokens, heads, value_width), f"out of [{tokens}, {heads}, {value_width}]"),
-        (out.stride()[1:] == (value_width, 1), "out with contiguous heads"),
         (len(query_start_loc) == len(seq_lens) + 1, "one query_start_loc more than seq_lens"),
         (len(block_table) == len(seq_lens), "a row of block_table for each of seq_lens"),
         (block_table.stride(1) == 1, "block_table with contiguous rows"),

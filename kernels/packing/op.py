@@ -179,6 +179,7 @@ def _check_padded(tensors: list[Tensor], mask: Tensor, shifted: list[int]) -> Te
                 f"{list(mask.shape)} like the mask"
             )
     for i in shifted:
+        check.integer("pack", "an index in shifted", i)
         if not 0 <= i < len(tensors):
             raise ValueError(f"pack: shifted names tensor {i}, but there are {len(tensors)}")
         if tensors[i].requires_grad:

@@ -42,8 +42,8 @@ class Outcome:
 
     stage, error: where it failed and why; empty if it passed. tensors: engine tensors that a sync
     writes. unequal: tensors of the model that differ after a sync. fallback: parameter → why it
-    is gathered in full. received, lower_bound: bytes of one sync. delta: whether the third
-    sync was a delta.
+    is gathered in full. unrounded: engine weights with float32 values that bfloat16 would round.
+    received, lower_bound: bytes of one sync. delta: whether the third sync was a delta.
     """
 
     architecture: str
@@ -53,6 +53,7 @@ class Outcome:
     tensors: int = 0
     unequal: list[str] = field(default_factory=list)
     fallback: dict[str, str] = field(default_factory=dict)
+    unrounded: set[str] = field(default_factory=set)
     received: int = 0
     lower_bound: int = 0
     delta: bool = False
@@ -215,6 +216,11 @@ class _Case:
         self.outcome.received = resharder.sync(1).bytes_received
         self.outcome.lower_bound = resharder.plan.lower_bound[self.rank]
         self._compare(seed=1)
+        self.outcome.unrounded = {
+            name
+            for name, weight in self.engine.weights().items()
+            if weight.dtype == torch.float32 and not torch.equal(weight, weight.to(DTYPE).float())
+        }
         for name, shard in self._shards(seed=2).items():
             local_shard(shards[name]).copy_(local_shard(shard))
         resharder.sync(2)

@@ -38,6 +38,7 @@ from tests.kernels.contract_inputs import (
     NEW,
     NO_SEQUENCE,
     NOT_FINITE,
+    NOT_LENGTHS,
     OR_NONE,
     PACKED,
     PARENTS,
@@ -51,6 +52,7 @@ from tests.kernels.contract_inputs import (
     VALUES,
     VOCAB_MASK,
     WEIGHT,
+    WEIGHTS,
     Case,
     H,
     T,
@@ -62,12 +64,13 @@ CASES = {
     **contract_token_cases.CASES,
     "balance": Case(
         {"lengths": CU_SEQLENS, "num_bins": 2, "group_ids": torch.tensor([1, 2, 1, 3])},
-        numbers={"num_bins": (*INTEGER, None)},
+        numbers={"num_bins": (*INTEGER, None), "lengths": NOT_LENGTHS},
         rows=("lengths", "group_ids"),
     ),
     "balance_by_tokens": Case(
         {"lengths": CU_SEQLENS, "max_tokens": T},
         numbers={
+            "lengths": NOT_LENGTHS,
             "max_tokens": (*INTEGER, None),
             "min_bins": (-1, 1.5, NAN, None),
             "multiple_of": (*INTEGER, None),
@@ -119,7 +122,10 @@ CASES = {
         rows=("x",),
         empty={"cu_counts": torch.zeros(4, dtype=torch.int32)},
     ),
-    "imbalance": Case({"lengths": CU_SEQLENS, "bins": [[0, 1], [2, 3]]}),
+    "imbalance": Case(
+        {"lengths": CU_SEQLENS, "bins": [[0, 1], [2, 3]]},
+        numbers={"lengths": NOT_LENGTHS, "bins": ([], [[0], [4]], [[-1]], [[0.0]])},
+    ),
     "linear_cross_entropy": Case(
         {
             "hidden": HIDDEN,
@@ -219,7 +225,11 @@ CASES = {
             "capacity": T,
         },
         ("tensors",),
-        {"capacity": (-1, 1.5, NAN)},
+        {
+            "capacity": (-1, 1.5, NAN),
+            "fill_values": ([1.0], [1.0, None]),
+            "shifted": ([2], [-1], [1.5]),
+        },
         ("tensors", "mask"),
         registered="move_rows",
     ),
@@ -235,11 +245,13 @@ CASES = {
             "query_start_loc": torch.tensor([0, 2, 5]).int(),
             "seq_lens": torch.tensor([18, 7]).int(),
             "sinks": SINKS,
+            "out": torch.zeros(5, 4, H),
         },
         numbers={"softmax_scale": NOT_FINITE, "window_size": INTEGER, "softcap": OR_NONE},
-        rows=("query", "block_table", "seq_lens"),
+        rows=("query", "block_table", "seq_lens", "out"),
         empty={"query_start_loc": torch.zeros(1, dtype=torch.int32)},
-        contiguous=("kv_cache",),
+        written=("out",),
+        contiguous=("kv_cache", "out"),
     ),
     "rms_norm": Case(
         {"x": HIDDEN, "weight": WEIGHT[0], "eps": 1e-6},
@@ -366,13 +378,17 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "linear_distillation_loss, deterministic": {"deterministic": True},
     "linear_token_log_probs, deterministic": {"deterministic": True},
     "linear_token_log_probs, small chunks": {"budget_bytes": 1},
+    "policy_loss, selected": {"loss_mode": "clip_cov", "selected": ~MASK},
+    "policy_loss, weights": {"rollout_log_probs": None, "rollout_is_weights": WEIGHTS},
     "rms_norm, rounded": {"round_first": True, "offset": 1.0},
     "rollout_correction, token": {"rollout_is": "token", "rollout_is_lower": 0.5},
     "token_log_probs, entries": {"token_ids": torch.stack([IDS, (IDS + 1) % V], 1)},
 }
 for _name, _options in _VARIANTS.items():
     _case = CASES[_name.partition(",")[0]]
-    CASES[_name] = _case._replace(arguments=_case.arguments | _options, numbers={})
+    CASES[_name] = _case._replace(
+        arguments=_case.arguments | _options, numbers={}, rows=(*_case.rows, *_options)
+    )
 
 
 def operator(name: str) -> str:

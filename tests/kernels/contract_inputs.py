@@ -24,6 +24,7 @@ OR_INF = (0.0, -1.0, NAN, -INF)
 COUNT = (-1.0, *NOT_FINITE)  # None: counted by the operator
 INTEGER = (0, -1, NAN, 1.5)
 ANY_INTEGER = (NAN, 1.5, None)
+NOT_LENGTHS = ([-1, 0, 5, 0], [1.5], [NAN], [None], torch.tensor(1))
 
 T, H, V = 12, 16, 29
 _GENERATOR = torch.Generator().manual_seed(0)

@@ -116,7 +116,11 @@ CASES = {
             "rollout_is": "sequence",
             "rejection": {"token_k1": (0.5, 2.0), "seq_sum_k2": 0.5},
         },
-        numbers={**IS_BOUNDS, "global_num_tokens": (*COUNT, torch.tensor(-1.0))},
+        numbers={
+            **IS_BOUNDS,
+            "global_num_tokens": (*COUNT, torch.tensor(-1.0)),
+            "rejection": (0.5, {"k1": 0.5}, {"token_k1": (2.0, 0.5)}, {"seq_sum_k2": NAN}),
+        },
         rows=("old_log_probs", "rollout_log_probs", "response_mask"),
         empty=NO_SEQUENCE,
     ),

@@ -25,5 +25,5 @@ MSCALE = {"short_mscale": 1.1, "long_mscale": 1.3}
 def tiny(kind: str, rope: dict[str, Any], **changes: Any) -> PretrainedConfig:
     changes = {"max_position_embeddings": LIMIT, "initializer_range": 0.1, **changes}
     if kind == "phi3":  # whose entry of its own takes precedence
-        changes["original_max_position_embeddings"] = ORIGINAL
+        changes["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     return AutoConfig.for_model(kind, **SIZES | changes, rope_parameters=dict(rope))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridengine.model.rotary import fix_rotary_length
 from tests.model.cases import (
     LOGITS,
     SIZES,
@@ -19,15 +20,19 @@ from tests.model.cases import (
     single_process_model,
     weighted,
 )
+from tests.model.rotary_configs import LONG_ROPE, tiny
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY, save_tiny
 
 # 154 tokens: padded over 4 ranks but not over 2; one of 4 ranks sees prompt tokens only.
 assert sum(prompt + response for prompt, response in SIZES) == 154
+# The longest position of rank 0 of 2 is below this length, and that of rank 1 above it.
+BETWEEN_THE_RANKS = LONG_ROPE | {"original_max_position_embeddings": 55}
 
 
 def expected(path: str, pairs: list) -> tuple[torch.Tensor, torch.Tensor, dict]:
     model = single_process_model(path)
+    fix_rotary_length(model)
     logits, targets = one_by_one(model, pairs)
     log_softmax = logits.float().log_softmax(-1)
     log_probs = log_softmax.gather(1, targets[:, None])[:, 0]
@@ -73,9 +78,14 @@ def body(rank: int, world_size: int, paths: list[str], sp_size: int) -> list[int
     ("world_size", "sp_size"), [(2, 2), pytest.param(4, 4, marks=pytest.mark.exhaustive), (4, 2)]
 )
 def test_split_sequences_equal_one_process(tmp_path: Path, world_size: int, sp_size: int) -> None:
-    """Every kind: query groups split or repeated, windows, soft-caps, biases; one is compiled."""
+    """Every kind: query groups split or repeated, windows, soft-caps, biases, sinks, LongRoPE.
+
+    One is compiled.
+    """
     kinds = TINY if (world_size, sp_size) != (4, 2) else ["llama"]
     paths = [save_tiny(kind, tmp_path / kind) for kind in kinds]
+    if kinds is TINY:
+        paths.append(save_tiny(tiny("phi3", BETWEEN_THE_RANKS), tmp_path / "phi3"))
     rows = run_ranks(body, world_size, paths, sp_size)
     assert (sp_size == 4) == any(0 in of_rank for of_rank in rows)
 

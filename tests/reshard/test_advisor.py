@@ -19,6 +19,7 @@ from hybridengine.sharding.geometry import contiguous_strides
 from tests.forked import run_forked
 from tests.reshard.brute_force import fused_layout
 from tests.tiny_models import tiny_config
+from tests.vision.tiny_vision import save_tiny_vision
 
 SHAPES = {"c": ("column", (64, 32)), "r": ("row", (32, 64))}
 
@@ -150,12 +151,22 @@ def test_a_terminal_of_80_columns_cuts_nothing() -> None:
     assert "verl" in text and "Recommended" in text
 
 
-@pytest.mark.slow
-def test_command_records_the_engines_own_loader(tmp_path: Path) -> None:
-    pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
-    config = tiny_config("llama")
+def save_config(kind: str, folder: Path) -> None:
+    """Write what the command reads of a model: no weights."""
+    if kind == "qwen2_vl":
+        save_tiny_vision(kind, folder)
+        (folder / "model.safetensors").unlink()
+        return
+    config = tiny_config(kind)
     config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(tmp_path)
+    config.save_pretrained(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen2_vl"])
+def test_command_records_the_engines_own_loader(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
+    save_config(kind, tmp_path)
     command = [sys.executable, "-m", "hybridengine", "reshard", "plan"]
     options = ["--ranks", "4", "--tp", "2", "--png", str(tmp_path / "plan.png")]
     run = run_forked([*command, "--model", str(tmp_path), *options], uses_vllm=True)

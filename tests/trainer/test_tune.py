@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from hybridengine import cli
 from hybridengine.config import load_config, load_sft_config
+from hybridengine.rollout.vllm.environment import vllm_available
 from hybridengine.trainer.tune.memory import PeakMemory
 from hybridengine.trainer.tune.search import Probe, best_limit, probe_limits, smallest_fast
 from tests.forked import run_forked
@@ -96,6 +97,8 @@ HARD = {
     "parts": ["algorithm.adv_estimator=gdpo"],
     "filter": ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=even"],
 }
+if vllm_available():  # last: a closed engine takes the process group along
+    HARD["exact"] = ["rollout.name=vllm", "rollout.kv_cache_gib=0.01", "rollout.exact=on"]
 
 
 def step_on_made_up_tokens(
