@@ -169,7 +169,7 @@ def located(path: str | Path) -> str:
     return str(path) if Path(path).is_absolute() else f"{path} (in {Path.cwd()})"
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """Return the first line of an error's message, its type where it has none.
 
     Advice on arguments of torch and transformers becomes that on our keys, or is left out.

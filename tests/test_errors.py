@@ -7,6 +7,7 @@ import torch
 
 from hybridengine.errors import ModelError, reason_of
 from hybridengine.model.validation import check_model
+from hybridengine.runtime.failures import one_line
 from tests.tiny_models import tiny_config
 
 
@@ -40,3 +41,15 @@ def test_own_code_of_a_model_names_our_key(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"Set model\.trust_remote_code=true to run it") as raised:
         check_model(str(tmp_path))
     assert "True" not in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("a\nb"), "ValueError: a"),
+        (ValueError(), "ValueError: ValueError"),
+        (ValueError("\n a\nb"), "ValueError: a"),
+    ],
+)
+def test_one_line_of_an_error(error: Exception, line: str) -> None:
+    assert one_line(error) == line

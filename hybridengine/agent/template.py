@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridengine.data.chats import THOUGHTS, ChatTemplate, mentions, prefix_end, text_of
+from hybridengine.data.chats import THOUGHTS, ChatTemplate, prefix_end
 from hybridengine.errors import DataError, shorten
 from hybridengine.vision import EncodedImage
 
@@ -209,12 +209,13 @@ class TurnTemplate:
         rendered_chat = self._render(chat, True)
         text = self._special.reveal(rendered_chat)  # of the same length
         last = max(i for i, entry in enumerate(chat) if isinstance(entry, ModelTurn))
-        for entry in chat[last + 1 :]:
-            if isinstance(entry, Mapping) and not mentions(text, text_of(entry["content"])):
-                raise DataError(
-                    f"the chat template leaves out messages of role {entry['role']!r}; set "
-                    "data.chat_template to one that renders them"
-                )
+        messages, first = self.messages(chat), len(self.messages(chat[: last + 1]))
+        dropped = self._chats.left_out(_WHERE, messages, True, first)
+        if dropped is not None:
+            raise DataError(
+                f"the chat template leaves out messages of role {messages[dropped]['role']!r}; set "
+                "data.chat_template to one that renders them"
+            )
         before = [segment.text for segment in segments[:-1]]
         sampled: str | None = segments[-1].text
         if self.form == "structured":

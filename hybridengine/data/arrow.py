@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as is_type
 
 from hybridengine.data.json_text import parse_json
-from hybridengine.errors import DataError
+from hybridengine.errors import DataError, reason_of
 
 __all__ = ["arrow_rows"]
 
@@ -79,7 +79,7 @@ def _reader(file: Path) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
             yield schema, map(_validated, batches)
     except (pa.ArrowException, OSError) as error:
         raise DataError(
-            f"data file {file} is not a readable {what} file: {_reason(error)}"
+            f"data file {file} is not a readable {what} file: {reason_of(error)}"
         ) from None
 
 
@@ -98,13 +98,10 @@ def _values(
         raise DataError(f"{where} has text that is not UTF-8: {error}") from None
     except (pa.ArrowException, ValueError, OverflowError, LookupError) as error:
         raise DataError(
-            f"{where}, of type {column.type}, has a value that Python cannot hold: {_reason(error)}"
+            f"{where}, of type {column.type}, has a value that Python cannot hold: "
+            f"{reason_of(error)}"
         ) from None
     return values if decode is None else [decode(where, value) for value in values]
-
-
-def _reason(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _plain_type(where: str, field: pa.Field) -> pa.DataType:

@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar
 
 from hybridengine.data.files import data_files
 from hybridengine.data.records import Records
+from hybridengine.data.special_tokens import SpecialTokens
 from hybridengine.errors import DataError
 
 T = TypeVar("T")
@@ -63,7 +64,8 @@ def fingerprint(tokenizer: Any, content: str, *settings: Any) -> str:
 def _tokenizer_state(tokenizer: Any) -> tuple[Any, ...]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
-    return type(tokenizer).__name__, words, tokenizer.all_special_ids, tokenizer.eos_token_id
+    special = sorted(SpecialTokens(tokenizer, "text").ids)
+    return type(tokenizer).__name__, words, special, tokenizer.eos_token_id
 
 
 class CachedDataset(Sequence[T], Generic[T]):

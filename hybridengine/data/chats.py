@@ -28,12 +28,15 @@ from hybridengine.model.images import IMAGE_MODEL_TYPES
 from hybridengine.runtime.run_start import run_start
 from hybridengine.vision import EncodedImage, ImagePreparer, Replacement
 
-__all__ = ["THOUGHTS", "ChatTemplate", "mentions", "prefix_end", "text_of"]
+__all__ = ["THOUGHTS", "ChatTemplate", "prefix_end", "text_of"]
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message, by template
-_OTHER_KEYS = ("function_call",)  # that a template without them would leave out silently
+_UNWRITTEN_KEYS = ("role", "content", "name", "tool_calls", "id")  # or checked on their own
 _RENDER_TIMEOUT_S = 10.0  # for one chat; a template may loop forever
 _RENDER_MIB = 512  # for one chat; a template may make a text of any length
+_MARK = "9405178263{:05}"
+_PART_AS_OBJECT = re.compile(r"""'text': ["']9405178263\d{5}""")  # of a template that expects text
+_TextEnd = tuple[int, int, bool]  # turn, part, and whether it is the end of the text or its start
 _DATE_FORMATS = re.compile(r"""strftime_now\s*\(\s*(["'])(.*?)\1\s*\)""")
 
 
@@ -97,20 +100,20 @@ class ChatTemplate:
                 f"{', '.join(known)}; a row may select some of them"
             )
         own = self.of_row(tools or self.tools, row.options)
-        for turn, message in enumerate(chat):
-            self._check_keys(f"{where}: turn {turn}", message)
         text = own.render(where, chat, prompt)
         check_tools_shown(where, tools, text)
-        for turn, message in enumerate(chat if text else ()):
-            content = text_of(message.get("content"))
-            if message["role"] == "assistant":  # templates may leave out thoughts of earlier turns
-                content = content.rpartition("</think>")[2]
-            if not mentions(text, content):
-                raise DataError(
-                    f"{where}: the chat template leaves out turn {turn}, of the role "
-                    f"{message['role']!r}, or a part of it; remove it, or set data.chat_template "
-                    "to one that writes it"
-                )
+        if not text:
+            return own, chat, text
+        for turn in range(len(chat)):
+            own._check_keys(where, chat, turn, text, prompt)
+        dropped = own.left_out(where, chat, prompt)
+        if dropped is not None:
+            raise DataError(
+                f"{where}: the chat template leaves out turn {dropped}, of the role "
+                f"{chat[dropped]['role']!r}, or a part of it; remove it, or set data.chat_template "
+                "to one that writes it"
+            )
+        for turn, message in enumerate(chat):
             if missing := [name for name in tool_names(message) if name not in text]:
                 raise DataError(
                     f"{where}: the chat template does not write the call of {missing[0]!r} in turn "
@@ -119,19 +122,58 @@ class ChatTemplate:
         return own, chat, text
 
     def reads(self, key: str) -> bool:
-        """Whether the template mentions a key of messages."""
-        return re.search(rf"""[.\[(]\s*["']?{key}\b""", self.text) is not None
+        """Whether the template names a key of messages, as .key, ["key"] or get("key")."""
+        name = re.escape(key)
+        return re.search(rf"""\.{name}\b|[\[(]\s*(["']){name}\1""", self.text) is not None
 
-    def _check_keys(self, where: str, message: Mapping[str, Any]) -> None:
+    def _check_keys(
+        self, where: str, chat: Sequence[Mapping[str, Any]], turn: int, text: str, prompt: bool
+    ) -> None:
+        """Raise DataError for a key of a turn that `text`, the rendered chat, does not depend on.
+
+        A template may write a key that it names into some turns only, such as the last one.
+        """
+        message = chat[turn]
         known = [name for name in THOUGHTS if self.reads(name)]
         read = [message.get(name) for name in known]  # some have a thought under several keys
-        for key in (*THOUGHTS, *_OTHER_KEYS):
-            if message.get(key) and not self.reads(key) and message[key] not in read:
-                advice = f"rename it to {known[0]}" if known else "write it into the content"
+        for key, value in message.items():
+            if key in _UNWRITTEN_KEYS or key.endswith("_id") or self.reads(key) or value in read:
+                continue
+            rest = {name: other for name, other in message.items() if name != key}
+            without = [*chat[:turn], rest, *chat[turn + 1 :]]
+            if (
+                value
+                and isinstance(value, str | list | Mapping)
+                and self._attempt(where, without, prompt) == text
+            ):
+                advice = f"rename it to {known[0]} if it is a thought" if known else ""
                 raise DataError(
-                    f"{where} has {key!r}, which the chat template does not read, so that it would "
-                    f"be left out; {advice}, remove it, or set data.chat_template"
+                    f"{where}: turn {turn} has {key!r}, which the chat template does not read, so "
+                    f"that it would be left out; {advice or 'write it into the content'}, remove "
+                    "it, or set data.chat_template"
                 )
+
+    def left_out(
+        self, where: str, chat: Sequence[Mapping[str, Any]], prompt: bool, first: int = 0
+    ) -> int | None:
+        """Return the first turn whose content the template leaves out in part, None for none.
+
+        first: the turn to begin with.
+
+        All contents are marked at both ends, with digits, which templates do not escape. A template
+        that refuses the marked chat is taken to read it.
+        """
+        places = [place for place in _text_ends(chat) if place[0] >= first]
+        marked = self._attempt(where, _marked(chat, places), prompt) if places else ""
+        is_refused, marked = not marked, _PART_AS_OBJECT.sub("", marked)
+        missing = (place[0] for n, place in enumerate(places) if _MARK.format(n) not in marked)
+        return None if is_refused else next(missing, None)
+
+    def _attempt(self, where: str, chat: Sequence[Mapping[str, Any]], prompt: bool) -> str:
+        """Render a chat that differs from the given one; "" where the template refuses it."""
+        with suppress(DataError):
+            return self._render(where, chat, self.tools, prompt)
+        return ""
 
     def render(self, where: str, chat: Sequence[Mapping[str, Any]], prompt: bool) -> str:
         """Return the chat as text; prompt: with the generation prompt of the assistant at its end.
@@ -216,9 +258,31 @@ def text_of(content: Any) -> str:
     return "".join(part.get("text", "") for part in content)
 
 
-def mentions(text: str, content: str) -> bool:
-    """Whether the first words of a message are in the text; a template may escape the rest."""
-    return all(word in text for word in re.findall(r"\w+", content, re.ASCII)[:3])
+def _text_ends(chat: Sequence[Mapping[str, Any]]) -> Iterator[_TextEnd]:
+    """Yield both ends of each text in the contents of a chat.
+
+    Of an assistant's text with a thought only its end: templates may leave out earlier thoughts.
+    """
+    for turn, message in enumerate(chat):
+        content = message.get("content")
+        parts = [part.get("text") for part in content] if isinstance(content, list) else [content]
+        for i, text in enumerate(parts):
+            if isinstance(text, str) and text.strip():
+                if message["role"] != "assistant" or "</think>" not in text:
+                    yield turn, i, False
+                yield turn, i, True
+
+
+def _marked(chat: Sequence[Mapping[str, Any]], places: Sequence[_TextEnd]) -> list[dict[str, Any]]:
+    """Return a chat with a mark of its own at each place."""
+    marked = [dict(message) for message in chat]
+    for number, (turn, part, is_end) in enumerate(places):
+        mark, content = _MARK.format(number), marked[turn]["content"]
+        texts = content if isinstance(content, list) else [{"text": content}]
+        text = f"{texts[part]['text']}{mark}" if is_end else f"{mark}{texts[part]['text']}"
+        own = [*texts[:part], {**texts[part], "text": text}, *texts[part + 1 :]]
+        marked[turn]["content"] = own if isinstance(content, list) else text
+    return marked
 
 
 def prefix_end(text: str, prefix: str) -> int | None:

@@ -12,6 +12,10 @@ _MAX_DEPTH = 100  # of nested lists and objects
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
+class NotJsonError(DataError):
+    """A text that is not JSON."""
+
+
 class JsonObject(dict[str, Any]):
     """An object of JSON text: unlike those of a struct column, its nulls are its own."""
 
@@ -19,8 +23,8 @@ class JsonObject(dict[str, Any]):
 def parse_json(where: str, text: str) -> Any:
     """Return the value of a JSON text.
 
-    Raises DataError for text that is not JSON, a key twice in one object, more than 100 nested
-    lists and objects, and half of a surrogate pair.
+    Raises NotJsonError for text that is not JSON, and DataError for a key twice in one object, more
+    than 100 nested lists and objects, and half of a surrogate pair.
     """
     try:
         value = json.loads(text, object_pairs_hook=_unique_keys)
@@ -28,6 +32,8 @@ def parse_json(where: str, text: str) -> Any:
             raise RecursionError
     except RecursionError:
         raise DataError(f"{where} has more than {_MAX_DEPTH} nested lists and objects") from None
+    except json.JSONDecodeError as error:
+        raise NotJsonError(f"{where} is not JSON: {error}") from None
     except ValueError as error:
         raise DataError(f"{where} is not JSON: {error}") from None
     if _SURROGATE.search(text):

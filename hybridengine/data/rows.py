@@ -11,7 +11,6 @@ thinking      the column `data.enable_thinking_key`, a variable of the template
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,18 +110,9 @@ def _message(turn: Any) -> Any:
         given, content = turn.pop("from"), turn.pop("value", None)
         known = _SHAREGPT_ROLES.get(given, given) if isinstance(given, str) else given
         if given == "function_call":
-            turn["tool_calls"], content = _sharegpt_calls(content), ""
+            turn["tool_calls"], content = content, ""
         return {**turn, "role": known, "content": content}
     return turn
-
-
-def _sharegpt_calls(text: Any) -> Any:
-    """Return the calls of a ShareGPT turn, {"name", "arguments"} or a list of them as JSON text."""
-    try:
-        calls = json.loads(text)
-    except (TypeError, ValueError):
-        return text
-    return calls if isinstance(calls, list) else [calls]
 
 
 def _fault(message: Any) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from hybridengine.data.json_text import JsonObject
+from hybridengine.data.json_text import JsonObject, NotJsonError, parse_json
 from hybridengine.errors import DataError, unexpected
 
 
@@ -20,10 +21,12 @@ def parse_tools(where: str, row: Mapping[str, Any], key: str) -> list[dict[str, 
     Empty where the row has no such column. Raises DataError for anything else.
     """
     given = row.get(key)
-    tools = _parsed(given)
+    tools = _parsed(f"{where}: {key}", given)
     if tools is None or tools == "":
         return []
-    tools = [_parsed(tool) for tool in tools] if isinstance(tools, list) else tools
+    tools = (
+        [_parsed(f"{where}: {key}", tool) for tool in tools] if isinstance(tools, list) else tools
+    )
     if not isinstance(tools, list) or not all(map(tool_name, tools)):
         form = '[{"type": "function", "function": {"name": "…", "parameters": {…}}}]'
         raise unexpected(where, key, given, f"a list of tool schemas like {form}, or JSON of it")
@@ -33,22 +36,28 @@ def parse_tools(where: str, row: Mapping[str, Any], key: str) -> list[dict[str, 
 def plain_tool_calls(where: str, message: dict[str, Any]) -> dict[str, Any]:
     """Return a message whose tool calls have their arguments as an object, as templates take them.
 
-    OpenAI's form has them as JSON text. Raises DataError for a call without a name.
+    OpenAI's form has them as JSON text; ShareGPT's is one JSON text of a call or a list.
+
+    Raises DataError for a call without a name.
     """
     calls = message.get("tool_calls")
     if not calls:
         return {name: value for name, value in message.items() if name != "tool_calls"}
-    given = [_parsed(call) for call in calls] if isinstance(calls, list) else []
+    own = f"{where}: tool_calls"
+    listed = _parsed(own, calls)
+    if isinstance(calls, str) and not isinstance(listed, list):
+        listed = [listed]
+    given = [_parsed(own, call) for call in listed] if isinstance(listed, list) else []
     if not given or not all(tool_name(call) for call in given):
         form = '[{"type": "function", "function": {"name": "…", "arguments": {…}}}]'
         raise unexpected(where, "tool_calls", calls, f"a list like {form}")
-    return {**message, "tool_calls": [_plain_call(call) for call in given]}
+    return {**message, "tool_calls": [_plain_call(own, call) for call in given]}
 
 
-def _plain_call(given: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_call(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     call: dict[str, Any] = _without_null(given)
     function = call.get("function", call)
-    parsed = _parsed(function.get("arguments", {}))
+    parsed = _parsed(where, function.get("arguments", {}))
     if isinstance(parsed, Mapping):  # any other text is left to the template
         function["arguments"] = dict(parsed)
     return call if "function" in call else {"type": "function", "function": call}
@@ -91,14 +100,12 @@ def check_tools_shown(where: str, tools: Sequence[Mapping[str, Any]], text: str)
         )
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(where: str, value: Any) -> Any:
     """Return the value of JSON text, anything else as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value, object_pairs_hook=JsonObject)
-    except ValueError:
-        return value
+    if isinstance(value, str):
+        with suppress(NotJsonError):
+            return parse_json(where, value)
+    return value
 
 
 def _without_null(value: Any) -> Any:

@@ -31,6 +31,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from hybridengine.errors import reason_of
 from hybridengine.runtime.activity import Activity
 from hybridengine.runtime.limits import default_groups, limited
 from hybridengine.runtime.messages import MessageError
@@ -345,7 +346,7 @@ def is_timeout(error: BaseException) -> bool:
 
 def one_line(error: BaseException) -> str:
     """Return the type and the first line of an error."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{type(error).__name__}: {reason_of(error)}"
 
 
 def _summary(reports: Sequence[RankReport]) -> str:

@@ -235,7 +235,7 @@ def test_a_template_without_tools_gets_results_as_the_user() -> None:
     assert extension.added.text.startswith("\n<|im_start|>user\nresult0 17")
     silent = "p{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
     with pytest.raises(DataError, match="leaves out messages of role 'user'"):
-        list(converse(silent, 0, False, lambda k: "call"))
+        list(converse(silent, 0, False, lambda k: f"next{k} please"))
 
 
 @needs_trl

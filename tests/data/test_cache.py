@@ -9,15 +9,17 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from decimal import Decimal
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
 import pytest
+from tokenizers import AddedToken
 
 from hybridengine.config import DataConfig, SFTDataConfig
 from hybridengine.data import DataError, PromptDataset, PromptSample, chats
 from hybridengine.data import cache as cache_files
-from hybridengine.data.cache import CachedDataset
+from hybridengine.data.cache import CachedDataset, fingerprint
 from hybridengine.data.conversations import SFTDataset
 from tests.checkpoint.hostile import Call
 from tests.data.rows import TEMPLATE, row, write_jsonl
@@ -226,3 +228,18 @@ def test_one_process_writes_and_the_others_wait(cache):
         found = pool.map(lambda _: list(CachedDataset("key", make, Any)), range(3))
         assert list(found) == [list(range(5))] * 3
     assert len(made) == 1
+
+
+def test_every_special_token_is_part_of_the_key():
+    """Also of a tokenizer without a backend, and of tokens without a name such as EOS."""
+
+    def key(is_special: bool) -> str:
+        slow = SimpleNamespace(
+            get_vocab=lambda: {"a": 0, "<x>": 1},
+            added_tokens_decoder={1: AddedToken("<x>", special=is_special)},
+            all_special_ids=[],
+            eos_token_id=None,
+        )
+        return fingerprint(slow, "")
+
+    assert key(True) == key(True) != key(False)

@@ -145,7 +145,7 @@ def test_truncation(tmp_path, chatml, truncation, expected):
         ),
         (
             {"prompt": "1", "response": "2"},
-            {"chat_template": "{{ messages | length }} {{ messages[0].content }}"},
+            {"chat_template": "{{ messages|length }}{{ messages|map(attribute='content')|join }}"},
             "changes turn 1 when other turns are there",
         ),
         (

@@ -8,6 +8,7 @@ import pytest
 
 from hybridengine.config import DataConfig, SFTDataConfig
 from hybridengine.data import DataError, PromptDataset, SFTDataset
+from hybridengine.data.chats import ChatTemplate
 from hybridengine.data.conversations import check_conversations
 from tests.agent.families import CHATML, byte_tokenizer
 from tests.data.rows import write_jsonl
@@ -142,7 +143,9 @@ def test_flags_that_cannot_be_honoured(tmp_path, turn, message):
         conversations(tmp_path, [{"messages": messages}], CHATML)
 
 
-@pytest.mark.parametrize("key", ["reasoning", "thinking", "reasoning_content", "function_call"])
+@pytest.mark.parametrize(
+    "key", ["reasoning", "thinking", "reasoning_content", "function_call", "thought"]
+)
 def test_what_a_template_does_not_read_is_refused(tmp_path, key):
     messages = [
         {"role": "user", "content": "a"},
@@ -169,6 +172,86 @@ def test_what_a_template_does_not_read_is_refused(tmp_path, key):
             conversations(tmp_path, [{"messages": messages}], THINKING)
 
 
+def test_a_key_that_is_the_name_of_a_variable_is_not_read(tmp_path):
+    template = CHATML + "{{ 'think' if (thinking is defined and thinking) }}"
+    turn = {"role": "assistant", "content": "b", "thinking": "hm"}
+    row = rl_row([{"role": "user", "content": "a"}, turn, {"role": "user", "content": "c"}])
+    with pytest.raises(DataError, match="turn 1 has 'thinking', which the chat template does not"):
+        prompts(tmp_path, [row], template)
+
+
+def test_keys_that_a_template_writes_without_their_names(tmp_path):
+    """As one that writes whole messages, or takes the name from a variable."""
+    turn = {"role": "user", "content": "a", "mood": "glad", "message_id": "1", "rank": 2}
+    for content in ("m|tojson", "m.content ~ m[key]"):
+        template = "{% set key = 'mood' %}" + CHATML.replace("m.content", content)
+        [prompt] = prompts(tmp_path, [rl_row([turn])], template)
+        assert "glad" in prompt.prompt_text
+
+
+@pytest.mark.parametrize("system", ["请简短回答", "yes", "!", "user"])
+def test_a_dropped_text_is_refused_whatever_it_is(tmp_path, system):
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "say yes"}]
+    template = CHATML.replace("in messages", "in messages if m.role != 'system'")
+    assert len(prompts(tmp_path, [rl_row(messages)], CHATML)) == 1
+    with pytest.raises(DataError, match="line 1: the chat template leaves out turn 0, of the "):
+        prompts(tmp_path, [rl_row(messages)], template)
+
+
+def test_parts_that_a_template_writes_as_objects():
+    chat = [{"role": "user", "content": [{"type": "text", "text": "hello"}, {"type": "image"}]}]
+    joined = CHATML.replace("m.content", "m.content|map(attribute='text')|join")
+    for template, dropped in ((CHATML, 0), (joined, None)):
+        data = DataConfig(chat_template=template)
+        assert ChatTemplate(byte_tokenizer(), data).left_out("row", chat, True) == dropped
+
+
+@pytest.mark.parametrize(
+    ("content", "is_written"),
+    [
+        ("m.content|trim", True),
+        ("m.content|tojson", True),
+        ("m.content|tojson(ensure_ascii=True)", True),
+        ("m.content|urlencode", True),
+        ("m.content|upper", True),
+        ("m.content[:100]", True),
+        ("m.content[:3]", False),
+        ("m.content[3:]", False),
+        ("m.content.split('/')[-1]", False),
+        ("m.content.split('/')[0]", False),
+        ("m.content|length", False),
+    ],
+)
+def test_contents_that_a_template_changes(tmp_path, content, is_written):
+    template = CHATML.replace("m.content", content)
+    row = rl_row([{"role": "user", "content": " 一 b/c\n"}])
+    if is_written:
+        assert len(prompts(tmp_path, [row], template)) == 1
+    else:
+        with pytest.raises(DataError, match="leaves out turn 0, of the role 'user', or a part"):
+            prompts(tmp_path, [row], template)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"name": "f", "arguments": {"a": 1, "a": 2}}', "has the key 'a' twice"),
+        ('{"name": "f", "arguments": ' + "[" * 101 + "]" * 101 + "}", "more than 100 nested"),
+    ],
+)
+def test_json_text_inside_a_row_is_read_strictly(tmp_path, text, message):
+    ask, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    arguments = text.partition('arguments": ')[2][:-1]
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    for rows in (
+        {"messages": [ask, answer], "tools": text},
+        {"messages": [ask, {**answer, "tool_calls": [call]}]},
+        {"messages": [{"from": "human", "value": "a"}, {"from": "function_call", "value": text}]},
+    ):
+        with pytest.raises(DataError, match=f"line 1: tool.* {message}"):
+            conversations(tmp_path, [rows])
+
+
 def test_a_turn_that_a_template_leaves_out_is_refused(tmp_path):
     template = CHATML.replace(
         "{% for m in messages %}", "{% for m in messages if m.role != 'system' %}"
@@ -188,7 +271,7 @@ def test_a_turn_that_a_template_leaves_out_is_refused(tmp_path):
     called = [messages[1], chat()[1], {"role": "tool", "content": "snow"}]
     with pytest.raises(DataError, match=r"line 1: .* not write the call of 'weather' in turn 1"):
         prompts(tmp_path, [rl_row(called)], CHATML)
-    cut = CHATML.replace("m.content", "m.content[:3]")
+    cut = CHATML.replace("m.content", "m.content[:3] if m.role == 'assistant' else m.content")
     with pytest.raises(DataError, match="leaves out turn 1, of the role 'assistant', or a part of"):
         conversations(
             tmp_path, [{"messages": [messages[1], {"role": "assistant", "content": "long"}]}], cut

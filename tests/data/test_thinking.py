@@ -82,17 +82,13 @@ def test_two_plain_turns(name):
     assert spans(name, plain()) == PLAIN[name]
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3", "qwen3_5_think", "qwen3_6", "qwen3_8", "nemotron_3_nano"]
-)
+@pytest.mark.parametrize("name", SWITCHED)
 def test_two_plain_turns_without_thinking(name):
     """The generation prompt has the empty thought."""
     assert spans(name, plain(), enable_thinking=False) == [f"One.{END}", f"<b>Two.{END}"]
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3", "qwen3_5_think", "qwen3_6", "qwen3_8", "nemotron_3_nano"]
-)
+@pytest.mark.parametrize("name", SWITCHED)
 @pytest.mark.parametrize("thinking", [True, False])
 def test_turns_with_calls(name, thinking):
     first, second, third, last = spans(name, with_calls(), enable_thinking=thinking)
