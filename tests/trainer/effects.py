@@ -54,6 +54,8 @@ class JobKind:
         default = reduce(getattr, key.split("."), self.schema())
         if value:
             return value, context
+        if typing.get_origin(hint) is typing.Annotated:
+            hint = hint.__origin__
         if typing.get_origin(hint) is Literal:
             return next(c for c in typing.get_args(hint) if c != default), context
         if hint is bool:

@@ -27,8 +27,8 @@ STEPS, LIMIT_S = 4, 240
 # Scores are those of the job, computed in child processes of the ranks that generate. The first
 # one that finds two checkpoints kills its rank.
 KILLING = """
-import os, signal
 from pathlib import Path
+import psutil
 from reward import compute_score as score
 
 RUN = Path({run!r})
@@ -42,7 +42,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         except FileExistsError:
             pass
         else:
-            os.kill(os.getppid(), signal.SIGKILL)
+            psutil.Process().parent().parent().kill()  # rank, its guard, this worker
     return score(data_source, solution_str, ground_truth, extra_info)
 """
 

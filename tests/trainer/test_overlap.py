@@ -45,12 +45,12 @@ JOBS = {
 
 # Rewards are scored in child processes of the engine ranks.
 STOPPING = """
-import os, signal
+import psutil
 sent = []
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     if not sent:
-        sent.append(os.kill(os.getppid(), signal.SIGTERM))
+        sent.append(psutil.Process().parent().parent().terminate())  # rank, its guard, this worker
     return len(solution_str) / 10
 """
 
