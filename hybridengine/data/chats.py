@@ -31,7 +31,8 @@ from hybridengine.vision import EncodedImage, ImagePreparer, Replacement
 __all__ = ["THOUGHTS", "ChatTemplate", "prefix_end", "text_of"]
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message, by template
-_UNWRITTEN_KEYS = ("role", "content", "name", "tool_calls", "id")  # or checked on their own
+# Keys that hold what a model says; those of a data set (a language, a time) are left alone.
+_SAID = re.compile(r"thought|think|reason|function_call", re.IGNORECASE)
 _RENDER_TIMEOUT_S = 10.0  # for one chat; a template may loop forever
 _RENDER_MIB = 512  # for one chat; a template may make a text of any length
 _MARK = "9405178263{:05}"
@@ -129,7 +130,7 @@ class ChatTemplate:
     def _check_keys(
         self, where: str, chat: Sequence[Mapping[str, Any]], turn: int, text: str, prompt: bool
     ) -> None:
-        """Raise DataError for a key of a turn that `text`, the rendered chat, does not depend on.
+        """Raise DataError for a thought or a call that `text`, the rendered chat, leaves out.
 
         A template may write a key that it names into some turns only, such as the last one.
         """
@@ -137,7 +138,7 @@ class ChatTemplate:
         known = [name for name in THOUGHTS if self.reads(name)]
         read = [message.get(name) for name in known]  # some have a thought under several keys
         for key, value in message.items():
-            if key in _UNWRITTEN_KEYS or key.endswith("_id") or self.reads(key) or value in read:
+            if not _SAID.search(key) or self.reads(key) or value in read:
                 continue
             rest = {name: other for name, other in message.items() if name != key}
             without = [*chat[:turn], rest, *chat[turn + 1 :]]

@@ -172,6 +172,13 @@ def test_what_a_template_does_not_read_is_refused(tmp_path, key):
             conversations(tmp_path, [{"messages": messages}], THINKING)
 
 
+def test_keys_of_a_data_set_are_left_alone(tmp_path):
+    turn = {"role": "user", "content": "a", "language": "English", "timestamp": "2026", "id": "7"}
+    rows = [{"messages": [turn, {"role": "assistant", "content": "b", "language": "English"}]}]
+    [sample] = conversations(tmp_path, rows, CHATML)
+    assert "English" not in trained(byte_tokenizer(), sample)[0]
+
+
 def test_a_key_that_is_the_name_of_a_variable_is_not_read(tmp_path):
     template = CHATML + "{{ 'think' if (thinking is defined and thinking) }}"
     turn = {"role": "assistant", "content": "b", "thinking": "hm"}
