@@ -115,7 +115,7 @@ setup(
         *(f"hybridengine.{a}.{b}" for a, folder in BESIDE.items() for b in find_packages(folder)),
     ],
     package_dir={f"hybridengine.{name}": folder for name, folder in BESIDE.items()},
-    package_data={"hybridengine": ["py.typed", "*.pyi", "**/*.yaml", "**/*.html"]},
+    package_data={"": ["py.typed", "*.pyi", "*.yaml", "*.html"]},
     ext_modules=[Extension("hybridengine._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

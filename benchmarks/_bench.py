@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from hybridengine.kernels import has_fast_products
 
 from benchmarks._gpu import Gpu, time_call
 from benchmarks._results import Results
 from hybridengine import _C
+from hybridengine.kernels import has_fast_products
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "hybridengine"

@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._bench import OURS, Bench, status_kib
-from hybridengine.runtime.signed_store import SECRET, new_secret
-from hybridengine.sharding.checksums import bit_checksums
+from hybridengine.run.signed_store import SECRET, new_secret
+from hybridengine.sync.checksums import bit_checksums
 from tests.ranks import Ranks
 from tests.reshard.vllm_engines import build_engine
 

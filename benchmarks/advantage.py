@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from hybridengine.kernels import gae, group_advantage, whiten
 from torch import Tensor
 
 from benchmarks._baselines import verl_algorithms
 from benchmarks._bench import OURS, Bench, rms_error
+from hybridengine.kernels import gae, group_advantage, whiten
 
 Calls = dict[str, Callable[[], Any]]
 

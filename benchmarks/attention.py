@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hybridengine.kernels import tree_attention
 from torch import Tensor
 
 from benchmarks import _cute
 from benchmarks._baselines import available, flash_attention_3
 from benchmarks._bench import OURS, Bench, Check
+from hybridengine.kernels import tree_attention
 from hybridengine.model.flash_attention import torch_kernel
 
 HEADS, KV_HEADS, DIM = 9, 3, 64

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from hybridengine.kernels import balance, imbalance
 
 from benchmarks._baselines import verl_algorithms
 from benchmarks._bench import OURS, Bench
+from hybridengine.kernels import balance, imbalance
 
 
 def run(bench: Bench) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from hybridengine.kernels import block_quantize
 
 from benchmarks._baselines import available, require_compile
 from benchmarks._bench import OURS, Bench
+from hybridengine.kernels import block_quantize
 
 
 def run(bench: Bench) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hybridengine.kernels import causal_conv1d
 from torch import Tensor
 
 from benchmarks._bench import OURS, Bench
+from hybridengine.kernels import causal_conv1d
 
 CHANNELS, WIDTH = 8_192, 4
 LENGTHS = (2_100, 800, 430, 260, 180, 120, 90, 60, 40, 16)

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from hybridengine.kernels.decode_linear import inference_linear
 from torch import Tensor
 
 from benchmarks._bench import OURS, Bench
+from hybridengine.kernels.decode_linear import inference_linear
 
 SHAPES = {  # N, K
     "o_proj": (576, 576),

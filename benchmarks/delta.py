@@ -25,7 +25,7 @@ from benchmarks._bench import OURS, Bench
 from benchmarks.strided_copy import llama
 from benchmarks.sync import _Tensors
 from hybridengine.reshard import Resharder
-from hybridengine.reshard import resharder as module
+from hybridengine.sync import resharder as module
 from tests.ranks import run_ranks
 
 RANKS, TP_SIZE = 4, 2

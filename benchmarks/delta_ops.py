@@ -11,11 +11,11 @@ from functools import partial
 from itertools import cycle
 
 import torch
-from hybridengine.kernels import bit_checksum, change_mask, mark_changed_
-from hybridengine.kernels.delta import ChangeTable, decode_gaps, encode_gaps
 from torch import Tensor
 
 from benchmarks._bench import OURS, Bench
+from hybridengine.kernels import bit_checksum, change_mask, mark_changed_
+from hybridengine.kernels.delta import ChangeTable, decode_gaps, encode_gaps
 
 SHARE = 0.01
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from benchmarks._bench import OURS, Bench
 from benchmarks.reshard import write_config
-from hybridengine.runtime.signed_store import SECRET, new_secret
+from hybridengine.run.signed_store import SECRET, new_secret
 from tests.ranks import Ranks
 
 CASES = ((2, 2, 1), (2, 1, 2))  # trainers, engines, TP size
@@ -134,9 +134,9 @@ def _engine(
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from hybridengine.engine.vllm.engine import VllmEngine
+    from hybridengine.model.checkpoint import checkpoint_layout
     from hybridengine.reshard import WeightReceiver
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout
-    from hybridengine.rollout.vllm.engine import VllmEngine
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))

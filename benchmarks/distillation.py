@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hybridengine.kernels import linear_distillation_loss
 from torch import Tensor
 
 from benchmarks import _baselines
 from benchmarks._bench import OURS, Bench
 from benchmarks.linear import Gradients, Problem, bare_products
+from hybridengine.kernels import linear_distillation_loss
 
 # Response tokens of a micro-batch, and the heads of SmolLM2-135M and Qwen2.5-0.5B.
 HEADS = ((2048, 576, 49_152), (1024, 896, 151_936))

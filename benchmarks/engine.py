@@ -22,7 +22,7 @@ import torch
 
 from benchmarks._bench import OURS, Bench, short
 from benchmarks.step import write_model
-from hybridengine.rollout.vllm.environment import vllm_available
+from hybridengine.engine.vllm.environment import vllm_available
 from tests.ranks import run_ranks
 
 Pairs = list[tuple[list[int], list[int]]]  # prompt, response
@@ -112,17 +112,17 @@ def _rank(
     same: of the responses before and after the change of weights. other: of the second ones from
     the trainer's log-probs before the change.
     """
+    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model import (
         load_causal_lm,
         parameter_shards,
         sharding_mesh,
         use_exact_operators,
     )
+    from hybridengine.model.checkpoint import checkpoint_layout_from_config
     from hybridengine.model.validation import check_model
     from hybridengine.reshard import Resharder
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
-    from hybridengine.rollout import SamplingSpec
-    from hybridengine.rollout.vllm.engine import VllmEngine
 
     checkpoint = checkpoint_layout_from_config(check_model(path))
     ms: dict[str, float] = {}

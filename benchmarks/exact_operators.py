@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import _baselines, _cute
+from benchmarks._bench import OURS, Bench, Check
 from hybridengine.kernels import (
     gated_activation,
     paged_attention,
@@ -20,10 +24,6 @@ from hybridengine.kernels import (
     tree_attention,
     write_kv_cache,
 )
-from torch import Tensor
-
-from benchmarks import _baselines, _cute
-from benchmarks._bench import OURS, Bench, Check
 
 HIDDEN, INTERMEDIATE = 4096, 11_008
 ROWS = (32, 8192)

@@ -25,11 +25,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from hybridengine.kernels import has_fast_products, mixed_gemm
 from torch import Tensor, nn
 
 from benchmarks._bench import OURS, Bench, short
 from benchmarks._models import smollm2_135m
+from hybridengine.kernels import has_fast_products, mixed_gemm
 
 EXACT = f"{OURS}_exact"
 SEQUENCES = (1, 8, 32, 128)
@@ -43,7 +43,7 @@ def run(bench: Bench) -> None:
     dtype = prepared_dtype(bench, "generate")
     if dtype is None:
         return
-    from hybridengine.rollout.vllm.seeds import request_generators
+    from hybridengine.engine.vllm.seeds import request_generators
 
     def add(
         part: str, name: str, n: int, seconds: dict[str, float], note: str = "", **more: Any
@@ -97,7 +97,7 @@ def run(bench: Bench) -> None:
 
 def prepared_dtype(bench: Bench, op: str) -> torch.dtype | None:
     """Return the engine's dtype, with vLLM's environment set; None if the benchmark is left out."""
-    from hybridengine.rollout.vllm.environment import prepare_environment, vllm_available
+    from hybridengine.engine.vllm.environment import prepare_environment, vllm_available
 
     dtype = torch.bfloat16 if has_fast_products(torch.bfloat16) else torch.float32
     if bench.device.type != "cpu" or bench.quick or not vllm_available():
@@ -115,10 +115,10 @@ def build(
     """Return an engine, by `rollout.exact` if `exact`, and how many weights a step multiplies."""
     from vllm import LLM
 
-    from hybridengine.rollout.vllm.environment import CPU_BLOCK_SIZE
-    from hybridengine.rollout.vllm.exact import exact_engine, use_exact_operators
-    from hybridengine.rollout.vllm.head import use_plain_head
-    from hybridengine.rollout.vllm.post_load import writable_weights
+    from hybridengine.engine.exact.exact import exact_engine, use_exact_operators
+    from hybridengine.engine.exact.head import use_plain_head
+    from hybridengine.engine.vllm.environment import CPU_BLOCK_SIZE
+    from hybridengine.engine.vllm.post_load import writable_weights
 
     config = smollm2_135m(max_position_embeddings=2048, architectures=["LlamaForCausalLM"])
     config.save_pretrained(folder)
@@ -148,7 +148,7 @@ def build(
 
 
 def _is_exact(llm: Any) -> bool:
-    from hybridengine.rollout.vllm.attention_backend import ExactAttention
+    from hybridengine.engine.exact.attention_backend import ExactAttention
 
     return any(isinstance(getattr(m, "impl", None), ExactAttention) for m in _model(llm).modules())
 
@@ -164,7 +164,7 @@ def _model(llm: Any) -> Any:
 @contextmanager
 def sampler(llm: Any, ours: bool) -> Iterator[None]:
     """While open, sample as our engine does, or by vLLM's own sampler."""
-    from hybridengine.rollout.vllm.sampling import FusedSampler
+    from hybridengine.engine.vllm.sampling import FusedSampler
 
     own = _runner(llm).sampler
     with patch.object(own, "forward", own.forward):
@@ -176,7 +176,7 @@ def sampler(llm: Any, ours: bool) -> Iterator[None]:
 @contextmanager
 def products(llm: Any, ours: bool) -> Iterator[None]:
     """While open, multiply as our engine does, or by torch's product and, in the head, oneDNN's."""
-    from hybridengine.rollout.vllm import head
+    from hybridengine.engine.exact import head
 
     def head_product(x: Tensor, weight: Tensor, bias: Any, dtype: torch.dtype) -> Tensor:
         out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype)
@@ -198,7 +198,7 @@ def _parts(llm: Any, sequences: int) -> dict[str, float]:
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-    from hybridengine.rollout.vllm import attention_backend
+    from hybridengine.engine.exact import attention_backend
 
     seconds: dict[str, float] = defaultdict(float)
 

@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from hybridengine.kernels import grouped_linear
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -23,7 +22,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from benchmarks import _cute
 from benchmarks._baselines import available
 from benchmarks._bench import OURS, Bench, Check
-from hybridengine.model.experts import EXPERTS
+from hybridengine.kernels import grouped_linear
+from hybridengine.moe.experts import EXPERTS
 
 NUM_EXPERTS, TOP_K = 64, 8
 SHAPES = ((512, 1024, 768), (2048, 1024, 768), (512, 256, 128))  # tokens, hidden, intermediate

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from hybridengine.kernels import linear_token_log_probs
 
 from benchmarks import _baselines
 from benchmarks._bench import OURS, ROOT, Bench
+from hybridengine.kernels import linear_token_log_probs
 
 WIDTH = 256
 

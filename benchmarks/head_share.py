@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from hybridengine.kernels import has_fast_products, policy_loss
 from torch import Tensor
 
 from benchmarks._bench import OURS, Bench
+from hybridengine.kernels import has_fast_products, policy_loss
 
 # hidden, intermediate, layers, heads, key-value heads, vocabulary; sequences of a micro-batch
 SHAPES = {"135M": ((576, 1536, 30, 9, 3, 49_152), 12), "0.5B": ((896, 4864, 24, 14, 2, 151_936), 4)}

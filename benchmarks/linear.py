@@ -16,6 +16,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import _baselines
+from benchmarks._bench import OURS, Bench, Check, largest_errors
 from hybridengine.kernels import (
     has_fast_products,
     linear_policy_loss,
@@ -25,10 +29,6 @@ from hybridengine.kernels import (
 from hybridengine.kernels import token_log_probs as from_logits
 from hybridengine.kernels.linear.arguments import check_budget
 from hybridengine.kernels.linear.chunks import Chunks
-from torch import Tensor
-
-from benchmarks import _baselines
-from benchmarks._bench import OURS, Bench, Check, largest_errors
 
 CLIP = {"clip_ratio_low": 0.9, "clip_ratio_high": 0.9}
 # Response tokens of a micro-batch, and the heads of SmolLM2-135M and Qwen2.5-0.5B.

@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from hybridengine.kernels import has_fast_products, linear_cross_entropy
 from torch import Tensor
 
 from benchmarks import _baselines
 from benchmarks._bench import OURS, Bench
 from benchmarks.linear import HEADS, Gradients, Problem, bare_products, shapes
+from hybridengine.kernels import has_fast_products, linear_cross_entropy
 
 
 def run(bench: Bench) -> None:

@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from hybridengine.kernels import linear_recurrence
 from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from benchmarks._bench import OURS, Bench
+from hybridengine.kernels import linear_recurrence
 
 HEADS, DIM = 16, 128
 FLOPS = {"forward": 142_000, "both": 542_000}  # per token and head

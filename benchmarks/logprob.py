@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from hybridengine.kernels import token_log_probs
-from hybridengine.kernels.logprob.options import row_options
-from hybridengine.kernels.logprob.rows import rows_backward, rows_forward
 from torch import Tensor
 
 from benchmarks import _baselines, _cute
 from benchmarks._bench import OURS, Bench, Check, largest_errors
+from hybridengine.kernels import token_log_probs
+from hybridengine.kernels.logprob.options import row_options
+from hybridengine.kernels.logprob.rows import rows_backward, rows_forward
 
 NOT_COMPARED = {
     "liger": "its log-softmax of given logits is a Triton kernel, without entropy",

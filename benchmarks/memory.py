@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hybridengine.kernels import has_fast_products
 
 from benchmarks._bench import OURS, ROOT, Bench, status_kib
+from hybridengine.kernels import has_fast_products
 
 MODEL = ROOT / ".cache/demo/smollm2-135m-instruct"
 SEQUENCES, SHORTEST, LONGEST = 12, 32, 384
@@ -88,7 +88,7 @@ def worker(device: str, options: dict[str, Any]) -> dict[str, Any]:
         packed_log_probs,
         sharding_mesh,
     )
-    from hybridengine.sharding.shards import local_shard
+    from hybridengine.sync.shards import local_shard
 
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

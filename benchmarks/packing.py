@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hybridengine.kernels import pack, unpack
 from torch import Tensor
 
 from benchmarks._baselines import flash_attn_padding
 from benchmarks._bench import OURS, Bench
+from hybridengine.kernels import pack, unpack
 
 
 def flash_attn_unpad(tensors: list[Tensor], mask: Tensor) -> tuple[list[Tensor], Tensor]:

@@ -12,16 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from hybridengine.kernels import paged_attention
 from torch import Tensor
 
 from benchmarks._bench import OURS, Bench
-from hybridengine.rollout.vllm.environment import (
+from hybridengine.engine.vllm.environment import (
     CPU_BLOCK_SIZE,
     prepare_environment,
     vllm_available,
 )
-from hybridengine.rollout.vllm.pages import HUGEPAGE, advise_pages
+from hybridengine.engine.vllm.pages import HUGEPAGE, advise_pages
+from hybridengine.kernels import paged_attention
 
 HEADS = {"9/3x64": (9, 3, 64), "14/2x64": (14, 2, 64), "32/8x128": (32, 8, 128)}
 DECODING = [(512 + i * 1536 // 31, 1) for i in range(32)]  # (length, queries) of 32 sequences

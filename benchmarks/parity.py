@@ -87,6 +87,8 @@ def _rank(
     """Return tokens, how many differ, the largest difference, and seconds, of this rank."""
     from transformers import AutoConfig
 
+    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model import (
         adapter_shards,
         apply_lora,
@@ -98,10 +100,8 @@ def _rank(
         sharding_mesh,
         use_exact_operators,
     )
+    from hybridengine.model.checkpoint import checkpoint_layout_from_config
     from hybridengine.reshard import Resharder
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
-    from hybridengine.rollout import SamplingSpec
-    from hybridengine.rollout.vllm.engine import VllmEngine
 
     checkpoint = checkpoint_layout_from_config(AutoConfig.from_pretrained(path))
     is_tiny = vocab == VOCAB

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from hybridengine.kernels import LOSS_MODES, policy_loss, value_loss
 from torch import Tensor
 
 from benchmarks._baselines import verl_algorithms
 from benchmarks._bench import OURS, Bench, rms_error
+from hybridengine.kernels import LOSS_MODES, policy_loss, value_loss
 
 COMPILED_MODES = ("ppo_clip", "gspo")  # compiling takes seconds for each
 VERL_MODES = {"ppo_clip": "vanilla", "gspo": "gspo", "cispo": "cispo", "gmpo": "geo_mean"}

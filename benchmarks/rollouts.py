@@ -59,11 +59,11 @@ def _measure_ranks(name: str, world_size: int) -> list[float]:
 
 
 def worker(name: str, rank: int, world_size: int, folder: Path) -> list[float]:
-    from hybridengine.data import Subset
-    from hybridengine.runtime.session import Session
-    from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.batch import DataParallel
-    from hybridengine.trainer.rollouts import Rollouts
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
+    from hybridengine.train.batch import DataParallel
+    from hybridengine.train.data import Subset
+    from hybridengine.train.rollouts import Rollouts
 
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -89,8 +89,8 @@ def worker(name: str, rank: int, world_size: int, folder: Path) -> list[float]:
 
 def _generate(rank: int, world_size: int) -> tuple[list[Any], list[Any]]:
     """Return all prompts, and the responses of every world_size-th of them."""
-    from hybridengine.data import PromptSample
-    from hybridengine.rollout import Response
+    from hybridengine.engine.response import Response
+    from hybridengine.train.data import PromptSample
 
     draw = torch.Generator().manual_seed(0)
     lengths = torch.randint(64, MAX_TOKENS + 1, (PROMPTS, RESPONSES), generator=draw).tolist()

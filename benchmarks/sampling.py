@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hybridengine.kernels import sample_tokens
 from torch import Tensor
 
 from benchmarks._bench import OURS, Bench
-from hybridengine.rollout.vllm.environment import vllm_available
+from hybridengine.engine.vllm.environment import vllm_available
+from hybridengine.kernels import sample_tokens
 
 VOCABS = (49_152, 151_936)
 ROWS = (1, 32, 128)

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from hybridengine.kernels import has_fast_products
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from benchmarks._bench import OURS, ROOT, Bench
 from benchmarks._models import smollm2_135m
+from hybridengine.kernels import has_fast_products
 from hybridengine.model import PackedBatch, pack_rollouts, packed_log_probs
 from hybridengine.model.attention import ATTENTION
 from hybridengine.model.head import patch_head

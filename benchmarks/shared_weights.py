@@ -36,12 +36,12 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from hybridengine.kernels import has_fast_products
 
 from benchmarks._bench import OURS, Bench, short, status_kib
 from benchmarks._models import smollm2_135m
+from hybridengine.kernels import has_fast_products
 from hybridengine.model.collectives import DirectAllGather
-from hybridengine.sharding.slices import SlicedWeights
+from hybridengine.model.shared.slices import SlicedWeights
 from tests.ranks import run_ranks
 from tests.reshard.vllm_engines import build_engine
 
@@ -325,7 +325,7 @@ def _gathers() -> Iterator[list[int]]:
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the tensors' storages on this rank, each counted once."""
-    from hybridengine.sharding.shards import local_shard
+    from hybridengine.sync.shards import local_shard
 
     storages = (local_shard(tensor).untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -23,7 +23,13 @@ from typing import Any, NamedTuple
 
 from benchmarks._bench import KEYS, OURS, ROOT, Bench
 from benchmarks._models import smollm2_135m
-from hybridengine.config.simulation import (
+from hybridengine.lab.simulate import Cluster, Layout, ModelShape, Workload, search
+from hybridengine.lab.simulate.generation import EngineModel
+from hybridengine.lab.simulate.memory import memory_of
+from hybridengine.lab.simulate.step import simulate_step
+from hybridengine.lab.simulate.sync import estimate
+from hybridengine.model.checkpoint import checkpoint_layout_from_config
+from hybridengine.run.config.simulation import (
     ClusterConfig,
     EfficiencyConfig,
     Gpu,
@@ -31,12 +37,6 @@ from hybridengine.config.simulation import (
     Mode,
     WorkloadConfig,
 )
-from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
-from hybridengine.simulate import Cluster, Layout, ModelShape, Workload, search
-from hybridengine.simulate.generation import EngineModel
-from hybridengine.simulate.memory import memory_of
-from hybridengine.simulate.step import simulate_step
-from hybridengine.simulate.sync import estimate
 
 DEMO = ROOT / "examples/demo/config.yaml"
 MEMORY = ROOT / "benchmarks/results/memory_cpu.json"
@@ -192,9 +192,9 @@ def _plan_largest() -> dict[str, float]:
 
     import torch
 
+    from hybridengine.engine.vllm.record import record_engine_layouts
     from hybridengine.reshard import build_plan
-    from hybridengine.rollout.vllm.record import record_engine_layouts
-    from hybridengine.sharding import ShardSpec
+    from hybridengine.sync.shards import ShardSpec
 
     with tempfile.TemporaryDirectory() as folder:
         _config("kimi-k2").save_pretrained(folder)
@@ -273,6 +273,7 @@ def _demo_cluster() -> Cluster:
 
 def _needs_float32() -> bool:
     import torch
+
     from hybridengine.kernels import has_fast_products
 
     return not has_fast_products(torch.bfloat16, "cpu")

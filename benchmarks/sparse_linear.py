@@ -9,10 +9,10 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from hybridengine.kernels import linear_token_log_probs, sparse_linear_token_log_probs
 from torch import Tensor
 
 from benchmarks._bench import OURS, Bench
+from hybridengine.kernels import linear_token_log_probs, sparse_linear_token_log_probs
 
 
 def run(bench: Bench) -> None:

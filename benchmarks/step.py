@@ -150,7 +150,7 @@ def write_prompts(file: Path, count: int, max_tokens: int) -> None:
 
 def train(run_dir: Path, settings: dict[str, Any]) -> list[dict[str, float]]:
     """Run the trainer as the only rank; return the metrics of the steps that it finished."""
-    from hybridengine.config import config_to_yaml, load_config
+    from hybridengine.run.config import config_to_yaml, load_config
 
     config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
     file = run_dir.with_suffix(".yaml")
@@ -160,7 +160,7 @@ def train(run_dir: Path, settings: dict[str, Any]) -> list[dict[str, float]]:
     one_rank: dict[str, Any] = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     one_rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     one_rank |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "step"}
-    command = ("-m", "hybridengine.trainer.start", "RLConfig", str(file))
+    command = ("-m", "hybridengine.train.start", "RLConfig", str(file))
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,

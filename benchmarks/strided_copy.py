@@ -10,14 +10,16 @@ from functools import partial
 from unittest import mock
 
 import torch
-from hybridengine.kernels.strided_copy import CopyTable, strided_copy
 from torch import Tensor
 
 from benchmarks._bench import OURS, Bench
+from hybridengine.kernels.strided_copy import CopyTable, strided_copy
 from hybridengine.reshard import build_plan
-from hybridengine.reshard.payload.tables import Exchange, ExchangeBuilder
-from hybridengine.sharding import Copy, EngineLayout, ShardSpec, TensorSpec
-from hybridengine.sharding.geometry import contiguous_strides
+from hybridengine.sync.copies import Copy
+from hybridengine.sync.geometry import contiguous_strides
+from hybridengine.sync.layout import EngineLayout, TensorSpec
+from hybridengine.sync.move.tables import Exchange, ExchangeBuilder
+from hybridengine.sync.shards import ShardSpec
 
 RANKS, TP, RANK = 8, 4, 1
 Shape = tuple[int, int]
@@ -45,7 +47,7 @@ def run(bench: Bench) -> None:
     local = {n: local_shape(spec) for n, spec in sources.items()}
     strides = {n: contiguous_strides(shape) for n, shape in local.items()}
     builder = ExchangeBuilder(plan, RANK, strides, bench.device)
-    with mock.patch("hybridengine.reshard.payload.rows.CopyTable", _WithRows):
+    with mock.patch("hybridengine.sync.move.rows.CopyTable", _WithRows):
         exchanges = [builder.build(bucket) for bucket in plan.buckets]
     # Random bits would be NaNs; zeros would be one page of memory.
     shards = {n: torch.randn(shape, device=bench.device) for n, shape in local.items()}

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from benchmarks._bench import OURS, Bench
 from benchmarks.strided_copy import llama
-from hybridengine.sharding import EngineLayout
-from hybridengine.sharding.weight_target import WeightTarget
+from hybridengine.sync.layout import EngineLayout
+from hybridengine.sync.weight_target import WeightTarget
 from tests.ranks import run_ranks
 
 CASES = ((1, 1, 32), (2, 2, 8), (2, 1, 8))  # ranks, TP size, layers

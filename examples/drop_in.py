@@ -7,6 +7,7 @@ policy-gradient step. The logits of all tokens are never stored at once.
 """
 
 import torch
+
 from hybridengine.kernels import group_advantage, linear_policy_loss, linear_token_log_probs
 
 CONTEXTS, SAMPLES, WIDTH, VOCAB = 64, 16, 32, 5000

@@ -1,3 +1,3 @@
-"""Alias of `hybridengine.trainer.algorithms`, which users' estimator files import."""
+"""Alias of `hybridengine.train.algorithms`, which users' estimator files import."""
 
-from hybridengine.trainer.algorithms import *  # noqa: F403
+from hybridengine.train.algorithms import *  # noqa: F403

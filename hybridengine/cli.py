@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridengine import __version__
-from hybridengine.commands import add_commands, report_user_errors
-from hybridengine.config import (
+from hybridengine.lab.commands import add_commands, report_user_errors
+from hybridengine.run.config import (
     JOB_LOADERS,
     JobConfig,
     RLConfig,
@@ -35,7 +35,7 @@ from hybridengine.config import (
     load_simulation_config,
     overrides_of,
 )
-from hybridengine.errors import (
+from hybridengine.run.errors import (
     EXIT_STOPPED,
     EXIT_USER_ERROR,
     ConfigError,
@@ -119,7 +119,7 @@ def keys(
     containing: Annotated[str, typer.Argument(help="Only keys that contain this text.")] = "",
 ) -> None:
     """List every key of a job: type, default and meaning."""
-    from hybridengine.config.reference import key_table
+    from hybridengine.run.config.reference import key_table
 
     with report_user_errors():
         table = key_table(kind, containing)
@@ -135,8 +135,8 @@ def tune(
     with _stop_before_the_start(), report_user_errors():
         file, overrides = _split(settings or [])
         config, invalid = _load(lambda: JOB_LOADERS[kind](file, overrides))
-        from hybridengine.preflight import check_launch
-        from hybridengine.trainer.tune.run import launch_tuning
+        from hybridengine.lab.tune.run import launch_tuning
+        from hybridengine.train.preflight import check_launch
 
         faults = Faults(invalid)
         with faults:
@@ -204,8 +204,8 @@ def _is_first() -> bool:
 
 
 def _run(config: JobConfig, dry_run: bool, invalid: InvalidConfigError | None) -> None:
-    from hybridengine.preflight import check_launch
-    from hybridengine.trainer.start import launch, start_rank
+    from hybridengine.train.preflight import check_launch
+    from hybridengine.train.start import launch, start_rank
 
     faults = Faults(invalid)
     if not dry_run:
@@ -220,14 +220,14 @@ def _run(config: JobConfig, dry_run: bool, invalid: InvalidConfigError | None) -
 
 
 def _check_and_plan(config: JobConfig, dry_run: bool, faults: Faults) -> Table:
-    from hybridengine.preflight import check_grpo, check_sft
-    from hybridengine.trainer.plan import (
+    from hybridengine.train.plan import (
         plan_table,
         resolve_dtypes,
         sft_plan,
         start_of,
         sync_volume,
     )
+    from hybridengine.train.preflight import check_grpo, check_sft
 
     config = resolve_dtypes(config)
     if isinstance(config, SFTConfig):
@@ -260,7 +260,7 @@ def export(
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from hybridengine.checkpoint.export import export_checkpoint
+    from hybridengine.train.checkpoint.export import export_checkpoint
 
     disable_progress_bar()
     with report_user_errors():
@@ -314,8 +314,8 @@ def simulate(
     with report_user_errors():
         config = load_simulation_config(*_split(settings or []))
 
-        from hybridengine.simulate.report import as_dict, draw_timeline, print_simulation
-        from hybridengine.simulate.run import simulate as run_simulation
+        from hybridengine.lab.simulate.report import as_dict, draw_timeline, print_simulation
+        from hybridengine.lab.simulate.run import simulate as run_simulation
 
         with warnings.catch_warnings(record=True) as notes:
             warnings.simplefilter("always", ConfigNote)
@@ -352,8 +352,8 @@ def reshard_plan(
     trust_remote_code: Annotated[bool, typer.Option()] = False,
 ) -> None:
     """Predict what a weight sync moves; needs no weights and no GPUs."""
-    from hybridengine.reshard.advisor import advise, draw_advice, print_advice
-    from hybridengine.rollout.vllm.record import record_engine_layouts
+    from hybridengine.engine.vllm.record import record_engine_layouts
+    from hybridengine.lab.advisor import advise, draw_advice, print_advice
 
     try:
         shapes, layouts = record_engine_layouts(

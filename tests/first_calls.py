@@ -2,7 +2,7 @@
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from hybridengine.config import load_config, load_sft_config
+from hybridengine.run.config import load_config, load_sft_config
 
 get_checkpoint_conversion_mapping("llama")  # compiles the patterns of all models
 for load in (load_config, load_sft_config):  # builds pydantic's schema

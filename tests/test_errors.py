@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridengine.errors import ModelError, reason_of
 from hybridengine.model.validation import check_model
-from hybridengine.runtime.failures import one_line
+from hybridengine.run.errors import ModelError, reason_of
+from hybridengine.run.failures import one_line
 from tests.tiny_models import tiny_config
 
 

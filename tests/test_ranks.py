@@ -68,5 +68,5 @@ def test_timeout_is_reported() -> None:
 
 def test_ranks_start_with_the_imports_of_their_server() -> None:
     """A server ignores imports that fail; tests would then only be slow."""
-    modules = ["hypothesis", "torch._dynamo", "hybridengine.trainer.rl", "hybridengine.trainer.sft"]
+    modules = ["hypothesis", "torch._dynamo", "hybridengine.train.rl", "hybridengine.train.sft"]
     assert run_ranks(_missing, 1, modules) == [set()]

@@ -1,6 +1,6 @@
 """Import what ranks with a vLLM engine use; as in a rank, vLLM first reads our settings."""
 
-from hybridengine.rollout.vllm.environment import prepare_environment
+from hybridengine.engine.vllm.environment import prepare_environment
 
 prepare_environment()
 
@@ -12,8 +12,8 @@ if current_platform.is_cpu():
     # For small functions that every engine calls: 1.5 s a rank, 8 where torch's cache is empty.
     current_platform.simple_compile_backend = "eager"
 
-import hybridengine.rollout.vllm.engine  # noqa: E402
-import hybridengine.rollout.vllm.transfer  # noqa: E402, F401
+import hybridengine.engine.vllm.engine  # noqa: E402
+import hybridengine.remote.vllm_transfer.transfer  # noqa: E402, F401
 
 # What an engine does as it starts, 2 s of CPU, and what it finds done in a fork.
 configure_logging_if_needed(LoggingConfig())

@@ -13,7 +13,7 @@ def open_llm(path: str, dtype: Any, *, exact: bool = False, **options: Any) -> A
 
     exact: by the engine's part of `rollout.exact`.
     """
-    from hybridengine.rollout.vllm.environment import (
+    from hybridengine.engine.vllm.environment import (
         CPU_BLOCK_SIZE,
         models_inspected_here,
         prepare_environment,
@@ -22,8 +22,8 @@ def open_llm(path: str, dtype: Any, *, exact: bool = False, **options: Any) -> A
     prepare_environment()
     from vllm import LLM
 
-    from hybridengine.rollout.vllm.exact import exact_engine
-    from hybridengine.rollout.vllm.post_load import writable_weights
+    from hybridengine.engine.exact.exact import exact_engine
+    from hybridengine.engine.vllm.post_load import writable_weights
 
     exact_if_wanted = exact_engine() if exact else nullcontext({})
     with models_inspected_here(), writable_weights(), exact_if_wanted as required:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hybridengine.kernels import linear_token_log_probs, token_log_probs
 from torch import Tensor
 
+from hybridengine.kernels import linear_token_log_probs, token_log_probs
 from tests.kernels.logprob.cases import plain_pytorch
 
 ROWS, VOCAB, WIDTH = 256, 32_003, 256

@@ -48,6 +48,7 @@ KERNELS = {
 def calls(device: str) -> dict[str, Callable[[], object]]:
     """The calls by name; on a CPU of small shapes."""
     import torch
+
     from hybridengine.kernels import linear_policy_loss, pack, strided_copy, token_log_probs
     from hybridengine.kernels.attention import tree_attention
 

@@ -60,7 +60,7 @@ MODULES = (
     *("vllm.model_executor.layers.quantization.online.base", "vllm.device_allocator.cumem"),
     *("vllm.model_executor.models.qwen2", "vllm.model_executor.models.llama"),
     *("vllm.lora.punica_wrapper.punica_gpu", "vllm.compilation.backends"),
-    "hybridengine.rollout.vllm.engine",
+    "hybridengine.engine.vllm.engine",
 )
 
 

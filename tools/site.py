@@ -7,12 +7,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import hybridengine.kernels
 from mkdocs.structure.files import File, Files
 
-import hybridengine.api
-import hybridengine.reshard
-from hybridengine.config.reference import key_reference
+import hybridengine.kernels
+import hybridengine.sync
+import hybridengine.train
+from hybridengine.run.config.reference import key_reference
 from tools.package_links import link_package
 
 _ROOT = Path(__file__).parents[1]
@@ -23,8 +23,8 @@ _PAGES = {
 }
 _REFERENCE = {
     "operators": ("Operators", hybridengine.kernels),
-    "sync": ("Weight sync", hybridengine.reshard),
-    "trainer": ("Trainer", hybridengine.api),
+    "sync": ("Weight sync", hybridengine.sync),
+    "trainer": ("Trainer", hybridengine.train),
 }
 
 

@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
 from hybridengine.kernels import (
     decode_linear_triton,
     grouped_linear_triton,
@@ -40,8 +43,6 @@ from hybridengine.kernels.rollout_correction import triton as correction_triton
 from hybridengine.kernels.rollout_correction.reference import REJECTION_CRITERIA
 from hybridengine.kernels.sampling import triton as sampling_triton
 from hybridengine.kernels.sparse_linear import triton as sparse_triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 Usage = tuple[int, int, int]
 Build = Callable[[int], Usage]

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     from hybridengine.kernels import group_advantage, policy_loss
-
     from hybridengine.model import load_causal_lm, pack_rollouts, packed_log_probs, sharding_mesh
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

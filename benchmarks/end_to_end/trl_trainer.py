@@ -23,7 +23,7 @@ os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
-    from hybridengine.rollout.vllm.environment import prepare_environment
+    from hybridengine.engine.vllm.environment import prepare_environment
 
     prepare_environment()
     import datasets
@@ -32,8 +32,8 @@ def main() -> None:
     from trl import GRPOTrainer
     from trl.generation import vllm_generation
 
+    from hybridengine.engine.vllm.post_load import writable_weights
     from hybridengine.integrations import trl
-    from hybridengine.rollout.vllm.post_load import writable_weights
 
     rows = datasets.load_dataset("parquet", data_files=job["train"], split="train")
     rows = rows.map(lambda row: {"ground_truth": row["reward_model"]["ground_truth"]})

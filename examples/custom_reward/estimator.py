@@ -1,8 +1,7 @@
 """A custom advantage estimator: the distance from the group's mean, clipped to [-1, 1]."""
 
 from hybridengine.kernels import group_advantage
-
-from hybridengine.trainer.algorithms import register_estimator
+from hybridengine.train.algorithms import register_estimator
 
 
 @register_estimator("clipped_mean")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from hybridengine.kernels import token_log_probs
 from torch import Tensor
+
+from hybridengine.kernels import token_log_probs
 
 
 def entropy_of_logits(logits: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

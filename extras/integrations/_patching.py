@@ -20,7 +20,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from hybridengine.errors import UserError
+from hybridengine.run.errors import UserError
 
 __all__ = ["PatchError", "Patches", "Replacement"]
 

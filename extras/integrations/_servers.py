@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from vllm.distributed.weight_transfer import ModuleSource
 
-from hybridengine.rollout.vllm.trainer import (
+from hybridengine.remote.vllm_transfer.trainer import (
     HybridEngineTrainerInitInfo,
     HybridEngineTrainerTransfer,
 )

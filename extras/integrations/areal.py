@@ -22,11 +22,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from hybridengine.reshard import ReshardError
-from hybridengine.rollout.vllm.engine_sender import EngineSender
-from hybridengine.rollout.vllm.source import module_arguments
-from hybridengine.runtime.all_ranks import broadcast_value, run_on_all_ranks, run_on_rank0
-from hybridengine.sharding.layout import LayoutError
+from hybridengine.remote.vllm_transfer.engine_sender import EngineSender
+from hybridengine.remote.vllm_transfer.source import module_arguments
+from hybridengine.run.all_ranks import broadcast_value, run_on_all_ranks, run_on_rank0
+from hybridengine.sync.errors import ReshardError
+from hybridengine.sync.layout import LayoutError
 
 from ._patching import Patches, Replacement
 

@@ -16,7 +16,7 @@ import runpy
 import sys
 from typing import Any
 
-from hybridengine.rollout.vllm.engine_sender import PREFIX
+from hybridengine.remote.vllm_transfer.engine_sender import PREFIX
 
 __all__ = ["WorkerExtension", "serve"]
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from hybridengine.kernels import _check as check
 from hybridengine.kernels import cross_entropy, pack
 from hybridengine.kernels.packing import inverse_order, move_rows
-from torch import Tensor
 
 from ._patching import Patches, replacements
 

@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hybridengine.kernels import balance_by_tokens, linear_token_log_probs, token_log_probs
 from torch import Tensor
 
 from hybridengine.integrations._entropy import entropy_of_logits
+from hybridengine.kernels import balance_by_tokens, linear_token_log_probs, token_log_probs
 
 from ._nemo_rl import NemoPatches
 from ._patching import Replacement, replacements

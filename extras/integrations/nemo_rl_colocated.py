@@ -26,9 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridengine.runtime.all_ranks import broadcast_value
-from hybridengine.runtime.failures import this_process
-from hybridengine.runtime.signed_store import SignedStore
+from hybridengine.run.all_ranks import broadcast_value
+from hybridengine.run.failures import this_process
+from hybridengine.run.signed_store import SignedStore
 
 from ._nemo_rl import NemoPatches
 from ._patching import Replacement

@@ -28,10 +28,10 @@ import torch.distributed as dist
 from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 from torch import Tensor
 
-from hybridengine.rollout.vllm.engine_sender import EngineSender
-from hybridengine.rollout.vllm.source import module_arguments
-from hybridengine.runtime.all_ranks import broadcast_value
-from hybridengine.sharding.layout import LayoutError
+from hybridengine.remote.vllm_transfer.engine_sender import EngineSender
+from hybridengine.remote.vllm_transfer.source import module_arguments
+from hybridengine.run.all_ranks import broadcast_value
+from hybridengine.sync.layout import LayoutError
 
 from ._nemo_rl import NemoPatches
 from ._patching import Replacement

@@ -22,6 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
+
+from hybridengine.integrations._entropy import entropy_of_logits
 from hybridengine.kernels import (
     balance,
     balance_by_tokens,
@@ -30,9 +33,6 @@ from hybridengine.kernels import (
     token_log_probs,
     value_loss,
 )
-from torch import Tensor
-
-from hybridengine.integrations._entropy import entropy_of_logits
 
 from ._patching import Patches, Replacement, replacements
 from .flash_attn import as_apply, index_first_axis, pad_input, unpad_input

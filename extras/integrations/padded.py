@@ -21,6 +21,8 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from hybridengine.kernels import (
     Packed,
     TokenLosses,
@@ -44,7 +46,6 @@ from hybridengine.kernels import token_log_probs as _token_log_probs
 from hybridengine.kernels import token_policy_loss as _token_policy_loss
 from hybridengine.kernels import vespo_weights as _vespo_weights
 from hybridengine.kernels.packing import move_rows
-from torch import Tensor
 
 __all__ = [
     "TokenLosses",

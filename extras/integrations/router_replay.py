@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from hybridengine.model.router_replay import RouterReplay
+from hybridengine.moe.router_replay import RouterReplay
 
 __all__ = ["RouterReplay", "attach"]
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from hybridengine.runtime.all_ranks import broadcast_value, run_on_all_ranks
-from hybridengine.sharding.layout import LayoutError
+from hybridengine.run.all_ranks import broadcast_value, run_on_all_ranks
+from hybridengine.sync.layout import LayoutError
 
 from ._patching import Patches, Replacement
 
@@ -94,7 +94,7 @@ def _engine_class() -> Any:
     """Return our trainers' half with what SkyRL's worker reads of a trainer engine."""
     from skyrl.backends.skyrl_train.weight_sync.weight_senders import SkyrlTrainerCapabilities
 
-    from hybridengine.rollout.vllm.trainer import HybridEngineTrainerTransfer
+    from hybridengine.remote.vllm_transfer.trainer import HybridEngineTrainerTransfer
 
     return type(
         "SkyrlHybridEngineTransfer", (SkyrlTrainerCapabilities, HybridEngineTrainerTransfer), {}

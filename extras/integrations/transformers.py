@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from hybridengine.kernels import linear_cross_entropy, token_log_probs
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybridengine.integrations._lm_head import OutputHead, rows_of_labels
 from hybridengine.integrations._patching import Patches, Replacement
+from hybridengine.kernels import linear_cross_entropy, token_log_probs
 
 __all__ = ["ForCausalLMLoss", "fuse_loss", "patch", "patched", "smoothed_loss", "unpatch"]
 

@@ -12,12 +12,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hybridengine.reshard import PlanOutdatedError, Resharder, SyncReport
+from hybridengine.sync.errors import PlanOutdatedError
+from hybridengine.sync.report import SyncReport
+from hybridengine.sync.resharder import Resharder
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from hybridengine.rollout.vllm.trainer import HybridEngineTrainerInitInfo
+    from hybridengine.remote.vllm_transfer.trainer import HybridEngineTrainerInitInfo
 
 __all__ = ["HybridEngineTrainerInitInfo", "connect", "reshard"]
 
@@ -28,7 +30,7 @@ def __getattr__(name: str) -> Any:
     """Import the trainers' half of vLLM's interface, which needs vLLM, when it is used."""
     if name != "HybridEngineTrainerInitInfo":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from hybridengine.rollout.vllm import trainer
+    from hybridengine.remote.vllm_transfer import trainer
 
     trainer.register_trainer()
     return trainer.HybridEngineTrainerInitInfo
@@ -58,7 +60,7 @@ def connect(
         >>> resharder = connect(model, llm)            # doctest: +SKIP
         >>> resharder.sync()                           # after every optimizer step
     """
-    from hybridengine.rollout.vllm import transfer
+    from hybridengine.remote.vllm_transfer import transfer
 
     return transfer.connect(model, llm, bucket_bytes, timeout_s)
 

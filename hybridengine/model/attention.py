@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.masking_utils import sdpa_mask
 
-from hybridengine.errors import ModelError
 from hybridengine.kernels import tree_attention
-from hybridengine.model.bidirectional import BidirectionalSpan
 from hybridengine.model.exact import has_exact_operators
 from hybridengine.model.flash_attention import flash_kernel
 from hybridengine.model.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
+from hybridengine.run.errors import ModelError
+from hybridengine.vision.bidirectional import BidirectionalSpan
 
 ATTENTION = "hybridengine_varlen"
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from hybridengine.errors import ModelError
+from hybridengine.run.errors import ModelError
 
 # Integers that differ in every micro-batch; torch.compile expects others to stay as they are.
 _LENGTHS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")

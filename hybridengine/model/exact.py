@@ -1,6 +1,6 @@
 """A decoder of operators whose bits for a token depend on its sequence alone (`rollout.exact`).
 
-The engine has the same operators (`hybridengine.rollout.vllm.exact`), so that it and the trained
+The engine has the same operators (`hybridengine.engine.exact.exact`), so that it and the trained
 model compute the same log-probs, bit for bit: in any packing, micro-batch or batch of requests, by
 prefill or decoding. The modules stay as they are, their forwards are replaced; attention
 (`hybridengine.model.attention`) finds them marked.
@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hybridengine.errors import ModelError
 from hybridengine.kernels import decode_linear, gated_activation, rms_norm
 from hybridengine.kernels.rotary import RotaryTable
 from hybridengine.model.validation import auto_class, head_size, takes_images
+from hybridengine.run.errors import ModelError
 
 _EXACT = "has_exact_operators"
 _ROPE_TYPES = ("default", "llama3")

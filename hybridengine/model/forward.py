@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridengine.errors import ModelError
 from hybridengine.model.exact import has_exact_operators
 from hybridengine.model.head import HeadFunction, accepts_head_function, log_prob_head
-from hybridengine.model.images import placeholders_of
 from hybridengine.model.packed import PackedBatch
-from hybridengine.model.router_balance import RouterBalance
-from hybridengine.model.router_replay import RouterReplay
 from hybridengine.model.ulysses import gather_rows
+from hybridengine.moe.router_balance import RouterBalance
+from hybridengine.moe.router_replay import RouterReplay
+from hybridengine.run.errors import ModelError
+from hybridengine.vision.packed import placeholders_of
 
 
 def _forward(model: nn.Module, batch: PackedBatch, **options: object) -> Any:

@@ -26,28 +26,28 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hybridengine.errors import ModelError
 from hybridengine.model.attention import attention_of
 from hybridengine.model.collectives import use_direct_collectives
 from hybridengine.model.compile import compile_layers
-from hybridengine.model.expert_parallel import EXPERT_DIM, distribute_experts
-from hybridengine.model.experts import EXPERTS
 from hybridengine.model.flash_attention import choose_flash_kernel
-from hybridengine.model.frozen_base import (
-    GatheredBase,
-    base_parameters,
-    fill_base,
-    place_base,
-)
 from hybridengine.model.head import patch_head
 from hybridengine.model.lora import columns_of
 from hybridengine.model.offload import Offloader
 from hybridengine.model.packing_check import check_packing
 from hybridengine.model.parameters import is_finite, parameter_shards
 from hybridengine.model.rotary import fix_rotary_length
+from hybridengine.model.shared.frozen_base import (
+    GatheredBase,
+    base_parameters,
+    fill_base,
+    place_base,
+)
+from hybridengine.model.shared.layered import LayeredWeights
 from hybridengine.model.validation import auto_class, check_model
-from hybridengine.runtime.all_ranks import broadcast_value, group_timeout, run_on_rank0
-from hybridengine.sharding.layered import LayeredWeights
+from hybridengine.moe.expert_parallel import EXPERT_DIM, distribute_experts
+from hybridengine.moe.experts import EXPERTS
+from hybridengine.run.all_ranks import broadcast_value, group_timeout, run_on_rank0
+from hybridengine.run.errors import ModelError
 
 
 def sharding_mesh(device_type: str, world_size: int, fsdp_size: int = -1) -> DeviceMesh:
@@ -97,7 +97,7 @@ def load_causal_lm(
 
     Master weights, gradients and logits are float32; the rest runs in `param_dtype`. Attention is
     `hybridengine.model.attention`, so the model takes packed input; on a CPU the experts of a
-    mixture are `hybridengine.model.experts`. It is returned in eval mode, that is without dropout;
+    mixture are `hybridengine.moe.experts`. It is returned in eval mode, that is without dropout;
     `model.train()` turns the configured dropout on.
 
     Args:
@@ -119,10 +119,10 @@ def load_causal_lm(
         deterministic: a GPU adds gradients in a fixed order (`choose_flash_kernel`).
         config_overrides: entries of config.json → other values (`check_model`).
         expert_parallel_size: consecutive ranks over which the experts of a mixture are divided
-            (`hybridengine.model.expert_parallel`); a 1-D mesh of all ranks, and no min_num_params.
+            (`hybridengine.moe.expert_parallel`); a 1-D mesh of all ranks, and no min_num_params.
         base_memory: frozen parameter, by its name without adapters → the tensor, in `param_dtype`,
             that holds it unsharded on every rank, or `LayeredWeights`, which are gathered layer by
-            layer (`hybridengine.model.frozen_base`).
+            layer (`hybridengine.model.shared.frozen_base`).
         max_model_len: the longest sequence of the run, in tokens (`fix_rotary_length`).
 
     Raises:

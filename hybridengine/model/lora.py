@@ -17,11 +17,11 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from hybridengine.errors import ModelError
-from hybridengine.model.experts import SharedFactors
 from hybridengine.model.parameters import is_finite, unwrapped_name
 from hybridengine.model.validation import auto_class, takes_images
-from hybridengine.sharding.adapter import Adapter, ExpertAdapter
+from hybridengine.moe.experts import SharedFactors
+from hybridengine.run.errors import ModelError
+from hybridengine.sync.adapter import Adapter, ExpertAdapter
 
 
 def apply_lora(
@@ -42,7 +42,7 @@ def apply_lora(
       device does not read; None: the update starts at zero. Adapters have the dtype of the weights
       (float32 in `load_causal_lm`).
     target_parameters: weights of fused experts to adapt, such as experts.down_proj: each expert
-      gets factors of its own of `rank`. The model's experts then are `hybridengine.model.experts`.
+      gets factors of its own of `rank`. The model's experts then are `hybridengine.moe.experts`.
     share_expert_adapters: which factors all experts of a layer have in common: none, outer (A of
       gate_up_proj and B of down_proj), or all. Files have a copy for every expert, as PEFT needs.
 
@@ -53,7 +53,7 @@ def apply_lora(
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    from hybridengine.model import expert_lora
+    from hybridengine.moe import expert_lora
 
     if rank < 1:
         raise ModelError(f"lora_rank: got {rank}, expected at least 1")

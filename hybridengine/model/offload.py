@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from hybridengine.sharding.shards import local_shard
+from hybridengine.sync.shards import local_shard
 
 
 class Offloader:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from transformers import get_scheduler
 
-from hybridengine.errors import ModelError
 from hybridengine.model.offload import Offloader
-from hybridengine.sharding.shards import full_tensor, local_shard
+from hybridengine.run.errors import ModelError
+from hybridengine.sync.shards import full_tensor, local_shard
 
 _SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 

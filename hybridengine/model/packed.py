@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from hybridengine.errors import ModelError
-from hybridengine.model.images import ImageFormat, ImageInputs, PackedImages, PlacedImages
 from hybridengine.model.kept import KeptIds
-from hybridengine.model.router_replay import merge_routes, pad_routes
 from hybridengine.model.ulysses import SequenceShard
+from hybridengine.moe.router_replay import merge_routes, pad_routes
+from hybridengine.run.errors import ModelError
+from hybridengine.vision.packed import ImageFormat, ImageInputs, PackedImages, PlacedImages
 
 TokenIds = Sequence[int] | torch.Tensor  # a list, or integers [l] on the CPU
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from hybridengine.errors import ModelError, reason_of
 from hybridengine.kernels import pack_forest, pack_sequences
 from hybridengine.model.forward import packed_logits
 from hybridengine.model.packed import pack_batch
 from hybridengine.model.probe import Call, Probe, Trace
 from hybridengine.model.validation import is_own_code, packing_obstacle
+from hybridengine.run.errors import ModelError, reason_of
 
 # Differences are relative to the largest value of a module's output. Another order of sums changes
 # some 1e-6 of it in float32, which grows from layer to layer; an attention that leaks changes more

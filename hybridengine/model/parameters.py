@@ -18,7 +18,7 @@ from transformers.core_model_loading import (
     build_glob_alternation,
 )
 
-from hybridengine.sharding.shards import local_shard
+from hybridengine.sync.shards import local_shard
 
 
 def original_class(model: nn.Module) -> type:

@@ -20,9 +20,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from hybridengine.errors import ModelError, reason_of
 from hybridengine.model.attention import attention_of
-from hybridengine.model.experts import EXPERTS
 from hybridengine.model.rotary import fix_rotary_length
 from hybridengine.model.validation import (
     auto_class,
@@ -30,6 +28,8 @@ from hybridengine.model.validation import (
     rotary_parameters,
     takes_images,
 )
+from hybridengine.moe.experts import EXPERTS
+from hybridengine.run.errors import ModelError, reason_of
 
 SHORT = 8  # tokens of a window; the length of a rotary embedding is twice that
 

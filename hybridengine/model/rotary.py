@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hybridengine.errors import ModelError
 from hybridengine.model.validation import (
     auto_class,
     long_rope_limit,
     longest_sequence,
     rotary_parameters,
 )
+from hybridengine.run.errors import ModelError
 
 _PROBED = 16  # positions at which angles are compared
 _TOLERANCE = 1e-4  # between two ways to compute an angle in float32; factors differ by far more

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from hybridengine.errors import ModelError
+from hybridengine.run.errors import ModelError
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging
 
-from hybridengine.errors import ModelError, located, reason_of
-from hybridengine.model.images import IMAGE_MODEL_TYPES
+from hybridengine.run.errors import ModelError, located, reason_of
+from hybridengine.vision.packed import IMAGE_MODEL_TYPES
 
 _HUB_SECONDS = 8.0
 # Rotary types whose limit grows by their factor. Not of dynamic NTK: vLLM has no positions beyond.

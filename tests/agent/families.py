@@ -10,9 +10,9 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hybridengine.agent import TurnTemplate
-from hybridengine.config import DataConfig
-from hybridengine.data.chats import ChatTemplate
+from hybridengine.agents import TurnTemplate
+from hybridengine.run.config import DataConfig
+from hybridengine.train.data.chats import ChatTemplate
 
 __all__ = ["CHATML", "FAMILIES", "THINKING", "byte_tokenizer", "turn_template"]
 

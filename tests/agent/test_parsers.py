@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from hybridengine.agent import ToolCall, find_parser
-from hybridengine.agent.parsers import PARSERS
-from hybridengine.errors import ConfigError
-from hybridengine.rollout.vllm.environment import vllm_available
+from hybridengine.agents import ToolCall, find_parser
+from hybridengine.agents.parsers import PARSERS
+from hybridengine.engine.vllm.environment import vllm_available
+from hybridengine.run.errors import ConfigError
 from tests.agent.families import byte_tokenizer
 
 BAR, LOW = "\uff5c", "\u2581"

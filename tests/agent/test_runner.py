@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hybridengine.agent import (
+from hybridengine.agents import (
     AgentError,
     AgentLoop,
     AgentRunner,
@@ -21,11 +21,12 @@ from hybridengine.agent import (
     register_agent_loop,
     runner,
 )
-from hybridengine.agent.tools import FunctionTool, Tool
-from hybridengine.config.rollout import MultiTurnConfig
-from hybridengine.data import PromptSample
-from hybridengine.errors import ConfigError
-from hybridengine.rollout import InFlightUpdate, Request, RequestStream, Response, SamplingSpec
+from hybridengine.agents.tools import FunctionTool, Tool
+from hybridengine.engine.engine import InFlightUpdate, Request, RequestStream, SamplingSpec
+from hybridengine.engine.response import Response
+from hybridengine.run.config.rollout import MultiTurnConfig
+from hybridengine.run.errors import ConfigError
+from hybridengine.train.data import PromptSample
 from tests.agent.families import CHATML, byte_tokenizer, turn_template
 
 
@@ -213,7 +214,7 @@ def test_limits_end_a_trajectory_with_a_token_of_the_model() -> None:
 
 LOOPS = """
 import sys, time
-from hybridengine.agent import AgentLoop
+from hybridengine.agents import AgentLoop
 
 class Raises(AgentLoop):
     async def run(self, trajectory):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridengine.rollout.vllm.environment import vllm_available
+from hybridengine.engine.vllm.environment import vllm_available
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -23,12 +23,12 @@ def build(path: str, kind: str, tp_size: int, stop: list[int]) -> Any:
     """An engine with the weights of the model in `path`."""
     from transformers import AutoTokenizer
 
+    from hybridengine.engine.hf import HfEngine
+    from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
+    from hybridengine.model.checkpoint import checkpoint_layout_from_config
     from hybridengine.model.validation import check_model
-    from hybridengine.reshard import Resharder
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
-    from hybridengine.rollout.hf import HfEngine
-    from hybridengine.rollout.vllm.engine import VllmEngine
+    from hybridengine.sync.resharder import Resharder
 
     checkpoint = checkpoint_layout_from_config(check_model(path))
     shared: dict[str, Any] = {"stop_token_ids": stop, "dtype": torch.float32}
@@ -52,7 +52,7 @@ def build(path: str, kind: str, tp_size: int, stop: list[int]) -> Any:
 
 def stream_body(rank: int, world_size: int, path: str, kind: str) -> Any:
     """Greedy completions of a stream, whose requests join late, and those of `generate`."""
-    from hybridengine.rollout import Request, SamplingSpec
+    from hybridengine.engine.engine import Request, SamplingSpec
 
     engine, _ = build(path, kind, 1, [])
     spec = SamplingSpec(temperature=0.0, max_tokens=6)
@@ -86,12 +86,12 @@ def test_requests_of_a_stream_are_those_of_a_batch(tmp_path: Path, kind: str) ->
 
 def trajectories_body(rank: int, world_size: int, path: str) -> Any:
     """Sampled trajectories with tools of different speeds, by engines at TP 2."""
-    from hybridengine.agent import AgentLoop, AgentRunner, LoopContext, TurnTemplate
-    from hybridengine.config import DataConfig
-    from hybridengine.config.rollout import MultiTurnConfig
-    from hybridengine.data import PromptSample
-    from hybridengine.data.chats import ChatTemplate
-    from hybridengine.rollout import SamplingSpec
+    from hybridengine.agents import AgentLoop, AgentRunner, LoopContext, TurnTemplate
+    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.run.config import DataConfig
+    from hybridengine.run.config.rollout import MultiTurnConfig
+    from hybridengine.train.data import PromptSample
+    from hybridengine.train.data.chats import ChatTemplate
 
     engine, tokenizer = build(path, "vllm", 2, [2, *range(70, 101)])
 

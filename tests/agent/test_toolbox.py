@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from hybridengine.agent import BaseTool, ToolCall, load_tools
-from hybridengine.agent.toolbox import Toolbox
-from hybridengine.agent.tools import FunctionTool, Tool
-from hybridengine.config.rollout import MultiTurnConfig
-from hybridengine.errors import ConfigError
+from hybridengine.agents import BaseTool, ToolCall, load_tools
+from hybridengine.agents.toolbox import Toolbox
+from hybridengine.agents.tools import FunctionTool, Tool
+from hybridengine.run.config.rollout import MultiTurnConfig
+from hybridengine.run.errors import ConfigError
 
 SCHEMA = {"type": "function", "function": {"name": "counter", "description": "Count."}}
 
@@ -212,7 +212,7 @@ def test_a_reward_that_fails_is_counted_and_reported() -> None:
 
 def test_tools_are_loaded_as_verl_s_files_declare_them(tmp_path: Path) -> None:
     (tmp_path / "tools.py").write_text(
-        "from hybridengine.agent import BaseTool\n\n"
+        "from hybridengine.agents import BaseTool\n\n"
         "class Echo(BaseTool):\n    async def execute(self, instance_id, parameters, **kwargs):\n"
         "        return str(parameters), 0.0, {}\n\n"
         'def add(a: int, b: int = 2) -> int:\n    """Add.\n\n    Args:\n        a: first\n'

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from hybridengine.agent.template import ModelTurn, Segment
-from hybridengine.config import DataConfig
-from hybridengine.data import PromptDataset
-from hybridengine.data.chats import prefix_end
-from hybridengine.errors import DataError
+from hybridengine.agents.template import ModelTurn, Segment
+from hybridengine.run.config import DataConfig
+from hybridengine.run.errors import DataError
+from hybridengine.train.data import PromptDataset
+from hybridengine.train.data.chats import prefix_end
 from tests.agent.families import CHATML, FAMILIES, MISTRAL, THINKING, byte_tokenizer, turn_template
 from tests.data.rows import row, write_jsonl
 

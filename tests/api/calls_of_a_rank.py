@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from hybridengine import Trainer
-from hybridengine.trainer import report
+from hybridengine.train import report
 
 if __name__ == "__main__":
     report.plot_learning_curves = lambda *args, **options: None

@@ -26,7 +26,7 @@ def alone() -> None:
     """Be a process that is no rank; draw no curves."""
     import torch.distributed as dist
 
-    from hybridengine.trainer import report
+    from hybridengine.train import report
 
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -61,8 +61,8 @@ def _life(rank: int, world_size: int, folder: Path) -> dict:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from hybridengine import Trainer
-    from hybridengine.config import load_config
-    from hybridengine.trainer.start import start_rank
+    from hybridengine.run.config import load_config
+    from hybridengine.train.start import start_rank
 
     found: dict = {}
     settings = settings_of(folder, "api", **{"data.val_files": folder / "rows.jsonl"})
@@ -344,4 +344,4 @@ def test_importing_the_package_stays_light():
         "assert not {'torch', 'transformers', 'vllm'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
-    assert hybridengine.Trainer.__module__ == "hybridengine.api.trainer"
+    assert hybridengine.Trainer.__module__ == "hybridengine.train.api"

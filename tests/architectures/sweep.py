@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from hybridengine.sharding.shards import local_shard
-from hybridengine.sharding.tp_groups import tp_groups
-from hybridengine.sharding.weight_target import WeightTarget
+from hybridengine.sync.shards import local_shard
+from hybridengine.sync.tp_groups import tp_groups
+from hybridengine.sync.weight_target import WeightTarget
 from tests.architectures.catalogue import CATALOGUE
 
 __all__ = ["Outcome", "sweep_body"]
@@ -63,8 +63,8 @@ class BareEngine(WeightTarget):
     """vLLM's model as its loader leaves it, without an engine."""
 
     def __init__(self, model, post_load, checkpoint, vllm_config, tp_rank: int) -> None:
-        from hybridengine.rollout.vllm.record import record_engine_layout
-        from hybridengine.rollout.vllm.weights import optional_parameters
+        from hybridengine.engine.vllm.record import record_engine_layout
+        from hybridengine.engine.vllm.weights import optional_parameters
 
         self._model, self._post_load, self._checkpoint = model, post_load, checkpoint
         self.tp_rank, self.dtype = tp_rank, DTYPE
@@ -87,7 +87,7 @@ def sweep_body(
     rank: int, world_size: int, tp_size: int, folder: str, names: list[str]
 ) -> list[Outcome]:
     """The outcome of each architecture on this rank (the body of one world of ranks)."""
-    from hybridengine.rollout.vllm.environment import prepare_environment
+    from hybridengine.engine.vllm.environment import prepare_environment
 
     prepare_environment()
     if importlib.util.find_spec("torchvision") is None:
@@ -109,7 +109,7 @@ def _start_vllm_groups(rank: int, world_size: int, tp_size: int) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
-    from hybridengine.rollout.vllm.environment import strided_groups, unique_shared_memory
+    from hybridengine.engine.vllm.environment import strided_groups, unique_shared_memory
 
     os.environ["VLLM_DIST_IDENT"] = "sweep"  # vLLM's worker sets it; read on CPUs with AVX-512
     with (
@@ -159,7 +159,7 @@ class _Case:
     def configure(self) -> None:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-        from hybridengine.reshard.record.checkpoint import checkpoint_layout
+        from hybridengine.model.checkpoint import checkpoint_layout
 
         config = CATALOGUE[self.outcome.architecture].config()
         causal = type(config) in AutoModelForCausalLM._model_mapping
@@ -205,7 +205,7 @@ class _Case:
         self.outcome.tensors = len(self.engine.layout.destinations)
 
     def reshard(self) -> None:
-        from hybridengine.reshard import Resharder
+        from hybridengine.sync.resharder import Resharder
 
         # So that what a sync does not write shows.
         for tensor in self.engine.weights().values():
@@ -274,7 +274,7 @@ class _Case:
         from vllm.model_executor.model_loader.utils import initialize_model
         from vllm.utils.torch_utils import set_default_torch_dtype
 
-        from hybridengine.rollout.vllm.post_load import writable_weights
+        from hybridengine.engine.vllm.post_load import writable_weights
 
         stored = revert_weight_conversion(self.hf, self._full(seed, changed))
         config = copy.copy(self.vllm_config)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridengine.checkpoint.folders import open_checkpoint
-from hybridengine.storage import write_manifest
+from hybridengine.run.storage import write_manifest
+from hybridengine.train.checkpoint.folders import open_checkpoint
 
 
 class Call:

@@ -100,7 +100,7 @@ def test_state_at_save_is_resumed_on_any_number_of_ranks(tmp_path: Path) -> None
 def fail_to_save(rank: int, world_size: int, folder: Path) -> list[str]:
     import torch.distributed.checkpoint.filesystem as filesystem
 
-    from hybridengine.checkpoint import CheckpointError
+    from hybridengine.train.checkpoint import CheckpointError
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -128,9 +128,9 @@ def test_a_failed_save_surfaces_on_every_rank(tmp_path: Path) -> None:
 
 
 def resume_wrongly(rank: int, world_size: int, folder: Path, case: str) -> str:
-    from hybridengine.checkpoint import CheckpointError
-    from hybridengine.data import DataError
-    from hybridengine.errors import ModelError
+    from hybridengine.run.errors import ModelError
+    from hybridengine.train.checkpoint import CheckpointError
+    from hybridengine.train.data import DataError
 
     run = start_run(rank, world_size, folder)
     if case == "save":
@@ -164,7 +164,7 @@ def test_mismatched_checkpoints_are_refused(tmp_path: Path) -> None:
 
 
 def resume_damaged(rank: int, world_size: int, folder: Path) -> tuple[list[str], str, str]:
-    from hybridengine.checkpoint import CheckpointError
+    from hybridengine.train.checkpoint import CheckpointError
 
     run = start_run(rank, world_size, folder)
     for step in (1, 2):
@@ -215,7 +215,7 @@ def test_unusable_checkpoints_are_reported_before_ranks_start(tmp_path: Path) ->
     from typer.testing import CliRunner
 
     from hybridengine import cli
-    from hybridengine.checkpoint import find_checkpoints
+    from hybridengine.train.checkpoint import find_checkpoints
     from tests.trainer.sft_job import sft_settings
 
     folder = write_sft_job(tmp_path)

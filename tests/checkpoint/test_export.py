@@ -13,12 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from hybridengine.checkpoint import CheckpointError
-from hybridengine.checkpoint.export import export_checkpoint
-from hybridengine.checkpoint.source import copy_files, copy_unread, unread_bytes
-from hybridengine.errors import ModelError
 from hybridengine.model.parameters import parameter_shards, saved_dtypes
-from hybridengine.storage import write_manifest
+from hybridengine.run.errors import ModelError
+from hybridengine.run.storage import write_manifest
+from hybridengine.train.checkpoint import CheckpointError
+from hybridengine.train.checkpoint.export import export_checkpoint
+from hybridengine.train.checkpoint.source import copy_files, copy_unread, unread_bytes
 from tests.architectures.catalogue import CATALOGUE
 from tests.checkpoint.hostile import hostile_metadata, replace_metadata
 from tests.model.own_code import UNCHANGED, save_own_code
@@ -38,7 +38,7 @@ TEMPLATE = (
 
 def save_and_export(rank: int, world_size: int, folder: Path) -> None:
     """Of each kind: one step, its checkpoint, the model as the run itself saves it, in float32."""
-    from hybridengine.checkpoint.pretrained import save_pretrained
+    from hybridengine.train.checkpoint.pretrained import save_pretrained
 
     for kind, overrides in KINDS.items():
         overrides = {

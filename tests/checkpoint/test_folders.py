@@ -8,10 +8,10 @@ from contextlib import suppress
 
 import pytest
 
-from hybridengine.checkpoint import CheckpointError, find_checkpoints, resume_plan
-from hybridengine.checkpoint.folders import open_checkpoint, partial_folder, prune, publish
-from hybridengine.errors import ModelError
-from hybridengine.storage import check_disk_space, free_space, temporary_folder
+from hybridengine.run.errors import ModelError
+from hybridengine.run.storage import check_disk_space, free_space, temporary_folder
+from hybridengine.train.checkpoint import CheckpointError, find_checkpoints, resume_plan
+from hybridengine.train.checkpoint.folders import open_checkpoint, partial_folder, prune, publish
 
 DATA = b"x" * 100
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from hybridengine.checkpoint.metadata import MetadataReader
-from hybridengine.errors import CheckpointError
+from hybridengine.run.errors import CheckpointError
+from hybridengine.train.checkpoint.metadata import MetadataReader
 from tests.checkpoint.hostile import hostile_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.checkpoint import find_checkpoints
+from hybridengine.train.checkpoint import find_checkpoints
 from tests.checkpoint.runs import metrics
 from tests.ranks import Ranks, run_ranks
 from tests.trainer.sft_job import sft_settings, write_sft_job
@@ -99,10 +99,10 @@ def test_sft(tmp_path: Path) -> None:
 
 def train(rank: int, world_size: int, folder: Path, overrides: list[str]) -> str:
     """Run a GRPO job; return what it printed."""
-    from hybridengine.config import load_config
-    from hybridengine.runtime.session import Session
-    from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.rl import RLTrainer
+    from hybridengine.run.config import load_config
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
+    from hybridengine.train.rl import RLTrainer
 
     config = load_config(None, [*overrides, f"trainer.default_local_dir={folder}"])
     with contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from hybridengine.tracking import metrics
+from hybridengine.run.tracking import metrics
 from tests.cli.conftest import PROMPT, refusal
 
 
@@ -246,7 +246,7 @@ def test_env_lists_versions_and_kernels():
 
 
 def test_paths_of_the_demo_exist():
-    from hybridengine.config import load_config
+    from hybridengine.run.config import load_config
 
     demo = Path(__file__).parents[2] / "examples" / "demo"
     config = load_config(demo / "config.yaml")

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hybridengine import __version__, cli
-from hybridengine.config import load_config, overrides_of
+from hybridengine.run.config import load_config, overrides_of
 
 FILES = ["model.path=m", "data.train_files=t.jsonl"]
 # Runs the command, then reports on stderr which heavy packages it loaded.

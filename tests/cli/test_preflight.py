@@ -9,17 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybridengine.checkpoint.folders import partial_folder, publish
-from hybridengine.config import ConfigError, load_config, load_sft_config
+from hybridengine.engine.vllm.environment import CPU_HEAD_SIZES
 from hybridengine.model.validation import check_model, check_weights, longest_sequence
-from hybridengine.preflight_engine import (
+from hybridengine.run.config import ConfigError, load_config, load_sft_config
+from hybridengine.train.checkpoint.folders import partial_folder, publish
+from hybridengine.train.plan import start_of
+from hybridengine.train.preflight_engine import (
     check_device_memory,
     check_head_size,
     check_model_in_engine,
     resident_bytes,
 )
-from hybridengine.rollout.vllm.environment import CPU_HEAD_SIZES
-from hybridengine.trainer.plan import start_of
 from tests.cli.conftest import refusal
 from tests.model.own_code import DROPS_ARGUMENTS, save_own_code
 from tests.model.rotary_configs import LONG_ROPE

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hybridengine.config import (
+from hybridengine.run.config import (
     PPO,
     ConfigError,
     ConfigNote,

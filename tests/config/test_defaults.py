@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybridengine.config import (
+from hybridengine.run.config import (
     PPO,
     RLConfig,
     SFTConfig,
@@ -17,7 +17,7 @@ from hybridengine.config import (
     load_sft_config,
     load_simulation_config,
 )
-from hybridengine.config.reference import key_reference
+from hybridengine.run.config.reference import key_reference
 
 NEEDED = ["model.path=model", "data.train_files=train.jsonl"]
 # Values that the type does not determine; None: keys that need other keys too.

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.config import ConfigError, RLConfig, SFTConfig, load_config, load_sft_config
-from hybridengine.config.loading import keys_of
-from hybridengine.config.trl_names import TRL_NAMES
+from hybridengine.keys.trl_names import TRL_NAMES
+from hybridengine.run.config import ConfigError, RLConfig, SFTConfig, load_config, load_sft_config
+from hybridengine.run.config.loading import keys_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "from_trl.md"
 KINDS = {"grpo": (RLConfig, load_config), "sft": (SFTConfig, load_sft_config)}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hybridengine.config import (
+from hybridengine.run.config import (
     PPO,
     ConfigError,
     ConfigNote,

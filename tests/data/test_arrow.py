@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybridengine.config import DataConfig
-from hybridengine.data import DataError, PromptDataset
-from hybridengine.data.files import read_files
+from hybridengine.run.config import DataConfig
+from hybridengine.train.data import DataError, PromptDataset
+from hybridengine.train.data.files import read_files
 from tests.data.rows import row, write_jsonl
 
 MOMENT = datetime.datetime(2026, 2, 3, 4, 5, 6, 789)

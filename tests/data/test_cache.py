@@ -16,11 +16,11 @@ from uuid import UUID
 import pytest
 from tokenizers import AddedToken
 
-from hybridengine.config import DataConfig, SFTDataConfig
-from hybridengine.data import DataError, PromptDataset, PromptSample, chats
-from hybridengine.data import cache as cache_files
-from hybridengine.data.cache import CachedDataset, fingerprint
-from hybridengine.data.conversations import SFTDataset
+from hybridengine.run.config import DataConfig, SFTDataConfig
+from hybridengine.train.data import DataError, PromptDataset, PromptSample, chats
+from hybridengine.train.data import cache as cache_files
+from hybridengine.train.data.cache import CachedDataset, fingerprint
+from hybridengine.train.data.conversations import SFTDataset
 from tests.checkpoint.hostile import Call
 from tests.data.rows import TEMPLATE, row, write_jsonl
 

@@ -10,13 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch.distributed as dist
 
-from hybridengine.config import DataConfig, SFTDataConfig
-from hybridengine.data import DataError, PromptDataset, chats
-from hybridengine.data.chats import ChatTemplate
-from hybridengine.data.conversations import SFTDataset
-from hybridengine.data.files import read_files
-from hybridengine.data.rows import parse_chat
-from hybridengine.runtime.run_start import agree_on_run_start, run_start
+from hybridengine.run.config import DataConfig, SFTDataConfig
+from hybridengine.run.run_start import agree_on_run_start, run_start
+from hybridengine.train.data import DataError, PromptDataset, chats
+from hybridengine.train.data.chats import ChatTemplate
+from hybridengine.train.data.conversations import SFTDataset
+from hybridengine.train.data.files import read_files
+from hybridengine.train.data.rows import parse_chat
 from tests.data.rows import TEMPLATE, row, write_jsonl
 
 

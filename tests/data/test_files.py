@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.data import DataError
-from hybridengine.data.files import data_files, read_files
+from hybridengine.train.data import DataError
+from hybridengine.train.data.files import data_files, read_files
 
 ROWS = [{"a": 1, "b": "é\u2028\n"}, {"a": 2, "b": "𝄞"}]
 

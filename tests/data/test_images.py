@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from hybridengine.data.files import RowLocation, read_files
-from hybridengine.data.images import place_images
-from hybridengine.errors import DataError
+from hybridengine.run.errors import DataError
+from hybridengine.train.data.files import RowLocation, read_files
 from hybridengine.vision import EncodedImage, encoded
+from hybridengine.vision.rows import place_images
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridengine.config import DataConfig
-from hybridengine.data import DataError, PromptDataset, PromptLoader, Subset
+from hybridengine.run.config import DataConfig
+from hybridengine.train.data import DataError, PromptDataset, PromptLoader, Subset
 from tests.data.rows import row, write_jsonl
 
 

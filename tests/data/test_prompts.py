@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybridengine.config import DataConfig
-from hybridengine.data import DataError, PromptDataset
-from hybridengine.rollout import Response
-from hybridengine.trainer.rollout_files import rollout_line
+from hybridengine.engine.response import Response
+from hybridengine.run.config import DataConfig
+from hybridengine.train.data import DataError, PromptDataset
+from hybridengine.train.rollout_files import rollout_line
 from tests.data.rows import TEMPLATE, row, write_jsonl
 
 

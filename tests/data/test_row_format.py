@@ -6,10 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybridengine.config import DataConfig, SFTDataConfig
-from hybridengine.data import DataError, PromptDataset, SFTDataset
-from hybridengine.data.chats import ChatTemplate
-from hybridengine.data.conversations import check_conversations
+from hybridengine.run.config import DataConfig, SFTDataConfig
+from hybridengine.train.data import DataError, PromptDataset, SFTDataset
+from hybridengine.train.data.chats import ChatTemplate
+from hybridengine.train.data.conversations import check_conversations
 from tests.agent.families import CHATML, byte_tokenizer
 from tests.data.rows import write_jsonl
 from tests.data.tool_chats import QWEN, THINKING, TOOL, chat, trained

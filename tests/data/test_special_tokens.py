@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hybridengine.config import DataConfig, SFTDataConfig
-from hybridengine.data import DataError, PromptDataset, SFTDataset
-from hybridengine.data.chats import ChatTemplate
-from hybridengine.data.special_tokens import SpecialTokens
+from hybridengine.run.config import DataConfig, SFTDataConfig
+from hybridengine.train.data import DataError, PromptDataset, SFTDataset
+from hybridengine.train.data.chats import ChatTemplate
+from hybridengine.train.data.special_tokens import SpecialTokens
 from tests.agent.families import CHATML, byte_tokenizer
 from tests.data.rows import row, write_jsonl
 

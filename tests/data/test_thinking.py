@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from hybridengine.config import DataConfig, SFTDataConfig
-from hybridengine.data import DataError, SFTDataset
-from hybridengine.data.chats import ChatTemplate
-from hybridengine.data.rows import RowChat
-from hybridengine.data.spans import find_spans
+from hybridengine.run.config import DataConfig, SFTDataConfig
+from hybridengine.train.data import DataError, SFTDataset
+from hybridengine.train.data.chats import ChatTemplate
+from hybridengine.train.data.rows import RowChat
+from hybridengine.train.data.spans import find_spans
 from tests.agent.families import byte_tokenizer
 from tests.data.rows import write_jsonl
 from tests.data.tool_chats import trained

@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hybridengine.config import SFTDataConfig
-from hybridengine.data import DataError
-from hybridengine.data.conversations import SFTDataset
+from hybridengine.run.config import SFTDataConfig
+from hybridengine.train.data import DataError
+from hybridengine.train.data.conversations import SFTDataset
 from tests.data.rows import write_jsonl
 from tests.data.tool_chats import HERMES, LLAMA, QWEN, THINKING, TOOL, call, chat, trained
 

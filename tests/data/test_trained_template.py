@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from hybridengine.config import DataConfig
-from hybridengine.data.chats import ChatTemplate
-from hybridengine.data.trained_template import set_trained_template, with_defaults
+from hybridengine.run.config import DataConfig
+from hybridengine.train.data.chats import ChatTemplate
+from hybridengine.train.data.trained_template import set_trained_template, with_defaults
 from tests.tiny_models import word_tokenizer
 
 CHAT = [{"role": "user", "content": "w3"}]
@@ -72,7 +72,7 @@ def test_without_a_template_nothing_is_set():
 
 def test_a_processor_of_before_does_not_hide_the_trained_template(tmp_path: Path):
     """chat_template.json, and a template in processor_config.json, come before the tokenizer's."""
-    from hybridengine.checkpoint.pretrained import save_tokenizer
+    from hybridengine.train.checkpoint.pretrained import save_tokenizer
 
     base, out = tmp_path / "base", tmp_path / "out"
     out.mkdir()

@@ -16,11 +16,13 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from hybridengine.diagnose.attach import comparison_text, find_records, waits, waits_table
-from hybridengine.errors import ConfigError
-from hybridengine.reshard import Resharder, WeightReceiver, WeightSender
-from hybridengine.runtime import activity
-from hybridengine.runtime.activity import Activity, Record, read_records
+from hybridengine.lab.diagnose.attach import comparison_text, find_records, waits, waits_table
+from hybridengine.remote.sync.receiver import WeightReceiver
+from hybridengine.remote.sync.sender import WeightSender
+from hybridengine.run import activity
+from hybridengine.run.activity import Activity, Record, read_records
+from hybridengine.run.errors import ConfigError
+from hybridengine.sync.resharder import Resharder
 from tests.ranks import Ranks, run_ranks
 from tests.reshard.brute_force import fused_layout
 from tests.reshard.memory_engine import MemoryEngine, mesh_of, shard, values

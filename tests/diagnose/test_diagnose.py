@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from hybridengine.config.reference import key_reference
-from hybridengine.diagnose.findings import THRESHOLDS, find_problems, phases_of
-from hybridengine.diagnose.plot import curve_of, same_settings, val_interval
-from hybridengine.diagnose.runs import LoggedRun
+from hybridengine.lab.diagnose.findings import THRESHOLDS, find_problems, phases_of
+from hybridengine.lab.diagnose.plot import curve_of, same_settings, val_interval
+from hybridengine.lab.diagnose.runs import LoggedRun
+from hybridengine.run.config.reference import key_reference
 
 HEALTHY = {
     "critic/score/mean": lambda s: 0.3 + 0.01 * s,

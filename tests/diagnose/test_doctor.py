@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybridengine.diagnose import doctor
+from hybridengine.lab.diagnose import doctor
 
 
 def states(check, folder: Path) -> dict[str, str]:
@@ -30,7 +30,7 @@ def test_this_installation_can_run(tmp_path: Path) -> None:
 def test_a_process_that_has_imported_nothing(tmp_path: Path) -> None:
     """As the command starts: nobody has loaded torch, whose libraries the extension needs."""
     code = (
-        "from pathlib import Path; from hybridengine.diagnose import doctor\n"
+        "from pathlib import Path; from hybridengine.lab.diagnose import doctor\n"
         "print([c.text for c in doctor._native(Path()) if c.state != 'ok'])"
     )
     words = [sys.executable, "-c", code]

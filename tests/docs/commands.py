@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from hybridengine.config import JOB_LOADERS, load_simulation_config
+from hybridengine.run.config import JOB_LOADERS, load_simulation_config
 from tests.docs.blocks import ROOT, Command
 from tests.rollout.vllm_server import ENTRY as SERVER
 from tests.rollout.vllm_server import serving_options

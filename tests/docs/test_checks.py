@@ -22,7 +22,10 @@ IMPORT = "from hybridengine.kernels import gae, policy_loss\n"
         ("from hybridengine.kernels import gea", "hybridengine.kernels has no gea"),
         ("import torch\nfrom nowhere import x", "there is no module nowhere"),
         (f"# needs x\n{IMPORT}policy_loss(x, x, x, mode='grpo')", "unexpected keyword"),
-        ("# needs a store\nfrom hybridengine.rollout import server\nserver.Pool(store)", "Pool"),
+        (
+            "# needs a store\nfrom hybridengine.remote import servers\nservers.Pool(store)",
+            "Pool",
+        ),
     ],
 )
 def test_a_wrong_python_block(code: str, fault: str) -> None:

@@ -21,7 +21,7 @@ def python_of(page: str) -> list[Block]:
 
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_python(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybridengine.trainer import algorithms
+    from hybridengine.train import algorithms
 
     monkeypatch.setattr(algorithms, "ESTIMATORS", dict(algorithms.ESTIMATORS))
     namespace: dict[str, object] = {"__name__": "docs"}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.rollout.server import VllmServer
+from hybridengine.remote.servers import VllmServer
 from tests.docs.blocks import BLOCKS, ROOT, Block, Command, blocks_of, commands_of, pages_with
 from tests.docs.commands import check, runs_here
 from tests.docs.python_blocks import trains

@@ -21,7 +21,7 @@ import yaml
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from hybridengine.config import JOB_LOADERS
+from hybridengine.run.config import JOB_LOADERS
 from tests.tiny_models import save_classifier, save_tiny, word_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -101,7 +101,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recorded_once() -> Iterator[None]:
     """vLLM's loader is recorded once for each kind of model, not for each example."""
     pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
-    from hybridengine.rollout.vllm import record
+    from hybridengine.engine.vllm import record
 
     original = record.record_engine_layouts
     cached: Callable[..., Any] = functools.cache(

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from hybridengine.config import load_config
+from hybridengine.run.config import load_config
 from tests.ports import free_port
 from tests.trainer.in_process import small_job
 

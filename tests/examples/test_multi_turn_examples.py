@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybridengine.config import load_config
+from hybridengine.run.config import load_config
 from tests.rewards.rules import score
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.config import load_config
+from hybridengine.run.config import load_config
 
 FOLDER = Path(__file__).parents[2] / "examples" / "overlap"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.config import load_config
+from hybridengine.run.config import load_config
 from tests.tiny_models import save_classifier
 from tests.trainer.in_process import Result, run_jobs, small_job
 

@@ -19,10 +19,10 @@ pytestmark = pytest.mark.multirank
 
 
 def train(rank: int, world_size: int, example: Path, overrides: list[str]) -> None:
-    from hybridengine.config import load_sft_config
-    from hybridengine.runtime.session import Session
-    from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.sft import SFTTrainer
+    from hybridengine.run.config import load_sft_config
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
+    from hybridengine.train.sft import SFTTrainer
 
     config = load_sft_config(example, overrides)
     status = PhaseStatus(config.trainer.default_local_dir, rank)

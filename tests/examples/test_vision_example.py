@@ -16,11 +16,11 @@ pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 
 
 def _sft(rank: int, world_size: int, overrides: list[str]) -> None:
-    from hybridengine.config import load_sft_config
-    from hybridengine.preflight import check_sft
-    from hybridengine.runtime.session import Session
-    from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.sft import SFTTrainer
+    from hybridengine.run.config import load_sft_config
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
+    from hybridengine.train.preflight import check_sft
+    from hybridengine.train.sft import SFTTrainer
 
     config = load_sft_config(EXAMPLE / "sft.yaml", overrides)
     check_sft(config)

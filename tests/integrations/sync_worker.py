@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.integrations.areal_server import WorkerExtension
-from hybridengine.reshard import WeightReceiver
+from hybridengine.remote.sync.receiver import WeightReceiver
 from tests.reshard.memory_engine import expected, mesh_of, shard, values
 from tests.reshard.worlds import UNEVEN, build_engine
 

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from hybridengine.kernels._aggregation import LOSS_AGG_MODES
 
 from hybridengine import kernels
 from hybridengine.integrations import padded
+from hybridengine.kernels._aggregation import LOSS_AGG_MODES
 from tests import tolerances
 from tests.kernels.batches import random_mask
 

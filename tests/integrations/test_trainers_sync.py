@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from hybridengine.integrations._patching import PatchError
-from hybridengine.sharding.layout import LayoutError
+from hybridengine.sync.layout import LayoutError
 from tests.integrations.recorded_trainers import RECORDED, record
 from tests.integrations.sync_worker import TIMEOUT_S, Worker, in_thread, step, trained
 from tests.ranks import Ranks, message_of, run_ranks

@@ -94,7 +94,7 @@ def trained(path: str, sharded: bool) -> torch.nn.Module:
 
 def open_generation(model: torch.nn.Module, rank: int, world_size: int, dtype: str) -> Any:
     """TRL's VLLMGeneration of `model` with an eager engine over all ranks, synced by ours."""
-    from hybridengine.rollout.vllm.environment import prepare_environment, unique_shared_memory
+    from hybridengine.engine.vllm.environment import prepare_environment, unique_shared_memory
 
     prepare_environment()
     import functools
@@ -154,7 +154,7 @@ def test_colocated_weights_arrive(model):
 
 def compared(rank: int, world_size: int, path: str) -> list[str]:
     """What `parity` says of TRL's model and engine: synced, then with a tensor of older weights."""
-    from hybridengine.parity import attach
+    from hybridengine.lab.parity import attach
 
     model = trained(path, False)
     generation = open_generation(model, rank, world_size, "float32")
@@ -200,7 +200,7 @@ def test_what_cannot_be_resharded_stays_with_trl(settings):
 def test_a_model_without_a_plan_is_reported_once(monkeypatch, caplog):
     from hybridengine.integrations import vllm
     from hybridengine.integrations.trl.sync import _RESHARDS, sync_weights
-    from hybridengine.sharding.layout import LayoutError
+    from hybridengine.sync.layout import LayoutError
 
     def refuse(model, llm):
         raise LayoutError("the engine is smaller")

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hybridengine.sharding.layout import LayoutError
+from hybridengine.sync.layout import LayoutError
 
 MODULE = "hybridengine.integrations.verl.checkpoint_engine"
 

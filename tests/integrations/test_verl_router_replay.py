@@ -181,7 +181,7 @@ def ulysses(rank: int, pad: bool) -> None:
     """Each rank has half of the tokens: what it records and replays are those, padding included."""
     from verl.utils.ulysses import set_ulysses_sequence_parallel_group
 
-    from hybridengine.model.router_replay import RouterReplay
+    from hybridengine.moe.router_replay import RouterReplay
 
     engine = build("Qwen3Moe", "R2", "fsdp2", pad_to_length=pad, ulysses_sequence_parallel_size=2)
     engine.module = engine._build_fsdp_module(model_of("qwen3_moe"))

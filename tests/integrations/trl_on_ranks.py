@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.integrations import trl as adapter
-from hybridengine.rollout.server import VllmServer
+from hybridengine.remote.servers import VllmServer
 from tests.ranks import message_of
 from tests.rollout.stand_in_server import digest_of
 

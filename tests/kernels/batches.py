@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import hypothesis.strategies as st
 import torch
-from hybridengine.kernels import LOSS_MODES, policy_loss, token_policy_loss
 
+from hybridengine.kernels import LOSS_MODES, policy_loss, token_policy_loss
 from tests.tolerances import POLICY_LOSS
 
 # Options of policy_loss beside its modes, each with the loss modes that read it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+
 from hybridengine.kernels import change_mask
 from hybridengine.kernels.changes import mark_
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hybridengine.kernels.delta import ChangeTable
 from hypothesis import strategies as st
 
+from hybridengine.kernels.delta import ChangeTable
 from tests.kernels.copy_cases import row
 
 GAPS = st.builds(

@@ -6,12 +6,12 @@ The tests run in Triton's interpreter, on a CPU, and on a GPU. Every function ta
 from __future__ import annotations
 
 import torch
+
 from hybridengine.kernels import decode_linear, gated_activation, rms_norm, tree_attention
 from hybridengine.kernels.decode_linear import join_parts
 from hybridengine.kernels.decode_linear_triton import TILES
 from hybridengine.kernels.decode_linear_triton import decode_linear as with_tiles
 from hybridengine.kernels.rotary import RotaryTable
-
 from tests import tolerances
 from tests.kernels import layer_cases
 from tests.kernels.attention.cases import forest_of, problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from hybridengine.kernels import grouped_linear
 
 DTYPES = (torch.float32, torch.bfloat16)

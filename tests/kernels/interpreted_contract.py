@@ -3,8 +3,8 @@
 import sys
 
 import pytest
-from hybridengine.kernels import _backend, layer_triton
 
+from hybridengine.kernels import _backend, layer_triton
 from tests.kernels import contract
 from tests.kernels.contract_cases import CASES, operator
 from tests.kernels.interpreter import round_to_nearest, widen_dot

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 import torch
-from hybridengine.kernels import layer_triton, tree_attention
 
+from hybridengine.kernels import layer_triton, tree_attention
 from tests.kernels import exact_cases as cases
 from tests.kernels.interpreter import round_to_nearest, widen_dot
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from hybridengine.kernels import _backend, grouped_linear_triton
 
+from hybridengine.kernels import _backend, grouped_linear_triton
 from tests.kernels import grouped_cases as cases
 from tests.kernels.interpreter import round_to_nearest, widen_dot
 

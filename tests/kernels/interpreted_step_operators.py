@@ -1,8 +1,8 @@
 """whiten and rollout_correction in Triton's interpreter, run by test_step_operators_triton.py."""
 
 import pytest
-from hybridengine.kernels import _backend
 
+from hybridengine.kernels import _backend
 from tests.kernels.step_operators import (
     CORRECTIONS,
     WHITENINGS,

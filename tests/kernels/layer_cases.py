@@ -3,6 +3,7 @@
 from functools import partial
 
 import torch
+
 from hybridengine.kernels import gated_activation, rms_norm
 
 NORMS = ({}, {"offset": 1.0}, {"round_first": True})

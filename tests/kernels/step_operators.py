@@ -4,8 +4,8 @@ import itertools
 import math
 
 import torch
-from hybridengine.kernels import REJECTION_CRITERIA, rollout_correction, whiten
 
+from hybridengine.kernels import REJECTION_CRITERIA, rollout_correction, whiten
 from tests.kernels.batches import batch, impossible_tokens
 from tests.tolerances import ADVANTAGE, POLICY_LOSS
 

@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+
 from hybridengine.kernels import (
     group_advantage,
     pack,
@@ -20,7 +21,6 @@ from hybridengine.kernels import (
     vespo_weights,
     whiten,
 )
-
 from tests.tolerances import TRL, TRL_EPSILON
 
 grpo = pytest.importorskip(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from hybridengine.kernels import (
     balance,
     gae,
@@ -16,7 +17,6 @@ from hybridengine.kernels import (
     value_loss,
     whiten,
 )
-
 from tests.tolerances import VERL
 
 omegaconf = pytest.importorskip("omegaconf", reason="the type of verl's configurations")

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import torch
-from hybridengine.kernels._library import custom_op
 
 from hybridengine import kernels as he
+from hybridengine.kernels._library import custom_op
 
 
 def test_every_op_is_declared_with_autocast_off():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from hybridengine.kernels import _backend, backend_table, choose_backend
 from hybridengine.kernels._backend import native
 

@@ -6,9 +6,10 @@ from itertools import product
 
 import pytest
 import torch
-from hybridengine.kernels import balance, balance_by_tokens, imbalance
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from hybridengine.kernels import balance, balance_by_tokens, imbalance
 
 lengths_lists = st.lists(st.integers(0, 50), max_size=40)
 

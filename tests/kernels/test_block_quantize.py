@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from hybridengine.kernels import block_quantize
-from hybridengine.kernels.block_quantize import BlockTable, block_grid, block_scales
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.kernels import block_quantize
+from hybridengine.kernels.block_quantize import BlockTable, block_grid, block_scales
 from tests.kernels.copy_cases import row
 from tests.kernels.quantize_cases import DTYPES, E4M3, matrix, same
 

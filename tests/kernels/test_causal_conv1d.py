@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hybridengine.kernels import causal_conv1d
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.kernels import causal_conv1d
 from tests import tolerances
 from tests.kernels.strategies import integers
 

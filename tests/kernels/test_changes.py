@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from hybridengine.kernels import change_mask, mark_changed_, strided_copy, take_changed
-from hybridengine.kernels.changes import mark_, marks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.kernels import change_mask, mark_changed_, strided_copy, take_changed
+from hybridengine.kernels.changes import mark_, marks
 from tests.kernels.changes_cases import HOSTILE, drawn, masks_of, out_of_date
 from tests.kernels.copy_cases import row
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hybridengine.kernels import mark_changed_, take_changed
 
+from hybridengine.kernels import mark_changed_, take_changed
 from tests.kernels.changes_cases import drawn, masks_of, out_of_date
 from tests.kernels.cuda_on_cpu import compile_for_cpu
 

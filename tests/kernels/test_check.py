@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from hybridengine.kernels import _check as check
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+
+from hybridengine.kernels import _check as check
 
 NAN, INF = math.nan, math.inf
 

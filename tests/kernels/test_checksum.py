@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+
 from hybridengine.kernels import bit_checksum
 
 BACKENDS = [

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hybridengine.kernels import bit_checksum
 
+from hybridengine.kernels import bit_checksum
 from tests.kernels.cuda_on_cpu import compile_for_cpu
 
 pytestmark = pytest.mark.slow

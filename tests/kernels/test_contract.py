@@ -6,9 +6,9 @@ An operator without a row in contract_cases.py, and an argument that its row lea
 import inspect
 
 import pytest
-from hybridengine.kernels._backend import _REGISTERED
 
 from hybridengine import kernels as he
+from hybridengine.kernels._backend import _REGISTERED
 from tests.kernels import contract
 from tests.kernels.contract_cases import CASES, NOT_OPERATORS, annotated, operator
 from tests.kernels.interpreter import run_interpreted

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from hybridengine.kernels._library import custom_op
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from hybridengine.kernels._library import custom_op
 
 
 @custom_op("hybridengine_test::scaled", mutates_args=())

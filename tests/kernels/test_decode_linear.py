@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from hybridengine.kernels import decode_linear
-from hybridengine.kernels.decode_linear import MAX_ROWS, inference_linear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.kernels import decode_linear
+from hybridengine.kernels.decode_linear import MAX_ROWS, inference_linear
 from tests.kernels.layer_cases import assert_near_float64, operands
 from tests.kernels.strategies import integers
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hybridengine.kernels.delta import decode_gaps, encode_gaps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.kernels.delta import decode_gaps, encode_gaps
 from tests.kernels.copy_cases import row, slices
 from tests.kernels.cuda_on_cpu import compile_for_cpu
 from tests.kernels.delta_cases import GAPS, changes_of, positions_of, reference_table

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from hybridengine.kernels import bit_checksum, strided_copy
-from hybridengine.kernels.delta import ChangeTable, decode_gaps, encode_gaps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.kernels import bit_checksum, strided_copy
+from hybridengine.kernels.delta import ChangeTable, decode_gaps, encode_gaps
 from tests.kernels.copy_cases import row, slices
 from tests.kernels.delta_cases import GAPS, changes_of, positions_of, reference_table
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from hybridengine.kernels import tree_attention
 
 pytest.importorskip("triton")

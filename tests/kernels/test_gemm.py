@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from hybridengine.kernels import gemm as gemm_module
-from hybridengine.kernels._backend import native
-from hybridengine.kernels.gemm import mixed_gemm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine import kernels as he
+from hybridengine.kernels import gemm as gemm_module
+from hybridengine.kernels._backend import native
+from hybridengine.kernels.gemm import mixed_gemm
 from tests.kernels import contract
 from tests.kernels.contract_inputs import IDS, draw
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
+
 from hybridengine.kernels import gated_activation, paged_attention, token_log_probs, write_kv_cache
 from hybridengine.kernels.decode_linear import inference_linear
 from hybridengine.kernels.graph import Graph
 from hybridengine.kernels.layer import inference_norm
 from hybridengine.kernels.rotary import rotate
-from torch import Tensor
 
 HEADS, DIM, HIDDEN, ROWS, BLOCK = 3, 16, 48, 6, 16
 DTYPES = (torch.float32, torch.bfloat16)

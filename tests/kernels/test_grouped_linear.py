@@ -4,10 +4,10 @@ from itertools import product
 
 import pytest
 import torch
-from hybridengine.kernels import grouped_linear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.kernels import grouped_linear
 from tests.kernels.grouped_cases import (
     DTYPES,
     assert_near_float64,

@@ -4,13 +4,13 @@ import sys
 
 import pytest
 import torch
-from hybridengine.kernels import grouped_linear
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from hybridengine.kernels import grouped_linear
 
 pytest.importorskip("triton")
 
 from hybridengine.kernels import grouped_linear_triton
-
 from tests.kernels import grouped_cases as cases
 from tests.kernels.cuda_graph import capture
 from tests.kernels.interpreter import run_interpreted

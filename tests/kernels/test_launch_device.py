@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from hybridengine.kernels import policy_loss
 from hybridengine.kernels._launch import Forms, launch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 

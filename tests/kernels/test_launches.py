@@ -8,6 +8,8 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from hybridengine.kernels import (
     GROUP_ESTIMATORS,
     LOSS_AGG_MODES,
@@ -24,7 +26,6 @@ from hybridengine.kernels import (
     value_loss,
     whiten,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 # They allocate or make views: nothing runs on the device.
 NO_LAUNCH = {

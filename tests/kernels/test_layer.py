@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+
 from hybridengine.kernels import gated_activation, rms_norm
 from hybridengine.kernels.layer import add_scaled_, inference_norm
 from hybridengine.kernels.rotary import RotaryTable, rotate
-
 from tests.kernels.layer_cases import NORMS, check_activation, check_norm, draw
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hybridengine.kernels import linear_recurrence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.kernels import linear_recurrence
 from tests import tolerances
 from tests.kernels.strategies import integers
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
+
 from hybridengine.kernels import empty_from_pool
 from hybridengine.kernels._backend import native
-from torch._subclasses import FakeTensor, FakeTensorMode
 
 LARGE = 5 << 20  # bytes; smaller results are not pooled
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from hybridengine.kernels import policy_loss, whiten
 
+from hybridengine.kernels import policy_loss, whiten
 from tests.kernels.batches import batch, global_counts, split
 from tests.ranks import run_ranks
 from tests.tolerances import ADVANTAGE, POLICY_LOSS

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hybridengine.kernels.block_quantize import _rows_of, block_quantize, block_scales
 
+from hybridengine.kernels.block_quantize import _rows_of, block_quantize, block_scales
 from tests.kernels.cuda_on_cpu import compile_for_cpu
 from tests.kernels.quantize_cases import DTYPES, matrix, same
 

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from hybridengine.kernels import REJECTION_CRITERIA, rollout_correction, rollout_metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
+from hybridengine.kernels import REJECTION_CRITERIA, rollout_correction, rollout_metrics
 from tests.kernels.batches import batch, sequences, split
 
 BOUNDS = {"k1": (0.7, 1.5), "k2": 0.05, "k3": 0.05}

@@ -5,8 +5,8 @@ import statistics
 
 import pytest
 import torch
-from hybridengine.kernels import rollout_metrics
 
+from hybridengine.kernels import rollout_metrics
 from tests.kernels.batches import batch, sequences
 
 UPPER = 1.4

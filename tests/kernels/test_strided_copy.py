@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from hybridengine.kernels import strided_copy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.kernels import strided_copy
 from tests.kernels.copy_cases import row, slices
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

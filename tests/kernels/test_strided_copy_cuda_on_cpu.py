@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hybridengine.kernels import strided_copy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.kernels import strided_copy
 from tests.kernels.copy_cases import row
 from tests.kernels.cuda_on_cpu import compile_for_cpu
 

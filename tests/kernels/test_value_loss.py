@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hybridengine.kernels import LOSS_AGG_MODES, value_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.kernels import LOSS_AGG_MODES, value_loss
 from tests.kernels.batches import assert_close, batch, global_counts, split, to_float64
 from tests.tolerances import POLICY_LOSS, POLICY_LOSS_SPLIT
 

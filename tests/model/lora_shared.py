@@ -76,7 +76,6 @@ def train_and_save(rank: int, world_size: int, path: str, out: str, targets: tup
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import AutoTokenizer
 
-    from hybridengine.checkpoint.pretrained import save_adapter, save_pretrained
     from hybridengine.model import (
         adapters_disabled,
         apply_lora,
@@ -85,6 +84,7 @@ def train_and_save(rank: int, world_size: int, path: str, out: str, targets: tup
         packed_log_probs,
         packed_logits,
     )
+    from hybridengine.train.checkpoint.pretrained import save_adapter, save_pretrained
 
     model = load_causal_lm(
         path,

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.errors import ModelError
 from hybridengine.model import flash_attention
 from hybridengine.model.attention import _attention_mask, varlen_attention
 from hybridengine.model.flash_attention import (
@@ -19,6 +18,7 @@ from hybridengine.model.flash_attention import (
     find_flash_kernel,
     torch_kernel,
 )
+from hybridengine.run.errors import ModelError
 
 
 class Layer(torch.nn.Module):

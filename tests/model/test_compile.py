@@ -6,10 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from hybridengine.kernels import tree_attention
 from torch._dynamo.utils import counters
 
-from hybridengine.errors import ModelError
+from hybridengine.kernels import tree_attention
 from hybridengine.model import (
     adapters_disabled,
     apply_lora,
@@ -19,6 +18,7 @@ from hybridengine.model import (
 )
 from hybridengine.model.compile import check_compiler, compile_layers
 from hybridengine.model.head import patch_head
+from hybridengine.run.errors import ModelError
 from tests.model.cases import GRADIENTS, LOGITS, models, rollouts
 from tests.model.forests import group_pairs
 

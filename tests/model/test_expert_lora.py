@@ -10,8 +10,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hybridengine.checkpoint.pretrained import save_adapter
-from hybridengine.errors import ModelError
 from hybridengine.model import (
     RouterReplay,
     adapter_shards,
@@ -19,8 +17,10 @@ from hybridengine.model import (
     apply_lora,
     check_lora,
 )
-from hybridengine.model.experts import EXPERTS
 from hybridengine.model.lora import peft_factors
+from hybridengine.moe.experts import EXPERTS
+from hybridengine.run.errors import ModelError
+from hybridengine.train.checkpoint.pretrained import save_adapter
 from tests.model.lora_shared import EXPERT_WEIGHTS, IDS, float64_update, reload, train_and_save
 from tests.model.moe_models import (
     ARCHITECTURES,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybridengine.errors import ModelError
-from hybridengine.model.experts import EXPERTS
+from hybridengine.moe.experts import EXPERTS
+from hybridengine.run.errors import ModelError
 from tests.model.cases import LOGITS
 from tests.model.moe_models import ARCHITECTURES, tiny_moe
 from tests.ranks import message_of, run_ranks
@@ -90,7 +90,7 @@ def gathered_body(rank: int, world_size: int, path: str) -> tuple[int, int]:
     """The largest weight of experts that a product gets, in experts, and of the other dtype."""
     from unittest import mock
 
-    from hybridengine.model import experts
+    from hybridengine.moe import experts
 
     model = load_divided(path, world_size, 2)  # bfloat16
     sizes = []
@@ -115,9 +115,9 @@ def checkpoint_body(rank: int, world_size: int, path: str, out: str) -> dict[str
     """Train with one size, resume with others and export."""
     from transformers import AutoTokenizer
 
-    from hybridengine.checkpoint.pretrained import save_pretrained
-    from hybridengine.checkpoint.tensors import TensorFiles
     from hybridengine.model import Optimizer, parameter_shards
+    from hybridengine.train.checkpoint.pretrained import save_pretrained
+    from hybridengine.train.checkpoint.tensors import TensorFiles
 
     def build(size: int) -> tuple[Any, Any, TensorFiles]:
         model = load_divided(path, world_size, size, param_dtype=torch.float32)
@@ -178,7 +178,7 @@ def test_what_is_not_divided_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_number_of_experts_that_is_not_divisible_is_refused() -> None:
-    from hybridengine.model.expert_parallel import distribute_experts
+    from hybridengine.moe.expert_parallel import distribute_experts
 
     class Mesh:
         shape = (1, 3)

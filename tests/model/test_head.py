@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybridengine.errors import ModelError
 from hybridengine.model import pack_rollouts, packed_log_probs, packed_logits
 from hybridengine.model.attention import ATTENTION
 from hybridengine.model.forward import packed_head
@@ -22,6 +21,7 @@ from hybridengine.model.head import (
     detect_logit_transform,
     patch_head,
 )
+from hybridengine.run.errors import ModelError
 from tests.model.cases import (
     GRADIENTS,
     LOGITS,

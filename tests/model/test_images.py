@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import PaliGemmaConfig
 
-from hybridengine.errors import ModelError
 from hybridengine.model import (
     ImageFormat,
     ImageInputs,
@@ -18,7 +17,8 @@ from hybridengine.model import (
     packed_logits,
 )
 from hybridengine.model.head import accepts_head_function, patch_head
-from hybridengine.model.images import IMAGE_MODEL_TYPES
+from hybridengine.run.errors import ModelError
+from hybridengine.vision.packed import IMAGE_MODEL_TYPES
 from tests.model.cases import GRADIENTS, LOGITS, loss_of
 from tests.model.vision_models import IMAGE, VISION, alone, cases, image, vision_models
 

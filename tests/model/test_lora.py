@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybridengine.errors import ModelError
 from hybridengine.model import adapter_shards, apply_lora, check_lora
+from hybridengine.run.errors import ModelError
 from tests.model.lora_shared import IDS, float64_update, reload, train_and_save, write_adapter
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny, word_tokenizer
@@ -82,7 +82,7 @@ def test_more_than_plain_lora_is_refused(tmp_path: Path) -> None:
 def test_an_adapter_names_its_base_from_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hybridengine.checkpoint.pretrained import _base_name
+    from hybridengine.train.checkpoint.pretrained import _base_name
 
     (tmp_path / "models" / "base").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "models")
@@ -104,8 +104,8 @@ def test_an_adapter_merged_by_peft_is_not_added_again(tmp_path: Path) -> None:
 def load_adapted(rank: int, world_size: int, path: str, adapter: str, out: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from hybridengine.checkpoint.pretrained import save_adapter
     from hybridengine.model import load_causal_lm
+    from hybridengine.train.checkpoint.pretrained import save_adapter
 
     model = load_causal_lm(
         path,

@@ -14,9 +14,9 @@ from transformers import (
     T5Config,
 )
 
-from hybridengine.errors import ModelError
 from hybridengine.model.packing_check import check_packing, shared_prefix_obstacle
 from hybridengine.model.validation import check_model
+from hybridengine.run.errors import ModelError
 from tests.architectures.catalogue import CATALOGUE
 from tests.tiny_models import save_tiny, tiny_config
 

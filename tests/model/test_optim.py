@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from hybridengine.errors import ModelError
 from hybridengine.model import Optimizer
+from hybridengine.run.errors import ModelError
 
 
 @pytest.mark.parametrize(

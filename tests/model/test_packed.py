@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hybridengine.errors import ModelError
 from hybridengine.model import PackedBatch, pack_rollouts, packed_logits
+from hybridengine.run.errors import ModelError
 from tests.model.cases import (
     GRADIENTS,
     LOGITS,

@@ -8,11 +8,11 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from hybridengine.errors import ModelError
 from hybridengine.model import packing_check
-from hybridengine.model.images import IMAGE_MODEL_TYPES
 from hybridengine.model.packing_check import check_packing, shared_prefix_obstacle
 from hybridengine.model.validation import check_model, packing_obstacle, takes_images
+from hybridengine.run.errors import ModelError
+from hybridengine.vision.packed import IMAGE_MODEL_TYPES
 from tests.architectures.catalogue import CATALOGUE
 from tests.model.own_code import DROPS_ARGUMENTS, UNCHANGED, save_own_code
 from tests.model.rotary_configs import DYNAMIC, LONG_ROPE

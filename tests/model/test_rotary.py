@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from hybridengine.errors import ModelError
 from hybridengine.model import pack_rollouts, packed_cross_entropy, packed_logits
 from hybridengine.model.attention import ATTENTION
 from hybridengine.model.exact import model_obstacle
 from hybridengine.model.rotary import check_rotary, fix_rotary_length
+from hybridengine.run.errors import ModelError
 from tests.model.cases import LOGITS, rollouts
 from tests.model.rotary_configs import DYNAMIC, LIMIT, LONG_ROPE, MSCALE, ORIGINAL, tiny
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from hybridengine.errors import ModelError
 from hybridengine.model import (
     PackedBatch,
     RouterBalance,
@@ -21,8 +20,9 @@ from hybridengine.model import (
     prepare_routers,
 )
 from hybridengine.model.compile import compile_layers
-from hybridengine.model.experts import EXPERTS
-from hybridengine.model.routers import find_routers
+from hybridengine.moe.experts import EXPERTS
+from hybridengine.moe.routers import find_routers
+from hybridengine.run.errors import ModelError
 from tests.model.cases import load
 from tests.model.moe_models import ARCHITECTURES, NUM_EXPERTS, TOP_K, tiny_moe
 from tests.ranks import run_ranks

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hybridengine.errors import ModelError
 from hybridengine.model import RouterReplay, route_shape
-from hybridengine.model.router_replay import merge_routes
-from hybridengine.model.routers import find_routers
+from hybridengine.moe.router_replay import merge_routes
+from hybridengine.moe.routers import find_routers
+from hybridengine.run.errors import ModelError
 from tests.model.moe_models import ARCHITECTURES, NUM_EXPERTS, TOP_K, tiny_moe
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny

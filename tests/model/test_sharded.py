@@ -74,8 +74,8 @@ def step_body(rank: int, world_size: int, path: str) -> dict:
 def test_ranks_equal_one_process(tmp_path: Path, kind: str, world_size: int) -> None:
     from safetensors import safe_open
 
+    from hybridengine.model.checkpoint import checkpoint_layout_from_config
     from hybridengine.model.validation import check_model
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 
     path = save_tiny(kind, tmp_path)
     results = run_ranks(step_body, world_size, path)
@@ -90,9 +90,9 @@ def test_ranks_equal_one_process(tmp_path: Path, kind: str, world_size: int) -> 
 def export_body(rank: int, world_size: int, path: str, out: str) -> dict:
     from transformers import AutoTokenizer
 
-    from hybridengine.checkpoint.pretrained import save_pretrained
-    from hybridengine.errors import ModelError
     from hybridengine.model import parameter_shards
+    from hybridengine.run.errors import ModelError
+    from hybridengine.train.checkpoint.pretrained import save_pretrained
 
     model = load(path, world_size, torch.bfloat16, gradient_checkpointing=True)
     computed = []
@@ -160,7 +160,7 @@ def test_checkpointing_recomputes_and_changes_no_bit(tmp_path: Path) -> None:
 
 
 def broken_body(rank: int, world_size: int, *paths: str) -> list[str]:
-    from hybridengine.errors import ModelError
+    from hybridengine.run.errors import ModelError
 
     messages = []
     for path in paths:

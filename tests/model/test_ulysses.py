@@ -93,8 +93,8 @@ def test_split_sequences_equal_one_process(tmp_path: Path, world_size: int, sp_s
 def heads_body(rank: int, world_size: int, dtype: torch.dtype) -> None:
     import torch.distributed as dist
 
-    from hybridengine.errors import ModelError
     from hybridengine.model.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
+    from hybridengine.run.errors import ModelError
 
     tokens, heads, kv_heads = 5, 12, 3
     generator = torch.Generator().manual_seed(0)
@@ -125,8 +125,8 @@ def test_key_value_heads_that_neither_divide_nor_are_divided(dtype: torch.dtype)
 def test_models_without_sequence_parallelism_are_refused() -> None:
     from transformers import LlamaConfig
 
-    from hybridengine.errors import ModelError
     from hybridengine.model import check_sequence_parallel
+    from hybridengine.run.errors import ModelError
 
     config = LlamaConfig(hidden_size=384, num_attention_heads=6)
     check_sequence_parallel(config, 3)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, LlamaConfig
 
-from hybridengine.errors import ModelError
 from hybridengine.model import (
     ImageFormat,
     Optimizer,
@@ -26,6 +25,7 @@ from hybridengine.model import (
     parameter_shards,
 )
 from hybridengine.model.compile import compile_layers
+from hybridengine.run.errors import ModelError
 from tests.model.cases import LOGITS, load, loss_of
 from tests.model.vision_models import VISION, alone, build, cases, save_vision, vision_models
 from tests.ranks import run_ranks

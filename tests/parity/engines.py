@@ -17,9 +17,9 @@ def open_parity(path: str, *, prefix_caching: bool = False) -> tuple[Any, Any, A
     """Return (Parity, vLLM's model, the trained model)."""
     from transformers import AutoModelForCausalLM
 
+    from hybridengine.lab.parity import attach
+    from hybridengine.lab.parity.points import engine_model
     from hybridengine.model.attention import ATTENTION
-    from hybridengine.parity import attach
-    from hybridengine.parity.points import engine_model
 
     options = {"max_model_len": 128, "kv_cache_memory_bytes": 64 << 20}
     llm = open_llm(path, "float32", enable_prefix_caching=prefix_caching, **options)

@@ -149,8 +149,8 @@ def of_full_distribution(parity: Any) -> tuple[str, str]:
     """Compare with log-probs that the engine has not renormalised."""
     from vllm import SamplingParams
 
-    from hybridengine.parity.causes import response_log_probs, sampling_cause
-    from hybridengine.parity.points import LOGITS, record_engine
+    from hybridengine.lab.parity.causes import response_log_probs, sampling_cause
+    from hybridengine.lab.parity.points import LOGITS, record_engine
 
     options = {"temperature": 0.7, "top_p": 0.6}
     sampling = SamplingParams(max_tokens=8, logprobs=0, seed=1, ignore_eos=True, **options)

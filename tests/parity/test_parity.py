@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from hybridengine.parity.compare import token_cause
+from hybridengine.lab.parity.compare import token_cause
 from tests.forked import run_forked
 from tests.parity.engines import written
 from tests.ranks import run_ranks
@@ -55,7 +55,7 @@ def test_tokens_of_prompts(ours: list[int], theirs: list[int], words: str | None
 
 
 def quantized_faults(rank: int, world_size: int, path: str) -> list[tuple[str, str]]:
-    from hybridengine.parity import Parity
+    from hybridengine.lab.parity import Parity
     from tests.reshard.vllm_engines import build
 
     register_kernel()

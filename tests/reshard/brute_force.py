@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from hybridengine.reshard.plan.source_class import SliceCopy
-from hybridengine.sharding import Copy, EngineLayout, TensorSpec
-from hybridengine.sharding.geometry import contiguous_strides
+from hybridengine.sync.copies import Copy
+from hybridengine.sync.geometry import contiguous_strides
+from hybridengine.sync.layout import EngineLayout, TensorSpec
+from hybridengine.sync.plan.source_class import SliceCopy
 
 __all__ = [
     "arrivals",

@@ -10,17 +10,17 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE, block_quantize
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from hybridengine.reshard import Resharder
-from hybridengine.reshard.transport.in_world import Pull
-from hybridengine.rollout.engine import RolloutEngine
-from hybridengine.sharding import EngineLayout, tp_groups
-from hybridengine.sharding.adapter import Adapter
-from hybridengine.sharding.layout import Quantized
-from hybridengine.sharding.weight_target import WeightTarget
+from hybridengine.engine.engine import RolloutEngine
+from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE, block_quantize
+from hybridengine.sync import tp_groups
+from hybridengine.sync.adapter import Adapter
+from hybridengine.sync.layout import EngineLayout, Quantized
+from hybridengine.sync.move.in_world import Pull
+from hybridengine.sync.resharder import Resharder
+from hybridengine.sync.weight_target import WeightTarget
 from tests.reshard.brute_force import fused_layout
 
 __all__ = [
@@ -154,7 +154,7 @@ def pulling(allowed: bool) -> Iterator[None]:
     if allowed:
         yield
     else:
-        with mock.patch("hybridengine.reshard.resharder.share_memory", lambda *args: None):
+        with mock.patch("hybridengine.sync.resharder.share_memory", lambda *args: None):
             yield
 
 

@@ -9,11 +9,12 @@ from typing import NamedTuple
 import torch
 from hypothesis import strategies as st
 
-from hybridengine.reshard import ReshardPlan
-from hybridengine.reshard.payload.tables import Exchange, ExchangeBuilder, PullBuilder
-from hybridengine.sharding import Copy, EngineLayout, ShardSpec, TensorSpec
-from hybridengine.sharding.geometry import Axis, Block, contiguous_strides
-from hybridengine.sharding.shards import Box, Split
+from hybridengine.sync.copies import Copy
+from hybridengine.sync.geometry import Axis, Block, contiguous_strides
+from hybridengine.sync.layout import EngineLayout, TensorSpec
+from hybridengine.sync.move.tables import Exchange, ExchangeBuilder, PullBuilder
+from hybridengine.sync.plan.planner import ReshardPlan
+from hybridengine.sync.shards import Box, ShardSpec, Split
 
 __all__ = [
     "Case",

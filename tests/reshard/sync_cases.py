@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hybridengine.sharding import Copy, EngineLayout, TensorSpec
-from hybridengine.sharding.adapter import Adapter
-from hybridengine.sharding.geometry import contiguous_strides
+from hybridengine.sync.adapter import Adapter
+from hybridengine.sync.copies import Copy
+from hybridengine.sync.geometry import contiguous_strides
+from hybridengine.sync.layout import EngineLayout, TensorSpec
 from tests.reshard.memory_engine import MemoryEngine, expected, shapes_of, values
 from tests.reshard.training import train
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from hybridengine.reshard.advisor import advise, draw_advice, print_advice
-from hybridengine.sharding import Copy, EngineLayout, TensorSpec
-from hybridengine.sharding.dim1 import dim1_parameters
-from hybridengine.sharding.geometry import contiguous_strides
+from hybridengine.lab.advisor import advise, draw_advice, print_advice
+from hybridengine.sync.copies import Copy
+from hybridengine.sync.dim1 import dim1_parameters
+from hybridengine.sync.geometry import contiguous_strides
+from hybridengine.sync.layout import EngineLayout, TensorSpec
 from tests.forked import run_forked
 from tests.reshard.brute_force import fused_layout
 from tests.tiny_models import tiny_config

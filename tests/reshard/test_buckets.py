@@ -10,11 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.reshard import ReshardPlan, build_plan
-from hybridengine.reshard.plan.buckets import divide
-from hybridengine.sharding import Copy, EngineLayout, ShardSpec, TensorSpec, tp_groups
-from hybridengine.sharding.dim1 import dim1_parameters
-from hybridengine.sharding.geometry import contiguous_strides
+from hybridengine.sync import tp_groups
+from hybridengine.sync.copies import Copy
+from hybridengine.sync.dim1 import dim1_parameters
+from hybridengine.sync.geometry import contiguous_strides
+from hybridengine.sync.layout import EngineLayout, TensorSpec
+from hybridengine.sync.plan.buckets import divide
+from hybridengine.sync.plan.planner import ReshardPlan, build_plan
+from hybridengine.sync.shards import ShardSpec
 from tests.reshard.brute_force import (
     arrivals,
     assert_both_sides_agree,

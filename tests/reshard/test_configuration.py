@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from hybridengine.reshard.plan.configuration import (
+from hybridengine.run.messages import decode, encode
+from hybridengine.sync.layout import LayoutError
+from hybridengine.sync.plan.configuration import (
     check_configuration,
     config_differences,
     in_words,
     plain_values,
 )
-from hybridengine.runtime.messages import decode, encode
-from hybridengine.sharding import LayoutError
 from tests.tiny_models import TINY, tiny_config
 
 

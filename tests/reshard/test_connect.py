@@ -68,7 +68,7 @@ class Case:
     """The engine under test."""
 
     def __init__(self, path: str) -> None:
-        from hybridengine.rollout.vllm.environment import prepare_environment
+        from hybridengine.engine.vllm.environment import prepare_environment
 
         prepare_environment()
         reorder_after_loading()
@@ -97,7 +97,8 @@ class Case:
 def replaced(case: Case) -> dict:
     """Replace a model's tensors between syncs, as training scripts do."""
     from hybridengine.integrations.vllm import connect, reshard
-    from hybridengine.reshard import PlanOutdatedError, Resharder
+    from hybridengine.sync.errors import PlanOutdatedError
+    from hybridengine.sync.resharder import Resharder
 
     model, wrong, versions = build_model(), [], []
     resharder = connect(model, case.llm)

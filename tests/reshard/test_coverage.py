@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.reshard.plan.coverage import check_sources
-from hybridengine.sharding import Copy, EngineLayout, LayoutError
-from hybridengine.sharding.geometry import contiguous_strides
+from hybridengine.sync.copies import Copy
+from hybridengine.sync.geometry import contiguous_strides
+from hybridengine.sync.layout import EngineLayout, LayoutError
+from hybridengine.sync.plan.coverage import check_sources
 
 
 def reading(name: str, view: torch.Tensor) -> Copy:

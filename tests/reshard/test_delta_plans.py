@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hybridengine.kernels import Changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.reshard import build_plan
-from hybridengine.reshard.payload.delta import DeltaGroup, group_size, joined
-from hybridengine.reshard.payload.message import CorruptDeltaError, Versions, decode, encode
-from hybridengine.reshard.payload.tables import ExchangeBuilder
-from hybridengine.reshard.source.changes import Part
+from hybridengine.kernels import Changed
+from hybridengine.sync.delta.changes import Part
+from hybridengine.sync.delta.delta import DeltaGroup, group_size, joined
+from hybridengine.sync.move.message import CorruptDeltaError, Versions, decode, encode
+from hybridengine.sync.move.tables import ExchangeBuilder
+from hybridengine.sync.plan.planner import build_plan
 from tests.reshard.random_plans import Case, _Ranks, assert_written, random_cases, values_of
 
 

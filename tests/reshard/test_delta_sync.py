@@ -10,12 +10,13 @@ from unittest import mock
 import pytest
 import torch
 
-from hybridengine.reshard import Resharder, trainers
-from hybridengine.reshard.payload import delta as group_module
-from hybridengine.rollout import SamplingSpec
-from hybridengine.sharding import LayoutError
-from hybridengine.sharding.adapter import Adapter
-from hybridengine.sharding.shards import local_shard
+from hybridengine.engine.engine import SamplingSpec
+from hybridengine.sync import trainers
+from hybridengine.sync.adapter import Adapter
+from hybridengine.sync.delta import delta as group_module
+from hybridengine.sync.layout import LayoutError
+from hybridengine.sync.resharder import Resharder
+from hybridengine.sync.shards import local_shard
 from tests.ranks import message_of, run_ranks
 from tests.reshard.memory_engine import (
     Shapes,

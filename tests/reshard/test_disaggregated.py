@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard import WeightReceiver, WeightSender
-from hybridengine.reshard.commit.records import SyncState, SyncStore
-from hybridengine.reshard.plan.configuration import plain_values
-from hybridengine.reshard.transport.link import divide
+from hybridengine.remote.sync.link import divide
+from hybridengine.remote.sync.receiver import WeightReceiver
+from hybridengine.remote.sync.records import SyncState, SyncStore
+from hybridengine.remote.sync.sender import WeightSender
+from hybridengine.sync.plan.configuration import plain_values
 from tests.ranks import message_of
 from tests.reshard.memory_engine import expected, mesh_of, shard, values
 from tests.reshard.worlds import (

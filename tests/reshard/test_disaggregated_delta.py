@@ -10,10 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
-from hybridengine.reshard import WeightReceiver, WeightSender
-from hybridengine.reshard.transport.between_worlds import EnginesEnd
-from hybridengine.rollout import SamplingSpec
-from hybridengine.sharding.shards import local_shard
+from hybridengine.engine.engine import SamplingSpec
+from hybridengine.remote.sync.between_worlds import EnginesEnd
+from hybridengine.remote.sync.receiver import WeightReceiver
+from hybridengine.remote.sync.sender import WeightSender
+from hybridengine.sync.shards import local_shard
 from tests.ranks import message_of
 from tests.reshard.brute_force import fused_layout
 from tests.reshard.memory_engine import MemoryEngine, expected, mesh_of, shapes_of, shard, values

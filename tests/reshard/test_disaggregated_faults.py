@@ -15,13 +15,15 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from hybridengine.kernels.strided_copy import CopyTable
 
-from hybridengine.reshard import ReshardError, WeightReceiver, WeightSender
-from hybridengine.reshard.commit.engine_rank import EngineRank
-from hybridengine.rollout import SamplingSpec
-from hybridengine.runtime.failures import process_state, this_process
-from hybridengine.runtime.polling import wait_for
+from hybridengine.engine.engine import SamplingSpec
+from hybridengine.kernels.strided_copy import CopyTable
+from hybridengine.remote.sync.engine_rank import EngineRank
+from hybridengine.remote.sync.receiver import WeightReceiver
+from hybridengine.remote.sync.sender import WeightSender
+from hybridengine.run.failures import process_state, this_process
+from hybridengine.run.polling import wait_for
+from hybridengine.sync.errors import ReshardError
 from tests.ranks import Ranks, message_of
 from tests.reshard.memory_engine import MemoryEngine, expected, mesh_of, shard, values
 from tests.reshard.worlds import (

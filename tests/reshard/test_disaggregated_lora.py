@@ -7,10 +7,12 @@ import warnings
 
 import pytest
 import torch
-from hybridengine.kernels.strided_copy import CopyTable
 
-from hybridengine.reshard import ReshardError, WeightReceiver, WeightSender
-from hybridengine.sharding.adapter import Adapter
+from hybridengine.kernels.strided_copy import CopyTable
+from hybridengine.remote.sync.receiver import WeightReceiver
+from hybridengine.remote.sync.sender import WeightSender
+from hybridengine.sync.adapter import Adapter
+from hybridengine.sync.errors import ReshardError
 from tests.ranks import message_of
 from tests.reshard.brute_force import fused_layout
 from tests.reshard.memory_engine import MemoryEngine, Shapes, expected, mesh_of, shard, values

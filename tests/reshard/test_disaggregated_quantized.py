@@ -11,11 +11,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+
 from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE
 from hybridengine.kernels.strided_copy import CopyTable
-
-from hybridengine.reshard import WeightReceiver, WeightSender
-from hybridengine.sharding.adapter import Adapter
+from hybridengine.remote.sync.receiver import WeightReceiver
+from hybridengine.remote.sync.sender import WeightSender
+from hybridengine.sync.adapter import Adapter
 from tests.ranks import message_of
 from tests.reshard.brute_force import fused_layout
 from tests.reshard.memory_engine import MemoryEngine, mesh_of, quantize, shard

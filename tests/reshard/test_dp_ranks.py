@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridengine.reshard.advisor import advise
-from hybridengine.reshard.record.dp_ranks import record_dp_ranks
-from hybridengine.reshard.trainer_layout import TrainerLayout
-from hybridengine.sharding import Copy, EngineLayout, TensorSpec
+from hybridengine.lab.advisor import advise
+from hybridengine.lab.dp_ranks import record_dp_ranks
+from hybridengine.lab.trainer_layout import TrainerLayout
+from hybridengine.sync.copies import Copy
+from hybridengine.sync.layout import EngineLayout, TensorSpec
 from tests.ranks import run_ranks
 from tests.reshard.vllm_engines import unequal, vllm_model
 from tests.tiny_models import save_tiny
@@ -90,7 +91,7 @@ def test_trainer_layouts_that_cannot_be() -> None:
 def recorded_body(rank: int, world_size: int, path: str) -> list[str]:
     import torch.distributed as dist
 
-    from hybridengine.rollout.vllm.record import record_engine_layouts
+    from hybridengine.engine.vllm.record import record_engine_layouts
 
     dist.destroy_process_group()  # the advisor makes a world of its own
     _, layouts = record_engine_layouts(path, 2, dp_size=2, expert_parallel=True)
@@ -105,8 +106,8 @@ def engine_body(rank: int, world_size: int, path: str) -> dict:
     from transformers import AutoModelForCausalLM
 
     from hybridengine.model import parameter_shards
-    from hybridengine.reshard import Resharder
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout
+    from hybridengine.model.checkpoint import checkpoint_layout
+    from hybridengine.sync.resharder import Resharder
     from tests.reshard.memory_engine import MemoryEngine
 
     trained = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

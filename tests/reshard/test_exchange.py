@@ -13,11 +13,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hybridengine.kernels.strided_copy import CopyTable
 
-from hybridengine.reshard import Resharder
-from hybridengine.reshard.transport import shared_memory
-from hybridengine.reshard.transport.in_world import Pull
+from hybridengine.kernels.strided_copy import CopyTable
+from hybridengine.sync.move import shared_memory
+from hybridengine.sync.move.in_world import Pull
+from hybridengine.sync.resharder import Resharder
 from tests.ranks import run_ranks
 from tests.reshard.memory_engine import Shapes, build, expected, shapes_of, values
 
@@ -222,7 +222,7 @@ def test_peak_memory_is_two_buckets() -> None:
 
 
 def overlap_body(rank: int, world_size: int) -> dict:
-    from hybridengine.reshard.transport.in_world import AllToAll
+    from hybridengine.sync.move.in_world import AllToAll
 
     _, _, resharder = build(BIG, 2, full=values(BIG), bucket_bytes=1 << 20, transport="all-to-all")
     log: list[str] = []
@@ -330,9 +330,9 @@ def test_a_send_buffer_is_not_reused_before_all_ranks_read_it() -> None:
 
 
 def planless_body(rank: int, world_size: int) -> int:
-    from hybridengine.reshard import resharder
-    from hybridengine.reshard.payload import rows, tables
-    from hybridengine.reshard.plan import planner, source_class
+    from hybridengine.sync import resharder
+    from hybridengine.sync.move import rows, tables
+    from hybridengine.sync.plan import planner, source_class
 
     engine, _, made = build(UNEVEN, 2, full=values(UNEVEN))
     made.sync(1)

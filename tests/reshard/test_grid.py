@@ -23,14 +23,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hybridengine.kernels.block_quantize import block_quantize
 from safetensors.torch import load_file, save_file
 
-from hybridengine.reshard import Resharder, WeightReceiver, WeightSender
-from hybridengine.reshard.transport.in_world import Pull
-from hybridengine.sharding import EngineLayout, tp_groups
-from hybridengine.sharding.adapter import Adapter
-from hybridengine.sharding.shards import local_shard
+from hybridengine.kernels.block_quantize import block_quantize
+from hybridengine.remote.sync.receiver import WeightReceiver
+from hybridengine.remote.sync.sender import WeightSender
+from hybridengine.sync import tp_groups
+from hybridengine.sync.adapter import Adapter
+from hybridengine.sync.layout import EngineLayout
+from hybridengine.sync.move.in_world import Pull
+from hybridengine.sync.resharder import Resharder
+from hybridengine.sync.shards import local_shard
 from tests.ranks import run_ranks
 from tests.reshard.memory_engine import MemoryEngine, pulling, quantize
 from tests.reshard.quantized_cases import save
@@ -134,8 +137,8 @@ def steps_of(path: str, source: str, count: int) -> Iterator[tuple[int, Weights]
 
 def load_body(rank: int, tp_size: int, path: str, folder: Path) -> EngineLayout:
     """Save what vLLM's model of this TP rank holds after each step; return how it is laid out."""
+    from hybridengine.model.checkpoint import checkpoint_layout_from_config
     from hybridengine.model.validation import check_model
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 
     checkpoint = checkpoint_layout_from_config(check_model(path))
     layout, model = vllm_model(rank, tp_size, path, tp_size, checkpoint)

@@ -10,10 +10,11 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hybridengine.reshard import Resharder
-from hybridengine.reshard.source.holders import unite_holders
-from hybridengine.reshard.trainer_layout import TrainerLayout
-from hybridengine.sharding import Adapter, ShardSpec
+from hybridengine.lab.trainer_layout import TrainerLayout
+from hybridengine.sync.adapter import Adapter
+from hybridengine.sync.holders import unite_holders
+from hybridengine.sync.resharder import Resharder
+from hybridengine.sync.shards import ShardSpec
 from tests.ranks import message_of, run_ranks
 from tests.reshard.brute_force import brute_force_bound, fused_layout
 from tests.reshard.memory_engine import MemoryEngine, expected, pulling, shapes_of

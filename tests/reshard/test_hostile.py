@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard import RankFailedError, Resharder, ReshardError
-from hybridengine.rollout import SamplingSpec
-from hybridengine.runtime.failures import CollectiveGuard, process_state, this_process
-from hybridengine.runtime.polling import wait_for
-from hybridengine.sharding import LayoutError, StaleWeightsError
+from hybridengine.engine.engine import SamplingSpec
+from hybridengine.run.failures import CollectiveGuard, process_state, this_process
+from hybridengine.run.polling import wait_for
+from hybridengine.sync.errors import RankFailedError, ReshardError
+from hybridengine.sync.layout import LayoutError
+from hybridengine.sync.resharder import Resharder
+from hybridengine.sync.weight_target import StaleWeightsError
 from tests.ranks import Ranks, message_of, run_ranks
 from tests.reshard.memory_engine import Shapes, build, expected, mesh_of, shard, values
 

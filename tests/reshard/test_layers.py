@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridengine.reshard.record import loader
-from hybridengine.reshard.record.loader import record_checkpoint
-from hybridengine.sharding.layout import EngineLayout
+from hybridengine.sync.layout import EngineLayout
+from hybridengine.sync.record import loader
+from hybridengine.sync.record.loader import record_checkpoint
 from tests.architectures.catalogue import CATALOGUE, Entry
 from tests.ranks import run_ranks
 
@@ -55,7 +55,7 @@ def record_both(rank: int, world_size: int, folder: str) -> dict[str, dict]:
     """Each model, at TP 2, recorded by class of layers and in full, in one process."""
     import torch.distributed as dist
 
-    from hybridengine.rollout.vllm.record import record_engine_layouts
+    from hybridengine.engine.vllm.record import record_engine_layouts
 
     dist.destroy_process_group()  # the advisor makes a world of its own
     by_class, some, loaded = loader._layer_classes, loader._samples, []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridengine.errors import RolloutError
+from hybridengine.run.errors import RolloutError
 from tests.model.lora_shared import EXPERT_WEIGHTS, float64_update
 from tests.ranks import run_ranks
 from tests.reshard.vllm_engines import PROMPTS, LargestAllocation, build, unequal
@@ -110,9 +110,9 @@ def rollout_body(
     fsdp_size: int,
     target_parameters: tuple[str, ...] = (),
 ) -> dict:
+    from hybridengine.engine.engine import SamplingSpec
     from hybridengine.model import pack_rollouts, packed_log_probs
     from hybridengine.model.lora import adapters_disabled, apply_lora
-    from hybridengine.rollout import SamplingSpec
 
     engine, model, resharder = build(
         path,
@@ -147,8 +147,8 @@ def rollout_body(
 
 def check_flipped_bit(engine: Any, resharder: Any) -> None:
     """A bit of an adapter in the engine changes, which the checksum of its responses shows."""
-    from hybridengine.config import load_config
-    from hybridengine.trainer.weights_checksum import WeightsChecksum
+    from hybridengine.remote.weights_checksum import WeightsChecksum
+    from hybridengine.run.config import load_config
 
     config = load_config(None, ["model.path=m", "data.train_files=f"])
     checksum = WeightsChecksum(config, engine)
@@ -179,8 +179,8 @@ def test_experts_and_replicated_shards(tmp_path: Path) -> None:
 
 
 def test_ranks_and_experts_without_slots_are_refused() -> None:
-    from hybridengine.rollout.vllm.weights import slot_options
-    from hybridengine.sharding import LayoutError
+    from hybridengine.engine.vllm.weights import slot_options
+    from hybridengine.sync.layout import LayoutError
 
     experts = {"model.layers.0.mlp.experts.gate_up_proj": (4, 128, 128)}
     assert slot_options(0, experts) == {}
@@ -192,9 +192,9 @@ def test_ranks_and_experts_without_slots_are_refused() -> None:
 
 
 def test_adapters_of_experts_are_not_sent_alone() -> None:
-    from hybridengine.reshard.source.trained import TrainedTensors
-    from hybridengine.sharding import LayoutError
-    from hybridengine.sharding.adapter import ExpertAdapter
+    from hybridengine.sync.adapter import ExpertAdapter
+    from hybridengine.sync.layout import LayoutError
+    from hybridengine.sync.trained import TrainedTensors
 
     adapter = ExpertAdapter(torch.zeros(4, 6), torch.zeros(6, 5), 1.0, 2, 3, False)
     trained = TrainedTensors(

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.reshard import build_plan
-from hybridengine.sharding import Copy, EngineLayout, LayoutError, ShardSpec, TensorSpec
+from hybridengine.sync.copies import Copy
+from hybridengine.sync.layout import EngineLayout, LayoutError, TensorSpec
+from hybridengine.sync.plan.planner import build_plan
+from hybridengine.sync.shards import ShardSpec
 from tests.reshard.brute_force import (
     arrivals,
     assert_both_sides_agree,

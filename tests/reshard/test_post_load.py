@@ -67,8 +67,8 @@ REASONS = {
 
 @pytest.mark.parametrize("change", REASONS)
 def test_processing_is_followed_or_refused_by_name(change) -> None:
-    from hybridengine.rollout.vllm.post_load import PostLoadProcessing
-    from hybridengine.sharding.layout import identity_layout
+    from hybridengine.engine.vllm.post_load import PostLoadProcessing
+    from hybridengine.sync.layout import identity_layout
 
     model = torch.nn.ModuleDict({"experts": Layer(change)})
     layer = model["experts"]

@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from hybridengine.reshard import build_plan
-from hybridengine.sharding import Copy, EngineLayout, ShardSpec, TensorSpec
+from hybridengine.sync.copies import Copy
+from hybridengine.sync.layout import EngineLayout, TensorSpec
+from hybridengine.sync.plan.planner import build_plan
+from hybridengine.sync.shards import ShardSpec
 from tests.reshard.random_plans import (
     Case,
     assert_written,

@@ -11,15 +11,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hybridengine.kernels.block_quantize import block_quantize
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hybridengine.reshard import Resharder
-from hybridengine.reshard.payload.fp8 import BlockScales
-from hybridengine.sharding import Copy, EngineLayout, LayoutError, StaleWeightsError, TensorSpec
-from hybridengine.sharding.adapter import Adapter
-from hybridengine.sharding.geometry import contiguous_strides
+from hybridengine.kernels.block_quantize import block_quantize
+from hybridengine.sync.adapter import Adapter
+from hybridengine.sync.copies import Copy
+from hybridengine.sync.geometry import contiguous_strides
+from hybridengine.sync.layout import EngineLayout, LayoutError, TensorSpec
+from hybridengine.sync.move.fp8 import BlockScales
+from hybridengine.sync.resharder import Resharder
+from hybridengine.sync.weight_target import StaleWeightsError
 from tests.ranks import message_of, run_ranks
 from tests.reshard.memory_engine import MemoryEngine, build, quantize, shard
 from tests.reshard.quantized_cases import QUANTIZED, SHAPES, differing, trained

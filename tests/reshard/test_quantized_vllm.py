@@ -46,8 +46,8 @@ def unequal_to_vllms(engine, checkpoint: dict[str, torch.Tensor]) -> list[str]:
 
 
 def sync_body(rank: int, world_size: int, path: str) -> dict:
+    from hybridengine.engine.engine import SamplingSpec
     from hybridengine.model import parameter_shards
-    from hybridengine.rollout import SamplingSpec
 
     register_kernel()
     torch.compiler.set_stance("force_eager")  # vLLM compiles its quantization, not when it reloads
@@ -99,7 +99,7 @@ def trainer_body(rank: int, world_size: int, port: int, path: str) -> int:
     from torch.distributed.fsdp import fully_shard
 
     from hybridengine.model import parameter_shards
-    from hybridengine.reshard import WeightSender
+    from hybridengine.remote.sync.sender import WeightSender
 
     model = load_trained(path)
     for layer in model.model.layers:
@@ -117,8 +117,8 @@ def trainer_body(rank: int, world_size: int, port: int, path: str) -> int:
 
 
 def engine_body(rank: int, world_size: int, port: int, path: str) -> dict:
-    from hybridengine.reshard import WeightReceiver
-    from hybridengine.rollout import SamplingSpec
+    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.remote.sync.receiver import WeightReceiver
 
     register_kernel()
     torch.compiler.set_stance("force_eager")  # vLLM compiles its quantization, not when it reloads

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridengine.reshard.source.rates import Rates, max_share, measure, share_of
-from hybridengine.reshard.transport.in_world import AllToAll
+from hybridengine.sync.delta.rates import Rates, max_share, measure, share_of
+from hybridengine.sync.move.in_world import AllToAll
 from tests.ranks import run_ranks
 
 GB = 10**9

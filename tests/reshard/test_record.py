@@ -10,12 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.reshard import record_checkpoint, record_layout
-from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
-from hybridengine.reshard.record.loader import compose_with_checkpoint
-from hybridengine.sharding import Copy, LayoutError
-from hybridengine.sharding.copies import compose, merge
-from hybridengine.sharding.geometry import NotABlock, contiguous_strides
+from hybridengine.model.checkpoint import checkpoint_layout_from_config
+from hybridengine.sync.copies import Copy, compose, merge
+from hybridengine.sync.geometry import NotABlock, contiguous_strides
+from hybridengine.sync.layout import LayoutError
+from hybridengine.sync.record.loader import (
+    compose_with_checkpoint,
+    record_checkpoint,
+    record_layout,
+)
 from tests.tiny_models import tiny_config
 
 

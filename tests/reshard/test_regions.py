@@ -7,10 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.reshard import build_plan
-from hybridengine.reshard.plan.regions import disjoint_regions
-from hybridengine.sharding import Copy, EngineLayout, ShardSpec, TensorSpec
-from hybridengine.sharding.geometry import Block, contiguous_strides
+from hybridengine.sync.copies import Copy
+from hybridengine.sync.geometry import Block, contiguous_strides
+from hybridengine.sync.layout import EngineLayout, TensorSpec
+from hybridengine.sync.plan.planner import build_plan
+from hybridengine.sync.plan.regions import disjoint_regions
+from hybridengine.sync.shards import ShardSpec
 from tests.reshard.brute_force import (
     arrivals,
     assert_both_sides_agree,

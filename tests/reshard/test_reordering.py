@@ -9,14 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.reshard.plan.coverage import check_coverage
-from hybridengine.reshard.record.reordering import (
+from hybridengine.moe.reordering import (
     find_reordering,
     reordered_layout,
     undo_reordering,
 )
-from hybridengine.sharding import Copy, EngineLayout, LayoutError, TensorSpec
-from hybridengine.sharding.geometry import contiguous_strides
+from hybridengine.sync.copies import Copy
+from hybridengine.sync.geometry import contiguous_strides
+from hybridengine.sync.layout import EngineLayout, LayoutError, TensorSpec
+from hybridengine.sync.plan.coverage import check_coverage
 
 
 def swap_halves(w: torch.Tensor) -> torch.Tensor:

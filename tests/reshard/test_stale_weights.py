@@ -13,10 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hybridengine.model.optim import Optimizer
-from hybridengine.reshard import Resharder
-from hybridengine.reshard.target import EngineState, without_aliases
-from hybridengine.sharding.checksums import bit_checksums
-from hybridengine.sharding.shards import full_tensor, local_shard
+from hybridengine.sync.checksums import bit_checksums
+from hybridengine.sync.resharder import Resharder
+from hybridengine.sync.shards import full_tensor, local_shard
+from hybridengine.sync.target import EngineState, without_aliases
 from tests.reshard.memory_engine import MemoryEngine, Shapes, build, expected, values
 
 SHAPES: Shapes = {

@@ -58,9 +58,10 @@ def standalone_body(rank: int, world_size: int, path: str) -> dict:
     from vllm import SamplingParams
 
     from hybridengine.integrations.vllm import connect, reshard
-    from hybridengine.reshard import ReshardError
-    from hybridengine.rollout.vllm import transfer as plugin
-    from hybridengine.sharding import LayoutError, StaleWeightsError
+    from hybridengine.remote.vllm_transfer import transfer as plugin
+    from hybridengine.sync.errors import ReshardError
+    from hybridengine.sync.layout import LayoutError
+    from hybridengine.sync.weight_target import StaleWeightsError
 
     llm = build_llm(path, tensor_parallel_size=2, max_model_len=64, kv_cache_memory_bytes=64 << 20)
     engine_model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard import WeightReceiver, WeightSender
-from hybridengine.reshard.move import Mover
+from hybridengine.remote.sync.receiver import WeightReceiver
+from hybridengine.remote.sync.sender import WeightSender
+from hybridengine.sync.move.mover import Mover
 from tests.ranks import run_ranks
 from tests.reshard.brute_force import fused_layout
 from tests.reshard.memory_engine import MemoryEngine, build, mesh_of, quantize, shards_of

@@ -9,18 +9,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard import PlanOutdatedError, Resharder, ReshardError, build_plan, memory
-from hybridengine.reshard.commit.coordinator import Coordinator
-from hybridengine.reshard.commit.records import SyncStore
-from hybridengine.reshard.plan.configuration import config_differences
-from hybridengine.rollout import SamplingSpec
-from hybridengine.runtime.activity import Activity
-from hybridengine.runtime.device import DeviceProgress
-from hybridengine.sharding import LayoutError, StaleWeightsError
-from hybridengine.sharding.adapter import Adapter
-from hybridengine.sharding.checksums import bit_checksums
-from hybridengine.sharding.layout import identity_layout
-from hybridengine.sharding.shards import RowRange
+from hybridengine.engine.engine import SamplingSpec
+from hybridengine.remote.sync.coordinator import Coordinator
+from hybridengine.remote.sync.records import SyncStore
+from hybridengine.run.activity import Activity
+from hybridengine.run.device import DeviceProgress
+from hybridengine.sync.adapter import Adapter
+from hybridengine.sync.checksums import bit_checksums
+from hybridengine.sync.errors import PlanOutdatedError, ReshardError
+from hybridengine.sync.layout import LayoutError, identity_layout
+from hybridengine.sync.plan import memory
+from hybridengine.sync.plan.configuration import config_differences
+from hybridengine.sync.plan.planner import build_plan
+from hybridengine.sync.resharder import Resharder
+from hybridengine.sync.shards import RowRange
+from hybridengine.sync.weight_target import StaleWeightsError
 from tests.reshard.memory_engine import Shapes, build, expected, values
 
 SHAPES: Shapes = {
@@ -140,7 +143,7 @@ def test_frozen_weights_are_read_once_per_sync_or_never() -> None:
     for discards in (False, True):
         engine.discards_weights = discards
         resharder = Resharder(lambda: shards, engine, 4096, lambda: adapters)
-        with mock.patch("hybridengine.reshard.trainers.bit_checksums", wraps=bit_checksums) as read:
+        with mock.patch("hybridengine.sync.trainers.bit_checksums", wraps=bit_checksums) as read:
             counts = []
             for _ in range(3):
                 resharder.sync()
@@ -184,14 +187,14 @@ def test_the_bucket_size_is_by_free_memory_and_the_same_on_all_ranks(monkeypatch
     engine, shards, _ = build(SHAPES, 1, full=values(SHAPES))
     sizes = []
     monkeypatch.setattr(
-        "hybridengine.reshard.trainers.all_gather_values",
+        "hybridengine.sync.trainers.all_gather_values",
         lambda value, expected: [value, (5000, 0)] * 2,
     )
     monkeypatch.setattr(
         Resharder, "_gather_layouts", lambda self: sizes.append(1) or [self._layout]
     )
     monkeypatch.setattr(
-        "hybridengine.reshard.resharder.plan_sync",
+        "hybridengine.sync.resharder.plan_sync",
         lambda specs, layouts, size, *_: sizes.append(size) or build_plan(specs, layouts, size),
     )
     with pytest.raises(LayoutError, match="made another reshard plan"):

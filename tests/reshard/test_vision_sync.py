@@ -39,6 +39,7 @@ def change(model: Any, freeze: bool) -> None:
 
 
 def sync_body(rank: int, world_size: int, path: str, tp_size: int, freeze: bool) -> dict:
+    from hybridengine.engine.engine import SamplingSpec
     from hybridengine.model import (
         freeze_vision_tower,
         pack_rollouts,
@@ -46,7 +47,6 @@ def sync_body(rank: int, world_size: int, path: str, tp_size: int, freeze: bool)
         parameter_shards,
     )
     from hybridengine.model.validation import check_model
-    from hybridengine.rollout import SamplingSpec
     from hybridengine.vision import load_image_preparer
 
     adapt = freeze_vision_tower if freeze else None

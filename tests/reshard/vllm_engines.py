@@ -42,7 +42,7 @@ def build(
         sharding_mesh,
     )
     from hybridengine.model.lora import adapter_shards
-    from hybridengine.reshard import Resharder
+    from hybridengine.sync.resharder import Resharder
 
     engine, checkpoint = build_engine(path, tp_size, dtype, lora_rank, quantization)
     sliced = engine.target.layout.sliced_dims(checkpoint.parameters)
@@ -70,8 +70,8 @@ def build_engine(
     """Return (VllmEngine, layout of the checkpoint)."""
     from transformers import AutoConfig
 
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
-    from hybridengine.rollout.vllm.engine import VllmEngine
+    from hybridengine.engine.vllm.engine import VllmEngine
+    from hybridengine.model.checkpoint import checkpoint_layout_from_config
     from hybridengine.vision import load_image_preparer
 
     config = AutoConfig.from_pretrained(path)
@@ -99,12 +99,12 @@ def vllm_model(
 
     options: of vLLM's engine.
     """
-    from hybridengine.rollout.vllm.environment import (
+    from hybridengine.engine.vllm.environment import (
         models_inspected_here,
         prepare_environment,
         unique_shared_memory,
     )
-    from hybridengine.rollout.vllm.record import record_engine_layout
+    from hybridengine.engine.vllm.record import record_engine_layout
 
     prepare_environment()
     from vllm.config import set_current_vllm_config
@@ -147,12 +147,12 @@ class LargestAllocation(TorchDispatchMode):
 
 def build_llm(path: str, **options: Any) -> Any:
     """Return a plain vLLM `LLM` (not our engine) with our weight-transfer backend."""
-    from hybridengine.rollout.vllm.environment import (
+    from hybridengine.engine.vllm.environment import (
         models_inspected_here,
         prepare_environment,
         unique_shared_memory,
     )
-    from hybridengine.rollout.vllm.transfer import register
+    from hybridengine.remote.vllm_transfer.transfer import register
 
     prepare_environment()
     from vllm import LLM

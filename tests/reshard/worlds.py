@@ -9,8 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard import WeightReceiver, sender
-from hybridengine.reshard.transport.link import GroupLink
+from hybridengine.remote.sync import sender
+from hybridengine.remote.sync.link import GroupLink
+from hybridengine.remote.sync.receiver import WeightReceiver
 from tests.ranks import Ranks
 from tests.reshard.brute_force import fused_layout
 from tests.reshard.memory_engine import MemoryEngine, shapes_of, values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridengine.reward_worker.function import import_reward_function
+from hybridengine.train.rewards.function import import_reward_function
 
 
 def score(rule, source, response, truth):

@@ -4,15 +4,19 @@ import sys
 
 import pytest
 
-from hybridengine.config import ConfigError, RewardConfig
-from hybridengine.config.reward import CustomRewardConfig, OverlongBufferConfig, RewardManagerConfig
-from hybridengine.data import PromptSample
-from hybridengine.rewards import (
+from hybridengine.run.config import ConfigError, RewardConfig
+from hybridengine.run.config.reward import (
+    CustomRewardConfig,
+    OverlongBufferConfig,
+    RewardManagerConfig,
+)
+from hybridengine.run.errors import RewardError
+from hybridengine.train.data import PromptSample
+from hybridengine.train.rewards.build import build_reward_manager
+from hybridengine.train.rewards.manager import (
     ResponseTokens,
-    RewardError,
     RewardManager,
     RewardResult,
-    build_reward_manager,
     register_manager,
     score_checked,
 )
@@ -137,7 +141,7 @@ def test_a_users_manager(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="already registered"):
         register_manager("longest_for_this_test")(RewardManager)
     (tmp_path / "users_module_for_this_test.py").write_text(
-        "from hybridengine.rewards import RewardManager, RewardResult\n"
+        "from hybridengine.train.rewards.manager import RewardManager, RewardResult\n"
         "class Own(RewardManager):\n"
         "    def score(self, samples, responses, lengths):\n"
         "        return RewardResult([7.0] * len(samples), {})\n"
@@ -152,8 +156,8 @@ def test_a_users_manager(tmp_path, monkeypatch):
     [
         ("naiv", "expected one of naive, batch, dapo"),
         ("no_such_package.Manager", "cannot be imported: No module named"),
-        ("hybridengine.rewards.NoManager", "cannot be imported: .*no attribute"),
-        ("hybridengine.rewards.RewardError", "expected one of"),
+        ("hybridengine.train.rewards.NoManager", "cannot be imported: .*no attribute"),
+        ("hybridengine.run.errors.RewardError", "expected one of"),
     ],
 )
 def test_unknown_managers(tmp_path, name, message):

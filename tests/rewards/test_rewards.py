@@ -4,8 +4,10 @@ import textwrap
 
 import pytest
 
-from hybridengine.data import PromptSample
-from hybridengine.rewards import RewardError, RewardWorkers, score_responses
+from hybridengine.rewards.workers import RewardWorkers
+from hybridengine.run.errors import RewardError
+from hybridengine.train.data import PromptSample
+from hybridengine.train.rewards.manager import score_responses
 
 SAMPLE = PromptSample(3, [1, 2], "what is 1 + 1", "sums", "2", {"level": 1})
 

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from hybridengine.errors import RewardError
-from hybridengine.reward_worker.function import BUILT_IN, import_reward_function
+from hybridengine.run.errors import RewardError
+from hybridengine.train.rewards.function import BUILT_IN, import_reward_function
 from tests.rewards.rules import score
 
 

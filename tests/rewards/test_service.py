@@ -8,10 +8,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from hybridengine.config import RewardConfig
-from hybridengine.config.reward import CustomRewardConfig, RewardHttpConfig, RewardManagerConfig
-from hybridengine.data import PromptSample
-from hybridengine.rewards import RewardError, build_reward_manager
+from hybridengine.run.config import RewardConfig
+from hybridengine.run.config.reward import CustomRewardConfig, RewardHttpConfig, RewardManagerConfig
+from hybridengine.run.errors import RewardError
+from hybridengine.train.data import PromptSample
+from hybridengine.train.rewards.build import build_reward_manager
 
 CHAT = ({"role": "user", "content": "hi"},)
 SAMPLES = [PromptSample(i, [1], f"prompt {i}", "sums", {"n": i}, {"i": i}, CHAT) for i in range(5)]

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.config import RewardConfig
-from hybridengine.config.reward import CustomRewardConfig, RewardManagerConfig
-from hybridengine.data import PromptSample
-from hybridengine.rewards import RewardError, RewardResult, build_reward_manager
-from hybridengine.rewards.local import given_functions
+from hybridengine.run.config import RewardConfig
+from hybridengine.run.config.reward import CustomRewardConfig, RewardManagerConfig
+from hybridengine.run.errors import RewardError
+from hybridengine.train.data import PromptSample
+from hybridengine.train.rewards.build import build_reward_manager
+from hybridengine.train.rewards.local import given_functions
+from hybridengine.train.rewards.manager import RewardResult
 
 CHAT = ({"role": "user", "content": "hi"},)
 SAMPLES = [

@@ -9,22 +9,22 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from hybridengine.config import ConfigError, RewardConfig
-from hybridengine.config.reward import (
+from hybridengine.rewards.verl_manager import VerlData, VerlRewardManager
+from hybridengine.run.config import ConfigError, RewardConfig
+from hybridengine.run.config.reward import (
     CustomRewardConfig,
     OverlongBufferConfig,
     RewardManagerConfig,
     RewardModuleConfig,
 )
-from hybridengine.data import PromptSample
-from hybridengine.rewards import (
+from hybridengine.run.errors import RewardError
+from hybridengine.train.data import PromptSample
+from hybridengine.train.rewards.build import build_reward_manager
+from hybridengine.train.rewards.manager import (
     ResponseTokens,
-    RewardError,
     RewardManager,
-    build_reward_manager,
     score_checked,
 )
-from hybridengine.rewards.verl_manager import VerlData, VerlRewardManager
 from tests.tiny_models import save_tiny
 
 VERL = "pip install --no-deps verl==0.9.1"

@@ -9,9 +9,12 @@ import time
 
 import pytest
 
-from hybridengine.data import PromptSample
-from hybridengine.reward_worker.function import BUILT_IN
-from hybridengine.rewards import RewardError, RewardWorkers, score_responses, workers
+from hybridengine.rewards import workers
+from hybridengine.rewards.workers import RewardWorkers
+from hybridengine.run.errors import RewardError
+from hybridengine.train.data import PromptSample
+from hybridengine.train.rewards.function import BUILT_IN
+from hybridengine.train.rewards.manager import score_responses
 from tests.ranks import Ranks
 
 ARGUMENTS = "data_source, solution_str, ground_truth, extra_info"
@@ -226,7 +229,7 @@ def compute_score({ARGUMENTS}):
 def test_a_built_in_rule_gives_up_on_too_much_memory(tmp_path, monkeypatch) -> None:
     file = tmp_path / "greedy.py"
     file.write_text(GREEDY)
-    register = "from hybridengine.reward_worker import function; from pathlib import Path\n"
+    register = "from hybridengine.train.rewards import function; from pathlib import Path\n"
     register += f"function.BUILT_IN['greedy'] = Path({str(file)!r})\n"
     program = workers._MAIN.replace("from ", register.replace("{", "{{") + "from ", 1)
     monkeypatch.setattr(workers, "_MAIN", program)
@@ -333,7 +336,7 @@ def test_a_reset_connection_ends_a_worker_without_a_traceback() -> None:
     program = textwrap.dedent("""
         import os
         from multiprocessing.connection import Pipe
-        from hybridengine.reward_worker.main import main
+        from hybridengine.rewards.worker_main import main
         ours, theirs = Pipe()
         theirs.send("not read")
         ours.close()

@@ -110,6 +110,8 @@ def compare(
     """
     from transformers import AutoConfig
 
+    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model import (
         load_causal_lm,
         pack_rollouts,
@@ -118,10 +120,8 @@ def compare(
         sharding_mesh,
         use_exact_operators,
     )
-    from hybridengine.reshard import Resharder
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
-    from hybridengine.rollout import SamplingSpec
-    from hybridengine.rollout.vllm.engine import VllmEngine
+    from hybridengine.model.checkpoint import checkpoint_layout_from_config
+    from hybridengine.sync.resharder import Resharder
 
     dtype = getattr(torch, dtype_name)
     checkpoint = checkpoint_layout_from_config(AutoConfig.from_pretrained(path))
@@ -221,9 +221,9 @@ def _differing_operators(model: Any, llm: Any, prompt: Sequence[int]) -> list[st
     """Run the model on the engine's values of one request, operator by operator."""
     from vllm import SamplingParams
 
+    from hybridengine.lab.parity.forced import ForcedForward
+    from hybridengine.lab.parity.points import LOGITS, record_engine
     from hybridengine.model import pack_rollouts, packed_logits
-    from hybridengine.parity.forced import ForcedForward
-    from hybridengine.parity.points import LOGITS, record_engine
 
     def forward(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
         ids = [*token_ids.tolist(), 0]  # every position predicts one

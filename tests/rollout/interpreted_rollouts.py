@@ -28,12 +28,11 @@ def interpreted(*arguments: Any) -> dict[str, Any]:
 
 def _use_triton(patches: pytest.MonkeyPatch) -> set[str]:
     """Let CPU tensors have the Triton kernels of all exact operators; return those that ran."""
+    import hybridengine.model  # noqa: F401
     from hybridengine.kernels import decode_linear_triton, layer_triton, paged_attention_triton
     from hybridengine.kernels._launch import launch
     from hybridengine.kernels.attention import triton_paths
     from hybridengine.kernels.logprob import triton as logprob_triton
-
-    import hybridengine.model  # noqa: F401
 
     kernels = "hybridengine.kernels"
     widen_dot(patches)

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from hybridengine.kernels import sample_tokens
 
-from hybridengine.config import load_config
-from hybridengine.errors import RolloutError
-from hybridengine.rollout import SamplingSpec
-from hybridengine.rollout.engine import derive_seed
-from hybridengine.rollout.server import ServerEngine, VllmServer
-from hybridengine.trainer.weights_checksum import WeightsChecksum
+from hybridengine.engine.engine import SamplingSpec, derive_seed
+from hybridengine.kernels import sample_tokens
+from hybridengine.remote.servers import ServerEngine, VllmServer
+from hybridengine.remote.weights_checksum import WeightsChecksum
+from hybridengine.run.config import load_config
+from hybridengine.run.errors import RolloutError
 
 __all__ = ["check_checksum", "check_generation", "scaled"]
 

@@ -78,12 +78,12 @@ def serve_model(port: int, model: str, delay_s: float) -> None:
     """As vLLM's `/pause`, `/update_weights`, … with one engine."""
     from transformers import AutoConfig
 
-    from hybridengine.reshard import WeightReceiver
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
-    from hybridengine.reshard.target import EngineState
-    from hybridengine.rollout import SamplingSpec
-    from hybridengine.rollout.hf import HfEngine
-    from hybridengine.rollout.server.client import WEIGHTS_STATE
+    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.hf import HfEngine
+    from hybridengine.model.checkpoint import checkpoint_layout_from_config
+    from hybridengine.remote.servers.client import WEIGHTS_STATE
+    from hybridengine.remote.sync.receiver import WeightReceiver
+    from hybridengine.sync.target import EngineState
 
     checkpoint = checkpoint_layout_from_config(AutoConfig.from_pretrained(model))
     engine = HfEngine(model, checkpoint, stop_token_ids=[2], dtype=torch.float32)

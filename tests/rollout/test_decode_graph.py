@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hybridengine.rollout.vllm.environment import vllm_available
+from hybridengine.engine.vllm.environment import vllm_available
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 from tests.vllm_llm import open_llm
@@ -71,9 +71,9 @@ class Counted:
 
 
 def compare(rank: int, world_size: int, path: str, dtype: str) -> None:
-    from hybridengine.rollout.vllm import decode_graph
-    from hybridengine.rollout.vllm.exact import use_exact_operators
-    from hybridengine.rollout.vllm.sampling import FusedSampler
+    from hybridengine.engine.exact import decode_graph
+    from hybridengine.engine.exact.exact import use_exact_operators
+    from hybridengine.engine.vllm.sampling import FusedSampler
 
     llm = open_llm(path, dtype, exact=True, max_model_len=64, kv_cache_memory_bytes=8 << 20)
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
@@ -130,8 +130,8 @@ def test_steps_are_replayed_with_the_bits_of_eager_ones(kind: str, tmp_path: Pat
 
 
 def refuse(rank: int, world_size: int, path: str) -> None:
-    from hybridengine.rollout.vllm.exact import use_exact_operators
-    from hybridengine.rollout.vllm.sampling import FusedSampler
+    from hybridengine.engine.exact.exact import use_exact_operators
+    from hybridengine.engine.vllm.sampling import FusedSampler
 
     llm = open_llm(path, "float32", exact=True, max_model_len=64, kv_cache_memory_bytes=8 << 20)
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
@@ -144,7 +144,7 @@ def refuse(rank: int, world_size: int, path: str) -> None:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("hybridengine.rollout.vllm.decode_graph")
+    logger = logging.getLogger("hybridengine.engine.exact.decode_graph")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     first, second = generate(llm, 3), generate(llm, 3)

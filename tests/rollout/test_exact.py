@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hybridengine.errors import ModelError
-from hybridengine.rollout.vllm.environment import vllm_available
+from hybridengine.engine.vllm.environment import vllm_available
+from hybridengine.run.errors import ModelError
 from tests.ranks import run_ranks
 from tests.tiny_models import VOCAB, save_tiny
 from tests.vllm_llm import open_llm
@@ -26,8 +26,8 @@ KINDS = ("llama", "qwen2", "qwen3", "gemma", "mistral")
 
 
 def open_engine(path: str, dtype: str, **options: Any) -> Any:
-    from hybridengine.rollout.vllm.exact import use_exact_operators
-    from hybridengine.rollout.vllm.sampling import FusedSampler
+    from hybridengine.engine.exact.exact import use_exact_operators
+    from hybridengine.engine.vllm.sampling import FusedSampler
 
     llm = open_llm(path, dtype, exact=True, max_model_len=160, **options)
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner

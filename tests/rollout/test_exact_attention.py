@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hybridengine.errors import UserError
+from hybridengine.run.errors import UserError
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -26,7 +26,7 @@ FEW_BLOCKS = 16  # of 32 tokens: not all requests fit until their end
 
 
 def build(path: str, dtype: str, tp_size: int, **options: Any) -> Any:
-    from hybridengine.rollout.vllm.environment import models_inspected_here, unique_shared_memory
+    from hybridengine.engine.vllm.environment import models_inspected_here, unique_shared_memory
 
     with models_inspected_here(), unique_shared_memory():
         from vllm import LLM
@@ -117,14 +117,14 @@ class Checked:
 
 
 def engine_body(rank: int, world_size: int, path: str, dtype: str) -> dict[str, Any]:
-    from hybridengine.rollout.vllm.environment import prepare_environment
+    from hybridengine.engine.vllm.environment import prepare_environment
 
     prepare_environment()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from hybridengine.rollout.vllm.attention import exact_attention
-    from hybridengine.rollout.vllm.attention_backend import ExactAttention
+    from hybridengine.engine.exact.attention import exact_attention
+    from hybridengine.engine.exact.attention_backend import ExactAttention
 
     tokens: dict[str, list[list[int]]] = {}
     own = build(path, dtype, world_size)  # is kept: its end would be that of the process group
@@ -209,7 +209,7 @@ def config(**changed: Any) -> SimpleNamespace:
     ],
 )
 def test_other_attention_is_refused_by_name(changed: dict[str, Any], message: str) -> None:
-    from hybridengine.rollout.vllm import attention_backend
+    from hybridengine.engine.exact import attention_backend
 
     arguments: dict[str, Any] = {
         "num_heads": 2,
@@ -233,9 +233,8 @@ def test_other_attention_is_refused_by_name(changed: dict[str, Any], message: st
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_sinks_of_the_model_are_in_the_softmax(dtype: torch.dtype) -> None:
     """Also after a sync, which writes the parameter; the bits are those of the trainer."""
+    from hybridengine.engine.exact import attention_backend as backend
     from hybridengine.kernels import tree_attention
-
-    from hybridengine.rollout.vllm import attention_backend as backend
 
     sinks = torch.nn.Parameter(torch.tensor([0.5, -1.0]).to(dtype), requires_grad=False)
     engine = config(dtype=dtype)
@@ -257,7 +256,7 @@ def test_sinks_of_the_model_are_in_the_softmax(dtype: torch.dtype) -> None:
 
 
 def test_latent_attention_is_refused() -> None:
-    from hybridengine.rollout.vllm.attention_backend import RefusedMlaBackend
+    from hybridengine.engine.exact.attention_backend import RefusedMlaBackend
 
     with pytest.raises(UserError, match="multi-head latent attention"):
         RefusedMlaBackend.get_impl_cls()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybridengine.rollout.vllm.environment import vllm_available
+from hybridengine.engine.vllm.environment import vllm_available
 from tests.kernels.interpreter import run_interpreted
 from tests.ranks import run_ranks
 from tests.rollout.exact_bits import KINDS, LARGE, compare, save_model

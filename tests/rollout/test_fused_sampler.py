@@ -16,7 +16,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors, MinPL
 from vllm.v1.sample.sampler import Sampler
 
 from benchmarks.sampling import sampling_metadata
-from hybridengine.rollout.vllm.sampling import FusedSampler, _seeds
+from hybridengine.engine.vllm.sampling import FusedSampler, _seeds
 
 VOCAB = 700
 

@@ -20,11 +20,11 @@ PROMPTS = [[5, 9, 33], [7, 8, 9, 10, 11, 12, 13], [3] * 12]
 def build(path: str, world_size: int, stop_token_ids: list[int]):
     from torch.distributed.device_mesh import init_device_mesh
 
+    from hybridengine.engine.hf import HfEngine
     from hybridengine.model import load_causal_lm, parameter_shards
+    from hybridengine.model.checkpoint import checkpoint_layout_from_config
     from hybridengine.model.validation import check_model
-    from hybridengine.reshard import Resharder
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
-    from hybridengine.rollout.hf import HfEngine
+    from hybridengine.sync.resharder import Resharder
 
     engine = HfEngine(
         path,
@@ -42,7 +42,7 @@ def build(path: str, world_size: int, stop_token_ids: list[int]):
 def generate_body(rank: int, world_size: int, path: str):
     from transformers import AutoModelForCausalLM
 
-    from hybridengine.rollout import SamplingSpec
+    from hybridengine.engine.engine import SamplingSpec
 
     hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     expected = []
@@ -83,8 +83,7 @@ def test_fallback_generates_as_hugging_face_does(tmp_path: Path) -> None:
 
 def logits_body(rank: int, world_size: int, path: str) -> list[int]:
     """Return the number of [B, V] tensors that are alive after every step."""
-    from hybridengine.rollout import SamplingSpec
-    from hybridengine.rollout.engine import InFlightUpdate
+    from hybridengine.engine.engine import InFlightUpdate, SamplingSpec
     from tests.tiny_models import VOCAB
 
     engine, resharder = build(path, world_size, [])
@@ -109,8 +108,8 @@ def test_logits_do_not_add_up_over_steps(tmp_path: Path) -> None:
 
 
 def partial_update_body(rank: int, world_size: int, path: str) -> list[str]:
-    from hybridengine.rollout import SamplingSpec
-    from hybridengine.sharding import StaleWeightsError
+    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.sync.weight_target import StaleWeightsError
 
     engine, resharder = build(path, world_size, [])
     spec = SamplingSpec(max_tokens=2)
@@ -151,9 +150,9 @@ def test_partially_updated_weights_refuse_to_generate(tmp_path: Path) -> None:
 
 
 def damaged_body(rank: int, world_size: int, path: str) -> list[str]:
-    from hybridengine.reshard import ReshardError
-    from hybridengine.rollout import SamplingSpec
-    from hybridengine.sharding import StaleWeightsError
+    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.sync.errors import ReshardError
+    from hybridengine.sync.weight_target import StaleWeightsError
 
     engine, resharder = build(path, world_size, [])
     resharder.sync(1, verify=True)
@@ -188,8 +187,8 @@ def test_damaged_bytes_are_found_and_named(tmp_path: Path) -> None:
 
 
 def other_plan_body(rank: int, world_size: int, path: str) -> str:
-    from hybridengine.reshard import Resharder
-    from hybridengine.sharding import LayoutError
+    from hybridengine.sync.layout import LayoutError
+    from hybridengine.sync.resharder import Resharder
 
     engine, resharder = build(path, world_size, [])
     with pytest.raises(LayoutError) as refused:

@@ -14,8 +14,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hybridengine.rollout import InFlightUpdate, Request, Response, SamplingSpec
-from hybridengine.rollout.vllm.environment import vllm_available
+from hybridengine.engine.engine import InFlightUpdate, Request, SamplingSpec
+from hybridengine.engine.response import Response
+from hybridengine.engine.vllm.environment import vllm_available
 from tests.ranks import run_ranks
 from tests.rollout.version_oracle import logits_by_version
 from tests.tiny_models import save_tiny
@@ -32,7 +33,7 @@ class Updates:
 
     def __init__(self, engine: Any, paths: Sequence[str]) -> None:
         from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
-        from hybridengine.reshard import Resharder
+        from hybridengine.sync.resharder import Resharder
 
         mesh = sharding_mesh("cpu", torch.distributed.get_world_size())
         self._engine, self._version = engine, 0
@@ -82,10 +83,10 @@ def asynchronous_scheduling() -> Iterator[None]:
 
 def body(rank: int, world_size: int, paths: Sequence[str], kind: str) -> dict[str, Any]:
     """(prompt, completion) of each response, by how it was generated."""
+    from hybridengine.engine.hf import HfEngine
+    from hybridengine.engine.vllm.engine import VllmEngine
+    from hybridengine.model.checkpoint import checkpoint_layout_from_config
     from hybridengine.model.validation import check_model
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
-    from hybridengine.rollout.hf import HfEngine
-    from hybridengine.rollout.vllm.engine import VllmEngine
 
     checkpoint = checkpoint_layout_from_config(check_model(paths[0]))
     shared: dict[str, Any] = {"stop_token_ids": [2], "dtype": torch.float32}

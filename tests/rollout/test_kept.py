@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from hybridengine.rollout.kept import pack_kept
-from hybridengine.rollout.vllm.environment import vllm_available
-from hybridengine.rollout.vllm.kept import record_kept_ids
+from hybridengine.engine.kept import pack_kept
+from hybridengine.engine.vllm.environment import vllm_available
+from hybridengine.engine.vllm.kept import record_kept_ids
 from tests.ranks import run_ranks
 from tests.tiny_models import VOCAB, save_tiny
 
@@ -26,12 +26,12 @@ TRUNCATIONS = [
 
 
 def build(path: str, world_size: int, kind: str) -> Any:
+    from hybridengine.engine.hf import HfEngine
+    from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
+    from hybridengine.model.checkpoint import checkpoint_layout_from_config
     from hybridengine.model.validation import check_model
-    from hybridengine.reshard import Resharder
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
-    from hybridengine.rollout.hf import HfEngine
-    from hybridengine.rollout.vllm.engine import VllmEngine
+    from hybridengine.sync.resharder import Resharder
 
     checkpoint = checkpoint_layout_from_config(check_model(path))
     stops = {"stop_token_ids": [2, *range(90, 100)], "dtype": torch.float32}
@@ -54,7 +54,7 @@ def build(path: str, world_size: int, kind: str) -> Any:
 
 
 def body(rank: int, world_size: int, path: str, kind: str) -> dict[str, Any]:
-    from hybridengine.rollout import SamplingSpec
+    from hybridengine.engine.engine import SamplingSpec
 
     engine, preempted = build(path, world_size, kind), []
     sampled = []
@@ -91,7 +91,7 @@ def body(rank: int, world_size: int, path: str, kind: str) -> dict[str, Any]:
 
 def check_seeds(engine: Any, kind: str) -> list[list[int]]:
     """Return the tokens of 3 × 2 samples of one prompt."""
-    from hybridengine.rollout import SamplingSpec
+    from hybridengine.engine.engine import SamplingSpec
 
     if engine.tp_rank == 0:  # user code may draw numbers on one rank only
         np.random.random(3)

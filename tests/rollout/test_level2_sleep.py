@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from hybridengine.rollout.vllm.sleep import Allocation, Level2Sleep, unwritten
+from hybridengine.engine.vllm.sleep import Allocation, Level2Sleep, unwritten
 
 
 class Pool:

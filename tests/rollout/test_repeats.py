@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hybridengine.rollout.vllm.environment import vllm_available
-from hybridengine.rollout.vllm.repeats import find_repeats
+from hybridengine.engine.exact.repeats import find_repeats
+from hybridengine.engine.vllm.environment import vllm_available
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 from tests.vllm_llm import open_llm
@@ -53,7 +53,7 @@ def generate(llm: Any, n: int) -> list[tuple[list[int], list[float]]]:
     """Return tokens and log-probs of n responses to each of five prompts."""
     from vllm import SamplingParams
 
-    from hybridengine.rollout.vllm.seeds import request_generators
+    from hybridengine.engine.vllm.seeds import request_generators
 
     sampling = SamplingParams(
         n=n, seed=1, max_tokens=4, logprobs=0, ignore_eos=True, detokenize=False
@@ -71,9 +71,9 @@ def generate(llm: Any, n: int) -> list[tuple[list[int], list[float]]]:
 
 
 def compare(rank: int, world_size: int, path: str, caching: bool, budget: int) -> None:
-    from hybridengine.rollout.vllm import exact
-    from hybridengine.rollout.vllm.repeats import compute_repeats_once
-    from hybridengine.rollout.vllm.sampling import FusedSampler
+    from hybridengine.engine.exact import exact
+    from hybridengine.engine.exact.repeats import compute_repeats_once
+    from hybridengine.engine.vllm.sampling import FusedSampler
 
     llm = open_llm(
         path, "float32", exact=True, max_model_len=80, kv_cache_memory_bytes=8 << 20,

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from hybridengine.rollout.columns import COLUMNS, TokenColumn, extend_columns, first_columns
-from hybridengine.rollout.response import Response
-from hybridengine.rollout.routes import decode_routes, pack_routes
-from hybridengine.rollout.vllm.environment import vllm_available
+from hybridengine.engine.columns import COLUMNS, TokenColumn, extend_columns, first_columns
+from hybridengine.engine.response import Response
+from hybridengine.engine.vllm.environment import vllm_available
+from hybridengine.moe.routes import decode_routes, pack_routes
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -30,13 +30,12 @@ def rows_of(completion: Any) -> np.ndarray:
 
 
 def body(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    from hybridengine.engine.engine import Request, SamplingSpec
+    from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
+    from hybridengine.model.checkpoint import checkpoint_layout_from_config
     from hybridengine.model.validation import check_model
-    from hybridengine.reshard import Resharder
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
-    from hybridengine.rollout import SamplingSpec
-    from hybridengine.rollout.engine import Request
-    from hybridengine.rollout.vllm.engine import VllmEngine
+    from hybridengine.sync.resharder import Resharder
 
     engine = VllmEngine(
         path,

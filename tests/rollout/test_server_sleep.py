@@ -18,8 +18,8 @@ def sleep_body(rank: int, world_size: int) -> list[object]:
     seen: list[object] = []
     Worker.sleep = lambda self, level=1: seen.append(level)  # needs a GPU
 
-    from hybridengine.rollout.vllm.server_worker import ServerWorker
-    from hybridengine.rollout.vllm.transfer import HybridEngineTransfer, register
+    from hybridengine.remote.vllm_transfer.server_worker import ServerWorker
+    from hybridengine.remote.vllm_transfer.transfer import HybridEngineTransfer, register
 
     register()
     server = ServerWorker.__new__(ServerWorker)

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from hybridengine.errors import RolloutError
-from hybridengine.rollout import InFlightUpdate, Request, Response, SamplingSpec, StaleWeightsError
-from hybridengine.rollout.engine import Prompt
-from hybridengine.rollout.server import (
+from hybridengine.engine.engine import InFlightUpdate, Prompt, Request, SamplingSpec
+from hybridengine.engine.response import Response
+from hybridengine.remote.servers import (
     NoServerError,
     ServerEngine,
     ServerLostError,
@@ -24,8 +23,10 @@ from hybridengine.rollout.server import (
     network,
     pool,
 )
-from hybridengine.rollout.server.images import ServerPrompt
-from hybridengine.rollout.server.network import address_for, prepare_network
+from hybridengine.remote.servers.images import ServerPrompt
+from hybridengine.remote.servers.network import address_for, prepare_network
+from hybridengine.run.errors import RolloutError
+from hybridengine.sync.weight_target import StaleWeightsError
 from tests.ports import free_port
 from tests.rollout.stand_in_server import SETTINGS, answer_requests, as_choice
 

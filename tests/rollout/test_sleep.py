@@ -31,7 +31,7 @@ def resident_bytes(storage: torch.UntypedStorage) -> int:
 
 def discard(engine) -> None:
     """Overwrite all of the engine's weights and buffers that sleep level 2 would not keep."""
-    from hybridengine.rollout.vllm.sleep import Allocation, unwritten
+    from hybridengine.engine.vllm.sleep import Allocation, unwritten
 
     model = engine._runner.get_model()
     tensors = {
@@ -51,13 +51,13 @@ def discard(engine) -> None:
 def body(rank: int, world_size: int, path: str) -> None:
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
+    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
+    from hybridengine.model.checkpoint import checkpoint_layout_from_config
     from hybridengine.model.offload import Offloader
     from hybridengine.model.validation import check_model
-    from hybridengine.reshard import Resharder
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
-    from hybridengine.rollout import SamplingSpec
-    from hybridengine.rollout.vllm.engine import VllmEngine
+    from hybridengine.sync.resharder import Resharder
 
     checkpoint = checkpoint_layout_from_config(check_model(path))
     engine = VllmEngine(
@@ -94,7 +94,7 @@ def body(rank: int, world_size: int, path: str) -> None:
     [processor] = [
         m for m in engine._runner.get_model().modules() if isinstance(m, LogitsProcessor)
     ]
-    assert processor._apply_head.func.__module__ == "hybridengine.rollout.vllm.head"
+    assert processor._apply_head.func.__module__ == "hybridengine.engine.exact.head"
     engine.sleep()
     assert cache_bytes() == 0
     with offloader.on_device():

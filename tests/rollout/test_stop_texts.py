@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridengine.rollout.vllm.environment import vllm_available
+from hybridengine.engine.vllm.environment import vllm_available
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -20,13 +20,13 @@ def body(rank: int, world_size: int, path: str, kind: str):
     """(free completions, the stop text, completions with it) of greedy decoding."""
     from transformers import AutoTokenizer
 
+    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.hf import HfEngine
+    from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
+    from hybridengine.model.checkpoint import checkpoint_layout_from_config
     from hybridengine.model.validation import check_model
-    from hybridengine.reshard import Resharder
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
-    from hybridengine.rollout import SamplingSpec
-    from hybridengine.rollout.hf import HfEngine
-    from hybridengine.rollout.vllm.engine import VllmEngine
+    from hybridengine.sync.resharder import Resharder
 
     tokenizer, checkpoint = (
         AutoTokenizer.from_pretrained(path),

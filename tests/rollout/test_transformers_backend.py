@@ -52,6 +52,7 @@ def members() -> dict[type, dict[str, Any]]:
 
 def engine_between_policies(rank: int, world_size: int, path: str) -> dict[str, Any]:
     """One policy is loaded before the engine, one after it; both train, the later one is synced."""
+    from hybridengine.engine.engine import SamplingSpec
     from hybridengine.model import (
         load_causal_lm,
         pack_rollouts,
@@ -59,7 +60,6 @@ def engine_between_policies(rank: int, world_size: int, path: str) -> dict[str, 
         parameter_shards,
         sharding_mesh,
     )
-    from hybridengine.rollout import SamplingSpec
 
     options = {"param_dtype": torch.float32, "max_model_len": 64}  # the engine's
     mesh = sharding_mesh("cpu", 1)

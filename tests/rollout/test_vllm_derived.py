@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridengine.rollout.vllm.environment import CPU_BLOCK_SIZE
+from hybridengine.engine.vllm.environment import CPU_BLOCK_SIZE
 from tests.architectures.catalogue import CATALOGUE
 from tests.ranks import run_ranks
 
@@ -23,11 +23,11 @@ def train(folder: str, kind: str, dtype: torch.dtype):
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
 
+    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model import parameter_shards
-    from hybridengine.reshard import Resharder
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout
-    from hybridengine.rollout import SamplingSpec
-    from hybridengine.rollout.vllm.engine import VllmEngine
+    from hybridengine.model.checkpoint import checkpoint_layout
+    from hybridengine.sync.resharder import Resharder
 
     torch.manual_seed(0)
     config = CATALOGUE[kind].config()
@@ -64,7 +64,7 @@ def trained_body(rank: int, world_size: int, folder: str, kind: str) -> list:
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    from hybridengine.checkpoint.pretrained import save_pretrained
+    from hybridengine.train.checkpoint.pretrained import save_pretrained
 
     _, model, after = train(folder, kind, torch.float32)
     words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
@@ -74,7 +74,7 @@ def trained_body(rank: int, world_size: int, folder: str, kind: str) -> list:
 
 def loaded_body(rank: int, world_size: int, folder: str) -> list:
     """vLLM alone, from the exported checkpoint."""
-    from hybridengine.rollout.vllm.environment import prepare_environment
+    from hybridengine.engine.vllm.environment import prepare_environment
 
     prepare_environment()
     from vllm import LLM, SamplingParams

@@ -14,13 +14,13 @@ pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it
 
 @pytest.fixture
 def processor():
-    from hybridengine.rollout.vllm.environment import prepare_environment
+    from hybridengine.engine.vllm.environment import prepare_environment
 
     prepare_environment()
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-    from hybridengine.rollout.vllm.head import use_plain_head
+    from hybridengine.engine.exact.head import use_plain_head
 
     with set_current_vllm_config(VllmConfig()):
         processor = LogitsProcessor(300)

@@ -69,8 +69,8 @@ def fits(method: object, signature: str) -> bool:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_our_halves_take_the_calls_of_both_versions(version: str) -> None:
-    from hybridengine.rollout.vllm.trainer import _CALLS, HybridEngineTrainerTransfer
-    from hybridengine.rollout.vllm.transfer import HybridEngineTransfer
+    from hybridengine.remote.vllm_transfer.trainer import _CALLS, HybridEngineTrainerTransfer
+    from hybridengine.remote.vllm_transfer.transfer import HybridEngineTransfer
 
     halves = {
         "WeightTransferEngine": HybridEngineTransfer.__new__(HybridEngineTransfer),

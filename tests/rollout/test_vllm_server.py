@@ -19,11 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.errors import RolloutError
-from hybridengine.reshard.commit.records import EngineInfo, SyncStore
-from hybridengine.rollout import InFlightUpdate, Response, SamplingSpec, StaleWeightsError
-from hybridengine.rollout.engine import Prompt
-from hybridengine.rollout.server import (
+from hybridengine.engine.engine import InFlightUpdate, Prompt, SamplingSpec
+from hybridengine.engine.response import Response
+from hybridengine.remote.servers import (
     NoServerError,
     ServerEngine,
     ServerLostError,
@@ -32,8 +30,11 @@ from hybridengine.rollout.server import (
     TrainersStore,
     VllmServer,
 )
-from hybridengine.rollout.server.images import ServerPrompt
-from hybridengine.runtime.polling import wait_until
+from hybridengine.remote.servers.images import ServerPrompt
+from hybridengine.remote.sync.records import EngineInfo, SyncStore
+from hybridengine.run.errors import RolloutError
+from hybridengine.run.polling import wait_until
+from hybridengine.sync.weight_target import StaleWeightsError
 from tests.ranks import Ranks, message_of, run_ranks
 from tests.rollout.server_checks import check_checksum, check_generation, scaled
 from tests.rollout.version_oracle import logits_by_version
@@ -92,8 +93,8 @@ def trainer_body(
 ) -> list[str]:
     """Sync to each of `versions`, of FACTORS; the third fails after the first bucket."""
     from hybridengine.model import parameter_shards
-    from hybridengine.reshard import WeightSender
-    from hybridengine.reshard.transport.between_worlds import TrainersEnd
+    from hybridengine.remote.sync.between_worlds import TrainersEnd
+    from hybridengine.remote.sync.sender import WeightSender
 
     store = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
     trained = sharded(model)

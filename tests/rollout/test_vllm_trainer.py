@@ -296,7 +296,7 @@ def test_the_configuration_of_the_model_is_compared_with_the_engines() -> None:
     from transformers import AutoModelForCausalLM
     from vllm.distributed.weight_transfer import ModuleSource
 
-    from hybridengine.rollout.vllm.source import sender_arguments
+    from hybridengine.remote.vllm_transfer.source import sender_arguments
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("llama"))
@@ -311,7 +311,7 @@ def refusal_body(rank: int, world_size: int, used_port: int) -> dict[str, str]:
     from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    from hybridengine.rollout.vllm.trainer import HybridEngineTrainerTransfer
+    from hybridengine.remote.vllm_transfer.trainer import HybridEngineTrainerTransfer
 
     mesh = mesh_of(world_size, 1)
     module = module_of({"a": shard(torch.ones(6, 4), mesh, 0), "b": shard(torch.ones(3), mesh, 0)})
@@ -398,7 +398,7 @@ def test_without_a_process_group() -> None:
 def test_a_ray_client_is_one_engine_for_each_handle() -> None:
     from vllm.distributed.weight_transfer import RayVLLMWeightSyncClient
 
-    from hybridengine.rollout.vllm.trainer import _clients_of
+    from hybridengine.remote.vllm_transfer.trainer import _clients_of
 
     plain = RefusingClient()
     ray = RayVLLMWeightSyncClient(["a", "b"])
@@ -407,7 +407,7 @@ def test_a_ray_client_is_one_engine_for_each_handle() -> None:
 
 
 def test_verify_is_the_trainers_choice_where_they_are_elsewhere() -> None:
-    from hybridengine.rollout.vllm.transfer import HybridEngineTransfer
+    from hybridengine.remote.vllm_transfer.transfer import HybridEngineTransfer
 
     worker = HybridEngineTransfer.__new__(HybridEngineTransfer)
     versions: list[int | None] = []

@@ -135,7 +135,7 @@ INTERFACE: dict[str, dict[str, str | tuple[str | None, str | None]]] = {
 _IMPORT = """
 import torch, vllm
 from vllm.distributed import weight_transfer
-from hybridengine.rollout.vllm import source, trainer, transfer
+from hybridengine.remote.vllm_transfer import source, trainer, transfer
 transfer.register()
 transfer.register()
 for factory in (weight_transfer.WeightTransferEngineFactory,

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from hybridengine.kernels.block_quantize import block_quantize
 
-from hybridengine.rollout.server import VllmServer
+from hybridengine.kernels.block_quantize import block_quantize
+from hybridengine.remote.servers import VllmServer
 from tests.forked import ForkedProcess
 from tests.ports import free_port
 from tests.ranks import message_of

@@ -91,7 +91,7 @@ class MemoryWorker:
         self.updates, self.labels = 0, list[str | None]()
 
     def join(self, info: dict[str, Any]) -> None:
-        from hybridengine.reshard import WeightReceiver
+        from hybridengine.remote.sync.receiver import WeightReceiver
 
         assert self.name == f"engine {info['index']}"
         store = dist.TCPStore(info["host"], info["port"], is_master=False, wait_for_workers=False)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hybridengine.errors import ModelError
-from hybridengine.runtime.all_ranks import run_on_all_ranks, run_on_rank0
+from hybridengine.run.all_ranks import run_on_all_ranks, run_on_rank0
+from hybridengine.run.errors import ModelError
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.multirank
@@ -51,8 +51,8 @@ def groups_body(rank: int, world_size: int) -> list[float]:
     import torch.distributed as dist
 
     from hybridengine.model import sharding_mesh
-    from hybridengine.runtime.all_ranks import group_timeout
-    from hybridengine.trainer.batch import DataParallel
+    from hybridengine.run.all_ranks import group_timeout
+    from hybridengine.train.batch import DataParallel
 
     def timeout_s(group: Any) -> float:
         return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()

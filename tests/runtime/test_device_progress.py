@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.runtime import device, failures
-from hybridengine.runtime.device import DeviceProgress
-from hybridengine.runtime.failures import CollectiveError, CollectiveGuard, machine_id
+from hybridengine.run import device, failures
+from hybridengine.run.device import DeviceProgress
+from hybridengine.run.failures import CollectiveError, CollectiveGuard, machine_id
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from hybridengine.runtime import failures
-from hybridengine.runtime.failures import CollectiveError, CollectiveGuard, machine_id
+from hybridengine.run import failures
+from hybridengine.run.failures import CollectiveError, CollectiveGuard, machine_id
 
 Guards = tuple[CollectiveGuard, CollectiveGuard]
 

@@ -7,12 +7,12 @@ import time
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from hybridengine.errors import EXIT_STOPPED, EXIT_USER_ERROR
-from hybridengine.runtime import launch
-from hybridengine.runtime.failures import RankReport
-from hybridengine.runtime.launch import describe_failure, only_stopped
-from hybridengine.runtime.monitor import EXIT_RANK_FAILED
-from hybridengine.runtime.status import PhaseStatus, clear_status, read_status, write_error_record
+from hybridengine.run import launch
+from hybridengine.run.errors import EXIT_STOPPED, EXIT_USER_ERROR
+from hybridengine.run.failures import RankReport
+from hybridengine.run.launch import describe_failure, only_stopped
+from hybridengine.run.monitor import EXIT_RANK_FAILED
+from hybridengine.run.status import PhaseStatus, clear_status, read_status, write_error_record
 from tests.trainer.toy import start_toy, toy_job
 
 

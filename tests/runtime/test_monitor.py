@@ -13,8 +13,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from hybridengine.runtime.failures import CollectiveGuard, RankReport, machine_id
-from hybridengine.runtime.monitor import RankMonitor
+from hybridengine.run.failures import CollectiveGuard, RankReport, machine_id
+from hybridengine.run.monitor import RankMonitor
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from hybridengine.runtime import session
+from hybridengine.run import session
 
 
 @pytest.fixture

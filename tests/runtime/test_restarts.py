@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from hybridengine.runtime import restarts
-from hybridengine.runtime.restarts import RunMark, number_of_start
+from hybridengine.run import restarts
+from hybridengine.run.restarts import RunMark, number_of_start
 
 
 def test_all_ranks_agree_on_the_number_of_a_start(tmp_path) -> None:

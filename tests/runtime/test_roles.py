@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from hybridengine.runtime.roles import Role, RoleLink, Roles
-from hybridengine.runtime.signed_store import SECRET, SignedStore
+from hybridengine.remote.roles import Role, RoleLink, Roles
+from hybridengine.run.signed_store import SECRET, SignedStore
 
 
 def test_the_limit_of_a_connection_begins_when_all_have_started(

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.errors import ConfigError
-from hybridengine.runtime.status import run_lock
+from hybridengine.run.errors import ConfigError
+from hybridengine.run.status import run_lock
 
 HOLDER = """
 import sys, time
-from hybridengine.runtime.status import run_lock
+from hybridengine.run.status import run_lock
 with run_lock(sys.argv[1]):
     print("held", flush=True)
     time.sleep(600)

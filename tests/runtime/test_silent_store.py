@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hybridengine import storage, writes
-from hybridengine.runtime.monitor import EXIT_RANK_FAILED
+from hybridengine.run import storage, writes
+from hybridengine.run.monitor import EXIT_RANK_FAILED
 from tests.ranks import Ranks
 
 PHASE = "phase 'gen' of step 3"
@@ -22,7 +22,7 @@ PHASE = "phase 'gen' of step 3"
 
 def run_rank(rank: int, world_size: int, folder: Path, port: int, has_log: bool) -> None:
     """One rank, whose store is at `port`. has_log: whether it can write its log and its record."""
-    from hybridengine.runtime.monitor import RankMonitor, connect_guard
+    from hybridengine.run.monitor import RankMonitor, connect_guard
 
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(port)
@@ -96,7 +96,7 @@ def test_a_rank_ends_when_its_store_is_silent_and_its_log_broken(tmp_path: Path)
 
 
 def write_without_progress(rank: int, world_size: int, folder: Path) -> None:
-    from hybridengine.runtime.monitor import RankMonitor, connect_guard
+    from hybridengine.run.monitor import RankMonitor, connect_guard
 
     os.dup2(os.open(folder / "log", os.O_WRONLY | os.O_CREAT), 2)
     guard = connect_guard(0, 1)

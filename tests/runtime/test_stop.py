@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from hybridengine.errors import EXIT_STOPPED
-from hybridengine.runtime.launch import describe_failure, only_stopped
-from hybridengine.runtime.monitor import EXIT_RANK_FAILED
+from hybridengine.run.errors import EXIT_STOPPED
+from hybridengine.run.launch import describe_failure, only_stopped
+from hybridengine.run.monitor import EXIT_RANK_FAILED
 from tests.ranks import Ranks
 
 RANK = """
 import os, sys, time, threading
-from hybridengine.runtime import stop_signals
+from hybridengine.run import stop_signals
 
 stop_signals._SAME_REQUEST_S = 600.0
 signals = stop_signals.StopSignals()
@@ -82,7 +82,7 @@ def first_step(rank: int, world_size: int, folder: Path, sent: signal.Signals) -
     import torch
     import torch.distributed as dist
 
-    from hybridengine.runtime import monitor, session
+    from hybridengine.run import monitor, session
 
     dist.barrier()
     dist.destroy_process_group()

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from hybridengine.reshard import WeightReceiver, WeightSender
-from hybridengine.reshard.commit.records import SyncStore
-from hybridengine.reshard.transport import memory_link
+from hybridengine.remote.sync import memory_link
+from hybridengine.remote.sync.receiver import WeightReceiver
+from hybridengine.remote.sync.records import SyncStore
+from hybridengine.remote.sync.sender import WeightSender
 from tests.reshard.memory_engine import expected, mesh_of, shard, values
 from tests.reshard.worlds import UNEVEN, build_engine, link_store, worlds
 

@@ -17,22 +17,22 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridengine.errors import UserError
-from hybridengine.reshard.commit.records import Holding, PlanInputs, SyncState, SyncStore
-from hybridengine.rollout import SamplingSpec
-from hybridengine.rollout.server.network import has_remote, prepare_network
-from hybridengine.runtime import all_ranks, signed_store
-from hybridengine.runtime.all_ranks import all_gather_values, broadcast_value
-from hybridengine.runtime.failures import CollectiveGuard
-from hybridengine.runtime.messages import MessageError, decode, encode
-from hybridengine.runtime.roles import RoleLink, Roles
-from hybridengine.runtime.session import _join_start
-from hybridengine.runtime.signed_store import SECRET, SignedStore, share_secret, sign
-from hybridengine.sharding.shards import ShardSpec
-from hybridengine.trainer.critic.messages import Command, End, TrainStep
-from hybridengine.trainer.exchange import RowLocations
-from hybridengine.trainer.overlap import queue
-from hybridengine.trainer.overlap.queue import EngineQueue, TrainerQueue, WorkItem
+from hybridengine.engine.engine import SamplingSpec
+from hybridengine.remote.critic.messages import Command, End, TrainStep
+from hybridengine.remote.overlap import queue
+from hybridengine.remote.overlap.queue import EngineQueue, TrainerQueue, WorkItem
+from hybridengine.remote.roles import RoleLink, Roles
+from hybridengine.remote.servers.network import has_remote, prepare_network
+from hybridengine.remote.sync.records import Holding, PlanInputs, SyncState, SyncStore
+from hybridengine.run import all_ranks, signed_store
+from hybridengine.run.all_ranks import all_gather_values, broadcast_value
+from hybridengine.run.errors import UserError
+from hybridengine.run.failures import CollectiveGuard
+from hybridengine.run.messages import MessageError, decode, encode
+from hybridengine.run.session import _join_start
+from hybridengine.run.signed_store import SECRET, SignedStore, share_secret, sign
+from hybridengine.sync.shards import ShardSpec
+from hybridengine.train.exchange import RowLocations
 from tests.ranks import message_of, run_ranks
 
 

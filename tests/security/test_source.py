@@ -15,12 +15,15 @@ PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "s
 _OWN_PIPE = "an unnamed pair of sockets between a rank and the reward process that it has started"
 # Everything that `risks` finds in the tree, and nothing else.
 EXCEPTIONS = {
-    ("hybridengine/reward_worker/main.py", "multiprocessing.connection"): _OWN_PIPE,
-    ("hybridengine/rewards/local.py", "multiprocessing.connection"): "a pipe to a thread",
-    ("hybridengine/rewards/workers.py", "multiprocessing.connection"): _OWN_PIPE,
-    ("hybridengine/rewards/workers.py", "pickle"): "the type of an error of that pipe",
-    ("hybridengine/checkpoint/export.py", "pickle"): "the type of an error of torch.load",
-    ("hybridengine/checkpoint/metadata.py", "pickle"): "an unpickler that admits DCP's types only",
+    ("extras/rewards/worker_main.py", "multiprocessing.connection"): _OWN_PIPE,
+    ("hybridengine/train/rewards/local.py", "multiprocessing.connection"): "a pipe to a thread",
+    ("extras/rewards/workers.py", "multiprocessing.connection"): _OWN_PIPE,
+    ("extras/rewards/workers.py", "pickle"): "the type of an error of that pipe",
+    ("hybridengine/train/checkpoint/export.py", "pickle"): "the type of an error of torch.load",
+    (
+        "hybridengine/train/checkpoint/metadata.py",
+        "pickle",
+    ): "an unpickler that admits DCP's types only",
     ("examples/multi_turn/prepare.py", "eval"): "of sums that the script has generated",
     ("benchmarks/dropins_verl_sync.py", "broadcast_object_list"): "between ranks of a benchmark",
     ("benchmarks/rollouts.py", "all_gather_object"): "between ranks of a benchmark",

@@ -3,8 +3,8 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridengine.sharding.adapter import Adapter
-from hybridengine.sharding.shards import RowRange
+from hybridengine.sync.adapter import Adapter
+from hybridengine.sync.shards import RowRange
 
 
 class Products(TorchDispatchMode):

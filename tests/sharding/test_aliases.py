@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridengine.sharding import Copy, EngineLayout, LayoutError, TensorSpec
-from hybridengine.sharding.aliases import parameter_views
-from hybridengine.sharding.layout import Quantized
+from hybridengine.model.shared.aliases import parameter_views
+from hybridengine.sync.copies import Copy
+from hybridengine.sync.layout import EngineLayout, LayoutError, Quantized, TensorSpec
 
 SHAPES = {"q": (6, 4), "k": (1, 4), "norm": (4,), "embed": (5, 4)}
 WEIGHTS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridengine.sharding.checksums import bit_checksums, value_checksum
+from hybridengine.sync.checksums import bit_checksums, value_checksum
 
 SIZES = [0, 1, 7, 1024, 8 * 1024 + 3, 300_000]
 

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from hybridengine.sharding import ShardSpec
-from hybridengine.sharding.shards import Split
+from hybridengine.sync.shards import ShardSpec, Split
 from tests.ranks import run_ranks
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from transformers import DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
 
-from hybridengine.config.simulation import ClusterConfig, EfficiencyConfig, WorkloadConfig
-from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
-from hybridengine.simulate import Cluster, Layout, ModelShape, Workload
-from hybridengine.simulate.generation import EngineModel, generate, prompt_per_response
-from hybridengine.simulate.layout import truncated_exponential
-from hybridengine.simulate.memory import memory_of
-from hybridengine.simulate.training import TrainingModel
+from hybridengine.lab.simulate import Cluster, Layout, ModelShape, Workload
+from hybridengine.lab.simulate.generation import EngineModel, generate, prompt_per_response
+from hybridengine.lab.simulate.layout import truncated_exponential
+from hybridengine.lab.simulate.memory import memory_of
+from hybridengine.lab.simulate.training import TrainingModel
+from hybridengine.model.checkpoint import checkpoint_layout_from_config
+from hybridengine.run.config.simulation import ClusterConfig, EfficiencyConfig, WorkloadConfig
 
 IDEAL = EfficiencyConfig(
     gemm=1.0,

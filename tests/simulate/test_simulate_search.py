@@ -12,11 +12,11 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from hybridengine.config import ConfigError, load_simulation_config
-from hybridengine.config.simulation import ClusterConfig, LayoutConfig, WorkloadConfig
-from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
-from hybridengine.simulate import Cluster, ModelShape, Result, Workload, describe, search
-from hybridengine.simulate.sync import split_plan
+from hybridengine.lab.simulate import Cluster, ModelShape, Result, Workload, describe, search
+from hybridengine.lab.simulate.sync import split_plan
+from hybridengine.model.checkpoint import checkpoint_layout_from_config
+from hybridengine.run.config import ConfigError, load_simulation_config
+from hybridengine.run.config.simulation import ClusterConfig, LayoutConfig, WorkloadConfig
 from tests.reshard.brute_force import fused_layout
 
 WORK = WorkloadConfig(prompts=64, n=4, response_length=300.0, max_response_length=1000)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.diagnose.report import facts_of
-from hybridengine.diagnose.runs import LoggedRun
-from hybridengine.tracking.trace import TraceSummary, summarize
+from hybridengine.lab.diagnose.report import facts_of
+from hybridengine.lab.diagnose.runs import LoggedRun
+from hybridengine.run.tracking.trace import TraceSummary, summarize
 from tests.trainer.in_process import run_jobs, small_job
 
 

@@ -9,19 +9,19 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from hybridengine.config import load_sft_config
-from hybridengine.data import PromptSample
-from hybridengine.rollout import Response
-from hybridengine.storage import atomic_file
-from hybridengine.tracking import console as console_lines
-from hybridengine.tracking.console import LINE_WIDTH, Progress, StepLine
-from hybridengine.tracking.curves import plot_learning_curves
-from hybridengine.tracking.files import write_summary
-from hybridengine.tracking.metrics import MetricsLogger
-from hybridengine.trainer import report
-from hybridengine.trainer.report import Reporter
-from hybridengine.trainer.rollout_files import rollout_line
-from hybridengine.trainer.validation import accuracy_interval, gain_interval
+from hybridengine.engine.response import Response
+from hybridengine.run.config import load_sft_config
+from hybridengine.run.storage import atomic_file
+from hybridengine.run.tracking import console as console_lines
+from hybridengine.run.tracking.console import LINE_WIDTH, Progress, StepLine
+from hybridengine.run.tracking.curves import plot_learning_curves
+from hybridengine.run.tracking.files import write_summary
+from hybridengine.run.tracking.metrics import MetricsLogger
+from hybridengine.train import report
+from hybridengine.train.data import PromptSample
+from hybridengine.train.report import Reporter
+from hybridengine.train.rollout_files import rollout_line
+from hybridengine.train.validation import accuracy_interval, gain_interval
 
 STEP = {"critic/score/mean": 0.25, "response_length/mean": 4.0, "timing_s/step": 9.5}
 

@@ -24,7 +24,7 @@ from unittest.mock import Mock
 
 import torch
 
-from hybridengine.config import keys_of
+from hybridengine.run.config import keys_of
 from tests.ranks import run_ranks
 
 __all__ = ["JobKind", "effects_body", "effects_of_flips", "merged"]
@@ -119,9 +119,9 @@ class Recorder:
     """Records the arguments that the parts of a run are built with."""
 
     def __init__(self) -> None:
+        from hybridengine.engine.vllm import engine as vllm
         from hybridengine.model import loading
-        from hybridengine.rollout.vllm import engine as vllm
-        from hybridengine.trainer import base, build, build_models, report
+        from hybridengine.train import base, build, build_models, report
 
         self.records: list[str] = []
         watched = [
@@ -171,10 +171,10 @@ def is_plain(value: Any) -> bool:
 
 def effect(kind: JobKind, folder: Path, overrides: Sequence[str], recorder: Recorder) -> str:
     """Run a job; return its observed effects as text."""
-    from hybridengine.errors import UserError
-    from hybridengine.runtime.session import Session
-    from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer import base
+    from hybridengine.run.errors import UserError
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
+    from hybridengine.train import base
 
     for name in ("run", "elsewhere"):
         shutil.rmtree(folder / name, ignore_errors=True)

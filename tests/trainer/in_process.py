@@ -129,9 +129,9 @@ def run_jobs(
 def _jobs(rank: int, world_size: int, folder: Path, jobs: Sequence[Sequence[str]]) -> list[Result]:
     import torch.distributed as dist
 
-    from hybridengine.runtime.session import Session
-    from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer import report
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
+    from hybridengine.train import report
 
     report.plot_learning_curves = lambda *args, **options: None
     results = []
@@ -149,10 +149,10 @@ def _jobs(rank: int, world_size: int, folder: Path, jobs: Sequence[Sequence[str]
 
 
 def _run(overrides: Sequence[str], session: Any) -> str:
-    from hybridengine.config import load_config
-    from hybridengine.errors import UserError
-    from hybridengine.preflight import check_grpo
-    from hybridengine.trainer.rl import RLTrainer
+    from hybridengine.run.config import load_config
+    from hybridengine.run.errors import UserError
+    from hybridengine.train.preflight import check_grpo
+    from hybridengine.train.rl import RLTrainer
 
     file = next((o for o in overrides if "=" not in o), None)
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hybridengine.config import RLConfig
+from hybridengine.run.config import RLConfig
 from tests.trainer.rollout_cases import make_rollouts, share
 
 
@@ -20,9 +20,9 @@ class Setup:
 
     def __init__(self, rank: int, world_size: int, path: str) -> None:
         from hybridengine.model import Optimizer, load_causal_lm, sharding_mesh
-        from hybridengine.runtime.session import Session
-        from hybridengine.runtime.status import PhaseStatus
-        from hybridengine.trainer.batch import DataParallel
+        from hybridengine.run.session import Session
+        from hybridengine.run.status import PhaseStatus
+        from hybridengine.train.batch import DataParallel
 
         session = Session(PhaseStatus(Path(path) / "run", rank))
         self.model = load_causal_lm(
@@ -49,7 +49,7 @@ class Setup:
         )
 
     def actor(self, config: RLConfig, **changes: Any) -> Any:
-        from hybridengine.trainer.models import Actor
+        from hybridengine.train.models import Actor
 
         actor = Actor(config, self.model, None, self.optimizer, self.dp)
         for name, value in changes.items():

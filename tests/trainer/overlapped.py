@@ -69,9 +69,9 @@ def update_inside_items(
     update. begin: called before the item; has_begun: asked before each step, until it is time to
     wait for the update; end: called when this is there.
     """
-    from hybridengine.rollout import InFlightUpdate
-    from hybridengine.runtime.polling import wait_until
-    from hybridengine.trainer.overlap import worker
+    from hybridengine.engine.engine import InFlightUpdate
+    from hybridengine.remote.overlap import worker
+    from hybridengine.run.polling import wait_until
 
     generate = worker.RolloutWorker._generate
     choose = worker.RolloutWorker._choose_on_first_rank
@@ -114,11 +114,11 @@ def _jobs(
     jobs: Sequence[Sequence[str]],
     before: Callable[[], object] | None = None,
 ) -> list[Result]:
-    from hybridengine.config import load_config
-    from hybridengine.runtime import failures
-    from hybridengine.runtime.restarts import connect_store
-    from hybridengine.trainer import report
-    from hybridengine.trainer.rl import RLTrainer
+    from hybridengine.run import failures
+    from hybridengine.run.config import load_config
+    from hybridengine.run.restarts import connect_store
+    from hybridengine.train import report
+    from hybridengine.train.rl import RLTrainer
 
     report.plot_learning_curves = lambda *args, **options: None
     if before:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hybridengine.data import PromptSample, Subset
-from hybridengine.rollout import Response
-from hybridengine.trainer.rollouts import Rollouts
+from hybridengine.engine.response import Response
+from hybridengine.train.data import PromptSample, Subset
+from hybridengine.train.rollouts import Rollouts
 
 __all__ = ["make_rollouts", "share"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PhiConfig
 
-from hybridengine.config import SFTConfig, load_sft_config
+from hybridengine.run.config import SFTConfig, load_sft_config
 from tests.tiny_models import SIZES, VOCAB, save_tiny
 
 __all__ = ["save_checkpoint", "sft_settings", "start_run", "write_sft_job"]
@@ -57,9 +57,9 @@ def sft_settings(folder: Path, **overrides: object) -> list[str]:
 
 def start_run(rank: int, world_size: int, folder: Path, **overrides: object):
     """Build the trainer of this rank, whose process group exists already."""
-    from hybridengine.runtime.session import Session
-    from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.sft import SFTTrainer
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
+    from hybridengine.train.sft import SFTTrainer
 
     config: SFTConfig = load_sft_config(
         None, sft_settings(folder, **{"trainer.n_gpus_per_node": world_size, **overrides})
@@ -70,7 +70,7 @@ def start_run(rank: int, world_size: int, folder: Path, **overrides: object):
 
 def save_checkpoint(run, step: int, score: float | None = None) -> None:
     """Start to save a checkpoint as a run does."""
-    from hybridengine.checkpoint.pretrained import save_model_files
+    from hybridengine.train.checkpoint.pretrained import save_model_files
 
     run.checkpoints.save(
         step,

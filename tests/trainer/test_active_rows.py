@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from hybridengine.config import RLConfig
-from hybridengine.config import rl as schema
 from hybridengine.model import PackedBatch, pack_rollouts
-from hybridengine.trainer.batch import RolloutBatch
-from hybridengine.trainer.models import Actor
+from hybridengine.run.config import RLConfig
+from hybridengine.run.config import rl as schema
+from hybridengine.train.batch import RolloutBatch
+from hybridengine.train.models import Actor
 
 ADVANTAGES = torch.tensor([1.0, 0.0, -2.0, 0.0, 0.0, 3.0, 1.0, 1.0])
 MASK = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0], dtype=torch.bool)  # active: 0, 5, 6

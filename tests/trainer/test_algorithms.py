@@ -7,9 +7,9 @@ from statistics import fmean
 
 import pytest
 import torch
-from hybridengine.kernels import group_advantage, whiten
 
-from hybridengine.trainer.algorithms import ESTIMATORS
+from hybridengine.kernels import group_advantage, whiten
+from hybridengine.train.algorithms import ESTIMATORS
 from tests.trainer.in_process import Result, run_jobs, small_job
 
 pytestmark = pytest.mark.multirank
@@ -30,7 +30,7 @@ def results(tmp_path_factory) -> dict[str, Result]:
     folder = tmp_path_factory.mktemp("jobs")
     (folder / "mine.py").write_text(
         "import torch\n"
-        "from hybridengine.trainer.algorithms import register_estimator\n"
+        "from hybridengine.train.algorithms import register_estimator\n"
         "@register_estimator('my_estimator')\n"
         "def mine(responses, options):\n"
         "    out = torch.full_like(responses.response_mask, 0.25, dtype=torch.float32)\n"

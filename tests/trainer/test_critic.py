@@ -28,13 +28,13 @@ def body(rank: int, world_size: int, path: str, budget: int, sp_size: int, head:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    from hybridengine.config import RLConfig
-    from hybridengine.config import rl as schema
     from hybridengine.model import Optimizer, load_causal_lm
-    from hybridengine.runtime.session import Session
-    from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.batch import DataParallel
-    from hybridengine.trainer.critic.model import Critic
+    from hybridengine.run.config import RLConfig
+    from hybridengine.run.config import rl as schema
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
+    from hybridengine.train.batch import DataParallel
+    from hybridengine.train.critic import Critic
 
     actor = schema.ActorConfig(
         ppo_max_token_len_per_gpu=budget, ulysses_sequence_parallel_size=sp_size, grad_clip=1e9

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from hybridengine.config import ConfigError, load_config
-from hybridengine.preflight import check_grpo
-from hybridengine.runtime.roles import Role, Roles
-from hybridengine.runtime.session import EXIT_STOPPED
-from hybridengine.runtime.status import read_status
+from hybridengine.remote.roles import Role, Roles
+from hybridengine.run.config import ConfigError, load_config
+from hybridengine.run.session import EXIT_STOPPED
+from hybridengine.run.status import read_status
+from hybridengine.train.preflight import check_grpo
 from tests.ranks import Ranks, message_of, run_ranks
 from tests.trainer.in_process import Result, small_job
 from tests.trainer.overlapped import MULTI_TURN, overrides_of, run_named, run_overlapped
@@ -199,9 +199,9 @@ def fail_between_phases(rank: int, world_size: int, folder: Path, overrides: lis
     """One rank of a job whose critic fails where a step begins, with its report in a file."""
     import torch.distributed as dist
 
-    from hybridengine.config import load_config
-    from hybridengine.trainer.batch import DataParallel
-    from hybridengine.trainer.rl import RLTrainer
+    from hybridengine.run.config import load_config
+    from hybridengine.train.batch import DataParallel
+    from hybridengine.train.rl import RLTrainer
 
     def fail(*args: Any) -> None:
         raise RuntimeError("at the beginning")
@@ -231,8 +231,8 @@ def fail_to_save(rank: int, world_size: int, folder: Path) -> tuple[list[Any], s
     """(What the critic's ranks announce, the error of the policy's, checkpoints left)."""
     import torch.distributed.checkpoint.filesystem as filesystem
 
-    from hybridengine.checkpoint import Checkpointer, CheckpointError
-    from hybridengine.checkpoint.tensors import PartWriter
+    from hybridengine.train.checkpoint import Checkpointer, CheckpointError
+    from hybridengine.train.checkpoint.tensors import PartWriter
 
     run = start_run(rank, world_size, folder)
     write = filesystem.FileSystemWriter.write_data
@@ -300,7 +300,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             load(*GAE, *more)
-    from hybridengine.api.settings import check_ranks
+    from hybridengine.train.api_settings import check_ranks
 
     config = load(*GAE, "critic.n_gpus_per_node=2", "trainer.nnodes=2")
     assert (config.ranks_per_node, config.num_critic_ranks, config.num_engines) == (3, 4, 2)

@@ -98,12 +98,12 @@ def gathered_after_update(rank: int, world_size: int, path: str) -> list[str]:
     """Return which parameters of student and teacher are gathered after an update."""
     from torch.distributed.tensor import DTensor
 
-    from hybridengine.config import RLConfig
+    from hybridengine.distill.distill import Student
     from hybridengine.model import Optimizer, on_device
-    from hybridengine.runtime.session import Session
-    from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.batch import DataParallel
-    from hybridengine.trainer.distill import Student
+    from hybridengine.run.config import RLConfig
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
+    from hybridengine.train.batch import DataParallel
 
     student, teacher = load(path, world_size), load(path, world_size)
     dp = DataParallel(Session(PhaseStatus(Path(path) / "run", rank)), 1)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from hybridengine.kernels import select_by_covariance, token_kl
 
-from hybridengine.config.algorithm import AlgorithmConfig, KLControlConfig
-from hybridengine.trainer.algorithms import (
+from hybridengine.kernels import select_by_covariance, token_kl
+from hybridengine.run.config.algorithm import AlgorithmConfig, KLControlConfig
+from hybridengine.train.algorithms import (
     ESTIMATORS,
     AdvantageOptions,
     KLController,
@@ -47,12 +47,12 @@ def columns(lengths: list[int]) -> dict[str, torch.Tensor]:
 
 def body(rank: int, world_size: int, folder: Path, count: int, sp_size: int) -> dict[str, Any]:
     """By name, what one replica computes of its responses, and metrics of all."""
-    from hybridengine.runtime.session import Session
-    from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.advantages import compute_advantages, compute_rewards
-    from hybridengine.trainer.batch import DataParallel
-    from hybridengine.trainer.metrics import batch_metrics, explained_variance, probs_diff
-    from hybridengine.trainer.models import Actor
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
+    from hybridengine.train.advantages import compute_advantages, compute_rewards
+    from hybridengine.train.batch import DataParallel
+    from hybridengine.train.metrics import batch_metrics, explained_variance, probs_diff
+    from hybridengine.train.models import Actor
 
     prompts, rollouts = rollouts_with_parts(count)
     lengths = [len(r.token_ids) for r in rollouts]

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from hybridengine.config import ConfigError, load_config
-from hybridengine.preflight_engine import check_engine
-from hybridengine.rollout.vllm import engine as vllm
-from hybridengine.rollout.vllm import options
-from hybridengine.rollout.vllm.options import check_engine_options, check_plugins
-from hybridengine.trainer.build import build_engine
+from hybridengine.engine.vllm import engine as vllm
+from hybridengine.engine.vllm import options
+from hybridengine.engine.vllm.options import check_engine_options, check_plugins
+from hybridengine.run.config import ConfigError, load_config
+from hybridengine.train.build import build_engine
+from hybridengine.train.preflight_engine import check_engine
 from tests.tiny_models import save_tiny
 
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from hybridengine.kernels import pack
 from omegaconf import OmegaConf
 
-from hybridengine.trainer.algorithms import (
+from hybridengine.kernels import pack
+from hybridengine.train.algorithms import (
     ESTIMATORS,
     AdvantageOptions,
     Responses,

@@ -14,8 +14,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from hybridengine.config import config_to_yaml, load_sft_config
-from hybridengine.trainer.evaluate import evaluate, load_evaluation, pass_at_k, results_table
+from hybridengine.lab.evaluate import evaluate, load_evaluation, pass_at_k, results_table
+from hybridengine.run.config import config_to_yaml, load_sft_config
 from tests.tiny_models import save_tiny
 from tests.trainer.in_process import run_jobs, small_job
 
@@ -39,7 +39,7 @@ def test_the_table_has_intervals_and_pass_at_k_of_binary_results() -> None:
 @pytest.fixture
 def prompts_of_generate(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The token ids that the engine gets."""
-    from hybridengine.rollout.hf import HfEngine
+    from hybridengine.engine.hf import HfEngine
 
     seen, generate = list[list[int]](), HfEngine.generate
 

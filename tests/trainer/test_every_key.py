@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.config import RLConfig, SFTConfig, keys_of
+from hybridengine.run.config import RLConfig, SFTConfig, keys_of
 from tests.model.lora_shared import write_adapter
 from tests.ranks import run_ranks
 from tests.tiny_models import save_classifier, save_tiny
@@ -75,10 +75,10 @@ def save_head(folder: Path) -> None:
 
 def load_grpo(overrides: Sequence[str]):
     """Return (plan, what trains)."""
-    from hybridengine.config import load_config
-    from hybridengine.preflight import check_grpo
-    from hybridengine.trainer.plan import plan_table
-    from hybridengine.trainer.rl import RLTrainer
+    from hybridengine.run.config import load_config
+    from hybridengine.train.plan import plan_table
+    from hybridengine.train.preflight import check_grpo
+    from hybridengine.train.rl import RLTrainer
 
     config = load_config(None, overrides)
     return plan_table(config, *check_grpo(config)), lambda: RLTrainer.run(config)
@@ -116,10 +116,10 @@ def prepare_sft(folder: Path) -> list[str]:
 
 
 def load_sft(overrides: Sequence[str]):
-    from hybridengine.config import load_sft_config
-    from hybridengine.preflight import check_sft
-    from hybridengine.trainer.plan import sft_plan
-    from hybridengine.trainer.sft import SFTTrainer
+    from hybridengine.run.config import load_sft_config
+    from hybridengine.train.plan import sft_plan
+    from hybridengine.train.preflight import check_sft
+    from hybridengine.train.sft import SFTTrainer
 
     config = load_sft_config(None, overrides)
     return sft_plan(config, *check_sft(config)), lambda: SFTTrainer.run(config)

@@ -11,10 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hybridengine.config import ConfigError, load_config
-from hybridengine.errors import RolloutError
-from hybridengine.rollout.vllm.environment import vllm_available
-from hybridengine.trainer.exact_rollouts import inexact_reason
+from hybridengine.engine.vllm.environment import vllm_available
+from hybridengine.run.config import ConfigError, load_config
+from hybridengine.run.errors import RolloutError
+from hybridengine.train.exact_rollouts import inexact_reason
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 from tests.trainer.in_process import lines_of, small_job
@@ -34,11 +34,10 @@ def train(rank: int, world_size: int, folder: Path, job: list[str]) -> tuple[int
     Of every parameter and optimizer step: the gradients of passes that are run twice are equal.
     """
     from hybridengine.kernels.graph import Graph
-
-    from hybridengine.preflight import check_grpo
-    from hybridengine.runtime.session import Session
-    from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.rl import RLTrainer
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
+    from hybridengine.train.preflight import check_grpo
+    from hybridengine.train.rl import RLTrainer
 
     config = load_config(None, job)
     check_grpo(config)
@@ -75,7 +74,7 @@ def train(rank: int, world_size: int, folder: Path, job: list[str]) -> tuple[int
 
 
 def one_token_differs(rank: int, world_size: int) -> None:
-    from hybridengine.trainer.metrics import probs_diff
+    from hybridengine.train.metrics import probs_diff
 
     ours = torch.tensor([-0.5, -1.5, -2.5])
     theirs = ours.clone()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridengine.checkpoint.export import export_checkpoint
+from hybridengine.train.checkpoint.export import export_checkpoint
 from tests.trainer.in_process import lines_of, moe_job, run_jobs
 
 DIVIDED = "actor.fsdp_config.expert_parallel_size=2"
@@ -88,7 +88,7 @@ def check_adapted(folder: Path, run: str) -> None:
     ],
 )
 def test_refused_combinations(overrides: list[str], words: str) -> None:
-    from hybridengine.config import ConfigError, load_config
+    from hybridengine.run.config import ConfigError, load_config
 
     with pytest.raises(ConfigError, match=words):
         load_config(None, ["model.path=m", "data.train_files=t.jsonl", *overrides])

@@ -18,7 +18,7 @@ SHORT_TIMEOUT = """
 from datetime import timedelta
 import torch
 from torch.distributed import distributed_c10d
-from hybridengine.trainer import generation
+from hybridengine.train import generation
 gather = generation.gather_rollouts
 def gather_within_4_s(*args):
     group = distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
@@ -76,7 +76,7 @@ def test_a_stall_ends_with_rank_phase_and_stacks(tmp_path: Path) -> None:
     assert last.startswith("error: rank 0 (pid "), output
     assert "in phase 'gather_rollouts' of step 1" in last
     assert "meanwhile rank 1 is in phase 'reward' of step 1" in last
-    assert "hybridengine/rewards/workers.py:" in last
+    assert "extras/rewards/workers.py:" in last
     stacks = output.index("rank 1 stalls in phase 'reward' of step 1; its stacks:")
     assert "rewards/workers.py" in output[stacks:]
 
@@ -101,7 +101,7 @@ def test_exit_code_0_in_the_middle_is_a_failure(tmp_path: Path, ranks: int, call
     (tmp_path / "mine.py").write_text(
         "import os\n"
         "from sys import exit\n"
-        "from hybridengine.trainer.algorithms import advantages, register_estimator\n"
+        "from hybridengine.train.algorithms import advantages, register_estimator\n"
         "@register_estimator('ending')\n"
         "def ending(responses, options):\n"
         f"    if os.environ['RANK'] == '{ranks - 1}':\n"

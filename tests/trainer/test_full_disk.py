@@ -85,13 +85,13 @@ def train(base: list[str], run: Path, case: Case, fill: Fill | None) -> str:
     """Train from where the folder is; return the error, "" if there is none."""
     import torch.distributed as dist
 
-    from hybridengine.checkpoint import checkpointer, tensors
-    from hybridengine.config import load_config
-    from hybridengine.errors import UserError
-    from hybridengine.runtime.session import Session
-    from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.callbacks import Callbacks
-    from hybridengine.trainer.rl import RLTrainer
+    from hybridengine.run.config import load_config
+    from hybridengine.run.errors import UserError
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
+    from hybridengine.train.callbacks import Callbacks
+    from hybridengine.train.checkpoint import checkpointer, tensors
+    from hybridengine.train.rl import RLTrainer
 
     overrides = (
         f"trainer.default_local_dir={run}",
@@ -132,8 +132,8 @@ def train(base: list[str], run: Path, case: Case, fill: Fill | None) -> str:
 
 
 def run_on_a_small_disk(rank: int, world_size: int, base: list[str], disk: Path, kind: str) -> Any:
-    from hybridengine.checkpoint import find_checkpoints
-    from hybridengine.trainer import report
+    from hybridengine.train import report
+    from hybridengine.train.checkpoint import find_checkpoints
 
     report.plot_learning_curves = lambda *args, **options: None
     fill = None
@@ -162,8 +162,8 @@ def log_until_full(folder: Path, fill: Fill) -> tuple[str, bool]:
     """Return the error of a log on a full disk, and whether a resumed run reads complete rows."""
     from rich.console import Console
 
-    from hybridengine.errors import OutputError
-    from hybridengine.tracking.metrics import MetricsLogger
+    from hybridengine.run.errors import OutputError
+    from hybridengine.run.tracking.metrics import MetricsLogger
 
     def logger(first_step: int) -> MetricsLogger:
         return MetricsLogger(folder, ["jsonl"], Console(quiet=True), 9999, first_step)

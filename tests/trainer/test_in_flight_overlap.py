@@ -32,8 +32,8 @@ def body(rank: int, num_ranks: int, folder: Path, jobs: Any) -> Any:
 
     The engine waits for each update after PAUSE tokens.
     """
-    from hybridengine.trainer.overlap import worker
-    from hybridengine.trainer.overlap.queue import EngineQueue
+    from hybridengine.remote.overlap import worker
+    from hybridengine.remote.overlap.queue import EngineQueue
 
     announced, steps = list[tuple[int, int]](), itertools.count()
     weights = list[dict[int, Any]]()  # of each job, by version

@@ -31,15 +31,15 @@ def body(
     """Return (unsharded float32 gradients per optimizer step, metrics) of one update."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from hybridengine.config import RLConfig
-    from hybridengine.config import rl as schema
-    from hybridengine.config.algorithm import PolicyLossConfig
     from hybridengine.model import Optimizer, load_causal_lm
-    from hybridengine.runtime.session import Session
-    from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.batch import DataParallel
-    from hybridengine.trainer.metrics import probs_diff
-    from hybridengine.trainer.models import Actor
+    from hybridengine.run.config import RLConfig
+    from hybridengine.run.config import rl as schema
+    from hybridengine.run.config.algorithm import PolicyLossConfig
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
+    from hybridengine.train.batch import DataParallel
+    from hybridengine.train.metrics import probs_diff
+    from hybridengine.train.models import Actor
 
     actor_config = schema.ActorConfig(
         ppo_max_token_len_per_gpu=token_budget,
@@ -150,8 +150,8 @@ def modes_body(rank: int, world_size: int, path: str, losses: list[tuple[str, st
 
 
 def test_every_configured_loss_reaches_the_update(tmp_path: Path) -> None:
-    from hybridengine.config import rl as schema
-    from hybridengine.config.algorithm import PolicyLossConfig
+    from hybridengine.run.config import rl as schema
+    from hybridengine.run.config.algorithm import PolicyLossConfig
 
     hints = typing.get_type_hints(schema.ActorConfig)
     modes = typing.get_args(typing.get_type_hints(PolicyLossConfig)["loss_mode"])

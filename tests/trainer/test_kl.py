@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from hybridengine.config.algorithm import KLControlConfig
-from hybridengine.trainer.algorithms import KLController
+from hybridengine.run.config.algorithm import KLControlConfig
+from hybridengine.train.algorithms import KLController
 
 
 def controller(total_steps=1, **options):

@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridengine.config import RLConfig
-from hybridengine.config import rl as schema
-from hybridengine.config.algorithm import AlgorithmConfig, PolicyLossConfig, RolloutCorrectionConfig
+from hybridengine.run.config import RLConfig
+from hybridengine.run.config import rl as schema
+from hybridengine.run.config.algorithm import (
+    AlgorithmConfig,
+    PolicyLossConfig,
+    RolloutCorrectionConfig,
+)
 from tests import tolerances
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -114,7 +118,7 @@ def clipped_tokens(rank: int, world_size: int, path: str) -> list[tuple[str, flo
 
     Both forms record the same tokens and entropies.
     """
-    from hybridengine.trainer.token_record import TokenRecord
+    from hybridengine.train.token_record import TokenRecord
 
     setup, shares = Setup(rank, world_size, path), []
     mask = setup.batch.response_mask

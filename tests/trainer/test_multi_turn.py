@@ -20,8 +20,8 @@ pytestmark = pytest.mark.multirank
 LOOP = """
 from dataclasses import replace
 
-from hybridengine.agent import ToolCall
-from hybridengine.agent.loops import ToolLoop
+from hybridengine.agents import ToolCall
+from hybridengine.agents.loops import ToolLoop
 
 def parse(text):  # the tiny model writes no JSON
     words = text.split()
@@ -153,8 +153,8 @@ def check_recorded(result: Any) -> None:
 
 
 LEARNING = """
-from hybridengine.agent import ToolCall
-from hybridengine.agent.loops import ToolLoop
+from hybridengine.agents import ToolCall
+from hybridengine.agents.loops import ToolLoop
 from dataclasses import replace
 
 def parse(text):  # a third of the words are calls
@@ -214,14 +214,14 @@ def test_a_model_learns_to_use_a_tool(tmp_path: Path) -> None:
 
 def make_trajectories(rank: int, world_size: int) -> Any:
     """Advantages and tokens of two trajectories, one of which has two sequences."""
-    from hybridengine.config.algorithm import AlgorithmConfig
-    from hybridengine.data import PromptSample, Subset
-    from hybridengine.rollout import Response
-    from hybridengine.runtime.session import Session
-    from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.advantages import compute_advantages, compute_rewards
-    from hybridengine.trainer.batch import DataParallel
-    from hybridengine.trainer.rollouts import Rollouts
+    from hybridengine.engine.response import Response
+    from hybridengine.run.config.algorithm import AlgorithmConfig
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
+    from hybridengine.train.advantages import compute_advantages, compute_rewards
+    from hybridengine.train.batch import DataParallel
+    from hybridengine.train.data import PromptSample, Subset
+    from hybridengine.train.rollouts import Rollouts
 
     sample = PromptSample(0, [5, 6, 7], "", "toy", None, {})
 
@@ -260,16 +260,16 @@ def make_branched_groups(rank: int, world_size: int) -> Any:
     """Two groups of trajectories with tools and branches: (own rollouts, what is computed)."""
     from random import Random
 
-    from hybridengine.config.algorithm import AlgorithmConfig, KLControlConfig
-    from hybridengine.data import PromptSample, Subset
-    from hybridengine.rollout import Response
-    from hybridengine.runtime.session import Session
-    from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.advantages import compute_advantages, compute_rewards
-    from hybridengine.trainer.algorithms import KLController
-    from hybridengine.trainer.batch import DataParallel
-    from hybridengine.trainer.metrics import batch_metrics
-    from hybridengine.trainer.rollouts import Rollouts
+    from hybridengine.engine.response import Response
+    from hybridengine.run.config.algorithm import AlgorithmConfig, KLControlConfig
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
+    from hybridengine.train.advantages import compute_advantages, compute_rewards
+    from hybridengine.train.algorithms import KLController
+    from hybridengine.train.batch import DataParallel
+    from hybridengine.train.data import PromptSample, Subset
+    from hybridengine.train.metrics import batch_metrics
+    from hybridengine.train.rollouts import Rollouts
 
     draw = Random(3)
     samples = [PromptSample(i, [5, 6, 7 + i], "", "toy", None, {}) for i in range(2)]
@@ -382,14 +382,13 @@ def test_statistics_count_trajectories_and_masks_cover_the_model_s_tokens() -> N
 
 
 def test_rewards_read_the_tokens_of_all_branches_and_the_length_that_is_limited() -> None:
-    from hybridengine.agent.trajectory import TokenSequence, Trajectory
-    from hybridengine.config import RewardConfig
-    from hybridengine.config.reward import OverlongBufferConfig
-    from hybridengine.data import PromptSample
-    from hybridengine.rewards import ResponseTokens, score_checked
-    from hybridengine.rewards.manager import DapoRewardManager
-    from hybridengine.rollout import Response
-    from hybridengine.trainer.trajectories import _tokens
+    from hybridengine.agents.trajectories import _tokens
+    from hybridengine.agents.trajectory import TokenSequence, Trajectory
+    from hybridengine.engine.response import Response
+    from hybridengine.run.config import RewardConfig
+    from hybridengine.run.config.reward import OverlongBufferConfig
+    from hybridengine.train.data import PromptSample
+    from hybridengine.train.rewards.manager import DapoRewardManager, ResponseTokens, score_checked
 
     def sequence(context: list[int] | None, mask: list[int]) -> TokenSequence:
         response = Response([9] * len(mask), [0.0] * len(mask), "stop", columns={"sampled": mask})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybridengine.runtime.session import EXIT_STOPPED
+from hybridengine.run.session import EXIT_STOPPED
 from tests.trainer.in_process import Result, small_job
 from tests.trainer.overlapped import MULTI_TURN, overrides_of, run_named, run_overlapped
 from tests.trainer.toy import assert_named_when_killed

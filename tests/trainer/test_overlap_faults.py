@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from hybridengine.checkpoint import find_checkpoints
-from hybridengine.runtime.monitor import EXIT_RANK_FAILED
+from hybridengine.run.monitor import EXIT_RANK_FAILED
+from hybridengine.train.checkpoint import find_checkpoints
 from tests.ranks import Ranks
 from tests.trainer.in_process import small_job
 from tests.trainer.overlapped import run_overlapped
@@ -28,11 +28,11 @@ def run_rank(rank: int, world_size: int, folder: Path, overrides: list[str], lin
     """One rank of a job. link: rollouts of the second step and later ones are lost on their way."""
     import torch.distributed as dist
 
-    from hybridengine.config import load_config
-    from hybridengine.runtime import monitor
-    from hybridengine.trainer import report
-    from hybridengine.trainer.overlap import queue
-    from hybridengine.trainer.rl import RLTrainer
+    from hybridengine.remote.overlap import queue
+    from hybridengine.run import monitor
+    from hybridengine.run.config import load_config
+    from hybridengine.train import report
+    from hybridengine.train.rl import RLTrainer
 
     monitor._STOPPED_S = 1.0  # not 10
     report.plot_learning_curves = lambda *args, **options: None

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hybridengine.runtime.monitor import EXIT_RANK_FAILED
+from hybridengine.run.monitor import EXIT_RANK_FAILED
 from tests.ports import free_port
 from tests.ranks import Ranks
 from tests.rollout.stand_in_server import serve
@@ -83,9 +83,9 @@ def killing(servers: Servers, index: int, run: Path, step: int) -> Iterator[None
 
 
 def run_rank(rank: int, world_size: int, folder: Path, overrides: list[str]) -> int:
-    from hybridengine.config import load_config
-    from hybridengine.trainer import report
-    from hybridengine.trainer.rl import RLTrainer
+    from hybridengine.run.config import load_config
+    from hybridengine.train import report
+    from hybridengine.train.rl import RLTrainer
 
     report.plot_learning_curves = lambda *args, **options: None
     dist.barrier()

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from hybridengine.checkpoint import changed_settings
-from hybridengine.checkpoint.folders import CONFIG, SavedCheckpoint
-from hybridengine.config import config_to_yaml, load_config, load_sft_config
 from hybridengine.model import Optimizer
-from hybridengine.trainer import plan
-from hybridengine.trainer.plan import describe_precision, resolve_dtypes
+from hybridengine.run.config import config_to_yaml, load_config, load_sft_config
+from hybridengine.train import plan
+from hybridengine.train.checkpoint import changed_settings
+from hybridengine.train.checkpoint.folders import CONFIG, SavedCheckpoint
+from hybridengine.train.plan import describe_precision, resolve_dtypes
 from tests.ranks import run_ranks
 
 REQUIRED = ["model.path=m", "data.train_files=f"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridengine.config import ConfigError, load_config
+from hybridengine.run.config import ConfigError, load_config
 from tests.model.lora_shared import load_adapted
 from tests.ranks import run_ranks
 from tests.reshard.quantized_cases import save
@@ -52,11 +52,11 @@ def dequantized(engine: Any, checkpoint: Any) -> dict[str, torch.Tensor]:
 
 
 def body(rank: int, world_size: int, path: str, checkpointing: bool) -> dict:
-    from hybridengine.kernels.block_quantize import block_quantize
     from transformers import AutoModelForCausalLM
 
+    from hybridengine.kernels.block_quantize import block_quantize
     from hybridengine.model import pack_rollouts, packed_log_probs
-    from hybridengine.model.frozen_base import full_base
+    from hybridengine.model.shared.frozen_base import full_base
 
     dtype = torch.bfloat16  # vLLM quantizes this dtype and float16
     register_kernel()
@@ -139,10 +139,10 @@ def test_log_probs_and_gradients_are_those_of_dequantized_weights(
 
 
 def job_body(rank: int, world_size: int, folder: Path, overrides: list[str]) -> None:
-    from hybridengine.preflight import check_grpo
-    from hybridengine.runtime.session import Session
-    from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.rl import RLTrainer
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
+    from hybridengine.train.preflight import check_grpo
+    from hybridengine.train.rl import RLTrainer
 
     register_kernel()
     torch.compiler.set_stance("force_eager")
@@ -189,7 +189,7 @@ def test_a_job_resumes_and_exports_what_it_was_trained_with(tmp_path: Path) -> N
 def test_what_cannot_be_dequantized_is_named(
     tmp_path: Path, overrides: tuple[str, ...], message: str
 ) -> None:
-    from hybridengine.trainer.shared_weights import unshared_reason
+    from hybridengine.train.choices import unshared_reason
 
     job = [*small_job(tmp_path), *FP8, *overrides, SHARE]
     expected = f"share_engine_weights is on, but rollout.quantization is fp8, and {message}"
@@ -198,7 +198,7 @@ def test_what_cannot_be_dequantized_is_named(
 
 
 def test_auto_gathers_the_values_of_the_checkpoint(tmp_path: Path) -> None:
-    from hybridengine.trainer.shared_weights import unshared_reason
+    from hybridengine.train.choices import unshared_reason
 
     job = [*small_job(tmp_path), *FP8]
     assert "would be the engine's weights" in (unshared_reason(load_config(None, job)) or "")

@@ -7,12 +7,12 @@ from statistics import fmean, stdev
 import pytest
 import torch
 
-from hybridengine.data import PromptSample, Subset
-from hybridengine.errors import RolloutError
-from hybridengine.rollout import Response
-from hybridengine.trainer.rollout_files import rollout_line
-from hybridengine.trainer.rollouts import Rollouts, own_outcomes, select_groups
-from hybridengine.trainer.validation import expected_majority, problems_of
+from hybridengine.engine.response import Response
+from hybridengine.run.errors import RolloutError
+from hybridengine.train.data import PromptSample, Subset
+from hybridengine.train.rollout_files import rollout_line
+from hybridengine.train.rollouts import Rollouts, own_outcomes, select_groups
+from hybridengine.train.validation import expected_majority, problems_of
 from tests.ranks import run_ranks
 from tests.trainer.in_process import Result, run_jobs, small_job
 
@@ -169,12 +169,12 @@ def test_files_name_the_weights(results):
 
 def train_beside_a_writer(rank: int, world_size: int, folder: Path, job: list[str]) -> str:
     """Something changes one bit of the engine's weights after the first step's sync."""
-    from hybridengine.config import load_config
-    from hybridengine.runtime.session import Session
-    from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.sharding.weight_target import target_of
-    from hybridengine.trainer.callbacks import Callbacks
-    from hybridengine.trainer.rl import RLTrainer
+    from hybridengine.run.config import load_config
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
+    from hybridengine.sync.weight_target import target_of
+    from hybridengine.train.callbacks import Callbacks
+    from hybridengine.train.rl import RLTrainer
 
     trainer = RLTrainer(load_config(None, job), Session(PhaseStatus(folder / "run", rank)))
 

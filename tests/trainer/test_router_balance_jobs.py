@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hybridengine.model.router_balance import BIAS
+from hybridengine.moe.router_balance import BIAS
 from tests.model.moe_models import ARCHITECTURES, tiny_moe
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -119,7 +119,7 @@ def sft_body(
     ],
 )
 def test_refused_combinations(overrides: list[str], words: str) -> None:
-    from hybridengine.config import ConfigError, load_config
+    from hybridengine.run.config import ConfigError, load_config
 
     with pytest.raises(ConfigError, match=words):
         load_config(None, ["model.path=m", "data.train_files=t.jsonl", *overrides])

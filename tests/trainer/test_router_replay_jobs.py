@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from hybridengine.rollout.routes import decode_routes
-from hybridengine.rollout.vllm.environment import vllm_available
+from hybridengine.engine.vllm.environment import vllm_available
+from hybridengine.moe.routes import decode_routes
 from tests.ranks import run_ranks
 from tests.trainer.in_process import lines_of, moe_job, run_jobs, small_job
 from tests.trainer.overlapped import run_overlapped
@@ -22,11 +22,11 @@ REPLAY = "actor.router_replay=rollout"
 
 def run_with_vllm(rank: int, world_size: int, folder: Path, job: list[str]) -> None:
     """Run one job; vLLM ends the process group with its engine."""
-    from hybridengine.config import load_config
-    from hybridengine.preflight import check_grpo
-    from hybridengine.runtime.session import Session
-    from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.rl import RLTrainer
+    from hybridengine.run.config import load_config
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
+    from hybridengine.train.preflight import check_grpo
+    from hybridengine.train.rl import RLTrainer
 
     config = load_config(None, job)
     check_grpo(config)
@@ -135,14 +135,14 @@ def test_the_routes_of_the_old_log_probs_are_replayed(tmp_path: Path) -> None:
     ],
 )
 def test_refused_combinations(overrides: list[str], words: str) -> None:
-    from hybridengine.config import ConfigError, load_config
+    from hybridengine.run.config import ConfigError, load_config
 
     with pytest.raises(ConfigError, match=words):
         load_config(None, ["model.path=m", "data.train_files=t.jsonl", *overrides])
 
 
 def test_off_is_a_word_and_yamls_boolean() -> None:
-    from hybridengine.config import load_config
+    from hybridengine.run.config import load_config
 
     needed = ["model.path=m", "data.train_files=t.jsonl"]
     assert load_config(None, [*needed, "actor.router_replay=off"]).actor.router_replay == "off"

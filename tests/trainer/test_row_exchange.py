@@ -21,7 +21,7 @@ def rows_of(rows: list[int], lengths: torch.Tensor, dtype: torch.dtype) -> torch
 
 
 def exchange_body(rank: int, world_size: int, seed: int) -> None:
-    from hybridengine.trainer.exchange import RowExchange, all_gather_rows
+    from hybridengine.train.exchange import RowExchange, all_gather_rows
 
     generator = torch.Generator().manual_seed(seed)
 
@@ -52,7 +52,7 @@ def test_every_wanted_row_arrives_in_order(world_size: int) -> None:
 def files_body(rank: int, world_size: int, folder: Path) -> tuple[bytes, str]:
     from dataclasses import replace
 
-    from hybridengine.trainer.rollout_files import rollout_file, texts_on_rank0
+    from hybridengine.train.rollout_files import rollout_file, texts_on_rank0
 
     rollouts = share(*make_rollouts(101)[:2], rank, world_size)
     with rollout_file(folder / "rollouts.jsonl", rank == 0) as write:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hybridengine.trainer import sft
+from hybridengine.train import sft
 from tests.forked import run_forked
 from tests.ranks import message_of, run_ranks
 from tests.trainer.sft_job import sft_settings, start_run, write_sft_job
@@ -50,9 +50,9 @@ def train_by_the_clock(rank: int, world_size: int, folder: Path) -> tuple[Any, A
     alone advance."""
     from types import SimpleNamespace
 
-    from hybridengine.runtime import session
-    from hybridengine.tracking import clock
-    from hybridengine.trainer import base, final
+    from hybridengine.run import session
+    from hybridengine.run.tracking import clock
+    from hybridengine.train import base, final
 
     now = 0.0
     time = SimpleNamespace(perf_counter=lambda: now)

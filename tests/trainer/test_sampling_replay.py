@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.rollout.vllm.environment import vllm_available
+from hybridengine.engine.vllm.environment import vllm_available
 from tests.trainer.in_process import Result, run_jobs, small_job
 from tests.trainer.toy import toy_job
 

@@ -34,7 +34,7 @@ def load(path: str, world_size: int, dtype: torch.dtype, fsdp_size: int = -1) ->
 def share(engine: Any, model: Any, dtype: torch.dtype) -> Any:
     """Let `model` compute with the weights of `engine`; return (resharder, these weights)."""
     from hybridengine.model import SharedParameters, parameter_shards
-    from hybridengine.reshard import Resharder
+    from hybridengine.sync.resharder import Resharder
 
     memory = engine.share_weights(dtype, frozen=False)
     SharedParameters(model, memory, engine.target)
@@ -125,9 +125,9 @@ def refusals(rank: int, world_size: int, path: str, tp_size: int) -> dict[str, A
     """Run forwards on weights that are, and are not, those of the last sync."""
     import torch.distributed as dist
 
-    from hybridengine.errors import ModelError
     from hybridengine.model import Optimizer, free_gathered, pack_rollouts, packed_log_probs
-    from hybridengine.sharding.weight_target import StaleWeightsError
+    from hybridengine.run.errors import ModelError
+    from hybridengine.sync.weight_target import StaleWeightsError
 
     dtype = torch.bfloat16
     model = load(path, world_size, dtype)

@@ -79,8 +79,8 @@ def test_sft_on_several_answers_to_a_prompt(tmp_path: Path) -> None:
 
 def test_models_that_cannot_share(tmp_path: Path) -> None:
     """auto packs plainly and says why in the plan; on is refused."""
-    from hybridengine.config import ConfigError, load_config
-    from hybridengine.trainer import shared_prefix
+    from hybridengine.run.config import ConfigError, load_config
+    from hybridengine.train import shared_prefix
 
     base = small_job(tmp_path)
     off, auto, on = (load_config(None, [*base, f"actor.shared_prefix={s}"]) for s in SWITCH)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridengine.config import ConfigError, load_config
+from hybridengine.run.config import ConfigError, load_config
 from tests.model.lora_shared import load_adapted
 from tests.ranks import run_ranks
 from tests.reshard.vllm_engines import PROMPTS, build_engine
@@ -71,7 +71,7 @@ def body(
         packed_log_probs,
         parameter_shards,
     )
-    from hybridengine.model.frozen_base import full_base
+    from hybridengine.model.shared.frozen_base import full_base
 
     engine, checkpoint = build_engine(path, tp_size, dtype, lora_rank=slot_rank)
     memory = engine.share_weights(dtype)
@@ -187,6 +187,7 @@ def test_ranks_of_two_tensor_parallel_groups(tmp_path: Path) -> None:
 
 def rollout_body(rank: int, world_size: int, path: str, tp_size: int) -> dict[str, Any]:
     """Sync adapters three times, and sleep in between."""
+    from hybridengine.engine.engine import SamplingSpec
     from hybridengine.model import (
         adapter_shards,
         apply_lora,
@@ -195,8 +196,7 @@ def rollout_body(rank: int, world_size: int, path: str, tp_size: int) -> dict[st
         packed_log_probs,
         sharding_mesh,
     )
-    from hybridengine.reshard import Resharder
-    from hybridengine.rollout import SamplingSpec
+    from hybridengine.sync.resharder import Resharder
 
     engine, _ = build_engine(path, tp_size, torch.float32, lora_rank=3)
     memory = engine.share_weights(torch.float32)
@@ -302,7 +302,7 @@ def test_a_job_and_its_files_are_those_of_shards(
 def test_what_cannot_be_shared_is_named(
     tmp_path: Path, overrides: tuple[str, ...], message: str
 ) -> None:
-    from hybridengine.trainer.shared_weights import unshared_reason
+    from hybridengine.train.choices import unshared_reason
 
     job = [*small_job(tmp_path), *ADAPTERS, *overrides]
     assert message in (unshared_reason(load_config(None, job)) or "")
@@ -312,7 +312,7 @@ def test_what_cannot_be_shared_is_named(
 
 def test_auto_shares_what_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the engine's weights must not take more memory in the update than shards."""
-    from hybridengine.trainer.shared_weights import unshared_reason
+    from hybridengine.train.choices import unshared_reason
 
     job = [*small_job(tmp_path), *ADAPTERS]
     assert unshared_reason(load_config(None, job)) is None
@@ -331,7 +331,7 @@ def test_auto_shares_what_costs_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 def test_auto_gathers_where_awake_engine_and_trainer_do_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hybridengine.trainer.shared_weights import unshared_reason
+    from hybridengine.train.choices import unshared_reason
 
     memory = SimpleNamespace(total_memory=80 << 30)
     job = [*small_job(tmp_path), *ADAPTERS, "model.lora_rank=0", "reshard.lora=merged"]

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from hybridengine.checkpoint import find_checkpoints
-from hybridengine.errors import EXIT_STOPPED
-from hybridengine.runtime.status import read_status
+from hybridengine.run.errors import EXIT_STOPPED
+from hybridengine.run.status import read_status
+from hybridengine.train.checkpoint import find_checkpoints
 from tests.ranks import message_of, run_ranks
 from tests.trainer.in_process import small_job
 from tests.trainer.overlapped import overrides_of, run_overlapped
@@ -34,7 +34,7 @@ def write_slowly(rank: int, world_size: int, folder: Path) -> list[str]:
     """Train, with writes on rank 0 that take longer than rank 1 waits in a collective."""
     from torch.distributed import distributed_c10d
 
-    from hybridengine.checkpoint import checkpointer, pretrained
+    from hybridengine.train.checkpoint import checkpointer, pretrained
 
     def run_slowly(run: Callable[..., Any], fn: Callable[[], Any], *rest: Any) -> Any:
         def slow() -> Any:
@@ -69,10 +69,10 @@ def hold_writes(folder: Path) -> None:
     """
     import torch.distributed.checkpoint.filesystem as filesystem
 
-    from hybridengine.checkpoint import pretrained
-    from hybridengine.runtime import polling
-    from hybridengine.runtime.roles import RoleLink
-    from hybridengine.trainer.rl import RLTrainer
+    from hybridengine.remote.roles import RoleLink
+    from hybridengine.run import polling
+    from hybridengine.train.checkpoint import pretrained
+    from hybridengine.train.rl import RLTrainer
 
     held, waited, is_main = folder / "held", folder / "waited", os.environ["RANK"] == "0"
 
@@ -147,7 +147,7 @@ def fail_to_export(rank: int, world_size: int, folder: Path) -> tuple[str, list[
 
     Then those of the same run again, which exports.
     """
-    from hybridengine.checkpoint import pretrained
+    from hybridengine.train.checkpoint import pretrained
 
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -165,7 +165,7 @@ def fail_to_export(rank: int, world_size: int, folder: Path) -> tuple[str, list[
 
 
 def test_a_failed_export_loses_no_training(tmp_path: Path) -> None:
-    from hybridengine.checkpoint.export import export_checkpoint
+    from hybridengine.train.checkpoint.export import export_checkpoint
 
     [(message, left, not_asked_for)] = run_ranks(fail_to_export, 1, write_sft_job(tmp_path))
     saved, final = tmp_path / "run" / "global_step_2", tmp_path / "run" / "final"

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hybridengine.api.settings import check_ranks
-from hybridengine.config import ConfigError, load_config
-from hybridengine.data import PromptLoader, PromptSample
-from hybridengine.preflight import _check_baselines
-from hybridengine.rollout import Response, SamplingSpec
-from hybridengine.runtime.roles import Role, RoleLink, Roles
-from hybridengine.trainer.overlap.queue import Finished, WorkItem
-from hybridengine.trainer.overlap.source import OverlappedRollouts
+from hybridengine.engine.engine import SamplingSpec
+from hybridengine.engine.response import Response
+from hybridengine.remote.overlap.queue import Finished, WorkItem
+from hybridengine.remote.overlap.source import OverlappedRollouts
+from hybridengine.remote.roles import Role, RoleLink, Roles
+from hybridengine.run.config import ConfigError, load_config
+from hybridengine.train.api_settings import check_ranks
+from hybridengine.train.data import PromptLoader, PromptSample
+from hybridengine.train.preflight import _check_baselines
 
 NEEDED = ["model.path=m", "data.train_files=t.jsonl", "rollout.n_gpus_per_node=3"]
 
@@ -68,7 +69,7 @@ def world() -> Iterator[None]:
 
 
 def source_of(*overrides: str) -> tuple[OverlappedRollouts, Engines]:
-    from hybridengine.runtime.session import Session
+    from hybridengine.run.session import Session
 
     config = load_config(None, [*NEEDED, *overrides])
     rollout = config.rollout

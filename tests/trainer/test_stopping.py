@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.checkpoint import find_checkpoints
-from hybridengine.runtime.session import EXIT_STOPPED
-from hybridengine.runtime.status import read_status
+from hybridengine.run.session import EXIT_STOPPED
+from hybridengine.run.status import read_status
+from hybridengine.train.checkpoint import find_checkpoints
 from tests.forked import ForkedProcess
 from tests.trainer.sft_job import sft_settings, write_sft_job
 from tests.trainer.toy import start_toy, toy_job

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridengine.rollout.columns import COLUMNS, TokenColumn, declare_column
+from hybridengine.engine.columns import COLUMNS, TokenColumn, declare_column
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.multirank
@@ -25,16 +25,16 @@ def routed(position: int) -> list[int]:
 
 def send_columns(rank: int, world_size: int) -> Any:
     """From completions, through turns, messages, files and ranks, to micro-batches."""
-    from hybridengine.agent import TokenSequence, Turn
-    from hybridengine.agent.template import Segment
-    from hybridengine.data import PromptSample, Subset
-    from hybridengine.rollout import Response
-    from hybridengine.runtime.messages import decode, encode
-    from hybridengine.runtime.session import Session
-    from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.batch import DataParallel
-    from hybridengine.trainer.rollout_files import rollout_line
-    from hybridengine.trainer.rollouts import Rollouts
+    from hybridengine.agents import TokenSequence, Turn
+    from hybridengine.agents.template import Segment
+    from hybridengine.engine.response import Response
+    from hybridengine.run.messages import decode, encode
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
+    from hybridengine.train.batch import DataParallel
+    from hybridengine.train.data import PromptSample, Subset
+    from hybridengine.train.rollout_files import rollout_line
+    from hybridengine.train.rollouts import Rollouts
 
     declare_column(TokenColumn("layer_numbers", torch.int16, SHAPE, fill=FILL))
     sample = PromptSample(0, [5, 6, 7], "", "toy", None, {})
@@ -87,7 +87,7 @@ def test_a_declared_column_arrives_in_micro_batches_and_files() -> None:
 
 
 def test_a_response_is_cut_and_continued_with_its_columns() -> None:
-    from hybridengine.rollout import Response
+    from hybridengine.engine.response import Response
 
     columns = {"num_kept": [2, 0, 1], "kept_ids": [4, 5, 9]}
     response = Response([4, 7, 9], [-1.0, -2.0, -3.0], "stop", [(1, 3)], columns)

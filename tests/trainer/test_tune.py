@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from hybridengine.config import load_config, load_sft_config
-from hybridengine.rollout.vllm.environment import vllm_available
-from hybridengine.trainer.tune.memory import PeakMemory
-from hybridengine.trainer.tune.search import Probe, best_limit, probe_limits, smallest_fast
+from hybridengine.engine.vllm.environment import vllm_available
+from hybridengine.lab.tune.memory import PeakMemory
+from hybridengine.lab.tune.search import Probe, best_limit, probe_limits, smallest_fast
+from hybridengine.run.config import load_config, load_sft_config
 from tests.forked import run_forked
 from tests.ranks import run_ranks
 from tests.trainer.in_process import small_job
@@ -104,9 +104,9 @@ if vllm_available():  # last: a closed engine takes the process group along
 def step_on_made_up_tokens(
     rank: int, world_size: int, folder: Path, jobs: dict[str, list[str]]
 ) -> dict[str, dict[str, float]]:
-    from hybridengine.runtime.session import Session
-    from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.tune.jobs import RLJob
+    from hybridengine.lab.tune.jobs import RLJob
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
 
     metrics = {}
     for name, settings in jobs.items():

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hybridengine.checkpoint import find_checkpoints
-from hybridengine.errors import EXIT_USER_ERROR
+from hybridengine.run.errors import EXIT_USER_ERROR
+from hybridengine.train.checkpoint import find_checkpoints
 from tests.ranks import Ranks
 from tests.trainer.in_process import small_job
 from tests.trainer.overlapped import overrides_of
@@ -39,10 +39,10 @@ def run_rank(rank: int, world_size: int, folder: Path, overrides: list[str], fai
     """
     import torch.distributed as dist
 
-    from hybridengine.config import load_config
-    from hybridengine.trainer import report
-    from hybridengine.trainer.learner import Learner
-    from hybridengine.trainer.rl import RLTrainer
+    from hybridengine.run.config import load_config
+    from hybridengine.train import report
+    from hybridengine.train.learner import Learner
+    from hybridengine.train.rl import RLTrainer
 
     report.plot_learning_curves = lambda *args, **options: None
     dist.barrier()

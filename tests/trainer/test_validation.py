@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridengine.data import PromptSample, Subset
-from hybridengine.rollout import Response
-from hybridengine.trainer.rollouts import Rollouts, own_outcomes
-from hybridengine.trainer.validation import (
+from hybridengine.engine.response import Response
+from hybridengine.train.data import PromptSample, Subset
+from hybridengine.train.rollouts import Rollouts, own_outcomes
+from hybridengine.train.validation import (
     ValidationHistory,
     expected_best,
     expected_majority,

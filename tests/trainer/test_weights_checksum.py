@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridengine.config import load_config
-from hybridengine.errors import RolloutError
-from hybridengine.reshard.target import EngineState
-from hybridengine.rollout import InFlightUpdate
-from hybridengine.sharding.layout import EngineLayout, TensorSpec
-from hybridengine.trainer import weights_checksum
-from hybridengine.trainer.weights_checksum import WeightsChecksum
+from hybridengine.engine.engine import InFlightUpdate
+from hybridengine.remote import weights_checksum
+from hybridengine.remote.weights_checksum import WeightsChecksum
+from hybridengine.run.config import load_config
+from hybridengine.run.errors import RolloutError
+from hybridengine.sync.layout import EngineLayout, TensorSpec
+from hybridengine.sync.target import EngineState
 from tests.reshard.memory_engine import MemoryEngine
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 TURN_LOOP = """
 from dataclasses import replace
 
-from hybridengine.agent import ToolCall
-from hybridengine.agent.loops import ToolLoop
+from hybridengine.agents import ToolCall
+from hybridengine.agents.loops import ToolLoop
 
 def parse(text):
     return [ToolCall(name, {"k": k}) for k, name in enumerate(("count", "more"))] if text else []

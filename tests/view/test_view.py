@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from hybridengine.errors import ConfigError
-from hybridengine.view.detail import COLORS, detail_of
-from hybridengine.view.rollouts import RolloutIndex
+from hybridengine.lab.view.detail import COLORS, detail_of
+from hybridengine.lab.view.rollouts import RolloutIndex
+from hybridengine.run.errors import ConfigError
 from tests.view.runs import write_run
 
 
@@ -107,7 +107,7 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
 def test_without_textual_the_message_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybridengine.commands.find_spec", lambda name: None)
+    monkeypatch.setattr("hybridengine.lab.commands.find_spec", lambda name: None)
     result = CliRunner().invoke(cli.app, ["view", str(write_run(tmp_path / "run"))])
     assert result.exit_code == 2 and "hybridengine[view]" in result.output
 
@@ -117,7 +117,7 @@ def test_the_terminal_view(index: RolloutIndex) -> None:
     pytest.importorskip("textual", reason="the extra `view` is not installed")
     from textual.widgets import Collapsible, DataTable, Input
 
-    from hybridengine.view.terminal import RolloutApp
+    from hybridengine.lab.view.terminal import RolloutApp
 
     async def use() -> None:
         app = RolloutApp(index)

@@ -6,8 +6,8 @@ import os
 
 from transformers import AutoConfig
 
-from hybridengine.rollout.vllm.images import prepare_images
 from hybridengine.vision import load_image_preparer
+from hybridengine.vision.engine import prepare_images
 
 __all__ = ["prepare"]
 

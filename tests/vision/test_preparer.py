@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig
 
-from hybridengine.errors import ConfigError, DataError, ModelError
+from hybridengine.run.errors import ConfigError, DataError, ModelError
 from hybridengine.vision import EncodedImage, load_image_preparer, processor
 from tests.vision.tiny_vision import FAMILIES, draw_squares, save_tiny_vision
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.errors import RolloutError
-from hybridengine.rollout import Response
-from hybridengine.trainer.rollouts import Rollouts
+from hybridengine.engine.response import Response
+from hybridengine.run.errors import RolloutError
+from hybridengine.train.rollouts import Rollouts
 from hybridengine.vision import EncodedImage
 from tests.trainer.in_process import run_jobs
 from tests.vision.vision_jobs import NUM_TOKENS, check_steps, vision_job

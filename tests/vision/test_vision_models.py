@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, Gemma3ForSequenceClassification
 
-from hybridengine.config import ConfigError, load_config
-from hybridengine.preflight import check_grpo
+from hybridengine.run.config import ConfigError, load_config
+from hybridengine.train.preflight import check_grpo
 from hybridengine.vision import EncodedImage, load_image_preparer
 from tests.model.vision_models import IMAGE
 from tests.trainer.in_process import Result, run_jobs

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 from transformers import AutoConfig
 
-from hybridengine.errors import RolloutError
-from hybridengine.rollout.engine import Prompt
-from hybridengine.rollout.server.images import ServerPrompt, check_image_settings
+from hybridengine.engine.engine import Prompt
+from hybridengine.remote.servers.images import ServerPrompt, check_image_settings
+from hybridengine.run.errors import RolloutError
 from hybridengine.vision import EncodedImage, ImagePreparer, load_image_preparer
 from tests.model.vision_models import IMAGE
 from tests.rollout.vllm_server import START_S, serving

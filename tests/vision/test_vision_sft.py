@@ -17,11 +17,11 @@ CHANCE = 1.386  # -log of a quarter: one of four counts
 def _sft(
     rank: int, world_size: int, folder: Path, overrides: dict[str, object]
 ) -> list[dict[str, float]]:
-    from hybridengine.config import load_sft_config
-    from hybridengine.preflight import check_sft
-    from hybridengine.runtime.session import Session
-    from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.sft import SFTTrainer
+    from hybridengine.run.config import load_sft_config
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
+    from hybridengine.train.preflight import check_sft
+    from hybridengine.train.sft import SFTTrainer
 
     settings = {
         "model.path": folder / "model",

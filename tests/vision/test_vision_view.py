@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from transformers import AutoModelForImageTextToText
 
-from hybridengine.errors import ConfigError
+from hybridengine.lab.view.attention import compute_attention
 from hybridengine.model import pack_rollouts, packed_logits
 from hybridengine.model.attention import attention_of
-from hybridengine.view.attention import compute_attention
+from hybridengine.run.errors import ConfigError
 from hybridengine.vision import EncodedImage, image_arguments, load_image_preparer
 from tests.model.vision_models import IMAGE
 from tests.vision.tiny_vision import draw_squares, save_tiny_vision

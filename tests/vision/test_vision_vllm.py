@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from hybridengine.errors import RolloutError
+from hybridengine.run.errors import RolloutError
 from hybridengine.vision import EncodedImage, load_image_preparer
 from tests.vision.tiny_vision import save_tiny_vision
 from tests.vision.vision_jobs import check_steps, run_vllm, vision_job
@@ -46,7 +46,7 @@ def test_other_tokens_than_vllm_would_write_are_refused(
     tmp_path: Path, ids: list[int], found: list[SimpleNamespace], message: str | None
 ) -> None:
     """vLLM's processor, whose expansion of the image is two image tokens, is a stand-in."""
-    from hybridengine.rollout.vllm.images import PromptImages
+    from hybridengine.vision.engine import PromptImages
 
     save_tiny_vision("qwen2_vl", tmp_path)
     preparer = load_image_preparer(AutoConfig.from_pretrained(tmp_path), str(tmp_path), {})
@@ -75,7 +75,7 @@ def test_other_tokens_than_vllm_would_write_are_refused(
 def test_images_that_attend_in_both_directions_are_refused_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hybridengine.rollout.vllm.images import PromptImages
+    from hybridengine.vision.engine import PromptImages
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     save_tiny_vision("gemma3", tmp_path)
@@ -88,7 +88,7 @@ def test_images_that_attend_in_both_directions_are_refused_on_a_cpu(
 
 
 def test_a_prompt_that_vllm_has_read_otherwise_is_refused() -> None:
-    from hybridengine.rollout.vllm.images import check_prompt
+    from hybridengine.vision.engine import check_prompt
 
     check_prompt("vLLM", [1, 2, 3], [1, 2, 3])
     for other, position in (([1, 4, 3], 1), ([1, 2, 3, 4], 3), ([1], 1)):

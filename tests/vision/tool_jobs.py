@@ -10,8 +10,8 @@ __all__ = ["tool_job"]
 
 LOOP = """
 from dataclasses import replace
-from hybridengine.agent import ToolCall
-from hybridengine.agent.loops import ToolLoop
+from hybridengine.agents import ToolCall
+from hybridengine.agents.loops import ToolLoop
 
 def parse(text):  # the tiny model writes no JSON
     return [ToolCall("look", {"count": 1 + len(text) % 3}), ToolCall("broken", {})]

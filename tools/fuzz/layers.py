@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from hybridengine.kernels._backend import native
 from torch import Tensor
 
+from hybridengine.kernels._backend import native
 from tools.fuzz.draw import DTYPES, FLOAT_DTYPES, SHORT_DTYPES, Draw
 
 

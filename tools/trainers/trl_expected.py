@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridengine.runtime.all_ranks import all_gather_values
+from hybridengine.run.all_ranks import all_gather_values
 
 
 def digests_of(worker: Any, folder: str) -> dict[str, str]:
@@ -31,7 +31,7 @@ def digests_of(worker: Any, folder: str) -> dict[str, str]:
 
 
 def main(model: str, output: str, folders: list[str]) -> None:
-    from hybridengine.rollout.vllm.environment import prepare_environment, unique_shared_memory
+    from hybridengine.engine.vllm.environment import prepare_environment, unique_shared_memory
 
     prepare_environment()
     dist.init_process_group("gloo")

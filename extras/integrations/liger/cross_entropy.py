@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hybridengine.kernels import linear_cross_entropy, linear_token_log_probs
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from hybridengine.kernels import linear_cross_entropy, linear_token_log_probs
 
 from .head import head_operands, loss_and_gradients
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from hybridengine.kernels import token_log_probs
 from torch import Tensor
+
+from hybridengine.kernels import token_log_probs
 
 from .grpo_loss import GRPOOptions, check_positive, grpo_terms, masked_mean, reduce_grpo_loss
 from .head import IGNORE_INDEX

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from hybridengine.kernels import linear_token_log_probs
 from torch import Tensor
+
+from hybridengine.kernels import linear_token_log_probs
 
 IGNORE_INDEX = -100
 

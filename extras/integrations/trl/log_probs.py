@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hybridengine.kernels import linear_token_log_probs, token_log_probs
 from torch import Tensor
 
 from hybridengine.integrations._entropy import entropy_of_logits
+from hybridengine.kernels import linear_token_log_probs, token_log_probs
 
 __all__ = [
     "ChunkedLogProbFunction",

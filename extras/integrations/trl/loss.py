@@ -15,8 +15,9 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from hybridengine.kernels import linear_policy_loss
 from torch import Tensor
+
+from hybridengine.kernels import linear_policy_loss
 
 __all__ = ["PENDING", "GRPOLoss", "compute_loss"]
 

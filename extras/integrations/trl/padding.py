@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from hybridengine.kernels import pack
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hybridengine.kernels import pack
 from hybridengine.model.attention import ATTENTION
 from hybridengine.model.packing_check import shared_prefix_obstacle
 

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridengine.errors import RolloutError
-from hybridengine.reshard import RankFailedError, ReshardError, SyncReport
-from hybridengine.rollout.server.client import BACKEND, VllmServer
-from hybridengine.rollout.server.network import address_for, prepare_network
-from hybridengine.runtime.all_ranks import broadcast_value, run_on_all_ranks, run_on_rank0
-from hybridengine.runtime.signed_store import check_secret
+from hybridengine.remote.servers.client import BACKEND, VllmServer
+from hybridengine.remote.servers.network import address_for, prepare_network
+from hybridengine.run.all_ranks import broadcast_value, run_on_all_ranks, run_on_rank0
+from hybridengine.run.errors import RolloutError
+from hybridengine.run.signed_store import check_secret
+from hybridengine.sync.errors import RankFailedError, ReshardError
+from hybridengine.sync.report import SyncReport
 
 __all__ = [
     "RESTART",

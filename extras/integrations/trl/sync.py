@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 
-from hybridengine.errors import RolloutError, UserError
+from hybridengine.run.errors import RolloutError, UserError
 
 __all__ = ["init_communicator", "init_vllm", "sync_weights"]
 
@@ -82,7 +82,7 @@ def sync_weights(self: Any, original: Callable[[Any], None]) -> None:
         original(self)
         return
     from hybridengine.integrations.vllm import reshard
-    from hybridengine.sharding.layout import LayoutError
+    from hybridengine.sync.layout import LayoutError
 
     if self.enable_sleep_mode:
         if torch.cuda.is_available():

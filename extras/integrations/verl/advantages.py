@@ -12,10 +12,10 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
-from hybridengine.kernels import gae, group_advantage
 from torch import Tensor
 
 from hybridengine.integrations.padded import group_ids
+from hybridengine.kernels import gae, group_advantage
 
 __all__ = [
     "compute_gae_advantage_return",

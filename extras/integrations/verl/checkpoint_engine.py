@@ -30,13 +30,13 @@ from verl.checkpoint_engine import base
 
 from hybridengine.integrations.verl.weights import ShardedWeights
 from hybridengine.integrations.vllm import reshard
-from hybridengine.sharding.layout import LayoutError
+from hybridengine.sync.layout import LayoutError
 
 if TYPE_CHECKING:
     from vllm import LLM
 
     from hybridengine.integrations.verl.servers import ServerSender
-    from hybridengine.reshard import SyncReport
+    from hybridengine.sync.report import SyncReport
 
 __all__ = ["ReshardCheckpointEngine"]
 

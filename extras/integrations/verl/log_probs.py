@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from hybridengine.kernels import linear_token_log_probs, token_log_probs
 from torch import Tensor, nn
 
 from hybridengine.integrations._entropy import entropy_of_logits
 from hybridengine.integrations.verl.padding import pad_input, unpad_input
+from hybridengine.kernels import linear_token_log_probs, token_log_probs
 
 __all__ = [
     "FusedLinearForPPO",

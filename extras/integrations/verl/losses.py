@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
 from hybridengine.kernels import _check as check
 from hybridengine.kernels import token_kl, value_loss
 from hybridengine.kernels._aggregation import check_aggregation, loss_denominators, token_weights
 from hybridengine.kernels._per_token import row_cu_seqlens
 from hybridengine.kernels.policy_loss.terms import KL_ALIASES, KL_TYPES
-from torch import Tensor
 
 __all__ = ["agg_loss", "compute_value_loss", "kl_penalty"]
 

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hybridengine.kernels import policy_loss, select_by_covariance, token_kl
-from hybridengine.kernels.policy_loss.terms import MAX_LOG_RATIO
 from torch import Tensor
 
 from hybridengine.integrations.verl.losses import (
@@ -21,6 +19,8 @@ from hybridengine.integrations.verl.losses import (
     aggregation_arguments,
     local_mean,
 )
+from hybridengine.kernels import policy_loss, select_by_covariance, token_kl
+from hybridengine.kernels.policy_loss.terms import MAX_LOG_RATIO
 
 __all__ = [
     "compute_policy_loss_cispo",

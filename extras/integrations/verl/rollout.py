@@ -23,7 +23,7 @@ from hybridengine.integrations._patching import Patches, Replacement
 from hybridengine.integrations.verl import checkpoint_engine
 from hybridengine.integrations.verl.servers import ServerSender
 from hybridengine.integrations.verl.weights import PATCHES, ShardedWeights
-from hybridengine.sharding.layout import LayoutError
+from hybridengine.sync.layout import LayoutError
 
 __all__ = ["Replica", "Server", "ServerAdapter"]
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridengine.errors import ModelError
 from hybridengine.integrations import router_replay
 from hybridengine.integrations._patching import Patches, Replacement
-from hybridengine.model.router_replay import RouterReplay, pad_routes
+from hybridengine.moe.router_replay import RouterReplay, pad_routes
+from hybridengine.run.errors import ModelError
 
 __all__ = ["PATCHES"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hybridengine.integrations._patching import Patches, Replacement
-from hybridengine.sharding.layout import LayoutError
+from hybridengine.sync.layout import LayoutError
 
 __all__ = ["PATCHES", "ShardedWeights"]
 

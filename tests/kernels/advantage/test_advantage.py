@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from hybridengine.kernels import GROUP_ESTIMATORS, gae, group_advantage, whiten
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
+from hybridengine.kernels import GROUP_ESTIMATORS, gae, group_advantage, whiten
 from tests.kernels.batches import GROUPS, random_groups
 from tests.tolerances import ADVANTAGE
 

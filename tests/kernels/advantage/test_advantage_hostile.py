@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+
 from hybridengine.kernels import GROUP_ESTIMATORS, gae, group_advantage, whiten
 from hybridengine.kernels._backend import native
-
 from tests.tolerances import ADVANTAGE
 
 NAN, INF = math.nan, math.inf

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hybridengine.kernels import GROUP_ESTIMATORS, group_advantage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.kernels import GROUP_ESTIMATORS, group_advantage
 from tests.kernels.batches import GROUPS, random_groups
 from tests.kernels.cuda_on_cpu import compile_check
 from tests.tolerances import ADVANTAGE

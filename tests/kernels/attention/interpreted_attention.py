@@ -4,11 +4,11 @@ import sys
 
 import pytest
 import torch
+
 from hybridengine.kernels import tree_attention
 from hybridengine.kernels.attention import triton as backend
 from hybridengine.kernels.attention.triton_tables import BEGIN, LAST, PREVIOUS, block_tables
 from hybridengine.kernels.attention.triton_tiles import Tiles
-
 from tests.kernels.attention.cases import forest_of, problem, random_forest
 from tests.kernels.attention.triton_cases import OPTIONS, assert_exact, ours
 from tests.kernels.interpreter import widen_dot

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hybridengine.kernels import paged_attention, tree_attention, write_kv_cache
 from torch import Tensor
+
+from hybridengine.kernels import paged_attention, tree_attention, write_kv_cache
 
 
 @dataclass

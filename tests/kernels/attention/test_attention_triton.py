@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from hybridengine.kernels import tree_attention
 
+from hybridengine.kernels import tree_attention
 from tests.kernels.attention.cases import forest_of, problem, random_forest
 from tests.kernels.attention.triton_cases import OPTIONS, assert_exact, ours
 from tests.kernels.cuda_graph import capture

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hybridengine.kernels import paged_attention, tree_attention, write_kv_cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.kernels import paged_attention, tree_attention, write_kv_cache
 from tests import tolerances
 from tests.kernels.attention.cases import forest_of, problem
 from tests.kernels.attention.paged_cases import Cache, Sequences, packed

@@ -5,10 +5,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from hybridengine.kernels import tree_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.kernels import tree_attention
 from tests import tolerances
 from tests.kernels.attention.cases import (
     Case,

@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from hybridengine.kernels import tree_attention
 from torch import Tensor
 
+from hybridengine.kernels import tree_attention
 from tests.kernels.attention.cases import dense_mask, forest_of, problem, results
 
 Q, K, V = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 6)

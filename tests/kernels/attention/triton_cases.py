@@ -1,8 +1,8 @@
 """The Triton backend against plain attention in float64, for CPU (interpreter) and GPU tests."""
 
 import torch
-from hybridengine.kernels import tree_attention
 
+from hybridengine.kernels import tree_attention
 from tests import tolerances
 from tests.kernels.attention.cases import plain_attention, results
 

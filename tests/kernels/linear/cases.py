@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from hybridengine.kernels import linear_policy_loss, linear_token_log_probs, token_log_probs
 
+from hybridengine.kernels import linear_policy_loss, linear_token_log_probs, token_log_probs
 from tests import tolerances
 
 # For gradients of 16-bit inputs relative to their largest entry: the logits' gradient and the

@@ -4,6 +4,7 @@ from decimal import Decimal, localcontext
 
 import torch
 import torch.nn.functional as F
+
 from hybridengine.kernels import linear_distillation_loss
 
 ROWS = 40

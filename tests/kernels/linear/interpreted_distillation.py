@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from hybridengine.kernels.linear import distillation, distillation_triton
 
+from hybridengine.kernels.linear import distillation, distillation_triton
 from tests import tolerances
 from tests.kernels.linear.distillation_cases import BETAS, SKEWED, decimal_divergence, skewed_rows
 

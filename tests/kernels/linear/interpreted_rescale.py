@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from hybridengine.kernels.linear.rescale import _BLOCK, rescale_
 
 

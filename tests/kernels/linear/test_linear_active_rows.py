@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+
 from hybridengine.kernels import linear_policy_loss
 from hybridengine.kernels.linear.chunks import Chunks
-
 from tests.kernels.cuda_graph import capture
 from tests.kernels.linear.cases import (
     DEVICES,

@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
+
 from hybridengine.kernels import linear_policy_loss, linear_token_log_probs, token_log_probs
 from hybridengine.kernels._backend import native
 from hybridengine.kernels.logprob.options import row_options
-
 from tests import tolerances
 
 NAN, INF = math.nan, math.inf

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 import torch
+
 from hybridengine.kernels import linear_token_log_probs
 from hybridengine.kernels.gemm import mixed_gemm
 from hybridengine.kernels.linear.chunks import Chunks, logits_fit
-
 from tests.kernels.linear.cases import (
     DEVICES,
     ROUNDED,

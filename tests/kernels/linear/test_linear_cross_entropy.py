@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
 from hybridengine.kernels import cross_entropy, linear_cross_entropy
 from hybridengine.kernels.linear import chunks as linear_chunks
 from hybridengine.kernels.linear.chunks import Chunks
-
 from tests import tolerances
 from tests.kernels.linear.cases import DEVICES, OP_OPTIONS, assert_all_close, problem
 from tests.ranks import run_ranks

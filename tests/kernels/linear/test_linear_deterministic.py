@@ -4,14 +4,15 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from hybridengine.kernels import (
     linear_cross_entropy,
     linear_distillation_loss,
     linear_policy_loss,
     linear_token_log_probs,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 OPTIONS = {"deterministic": True}
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 from hybridengine.kernels import linear_distillation_loss
 from hybridengine.kernels.linear.chunks import Chunks
-
 from tests import tolerances
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.linear.cases import DEVICES, ROUNDED, assert_all_close

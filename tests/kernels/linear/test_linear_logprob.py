@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from hybridengine.kernels import linear_policy_loss, linear_token_log_probs
-from hybridengine.kernels.gemm import WIDENED_BYTES
-from hybridengine.kernels.linear.chunks import Chunks
 from hypothesis import given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hybridengine.kernels import linear_policy_loss, linear_token_log_probs
+from hybridengine.kernels.gemm import WIDENED_BYTES
+from hybridengine.kernels.linear.chunks import Chunks
 from tests import tolerances
 from tests.kernels.linear.cases import (
     DEVICES,

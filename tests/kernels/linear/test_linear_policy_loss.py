@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+
 from hybridengine.kernels import linear_policy_loss, policy_loss, rollout_correction
 from hybridengine.kernels._aggregation import LOSS_AGG_MODES
 from hybridengine.kernels.linear import chunks as linear_chunks
 from hybridengine.kernels.policy_loss.terms import LOSS_MODES, LossOptions
-
 from tests import tolerances
 from tests.kernels.linear.cases import (
     DEVICES,

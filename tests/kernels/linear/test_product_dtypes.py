@@ -4,9 +4,10 @@ import os
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
+
 from hybridengine.kernels import has_fast_products, linear_policy_loss, linear_token_log_probs
 from hybridengine.kernels._backend import ISAS, native
-from torch.profiler import ProfilerActivity, profile
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::linear", "aten::matmul"}
 OPTIONS = [

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from hybridengine.kernels import linear_policy_loss
 
+from hybridengine.kernels import linear_policy_loss
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.linear.cases import DEVICES, loss_inputs, problem
 

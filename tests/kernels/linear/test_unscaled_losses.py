@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import torch
+
 from hybridengine.kernels import linear_cross_entropy, linear_policy_loss
 from hybridengine.kernels.linear import chunks
 from hybridengine.kernels.logprob.reference import reference_backward, reference_forward
 from hybridengine.kernels.policy_loss.terms import SEQUENCE_MODES
-
 from tests import tolerances
 from tests.kernels.linear.cases import (
     ROUNDED,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hybridengine.kernels import token_log_probs
 
+from hybridengine.kernels import token_log_probs
 from tests import tolerances
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

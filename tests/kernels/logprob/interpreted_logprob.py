@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+
 from hybridengine.kernels import token_log_probs
 from hybridengine.kernels._backend import native
 from hybridengine.kernels.logprob import triton as logprob_triton
 from hybridengine.kernels.logprob.options import row_options
-
 from tests import tolerances
 from tests.kernels.logprob.cases import OPTIONS, assert_matches_float64, problem
 

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 import torch
+
 from hybridengine.kernels.linear import chunks
 from hybridengine.kernels.logprob import triton_unscaled
 from hybridengine.kernels.logprob.options import row_options
 from hybridengine.kernels.logprob.rows import rows_unscaled_gradient
-
 from tests import tolerances
 from tests.kernels.linear.cases import loss_and_gradients
 from tests.kernels.logprob.cases import OPTIONS, options_for, plain_pytorch, problem

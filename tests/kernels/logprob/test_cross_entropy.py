@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hybridengine.kernels import cross_entropy
 
 from hybridengine.integrations.flash_attn import cross_entropy_loss
+from hybridengine.kernels import cross_entropy
 from tests import tolerances
 from tests.kernels.logprob.cases import DEVICES, problem
 

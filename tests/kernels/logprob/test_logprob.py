@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from hybridengine.kernels import token_log_probs
 from hybridengine.kernels.logprob.options import RowOptions, row_options
 from hybridengine.kernels.logprob.reference import reference_token_log_probs
 from hybridengine.kernels.logprob.rows import rows_backward, rows_forward
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from tests import tolerances
 from tests.kernels.logprob.cases import (
     DEVICES,

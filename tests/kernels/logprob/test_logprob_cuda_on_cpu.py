@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hybridengine.kernels.logprob.options import row_options
-from hybridengine.kernels.logprob.rows import native
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.kernels.logprob.options import row_options
+from hybridengine.kernels.logprob.rows import native
 from tests import tolerances
 from tests.kernels.cuda_on_cpu import compile_for_cpu
 from tests.kernels.logprob.cases import (

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+
 from hybridengine.kernels import check_labels, token_log_probs
 from hybridengine.kernels.logprob.options import row_options
 from hybridengine.kernels.logprob.rows import rows_backward, rows_forward
-
 from tests import tolerances
 from tests.kernels.logprob.cases import (
     BACKENDS,

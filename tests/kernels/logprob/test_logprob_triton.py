@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from hybridengine.kernels import token_log_probs
 
+from hybridengine.kernels import token_log_probs
 from tests import tolerances
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.logprob.cases import (

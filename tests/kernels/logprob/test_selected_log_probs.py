@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from hybridengine.kernels import token_entropy, token_log_probs
 
+from hybridengine.kernels import token_entropy, token_log_probs
 from tests import tolerances
 from tests.kernels.logprob.cases import DEVICES, OPTIONS, options_for, plain_pytorch, problem
 

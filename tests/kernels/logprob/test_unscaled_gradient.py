@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from hybridengine.kernels.logprob.options import row_options
 from hybridengine.kernels.logprob.rows import has_unscaled_gradient, rows_unscaled_gradient
-
 from tests import tolerances
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.logprob.cases import OPTIONS, move, options_for, plain_pytorch, problem

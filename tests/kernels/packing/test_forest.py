@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hybridengine.kernels import PackedForest, pack_forest, pack_sequences
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from hybridengine.kernels import PackedForest, pack_forest, pack_sequences
 
 BACKENDS = ["cpp", "reference"]
 FIELDS = ("input_ids", "position_ids", "subtree_ends", "cu_seqlens", "token_index")

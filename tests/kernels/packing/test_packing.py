@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from hybridengine.kernels import pack, pack_sequences, unpack
-from hybridengine.kernels._backend import native
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
+from hybridengine.kernels import pack, pack_sequences, unpack
+from hybridengine.kernels._backend import native
 from tests.kernels.batches import random_mask
 
 BACKENDS = ["cpp", "reference"]

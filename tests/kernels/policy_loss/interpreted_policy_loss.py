@@ -4,10 +4,10 @@ import sys
 
 import pytest
 import torch
+
 from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES, value_loss
 from hybridengine.kernels.policy_loss.terms import KL_ALIASES
 from hybridengine.kernels.policy_loss.triton import policy_loss_triton
-
 from tests.kernels import batches
 from tests.tolerances import POLICY_LOSS
 

@@ -8,6 +8,10 @@ from itertools import product
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.library import opcheck
+
 from hybridengine.kernels import (
     LOSS_AGG_MODES,
     LOSS_MODES,
@@ -16,10 +20,6 @@ from hybridengine.kernels import (
     token_policy_loss,
 )
 from hybridengine.kernels.policy_loss.terms import LossOptions
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.library import opcheck
-
 from tests.kernels.batches import (
     FURTHER_OPTIONS,
     KL,

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
+from torch.autograd import gradcheck, gradgradcheck
+
 from hybridengine.kernels import LOSS_MODES, policy_loss, select_by_covariance, token_kl, value_loss
 from hybridengine.kernels._backend import native
 from hybridengine.kernels.policy_loss.terms import LossOptions
-from torch.autograd import gradcheck, gradgradcheck
-
 from tests.kernels.batches import (
     KL,
     assert_close,

@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 import torch
+
 from hybridengine.kernels import policy_loss, select_by_covariance, token_kl
 from hybridengine.kernels.policy_loss.terms import LossOptions, token_loss
 

@@ -1,8 +1,8 @@
 """The Triton policy loss: in Triton's interpreter on the CPU, and on a GPU where there is one."""
 
 import pytest
-from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES
 
+from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES
 from tests.kernels.batches import aggregated, assert_same, run
 from tests.kernels.interpreter import run_interpreted
 

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hybridengine.kernels import vespo_weights
 
+from hybridengine.kernels import vespo_weights
 from tests.kernels.batches import batch
 
 

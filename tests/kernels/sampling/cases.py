@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from hybridengine.kernels import sample_tokens
 from hybridengine.kernels.sampling import SampledTokens
 from hybridengine.kernels.sampling.reference import kept_entries, philox_uniform
-from torch import Tensor
 
 # Float32 weights and their sums over a row: the part of the distribution that rounding may move.
 MASS_ERROR = 1e-6

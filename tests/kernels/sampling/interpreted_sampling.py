@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+
 from hybridengine.kernels.sampling import SampledTokens
 from hybridengine.kernels.sampling.reference import SamplingParameters
 from hybridengine.kernels.sampling.triton import CHUNK, TILE, triton_sample
-
 from tests.kernels.sampling.cases import PARAMETERS, check_rows, keys, per_row, random_logits
 
 

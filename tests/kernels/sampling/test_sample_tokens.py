@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from hybridengine.kernels import sample_tokens
-from hybridengine.kernels.sampling.reference import philox_uniform
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.kernels import sample_tokens
+from hybridengine.kernels.sampling.reference import philox_uniform
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.sampling.cases import PARAMETERS, check_rows, keys, random_logits, sample
 

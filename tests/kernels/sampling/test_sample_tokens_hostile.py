@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from hybridengine.kernels import sample_tokens
 
+from hybridengine.kernels import sample_tokens
 from tests.kernels.sampling.cases import check_rows, keys, random_logits, sample
 
 BACKENDS = ("cpp", "reference")

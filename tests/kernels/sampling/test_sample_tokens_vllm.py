@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridengine.rollout.vllm.environment import vllm_available
+from hybridengine.engine.vllm.environment import vllm_available
 from tests.kernels.sampling.cases import keys, per_row, random_logits, sample
 
 pytestmark = [

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+
 from hybridengine.kernels.sparse_linear import triton
 from hybridengine.kernels.sparse_linear.products import Products, row_index
-
 from tests import tolerances
 from tests.kernels.sparse_linear.cases import problem
 

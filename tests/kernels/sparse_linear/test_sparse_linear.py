@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+
 from hybridengine.kernels import linear_token_log_probs
 from hybridengine.kernels.sparse_linear import op as module
 from hybridengine.kernels.sparse_linear import sparse_linear_token_log_probs
-from hypothesis import given, settings
-
 from tests import tolerances
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.sparse_linear.cases import OPTIONS, gradients, options_for, problem

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+
 from hybridengine.kernels.sparse_linear import sparse_linear_token_log_probs
 
 HIDDEN, WEIGHT = torch.randn(3, 8), torch.randn(200, 8)

@@ -1,0 +1,127 @@
+"""From trajectories of several turns to scored responses."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hybridengine.agents import TokenSequence, Trajectory, Turn
+from hybridengine.engine.response import Response
+from hybridengine.train.data import PromptSample
+from hybridengine.train.rewards.manager import ResponseTokens, RewardManager, score_checked
+
+__all__ = ["TURN_REWARDS", "score_trajectories", "with_turns"]
+
+TURN_REWARDS = "turn_rewards"  # the column, and the result that is its sum over a trajectory
+
+
+def score_trajectories(
+    trajectories: Mapping[int, Sequence[Trajectory]], tokenizer: Any, reward: RewardManager
+) -> list[Response]:
+    """Return the responses of trajectories, given by the position of their prompt.
+
+    The score is the reward functions' plus the rewards of the turns. The functions get the text of
+    all turns after the prompt, and in extra_info `num_turns`, `turn_scores`, `tool_rewards`,
+    `rollout_reward_scores` (verl's names) and `messages`.
+    """
+    if not trajectories:
+        return []
+    rows = [(position, t) for position, group in trajectories.items() for t in group]
+    texts = [_text(t, tokenizer) for _, t in rows]
+    tokens = [_tokens(t) for _, t in rows]
+    samples = [with_turns(t.sample, t.turns, t.turn_rewards, t.tool_rewards) for _, t in rows]
+    result = score_checked(reward, samples, texts, tokens)
+    rollouts: list[Response] = []
+    for k, (position, trajectory) in enumerate(rows):
+        earned = sum(trajectory.turn_rewards)
+        scored = result.fields_of(k)
+        fields = scored | {
+            "group": position,
+            "text": texts[k],
+            "score": scored["score"] + earned,
+            "extras": scored["extras"] | {TURN_REWARDS: earned},
+            "parts": scored["parts"] | {TURN_REWARDS: (1.0, earned)},
+            "finish_reason": "length" if trajectory.is_truncated else "stop",
+            "turns": [_turn_row(turn) for turn in trajectory.turns],
+            "turn_numbers": _numbers(trajectory),
+        }
+        *others, last = trajectory.sequences
+        rollouts += [_with_rewards(s, fields, is_last=False) for s in others]
+        rollouts.append(_with_rewards(last, fields, is_last=True))
+    return rollouts
+
+
+def _with_rewards(sequence: TokenSequence, fields: dict[str, Any], is_last: bool) -> Response:
+    rewards = array("f", bytes(4 * len(sequence.ids)))
+    for end, turn in sequence.turn_ends:
+        rewards[end] += turn.reward
+    return replace(
+        sequence.response,
+        columns={**sequence.response.columns, TURN_REWARDS: rewards},
+        context_ids=array("i", sequence.context_ids or ()),
+        images=sequence.images,
+        is_last=is_last,
+        **fields,
+    )
+
+
+def with_turns(
+    sample: PromptSample,
+    turns: Sequence[Turn] = (),
+    turn_rewards: Sequence[float] = (),
+    tool_rewards: Mapping[str, float] | None = None,
+) -> PromptSample:
+    """Return the sample with what reward functions may read about a trajectory in extra_info."""
+    about = {
+        "num_turns": len(turns) + 1,  # with the prompt, as in verl
+        "turn_scores": list(turn_rewards),
+        "tool_rewards": list(turn_rewards),
+        "rollout_reward_scores": dict(tool_rewards or {}),
+        "messages": [
+            *(dict(message) for message in sample.chat),
+            *({"role": turn.role, "content": turn.text} for turn in turns),
+        ],
+    }
+    return replace(sample, extra_info={**sample.extra_info, **about})
+
+
+def _text(trajectory: Trajectory, tokenizer: Any) -> str:
+    """Decode all tokens after the prompt, each once."""
+    ids = [token for sequence in trajectory.sequences for token in sequence.ids]
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _tokens(trajectory: Trajectory) -> ResponseTokens:
+    ids = [token for s in trajectory.sequences for token in s.ids]
+    sampled = [int(x) for s in trajectory.sequences for x in s.response.per_token("sampled")]
+    return ResponseTokens(ids, sampled, trajectory.num_tokens)
+
+
+def _numbers(trajectory: Trajectory) -> dict[str, float]:
+    box = trajectory.toolbox
+    tokens = {"assistant": 0, "tool": 0, "user": 0}
+    for turn in trajectory.turns:
+        tokens[turn.role] = tokens.get(turn.role, 0) + turn.num_tokens
+    return {
+        "num_turns": len(trajectory.turns) + 1,
+        "tool_calls": box.num_calls,
+        "tool_errors": box.num_errors,
+        "truncated": float(trajectory.is_truncated),
+        "branches": trajectory.num_branches,
+        **{f"tokens/{role}": tokens[role] for role in ("assistant", "tool", "user")},
+        "timing_s/agent_loop/tool_calls": box.seconds,
+    }
+
+
+def _turn_row(turn: Turn) -> dict[str, Any]:
+    """Return a turn as rollout files have it."""
+    row: dict[str, Any] = {"role": turn.role, "content": turn.text, "tokens": turn.num_tokens}
+    if turn.role == "assistant":
+        row |= {"reward": turn.reward, "finish_reason": turn.finish_reason}
+    if turn.calls:
+        row["tool_calls"] = [
+            {"name": call.name, "arguments": dict(call.arguments)} for call in turn.calls
+        ]
+    return row

@@ -1,0 +1,1 @@
+"""Key names of verl and TRL."""

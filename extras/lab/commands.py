@@ -1,0 +1,219 @@
+"""Commands that look at a run, at a model alone, or at the installation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from hybridengine.run.errors import EXIT_USER_ERROR, ConfigError, DataError, UserError, print_error
+
+__all__ = ["add_commands", "report_user_errors"]
+
+
+@contextmanager
+def report_user_errors() -> Iterator[None]:
+    """Print a UserError as one line and exit with code 2."""
+    try:
+        yield
+    except UserError as error:
+        print_error(error)
+        raise typer.Exit(EXIT_USER_ERROR) from None
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands of this module to `app`."""
+    for command in (view, plot, diagnose, doctor, generate, parity):
+        app.command()(command)
+    app.command("eval")(evaluate)
+
+
+_Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
+
+
+def view(
+    run: _Run,
+    query: Annotated[
+        str, typer.Option("--filter", help="Such as 'step=3 reward>=0.5 length<100 some text'.")
+    ] = "",
+    html: Annotated[
+        Path | None, typer.Option(help="Write one HTML page to this file instead.")
+    ] = None,
+    attention: Annotated[
+        str | None, typer.Option(help="With --html: attention of the first rollout of this filter.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Hugging Face folder that --attention runs; default: final/")
+    ] = None,
+) -> None:
+    """Look at the rollouts of a run: in the terminal, or as one HTML page."""
+    with report_user_errors():
+        if html is None and find_spec("textual") is None:
+            raise ConfigError(
+                "the terminal view needs textual, which is not installed; run pip install "
+                "'hybridengine[view]', or write a page with --html FILE"
+            )
+        if attention is not None and html is None:
+            raise ConfigError("--attention is shown in the page; add --html FILE")
+        from hybridengine.lab.view.rollouts import RolloutIndex
+
+        index = RolloutIndex(run.expanduser())
+        if html is None:
+            from hybridengine.lab.view.terminal import RolloutApp
+
+            RolloutApp(index, query).run()
+            return
+        from hybridengine.lab.view.page import attention_of, write_page
+
+        entries = index.select_some(query)
+        shown = None
+        if attention is not None:
+            shown = attention_of(index, attention, checkpoint)
+            entries = entries if shown[0] in entries else [shown[0], *entries]
+        write_page(index, entries, html.expanduser(), shown)
+        size = html.expanduser().stat().st_size / 2**20
+        print(f"{html}: {len(entries):,} of {len(index.entries):,} rollouts, {size:.1f} MiB")
+
+
+def plot(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    metric: Annotated[
+        list[str] | None, typer.Option(help="Of metrics.jsonl; may be repeated. Default: the main.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The picture.")] = Path("runs.png"),
+) -> None:
+    """Compare runs in one picture; runs that differ only in their seed are a line with a band."""
+    with report_user_errors():
+        from hybridengine.lab.diagnose.plot import plot_runs
+        from hybridengine.lab.diagnose.runs import LoggedRun
+
+        groups = plot_runs([LoggedRun(run.expanduser()) for run in runs], metric or [], out)
+    print(f"{out}: {'; '.join(groups)}")
+
+
+def diagnose(run: _Run) -> None:
+    """Say in plain words where the time of a run goes, what is wrong, and the keys to change."""
+    with report_user_errors():
+        from hybridengine.lab.diagnose.report import print_report
+        from hybridengine.lab.diagnose.runs import LoggedRun
+
+        print_report(LoggedRun(run.expanduser()), Console())
+
+
+def doctor(
+    folder: Annotated[Path, typer.Option(help="Where runs will be written.")] = Path("runs"),
+    attach: Annotated[
+        str | None,
+        typer.Option(metavar="PID|URL", help="Look at a job that runs: who waits for whom."),
+    ] = None,
+    verify: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="With --attach: the next sync, within this time, compares all tensors.",
+        ),
+    ] = 0.0,
+) -> None:
+    """Check this installation and say what to do; exit code 2 where something must be done."""
+    if attach is not None:
+        with report_user_errors():
+            _attach(attach, verify)
+        return
+    from hybridengine.lab.diagnose.doctor import check_installation, checks_table
+
+    checks = check_installation(folder.expanduser().absolute())
+    Console().print(checks_table(checks))
+    if any(check.state == "problem" for check in checks):
+        raise typer.Exit(EXIT_USER_ERROR)
+
+
+def _attach(target: str, verify_s: float) -> None:
+    from hybridengine.lab.diagnose.attach import (
+        compare,
+        comparison_text,
+        find_records,
+        waits,
+        waits_table,
+    )
+
+    records = compare(target, verify_s) if verify_s else find_records(target)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(waits_table(records))
+    for line in (*waits(records), *comparison_text(records)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+_Settings = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
+
+
+def evaluate(
+    source: Annotated[
+        Path, typer.Argument(metavar="CONFIG|RUN|MODEL", help="A YAML file, a run, or a model.")
+    ],
+    settings: _Settings = None,
+) -> None:
+    """Validate a model alone: means, pass@k and 95% intervals per data source."""
+    with report_user_errors():
+        from hybridengine.lab.evaluate import evaluate, load_evaluation, results_table
+
+        problems = evaluate(load_evaluation(source.expanduser(), settings or []))
+    Console().print(results_table(problems))
+
+
+def parity(
+    source: Annotated[
+        Path, typer.Argument(metavar="CONFIG|RUN|MODEL", help="A YAML file, a run, or a model.")
+    ],
+    settings: _Settings = None,
+) -> None:
+    """Compare the trained model with its engine: name the first operator that differs, and why.
+
+    Exit code 1 where something differs by more than rounding.
+    """
+    with report_user_errors():
+        from hybridengine.lab.evaluate import load_evaluation
+        from hybridengine.lab.parity.job import compare_job
+
+        report = compare_job(load_evaluation(source.expanduser(), settings or []))
+    print(report)
+    if report.finding is not None:
+        raise typer.Exit(1)
+
+
+def generate(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A run or a model's folder.")],
+    settings: _Settings = None,
+) -> None:
+    """Try a model: each line of the standard input is a prompt, its response is printed."""
+    refused = False
+    with report_user_errors():
+        from hybridengine.lab.evaluate import load_evaluation, open_chat
+
+        unused = ["data.train_files=none"]
+        config = load_evaluation(model.expanduser(), [*unused, *(settings or [])])
+        with open_chat(config) as respond:
+            for prompt in _lines():
+                try:
+                    print(respond(prompt), flush=True)
+                except DataError as error:
+                    print_error(error)
+                    refused = True
+    if refused:
+        raise typer.Exit(EXIT_USER_ERROR)
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines of the standard input, with a prompt sign on a terminal."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line

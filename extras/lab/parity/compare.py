@@ -1,0 +1,301 @@
+"""The comparison of a trained model and an engine: tokens, weights, operators, log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hybridengine.engine.vllm.record import record_engine_layout
+from hybridengine.lab.parity.causes import Case, cause_of, response_log_probs, sampling_cause
+from hybridengine.lab.parity.forced import ForcedForward
+from hybridengine.lab.parity.points import LOGITS, EngineRecord, engine_model, record_engine
+from hybridengine.lab.parity.weights import (
+    TrainedWeights,
+    WeightFault,
+    find_weight_faults,
+    tied_head_faults,
+)
+from hybridengine.model import pack_rollouts, packed_logits
+from hybridengine.model.attention import ATTENTION
+from hybridengine.model.checkpoint import checkpoint_layout_from_config
+from hybridengine.sync.layout import EngineLayout
+
+# The largest relative difference of a token that rounding explains, by the engine's dtype.
+_ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+_QUANTIZED = 0.15  # of an engine with FP8 weights, and inputs
+TOKENS, SAMPLING = "tokens", "sampling"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Where the engine differs first.
+
+    point: TOKENS, SAMPLING, or the trained model's name of the module or operator.
+    difference: the largest difference of a token's values, relative to their norm; at SAMPLING the
+      largest difference of two log-probs.
+    cause: the likely cause, as a clause.
+    """
+
+    point: str
+    difference: float
+    cause: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a comparison found.
+
+    finding: None where nothing differs beyond rounding.
+    weights: all parameters whose values differ.
+    differences: by point, the largest relative difference of a token, in the order of computation.
+    log_prob_difference, probability_difference: largest over all sampled tokens, of the log-probs
+      that the engine returned and those of an ordinary forward pass of the trained model.
+    has_cached_prefix: whether the engine took keys and values of a prompt from its prefix cache.
+    """
+
+    finding: Finding | None
+    weights: Sequence[WeightFault] = ()
+    differences: Mapping[str, float] = field(default_factory=dict)
+    log_prob_difference: float = 0.0
+    probability_difference: float = 0.0
+    has_cached_prefix: bool = False
+
+    def __str__(self) -> str:
+        if self.finding is None:
+            return (
+                "trained model and engine agree at all "
+                f"{len(self.differences)} points within rounding; probabilities of sampled tokens "
+                f"differ by up to {self.probability_difference:.1e}"
+            )
+        finding = self.finding
+        lines = [
+            f"first difference: {finding.point}, {finding.difference:.1e}: {finding.cause}",
+            f"probabilities of sampled tokens differ by up to {self.probability_difference:.1e}",
+        ]
+        lines += [f"weight {w.parameter} in {w.tensor}: {w.cause}" for w in self.weights]
+        return "\n".join(lines)
+
+
+class Parity:
+    """A trained model and a vLLM engine in the same process.
+
+    model: a Hugging Face model whose parameters are all on this rank, sharded by FSDP2 or not.
+    llm: `vllm.LLM` with `enforce_eager=True` and tensor-parallel size 1.
+    layout, tensors: how the engine's tensors derive from the model's; None: recorded from vLLM's
+      own loader.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        llm: Any,
+        *,
+        layout: EngineLayout | None = None,
+        tensors: Callable[[], Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        self.model, self.llm = model, llm
+        config = llm.llm_engine.vllm_config
+        if (size := config.parallel_config.tensor_parallel_size) > 1:
+            raise ValueError(
+                f"the engine's tensor_parallel_size is {size}, and its operators are compared as "
+                "wholes; compare with an engine of size 1"
+            )
+        if not config.model_config.enforce_eager:
+            raise ValueError("the engine runs compiled graphs; build it with enforce_eager=True")
+        if any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in model.parameters()):
+            raise ValueError(
+                "the model is sharded over several ranks, whose engines may differ; compare a "
+                "model that is on one rank"
+            )
+        self._dtype: torch.dtype = config.model_config.dtype
+        self._config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+        self._engine_model = engine_model(llm)
+        self._layout = layout or _recorded_layout(config, model.config)
+        self._tensors = tensors or self._named_tensors
+
+    def _named_tensors(self) -> dict[str, Tensor]:
+        named = dict(self._engine_model.named_parameters()) | dict(
+            self._engine_model.named_buffers()
+        )
+        return {name: tensor.detach() for name, tensor in named.items()}
+
+    def compare(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        engine_prompts: Sequence[Sequence[int]] | None = None,
+        max_tokens: int = 16,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> Report:
+        """Generate a response to each of `prompts`, and compare all that led to it.
+
+        prompts: token ids, as the trainer renders them.
+        engine_prompts: the token ids that the engine makes of the same chats by its own template;
+          None: it is given those of the trainer.
+        """
+        from vllm import SamplingParams
+
+        for number, (ours, theirs) in enumerate(
+            zip(prompts, engine_prompts or prompts, strict=True)
+        ):
+            if (cause := token_cause(ours, theirs)) is not None:
+                return Report(Finding(TOKENS, 1.0, f"prompt {number}: {cause}"))
+        weights, tensors = TrainedWeights(self.model), self._tensors()
+        faults = [
+            *find_weight_faults(weights, self._layout, tensors),
+            *tied_head_faults(weights, tensors),
+        ]
+        how: Any = {"temperature": temperature, "top_p": top_p, "seed": seed}
+        sampling = SamplingParams(
+            max_tokens=max_tokens, logprobs=0, ignore_eos=True, detokenize=False, **how
+        )
+        report = self._compare(prompts, sampling, faults)
+        finding = report.finding
+        if report.has_cached_prefix and finding is not None and ".attention" in finding.point:
+            self.llm.reset_prefix_cache()
+            fresh = self._compare(prompts, sampling, faults)
+            if fresh.finding is not None:
+                return fresh
+            cause = (
+                "right without the cached prefix, whose keys and values are of other weights: the "
+                "prefix cache must be dropped after each sync"
+            )
+            return replace(report, finding=replace(finding, cause=cause))
+        return report
+
+    def _compare(
+        self, prompts: Sequence[Sequence[int]], sampling: Any, faults: Sequence[WeightFault]
+    ) -> Report:
+        forced = [
+            ForcedForward(self.model, record_engine(self.llm, ids, sampling), _forward)
+            for ids in prompts
+        ]
+        records = [ours.record for ours in forced]
+        differences = self._differences(records, forced)
+        how = (sampling.temperature, sampling.top_p)
+        finding = self._finding(records, forced, differences, faults, how)
+        pairs = [self._log_probs(record, *how) for record in records]
+        return Report(
+            finding,
+            faults,
+            differences,
+            max(float((a - b).abs().max()) for a, b in pairs),
+            max(float((a.exp() - b.exp()).abs().max()) for a, b in pairs),
+            has_cached_prefix=any(record.positions[0] > 0 for record in records),
+        )
+
+    def _differences(
+        self, records: Sequence[EngineRecord], forced: Sequence[ForcedForward]
+    ) -> dict[str, float]:
+        largest = dict[str, float]()
+        for record, ours in zip(records, forced, strict=True):
+            for point, theirs in record.points.items():
+                if point in ours.points:
+                    a, b = (x.flatten(1).double().cpu() for x in (theirs, ours.points[point]))
+                    rows = (a - b).norm(dim=1) / b.norm(dim=1).clamp(min=1e-12)
+                    largest[point] = max(largest.get(point, 0.0), float(rows.max()))
+        return largest
+
+    def _finding(
+        self,
+        records: Sequence[EngineRecord],
+        forced: Sequence[ForcedForward],
+        differences: Mapping[str, float],
+        faults: Sequence[WeightFault],
+        sampling: tuple[float, float],
+    ) -> Finding | None:
+        wrong = {fault.point: fault for fault in faults}
+        for point, difference in differences.items():
+            if point in wrong:
+                return Finding(point, difference, f"weight of {point}: {wrong[point].cause}")
+            limit = _QUANTIZED if self._layout.quantized else _ROUNDING[self._dtype]
+            if point == LOGITS:
+                limit = _ROUNDING[torch.float32]
+            if difference > limit:
+                return Finding(point, difference, self._cause(point, records, forced, faults))
+        if faults:  # of a point that is no module of the trained model
+            return Finding(faults[0].point, 0.0, f"weight: {faults[0].cause}")
+        for record in records:
+            if (cause := sampling_cause(record, *sampling)) is not None:
+                ours, theirs = self._log_probs(record, *sampling)
+                return Finding(SAMPLING, float((ours - theirs).abs().max()), cause)
+        return None
+
+    def _cause(
+        self,
+        point: str,
+        records: Sequence[EngineRecord],
+        forced: Sequence[ForcedForward],
+        faults: Sequence[WeightFault],
+    ) -> str:
+        if fault := next((f for f in faults if f"{f.point}.".startswith(f"{point}.")), None):
+            return f"weight {fault.parameter}: {fault.cause}"
+        pairs = [
+            Case(point, record, ours, self._config)
+            for record, ours in zip(records, forced, strict=True)
+        ]
+        return cause_of(max(pairs, key=lambda c: float((c.theirs - c.ours).norm())))
+
+    def _log_probs(
+        self, record: EngineRecord, temperature: float, top_p: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the log-probs of the response, of the trained model and of the engine."""
+        tokens = torch.tensor(record.token_ids[:-1], device=next(self.model.parameters()).device)
+        with torch.no_grad():
+            logits = _forward(self.model, tokens)[record.num_prompt - 1 :].double()
+        ours = response_log_probs(record, logits, temperature, top_p)
+        return ours.cpu(), torch.tensor(record.log_probs, dtype=torch.float64)
+
+
+def attach(model: nn.Module, llm: Any) -> Parity:
+    """Return the comparison of any trainer's model with its `vllm.LLM` in the same process.
+
+    Examples:
+        report = hybridengine.lab.parity.attach(model, llm).compare([tokenizer.encode("Hello")])
+        print(report)
+    """
+    return Parity(model, llm)
+
+
+def _recorded_layout(config: Any, trained: Any) -> EngineLayout:
+    """Return the layout of any vLLM engine.
+
+    Without experts, which vLLM may keep in another order: they are compared by their results.
+    """
+    checkpoint = checkpoint_layout_from_config(trained)
+    layout = record_engine_layout(config, checkpoint, config.model_config.dtype)
+    copies = [copy for copy in layout.copies if ".experts." not in copy.destination]
+    return replace(layout, copies=copies)
+
+
+def token_cause(ours: Sequence[int], theirs: Sequence[int]) -> str | None:
+    """Return how the tokens of a prompt differ; None where they do not."""
+    if list(ours) == list(theirs):
+        return None
+    common = next(
+        (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
+        min(len(ours), len(theirs)),
+    )
+    if list(ours) == list(theirs[1:]) or list(theirs) == list(ours[1:]):
+        side = "engine" if len(theirs) > len(ours) else "trainer"
+        return f"only the {side} puts a token before it (begin of sequence)"
+    return (
+        f"the chat templates or tokenizers differ: the trainer has {len(ours)} tokens, the engine "
+        f"{len(theirs)}, equal up to position {common}"
+    )
+
+
+def _forward(model: nn.Module, token_ids: Tensor) -> Tensor:
+    """Return the logits [T, V] of one sequence."""
+    if model.config._attn_implementation != ATTENTION:  # type: ignore[union-attr]
+        logits: Tensor = model(input_ids=token_ids.unsqueeze(0), use_cache=False).logits[0]
+        return logits
+    ids = [*token_ids.tolist(), 0]  # every position predicts one
+    return packed_logits(model, pack_rollouts([(ids[:1], ids[1:])], token_ids.device))

@@ -1,0 +1,74 @@
+"""`hybridengine parity`: the model that a job trains and the engine of the job, in one process."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+import torch
+
+from hybridengine.lab.parity import Parity, Report
+from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
+from hybridengine.run.config import ConfigError, RLConfig
+from hybridengine.run.session import script_session
+from hybridengine.sync.resharder import Resharder
+from hybridengine.train.build import (
+    build_engine,
+    engine_name,
+    import_external,
+    load_tokenizer,
+    tool_schemas,
+)
+from hybridengine.train.data import PromptDataset
+from hybridengine.train.exact_rollouts import inexact_reason
+from hybridengine.train.start import silence_libraries
+
+_PROMPTS, _MAX_TOKENS = 4, 32  # operators are compared at every token
+
+
+def compare_job(config: RLConfig) -> Report:
+    """Sync the model into the engine, and compare both on responses to the first prompts.
+
+    config: of `load_evaluation`.
+
+    Raises ConfigError if the job's engine is not vLLM.
+    """
+    if engine_name(config) != "vllm":
+        raise ConfigError("rollout.name is hf, whose model is the trained one; compare vllm")
+    from hybridengine.engine.vllm.engine import VllmEngine
+
+    silence_libraries()
+    import_external(config)
+    rollout = replace(config.rollout, enforce_eager=True)  # modules are called one by one
+    config = replace(config, rollout=rollout)
+    with tempfile.TemporaryDirectory() as folder, script_session(folder) as session:
+        tokenizer = load_tokenizer(config)
+        data = config.data
+        prompts = PromptDataset(data.train_files, tokenizer, data, tool_schemas(config))
+        exact = inexact_reason(config) is None
+        engine = cast(VllmEngine, build_engine(config, tokenizer, exact=exact))
+        try:
+            model = load_causal_lm(
+                config.model.path,
+                mesh=sharding_mesh(session.device.type, 1),
+                shard_dim1=lambda name: False,
+                param_dtype=getattr(torch, config.actor.fsdp_config.dtype),
+                trust_remote_code=config.model.trust_remote_code,
+                config_overrides=config.model.config_overrides,
+                max_model_len=config.max_model_len,
+            )
+            Resharder(partial(parameter_shards, model), engine, delta="off").sync(0)
+            parity = Parity(
+                model, engine.llm, layout=engine.target.layout, tensors=engine.target.weights
+            )
+            return parity.compare(
+                [sample.prompt_ids for sample in prompts[:_PROMPTS]],
+                max_tokens=min(_MAX_TOKENS, data.max_response_length),
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                seed=config.seed,
+            )
+        finally:
+            engine.shutdown()

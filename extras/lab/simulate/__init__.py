@@ -1,0 +1,43 @@
+"""Predict a step of RL training: time by phase, memory, and the best layout of the ranks.
+
+    result = simulate(load_simulation_config("cluster.yaml", ["model.path=Qwen/Qwen2.5-7B"]))
+
+Nothing is run and no weights are read: first-principles formulas over `config.json`, the data sheet
+of a GPU and the work of a step. docs/simulate.md has the formulas, their sources and their error.
+
+    cluster      machines as numbers, and the time of a product, a copy, a collective
+    model        a model as numbers
+    layout       a layout of the ranks, and the work of a step
+    memory       bytes on a rank
+    training     forward, backward, optimizer
+    generation   prefill and decode of an engine
+    sync         the weight sync, by a closed form or by the reshard planner
+    step         the phases of a step
+    search       all layouts, the best, and why
+    report       tables, JSON, picture
+"""
+
+from hybridengine.lab.simulate.cluster import DEVICES, Cluster, Device
+from hybridengine.lab.simulate.layout import Layout, Workload
+from hybridengine.lab.simulate.model import ModelShape
+from hybridengine.lab.simulate.run import Simulation, simulate
+from hybridengine.lab.simulate.search import Result, describe, search
+from hybridengine.lab.simulate.step import Phase, Shortage, SimulatedStep, simulate_step
+
+__all__ = [
+    "DEVICES",
+    "Cluster",
+    "Device",
+    "Layout",
+    "ModelShape",
+    "Phase",
+    "Result",
+    "Shortage",
+    "SimulatedStep",
+    "Simulation",
+    "Workload",
+    "describe",
+    "search",
+    "simulate",
+    "simulate_step",
+]

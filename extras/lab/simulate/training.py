@@ -1,0 +1,177 @@
+"""Time of forward, backward, optimizer step and offloads of a trainer's rank.
+
+A decoder layer's time is that of its matrix products, its attention and what it moves in other
+operators, or that of launching it, if longer. FSDP2's collectives run beside it: a layer's
+all-gather beside the layer before it, in backward also the reduce-scatter of the layer after it.
+All layers are taken as equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hybridengine.lab.simulate.cluster import Cluster
+from hybridengine.lab.simulate.layout import Layout, Workload
+from hybridengine.lab.simulate.memory import GRADIENT, MASTER, MOMENTS
+from hybridengine.lab.simulate.model import ModelShape
+
+_BACKWARD_LAUNCH = 1.4  # of the forward's: 79 kernels at 4 µs to 38 at 6 µs (docs/notes/trainer.md)
+_ADAMW_BYTES = 32  # read and write master, gradient and moments, read the gradient for its norm
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one pass over a micro-batch; exposed: the part spent waiting for collectives."""
+
+    seconds: float
+    exposed: float
+
+
+class TrainingModel:
+    """Times of one model (policy or critic) on `ranks` ranks of a layout."""
+
+    def __init__(
+        self, model: ModelShape, work: Workload, layout: Layout, cluster: Cluster, ranks: int
+    ) -> None:
+        self.model, self.work, self.layout, self.cluster = model, work, layout, cluster
+        self.ranks, self.fsdp_size = ranks, min(layout.fsdp_size, ranks)
+        self.tokens, self.num_micro_batches = work.tokens_per_micro_batch(
+            ranks, layout.sequence_parallel
+        )
+        share = self.tokens / work.trained_tokens
+        self.pairs = work.trained_pairs * share
+        self.rows = work.response_tokens * share
+
+    def forward_only(self, *, head: bool = True) -> float:
+        """Log-probs (head) or values of the whole batch without gradients."""
+        passes = self.work.config.mini_batches * self.num_micro_batches
+        return passes * self._forward(head_passes=1 if head else 0).seconds
+
+    def update(self, *, head: bool = True) -> tuple[float, float]:
+        """Return (seconds of all optimizer steps on the batch, the part waiting for collectives).
+
+        The fused head computes loss and gradients in its forward: 6 T H V operations
+        (docs/linear_policy_loss.md); the rest of the backward takes twice the forward's.
+        """
+        forward = self._forward(head_passes=3 if head else 0)
+        backward = self._backward()
+        passes = self.work.optimizer_steps * self.num_micro_batches
+        seconds = passes * (forward.seconds + backward.seconds)
+        steps = self.work.optimizer_steps * self.optimizer_step()
+        return seconds + steps, passes * (forward.exposed + backward.exposed)
+
+    def optimizer_step(self) -> float:
+        """Return the time of AdamW on the rank's shard, with the transfers of offloaded moments."""
+        shard = self.model.num_parameters / self.fsdp_size
+        moments = 2 * self.cluster.to_host(MOMENTS * shard) if self.layout.offload else 0.0
+        return self.cluster.stream(_ADAMW_BYTES * shard) + moments
+
+    def offload(self) -> float:
+        """Return the time to move the master weights to host memory and back, once a step."""
+        shard = self.model.num_parameters / self.fsdp_size
+        return 2 * self.cluster.to_host(MASTER * shard) if self.layout.offload else 0.0
+
+    def flops(self) -> float:
+        """Model FLOPs of the update of the whole batch on all ranks, as MFU counts them."""
+        work, model = self.work, self.model
+        per_pass = (
+            work.trained_tokens * model.token_flops
+            + work.trained_pairs * model.pair_flops
+            + work.response_tokens * model.head_flops
+        )
+        return 3 * work.config.ppo_epochs * per_pass
+
+    def _forward(self, *, head_passes: int) -> Pass:
+        layers = self.model.num_layers
+        compute = self._layer_forward() + self._all_to_alls()
+        gather = self._of_layer(self._gather)
+        root = self._gather(self.model.root_parameters, self.fsdp_size)
+        ideal = layers * compute + self._head(head_passes)
+        seconds = root + gather + (layers - 1) * max(compute, gather) + compute
+        seconds += self._head(head_passes)
+        return Pass(seconds, seconds - ideal)
+
+    def _backward(self) -> Pass:
+        layers = self.model.num_layers
+        compute = self._layer_backward() + self._all_to_alls()
+        if self.layout.gradient_checkpointing:
+            compute += self._layer_forward() + self._all_to_alls()
+        gather = self._of_layer(self._gather)
+        gather = gather if self.layout.reshard_after_forward else 0.0
+        reduce = self._of_layer(self._reduce)
+        root = self._reduce(self.model.root_parameters, self.fsdp_size)
+        seconds = gather + (layers - 1) * max(compute, gather + reduce) + compute + reduce + root
+        return Pass(seconds, seconds - layers * compute)
+
+    def _layer_forward(self) -> float:
+        return self._layer(1.0, self.model.elementwise_elements[0], "forward")
+
+    def _layer_backward(self) -> float:
+        return self._layer(2.0, self.model.elementwise_elements[1], "backward")
+
+    def _layer(self, products: float, elements: float, direction: str) -> float:
+        """Time of one layer; products: its FLOPs, in forwards."""
+        cluster, layers = self.cluster, self.model.num_layers
+        own, constants = self.work.train_itemsize, cluster.efficiency
+        moved = own * self.tokens * elements
+        if direction == "forward":
+            moved, launch = moved * constants.elementwise_forward, 1.0
+        else:
+            moved, launch = moved * constants.elementwise_backward, _BACKWARD_LAUNCH
+        flops = self.tokens * self.model.token_flops / layers
+        pair_flops = self.pairs * self.model.pair_flops / layers
+        seconds = cluster.products(products * flops) + cluster.attention(products * pair_flops)
+        # Few tokens: the products are bound by reading the weights.
+        active = self.model.active_parameters(self.tokens) - self.model.head_flops / 2
+        weights = cluster.stream(products * own * active / layers)
+        seconds = max(seconds, weights) + cluster.stream(moved)
+        return max(seconds, launch * constants.layer_host_us * 1e-6)
+
+    def _head(self, passes: int) -> float:
+        return self.cluster.products(passes * self.rows * self.model.head_flops)
+
+    def _all_to_alls(self) -> float:
+        return self._ulysses() + self._token_exchange()
+
+    def _token_exchange(self) -> float:
+        """Two all-to-alls of a layer: rows to the ranks of their experts, and back."""
+        size = self.layout.expert_parallel
+        if size == 1:
+            return 0.0
+        rows = self.tokens * self.model.experts_per_token
+        sent = (size - 1) / size * rows * self.model.hidden_size * self.work.train_itemsize
+        return 2 * (self.cluster.all_to_all(sent, size) + self.cluster.latency(size))
+
+    def _ulysses(self) -> float:
+        """Two all-to-alls of a layer: query, key and value, then the output (docs/scale.md)."""
+        size = self.layout.sequence_parallel
+        if size == 1:
+            return 0.0
+        width = 2 * self.model.attention_width + 2 * self.model.kv_width
+        sent = (size - 1) / size * self.tokens * width * self.work.train_itemsize
+        return self.cluster.all_to_all(sent, size) + self.cluster.latency(size)
+
+    def _of_layer(self, collective: Callable[[float, int], float]) -> float:
+        """Time of a collective over a layer; its experts, if divided, have one of their own."""
+        layers, size = self.model.num_layers, self.layout.expert_parallel
+        layer, experts = self.model.layer_parameters / layers, self.model.expert_parameters / layers
+        if size == 1:
+            return collective(layer, self.fsdp_size)
+        others = collective(layer - experts, self.fsdp_size)
+        return others + collective(experts / size, self.fsdp_size // size)
+
+    def _gather(self, parameters: float, ranks: int) -> float:
+        if self.layout.share_engine_weights:
+            ranks = self.layout.tp_size  # of the engine, in the node
+        num_bytes = self.work.train_itemsize * parameters
+        return self.cluster.all_gather(num_bytes, ranks)
+
+    def _reduce(self, parameters: float, ranks: int) -> float:
+        """Reduce-scatter in float32 within a replica, all-reduce of the shards over replicas."""
+        num_bytes, replicas = GRADIENT * parameters, self.ranks // self.fsdp_size
+        seconds = self.cluster.all_gather(num_bytes, ranks)
+        across = self.fsdp_size >= self.cluster.gpus_per_node
+        return seconds + self.cluster.all_reduce(
+            num_bytes / self.fsdp_size, replicas, across_nodes=across
+        )

@@ -1,0 +1,268 @@
+"""Router replay: the routers of a mixture of experts select experts that were recorded before.
+
+A token's weights of its experts are still computed from the model's own router logits, so gradients
+flow into the router; only the choice is replaced. This is R3 (arXiv 2510.11370) with the choices of
+the rollout engine, and R2 (arXiv 2507.18071) with those of the pass of the old log-probs.
+
+No code here belongs to one architecture. transformers' router is a module beside `experts`, and
+selects by one `torch.topk` of [tokens, experts]; while a router runs, that call is answered with
+the recorded experts. A router that selects in another way is refused by name.
+
+The routes travel with the call of the model: a hook puts them among the keyword arguments, which
+transformers passes to every decoder layer, and a layer that gradient checkpointing computes again
+gets the same ones. FSDP2, packing and the order of forward and backward passes do not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hybridengine.model.validation import auto_class
+from hybridengine.moe.routers import Router, SelectedExperts, find_routers
+from hybridengine.run.errors import ModelError
+
+__all__ = [
+    "RouteCall",
+    "RouterReplay",
+    "RoutingCounts",
+    "merge_routes",
+    "pad_routes",
+    "route_shape",
+]
+
+_KEYWORD = "router_replay"
+
+
+class RoutingCounts(NamedTuple):
+    """Numbers of tokens in replayed calls, float64 scalars.
+
+    total: all.
+    tokens: with a record.
+    differing_tokens: whose natural choice is another set of experts in some layer.
+    pairs, differing_pairs: the same of (token, layer).
+    """
+
+    total: Tensor
+    tokens: Tensor
+    differing_tokens: Tensor
+    pairs: Tensor
+    differing_pairs: Tensor
+
+
+class RouteCall:
+    """Routes of one call of the model.
+
+    FSDP2 copies dataclasses among the arguments of a module; this is none, and stays one object.
+
+    Attributes:
+        routes: int16 [T, layers, k], -1 where a token has no record and routes naturally; with
+            `records`, what the routers select is written to it.
+        differs: bool [T, layers], tokens whose natural choice is another set of experts.
+        layers: those whose routers have run.
+    """
+
+    def __init__(self, routes: Tensor, records: bool = False) -> None:
+        self.routes, self.records, self.layers = routes, records, set[int]()
+        self.differs = routes.new_zeros(routes.shape[:2], dtype=torch.bool)
+
+    def select(self, scores: Tensor, natural: Any, layer: int) -> Any:
+        """Return what `topk` of `scores`, [T, E], is to return in place of `natural`."""
+        self.layers.add(layer)
+        if scores.shape[0] != self.routes.shape[0]:
+            raise ModelError(
+                f"router replay has the routes of {self.routes.shape[0]} tokens for a forward "
+                f"pass of {scores.shape[0]}"
+            )
+        if self.records:
+            self.routes[:, layer] = natural.indices.to(self.routes.dtype)
+            return natural
+        recorded = self.routes[:, layer].long()
+        has_record = recorded[:, :1] >= 0
+        same = (recorded.sort(1).values == natural.indices.sort(1).values).all(1, keepdim=True)
+        self.differs[:, layer] = (has_record & ~same)[:, 0]  # idempotent: layers may run twice
+        recorded = recorded.clamp(min=0)
+        # In topk's order; where the sets agree its own indices, so that all sums are the same.
+        ranked = scores.detach().gather(1, recorded).sort(dim=1, descending=True, stable=True)
+        indices = torch.where(
+            has_record & ~same, recorded.gather(1, ranked.indices), natural.indices
+        )
+        return torch.return_types.topk((scores.gather(1, indices), indices))
+
+
+def route_shape(config: Any, trust_remote_code: bool = False) -> tuple[int, int]:
+    """Return (layers, experts per token) of a model by its transformers config.
+
+    Raises ModelError as `find_routers`.
+    """
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    return _shape(model, find_routers(model))
+
+
+def _shape(model: nn.Module, routers: list[Router]) -> tuple[int, int]:
+    config = getattr(model, "config", None)
+    if config is not None:
+        num_layers = config.get_text_config().num_hidden_layers
+    else:
+        num_layers = 1 + max(router.layer for router in routers)
+    return num_layers, routers[0].top_k
+
+
+def pad_routes(routes: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
+    """Put routes of sequences, [t, layers, k] of their first t tokens each, end to end.
+
+    lengths: of the sequences; further tokens have no record. Returns [sum of lengths, layers, k].
+    """
+    padded = routes[0].new_full((sum(lengths), *routes[0].shape[1:]), -1)
+    for part, own in zip(padded.split(list(lengths)), routes, strict=True):
+        part[: len(own)] = own[: len(part)]
+    return padded
+
+
+def merge_routes(routes: Tensor, token_index: Tensor) -> Tensor:
+    """Return the routes of a batch whose common prefixes are there once.
+
+    routes: [T, layers, k], of plainly packed tokens.
+    token_index: int64 [T], where each of them is. A token of several sequences has the routes of
+      the first one with a record.
+    """
+    num_tokens = len(routes)
+    rank = torch.arange(num_tokens) + num_tokens * (routes < 0).all(2).all(1)
+    first = rank.new_full((int(token_index.max()) + 1,), 2 * num_tokens)
+    first = first.scatter_reduce(0, token_index.long(), rank, "amin")
+    return routes[first % num_tokens]
+
+
+class RouterReplay:
+    """Lets the routers of `model` replay or record routes, see `replay` and `record`.
+
+    The model is changed in place and computes as before outside of the two. It may be sharded by
+    FSDP2 before or after, and gradient checkpointing may be on. One per model: `RouterReplay.of`.
+
+    Attributes:
+        shape: (layers of the model, experts per token) of routes; dense layers have no record.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        routers = find_routers(model)
+        self.shape = _shape(model, routers)
+        self._layers = {router.layer for router in routers}
+        self._pending: RouteCall | None = None  # of the next calls of the model
+        self._current: RouteCall | None = None  # of the layer that runs
+        self._counts = list[RoutingCounts]()
+        for name in dict.fromkeys(router.layer_name for router in routers):
+            layer = model.get_submodule(name)
+            layer = dict(layer.named_children()).get("_checkpoint_wrapped_module", layer)
+            layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True, prepend=True)
+            layer.register_forward_hook(self._leave_layer, always_call=True)
+        for router in routers:
+            router.module.forward = partial(self._route, router, router.module.forward)
+        model.register_forward_pre_hook(self._enter_model, with_kwargs=True, prepend=True)
+        model._hybridengine_router_replay = self  # type: ignore[assignment]
+
+    @staticmethod
+    def of(model: nn.Module) -> RouterReplay | None:
+        """Return the one of `model`, None where it has none."""
+        return getattr(model, "_hybridengine_router_replay", None)
+
+    @contextmanager
+    def replay(self, routes: Tensor) -> Iterator[RouteCall]:
+        """While open, calls of the model select the experts `routes`.
+
+        routes: integers [..., layers, k], for the tokens of the call in their order; -1 where a
+        token has no record. Backward passes may run later.
+
+        Raises:
+            ModelError: a wrong shape, or a model that passes no keyword arguments to its layers.
+        """
+        if tuple(routes.shape[-2:]) != self.shape:
+            raise ModelError(
+                f"router replay got routes of shape {list(routes.shape)}; expected "
+                f"[tokens, layers, experts per token] = [T, {self.shape[0]}, {self.shape[1]}]"
+            )
+        with self._call(RouteCall(routes.reshape(-1, *self.shape))) as call:
+            yield call
+        self._counts.append(self._count(call))
+
+    @contextmanager
+    def record(self, num_tokens: int, device: torch.device | str = "cpu") -> Iterator[RouteCall]:
+        """While open, a call of the model routes naturally and notes it in `routes` of the result.
+
+        num_tokens: of the call, those of all sequences with their padding.
+        """
+        routes = torch.full((num_tokens, *self.shape), -1, dtype=torch.int16, device=device)
+        with self._call(RouteCall(routes, records=True)) as call:
+            yield call
+
+    @contextmanager
+    def of_batch(self, routes: Tensor | None) -> Iterator[None]:
+        """While open, replay `routes`, or route naturally where they are None.
+
+        Inside of `record`, routes that are None are recorded.
+        """
+        if routes is not None:
+            with self.replay(routes):
+                yield
+        else:
+            yield
+
+    @contextmanager
+    def _call(self, call: RouteCall) -> Iterator[RouteCall]:
+        self._pending, before = call, self._pending
+        try:
+            yield call
+        finally:
+            self._pending = before
+        if call.layers != self._layers:
+            missing = sorted(self._layers - call.layers)
+            raise ModelError(
+                f"router replay did not reach the routers of layers {missing}: the model was not "
+                "called, or it does not pass its keyword arguments to its decoder layers"
+            )
+
+    def pop_counts(self) -> RoutingCounts:
+        """Return the sums over the calls of `replay` since the last time."""
+        counts, self._counts = self._counts, []
+        zeros = RoutingCounts(*torch.zeros(len(RoutingCounts._fields), dtype=torch.float64))
+        return RoutingCounts(*(sum(values) for values in zip(zeros, *counts, strict=True)))
+
+    def _count(self, call: RouteCall) -> RoutingCounts:
+        layers = sorted(self._layers)
+        has_record = call.routes[:, layers, 0] >= 0
+        differs = call.differs[:, layers]
+        values = (
+            torch.ones_like(differs[:, 0]),
+            has_record.any(1),
+            differs.any(1),
+            has_record,
+            differs,
+        )
+        return RoutingCounts(*(x.sum(dtype=torch.float64) for x in values))
+
+    def _enter_model(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        return None if self._pending is None else (args, kwargs | {_KEYWORD: self._pending})
+
+    def _enter_layer(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._current = kwargs.get(_KEYWORD)
+        return args, {name: value for name, value in kwargs.items() if name != _KEYWORD}
+
+    def _leave_layer(self, *_: Any) -> None:
+        self._current = None
+
+    def _route(self, router: Router, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = self._current
+        if call is None:
+            return forward(*args, **kwargs)
+        select = partial(call.select, layer=router.layer)
+        with SelectedExperts(router.num_experts, router.top_k, select):
+            return forward(*args, **kwargs)

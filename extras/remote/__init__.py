@@ -1,0 +1,1 @@
+"""Engines, servers and critics on ranks of their own."""

@@ -1,0 +1,60 @@
+"""How the ranks of the policy and those of the critic reach each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+from torch import Tensor
+
+from hybridengine.remote.roles import Role, RoleLink
+from hybridengine.run.all_ranks import broadcast_value
+from hybridengine.run.polling import wait_until
+from hybridengine.train.exchange import RowExchange, RowLocations
+
+T = TypeVar("T")
+
+
+class CriticChannel:
+    """A gloo group of the policy's ranks, then the critic's. All methods are collective over it.
+
+    A rank that waits longer than trainer.timeout_s fails with a timeout, as in every collective.
+    """
+
+    def __init__(self, link: RoleLink) -> None:
+        roles = link.roles
+        self._link, self._num_sent = link, 0
+        self.num_actors, self.num_critics = roles.num_trainers, roles.num_critics
+        sizes = {"trainer": self.num_actors, "critic": self.num_critics}
+        names = [Role.name_of(world, rank) for world, n in sizes.items() for rank in range(n)]
+        self._group = link.group("critic", names)
+
+    def from_actor(self, expected: Any, value: T | None = None) -> T:
+        """Return the value, of type `expected`, that the policy's first rank passes, everywhere.
+
+        The critic's ranks wait for it longer than trainer.timeout_s where a disk is slow.
+        """
+        link, self._num_sent = self._link, self._num_sent + 1
+        if link.role.kind == "critic":
+            wait_until(self._is_sent, link.timeout_s, "the policy's ranks", link.is_writing)
+        elif link.role.rank == 0:
+            link.store.set("critic_sent", self._num_sent)
+        return broadcast_value(value, expected, 0, self._group)
+
+    def _is_sent(self) -> Literal[True] | None:
+        return (self._link.store.get("critic_sent", int) or 0) >= self._num_sent or None
+
+    def from_critic(self, expected: Any, value: T | None = None) -> T:
+        """Return the value, of type `expected`, that the critic's first rank passes, everywhere."""
+        return broadcast_value(value, expected, self.num_actors, self._group)
+
+    def to_critic(self, sources: Tensor, critic: RowLocations) -> RowExchange:
+        """Return what moves rows to the critic's ranks; sources: int64 [N], the policy's ranks."""
+        nothing: list[Sequence[int]] = [()] * self.num_actors
+        return RowExchange(sources, [*nothing, *critic.held], self._group)
+
+    def to_actor(self, critic: RowLocations, actor: RowLocations) -> RowExchange:
+        """Return what moves rows from the critic's ranks to the policy's."""
+        nothing: list[Sequence[int]] = [()] * self.num_critics
+        sources = critic.sources + self.num_actors
+        return RowExchange(sources, [*actor.held, *nothing], self._group)

@@ -1,0 +1,120 @@
+"""One rank of a critic that is on ranks of its own: values, then an update, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from hybridengine.remote.critic import messages
+from hybridengine.remote.critic.channel import CriticChannel
+from hybridengine.run.session import Session
+from hybridengine.train.build import import_external
+from hybridengine.train.checkpoint.tensors import PartWriter
+from hybridengine.train.critic import build_critic
+from hybridengine.train.data import PromptSample, Subset
+from hybridengine.train.exchange import RowLocations
+from hybridengine.train.rollouts import ReceivedRows, Rollouts
+from hybridengine.train.shared_prefix import build_data_parallel
+
+_WAITING = "wait_for_actor"
+
+
+class CriticWorker:
+    """One rank of the critic's world, which follows the commands of the policy's ranks.
+
+    The critic is the one of a run without ranks of its own: same batch, same seed, other splits.
+    """
+
+    def __init__(self, session: Session) -> None:
+        assert session.link is not None
+        self._session, self._link = session, session.link
+        with session.phase("connect_critic"):
+            self._channel = CriticChannel(self._link)
+            setup: messages.Setup = self._channel.from_actor(messages.Setup)
+        self._config = config = setup.config  # with the same data types
+        torch.manual_seed(config.seed)
+        with session.phase("load_model"):
+            import_external(config)
+            self._dp = build_data_parallel(config, session)
+            self._critic = build_critic(config, self._dp, setup.num_updates)
+        model, optimizer = self._critic.model, self._critic.optimizer
+        self._tensors = PartWriter(self._critic.name, model, optimizer, self._announce)
+        self._channel.from_critic(messages.Ready, messages.Ready(optimizer.state_dict()))
+
+    def run(self) -> None:
+        """Work until the policy's ranks end the run."""
+        session = self._session
+        session.let_steps_finish()
+        while not isinstance(command := self._next_command(), messages.End):
+            if isinstance(command, messages.TrainStep):
+                self._train(command)
+            elif isinstance(command, messages.SaveTensors):
+                with session.phase("save_checkpoint"):
+                    self._tensors.save(command.folder)
+            else:
+                self._load(command)
+        self._tensors.wait()
+        session.was_stopped = command.how == "stopped"
+
+    def _next_command(self) -> messages.Command:
+        with self._session.phase(_WAITING):
+            command: messages.Command = self._channel.from_actor(messages.Command)
+            return command
+
+    def _train(self, command: messages.TrainStep) -> None:
+        session, critic, config = self._session, self._critic, self._config
+        session.step = command.step
+        session.take_timings()
+        prompts = [
+            PromptSample(i, [*ids], "", "", None, {}, images=images)
+            for i, (ids, images) in enumerate(zip(command.prompts, command.images, strict=True))
+        ]
+        rollouts = Rollouts(Subset(prompts, range(len(prompts))), command.outcomes, [], rank=-1)
+
+        def receive(placement: RowLocations) -> ReceivedRows:
+            self._channel.from_critic(RowLocations, placement)
+            exchange = self._channel.to_critic(command.outcomes.ranks, placement)
+            columns = rollouts.move(exchange, "cpu", messages.COLUMNS)
+            rows = placement.held[session.rank]
+            return ReceivedRows(columns, rollouts.move_images(exchange, rows, command.image_sizes))
+
+        num_mini_batches = config.data.train_batch_size // config.ppo_mini_batch_size
+        max_tokens = config.actor.ppo_max_token_len_per_gpu
+        batch = self._dp.build_batch(rollouts, num_mini_batches, max_tokens, receive)
+        values, lengths = critic.values(batch), command.outcomes.response_lengths
+        with session.phase(_WAITING):
+            self._channel.to_actor(batch.placement, command.actor)(values.cpu(), lengths)
+            exchange = self._channel.to_critic(command.actor.sources, batch.placement)
+            returns = exchange(torch.empty(0), lengths).to(values.device)
+            mask = exchange(torch.empty(0, dtype=torch.int8), lengths).to(values.device).bool()
+        mask &= not batch.is_dummy
+        batch = replace(batch, values=values, returns=returns, response_mask=mask)
+        self._report(critic.update(batch))
+
+    def _report(self, metrics: Mapping[str, float]) -> None:
+        optimizer, seconds = self._critic.optimizer, self._session.take_timings()
+        del seconds[_WAITING]
+        self._channel.from_critic(
+            messages.StepReport,
+            messages.StepReport(
+                metrics,
+                seconds,
+                optimizer.pop_skipped(),
+                optimizer.state_dict(),
+                self._tensors.num_bytes,
+                self._session.requested_signal,
+            ),
+        )
+
+    def _load(self, command: messages.LoadTensors) -> None:
+        with self._session.phase("resume"):
+            self._tensors.load(command.folder)
+            self._critic.optimizer.load_state_dict(dict(command.optimizer_state))
+
+    def _announce(self, folder: Path, answer: Mapping[str, list[int]] | str) -> None:
+        """Tell the policy's first rank what is written, or why it is not."""
+        if self._session.is_main:
+            self._link.store.set(messages.saved_key(folder), answer)

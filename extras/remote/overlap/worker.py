@@ -1,0 +1,145 @@
+"""One rank of an engine that generates for the trainer ranks: take weights, generate, send."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from hybridengine.engine.engine import InFlightUpdate, RolloutEngine
+from hybridengine.remote.overlap.queue import EngineQueue, WorkItem, report_signal
+from hybridengine.remote.overlap.servers import connect_servers
+from hybridengine.remote.servers import NoServerError, ServerReceiver
+from hybridengine.remote.sync.receiver import WeightReceiver
+from hybridengine.remote.weights_checksum import WeightsChecksum
+from hybridengine.run.config import RLConfig
+from hybridengine.run.polling import wait_until
+from hybridengine.run.session import Session
+from hybridengine.train.build import build_agents, build_engine, build_receiver, load_data
+from hybridengine.train.exact_rollouts import inexact_reason
+from hybridengine.train.generation import RolloutGenerator
+from hybridengine.train.plan import resolve_dtypes
+
+Action = WorkItem | Literal["update", "end"]
+
+
+class RolloutWorker:
+    """One rank of one engine.
+
+    The first rank of an engine chooses what to do next, and the others follow it. New weights are
+    taken where the next item needs them, where there is no item, in `async` before every item, and
+    with `rollout.in_flight_update` while items run.
+    """
+
+    def __init__(self, config: RLConfig, session: Session) -> None:
+        assert session.link is not None
+        config = resolve_dtypes(config)
+        self._session, self._link = session, session.link
+        self._eager = config.trainer.mode == "async"
+        torch.manual_seed(config.seed)
+        with session.phase("load_data"):
+            tokenizer, train, val, reward = load_data(_with_own_share_of_cores(config))
+            self._datasets = {"train": train, "val": val}
+        self._engine: RolloutEngine
+        self._receiver: WeightReceiver | ServerReceiver
+        with session.phase("start_engine"):
+            exact = inexact_reason(config) is None
+            if config.rollout.servers:
+                connected = connect_servers(config, tokenizer, self._link, exact=exact)
+                self._engine, self._receiver = connected
+            else:
+                self._engine = build_engine(config, tokenizer, exact=exact)
+        agents = build_agents(config, tokenizer)
+        self._checksum = WeightsChecksum(config, self._engine)
+        self._generator = RolloutGenerator(
+            self._engine, tokenizer, reward, session, None, agents, self._checksum
+        )
+        if not config.rollout.servers:
+            with session.phase("plan_reshard"):
+                self._receiver = build_receiver(self._engine, self._link)
+        if (in_flight := config.rollout.in_flight_update) != "off":
+            is_due, keep_kv = self._receiver.pending, in_flight == "keep_kv"
+            self._engine.in_flight = InFlightUpdate(is_due, self._update, keep_kv)
+        self._queue: EngineQueue | None = None
+        if self._engine.tp_rank == 0:
+            with session.phase("connect_roles"):
+                self._queue = EngineQueue(self._link)
+        session.take_timings()
+
+    def run(self) -> None:
+        """Work until the trainer ranks need no more rollouts; they may still have to save."""
+        while (action := self._next_action()) != "end":
+            if isinstance(action, WorkItem):
+                self._generate(action)
+            else:
+                self._update()
+        self._engine.shutdown()
+        if self._queue is not None:
+            self._queue.confirm_end()
+
+    def _update(self) -> None:
+        with self._session.phase("update_weights"):
+            self._checksum.before_sync()
+            self._receiver.receive()
+            self._checksum.after_sync(self._receiver.engine_state)
+        self._session.let_steps_finish()  # as the trainer ranks, after the first sync
+
+    def _next_action(self) -> Action:
+        """Wait for the next action, the same on every rank of the engine. Collective over them."""
+        with self._session.phase("idle"):
+            timeout_s, what = self._link.timeout_s, "work from the trainer ranks"
+            return wait_until(self._choose, timeout_s, what, self._link.is_writing)
+
+    def _choose(self) -> Action | None:
+        """Choose what to do next, None while there is nothing. Collective."""
+        if number := self._session.requested_signal:
+            report_signal(self._link, number)
+        pending, action = self._receiver.pending(), None
+        if self._queue is not None:
+            action = self._choose_on_first_rank(self._queue, pending)
+        return self._engine.broadcast(action, Action | None)
+
+    def _choose_on_first_rank(self, queue: EngineQueue, pending: bool) -> Action | None:
+        queue.release()
+        if queue.is_ended():
+            return "end"
+        item, version = queue.peek(), self._engine.weight_version
+        can_run = item is not None and version is not None and item.min_version <= version
+        if pending and (self._eager or not can_run):
+            return "update"
+        if can_run:
+            queue.pop()
+            return item
+        if self._engine.wants_weights and not pending:
+            queue.request_weights()
+        return None
+
+    def _generate(self, item: WorkItem) -> None:
+        session, engine = self._session, self._engine
+        session.step = item.batch
+        dataset = self._datasets[item.dataset]
+        assert dataset is not None
+        samples = {k: dataset[i] for k, i in zip(item.positions, item.indices, strict=True)}
+        # Prompt i of this call is number i * replicas + replica of the batch.
+        engine.replica, engine.replicas = item.positions.start, item.positions.step
+        try:
+            responses = self._generator.respond(samples, item.spec, item.seed)
+        except NoServerError as error:
+            warnings.warn(f"{error}; its prompts are generated again", RuntimeWarning, stacklevel=2)
+            assert self._queue is not None
+            self._queue.put_back(item)
+            return
+        if self._queue is not None:
+            version, seconds = min(r.version for r in responses), session.take_timings()
+            self._queue.send(item, responses, version, seconds)
+
+
+def _with_own_share_of_cores(config: RLConfig) -> RLConfig:
+    """Return the configuration with as many reward workers as this rank's share of the cores."""
+    workers = config.reward.num_workers or max(
+        1, len(os.sched_getaffinity(0)) // config.ranks_per_node
+    )
+    return replace(config, reward=replace(config.reward, num_workers=workers))

@@ -1,0 +1,1 @@
+"""Weight syncs between worlds: senders, receivers and their agreement."""

@@ -1,0 +1,407 @@
+"""The trainers' side of a weight sync to engines in other processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hybridengine.remote.sync.between_worlds import TrainersEnd
+from hybridengine.remote.sync.coordinator import Absent, Coordinator, EngineStatus
+from hybridengine.remote.sync.link import GroupLink, Link, Place, feeders_of
+from hybridengine.remote.sync.memory_link import MemoryLink
+from hybridengine.remote.sync.records import (
+    EngineInfo,
+    Generations,
+    Order,
+    PlanInputs,
+    SyncStore,
+    Transfer,
+)
+from hybridengine.run.all_ranks import (
+    all_gather_values,
+    broadcast_value,
+    raise_on_all_ranks,
+    run_on_all_ranks,
+)
+from hybridengine.run.device import DeviceProgress, device_id
+from hybridengine.run.failures import (
+    CollectiveError,
+    machine_of,
+    one_line,
+    stopped_ranks,
+    this_process,
+)
+from hybridengine.sync.adapter import Adapter
+from hybridengine.sync.delta.changes import ChangeFinder, DeltaMode, Found
+from hybridengine.sync.delta.delta import group_size
+from hybridengine.sync.errors import LinkError, ReshardError, operation
+from hybridengine.sync.layout import LayoutError
+from hybridengine.sync.move.mover import Mover
+from hybridengine.sync.plan.configuration import config_differences
+from hybridengine.sync.plan.memory import default_bucket_bytes
+from hybridengine.sync.plan.planner import ReshardPlan
+from hybridengine.sync.plan.planning import make_plan
+from hybridengine.sync.report import SyncReport
+from hybridengine.sync.trained import Parameters
+from hybridengine.sync.trainers import Trainers
+from hybridengine.sync.verify import find_mismatches, warn_of_nan
+
+T = TypeVar("T")
+_MAKE_AGAIN = "since the sender was made: make a new WeightSender"
+
+
+class Delta(NamedTuple):
+    """What changed on this trainer since version `base`.
+
+    generation: that of the parameters of engines at this version (`Generations.trained`).
+    """
+
+    base: int
+    generation: int
+    found: Found
+
+
+class WeightSender:
+    """Sends trained FSDP2 parameters to engines in other processes; make one on every trainer rank.
+
+    parameters, adapters, merge, delta, frozen: see `Resharder`. Each engine that has what the last
+      sync sent receives a delta.
+    config: that of the trained model (`model.config.to_dict()`). An engine that would compute
+      another function of equal weights is refused. {}: configs are not compared.
+    store: a `torch.distributed` store that all trainers and engines reach (`TCPStore`).
+    num_engines: how many engines there are, numbered from 0. An engine is the world of one or more
+      processes that hold a `WeightReceiver` with that index.
+    bucket_bytes: staging memory of one bucket; two are in use at a time. None: 64 MiB on CPUs, on
+      GPUs by the free memory, at most 1 GiB; the least of all ranks.
+    timeout_s: how long an engine may take to come to a sync, and a rank to answer. A trainer rank
+      that stalls is named after `timeout_s`, or after up to 3.25 times while rank 0 waits for
+      engines. The timeout of the trainers' process group should be longer; under NCCL without a CPU
+      backend it is the only one.
+
+    Needs the trainers' default process group. A new WeightSender on the same store takes the place
+    of an earlier one.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Parameters],
+        store: dist.Store,
+        *,
+        num_engines: int,
+        bucket_bytes: int | None = None,
+        adapters: Callable[[], Mapping[str, Adapter]] = dict,
+        merge: bool = True,
+        delta: DeltaMode = "auto",
+        config: Mapping[str, Any] = MappingProxyType({}),
+        timeout_s: float = 300.0,
+        frozen: Callable[[], Set[str]] = frozenset,
+    ) -> None:
+        if num_engines < 1:
+            raise ValueError(f"num_engines: got {num_engines}, expected at least 1")
+        self._trainers = trainers = Trainers(parameters, adapters, merge, delta, timeout_s, frozen)
+        self.rank, self.world_size = trainers.rank, trainers.world_size
+        self._trained, self._guard = trainers.model, trainers.guard
+        self._store, self._config, self._timeout_s = SyncStore(store), config, timeout_s
+        self._bucket_bytes = bucket_bytes
+        making = operation(self._guard, "making the sender")
+        with making, self._guard.collective("comparing trainers"):
+            trainers.compare()
+            self._device = trainers.device
+            self._processes = all_gather_values(this_process(), str)
+            self._devices = all_gather_values(device_id(self._device), str)
+        self._guard.activity.join(self._store.world())
+        self._coordinator: Coordinator | None = None
+        if self.rank == 0:
+            self._coordinator = Coordinator(
+                self._store, num_engines, self._processes, timeout_s, self._guard.activity
+            )
+        self._engines = {index: EngineStatus() for index in range(num_engines)}
+        self._layouts: dict[int, str] = {}
+        self._link: Link | None = None
+        self._linked_to: list[EngineInfo] = []
+        self._group_number = 0
+        self._finder: ChangeFinder | None = None
+        self._sent = Generations(0, 0)
+        self._base: int | None = None  # version of the engines that have it
+
+    @property
+    def engines(self) -> Mapping[int, EngineStatus]:
+        """Status of every engine as of the last sync."""
+        return self._engines
+
+    def ended(self, engine: int) -> str:
+        """Return which ranks of an engine, where it has joined, have ended; "" for none.
+
+        Known on rank 0, of processes on its machine.
+        """
+        return self._coordinator.ended(engine) if self._coordinator else ""
+
+    # Sync
+
+    def sync(
+        self, version: int, *, verify: bool = False, absent: Absent | None = None
+    ) -> SyncReport:
+        """Send the current parameters to every live engine; returns when these have committed.
+
+        Collective over the trainers. An engine that has `version` already takes no part: a second
+        sync to the same version reaches those that were dropped and are back.
+        verify: engines compare checksums of all slices before they commit.
+        absent: for a caller that makes each engine take part by a call of its own: returns why the
+          call of an engine has failed, None while it has not. Such an engine is dropped at once,
+          and one that was dropped before is invited again. Used on rank 0.
+
+        Raises PlanOutdatedError if the parameters differ from those the sender was made for;
+        RankFailedError if a trainer rank is lost; ReshardError if no engine is left. An engine that
+        is late, fails or ends is dropped with a warning on rank 0, and the others are synced.
+        """
+        started = time.perf_counter()
+        received = sent = dense_bytes = 0
+        delta: Delta | None = None
+        is_delta, changed = False, None
+        with self._operation(version), torch.no_grad():
+            _, is_kept = self._trainers.start(version, lambda frozen: frozen, _MAKE_AGAIN)
+            self._sent = self._sent._replace(frozen=self._sent.frozen + (not is_kept))
+            infos = self._on_rank0(
+                lambda c: c.open(version, absent),
+                "waiting for engines",
+                list[EngineInfo],
+                wait_s=self._timeout_s,
+            )
+            if infos:
+                infos, is_delta = self._plan_for(infos), True
+                delta = self._find()
+                received = delta.found.num_bytes if delta else 0
+                changed = self._finder.changed if self._finder else None
+            while infos:
+                verify = verify or self._trainers.verify_requested
+                some, transfer = self._begin(infos, verify, delta)
+                moved = self._transfer_on_all_ranks(some, transfer, version, delta)
+                received, sent = received + moved[0], sent + moved[1]
+                is_delta &= transfer.order.base is not None
+                dense_bytes = self._mover.dense.bytes_of(transfer.order.moves_densely)
+                infos = self._settle(some) + [info for info in infos if info not in some]
+                self._base = version
+            statuses = dict[int, EngineStatus]
+            self._engines = self._on_rank0(lambda c: c.close(), "ending", statuses)
+        elapsed = (time.perf_counter() - started) * 1e3
+        return SyncReport(version, received, sent, elapsed, is_delta, changed, dense_bytes)
+
+    @contextmanager
+    def _operation(self, version: int) -> Iterator[None]:
+        """Tell the engines where a sync fails; RankFailedError where a trainer is lost."""
+        try:
+            with operation(self._guard, f"the sync to version {version}"):
+                yield
+        except BaseException as error:
+            self._close_link()
+            if self._coordinator is not None:
+                with suppress(ReshardError):  # the store is gone
+                    self._coordinator.close(f"the trainers gave up the sync: {one_line(error)}")
+            raise
+
+    def _find(self) -> Delta | None:
+        """Return what changed since the last sync, None if everything has to be sent."""
+        base, self._base = self._base, None  # until the sync has finished
+        generation = self._sent.trained
+        found = self._finder.find(base is not None) if self._finder else None
+        if found is None or found.share:
+            self._sent = self._sent._replace(trained=generation + 1)
+        if found is None or base is None:
+            return None
+        return Delta(base, generation, found)
+
+    @property
+    def _remembers(self) -> bool:
+        """Whether the next sync may leave out what has not changed."""
+        frozen = any(spec.frozen for spec in self._trainers.specs.values())
+        return frozen or (self._finder is not None and not self._finder.is_paused)
+
+    def _begin(
+        self, infos: list[EngineInfo], verify: bool, delta: Delta | None
+    ) -> tuple[list[EngineInfo], Transfer]:
+        """Start a transfer: a delta to the engines that can take it, then one to all others."""
+
+        def begin(coordinator: Coordinator) -> tuple[list[EngineInfo], Transfer]:
+            able: list[EngineInfo] = []
+            if delta:
+                able = coordinator.take_delta(infos, delta.base, delta.generation)
+            some = able or infos
+            groups = self._group_number
+            if self._linked_to != some:
+                groups = self._store.next_number("groups")
+            members = sorted(m for info in some for m in info.members())
+            has_frozen = coordinator.has_frozen(some, self._sent.frozen)
+            base = delta.base if delta and able else None
+            size = group_size(delta.found.share) if delta else 0
+            order = Order(has_frozen, verify, self._remembers, base, size)
+            by_member = feeders_of(self._processes, self._devices, some)
+            feeders = [by_member[member] for member in members] if by_member else None
+            plan = self._plan_number, self.plan.digest
+            transfer = Transfer(groups, members, feeders, *plan, order)
+            coordinator.begin(transfer)
+            return some, transfer
+
+        expected = tuple[list[EngineInfo], Transfer]
+        return self._on_rank0(begin, "starting the transfer", expected)
+
+    def _transfer_on_all_ranks(
+        self, infos: list[EngineInfo], transfer: Transfer, version: int, delta: Delta | None
+    ) -> tuple[int, int]:
+        """As `_transfer`; if it fails on any rank, raise ReshardError on all."""
+        moved, error = (0, 0), None
+        try:
+            moved = self._transfer(infos, transfer, version, delta)
+        except CollectiveError:  # of the trainers' own collectives: other ranks have it, too
+            raise
+        except Exception as caught:
+            error = caught
+            self._close_link()
+        if error is None and self._link is None and (lost := stopped_ranks(self._processes)):
+            raise CollectiveError(f"rank {self.rank} stopped in {self._guard.place}: {lost}.")
+        # Until then a rank may wait for a connection, and for an engine that another has not.
+        with self._guard.collective("agreeing that everything was sent", 3 * self._timeout_s):
+            raise_on_all_ranks(error, ReshardError, "the transfer")
+            if not all(all_gather_values(self._link is not None, bool)):
+                self._close_link()
+        return moved
+
+    def _settle(self, infos: list[EngineInfo]) -> list[EngineInfo]:
+        """Wait until the engines have committed; return those that ask for another attempt."""
+        sent, failed = self._sent, self._link is None
+        again, committed = self._on_rank0(
+            lambda c: c.settle(infos, sent, failed),
+            "waiting for engines to commit",
+            tuple[list[EngineInfo], bool],
+            wait_s=1.25 * self._timeout_s + 2,
+        )
+        # If not, an engine has closed its connections.
+        if not committed or (self._link is not None and not self._link.is_kept):
+            self._close_link()
+        return again
+
+    def _transfer(
+        self, infos: list[EngineInfo], transfer: Transfer, version: int, delta: Delta | None
+    ) -> tuple[int, int]:
+        """Send everything to the members once. Return (bytes received, bytes sent).
+
+        A failed connection is no error: the engines tell whether they have committed.
+        """
+        link, failure = None, None
+        try:
+            link = self._connect(infos, transfer)
+        except LinkError as error:
+            failure = error
+        progress = DeviceProgress(link or self._guard, self._device, limit_s=0.8 * self._timeout_s)
+        transport = self._transport
+        transport.begin(link, progress, link.failure if link else failure)
+        found = delta.found if delta else None
+        moved = self._mover.move(transport, transfer.order, version, {}, found)
+        if transfer.order.verify:
+            find_mismatches(transport, self._mover.dense, {})
+            with self._guard.collective("looking for NaN"):
+                warn_of_nan(self._trained.shards)
+        try:
+            progress.mark("waiting for the device")
+            progress.wait()
+        except LinkError as error:
+            transport.failure = error
+        if transport.failure:
+            self._close_link()
+        return moved
+
+    def _connect(self, infos: list[EngineInfo], transfer: Transfer) -> Link:
+        if self._link is None or self._group_number != transfer.groups:
+            self._close_link()
+            trainers = enumerate(self._processes)
+            peers = {f"trainer rank {r}": p for r, p in trainers if r != self.rank}
+            for info in infos:
+                for rank, process in enumerate(info.processes):
+                    peers[f"rank {rank} of engine {info.index}"] = process
+            self._group_number, self._linked_to = transfer.groups, infos
+            place = Place(
+                self.rank, self.world_size, transfer.members, peers, self._device, self._timeout_s
+            )
+            store, number = self._store, transfer.groups
+            if transfer.feeders is None:
+                self._link = GroupLink(place, store, number, everybody=bool(self.plan.fallback))
+            else:
+                ends = transfer.feeders, self._guard, self._transport.sizes
+                self._link = MemoryLink(place, store, number, *ends)
+            self._link.activity = self._guard.activity
+        return self._link
+
+    def _close_link(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._link, self._linked_to = None, []
+
+    # Planning
+
+    def _plan_for(self, infos: list[EngineInfo]) -> list[EngineInfo]:
+        """Plan for the layouts of the engines if these are new; drop engines with others."""
+        known = [info.layout_of_tp_rank for info in infos]
+        layouts = self._layouts if self._layouts in known else known[0]
+        if layouts != self._layouts:
+            self._plan(layouts, infos[known.index(layouts)])
+        return self._on_rank0(
+            lambda c: c.select(infos, layouts, self._config), "choosing engines", list[EngineInfo]
+        )
+
+    def _plan(self, layouts: dict[int, str], info: EngineInfo) -> None:
+        def make(size: int, nodes: list[int]) -> ReshardPlan:
+            rest = self._trained.unmerged, layouts, size, nodes
+            self._inputs = PlanInputs.of(self._trainers.specs, *rest)
+            return self._make_plan(info)
+
+        default = min(default_bucket_bytes(self._device), info.bucket_bytes)
+        with self._guard.collective("planning"):
+            self.plan, _ = self._trainers.plan(make, self._bucket_bytes, default)
+        self._layouts = layouts
+        self._sent = self._sent._replace(frozen=self._sent.frozen + 1)  # it measures all scales
+        self._mover = Mover(self.plan, self.rank, self._device, self._trained, None)
+        merges = bool(self._trained.merged)
+        self._transport = TrainersEnd(self._guard, self.plan, self._device, merges)
+        self._transport.plan_for(self._mover.dense.exchanges)
+        machines = {machine_of(process) for process in (*self._processes, *info.processes)}
+        is_near = feeders_of(self._processes, self._devices, [info]) is not None
+        with self._guard.collective("measuring rates"):
+            self._finder = self._trainers.find_changes(self.plan, len(machines) > 1, pulls=is_near)
+        publish = self._publish_plan
+        self._plan_number = self._on_rank0(lambda c: publish(), "publishing the plan", int)
+
+    def _make_plan(self, info: EngineInfo) -> ReshardPlan:
+        if info.device != self._device.type:
+            raise LayoutError(
+                f"engine {info.index} has its weights on {info.device}, the trainers theirs on "
+                f"{self._device.type}: use the same kind of device on both sides"
+            )
+        differences = config_differences(self._config, info.model_config)
+        return make_plan(self._inputs, self._store, info.optional_parameters, differences)
+
+    def _publish_plan(self) -> int:
+        number = self._store.next_number("plans")
+        self._store.set(f"plan/{number}", self._inputs)
+        return number
+
+    # Agreement
+
+    def _on_rank0(
+        self, fn: Callable[[Coordinator], T], phase: str, expected: Any, wait_s: float = 0
+    ) -> T:
+        """Return on every rank what the coordinator on rank 0 returns; raise its error on all.
+
+        expected: the type of the value.
+        wait_s: how long `fn` may wait for engines.
+        """
+
+        def run() -> T | None:
+            return fn(self._coordinator) if self._coordinator else None
+
+        with self._guard.collective(phase, self._timeout_s + wait_s):
+            return broadcast_value(run_on_all_ranks(run, ReshardError), expected)

@@ -1,0 +1,1 @@
+"""Weight transfer into plain vLLM servers, as a plugin of vLLM."""

@@ -1,0 +1,132 @@
+"""A worker of a vLLM server as the receiving end of a weight sync from trainers elsewhere.
+
+Init info, the same for all workers of a server: the store through which trainers and servers meet.
+
+    {"host": "trainer-0", "port": 29500, "prefix": "…", "index": 0, "timeout_s": 480}
+
+Each worker then runs a `WeightReceiver`. Whoever drives the server pauses it, calls
+`update_weights`, which takes part in one sync, sets the weight version, which drops cached
+prefixes (`in_flight.drop_cached_prefixes`), and resumes it (`hybridengine.remote.servers`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from transformers import AutoConfig
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
+
+from hybridengine.engine.vllm.options import check_plugins
+from hybridengine.engine.vllm.post_load import PostLoadProcessing
+from hybridengine.engine.vllm.seeds import request_generators
+from hybridengine.engine.vllm.sleep import weights_sleep
+from hybridengine.engine.vllm.weights import ModelWeights
+from hybridengine.model.checkpoint import checkpoint_layout_from_config
+from hybridengine.remote.sync.receiver import WeightReceiver
+from hybridengine.sync.errors import ReshardError
+from hybridengine.sync.layout import LayoutError
+from hybridengine.sync.target import EngineState
+
+_CONNECT_TIMEOUT = timedelta(seconds=30)
+
+
+@dataclass
+class StoreInfo(WeightTransferInitInfo):
+    """host, port: of a `TCPStore`. prefix: of the trainers' keys in it. index: number of this
+    server among the engines. timeout_s: as `WeightReceiver`. samples: whether the trainers train on
+    what this server samples, which must then be of the model's own distribution."""
+
+    host: str
+    port: int
+    prefix: str
+    index: int
+    timeout_s: float = 300.0
+    samples: bool = False
+
+
+class _WorkerWeights(ModelWeights):
+    """The weights of a worker, which its server may have put to sleep."""
+
+    def check_ready(self) -> None:
+        super().check_ready()
+        if weights_sleep():
+            raise LayoutError(
+                "the server sleeps, so its weights have no memory: wake them up before the sync "
+                "(POST /wake_up?tags=weights)"
+            )
+
+
+class ServerWorker:
+    """Receives weights into the model of one worker of a server, for as long as this runs.
+
+    model, config: of the worker.
+    post_load: ran as vLLM loaded the model.
+    """
+
+    def __init__(self, model: Any, config: Any, post_load: PostLoadProcessing) -> None:
+        source, trust = config.model_config.model, config.model_config.trust_remote_code
+        trained = AutoConfig.from_pretrained(source, trust_remote_code=trust)
+        checkpoint = checkpoint_layout_from_config(trained, trust)
+        self._weights = _WorkerWeights(model, config, checkpoint, post_load)
+        self._receiver: WeightReceiver | None = None
+        self._compute_logits = model.compute_logits
+        model.compute_logits = self._compute_from_complete_weights
+        request_generators().__enter__()  # for the rest of the server's life
+
+    @property
+    def has_joined(self) -> bool:
+        return self._receiver is not None
+
+    def join(self, info: StoreInfo) -> None:
+        """Become an engine of the trainers at a store; collective over the server's workers.
+
+        Raises ConfigError where packages installed here change the distribution that is sampled.
+        """
+        self.leave()
+        if info.samples:
+            check_plugins("uninstall these packages where the server runs")
+        store = dist.TCPStore(
+            info.host, info.port, is_master=False, timeout=_CONNECT_TIMEOUT, wait_for_workers=False
+        )
+        self._receiver = WeightReceiver(
+            self._weights,
+            dist.PrefixStore(info.prefix, store),
+            index=info.index,
+            timeout_s=info.timeout_s,
+        )
+
+    def receive(self, version: int | None) -> None:
+        """Take part in the next sync. Raises ReshardError if it is to another version."""
+        assert self._receiver is not None
+        report = self._receiver.receive()
+        if version not in (None, report.version):
+            raise ReshardError(
+                f"update_weights was called for version {version}, but the trainers synced to "
+                f"version {report.version}; call it again for the next sync"
+            )
+
+    def weights_state(self) -> dict[str, Any]:
+        """Return the version of the weights and a checksum of their bits as they are now."""
+        state = EngineState.of(self._weights)
+        return {"version": state.version, "checksum": state.checksum}
+
+    def discard_weights(self) -> None:
+        """Refuse to generate until the next sync, which then writes frozen weights too."""
+        self._weights.discarded = True
+
+    def leave(self) -> None:
+        """End the connections to trainers; the weights stay as they are."""
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = None
+
+    def _compute_from_complete_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute logits; where the weights are partially updated, raise, which ends the server.
+
+        Only a client that resumes a server after a failed update gets that far.
+        """
+        self._weights.check_complete()
+        return self._compute_logits(*args, **kwargs)

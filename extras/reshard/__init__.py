@@ -1,0 +1,25 @@
+"""The public names of the weight sync: in one process, and between worlds."""
+
+from hybridengine.remote.sync.coordinator import EngineStatus
+from hybridengine.remote.sync.receiver import WeightReceiver
+from hybridengine.remote.sync.sender import WeightSender
+from hybridengine.sync.errors import PlanOutdatedError, RankFailedError, ReshardError
+from hybridengine.sync.plan.planner import ReshardPlan, build_plan
+from hybridengine.sync.record.loader import record_checkpoint, record_layout
+from hybridengine.sync.report import SyncReport
+from hybridengine.sync.resharder import Resharder
+
+__all__ = [
+    "EngineStatus",
+    "PlanOutdatedError",
+    "RankFailedError",
+    "ReshardError",
+    "ReshardPlan",
+    "Resharder",
+    "SyncReport",
+    "WeightReceiver",
+    "WeightSender",
+    "build_plan",
+    "record_checkpoint",
+    "record_layout",
+]

@@ -1,0 +1,375 @@
+"""Worker processes that run reward functions, with time-outs.
+
+A function that hangs, exits or crashes ends its worker, never the rank. Workers are new processes
+(no fork of a process with threads, CUDA or collectives) that import the standard library and the
+user's files. A failed worker is replaced at the next call.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Pipe, wait
+from pathlib import Path
+from typing import Any, Protocol
+
+from hybridengine.rewards.worker_main import GIVEN_UP, TIMED_OUT, Failure
+from hybridengine.run.errors import RewardError
+from hybridengine.train.rewards.function import (
+    ARGUMENTS,
+    LIST_ARGUMENTS,
+    FunctionSource,
+    reward_file,
+)
+
+_LOAD_S = 60.0  # at least, to start a worker and import the user's file
+_POLL_S = 0.5  # between checks whether a worker still runs
+_STACK_S = 1.0  # limit for a worker to write its stack
+_STOP_S = 2.0  # limit for workers to end by themselves
+_KILL_S = 10.0  # limit for a guard to end all processes of its worker
+# Of a rule: too much CPU time, recursion or memory.
+_LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT)
+_MAIN = (
+    "import sys; sys.path[:] = {path!r}\n"
+    "from hybridengine.rewards.worker_main import main; main{arguments!r}"
+)
+
+
+class CallError(RewardError):
+    """Call number `index` of a function (None: the call with lists) has no result."""
+
+    def __init__(self, message: str, index: int | None) -> None:
+        super().__init__(message)
+        self.index = index
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A reward function, loaded in `workers`, and the names of the arguments it is called with."""
+
+    source: FunctionSource
+    key: int
+    workers: Caller = field(repr=False)
+    arguments: Sequence[str] = ARGUMENTS
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether one call scores all responses, as in verl's batch manager and in TRL."""
+        return self.source.columns is not None or any(x in LIST_ARGUMENTS for x in self.arguments)
+
+
+class Caller(Protocol):
+    """What calls a function on responses: worker processes, a thread, or a service."""
+
+    def call(
+        self, function: RewardFunction, columns: Mapping[str, Sequence[Any]], size: int
+    ) -> list[dict[str, float | str]]: ...
+
+
+class RewardWorkers:
+    """Up to `num_workers` processes, each with every function loaded here.
+
+    Worker i % num_workers scores response i, in order: the state that a function keeps between
+    calls does not depend on timing. Calls of a coroutine function run concurrently in one worker.
+
+    num_workers: None is cores / ranks of this machine.
+    timeout_s: limit of one call.
+    """
+
+    def __init__(self, num_workers: int | None = None, timeout_s: float = 60.0) -> None:
+        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self._num_workers, self._timeout_s = num_workers or max(1, cores), timeout_s
+        self._threads = max(1, cores // self._num_workers)
+        self._requests: list[tuple[Any, ...]] = []  # to load in every worker
+        self._workers: dict[int, Worker] = {}
+        self._finalizer = weakref.finalize(self, _stop, self._workers, os.getpid())
+
+    def load(
+        self, path: str | Path, name: str = "compute_score", arguments: Sequence[str] = ARGUMENTS
+    ) -> RewardFunction:
+        """Load `name` from the file `path` and check that it takes `arguments`, as verl calls it.
+
+        path: a Python file, or a built-in rule ("math_verify", "gsm8k", "turn_rewards", …).
+
+        Raises RewardError for a missing file, one that fails or hangs while it is imported, a
+        missing function, and a signature that does not take the arguments by name.
+        """
+        reward_file(path)
+        key = len(self._requests)
+        self._requests.append((str(path), name, tuple(arguments)))
+        try:
+            self._start([0])
+        except RewardError:
+            self._requests.pop()
+            raise
+        return RewardFunction(self._workers[0].loaded[key], key, self, arguments)
+
+    def call(
+        self, function: RewardFunction, columns: Mapping[str, Sequence[Any]], size: int
+    ) -> list[dict[str, float | str]]:
+        """Call `function` on `size` responses; return its results (`to_results`).
+
+        columns: its arguments, a value for each response. Raises CallError for a call that raises,
+        exceeds `timeout_s`, ends its process or has no valid result. A built-in rule that exceeds
+        `timeout_s` or limits of its own has the score 0, and TIMED_OUT is 1.
+        """
+        if function.takes_lists:
+            return self._call_with_lists(function, columns, size)
+        used = 1 if function.source.is_async else min(self._num_workers, size)
+        work = {k: range(k, size, used) for k in range(used)}
+        calls = [{name: column[i] for name, column in columns.items()} for i in range(size)]
+        results = self._run(
+            function, work, lambda indices: ("call", function.key, [calls[i] for i in indices])
+        )
+        if function.source.cpu_limit_s is None:
+            return [results[i] for i in range(size)]
+        return [{TIMED_OUT: 0.0, **results[i]} for i in range(size)]
+
+    def _call_with_lists(
+        self, function: RewardFunction, columns: Mapping[str, Sequence[Any]], size: int
+    ) -> list[dict[str, float | str]]:
+        request = ("batch", function.key, columns, size)
+        try:
+            results: list[Any] = self._run(function, {0: range(1)}, lambda _: request)[0]
+        except CallError as error:
+            raise CallError(str(error), None) from None
+        for i, result in enumerate(results):
+            if isinstance(result, Failure):
+                raise CallError(result.message, i)
+        return results
+
+    def close(self) -> None:
+        """End all workers."""
+        self._finalizer()
+
+    def _start(self, indices: Collection[int]) -> None:
+        """Start those workers of `indices` that do not run; load missing functions."""
+        for k in indices:
+            if k in self._workers and self._workers[k].has_ended():
+                self._workers.pop(k).kill()
+            if k not in self._workers:
+                self._workers[k] = Worker(k, self._threads)
+        starting = [self._workers[k] for k in indices]
+        limit, file = max(_LOAD_S, self._timeout_s), Path()
+        try:
+            for worker in starting:  # they import at the same time
+                for key in range(len(worker.loaded), len(self._requests)):
+                    worker.send(("load", key, *self._requests[key]), limit)
+            for worker in starting:
+                while len(worker.loaded) < len(self._requests):
+                    file = reward_file(self._requests[len(worker.loaded)][0])
+                    while (source := worker.poll(file)) is None:
+                        wait([worker.connection], _POLL_S)
+                    if isinstance(source, Failure):
+                        raise RewardError(source.message)
+                    worker.loaded.append(source)
+                    worker.set_deadline(limit)
+        except WorkerError as error:
+            what = f"{error.reason} while it was imported"
+            if error.timed_out:
+                what = f"takes longer than {limit:g} s to import"
+            raise RewardError(f"reward file {error.where or file} {what}") from None
+        finally:
+            if any(len(worker.loaded) < len(self._requests) for worker in starting):
+                self._kill()
+
+    def _run(
+        self,
+        function: RewardFunction,
+        work: Mapping[int, Sequence[int]],
+        request_of: Callable[[Sequence[int]], tuple[Any, ...]],
+    ) -> dict[int, Any]:
+        """Return the outcome of every index of `work`, which is by worker.
+
+        request_of: returns the request for indices.
+        """
+        self._start(work)
+        source, limit, results = function.source, self._timeout_s, dict[int, Any]()
+        name, line = f"reward function {source.name}", f"{source.file}:{source.line}"
+        late = f"{name} returned no result within reward.timeout_s = {limit:g} s at"
+        sent, pending = dict[Worker, Sequence[int]](), dict[Worker, list[int]]()
+        worker: Worker | None = None
+        try:
+            for k, indices in work.items():
+                worker = self._workers[k]
+                sent[worker], pending[worker] = indices, list(indices)
+                worker.send(request_of(indices), limit)
+            while pending:
+                soonest = min(w.deadline for w in pending) - time.monotonic()
+                wait([w.connection for w in pending], min(_POLL_S, max(0.0, soonest)))
+                for worker in list(pending):
+                    try:
+                        while pending[worker] and (message := worker.poll(source.file)) is not None:
+                            number, seconds, outcome = message
+                            index = sent[worker][number]
+                            pending[worker].remove(index)
+                            if seconds > limit and not source.cpu_limit_s:
+                                raise CallError(f"{late} {line}", index)
+                            if isinstance(outcome, Failure):
+                                raise CallError(outcome.message, index)
+                            results[index] = outcome
+                            if not source.is_async:  # async calls all started together
+                                worker.set_deadline(limit)
+                    except WorkerError as error:
+                        if not (source.cpu_limit_s and error.is_limit):
+                            raise
+                        results[pending[worker].pop(0)] = GIVEN_UP
+                        rest, k = pending.pop(worker), worker.index
+                        worker.kill()
+                        if rest:
+                            self._start([k])
+                            worker = self._workers[k]
+                            sent[worker], pending[worker] = rest, list(rest)
+                            worker.send(request_of(rest), limit)
+                    else:
+                        if not pending[worker]:
+                            del pending[worker]
+        except WorkerError as error:
+            assert worker is not None
+            what = late if error.timed_out else f"{name} {error.reason} at"
+            raise CallError(f"{what} {error.where or line}", pending[worker][0]) from None
+        finally:
+            if pending:  # late replies would be taken for those of the next call
+                self._kill()
+        return results
+
+    def _kill(self) -> None:
+        for worker in self._workers.values():
+            worker.kill()
+        self._workers.clear()
+
+
+class WorkerError(Exception):
+    """A worker ended, or did not reply in time.
+
+    where: `file:line` of the running call.
+    is_limit: whether the call took too long, or too much CPU time, recursion or memory.
+    """
+
+    def __init__(
+        self, reason: str, where: str = "", timed_out: bool = False, is_limit: bool = False
+    ) -> None:
+        super().__init__(reason)
+        self.reason, self.where, self.timed_out = reason, where, timed_out
+        self.is_limit = is_limit or timed_out
+
+
+class Worker:
+    """One process and the connection to it.
+
+    loaded: its functions; deadline: of its next reply.
+    """
+
+    def __init__(self, index: int, threads: int) -> None:
+        self.index, self.loaded = index, list[FunctionSource]()
+        self.deadline = time.monotonic()
+        self._stack = tempfile.TemporaryFile()  # noqa: SIM115, closed in kill()
+        self.connection, theirs = Pipe()
+        arguments = (theirs.fileno(), self._stack.fileno(), os.getpid(), index)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _MAIN.format(path=sys.path, arguments=arguments)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=arguments[:2],
+            start_new_session=True,  # Ctrl-C reaches the rank only
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        )
+        theirs.close()
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the process has ended, for at most `seconds`."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+
+    def set_deadline(self, limit_s: float) -> None:
+        """Expect the next reply within `limit_s` from now."""
+        self.deadline = time.monotonic() + limit_s
+
+    def send(self, request: tuple[Any, ...], limit_s: float) -> None:
+        self.set_deadline(limit_s)
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as end:
+            timeval = struct.pack("ll", int(limit_s) + 1, 0)  # for a worker that does not read
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+        try:
+            self.connection.send(request)
+        except BlockingIOError:
+            raise WorkerError("does not read its requests", timed_out=True) from None
+        except OSError:
+            raise self._ended() from None
+
+    def poll(self, file: Path) -> Any:
+        """Return the next reply, None where there is none yet; file: of the line to report.
+
+        Raises WorkerError where the process has ended, or has not replied in time.
+        """
+        ended = self.has_ended()  # checked first: it may have replied before it ended
+        try:
+            if self.connection.poll():
+                return self.connection.recv()
+        except (EOFError, OSError, pickle.UnpicklingError):
+            raise self._ended() from None
+        if ended:
+            raise self._ended()
+        if time.monotonic() > self.deadline:
+            raise WorkerError("sent no reply", self._running_line(file), timed_out=True)
+        return None
+
+    def _ended(self) -> WorkerError:
+        """Return how the process ended."""
+        try:
+            code = self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            return WorkerError("closed the connection of its process")
+        if code < 0:
+            reason = f"had its process killed by {signal.Signals(-code).name}"
+            return WorkerError(reason, is_limit=-code in _LIMIT_SIGNALS)
+        return WorkerError(f"ended its process with exit code {code}")
+
+    def _running_line(self, file: Path) -> str:
+        """Return `file:line` of the running call, "" where the process does not answer."""
+        with suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGUSR1)
+        deadline, line = time.monotonic() + _STACK_S, re.compile(r'File "(.+)", line (\d+) in ')
+        while time.monotonic() < deadline:
+            time.sleep(_STACK_S / 20)
+            self._stack.seek(0)
+            frames = line.findall(self._stack.read().decode(errors="replace"))
+            if own := [number for name, number in frames if name == str(file)]:
+                return f"{file}:{own[0]}"
+        return ""
+
+    def kill(self) -> None:
+        """Kill the process and those it has started."""
+        self.process.terminate()  # its guard, which kills them, also those of other groups
+        self.wait(_KILL_S)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.connection.close()
+        self._stack.close()
+
+
+def _stop(workers: dict[int, Worker], owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a fork of the process that owns them
+    for worker in workers.values():
+        worker.connection.close()  # on which it ends
+    deadline = time.monotonic() + _STOP_S
+    for worker in workers.values():
+        worker.wait(max(0.0, deadline - time.monotonic()))
+        worker.kill()
+    workers.clear()

@@ -1,5 +1,0 @@
-"""The Python interface: `hybridengine.Trainer`, see docs/python.md."""
-
-from hybridengine.api.trainer import Step, Trainer
-
-__all__ = ["Step", "Trainer"]

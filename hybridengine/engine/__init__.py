@@ -1,0 +1,1 @@
+"""Rollout engines: token ids in, token ids and log-probs out."""

@@ -1,0 +1,1 @@
+"""Engines whose log-probs are the trainer's bits."""

@@ -1,0 +1,242 @@
+"""vLLM with the operators of a trained model that has `use_exact_operators`.
+
+A token's log-prob is then the same float32 bits as the trained model's, whatever else is in the
+batch. Attention is replaced before the engine is built (`hybridengine.engine.exact.attention`), the
+other operators in the loaded model; it must run eagerly. On a CPU decoding steps are replayed
+(`decode_graph` of this package), and what sequences have in common is computed once (`repeats`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridengine.engine.exact.decode_graph import use_decode_graphs
+from hybridengine.engine.exact.repeats import compute_repeats_once
+from hybridengine.engine.vllm.weights import LoraSlot
+from hybridengine.kernels import gated_activation
+from hybridengine.kernels.decode_linear import inference_linear, join_parts
+from hybridengine.kernels.layer import add_scaled_, inference_norm
+from hybridengine.kernels.rotary import RotaryTable, rotate
+from hybridengine.run.errors import ModelError
+
+
+@contextmanager
+def exact_engine() -> Iterator[dict[str, Any]]:
+    """While open, vLLM builds engines with exact attention. Yields the options that they need."""
+    from hybridengine.engine.exact.attention import exact_attention
+
+    with exact_attention() as options:
+        yield {"enforce_eager": True, **options}
+
+
+@contextmanager
+def exact_worker(config: Any) -> Iterator[None]:
+    """While open, a worker of a server loads its model with exact attention.
+
+    config: of the server. Raises ModelError where its options do not allow it.
+    """
+    with exact_engine() as options:
+        given = {
+            "enforce_eager": config.model_config.enforce_eager,
+            "attention_backend": getattr(config.attention_config.backend, "name", None),
+        }
+        if missing := {name: x for name, x in options.items() if given[name] != x}:
+            raise ModelError(f"an exact engine needs vLLM's options {missing}; start it with them")
+        yield
+
+
+def use_exact_operators(model: nn.Module, max_model_len: int, slot: LoraSlot | None = None) -> None:
+    """Replace the operators of `model`, as vLLM has loaded it.
+
+    max_model_len: positions that its sequences may have.
+    slot: of the adapters, which all its requests have or none.
+
+    Raises:
+        ModelError: it has a module for which there is no exact operator.
+    """
+    from vllm.distributed import get_tensor_model_parallel_world_size
+    from vllm.model_executor.layers import activation, layernorm, linear, logits_processor
+    from vllm.model_executor.layers import rotary_embedding as rotary
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    from hybridengine.engine.exact.attention_backend import ExactAttention
+
+    if slot is not None:
+        slot.keep_scale()
+        _use_exact_adapters(model, slot)
+    replaced = "\0"  # the newest module with another forward, which does not call its children
+    for name, module in model.named_modules():
+        forward: Any = None
+        if name.startswith(f"{replaced}."):
+            continue
+        if isinstance(module, linear.LinearBase) and _is_plain(module):
+            module.quant_method.apply = _linear  # type: ignore[method-assign]
+            if isinstance(module, linear.RowParallelLinear) and module.tp_size > 1:
+                forward = _row_parallel
+        elif isinstance(module, layernorm.GemmaRMSNorm):
+            forward = _gemma_norm
+        elif isinstance(module, layernorm.RMSNorm):
+            forward = _norm
+        elif isinstance(module, activation.SiluAndMul):
+            forward = _silu_and_mul
+        elif isinstance(module, activation.GeluAndMul) and module.approximate == "tanh":
+            forward = _gelu_and_mul
+        elif type(module) in (rotary.RotaryEmbedding, rotary.Llama3RotaryEmbedding):
+            forward = _rotary(module, max_model_len)
+        elif isinstance(module, logits_processor.LogitsProcessor) and module.soft_cap is None:
+            module._apply_head = _head  # type: ignore[method-assign, assignment]
+        elif isinstance(module, Attention) and isinstance(module.impl, ExactAttention):
+            pass  # since the engine was built
+        elif not isinstance(module, VocabParallelEmbedding) and _computes(module):
+            raise ModelError(
+                f"rollout.exact: vLLM's {name} ({type(module).__name__}) has no exact operator; "
+                "set rollout.exact=off for this model"
+            )
+        if forward is not None:
+            module.forward = MethodType(forward, module)
+            replaced = name
+    if all(parameter.is_cpu for parameter in model.parameters()):
+        if get_tensor_model_parallel_world_size() == 1:
+            use_decode_graphs(model, slot)
+        compute_repeats_once(model)
+
+
+def _computes(module: nn.Module) -> bool:
+    """Return whether the module does arithmetic of its own, and not by modules in it."""
+    from vllm.model_executor.custom_op import CustomOp
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    return (
+        isinstance(module, CustomOp | LogitsProcessor | AttentionLayerBase)
+        or next(module.parameters(recurse=False), None) is not None
+    )
+
+
+def _is_plain(module: Any) -> bool:
+    """Return whether a linear layer multiplies its weight as it is."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    return type(module.quant_method) is UnquantizedLinearMethod
+
+
+_product = partial(inference_linear, max_rows=None)
+
+
+def _linear(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _product(x, layer.weight, bias)
+
+
+def _head(lm_head: Any, hidden: Tensor, bias: Tensor | None) -> Tensor:
+    return _product(hidden, lm_head.weight, bias, torch.float32)
+
+
+def _joined_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Join float32 sums of the ranks in their order; then the bias, and one rounding."""
+    from vllm.distributed import tensor_model_parallel_all_gather
+
+    part = _product(x, weight, None, torch.float32)
+    parts = tensor_model_parallel_all_gather(part.unsqueeze(0), dim=0)
+    return join_parts(parts.unbind(0), bias, x.dtype)
+
+
+def _row_parallel(self: Any, x: Tensor) -> Any:
+    out = _joined_product(x, self.weight, None if self.skip_bias_add else self.bias)
+    return (out, self.bias if self.skip_bias_add else None) if self.return_bias else out
+
+
+def _use_exact_adapters(model: nn.Module, slot: LoraSlot) -> None:
+    """Replace what the layers with adapters add to the layers in them."""
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+    from vllm.lora.layers.row_parallel_linear import RowParallelLinearWithLoRA
+
+    for module in model.modules():
+        if isinstance(module, RowParallelLinearWithLoRA) and module.tp_size > 1:
+            module.forward = partial(_adapted_row_parallel, module, slot)  # type: ignore[method-assign]
+        elif isinstance(module, BaseLinearLayerWithLoRA):
+            module.apply = partial(_adapted, module, slot)  # type: ignore[method-assign]
+
+
+def _adapted(module: Any, slot: LoraSlot, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product and its adapters, in PEFT's order; the input is not divided over ranks."""
+    out: Tensor = module.base_layer.quant_method.apply(module.base_layer, x, bias)
+    return _add_adapters(module, slot, x, out, _product)
+
+
+def _adapted_row_parallel(module: Any, slot: LoraSlot, x: Tensor) -> Any:
+    base = module.base_layer
+    result = base(x)
+    out, *bias = result if isinstance(result, tuple) else (result,)
+    out = _add_adapters(module, slot, x, out, _joined_product)
+    return (out, *bias) if base.return_bias else out
+
+
+def _add_adapters(
+    module: Any, slot: LoraSlot, x: Tensor, out: Tensor, product: Callable[..., Tensor]
+) -> Tensor:
+    """Add B(A(x)) * scale to out, and return it; `product` is that with A."""
+    if slot.request is None:
+        return out
+    begin = 0
+    for a, b in zip(module.lora_a_stacked, module.lora_b_stacked, strict=True):
+        update = _product(product(x, a[0, 0, : slot.rank]), b[0, 0, :, : slot.rank])
+        end = begin + update.shape[1]
+        add_scaled_(out[:, begin:end], update, slot.scale)
+        begin = end
+    return out
+
+
+def _norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+    return _normed(self, x, residual, round_first=True)
+
+
+def _gemma_norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+    return _normed(self, x, residual, offset=1.0)
+
+
+def _normed(module: Any, x: Tensor, residual: Tensor | None, **options: Any) -> Any:
+    out = inference_norm(x, residual, module.weight, module.variance_epsilon, **options)
+    return out if residual is None else (out, residual)
+
+
+def _silu_and_mul(self: Any, x: Tensor) -> Tensor:
+    return gated_activation(*x.chunk(2, -1))
+
+
+def _gelu_and_mul(self: Any, x: Tensor) -> Tensor:
+    return gated_activation(*x.chunk(2, -1), "gelu_tanh")
+
+
+def _rotary(module: Any, max_model_len: int) -> Any:
+    """Return a forward that rotates as transformers does."""
+    if module.rotary_dim != module.head_size or not module.is_neox_style:
+        raise ModelError(
+            f"rollout.exact: rotary embedding of {module.rotary_dim} of {module.head_size} "
+            "dimensions, or of neighbours; set rollout.exact=off for this model"
+        )
+    device = module.cos_sin_cache.device
+    with torch.device("cpu"):  # as transformers does
+        frequencies = module._compute_inv_freq(module.base)
+    table = RotaryTable(frequencies.to(device))
+    positions = torch.arange(max_model_len, device=device)
+    cos, sin = (t.to(module.dtype) for t in table.rows(positions))
+
+    def rotated(x: Tensor, positions: Tensor) -> Tensor:
+        heads = x.view(x.shape[0], -1, module.head_size)
+        return rotate(heads, positions, cos, sin).view(x.shape)
+
+    def forward(
+        self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        positions = positions.flatten()
+        return rotated(query, positions), None if key is None else rotated(key, positions)
+
+    return forward

@@ -1,0 +1,384 @@
+"""vLLM as an in-process engine on the ranks that train (`external_launcher`, tensor parallel).
+
+Every rank builds one `LLM`; the ranks of a tensor-parallel group run in lockstep on the same
+prompts. The weights start uninitialised (`load_format="dummy"`); only the reshard writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridengine.engine.engine import (
+    CacheSize,
+    Prompt,
+    RolloutEngine,
+    SamplingSpec,
+    derive_seed,
+    local_random_state,
+)
+from hybridengine.engine.exact.exact import exact_engine, use_exact_operators
+from hybridengine.engine.exact.head import use_plain_head
+from hybridengine.engine.kept import pack_kept
+from hybridengine.engine.response import Response
+from hybridengine.engine.vllm.environment import (
+    CPU_BLOCK_SIZE,
+    models_inspected_here,
+    prepare_environment,
+    strided_groups,
+    unbound_memory,
+    unchanged_local_world_size,
+    unique_shared_memory,
+)
+from hybridengine.engine.vllm.kept import record_kept_ids
+from hybridengine.engine.vllm.model_classes import own_model_classes
+from hybridengine.engine.vllm.options import check_plugins
+from hybridengine.engine.vllm.pages import DONTNEED, HUGEPAGE, advise_pages
+from hybridengine.engine.vllm.post_load import writable_weights
+from hybridengine.engine.vllm.quantized import quantization_options
+from hybridengine.engine.vllm.samplers import fuse_sampler
+from hybridengine.engine.vllm.seeds import request_generators, seeded
+from hybridengine.engine.vllm.sleep import Level2Sleep
+from hybridengine.engine.vllm.stream import VllmStream
+from hybridengine.engine.vllm.weights import LoraSlot, VllmWeights, slot_options
+from hybridengine.model.shared.aliases import parameter_views
+from hybridengine.model.shared.dequantized import DequantizedWeights
+from hybridengine.model.shared.slices import Part, SlicedWeights, engine_parts
+from hybridengine.moe.engine_routes import RouteRecorder, recording_options
+from hybridengine.moe.routes import pack_routes
+from hybridengine.remote.in_flight import refresh_caches, updates_between_steps
+from hybridengine.run.all_ranks import all_gather_values, broadcast_value, group_timeout
+from hybridengine.sync.layout import CheckpointLayout, LayoutError
+from hybridengine.sync.plan.senders import ranks_per_node
+from hybridengine.sync.target import write_constants
+from hybridengine.sync.tp_groups import tp_groups
+from hybridengine.vision import ImagePreparer
+from hybridengine.vision.engine import (
+    PromptImages,
+    check_prompt,
+    image_options,
+    prepare_images,
+)
+
+
+class VllmEngine(RolloutEngine):
+    """A vLLM engine whose weights are written in place by the reshard.
+
+    model_path: folder or name with config and tokenizer; its weights are not read.
+    checkpoint: what the trained model's checkpoint is made of (`checkpoint_layout_from_config`).
+    tp_size: tensor-parallel size, a divisor of the world size and of the attention heads.
+    max_model_len: longest prompt + response, in tokens.
+    stop_token_ids: tokens that end a response (kept as its last token).
+    lora_rank: adapters of up to this rank can be applied on top of the weights (`load_adapters`).
+    kv_cache_bytes: size of the key-value cache; None takes `memory_share` of the GPU.
+    free_cache: `sleep()` frees weights and cache on a GPU, the cache alone on a CPU.
+    stop_texts: whether `SamplingSpec.stop` may be given, for which vLLM needs its tokenizer.
+    quantization: "fp8" for linear layers and experts quantized in blocks of 128 x 128.
+    exact: its log-probs are the bits of a model that has `use_exact_operators`; it runs eagerly.
+    record_routes: whether `SamplingSpec.record_routes` may be set.
+    preparer: of the images that prompts may have; None: they have none.
+    limit_images: of a prompt; None: vLLM's own limit.
+    engine_options: further keyword arguments of `vllm.LLM`.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        checkpoint: CheckpointLayout,
+        *,
+        tp_size: int,
+        max_model_len: int,
+        stop_token_ids: Sequence[int],
+        dtype: torch.dtype = torch.bfloat16,
+        lora_rank: int = 0,
+        seed: int = 0,
+        kv_cache_bytes: int | None = None,
+        memory_share: float = 0.5,
+        free_cache: bool = True,
+        stop_texts: bool = False,
+        quantization: str | None = None,
+        exact: bool = False,
+        record_routes: bool = False,
+        preparer: ImagePreparer | None = None,
+        limit_images: int | None = None,
+        engine_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        prepare_environment()
+        check_plugins()
+        from vllm import LLM
+
+        world_size = dist.get_world_size()
+        groups = self._groups = tp_groups(world_size, tp_size, ranks_per_node(world_size))
+        self.tp_size, self.replicas, self.checkpoint = tp_size, len(groups), checkpoint
+        self.replica = next(j for j, group in enumerate(groups) if dist.get_rank() in group)
+        self._stop_token_ids, self.free_cache = list(stop_token_ids), free_cache
+        options = {"skip_tokenizer_init": not stop_texts, **dict(engine_options or {})}
+        self.takes_images = preparer is not None
+        if preparer is not None:
+            prepare_images(preparer, checkpoint.config.get("architectures") or ())
+            options = options | image_options(preparer, limit_images)
+        if not torch.cuda.is_available():
+            options.setdefault("block_size", CPU_BLOCK_SIZE)
+        if record_routes:
+            options = recording_options(options)
+        exactness: AbstractContextManager[dict[str, Any]]
+        exactness = exact_engine() if exact else nullcontext({})
+        with (
+            unchanged_local_world_size(),
+            models_inspected_here(),
+            unbound_memory(),
+            own_model_classes(),
+            strided_groups(groups),
+            writable_weights() as post_load,
+            unique_shared_memory(),
+            exactness as required,
+        ):
+            self._llm = LLM(
+                model=str(model_path),
+                load_format="dummy",
+                dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
+                tensor_parallel_size=tp_size,
+                **slot_options(lora_rank, checkpoint.parameters),
+                **quantization_options(quantization),
+                distributed_executor_backend="external_launcher",
+                max_model_len=max_model_len,
+                seed=seed,
+                logprobs_mode="processed_logprobs",
+                disable_log_stats=True,
+                kv_cache_memory_bytes=kv_cache_bytes,
+                gpu_memory_utilization=memory_share,
+                enable_sleep_mode=free_cache and torch.cuda.is_available(),
+                **options | required,
+            )
+        self.target: EngineWeights = EngineWeights(self, self._llm, checkpoint, post_load)
+        self.tp_rank, self.dtype = self.target.tp_rank, self.target.dtype
+        self._runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self._images = PromptImages(preparer, self._llm.llm_engine.renderer)
+        if record_routes and not torch.cuda.is_available():
+            RouteRecorder(self._llm, self._runner)
+        self._slot: LoraSlot | None = LoraSlot(self._runner) if lora_rank else None
+        self.target.slot = self._slot
+        sleeps = free_cache and torch.cuda.is_available()
+        self._level2_sleep = Level2Sleep.of(self._llm) if sleeps else None
+        self._keeps_weights = False
+        self.target.discards_weights = self._level2_sleep is not None
+        if not torch.cuda.is_available():
+            for cache in self._runner.kv_caches:
+                advise_pages(cache.untyped_storage(), HUGEPAGE)
+                advise_pages(cache.untyped_storage(), DONTNEED)  # those that it has are small
+            if not exact:
+                use_plain_head(self._runner.get_model())
+        if exact:
+            use_exact_operators(self._runner.get_model(), max_model_len, self._slot)
+        fuse_sampler(self._runner, exact)
+
+    @property
+    def llm(self) -> Any:
+        """The `vllm.LLM` of this rank."""
+        return self._llm
+
+    def share_weights(self, dtype: torch.dtype, frozen: bool = True) -> Mapping[str, torch.Tensor]:
+        """Return the trained parameters as views of the engine's tensors. Collective.
+
+        Where the engine divides them over ranks, they are `SlicedWeights`, and where it quantizes
+        them `DequantizedWeights`, if `frozen`.
+
+        From then on `sleep` frees the key-value cache alone. dtype: of the trainer's computation.
+        frozen: the caller fills them, and a sync writes the other parameters only (buffers,
+        adapters); else a sync writes all parameters.
+
+        Raises LayoutError where the engine holds a parameter in another form.
+        """
+        target, checkpoint = self.target, self.checkpoint
+        if self._level2_sleep is None and self.free_cache and torch.cuda.is_available():
+            raise LayoutError("the engine's sleep_mode_backend is not vLLM's own")
+        if target.layout.quantized and (self.tp_size > 1 or not frozen):
+            raise LayoutError(f"the engine of {self.tp_size} ranks quantizes its weights")
+        shapes = {n: s for n, s in checkpoint.parameters.items() if n not in checkpoint.buffers}
+        weights = target.weights()
+        views: Mapping[str, torch.Tensor]
+        if target.layout.quantized:
+            views = DequantizedWeights(target.layout, weights, shapes, dtype)
+        elif self.tp_size == 1:
+            views = parameter_views(target.layout, weights, shapes, dtype)
+        else:
+            held = engine_parts(target.layout, weights, shapes, dtype)
+            # The trainer's timeout, which vLLM's own group does not have.
+            group, _ = dist.new_subgroups_by_enumeration(self._groups, group_timeout())
+            parts = all_gather_values(held, list[Part], group)
+            views = SlicedWeights(target.layout, weights, parts, shapes, dtype, group)
+        if frozen:
+            write_constants(target.layout, weights)
+            target.layout = target.layout.without(views)
+        self._level2_sleep, self._keeps_weights = None, True
+        target.discards_weights = False
+        return views
+
+    def _generate(
+        self, prompts: Sequence[Prompt], spec: SamplingSpec, seed: int
+    ) -> list[list[Response]]:
+        requests = [self._images.prompt(*prompt) for prompt in prompts]
+        seeds = [derive_seed(seed, i * self.replicas + self.replica) for i in range(len(prompts))]
+        lora = self._slot.request if self._slot else None
+        with self._sampling(spec, seeds[0]) as (sampling, convert):
+            outputs = self._llm.generate(
+                requests, seeded(sampling, seeds), use_tqdm=False, lora_request=lora
+            )
+        for output, prompt in zip(outputs, prompts, strict=True):
+            check_prompt("vLLM", output.prompt_token_ids or (), prompt.ids)
+        return [convert(output) for output in outputs]
+
+    @contextmanager
+    def _sampling(
+        self, spec: SamplingSpec, seed: int
+    ) -> Iterator[tuple[Any, Callable[[Any], list[Response]]]]:
+        """Sample by `spec` while open.
+
+        Yields (`SamplingParams`, what makes completions of a `RequestOutput`).
+        """
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            n=spec.n,
+            temperature=spec.temperature,
+            top_p=spec.top_p,
+            top_k=spec.top_k,
+            max_tokens=spec.max_tokens,
+            logprobs=0,
+            flat_logprobs=True,
+            stop_token_ids=self._stop_token_ids,
+            stop=list(spec.stop),
+            include_stop_str_in_output=True,
+            detokenize=bool(spec.stop),
+        )
+        # The other ranks of a replica keep the same entries.
+        record = spec.records and self.tp_rank == 0
+        recording = record_kept_ids(self._llm, self._runner) if record else nullcontext()
+        engine, in_flight = self._llm.llm_engine, self.in_flight
+        updating = updates_between_steps(engine, in_flight) if in_flight else nullcontext()
+        # vLLM draws from torch's state as well, though it uses the numbers of no seeded request.
+        with local_random_state(seed), request_generators(), recording, updating:
+            vocab_size = self._llm.model_config.get_vocab_size() if record else None
+            routed = spec.record_routes and self.tp_rank == 0
+            yield sampling, partial(_completions, vocab_size=vocab_size, routed=routed)
+
+    @contextmanager
+    def _stream(self, spec: SamplingSpec, seed: int) -> Iterator[VllmStream]:
+        with self._sampling(replace(spec, n=1), seed) as (sampling, convert):
+            lora_request = self._slot and self._slot.request
+            engine, prompt = self._llm.llm_engine, self._images.prompt
+            stream = VllmStream(engine, sampling, lora_request, prompt, convert)
+            try:
+                yield stream
+            finally:
+                stream.abort()
+
+    def broadcast(self, value: Any, expected: Any) -> Any:
+        if self.tp_size == 1:
+            return value
+        from vllm.distributed.parallel_state import get_tp_group
+
+        return broadcast_value(value, expected, 0, get_tp_group().cpu_group)
+
+    def cache_size(self) -> CacheSize:
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        num_bytes = sum(x.numel() * x.element_size() for x in self._runner.kv_caches)
+        assert cache.num_gpu_blocks is not None  # known once the engine is built
+        return CacheSize(cache.num_gpu_blocks * cache.block_size, cache.block_size, num_bytes)
+
+    def _suspend(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            if self._keeps_weights:
+                self.target.reset_caches()
+                self._llm.llm_engine.model_executor.discard(("kv_cache",))
+            elif self._level2_sleep is None:
+                self._llm.sleep(level=1)
+            else:
+                self._level2_sleep.sleep(self._written_in_full())
+                self.target.discarded = True
+            return
+        self.target.reset_caches()
+        for cache in self._runner.kv_caches:
+            advise_pages(cache.untyped_storage(), DONTNEED)
+
+    def _resume(self, part: str) -> None:
+        if not torch.cuda.is_available() or (part == "weights" and self._keeps_weights):
+            return
+        if part == "weights" and self._level2_sleep is not None:
+            self._level2_sleep.wake_weights()
+        else:
+            self._llm.wake_up(tags=[part])
+
+    def _written_in_full(self) -> list[torch.Tensor]:
+        """Return the tensors of which a sync writes every element."""
+        by_loader, weights = self.target.layout.by_loader, self.target.weights()
+        return [tensor for name, tensor in weights.items() if name not in by_loader]
+
+    def shutdown(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+class EngineWeights(VllmWeights):
+    """The weights of a `VllmEngine`, which is awake during an update, and may have requests."""
+
+    def __init__(self, engine: VllmEngine, *args: Any) -> None:
+        super().__init__(*args)
+        self._engine = engine
+
+    def check_ready(self) -> None:
+        if self._engine.in_flight is None:
+            super().check_ready()
+        else:  # with running requests, too
+            self._check_config()
+
+    def _prepare_update(self) -> None:
+        self._engine.wake_weights()
+
+    def _finish_update(self) -> None:
+        super()._finish_update()
+        version = str(self.state.updating_to)
+        self._llm.llm_engine.set_weight_version(version)  # vLLM notes it with each token
+
+    def reset_caches(self) -> None:
+        if self._engine.in_flight is None:
+            super().reset_caches()
+        else:
+            refresh_caches(self._llm, self._engine.in_flight.keep_kv)
+
+
+def _completions(output: Any, vocab_size: int | None, routed: bool) -> list[Response]:
+    """Convert the outputs of a `RequestOutput`.
+
+    vocab_size: given where they have sampling masks.
+    routed: whether they have routed experts.
+    """
+    completions = []
+    for sample in output.outputs:
+        completion, columns = _completion(sample), dict[str, Any]()
+        ids = completion.token_ids
+        if vocab_size is not None:
+            mask = sample.sampling_mask.token_ids if sample.sampling_mask else []
+            columns |= pack_kept(ids, mask, vocab_size)
+        if routed:
+            columns |= pack_routes(sample.routed_experts, len(output.prompt_token_ids), len(ids))
+        completions.append(replace(completion, columns=columns))
+    return completions
+
+
+def _completion(output: Any) -> Response:
+    ids, log_probs = list(output.token_ids), output.logprobs.logprobs
+    if output.logprobs.token_ids != ids:
+        raise RuntimeError(
+            f"vLLM returned {len(log_probs)} log-probs for a completion of {len(ids)} tokens, "
+            "expected one for each token"
+        )
+    versions = [(int(run.version), run.end - run.start) for run in output.weight_versions]
+    return Response(ids, log_probs, output.finish_reason, versions=versions)

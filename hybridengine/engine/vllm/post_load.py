@@ -1,0 +1,217 @@
+"""Keep vLLM's weights writable in place through its processing after loading.
+
+After loading (`process_weights_after_loading`), vLLM may pack, reorder or multiply out weights for
+its kernels. Packed weights are kept in plain form as well. A reordered weight is written in its new
+order. Tensors derived from weights are derived again after every update. A weight that vLLM no
+longer reads, or has computed, is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from hybridengine.engine.vllm.quantized import checked_quantization, quantized_layout
+from hybridengine.kernels.decode_linear import inference_linear
+from hybridengine.moe.reordering import (
+    find_reordering,
+    reordered_layout,
+    undo_reordering,
+)
+from hybridengine.sync.checksums import bit_checksums
+from hybridengine.sync.copies import Copy
+from hybridengine.sync.layout import EngineLayout, LayoutError, TensorSpec
+from hybridengine.sync.record.loader import engine_tensors
+
+_State = tuple[TensorSpec, int]  # of a tensor as it was loaded: spec, checksum of the content
+
+
+@contextmanager
+def writable_weights() -> Iterator[PostLoadProcessing]:
+    """While open, models that vLLM loads keep weights that can be written in place."""
+    from vllm.model_executor.model_loader import base_loader
+
+    post_load = PostLoadProcessing()
+    run = partial(post_load.run, base_loader.process_weights_after_loading)
+    with patch.object(base_loader, "process_weights_after_loading", run), checked_quantization():
+        yield post_load
+
+
+class PostLoadProcessing:
+    """vLLM's processing of models after loading, run so that their weights stay writable.
+
+    CPU linears read their `weight` as it is, by `inference_linear` (vLLM packs it away). CPU expert
+    kernels read packed weights only: the plain ones are kept as well and packed again by `rerun`.
+    For every other tensor whose content changed, the permutation is detected; `adapt_layout`
+    applies it.
+    """
+
+    def __init__(self) -> None:
+        self._experts: list[tuple[Any, torch.nn.Module, dict[str, torch.nn.Parameter]]] = []
+        self._attention: list[tuple[Any, str, torch.nn.Parameter]] = []
+        # By id of the model (a draft model has the same names): tensor → its permutation, or why it
+        # cannot be written in place.
+        self._reorderings: dict[int, dict[str, list[Copy]]] = defaultdict(dict)
+        self._problems: dict[int, dict[str, str]] = defaultdict(dict)
+
+    def run(
+        self, process: Callable[..., None], model: torch.nn.Module, *args: Any, **kwargs: Any
+    ) -> None:
+        """Call `process(model, *args, **kwargs)`, vLLM's own function, with the weights kept."""
+        from vllm.model_executor.layers import utils
+        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+        experts_class = cpu_moe.CPUUnquantizedExperts
+        self._pack = experts_class.process_weights_after_loading
+
+        def use_plain_weight(layer: Any, remove_weight: bool) -> None:
+            layer.cpu_linear = inference_linear
+
+        def keep_and_pack(experts: Any, layer: torch.nn.Module) -> None:
+            self._experts.append((experts, layer, dict(layer.named_parameters(recurse=False))))
+            self._pack(experts, layer)
+
+        loaded = {name: _state(tensor) for name, tensor in engine_tensors(model).items()}
+        with (
+            patch.object(utils, "dispatch_cpu_unquantized_gemm", use_plain_weight),
+            patch.object(experts_class, "process_weights_after_loading", keep_and_pack),
+        ):
+            process(model, *args, **kwargs)
+            self._find_changes(model, loaded)
+        self._attention += _attention_parameters(model)
+
+    def adapt_layout(
+        self, model: torch.nn.Module, layout: EngineLayout, shapes: Mapping[str, tuple[int, ...]]
+    ) -> EngineLayout:
+        """Return the layout of `model`'s tensors as vLLM has reordered or quantized them.
+
+        shapes: of the trained parameters. Raises LayoutError for a tensor that vLLM has replaced or
+        computed instead.
+        """
+        problems = self._problems[id(model)]
+        for name in sorted(layout.destinations.keys() & problems.keys()):
+            raise LayoutError(
+                f"vLLM changed the weight {name!r} after loading, for a kernel of its own, by more "
+                f"than a regular permutation ({problems[name]}), so it cannot be written in "
+                "place. Choose another kernel (for experts: moe_backend='triton')."
+            )
+        reordered = reordered_layout(layout, self._reorderings[id(model)], shapes)
+        return quantized_layout(model, reordered)
+
+    def weights(self, model: torch.nn.Module, layout: EngineLayout) -> dict[str, torch.Tensor]:
+        """Return the tensors that `layout` writes by name; the plain ones of packed layers."""
+        tensors = self._tensors(model)
+        names = (*layout.destinations, *layout.scales)
+        return {name: tensors[name] for name in names if name in tensors}
+
+    def restore_plain_weights(self) -> None:
+        """Make the plain weights of packed layers their parameters again, for vLLM's loader."""
+        for _, layer, plain in self._experts:
+            for name, parameter in plain.items():
+                layer.register_parameter(name, parameter)
+
+    def rerun(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        """Derive again what vLLM derived from the weights after loading."""
+        from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+        self.restore_plain_weights()
+        for experts, layer, _ in self._experts:
+            self._pack(experts, layer)
+        for backend, attribute, parameter in self._attention:
+            setattr(backend, attribute, parameter)
+        module: Any
+        for module in model.modules():
+            if is_deferred_attention_layer(module):  # MLA multiplies out its key-value projection
+                module.process_weights_after_loading(dtype)
+
+    def _find_changes(self, model: torch.nn.Module, loaded: Mapping[str, _State]) -> None:
+        """Detect how each tensor differs from what was loaded, layer by layer."""
+        changed: dict[str, list[str]] = defaultdict(list)
+        for name, tensor in self._tensors(model).items():
+            before = loaded.get(name)
+            if before is not None and _state(tensor) != before:
+                changed[name.rpartition(".")[0]].append(name)
+        for path, names in changed.items():
+            layer = model.get_submodule(path)
+            try:
+                reordering = self._reordering(model, layer, {n: loaded[n] for n in names})
+                self._reorderings[id(model)] |= reordering
+            except LayoutError as error:
+                self._problems[id(model)] |= dict.fromkeys(names, str(error))
+
+    def _reordering(
+        self, model: torch.nn.Module, layer: torch.nn.Module, loaded: Mapping[str, _State]
+    ) -> dict[str, list[Copy]]:
+        """Return how vLLM has permuted tensors of a layer.
+
+        Raises LayoutError if it did anything else.
+        """
+        tensors = {name: tensor for name, tensor in self._tensors(model).items() if name in loaded}
+        for name, tensor in tensors.items():
+            if (spec := TensorSpec.of(tensor)) != loaded[name][0]:
+                raise LayoutError(f"{name}: {loaded[name][0]} became {spec}")
+        method = getattr(layer, "quant_method", None)
+        if method is None:
+            raise LayoutError(f"{next(iter(loaded))}: no layer's quantization method did it")
+
+        def process_again() -> None:
+            method.process_weights_after_loading(layer)
+            for name, tensor in self._tensors(model).items():
+                if name in tensors and tensor.data_ptr() != tensors[name].data_ptr():
+                    raise LayoutError(f"{name}: processing it allocates it anew every time")
+
+        try:
+            reorderings = find_reordering(tensors, process_again)
+        except Exception as error:
+            for name, tensor in tensors.items():
+                getattr(layer, name.rpartition(".")[2]).data = tensor
+            if isinstance(error, LayoutError):
+                raise
+            raise LayoutError(f"it cannot be processed again: {error}") from error
+        for name, copies in reorderings.items():
+            if _state(undo_reordering(tensors[name], copies)) != loaded[name]:
+                raise LayoutError(f"{name}: processing it again does something else")
+        return reorderings
+
+    def _tensors(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return all parameters and buffers by name; the plain ones of packed layers.
+
+        LoRA slots wrap a layer as `base_layer`; the names are those without slots.
+        """
+        registered = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+        prefixes = {id(module): name for name, module in model.named_modules()}
+        plain = {
+            f"{prefixes[id(layer)]}.{name}": parameter
+            for _, layer, parameters in self._experts
+            if id(layer) in prefixes
+            for name, parameter in parameters.items()
+        }
+        tensors = {name.replace(".base_layer.", "."): t.data for name, t in registered.items()}
+        return tensors | {name: parameter.data for name, parameter in plain.items()}
+
+
+def _state(tensor: torch.Tensor) -> _State:
+    (checksum,) = bit_checksums([tensor.data])
+    return TensorSpec.of(tensor), checksum
+
+
+def _attention_parameters(model: torch.nn.Module) -> list[tuple[Any, str, torch.nn.Parameter]]:
+    """Return (attention backend, attribute, parameter) for backends that read model parameters.
+
+    Some replace the parameter by a cast copy when they first run (sinks in float16 on a CPU), which
+    a sync does not write. `rerun` puts the parameter back, and the backend casts it again.
+    """
+    parameters = {id(parameter) for parameter in model.parameters()}
+    return [
+        (backend, attribute, value)
+        for module in model.modules()
+        if (backend := getattr(module, "impl", None)) is not None
+        for attribute, value in getattr(backend, "__dict__", {}).items()
+        if isinstance(value, torch.nn.Parameter) and id(value) in parameters
+    ]

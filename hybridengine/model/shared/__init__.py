@@ -1,0 +1,1 @@
+"""Training from the engine's own weights."""

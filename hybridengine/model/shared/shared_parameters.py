@@ -1,0 +1,244 @@
+"""Unsharded parameters in memory that somebody else owns: the weights of the rollout engine.
+
+FSDP2 computes with what it gathers from the shards. After a weight sync the engine on the same
+rank, or its tensor-parallel group, holds these bits, so they are taken from there: nothing is cast,
+or gathered over the ranks of the shards. Gradients are reduced into the shards as ever. Of FSDP2
+this uses the extensions of a sharded tensor (`fsdp_pre_all_gather`, `fsdp_post_all_gather`) and
+`set_custom_all_gather`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hybridengine.model.offload import on_device
+from hybridengine.model.parameters import unwrapped_name
+from hybridengine.model.shared.slices import SlicedWeights
+from hybridengine.run.errors import ModelError
+from hybridengine.sync.shards import ShardSpec
+from hybridengine.sync.weight_target import StaleWeightsError, WeightTarget
+
+_TESTED = ("2.13.",)  # versions of torch; the extensions are no stable interface
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+def untested_torch() -> str | None:
+    """Return why this version of torch cannot share parameters; None if it can."""
+    if torch.__version__.startswith(_TESTED):
+        return None
+    return f"torch is {torch.__version__}, and FSDP2's extensions were tested with 2.13"
+
+
+class SharedParameters:
+    """Makes `memory` the unsharded parameters of a sharded `model`. Collective.
+
+    memory: every parameter in the dtype of the computation: contiguous views of the engine's
+      tensors, or `SlicedWeights`, which FSDP2's unshards gather and its reshards free.
+    target: the engine's weights, which a weight sync writes.
+
+    A forward after the shards have changed raises StaleWeightsError until the next weight sync.
+    """
+
+    def __init__(
+        self, model: nn.Module, memory: Mapping[str, Tensor], target: WeightTarget
+    ) -> None:
+        named = {unwrapped_name(name): p for name, p in model.named_parameters()}
+        if named.keys() != memory.keys():
+            name = min(named.keys() ^ memory.keys())
+            raise ModelError(f"{name!r} is a parameter of the model or of the engine alone")
+        self._memory, self._target = memory, target
+        self._shards: dict[str, DTensor] = {}
+        for name, parameter in named.items():
+            assert isinstance(parameter, DTensor)
+            if any(isinstance(p, Shard) and p.dim for p in parameter.placements):
+                raise ModelError(f"{name!r} is not sharded on dim 0, as FSDP2's extensions need")
+            self._shards[name] = parameter
+        self._state: list[int | None] = []  # in which shards and `memory` are compared
+        self._unverified: set[str] = set()  # to be compared when they are unsharded
+        self._differs: dict[str, Tensor] = {}  # of this forward
+        self._steps = _count_steps(model)
+        self._modules = _names_by_module(model)
+        for module, names in self._modules.items():
+            group = [unwrapped_name(name) for name in names]
+            for name in group:
+                if isinstance(memory, SlicedWeights) and name in memory.sliced:
+                    extension: _Extension = _Joined(name, memory, self._compare, group)
+                else:
+                    extension = _Extension(name, memory, self._compare)
+                extension.attach(self._shards[name])
+            module.set_custom_all_gather(_NoGather())
+        with on_device(model):
+            self._check_addresses(model)
+        # Before FSDP2's own hook: after an error it would be in the middle of a forward.
+        model.register_forward_pre_hook(lambda module, args: self._begin(), prepend=True)
+        model.register_forward_hook(lambda module, args, output: self._end())
+
+    def _check_addresses(self, model: nn.Module) -> None:
+        """Raise ModelError if FSDP2 computes with other memory."""
+        for module, names in self._modules.items():
+            module.unshard()
+            for name in names:
+                parameter, expected = model.get_parameter(name), self._memory[unwrapped_name(name)]
+                if (parameter.data_ptr(), parameter.dtype, parameter.shape) != (
+                    expected.data_ptr(),
+                    expected.dtype,
+                    expected.shape,
+                ):
+                    raise ModelError(f"FSDP2 of torch {torch.__version__} does not share {name!r}")
+            module.reshard()
+
+    def _begin(self) -> None:
+        """After a sync, a step of an optimizer, or a write, have all parameters compared again."""
+        target = self._target
+        target.check_complete()
+        versions = [p._version + p._local_tensor._version for p in self._shards.values()]
+        state = [target.weight_version, target.updates_begun, self._steps[0], *versions]
+        if state == self._state:
+            return
+        for module in self._modules:
+            module.reshard()
+        if isinstance(self._memory, SlicedWeights):
+            self._memory.restart()
+        self._state, self._unverified, self._differs = state, set(self._shards), {}
+
+    @torch.no_grad()
+    def _compare(self, name: str) -> None:
+        """Compare this rank's shard with its rows of the unsharded parameter, bit by bit."""
+        if name not in self._unverified:
+            return
+        self._unverified.remove(name)
+        shard, memory = self._shards[name], self._memory[name]
+        spec = ShardSpec.of(name, shard, dist.get_world_size())
+        box = spec.box(spec.shard_of(dist.get_rank()))
+        own = memory[tuple(slice(*rows) for rows in box)]
+        bits = _BITS[memory.itemsize]
+        expected = shard.to_local().to(memory.dtype)
+        self._differs[name] = (expected.view(bits) != own.view(bits)).any()
+
+    def _end(self) -> None:
+        """Raise StaleWeightsError if the forward has used other values than those of the shards."""
+        differs, self._differs = self._differs, {}
+        if not differs or not (unequal := torch.stack([*differs.values()])).any():
+            return
+        self._state = []
+        raise StaleWeightsError(
+            f"{[*differs][int(unequal.int().argmax())]!r} has changed since the sync to weight "
+            f"version {self._target.weight_version}, and the forward read what that sync has "
+            "written: sync the weights after every optimizer step, or set "
+            "model.share_engine_weights=false"
+        )
+
+
+def _names_by_module(model: nn.Module) -> dict[fsdp.FSDPModule, list[str]]:
+    """Return the parameters that FSDP2 unshards with each of its modules."""
+    owners: dict[str, fsdp.FSDPModule] = {}
+    for path, module in model.named_modules():
+        own = isinstance(module, fsdp.FSDPModule)
+        owners[path] = module if own else owners[path.rpartition(".")[0]]
+    names = defaultdict(list)
+    for name, _ in model.named_parameters():
+        names[owners[name.rpartition(".")[0]]].append(name)
+    return names
+
+
+class _Extension:
+    """Gives FSDP2 a tensor of `memory` as the unsharded form of a parameter.
+
+    compare: called with the name whenever the parameter is unsharded.
+    """
+
+    def __init__(
+        self, name: str, memory: Mapping[str, Tensor], compare: Callable[[str], None]
+    ) -> None:
+        self._name, self._compare, self._tensor = name, compare, memory[name].detach()
+        self._nothing = torch.zeros(1, dtype=torch.bool, device=self._tensor.device)
+
+    def attach(self, parameter: DTensor) -> None:
+        local: Any = parameter._local_tensor
+        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self._before, self._after
+
+    def _before(self, mesh: Any) -> tuple[tuple[Tensor], None]:
+        """Return what FSDP2 gathers, which may not be empty."""
+        return (self._nothing,), None
+
+    def _after(
+        self, gathered: Any, metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Return the unsharded parameter and what FSDP2 may free; `out` is what it had before."""
+        self._compare(self._name)
+        return None if out is not None else self._unsharded()
+
+    def _unsharded(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        # FSDP2 reads it from the beginning of its storage. A view of a fused tensor begins later in
+        # its own; the alias that DLPack makes begins at the view, and keeps its memory.
+        return torch.from_dlpack(self._tensor), ()
+
+
+class _Joined(_Extension):
+    """Joins a parameter from the engine's ranks; `group` are those that are unsharded with it."""
+
+    def __init__(
+        self,
+        name: str,
+        memory: SlicedWeights,
+        compare: Callable[[str], None],
+        group: list[str],
+    ) -> None:
+        super().__init__(name, memory, compare)
+        self._memory, self._group = memory, group
+
+    def _before(self, mesh: Any) -> tuple[tuple[Tensor], None]:
+        self._memory.start(self._group)  # the first of the group does
+        return super()._before(mesh)
+
+    def _after(self, *args: Any, **options: Any) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        self._memory.fill(self._name)
+        return super()._after(*args, **options)
+
+    def _unsharded(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return self._tensor, (self._tensor,)
+
+
+class _NoGather(AllGather):
+    """The all-gather of a group whose parameters all have an `_Extension`."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        if input_tensor.dtype != torch.bool:
+            raise ModelError(
+                "the parameters of the model were replaced, by load_state_dict(assign=True) or a "
+                "cast; they are views of the engine's weights, so write into them"
+            )
+
+
+def _count_steps(model: nn.Module) -> list[int]:
+    """Return [number of steps that any optimizer has made since], while `model` is in use.
+
+    The fused steps of sharded parameters do not change the versions of tensors.
+    """
+    count = [0]
+
+    def add(*_: Any) -> None:
+        count[0] += 1
+
+    weakref.finalize(model, register_optimizer_step_post_hook(add).remove)
+    return count

@@ -1,1 +1,0 @@
-"""Commit: what trainers and engines in different worlds agree on; dropped and returning engines."""

@@ -1,1 +1,0 @@
-"""Recording: which strided copies turn trained parameters into an engine's weights."""

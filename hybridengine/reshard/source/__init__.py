@@ -1,1 +1,0 @@
-"""Source: the trainer's tensors, adapters merged, and what changed in them."""

@@ -1,1 +1,0 @@
-"""Transports between the ranks of a plan: implementations of `payload.transport.Transport`."""

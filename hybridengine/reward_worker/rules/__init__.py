@@ -1,1 +1,0 @@
-"""Built-in reward functions, called in the same way as a user's own."""

@@ -1,0 +1,1 @@
+"""What every job needs: configuration, ranks and their failures, tracking, storage."""

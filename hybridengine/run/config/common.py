@@ -1,0 +1,242 @@
+"""Types of settings, and the groups of keys that every kind of job has.
+
+The comment after a key is its meaning: `hybridengine keys` prints it (`config.reference`).
+
+A group whose defaults differ from its base class's is a class of its own: the default of a field
+that holds a group is always that group's class without arguments. Otherwise setting one key of the
+group would change the defaults of its other keys.
+"""
+
+from __future__ import annotations
+
+import os.path
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, StrictBool
+
+from hybridengine.run.config.paths import ReadPath
+
+PositiveInt = Annotated[int, Field(ge=1, strict=True)]
+NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
+IntOrOff = Annotated[int, Field(ge=-1, strict=True)]  # -1: off, or all
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)]  # numpy and vLLM take 32 bits
+FiniteFloat = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(gt=0, le=1, strict=True)]
+UnitFloat = Annotated[float, Field(ge=0, le=1, strict=True)]
+
+
+def _as_list(value: Any) -> Any:
+    """Return a single text as a list of one."""
+    return ((value,) if value else ()) if isinstance(value, str) else value
+
+
+def _expand_home(value: Any) -> Any:
+    """Replace a leading `~` by the home folder, in one path or in each of several."""
+    if isinstance(value, tuple):
+        return tuple(map(_expand_home, value))
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+def _as_switch(value: Any) -> Any:
+    """Return YAML's booleans as the words that it reads as them."""
+    return ("off", "on")[value] if isinstance(value, bool) else value
+
+
+Numbers = tuple[FiniteFloat, ...]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+PathText = Annotated[str, AfterValidator(_expand_home)]
+OutputPath = Annotated[PathText, AfterValidator(os.path.abspath)]
+InputPath = Annotated[PathText, ReadPath()]
+InputPaths = Annotated[Texts, AfterValidator(_expand_home), ReadPath()]
+CodePath = Annotated[PathText, ReadPath(".py")]  # file.py, file.py:name or the name of a module
+CodePaths = Annotated[Texts, AfterValidator(_expand_home), ReadPath(".py")]
+Options = Mapping[str, Any]  # any keys, passed on to another library
+Logger = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]
+Loggers = Annotated[tuple[Logger, ...], BeforeValidator(_as_list)]
+Truncation = Literal["error", "left", "right"]
+SpecialTokensInData = Literal["text", "allow", "error"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_switch)]
+InFlight = Annotated[Literal["off", "keep_kv", "recompute_kv"], BeforeValidator(_as_switch)]
+ReplayedRoutes = Annotated[Literal["off", "rollout", "old"], BeforeValidator(_as_switch)]
+SharedFactors = Literal["none", "outer", "all"]
+Schedule = Literal["constant", "linear", "cosine"]
+ResumeMode = Literal["auto", "disable", "path", "resume_path"]
+
+
+@dataclass(frozen=True)
+class OverrideConfig:
+    """Entries of the model's config.json with other values, in the engine and in exports too."""
+
+    max_position_embeddings: PositiveInt | None = None  # longest sequence; null: config.json's
+
+
+@dataclass(frozen=True)
+class TrainedModelConfig:
+    path: InputPath = ""  # a Hugging Face folder, or a name in the local cache or the hub
+    trust_remote_code: StrictBool = False  # run Python code that comes with the model
+    enable_gradient_checkpointing: StrictBool = False  # recompute layers in backward: less memory
+    use_fused_kernels: StrictBool = True  # log-probs from hidden states; false: from full logits
+    compile: StrictBool = False  # torch.compile of the decoder layers: fewer, larger kernels
+    lora_rank: NonNegativeInt = 0  # rank of the LoRA adapters; 0: train all weights
+    lora_alpha: PositiveFloat = 16.0  # adapters are scaled by lora_alpha / lora_rank
+    target_modules: str | tuple[str, ...] = "all-linear"  # names of the layers that get adapters
+    target_parameters: Texts = ()  # fused experts that get adapters, such as experts.down_proj
+    share_expert_adapters: SharedFactors = "none"  # factors that all experts of a layer share
+    lora_adapter_path: InputPath | None = None  # PEFT folder to start from, with its rank and scale
+    override_config: OverrideConfig = OverrideConfig()
+
+    @property
+    def config_overrides(self) -> dict[str, int]:
+        """Return the entries of config.json that have other values."""
+        return {name: value for name, value in asdict(self.override_config).items() if value}
+
+
+@dataclass(frozen=True)
+class DatasetConfig:
+    train_files: InputPaths = ()  # files, folders or globs
+    val_files: InputPaths | None = None  # null: no validation at all
+    truncation: Truncation = "error"  # of longer rows: an error, or cut at the left or right
+    filter_overlong_prompts: StrictBool = False  # drop longer rows
+    shuffle: StrictBool = True  # a new order every epoch, by seed
+    chat_template: InputPath | None = None  # Jinja text or a file; null: the tokenizer's own
+    apply_chat_template_kwargs: Options = field(default_factory=dict)  # variables of the template
+    tools_key: str = "tools"  # column of tool schemas, where a row has it
+    enable_thinking_key: str = "enable_thinking"  # column of that variable, where a row has it
+    special_tokens: SpecialTokensInData = "text"  # <|im_end|> in a message; allow: a control token
+    image_key: str = "images"  # column of a row's images, where it has any; docs/images.md
+    mm_processor_kwargs: Options = field(default_factory=dict)  # of the model's image processor
+
+
+@dataclass(frozen=True)
+class RateConfig:
+    lr: PositiveFloat = 1e-6  # learning rate of AdamW
+    lr_warmup_steps: IntOrOff = -1  # linear warm-up; -1: by lr_warmup_steps_ratio
+    lr_warmup_steps_ratio: UnitFloat = 0.0  # warm-up as a part of all steps
+
+    def warmup_steps(self, total_steps: int) -> int:
+        """Return the optimizer steps of the warm-up."""
+        steps = self.lr_warmup_steps
+        return steps if steps >= 0 else round(self.lr_warmup_steps_ratio * total_steps)
+
+
+@dataclass(frozen=True)
+class OptimConfig(RateConfig):
+    weight_decay: NonNegativeFloat = 0.01  # weight decay of AdamW, on every parameter
+    betas: tuple[UnitFloat, UnitFloat] = (0.9, 0.999)  # decay rates of AdamW's moments
+    lr_scheduler_type: Schedule = "constant"  # of the learning rate, after the warm-up
+    min_lr_ratio: UnitFloat = 0.0  # of lr, at which a linear or cosine schedule ends
+
+
+@dataclass(frozen=True)
+class WrapPolicyConfig:
+    min_num_params: NonNegativeInt = 0  # smallest FSDP group; 0: one per layer
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    fsdp_size: IntOrOff = -1  # ranks that share one copy of the model; -1: all
+    expert_parallel_size: PositiveInt = 1  # ranks over which the policy's experts are divided
+    dtype: Dtype = "auto"  # compute type; auto: bfloat16 where it is fast, else float32
+    optimizer_offload: StrictBool = False  # AdamW's moments in host memory between steps
+    reshard_after_forward: StrictBool = True  # false: keep gathered weights until backward
+    forward_prefetch: StrictBool = False  # gather the next layer's weights early
+    wrap_policy: WrapPolicyConfig = WrapPolicyConfig()
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """Which parts of the policy are trained, and how it is sharded (docs/moe.md for routers).
+
+    The keys are in the group `actor`, of SFT in `model`.
+    """
+
+    router_aux_loss_coef: NonNegativeFloat = 0.0  # load-balancing loss of a mixture; 0: none
+    router_z_loss_coef: NonNegativeFloat = 0.0  # loss of large router logits; 0: none
+    router_bias_update_rate: NonNegativeFloat = 0.0  # balance by e_score_correction_bias; 0: none
+    freeze_moe_router: StrictBool = False  # do not train the routers
+    freeze_vision_tower: StrictBool = False  # of a vision-language model; docs/images.md
+    fsdp_config: ShardingConfig = ShardingConfig()
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The group `trainer` of every kind of job."""
+
+    total_epochs: PositiveInt = 1  # passes over the training data
+    total_training_steps: PositiveInt | None = None  # null: from total_epochs
+    test_freq: IntOrOff = -1  # steps between validations; -1: only at the end
+    val_before_train: StrictBool = True  # also validate before the first step
+    save_freq: IntOrOff = -1  # steps between checkpoints; -1: none
+    save_hf_model: StrictBool = False  # also write a Hugging Face folder with every checkpoint
+    save_dtype: Dtype = "auto"  # of final/ and Hugging Face folders; auto: as fsdp_config.dtype
+    max_actor_ckpt_to_keep: PositiveInt | None = None  # the newest and the best; null: all
+    resume_mode: ResumeMode = "auto"  # auto: the newest checkpoint
+    resume_from_path: InputPath | None = None  # a checkpoint folder, for resume_mode path
+    default_local_dir: PathText = "runs/train"  # the run's folder
+    logger: Loggers = ("console", "jsonl")  # where metrics go
+    project_name: str = "hybridengine"  # project in wandb, experiment in MLflow
+    experiment_name: str = "train"  # run in wandb, MLflow
+    n_gpus_per_node: PositiveInt = 1  # ranks on this machine, CPU or GPU
+    nnodes: PositiveInt = 1  # machines; above 1 under torchrun
+    timeout_s: PositiveFloat = 600.0  # limit of a collective operation
+    trace_step: PositiveInt | None = None  # step that every rank records with torch.profiler
+
+    def steps(self, per_epoch: int) -> int:
+        """Return the number of steps of the run."""
+        return self.total_training_steps or self.total_epochs * per_epoch
+
+
+class JobConfig(ABC):
+    """What every kind of job has in common."""
+
+    model: TrainedModelConfig
+    data: DatasetConfig
+    trainer: RunConfig
+    seed: int
+
+    kind: ClassVar[str]  # of a job, in JOB_LOADERS
+    policy_group: ClassVar[str]  # name of the group with the keys of PolicyConfig
+
+    @property
+    def policy(self) -> PolicyConfig:
+        group: PolicyConfig = getattr(self, self.policy_group)
+        return group
+
+    @property
+    def sharding(self) -> ShardingConfig:
+        return self.policy.fsdp_config
+
+    @property
+    @abstractmethod
+    def sequence_parallel_size(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def max_model_len(self) -> int:
+        """The longest sequence, in tokens."""
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether gradients are summed in a fixed order, at some cost."""
+        return False
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on one machine."""
+        return self.trainer.n_gpus_per_node
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that train."""
+        return self.trainer.n_gpus_per_node * self.trainer.nnodes
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of micro-batches at once; ranks of one Ulysses group share one."""
+        return self.world_size // self.sequence_parallel_size

@@ -1,0 +1,1 @@
+"""Metrics of a run: console, files, traces, curves."""

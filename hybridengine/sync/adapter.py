@@ -1,0 +1,168 @@
+"""Low-rank adapters of weights, and how they merge into sharded weights.
+
+LoRA (Hu et al. 2021, arXiv 2106.09685, section 4.1): W + (alpha / r) B A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hybridengine.sync.shards import Box, RowRange, full_tensor, local_shard
+
+# Elements computed in float64 at a time: they stay in a CPU's caches; a GPU needs few launches.
+_CPU_CHUNK, _GPU_CHUNK = 1 << 18, 1 << 24
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The update `scale * left @ right` of one weight of shape [out, in].
+
+    left: [out, r] (LoRA's B), a DTensor or a full tensor on every rank.
+    right: [r, in] (LoRA's A), likewise.
+    scale: alpha / r.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    scale: float
+
+    @torch.no_grad()
+    def merge(self, base: torch.Tensor, origin: Sequence[int], box: Box) -> torch.Tensor:
+        """Return a box of the merged weight, whose last two dimensions are matrices; collective.
+
+        base: the frozen weight; this rank's shard of it begins at position `origin` and contains
+        `box`. The result is contiguous, in base's dtype. Each element is summed in float64 and
+        rounded once, so it is the same for every sharding.
+        """
+        part = local_shard(base)
+        for dim, (low, high) in enumerate(box):
+            part = part.narrow(dim, low - origin[dim], high - low)
+        merged = torch.empty_like(part, memory_format=torch.contiguous_format)
+        matrices = zip(merged, part, strict=True) if part.ndim == 3 else [(merged, part)]
+        factors = self._factors_of_box(base, origin, box)
+        for (out, weight), (left, right) in zip(matrices, factors, strict=True):
+            _add_product(out, weight, left, right, self.scale)
+        return merged
+
+    def _factors_of_box(
+        self, base: torch.Tensor, origin: Sequence[int], box: Box
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the factors of every matrix of a box, see `merge`; collective."""
+        left, right = (
+            local_shard(factor).narrow(axis, low - origin[axis], high - low)
+            if _sharded_alike(factor, base, axis)
+            else full_tensor(factor).narrow(axis, low, high - low)
+            for axis, (factor, (low, high)) in enumerate(
+                zip((self.left, self.right), box, strict=True)
+            )
+        )
+        return [(left, right)]
+
+    def merge_full(self, base: torch.Tensor) -> torch.Tensor:
+        """Return the full merged weight on every rank; collective."""
+        full = full_tensor(base)
+        box = tuple(RowRange(0, size) for size in full.shape)
+        return self.full().merge(full, (0,) * full.ndim, box)
+
+    def full(self) -> Adapter:
+        """Return the same adapter with full factors on every rank; collective."""
+        return replace(self, left=full_tensor(self.left), right=full_tensor(self.right))
+
+    def bytes_gathered(self, base: torch.Tensor) -> int:
+        """Return how many bytes `merge` receives from other ranks."""
+        return sum(
+            (factor.numel() - local_shard(factor).numel()) * factor.element_size()
+            for axis, factor in enumerate((self.left, self.right))
+            if not _sharded_alike(factor, base, axis)
+        )
+
+
+@dataclass(frozen=True)
+class ExpertAdapter(Adapter):
+    """The updates `scale * B_e @ A_e` of the weights of all experts e of a layer, [E, out, in].
+
+    left: [out, r * E], whose column i * E + e is column i of B_e; or [out, r], one B of all
+      experts. It is stored as PEFT does for `target_parameters`, and so is
+    right: [E * r, in], whose rows from e * r are A_e; or [r, in], one A of all experts.
+    rank: r.
+    num_experts: E.
+    transposed: the weight is [E, in, out].
+    """
+
+    rank: int
+    num_experts: int
+    transposed: bool
+
+    def _factors_of_box(
+        self, base: torch.Tensor, origin: Sequence[int], box: Box
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        left, right = expert_factors(full_tensor(self.left), full_tensor(self.right), self.rank)
+        if self.transposed:
+            left, right = right.transpose(1, 2), left.transpose(1, 2)
+        experts, rows, columns = (slice(*positions) for positions in box)
+        left, right = (f.expand(self.num_experts, -1, -1)[experts] for f in (left, right))
+        return zip(left[:, rows], right[:, :, columns], strict=True)
+
+    def bytes_gathered(self, base: torch.Tensor) -> int:
+        factors = (self.left, self.right)
+        return sum((f.numel() - local_shard(f).numel()) * f.element_size() for f in factors)
+
+
+def expert_factors(
+    left: torch.Tensor, right: torch.Tensor, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return B [E, out, r] and A [E, r, in] of the factors of an `ExpertAdapter`, as views.
+
+    A factor of all experts has 1 in place of E.
+    """
+    of_left = left.view(left.shape[0], rank, -1).permute(2, 0, 1)
+    return of_left, right.view(-1, rank, right.shape[1])
+
+
+def _add_product(
+    merged: torch.Tensor, part: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float
+) -> None:
+    """Write part + scale * left @ right into `merged`, in chunks of rows."""
+    chunk = _CPU_CHUNK if part.device.type == "cpu" else _GPU_CHUNK
+    step = max(1, chunk // max(part.shape[1], 1))
+    right = right.double() * scale
+    for i in range(0, part.shape[0], step):
+        delta = left[i : i + step].double() @ right
+        merged[i : i + step] = delta.add_(part[i : i + step])
+
+
+def adapter_factors(adapters: Mapping[str, Adapter]) -> dict[str, torch.Tensor]:
+    """Return both factors of every adapter, named `<parameter>.left` and `<parameter>.right`."""
+    return {
+        f"{name}.{side}": getattr(adapter, side).detach()
+        for name, adapter in adapters.items()
+        for side in ("left", "right")
+    }
+
+
+def adapters_of_factors(
+    scales: Mapping[str, float], factors: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, Adapter]]:
+    """Yield each adapter by parameter name with its factors taken (removed) from `factors`.
+
+    scales: parameter → the scale of its adapter.
+    factors: named as `adapter_factors` names them.
+    """
+    for name, scale in scales.items():
+        left, right = (factors.pop(f"{name}.{side}") for side in ("left", "right"))
+        yield name, Adapter(left, right, scale)
+
+
+def _sharded_alike(factor: torch.Tensor, base: torch.Tensor, axis: int) -> bool:
+    """Whether both are sharded on `axis` alone, so that shards cover the same positions of it."""
+    return (
+        isinstance(factor, DTensor)
+        and isinstance(base, DTensor)
+        and factor.placements == base.placements
+        and factor.device_mesh == base.device_mesh
+        and {getattr(p, "dim", None) for p in base.placements} - {None} == {axis}
+    )

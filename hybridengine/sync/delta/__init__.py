@@ -1,0 +1,1 @@
+"""Syncs that send only what changed."""

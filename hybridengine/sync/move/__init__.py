@@ -1,0 +1,1 @@
+"""The bytes of a sync: payloads, transports, and the mover that joins them."""

@@ -1,0 +1,168 @@
+"""Transports among ranks of one world, which train and hold an engine.
+
+All-to-all works everywhere. Pull, on one machine, moves buckets through memory that every rank
+maps: a rank packs a slice once however many ranks need it, and there is no receive buffer: each
+receiver copies from the senders' memory to the engine's weights, in one launch per bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from hybridengine.run.all_ranks import host_device, raise_on_all_ranks
+from hybridengine.run.device import DeviceProgress
+from hybridengine.run.failures import CollectiveGuard
+from hybridengine.sync.errors import ReshardError
+from hybridengine.sync.move.message import HEADER_BYTES, Header
+from hybridengine.sync.move.shared_memory import SharedMemory
+from hybridengine.sync.move.tables import ALIGNMENT, Exchange, PullBuilder
+from hybridengine.sync.move.transport import Buffers, Gather, Pack, Pending, Sizes, Transport
+from hybridengine.sync.shards import ShardSpec
+
+
+class AllToAll(Transport):
+    """Two staging buffers serve all buckets, because allocating new memory is slow.
+
+    staging_bytes: the staging memory of the plan.
+    merges: each bucket gets a buffer of its own size, because merged rows take the rest of its
+      budget.
+    keeps_staging: the buffers serve all syncs, so that the addresses in the tables of copies stay
+      valid.
+    """
+
+    guard: CollectiveGuard
+
+    def __init__(
+        self,
+        guard: CollectiveGuard,
+        progress: DeviceProgress,
+        device: torch.device,
+        staging_bytes: int,
+        merges: bool,
+        keeps_staging: bool = False,
+    ) -> None:
+        self.guard, self.progress, self._device = guard, progress, device
+        self._staging_bytes, self._merges = staging_bytes, merges
+        self._keeps_staging = keeps_staging
+        self._kept: Buffers | None = None  # of the last sync, unless it failed
+
+    def begin(self) -> None:
+        self.bytes_received = self.bytes_sent = 0
+        # A sync that failed may still write to its own.
+        self._buffers, self._kept = self._kept or Buffers(self._device), None
+
+    def post_bucket(self, where: str, exchange: Exchange, pack: Pack) -> Pending:
+        sent, received = exchange.bytes_sent, exchange.bytes_received
+        start = -(-sum(sent) // ALIGNMENT) * ALIGNMENT
+        if start + sum(received) > self._staging_bytes:
+            start = sum(sent)
+        size = start + sum(received)
+        buffer = self._buffers.next(size, 0 if self._merges else self._staging_bytes)
+        outgoing, incoming = buffer[: sum(sent)], buffer[start:]
+        pack(outgoing.view(exchange.bucket.engine_dtype))
+        pending = self._exchange(where, incoming, outgoing, received, sent)
+        if self._merges:
+            pending.release = partial(buffer.untyped_storage().resize_, 0)
+        return pending
+
+    def post(
+        self, where: str, outgoing: torch.Tensor | None, sent: Sizes, received: Sizes
+    ) -> Pending:
+        assert outgoing is not None
+        incoming = torch.empty(sum(received), dtype=torch.uint8, device=self._device)
+        return self._exchange(where, incoming, outgoing, received, sent)
+
+    def post_delta(
+        self, where: str, headers: Sequence[Header], outgoing: torch.Tensor | None
+    ) -> Pending:
+        assert outgoing is not None
+        told = torch.tensor(headers, dtype=torch.int64, device=host_device())
+        heard = torch.empty_like(told)
+        with self.guard.collective(f"exchanging the sizes of {where}"):
+            dist.all_to_all_single(heard, told)
+            arriving = [Header(*row) for row in heard.tolist()]
+        received, sent = ([h.num_bytes for h in row] for row in (arriving, headers))
+        self.bytes_received += HEADER_BYTES * (len(headers) - 1)
+        self.bytes_sent += HEADER_BYTES * (len(headers) - 1)
+        pending = self.post(where, outgoing, sent, received)
+        pending.headers = arriving
+        return pending
+
+    def _exchange(
+        self,
+        where: str,
+        incoming: torch.Tensor,
+        outgoing: torch.Tensor,
+        received: Sizes,
+        sent: Sizes,
+    ) -> Pending:
+        with self.guard.collective(f"exchanging {where}"):
+            work = dist.all_to_all_single(
+                incoming, outgoing, list(received), list(sent), async_op=True
+            )
+        self.bytes_received += incoming.nbytes
+        self.bytes_sent += outgoing.nbytes
+        return Pending(partial(self._wait, where, work, list(incoming.split(list(received)))))
+
+    def _wait(
+        self, where: str, work: dist.Work, arriving: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        with self.guard.collective(f"exchanging {where}"):
+            self.guard.wait(work, self._device)
+        self.progress.mark(f"exchanging {where}")
+        return arriving
+
+    def move_full(self, name: str, spec: ShardSpec, gather: Gather) -> torch.Tensor:
+        return gather()
+
+    def check(self, problem: Exception | None) -> None:
+        raise_if_any(problem, self.guard, "checking what has arrived")
+
+    def end(self) -> None:
+        self._buffers.end(keep=self._keeps_staging)
+        self._kept = self._buffers if self._keeps_staging else None
+
+
+class Pull(AllToAll):
+    """pack → all ranks have packed → unpack from their buffers.
+
+    The two halves of the memory serve the buckets in turn: a rank packs bucket k+2 into the half of
+    bucket k after all ranks have packed k+1, which each did after unpacking k.
+    """
+
+    overlaps = False
+    memory: SharedMemory
+
+    def begin(self) -> None:
+        super().begin()
+        self._count = 0
+        self._packed = torch.zeros(1, dtype=torch.int32, device=self._device)
+
+    def post_bucket(self, where: str, exchange: Exchange, pack: Pack) -> Pending:
+        buffers = [buffer.chunk(2)[self._count % 2] for buffer in self.memory.buffers]
+        self._count += 1
+        pack(buffers[dist.get_rank()].view(exchange.bucket.engine_dtype))
+        with self.guard.collective(f"exchanging {where}"):
+            work = dist.all_reduce(self._packed, async_op=True)
+        self.bytes_received += sum(exchange.bytes_received)
+        self.bytes_sent += sum(exchange.bytes_sent)
+        return Pending(partial(self._wait, where, work, buffers))
+
+
+def pull_bytes(builder: PullBuilder) -> int:
+    """Return how much memory of every rank a pull needs for the buckets that were built."""
+    return 2 * max(ALIGNMENT, builder.buffer_bytes)
+
+
+def raise_if_any(problem: Exception | None, guard: CollectiveGuard, phase: str) -> None:
+    """Raise ReshardError on every rank if any rank has a problem; one number where none has."""
+    failed = torch.tensor(int(problem is not None), device=host_device())
+    with guard.collective(phase):
+        work = dist.all_reduce(failed, dist.ReduceOp.MAX, async_op=True)
+        guard.wait(work, failed.device)
+        if failed.item():
+            raise_on_all_ranks(problem, ReshardError)

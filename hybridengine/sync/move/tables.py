@@ -1,0 +1,249 @@
+"""The buckets as one rank executes them: tables of strided copies.
+
+Table rows are computed once per source class. Every other source of the class reuses them with its
+own tensor indices and offsets in the buffers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE, BlockTable
+from hybridengine.kernels.strided_copy import CopyTable
+from hybridengine.sync.geometry import contiguous_strides
+from hybridengine.sync.move.fp8 import BlockScales, QuantizingTable
+from hybridengine.sync.move.rows import Plain, SliceRows, joined, offsets_by_rank
+from hybridengine.sync.plan.buckets import Bucket
+from hybridengine.sync.plan.planner import ReshardPlan
+from hybridengine.sync.plan.source_class import Chunk, SourceClass
+from hybridengine.sync.shards import Box
+
+ALIGNMENT = 16  # bytes, for vector accesses
+
+T = TypeVar("T")
+
+
+class Exchange(NamedTuple, Generic[T]):
+    """The copies of one bucket on one rank, in tables of type T.
+
+    pack: sources → send buffer.
+    local: sources → engine tensors.
+    unpack: receive buffers → engine tensors.
+    sources: (parameter, box of it) that pack and local read.
+    destinations: engine tensors that local and unpack write.
+    send_counts, receive_counts: elements per rank.
+    measured: the elements that pack and local read, if they are quantized.
+    """
+
+    bucket: Bucket
+    sources: list[tuple[str, Box]]
+    destinations: list[str]
+    pack: T
+    local: T
+    unpack: T
+    send_counts: list[int]
+    receive_counts: list[int]
+    measured: BlockTable | None = None
+
+    @property
+    def bytes_sent(self) -> list[int]:
+        """Bytes to each rank."""
+        return [count * self.bucket.engine_dtype.itemsize for count in self.send_counts]
+
+    @property
+    def bytes_received(self) -> list[int]:
+        """Bytes from each rank."""
+        return [count * self.bucket.engine_dtype.itemsize for count in self.receive_counts]
+
+
+class ExchangeBuilder:
+    """Builds the exchanges of one rank.
+
+    strides: parameter → strides of this rank's shard, in elements; {} on a rank without shards.
+    device: the device of the shards and of the engine.
+    scales: the encoding of quantized engine tensors.
+    """
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        strides: Mapping[str, tuple[int, ...]],
+        device: torch.device,
+    ) -> None:
+        self.plan, self.rank, self._strides, self.device = plan, rank, strides, device
+        self.scales = BlockScales(plan, device)
+        self._plain = Plain()
+        self._known: dict[tuple, dict[str, SliceRows]] = {}
+
+    def build(self, bucket: Bucket) -> Exchange[CopyTable | QuantizingTable]:
+        """Return the exchange that moves all elements of a bucket."""
+        rows: Exchange[Any] = self.rows(bucket)
+        device, encoding = self.device, self._encoding(bucket)
+        return rows._replace(
+            pack=encoding.table(rows.pack, device),
+            local=encoding.table(rows.local, device),
+            unpack=self._plain.table(rows.unpack, device),
+            measured=encoding.measuring([rows.pack, rows.local], device),
+        )
+
+    def _encoding(self, bucket: Bucket) -> Plain | BlockScales:
+        return self.scales if bucket.quantized else self._plain
+
+    def rows(self, bucket: Bucket) -> Exchange[np.ndarray]:
+        """Return the tables as arrays, int64 [R, 16].
+
+        Those that an encoding other than `Plain` makes have more columns.
+        """
+        sources: list[tuple[str, Box]] = []
+        source_index: dict[tuple, int] = {}  # chunks read one shard, but each its own merged rows
+        destination_index: dict[str, int] = {}
+        parts: dict[str, list[SliceRows]] = {"pack": [], "local": [], "unpack": []}
+        for name, chunk in bucket.chunks:
+            key = (name, chunk if bucket.merged else None)
+            if key not in source_index:
+                source_index[key] = len(sources)
+                sources.append((name, self._box_read(bucket, name, chunk)))
+            names = self.plan.destinations(name, bucket.engine_dtype, self.rank)
+            indices = [destination_index.setdefault(n, len(destination_index)) for n in names]
+            to = np.array(indices, np.int64)
+            for way, rows in self._table_rows(bucket, name, chunk).items():
+                table = rows.table.copy()
+                if way != "unpack":
+                    self._encoding(bucket).number(table, rows, name)
+                table[:, 0] = 0 if way == "unpack" else source_index[key]
+                table[:, 1] = 0 if way == "pack" else to[table[:, 1]]
+                parts[way].append(rows._replace(table=table))
+        pack, local, unpack = (joined(parts[way]) for way in ("pack", "local", "unpack"))
+        counts = [rows.elements_by_rank(self.plan.world_size) for rows in (pack, unpack)]
+        packing, unpacking = self._place(bucket, pack, unpack)
+        tables = packing, local.table, unpacking
+        return Exchange(bucket, sources, list(destination_index), *tables, *counts)
+
+    def _place(
+        self, bucket: Bucket, pack: SliceRows, unpack: SliceRows
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tables of pack and unpack, with each slice in its place in the buffers.
+
+        Pack writes one buffer, in the order of the receivers; unpack reads one of each sender. The
+        slices are in the order of `ReshardPlan.departures` and `arrivals`.
+        """
+        sent = pack.elements_by_rank(self.plan.world_size)
+        starts = np.cumsum([0, *sent[:-1]])[pack.ranks]
+        pack.table[:, 3] += (starts + offsets_by_rank(pack))[pack.slice_of]
+        unpack.table[:, 0] = unpack.ranks[unpack.slice_of]
+        unpack.table[:, 2] += offsets_by_rank(unpack)[unpack.slice_of]
+        return pack.table, unpack.table
+
+    def _box_read(self, bucket: Bucket, name: str, chunk: Chunk) -> Box:
+        """Return the box of this rank's full shard, or the part of it merged for the chunk."""
+        source_class = self.plan.source_classes[name, bucket.engine_dtype]
+        shard = int(source_class.senders.shard_of[self.rank])
+        part = chunk.row_part if bucket.merged else (0, 1)
+        return source_class.spec.box(None if shard < 0 else shard, *part)
+
+    def _table_rows(self, bucket: Bucket, name: str, chunk: Chunk) -> dict[str, SliceRows]:
+        """Return the rows of pack, local and unpack, the same for all sources of a class."""
+        source_class = self.plan.source_classes[name, bucket.engine_dtype]
+        box, strides = self._box_read(bucket, name, chunk), self._strides.get(name, ())
+        origin = tuple(low for low, _ in box)
+        if bucket.merged:
+            strides = contiguous_strides(tuple(high - low for low, high in box))
+        encoding = self._encoding(bucket)
+        key = (source_class, chunk, strides, origin, *encoding.shapes(name))
+        if key not in self._known:
+            incoming = source_class.incoming(chunk, self.rank)
+            outgoing = source_class.outgoing(chunk, self.rank)
+            kept = [s for s in incoming if s.sender == self.rank]
+            arriving = [s for s in incoming if s.sender != self.rank]
+            self._known[key] = {
+                "pack": encoding.rows(name, outgoing, "pack", strides, origin),
+                "local": encoding.rows(name, kept, "local", strides, origin),
+                "unpack": self._plain.rows(name, arriving, "unpack", strides, origin),
+            }
+        return self._known[key]
+
+
+class SendBuffer(NamedTuple):
+    """Where one rank packs the S slices that it sends in a bucket, in the order of `departures`.
+
+    Slices with the same elements of a parameter, for several receivers, share their place.
+    """
+
+    receivers: np.ndarray  # int64 [S]
+    offsets: np.ndarray  # int64 [S], in elements
+    is_first: np.ndarray  # bool [S]: of the slices that share a place, packed
+    size: int  # elements
+
+
+def _place(
+    source_class: SourceClass, chunks: Sequence[Chunk], sender: int, dtype: torch.dtype
+) -> SendBuffer:
+    """Return the send buffer with the chunks of one source alone."""
+    step = max(1, ALIGNMENT // dtype.itemsize)
+    layout_of = source_class.senders.topology.layout_of
+    known: dict[tuple, int] = {}
+    end = 0
+    slices = [s for chunk in chunks for s in source_class.outgoing(chunk, sender)]
+    offsets, is_first = np.zeros(len(slices), np.int64), np.zeros(len(slices), bool)
+    for i, slice_copy in enumerate(slices):
+        read = slice_copy.read
+        # elements and order, no destination
+        key: tuple = (read.start, *(axis[:3] for axis in read.axes))
+        if dtype == QUANTIZED_DTYPE:  # each layout has its own scales
+            key += (int(layout_of[slice_copy.receiver]),)
+        if key not in known:
+            known[key], is_first[i] = end, True
+            end += -(-read.numel // step) * step
+        offsets[i] = known[key]
+    return SendBuffer(np.array([s.receiver for s in slices], np.int64), offsets, is_first, end)
+
+
+class PullBuilder(ExchangeBuilder):
+    """Builds exchanges whose unpack reads the send buffers of all ranks, in rank order.
+
+    buffer_bytes: the size of the largest send buffer of any rank in the buckets built so far.
+    """
+
+    buffer_bytes = 0
+
+    @cached_property
+    def _known_buffers(self) -> dict[tuple, SendBuffer]:
+        """Send buffers by the chunks of one source."""
+        return {}
+
+    def _send_buffer(self, bucket: Bucket, sender: int) -> SendBuffer:
+        """Return the send buffer of any rank; every rank computes the same from the plan."""
+        end, parts = 0, []
+        for name, pairs in itertools.groupby(bucket.chunks, key=lambda pair: pair[0]):
+            source_class = self.plan.source_classes[name, bucket.engine_dtype]
+            chunks = tuple(chunk for _, chunk in pairs)
+            key = (source_class, chunks, sender, bucket.engine_dtype)
+            if key not in self._known_buffers:
+                self._known_buffers[key] = _place(*key)
+            part = self._known_buffers[key]
+            parts.append(part._replace(offsets=part.offsets + end))
+            end += part.size
+        receivers, offsets, is_first = (np.concatenate([p[i] for p in parts]) for i in range(3))
+        return SendBuffer(receivers, offsets, is_first, end)
+
+    def _place(
+        self, bucket: Bucket, pack: SliceRows, unpack: SliceRows
+    ) -> tuple[np.ndarray, np.ndarray]:
+        buffers = [self._send_buffer(bucket, r) for r in range(self.plan.world_size)]
+        largest = max(buffer.size for buffer in buffers) * bucket.engine_dtype.itemsize
+        self.buffer_bytes = max(self.buffer_bytes, largest)
+        own = buffers[self.rank]
+        pack.table[:, 3] += own.offsets[pack.slice_of]
+        offsets = np.zeros_like(unpack.numel)
+        for sender, buffer in enumerate(buffers):
+            offsets[unpack.ranks == sender] = buffer.offsets[buffer.receivers == self.rank]
+        unpack.table[:, 0] = unpack.ranks[unpack.slice_of]
+        unpack.table[:, 2] += offsets[unpack.slice_of]
+        return pack.table[own.is_first[pack.slice_of]], unpack.table

@@ -1,0 +1,1 @@
+"""Who sends which slice to whom, in which bucket."""

@@ -1,0 +1,1 @@
+"""How an engine loads a checkpoint, recorded as strided copies."""

@@ -1,0 +1,263 @@
+"""Weight sync: agree on a plan once, then move the trained parameters into the engine every step.
+
+The engine refuses to generate from the first byte of a sync until all ranks have finished it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Set
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from hybridengine.remote.sync.records import Order
+from hybridengine.run.all_ranks import all_gather_values, broadcast_value, run_on_all_ranks
+from hybridengine.run.device import DeviceProgress
+from hybridengine.run.failures import machine_id
+from hybridengine.sync.adapter import Adapter, adapters_of_factors
+from hybridengine.sync.delta.changes import ChangeFinder, DeltaMode
+from hybridengine.sync.delta.delta import group_size
+from hybridengine.sync.errors import ReshardError, operation
+from hybridengine.sync.layout import EngineLayout, LayoutError
+from hybridengine.sync.move.in_world import AllToAll, Pull, pull_bytes, raise_if_any
+from hybridengine.sync.move.mover import Mover
+from hybridengine.sync.move.shared_memory import share_memory
+from hybridengine.sync.move.tables import PullBuilder
+from hybridengine.sync.plan.memory import default_bucket_bytes
+from hybridengine.sync.plan.planner import ReshardPlan
+from hybridengine.sync.plan.planning import plan_sync
+from hybridengine.sync.report import SyncReport
+from hybridengine.sync.target import EngineState, engine_weights
+from hybridengine.sync.trained import Parameters
+from hybridengine.sync.trainers import Trainers
+from hybridengine.sync.verify import (
+    Mismatch,
+    find_mismatches,
+    find_unstable,
+    from_all_ranks,
+    warn_of_nan,
+)
+from hybridengine.sync.weight_target import HasTarget, WeightTarget, target_of
+
+_PARTIALLY_UPDATED = (
+    "The engine's weights are partially updated: restart the failed ranks and sync again."
+)
+_PLAN_AGAIN = "since the reshard was planned: call connect() again, or make a new Resharder"
+
+
+class Resharder:
+    """Moves trained FSDP2 parameters into a rollout engine's weights, in place.
+
+    parameters: function that returns checkpoint name → DTensor (FSDP2) or replicated tensor, on
+      every rank. It is called at every sync, because `model.cpu().cuda()`, a cast or
+      `load_state_dict(assign=True)` replaces the tensors of a model.
+    engine: the rollout engine on this rank.
+    bucket_bytes: staging memory (send + receive) of one bucket; two are in use at a time. None: by
+      the memory that is free on the GPUs now, at most 1 GiB; 64 MiB on CPUs.
+    adapters: function that returns parameter → LoRA adapter. With `merge`, adapters are merged when
+      the parameter is packed, else the engine receives them in addition to its weights. All other
+      parameters are then frozen.
+    frozen: function that returns the names of parameters that are not trained. Frozen parameters
+      travel again only if their bits change, here or in the engine.
+    delta: whether a sync moves only the elements whose bits changed since the last one, where its
+      changes are few and the engine still holds what that sync wrote. They are found by comparison
+      with a copy of what was sent, 16 bits per element of the shards. auto: across machines; on one
+      machine if measured rates of moving and reading are such that it takes less time.
+    timeout_s: how long the other ranks may take in a collective of plan and syncs; a rank that
+      stalls, or is stopped, is named then. None, and at most: the process groups' own timeouts.
+      NCCL groups without a CPU backend keep theirs.
+
+    The plan is computed once, verified to be equal on all ranks by its digest, and reused by every
+    `sync()`. Raises LayoutError on every rank if any rank detects a problem.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Parameters],
+        engine: WeightTarget | HasTarget,
+        bucket_bytes: int | None = None,
+        adapters: Callable[[], Mapping[str, Adapter]] = dict,
+        merge: bool = True,
+        delta: DeltaMode = "auto",
+        timeout_s: float | None = None,
+        frozen: Callable[[], Set[str]] = frozenset,
+    ) -> None:
+        self.engine = target_of(engine)
+        trainers = Trainers(parameters, adapters, merge, delta, timeout_s, frozen)
+        self._trainers = trainers
+        self.rank, self.world_size = trainers.rank, trainers.world_size
+        self._trained, self._guard = trainers.model, trainers.guard
+        doing = operation(self._guard, "planning the syncs")
+        with doing, self._guard.collective("comparing models and engines"):
+            trainers.compare()
+            self._make_plan(bucket_bytes)
+        self._engine_state: EngineState | None = None  # after the last sync; None: write everything
+
+    @property
+    def engine_state(self) -> EngineState | None:
+        """What the last sync has left in the engine; None where no later sync needs it."""
+        return self._engine_state
+
+    # Planning
+
+    def _make_plan(self, bucket_bytes: int | None) -> None:
+        """Plan with the other ranks and connect to them."""
+        trainers, target = self._trainers, self.engine
+        self._device = trainers.device
+        self._progress = DeviceProgress(self._guard, self._device, limit_s=trainers.timeout_s)
+        self._layout = target.layout.with_full_tensors(self._trained.factors)
+        layouts = self._gather_layouts()
+
+        def plan(size: int, nodes: list[int]) -> ReshardPlan:
+            engine = target.optional_parameters, target.config_differences
+            return plan_sync(trainers.specs, layouts, size, nodes, *engine)
+
+        default_bytes = default_bucket_bytes(self._device)
+        self.plan, nodes = trainers.plan(plan, bucket_bytes, default_bytes)
+        factors = self._trained.factors
+        run_on_all_ranks(lambda: engine_weights(target, self._device, factors), LayoutError)
+        self._transport, self._mover = self._connect()
+        self._finder: ChangeFinder | None = None
+        if not target.discards_weights:
+            pulls = isinstance(self._transport, Pull)
+            self._finder = trainers.find_changes(self.plan, len(set(nodes)) > 1, pulls)
+        frozen = any(spec.frozen for spec in trainers.specs.values())
+        self._skips_frozen = frozen and not target.discards_weights
+
+    @property
+    def _remembers(self) -> bool:
+        """Whether the next sync may leave out what has not changed."""
+        return self._skips_frozen or (self._finder is not None and not self._finder.is_paused)
+
+    def _gather_layouts(self) -> list[EngineLayout]:
+        """Return the layout of every rank; equal layouts are broadcast once."""
+        keys = all_gather_values((self.engine.tp_rank, self._layout.digest()), tuple[int, str])
+        first: dict[int, int] = {}  # TP rank → the first rank with it
+        for rank, (tp_rank, _) in enumerate(keys):
+            if keys[other := first.setdefault(tp_rank, rank)] != keys[rank]:
+                raise LayoutError(
+                    f"the engines of ranks {other} and {rank} are both TP rank {tp_rank}, but "
+                    "their weights are laid out differently. Build every engine from one model "
+                    "with the same options."
+                )
+        layouts = {t: broadcast_value(self._layout, EngineLayout, r) for t, r in first.items()}
+        return [layouts[tp_rank] for tp_rank, _ in keys]
+
+    def _connect(self) -> tuple[AllToAll, Mover]:
+        """Return a pull if the ranks can map each other's memory, else an all-to-all."""
+        make = partial(Mover, self.plan, self.rank, self._device, self._trained, self.engine)
+        merges = bool(self._trained.merged)
+        ends = self._guard, self._progress, self._device, self.plan.staging_bytes, merges
+        machines = all_gather_values(machine_id(), str)
+        if len(set(machines)) == 1 and any(self.plan.bytes_sent):
+            mover = make(PullBuilder)
+            assert isinstance(mover.builder, PullBuilder)
+            if memory := share_memory(pull_bytes(mover.builder), self._device):
+                pull = Pull(*ends)
+                pull.memory = memory
+                return pull, mover
+        # An engine that sleeps needs the memory for its KV cache.
+        keeps = self._device.type == "cuda" and not self.engine.discards_weights
+        return AllToAll(*ends, keeps_staging=keeps), make()
+
+    # Sync
+
+    @property
+    def _next_version(self) -> int:
+        return (self.engine.weight_version or 0) + 1
+
+    def sync(self, version: int | None = None, *, verify: bool = False) -> SyncReport:
+        """Write the current parameters into the engine and set its weight version.
+
+        Collective: every rank calls it. On return every rank's engine generates from `version`.
+        version: default is the last version of any rank plus one.
+        verify: compare checksums of all slices, shards against engine weights, afterwards.
+
+        Raises LayoutError on every rank, before anything moves, if the engine differs from the plan
+        or cannot take weights now (running requests, sleep); PlanOutdatedError if the parameters
+        differ from the plan; ReshardError on every rank if a checksum differs; RankFailedError if
+        another rank is killed, fails, or stalls for `timeout_s`. After an error during the
+        transfer the engine refuses to generate until the next complete sync.
+        """
+        started = time.perf_counter()
+        to = self._next_version if version is None else version
+        syncing = operation(self._guard, f"the sync to version {to}", _PARTIALLY_UPDATED)
+        with syncing, torch.no_grad():
+            version, intact = self._trainers.start(
+                version, self._check, _PLAN_AGAIN, self._next_version, self._skips_frozen
+            )
+            verify = verify or self._trainers.verify_requested
+            before, self._engine_state = self._engine_state, None  # until this sync is complete
+            found = self._finder.find(intact) if self._finder else None
+            delta = (self.engine.weight_version or 0, group_size(found.share)) if found else ()
+            order = Order(intact, verify, self._remembers, *delta)
+            transport = self._transport
+            transport.begin()
+            with self.engine.weight_update(version, self._finish_on_all_ranks):
+                received, sent = self._mover.move(transport, order, version, self._weights, found)
+                if verify:
+                    self._finish_on_device("before verifying")
+                    self._verify(version)
+                if self._trained.unmerged:
+                    scales = {n: a.scale for n, a in self._trained.unmerged.items()}
+                    adapters = adapters_of_factors(scales, self._weights)
+                    self.engine.load_adapters(adapters, version)
+                self._finish_on_device("before committing")
+        if order.remembers:
+            self._engine_state = EngineState.after(before, self.engine, self._mover.checksum_growth)
+        elapsed = (time.perf_counter() - started) * 1e3
+        changed = self._finder.changed if self._finder else None
+        densely = self._mover.dense.bytes_of(order.moves_densely)
+        received += found.num_bytes if found else 0
+        return SyncReport(version, received, sent, elapsed, found is not None, changed, densely)
+
+    def _finish_on_device(self, phase: str) -> None:
+        """Return when this rank's device has done all that the sync has enqueued."""
+        self._progress.mark(f"waiting for the device {phase}")
+        self._progress.wait()
+
+    def _finish_on_all_ranks(self, finish: Callable[[], None]) -> None:
+        """Call `finish`; the weight version may change when no rank has raised."""
+        problem: Exception | None = None
+        try:
+            finish()
+        except Exception as error:
+            problem = error
+        raise_if_any(problem, self._guard, "committing")
+
+    def _check(self, frozen_is_kept: bool) -> bool:
+        """Return whether the engine holds what the last sync left there, frozen weights included.
+
+        Sets `_weights`. Raises LayoutError if the engine, or the world, is not as planned.
+        """
+        if (place := (dist.get_rank(), dist.get_world_size())) != (self.rank, self.world_size):
+            raise LayoutError(
+                f"planned as rank {self.rank} of {self.world_size}, now rank {place[0]} of "
+                f"{place[1]}: make a new Resharder for the new world"
+            )
+        self.engine.check_ready()
+        self._weights = engine_weights(self.engine, self._device, self._trained.factors)
+        state = self._engine_state if frozen_is_kept else None
+        return state is not None and state.is_kept_by(self.engine)
+
+    def _verify(self, version: int) -> None:
+        """Raise ReshardError on every rank if an engine tensor differs from its source."""
+        with self._guard.collective("verifying"):
+            own = find_mismatches(self._transport, self._mover.dense, self._weights)
+            mismatches = from_all_ranks(own, Mismatch)
+            if self.plan.fallback:
+                loaded = self.engine.layout.by_loader & self._weights.keys()
+                tensors = {name: self._weights[name] for name in sorted(loaded)}
+                reload = partial(self._mover.load_full, self._transport, skip_frozen=False)
+                mismatches += find_unstable(self.rank, self._layout, tensors, reload)
+            warn_of_nan(self._trained.shards)
+        self._guard.activity.compared(version, mismatches)
+        if mismatches:
+            rank, destination, source = mismatches[0]
+            raise ReshardError(
+                f"the checksum of engine tensor {destination!r} on rank {rank} differs from its "
+                f"source {source!r} ({len(mismatches)} slices differ in all): data was corrupted "
+                "in transfer, or something else wrote to the engine. Sync again."
+            )

@@ -1,0 +1,236 @@
+"""How a trained parameter is sharded over the training ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from hybridengine.sync.layout import LayoutError
+
+
+class RowRange(NamedTuple):
+    """Positions [start, stop) on one dimension of a tensor."""
+
+    start: int
+    stop: int
+
+
+Box = tuple[RowRange, ...]
+"""A part of a tensor: the product of one range on every dimension."""
+
+Holders = tuple[tuple[int, ...], ...]
+"""For each shard, the ranks that hold it."""
+
+
+class Split(NamedTuple):
+    """Division of one dimension: into `counts[0]` chunks, each of them into `counts[1]`, and so on.
+
+    Each time as torch.chunk does: the last chunks may be smaller or empty.
+    """
+
+    dim: int
+    counts: tuple[int, ...]
+
+    @property
+    def num_chunks(self) -> int:
+        return math.prod(self.counts)
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Placement of one trained parameter on the training ranks: a grid of boxes.
+
+    shape: global shape, (1,) for a scalar.
+    splits: the sharded dimensions, one Split each (a replicated parameter has one chunk on
+      dimension 0). A shard is one chunk of every split; shards are numbered row-major, the last
+      split fastest.
+    holders: for each shard, the ranks that hold it (several under HSDP or replication).
+    frozen: the parameter is not trained.
+    merged: every sync sends the sum of the parameter and its adapter; computing it takes memory of
+      the bucket.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    splits: tuple[Split, ...]
+    holders: Holders
+    frozen: bool = False
+    merged: bool = False
+
+    @classmethod
+    def along(
+        cls,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        dim: int,
+        holders: Holders,
+        frozen: bool = False,
+        merged: bool = False,
+    ) -> ShardSpec:
+        """Return the placement of a parameter sharded on one dimension, one chunk per holder."""
+        return cls(shape, dtype, (Split(dim, (len(holders),)),), holders, frozen, merged)
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor, world_size: int) -> ShardSpec:
+        """Read the placement of a DTensor, or of a tensor that is replicated on all ranks.
+
+        Of a DTensor, each mesh dimension shards one dimension or replicates: FSDP2, alone, over
+        tensor or expert parallelism, or with replicas (HSDP), and what `distribute_tensor` makes.
+        `holders` are those of this rank's mesh; see `unite_holders`.
+
+        Raises LayoutError for other placements, and where this rank's shard has not the shape that
+        they give.
+        """
+        shape = tuple(tensor.shape) or (1,)
+        if not isinstance(tensor, DTensor):
+            return cls.along(shape, tensor.dtype, 0, _replicated(world_size))
+        mesh, axes = tensor.device_mesh, _sharding_axes(name, tensor)
+        splits = tuple(Split(d, tuple(mesh.shape[a] for a in on)) for d, on in axes.items())
+        ordered = tuple(a for on in axes.values() for a in on)
+        holders = _holders(mesh, ordered)
+        spec = cls(shape, tensor.dtype, splits or (Split(0, (1,)),), holders)
+        if (coordinate := mesh.get_coordinate()) is not None:
+            shard = 0
+            for axis in ordered:
+                shard = shard * mesh.shape[axis] + coordinate[axis]
+            actual = tuple(tensor.to_local().shape) or (1,)
+            planned = tuple(stop - start for start, stop in spec.box(shard))
+            if actual != planned and math.prod(actual) + math.prod(planned):
+                raise LayoutError(
+                    f"parameter {name!r} of shape {shape} has placements {tensor.placements}, "
+                    f"which give this rank a shard of shape {planned}, but it holds {actual}: its "
+                    "dimension is not divided evenly. Use sizes that the mesh divides."
+                )
+        return spec
+
+    @property
+    def split_dims(self) -> tuple[int, ...]:
+        return tuple(split.dim for split in self.splits)
+
+    @cached_property
+    def row_dim(self) -> int:
+        """The sharded dimension on which shards are longest; parts of a shard divide it."""
+        return max(self.splits, key=lambda s: int(_edges(self.shape[s.dim], s.counts)[1])).dim
+
+    @property
+    def num_rows(self) -> int:
+        """Positions of the largest shard on `row_dim`."""
+        start, stop = self.box(0)[self.row_dim]
+        return stop - start
+
+    def box(self, shard: int | None, part: int = 0, num_parts: int = 1) -> Box:
+        """Return the positions of a shard, or of one of `num_parts` nearly equal parts of it.
+
+        shard: None for no positions.
+        """
+        if shard is None:
+            return (RowRange(0, 0),) * len(self.shape)
+        ranges = [RowRange(0, size) for size in self.shape]
+        for split in reversed(self.splits):
+            shard, chunk = divmod(shard, split.num_chunks)
+            low, high = _edges(self.shape[split.dim], split.counts)[chunk : chunk + 2].tolist()
+            ranges[split.dim] = RowRange(low, high)
+        low, high = ranges[self.row_dim]
+        ranges[self.row_dim] = RowRange(
+            *(low + (high - low) * p // num_parts for p in (part, part + 1))
+        )
+        return tuple(ranges)
+
+    def chunk_ranges(self, split: Split, part: int = 0, num_parts: int = 1) -> np.ndarray:
+        """Starts and stops of the C chunks of a split, of one part on `row_dim`: int64 [2, C]."""
+        edges = _edges(self.shape[split.dim], split.counts)
+        if split.dim != self.row_dim:
+            return np.stack([edges[:-1], edges[1:]])
+        return np.stack([edges[:-1] + np.diff(edges) * p // num_parts for p in (part, part + 1)])
+
+    def num_elements(self, part: int = 0, num_parts: int = 1) -> np.ndarray:
+        """Elements of every shard, or of one part of it: int64 [S]."""
+        rest = [size for dim, size in enumerate(self.shape) if dim not in self.split_dims]
+        lengths = [np.diff(self.chunk_ranges(s, part, num_parts), axis=0)[0] for s in self.splits]
+        return grid_product(lengths) * math.prod(rest)
+
+    def shard_of(self, rank: int) -> int | None:
+        """The shard that `rank` holds, None if it holds none."""
+        return next((s for s, ranks in enumerate(self.holders) if rank in ranks), None)
+
+
+def grid_product(per_split: list[np.ndarray]) -> np.ndarray:
+    """Return the products of one entry of each array, for all shards in order: [S]."""
+    product = per_split[0]
+    for factors in per_split[1:]:
+        product = np.multiply.outer(product, factors).ravel()
+    return product
+
+
+@lru_cache(maxsize=1 << 12)
+def _edges(size: int, counts: tuple[int, ...]) -> np.ndarray:
+    """Return the borders of all chunks of a dimension, ascending: int64 [chunks + 1]."""
+    edges = np.array([0, size])
+    for count in counts:
+        low, high = edges[:-1, None], edges[1:, None]
+        length = np.maximum(-(-(high - low) // count), 1)
+        edges = np.append(np.minimum(low + np.arange(count) * length, high), size)
+    edges.setflags(write=False)
+    return edges
+
+
+def _sharding_axes(name: str, tensor: DTensor) -> dict[int, list[int]]:
+    """Return sharded dimension → the mesh dimensions that divide it, in their order of division.
+
+    DTensor divides by mesh dimensions from left to right. FSDP2 over tensor or expert parallelism
+    divides what those have left, though its mesh dimension is to the left: _StridedShard, whose
+    `split_factor` is the number of chunks that are there already.
+    """
+    sizes, axes = tensor.device_mesh.shape, dict[int, list[int]]()
+    placements: list[tuple[int, Any]] = list(enumerate(tensor.placements))
+    for axis, placement in reversed(placements):
+        if isinstance(placement, Replicate):
+            continue
+        strided = hasattr(placement, "split_factor")
+        if type(placement) is not Shard and not strided:
+            break
+        order = axes.setdefault(placement.dim, [])
+        before, chunks = 0, 1
+        while strided and chunks < placement.split_factor and before < len(order):
+            chunks *= sizes[order[before]]
+            before += 1
+        if strided and chunks != placement.split_factor:
+            break
+        order.insert(before, axis)
+    else:
+        return dict(sorted(axes.items()))
+    raise LayoutError(
+        f"parameter {name!r} has placements {tensor.placements} on a mesh of shape {sizes}; "
+        "expected Replicate, Shard, and _StridedShard only as fully_shard makes it over tensor or "
+        "expert parallelism"
+    )
+
+
+@lru_cache(maxsize=64)  # one object for many parameters: it has an entry for every rank
+def _holders(mesh: DeviceMesh, axes: tuple[int, ...]) -> Holders:
+    """Return the ranks that hold each shard of a tensor sharded along `axes` of the mesh."""
+    num_shards = math.prod(mesh.shape[axis] for axis in axes)
+    by_shard = mesh.mesh.movedim(axes, tuple(range(len(axes)))).reshape(num_shards, -1)
+    return tuple(tuple(shard) for shard in by_shard.tolist())
+
+
+@lru_cache(maxsize=16)
+def _replicated(world_size: int) -> Holders:
+    return (tuple(range(world_size)),)
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a parameter without a copy."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the unsharded parameter on every rank; collective for a DTensor, else no copy."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

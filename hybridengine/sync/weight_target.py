@@ -1,0 +1,159 @@
+"""The interface through which a reshard writes one rank's engine weights."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+
+from hybridengine.sync.adapter import Adapter
+from hybridengine.sync.layout import EngineLayout, LayoutError
+
+
+class StaleWeightsError(RuntimeError):
+    """The engine's weights are missing or partially updated."""
+
+
+@dataclass
+class WeightState:
+    """The state of an engine's weights.
+
+    version: the version of the last complete update; None before the first.
+    discarded: whether the weights were freed without a copy since.
+    updates_begun: number of updates so far, those that failed included.
+    updating_to: version of the update that has begun and not completed, None after a complete one.
+    """
+
+    version: int | None = None
+    discarded: bool = False
+    updates_begun: int = 0
+    updating_to: int | None = None
+
+
+def _of_state(field: str) -> Any:
+    """Return a property that reads and writes a field of `state`."""
+    return property(
+        lambda target: getattr(target.state, field),
+        lambda target, value: setattr(target.state, field, value),
+    )
+
+
+class HasTarget(Protocol):
+    """An engine; `target` is its weights in this process, None if they are in other processes."""
+
+    @property
+    def target(self) -> WeightTarget | None: ...
+
+
+class WeightTarget(ABC):
+    """One rank's engine weights, which a reshard writes in place.
+
+    tp_rank: rank in the tensor-parallel group.
+    layout: how the weights derive from trained parameters.
+    optional_parameters: trained parameters that the engine need not read (persistent buffers).
+    config_differences: configuration keys whose values differ from the trained model's → the values
+      in words.
+    model_config: the config of the engine's model as JSON values, which trainers in other processes
+      compare with theirs; {} if it is not known.
+    weight_version, discarded, updates_begun: fields of `state`, which all targets of one engine
+      share.
+    discards_weights: whether the weights are discarded between any two updates, so that every
+      update has to write all of them.
+    """
+
+    tp_rank: int
+    layout: EngineLayout
+    optional_parameters: Set[str] = frozenset()
+    config_differences: Mapping[str, str] = MappingProxyType({})
+    model_config: Mapping[str, Any] = MappingProxyType({})
+    discards_weights: bool = False
+    weight_version: int | None = _of_state("version")
+    discarded: bool = _of_state("discarded")
+    updates_begun: int = _of_state("updates_begun")
+
+    @cached_property
+    def state(self) -> WeightState:
+        return WeightState()
+
+    @abstractmethod
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the engine's weight tensors by the names of `layout.destinations`."""
+
+    def adapter_weights(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the adapters that the engine applies on top of its weights."""
+        return {}
+
+    @abstractmethod
+    def load_full(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load full parameters through the engine's own loader (fallback of the reshard)."""
+
+    def load_adapters(self, adapters: Iterable[tuple[str, Adapter]], version: int) -> None:
+        """Apply full adapters, by parameter name, on top of the weights from `version` on."""
+        raise LayoutError(
+            f"{type(self).__name__} applies no adapters on top of its weights; merge them "
+            "(reshard.lora=merged)"
+        )
+
+    def check_ready(self) -> None:  # noqa: B027, optional
+        """Raise LayoutError while the weights cannot be written (running requests, sleep).
+
+        The resharder calls it before every sync.
+        """
+
+    def check_complete(self) -> None:
+        """Raise StaleWeightsError while the weights are discarded or partially updated."""
+        if self.state.updating_to is not None:
+            raise StaleWeightsError(
+                f"the engine's weights are partially updated: the sync to weight version "
+                f"{self.state.updating_to} did not finish (last complete version: "
+                f"{self.weight_version}). Run a complete sync() first."
+            )
+        if self.discarded:
+            raise StaleWeightsError(
+                "the engine's weights were discarded as it went to sleep. Run sync() before "
+                "generate()."
+            )
+
+    @contextmanager
+    def weight_update(
+        self, version: int, run_on_all_ranks: Callable[[Callable[[], None]], object]
+    ) -> Iterator[None]:
+        """Mark the weights as partially updated until they are complete on all ranks.
+
+        run_on_all_ranks: called after the body with the last step of the update. Runs it, and
+        raises on every rank if it, or anything before it, has failed on any rank.
+        """
+        state = self.state
+        state.updating_to = version
+        state.updates_begun += 1
+        self._prepare_update()
+        yield
+        run_on_all_ranks(self._finish_update)
+        state.version, state.discarded, state.updating_to = version, False, None
+
+    def _prepare_update(self) -> None:  # noqa: B027, optional
+        """Bring the weights back into memory."""
+
+    @abstractmethod
+    def _finish_update(self) -> None:
+        """Recompute or drop everything derived from older weights, caches included.
+
+        Raises ReshardError if some of it remains.
+        """
+
+
+def target_of(engine: WeightTarget | HasTarget) -> WeightTarget:
+    """Return the weights of an engine. Raises TypeError for one without any in this process."""
+    target = engine if isinstance(engine, WeightTarget) else getattr(engine, "target", None)
+    if not isinstance(target, WeightTarget):
+        raise TypeError(
+            f"engine: a {type(engine).__name__} holds no weights in this process; expected a "
+            "WeightTarget, or an engine of hybridengine.engine that runs here"
+        )
+    return target

@@ -1,1 +1,0 @@
-"""The output of a run: metrics, progress, rollouts, learning curves, summary."""

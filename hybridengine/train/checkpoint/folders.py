@@ -1,0 +1,288 @@
+"""Checkpoint folders `<root>/global_step_<N>`: write, list, prune, resume from them.
+
+A checkpoint is written under a hidden name and renamed at the end. Its `complete.json` lists every
+file with its size and checksum, so a folder that is truncated or damaged is not taken as complete.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from torch.distributed.checkpoint.stateful import Stateful
+
+from hybridengine.run import storage
+from hybridengine.run.config import JobConfig, config_to_yaml
+from hybridengine.run.errors import CheckpointError
+from hybridengine.train.checkpoint.metadata import MetadataReader
+
+TENSORS = "tensors"  # the folder of a checkpoint that DCP writes
+STATE = "state.json"  # counters, schedules, position in the data
+CONFIG = "config.yaml"  # the resolved configuration of the run that wrote the checkpoint
+
+# Keys that do not affect training.
+_IGNORED_KEYS = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.default_local_dir")
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    step: int
+    path: Path
+    score: float | None  # of the validation at that step, larger is better; None: no validation
+    files: Mapping[str, list[int]]  # [bytes, CRC-32] by name
+
+    def verify(self, names: list[str] | None = None) -> None:
+        """Raise CheckpointError if the checksum of a file, or of one of `names`, differs."""
+        records = {n: self.files[n] for n in (self.files if names is None else names)}
+        if damage := storage.find_damage(self.path, records, checksums=True):
+            raise CheckpointError(f"checkpoint {self.path}: {damage}")
+
+
+def partial_folder(root: Path, step: int) -> Path:
+    """Return the folder that the checkpoint of `step` is written to before it is complete."""
+    return root / f".global_step_{step}.partial"
+
+
+def open_checkpoint(path: str | Path) -> SavedCheckpoint:
+    """Open the checkpoint in the folder `path`, without verifying checksums.
+
+    Raises:
+        CheckpointError: there is none, or a file is missing or truncated.
+    """
+    path = Path(path)
+    try:
+        manifest = storage.read_manifest(path)
+    except storage.StorageError as error:
+        raise CheckpointError(f"checkpoint {path} {error}; choose another one") from None
+    step, score = manifest.get("step"), manifest.get("score")
+    if not isinstance(step, int) or not isinstance(score, float | int | None):
+        raise CheckpointError(f"{path} is not a checkpoint: complete.json has no step")
+    if _step_of(path) not in (0, step):  # 0: a folder of another name
+        raise CheckpointError(
+            f"checkpoint {path} is of step {step}, as complete.json records; give the folder its "
+            f"name global_step_{step}, or restore it"
+        )
+    if damage := storage.find_damage(path, manifest["files"], checksums=False):
+        raise CheckpointError(f"checkpoint {path}: {damage}")
+    return SavedCheckpoint(step, path, score, manifest["files"])
+
+
+def list_checkpoints(root: str | Path) -> tuple[list[SavedCheckpoint], dict[Path, str]]:
+    """Return the complete checkpoints under `root` by step, and the error of each other one."""
+    found, unusable = [], {}
+    for path in sorted(Path(root).glob("global_step_*")):
+        try:
+            found.append(open_checkpoint(path))
+        except CheckpointError as error:
+            unusable[path] = str(error)
+    return sorted(found, key=lambda checkpoint: checkpoint.step), unusable
+
+
+def find_checkpoints(root: str | Path) -> list[SavedCheckpoint]:
+    """Return the complete checkpoints under `root`, by step."""
+    return list_checkpoints(root)[0]
+
+
+def publish(
+    root: Path, step: int, score: float | None, records: Mapping[str, list[int]] | None = None
+) -> None:
+    """Complete the partial checkpoint of `step`, all files of which are written, and rename it.
+
+    score: a score that is not finite counts as None.
+    records: see `storage.write_manifest`.
+    """
+    written = partial_folder(root, step)
+    score = score if score is not None and math.isfinite(score) else None
+    storage.write_manifest(written, records, step=step, score=score)
+    storage.replace_folder(written, root / f"global_step_{step}")
+
+
+def prune(root: Path, keep: int | None) -> None:
+    """Remove all checkpoints but the newest `keep` and the one with the best score."""
+    checkpoints = find_checkpoints(root)
+    scored = [c for c in checkpoints if c.score is not None]
+    best = max(scored, key=lambda c: (c.score, c.step), default=None)
+    for checkpoint in checkpoints[: -keep if keep else 0]:
+        if checkpoint is not best:
+            storage.remove_folder(checkpoint.path)
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """Checkpoints to resume from.
+
+    candidates: newest first; a run resumes from the first whose checksums are correct. Empty: it
+      starts anew.
+    skipped: why newer checkpoints cannot be used.
+    """
+
+    candidates: Sequence[SavedCheckpoint] = ()
+    skipped: Sequence[str] = ()
+
+    @property
+    def step(self) -> int:
+        return self.candidates[0].step if self.candidates else 0
+
+    def __str__(self) -> str:
+        if not self.candidates:
+            return "starts anew"
+        return "; ".join(
+            [f"resumes after step {self.step}, {self.candidates[0].path}", *self.skipped]
+        )
+
+
+def resume_plan(root: str | Path, mode: str, path: str | Path | None = None) -> ResumePlan:
+    """Resolve `trainer.resume_mode`.
+
+    auto: the newest checkpoint of `root`, or start anew if there is none. path: the checkpoint in
+    `path`. disable: start anew.
+
+    Raises:
+        CheckpointError: `path` is not a checkpoint, or auto finds only damaged ones.
+    """
+    if mode == "disable":
+        return ResumePlan()
+    if mode != "auto":
+        return ResumePlan([open_checkpoint(path or root)])
+    usable, unusable = list_checkpoints(root)
+    if not usable and unusable:
+        raise _no_usable_checkpoint([unusable[folder] for folder in sorted(unusable, key=_step_of)])
+    newest = usable[-1].step if usable else 0
+    skipped = [why for folder, why in unusable.items() if _step_of(folder) > newest]
+    return ResumePlan(usable[::-1], skipped)
+
+
+def without_damaged(plan: ResumePlan, verify: Callable[[SavedCheckpoint], None]) -> ResumePlan:
+    """Drop the newest candidates for which `verify` raises CheckpointError.
+
+    Raises:
+        CheckpointError: no candidate is left.
+    """
+    skipped = list(plan.skipped)
+    for k, checkpoint in enumerate(plan.candidates):
+        try:
+            verify(checkpoint)
+        except CheckpointError as error:
+            skipped.append(str(error))
+        else:
+            return ResumePlan(plan.candidates[k:], skipped)
+    if plan.candidates:
+        raise _no_usable_checkpoint(skipped)
+    return plan
+
+
+def _no_usable_checkpoint(reasons: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        f"{reasons[-1]}; there is no other checkpoint to resume from: restore it, or start anew "
+        "with trainer.resume_mode=disable"
+    )
+
+
+def _step_of(folder: Path) -> int:
+    number = folder.name.removeprefix("global_step_")
+    return int(number) if number.isdecimal() else 0
+
+
+def read_state(checkpoint: SavedCheckpoint) -> dict[str, Any]:
+    """Read state.json of a checkpoint; raise CheckpointError if that fails."""
+    try:
+        state = json.loads((checkpoint.path / STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {checkpoint.path}: {STATE}: {error}") from None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"checkpoint {checkpoint.path}: {STATE} is not an object")
+    return state
+
+
+def check_resume(
+    config: JobConfig,
+    loader: Stateful,
+    parameters: Mapping[str, tuple[int, ...]],
+    states: Sequence[str],
+) -> ResumePlan:
+    """Return what the run of `config` would resume from, after checking that it fits.
+
+    loader: the loader of the training data, which is moved to the checkpoint's position.
+    parameters: the shape of every parameter of the trained model, by name.
+    states: names of the states that the run resumes, besides the loader's.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model or another kind of training.
+        DataError: the order of the training data differs.
+    """
+    trainer = config.trainer
+    plan = resume_plan(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
+    plan = without_damaged(plan, _verify_small_files)
+    if not plan.candidates:
+        return plan
+    checkpoint = plan.candidates[0]
+    state = read_state(checkpoint)
+    if missing := [name for name in ("loader", *states) if name not in state]:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} has no state of {missing[0]!r}: it is of another "
+            "kind of training; set another trainer.default_local_dir"
+        )
+    loader.load_state_dict(state["loader"])
+    _check_tensors(checkpoint, config, parameters)
+    return plan
+
+
+def _verify_small_files(checkpoint: SavedCheckpoint) -> None:
+    """Verify the files that are read here; a run verifies all of them."""
+    checkpoint.verify([n for n in (STATE, f"{TENSORS}/.metadata") if n in checkpoint.files])
+
+
+def _check_tensors(
+    checkpoint: SavedCheckpoint, config: JobConfig, parameters: Mapping[str, tuple[int, ...]]
+) -> None:
+    saved = MetadataReader(checkpoint.path / TENSORS).read_metadata().state_dict_metadata
+    shapes = {
+        name.removeprefix("actor/model/"): tuple(tensor.size)
+        for name, tensor in saved.items()
+        if name.startswith("actor/model/") and hasattr(tensor, "size")
+    }
+    adapters = {shape[0] for name, shape in shapes.items() if "lora_A" in name}
+    rank, target_experts = config.model.lora_rank, config.model.target_parameters
+    counts = {shape[0] for shape in parameters.values() if len(shape) == 3 and target_experts}
+    if bool(adapters) != bool(rank) or adapters - {rank * count for count in {1, *counts}}:
+        trained = f"adapters of rank {min(adapters)}" if adapters else "all weights"
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} does not fit model.lora_rank={rank}: it was trained "
+            f"with {trained}"
+        )
+    if rank:
+        return
+    for name, shape in parameters.items():
+        if shapes.get(name) != tuple(shape):
+            was = f"{name} as {list(shapes[name])}" if name in shapes else f"no {name}"
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path} does not fit model.path: it contains {was}, "
+                f"expected {list(shape)}"
+            )
+
+
+def changed_settings(checkpoint: SavedCheckpoint, config: JobConfig) -> list[str]:
+    """List `key: before → now` for every setting that differs from the run of `checkpoint`."""
+    file = checkpoint.path / CONFIG
+    if not file.is_file():
+        return []
+    before = _flat(OmegaConf.to_container(OmegaConf.load(file)))
+    now = _flat(OmegaConf.to_container(OmegaConf.create(config_to_yaml(config))))
+    return [
+        f"{key}: {before.get(key, 'not set')} → {now.get(key, 'not set')}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and key not in _IGNORED_KEYS
+    ]
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        flat |= _flat(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+    return flat

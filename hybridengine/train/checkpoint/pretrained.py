@@ -1,0 +1,272 @@
+"""Write a model as a Hugging Face folder for transformers and vLLM, and its adapter for PEFT."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
+from transformers.utils.logging import set_tqdm_hook
+
+from hybridengine.model.lora import adapter_shards, has_experts, peft_factors
+from hybridengine.model.parameters import (
+    meta_copy,
+    parameter_shards,
+    saved_dtypes,
+    use_checkpoint_names,
+)
+from hybridengine.model.shared.frozen_base import full_base
+from hybridengine.run.all_ranks import run_on_rank0
+from hybridengine.run.errors import ModelError
+from hybridengine.run.storage import atomic_folder, check_disk_space
+from hybridengine.run.writes import note_progress, writing_to
+from hybridengine.sync.adapter import ExpertAdapter
+from hybridengine.sync.shards import full_tensor
+from hybridengine.train.checkpoint.source import copy_files, copy_unread, unread_bytes
+
+_PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+_RENAMED_BY_PEFT = tuple(f".{n}.weight" for n in ("gate_proj", "up_proj", "down_proj", "gate"))
+
+
+def save_pretrained(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    out_dir: str | Path,
+    dtype: torch.dtype,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write weights (in `dtype`), config, generation config and tokenizer; collective.
+
+    What transformers keeps in float32 stays in it. Tensors and files of the model's checkpoint that
+    it does not read are copied (`hybridengine.train.checkpoint.source`). Adapters are merged. The
+    folder is read back and compared before it takes its name, and replaces an existing one.
+
+    group: in which the other ranks wait for the write, see `all_ranks.new_write_group`; None: the
+    default group, whose timeout limits the write.
+
+    Raises:
+        ModelError: on every rank, if rank 0 cannot write; no incomplete folder is left.
+    """
+    out = Path(out_dir).absolute()
+    dtypes = saved_dtypes(model, dtype)
+    sizes = {name: tensor.numel() for name, tensor in parameter_shards(model).items()}
+    num_bytes = sum(size * dtypes[name].itemsize for name, size in sizes.items())
+    doing, source = f"saving the model to {str(out)!r}", model.config.name_or_path
+
+    def prepare() -> None:
+        check_disk_space(out, num_bytes + unread_bytes(meta_copy(model, dtype), source))
+
+    run_on_rank0(prepare, doing, group)
+    state_dict = _full_state_dict(model, dtypes)
+
+    def write() -> None:
+        write_pretrained(model, tokenizer, state_dict, out, dtype, source)
+
+    run_on_rank0(write, doing, group)
+
+
+def save_model_files(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    dtype: torch.dtype,
+    weights: bool,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write `huggingface/` and, with LoRA, `adapter/` into a checkpoint's `folder`; collective.
+
+    dtype: the dtype of the weights, and of a later export of the checkpoint.
+    weights: write the full weights as well as config and tokenizer.
+    group: see `save_pretrained`.
+    """
+    hf_folder = folder / "huggingface"
+
+    def save_configs() -> None:
+        config = copy.deepcopy(model.config)
+        config.dtype = dtype
+        with writing_to(hf_folder):
+            config.save_pretrained(hf_folder)
+            if model.can_generate():
+                model.generation_config.save_pretrained(hf_folder)
+            save_tokenizer(tokenizer, hf_folder)
+            copy_files(model.config.name_or_path, hf_folder)
+
+    if weights:
+        save_pretrained(model, tokenizer, hf_folder, dtype, group=group)
+    else:
+        doing = f"saving the model's configuration to {str(hf_folder)!r}"
+        run_on_rank0(save_configs, doing, group)
+    if hasattr(model, "peft_config"):
+        save_adapter(model, tokenizer, folder / "adapter", group)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save the tokenizer, and the files of the image processor beside which it was loaded.
+
+    The tokenizer's chat template, of chat_template.jinja, is the processor's too.
+    """
+    tokenizer.save_pretrained(folder)
+    if not tokenizer.name_or_path:  # made in memory
+        return
+    for name in _PROCESSOR_FILES:
+        file = cached_file(
+            tokenizer.name_or_path,
+            name,
+            local_files_only=True,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if file is None:
+            continue
+        text = Path(file).read_text()
+        settings = json.loads(text)
+        if tokenizer.chat_template and settings.pop("chat_template", None):  # of the model before
+            text = json.dumps(settings, indent=2) if settings else ""
+        if text:
+            (folder / name).write_text(text)
+
+
+@torch.no_grad()
+def _full_state_dict(
+    model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]
+) -> dict[str, torch.Tensor]:
+    """Gather full tensors in `dtypes`, one at a time, to the CPU of rank 0; empty elsewhere.
+
+    `get_model_state_dict(full_state_dict=True, cpu_offload=True)` gathers float32: twice the
+    traffic, and twice the memory on rank 0.
+    """
+    adapters, state_dict = adapter_shards(model), {}
+    for name, tensor in parameter_shards(model).items():
+        with full_base(model, name):
+            if name in adapters:
+                # A base in the engine's dtype would round the sum before `dtypes` do.
+                tensor = adapters[name].merge_full(tensor.float()).to(dtypes[name])
+            else:
+                tensor = tensor.to(dtypes[name])  # before the gather
+            full = full_tensor(tensor)
+            if dist.get_rank() == 0:
+                state_dict[name] = full.to("cpu", copy=full is tensor)  # no view of the engine's
+    return state_dict
+
+
+def write_pretrained(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    state_dict: Mapping[str, torch.Tensor],
+    out: Path,
+    dtype: torch.dtype,
+    source: str | None,
+    **origin: str,
+) -> None:
+    """Write full tensors, named as by `parameter_shards`, then read them back and compare.
+
+    model: gives the class and the configs only.
+    state_dict: in the dtypes of `saved_dtypes(model, dtype)`.
+    source: path or hub name of the model that was trained, whose other tensors and files are copied
+      (`hybridengine.train.checkpoint.source`); None, or one that is not there: none are.
+    origin: further entries of the folder's manifest, see `storage.write_manifest`.
+
+    Raises:
+        ModelError: transformers loads other values than were written; no folder is left.
+    """
+    skeleton = meta_copy(model, dtype)
+    if model.can_generate():
+        skeleton.generation_config = model.generation_config
+    use_checkpoint_names(skeleton)
+    with atomic_folder(out, **origin) as partial:
+        skeleton.save_pretrained(partial, state_dict=dict(state_dict))
+        save_tokenizer(tokenizer, partial)
+        copy_unread(skeleton, source, partial)
+        copy_files(source, partial)
+        _compare(type(skeleton), partial, state_dict, dtype)
+
+
+def _compare(
+    model_class: Any, folder: Path, written: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> None:
+    before = set_tqdm_hook(_note_loaded)
+    try:
+        model, report = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    finally:
+        set_tqdm_hook(before)
+    loaded, wrong = parameter_shards(model), set()
+    for name, x in loaded.items():
+        note_progress()
+        if x.dtype != written[name].dtype or not torch.equal(x, written[name]):
+            wrong.add(name)
+    if names := sorted(wrong | set(report["missing_keys"]) | (set(written) - set(loaded))):
+        raise ModelError(
+            f"the saved model differs from the model in memory: {len(names)} tensors, such as "
+            f"{names[0]!r}, are missing, changed or not finite"
+        )
+
+
+def _note_loaded(bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Note progress at every item of a progress bar of transformers: a tensor that is read."""
+
+    def items() -> Iterator[Any]:
+        for item in args[0]:
+            note_progress()
+            yield item
+
+    return bar(*(items() for _ in args[:1]), *args[1:], **kwargs)
+
+
+@torch.no_grad()
+def save_adapter(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    out_dir: str | Path,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write adapter and tokenizer as a folder for `peft.PeftModel.from_pretrained`; collective.
+
+    The adapter is in float32.
+
+    group: see `save_pretrained`.
+
+    Raises:
+        ModelError: on every rank, if rank 0 cannot write.
+    """
+    tensors = {}
+    for name, factor in peft_factors(model).items():
+        full = full_tensor(factor.parameter.detach())
+        if dist.get_rank() == 0:
+            tensors[name] = factor.stored(full.cpu()).contiguous()
+
+    config: Any = copy.copy(*model.peft_config.values())
+    adapted = adapter_shards(model)
+    of_experts = {name for name, adapter in adapted.items() if isinstance(adapter, ExpertAdapter)}
+    # PEFT would take a linear layer of these names for experts, but reads a full parameter's name.
+    renamed = {n for n in adapted if n.endswith(_RENAMED_BY_PEFT)} if has_experts(model) else set()
+    by_parameter = of_experts | renamed
+    config.target_modules = sorted(n.removesuffix(".weight") for n in adapted.keys() - by_parameter)
+    config.target_parameters = sorted(by_parameter) or None
+    config.base_model_name_or_path = _base_name(model.config.name_or_path or "")
+    config.inference_mode = True
+
+    def write() -> None:
+        with atomic_folder(Path(out_dir).absolute()) as out:
+            save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
+            config.save_pretrained(str(out))
+            save_tokenizer(tokenizer, out)
+
+    run_on_rank0(write, f"saving the adapter to {str(out_dir)!r}", group)
+
+
+def _base_name(name: str) -> str:
+    """Return the absolute path of a local base model, or a hub name unchanged."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name

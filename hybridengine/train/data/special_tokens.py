@@ -1,0 +1,142 @@
+"""Keep special tokens that data contains apart from those that the chat template writes.
+
+A message may contain the text of a special token, such as <|im_end|>. `hide` replaces it by private
+characters of the same length before the template is rendered. `encode` reads the rendered text
+with a copy of the tokenizer in which the two are exchanged: special tokens of the template are
+special tokens, those of messages are text like any other, with the same neighbours.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from hybridengine.run.errors import DataError, shorten
+
+_PRIVATE = 0xF0000  # added to each character of a hidden special token
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer.
+
+    policy: what those in data are: "text", "allow" (special tokens), or "error".
+
+    Attributes:
+        ids, texts: of all special tokens, those that the tokenizer has names for and any other.
+    """
+
+    def __init__(self, tokenizer: Any, policy: str) -> None:
+        self._tokenizer, self.policy = tokenizer, policy
+        special = set(tokenizer.all_special_ids)  # named ones: BOS, EOS, …
+        added = tokenizer.added_tokens_decoder.items()
+        self._ids = {
+            token.content: number for number, token in added if token.special or number in special
+        }
+        self.ids = special | set(self._ids.values())
+        self.texts = texts = sorted(self._ids, key=len, reverse=True)  # the longest match first
+        self._shown = _any_of(texts)
+        self._hidden = _any_of([_moved(text, _PRIVATE) for text in texts])
+
+    def hide(self, where: str, value: Any) -> Any:
+        """Return `value`, a chat or tool schemas, with the special tokens in its texts hidden.
+
+        Raises DataError where the policy is "error".
+        """
+        if self.policy == "allow":
+            return value
+        if isinstance(value, Mapping):
+            return {self.hide(where, k): self.hide(where, v) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.hide(where, item) for item in value]
+        if not isinstance(value, str):
+            return value
+        found = self._hidden.search(value) or self._shown.search(value)
+        if found and (self.policy == "error" or self._hidden.search(value)):
+            raise DataError(
+                f"{where}: {shorten(repr(value), 80)} contains {found[0]!r}, a special token of "
+                "the tokenizer (or its private form); remove it, or set data.special_tokens to "
+                "text or allow"
+            )
+        return self._shown.sub(lambda match: _moved(match[0], _PRIVATE), value)
+
+    def reveal(self, value: Any) -> Any:
+        """Undo `hide`."""
+        if isinstance(value, Mapping):
+            return {self.reveal(k): self.reveal(v) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.reveal(item) for item in value]
+        if isinstance(value, str):
+            return self._hidden.sub(lambda match: _moved(match[0], -_PRIVATE), value)
+        return value
+
+    def encode(self, texts: Sequence[str], **options: Any) -> Any:
+        """Return the tokenizer's encoding of rendered texts, with what is hidden as text.
+
+        options: of the tokenizer. Raises DataError where the tokenizer cannot encode a special
+        token as text.
+        """
+        encoded = self._tokenizer(list(texts), add_special_tokens=False, **options)
+        for i, text in enumerate(texts):
+            if self._hidden.search(text):
+                ids, offsets = self._encode_hidden(text)
+                encoded["input_ids"][i] = ids
+                if "offset_mapping" in encoded:
+                    encoded["offset_mapping"][i] = offsets
+        return encoded
+
+    def _encode_hidden(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        exchanged, expected, end = "", list[int](), 0
+        for match in self._shown.finditer(text):
+            exchanged += self.reveal(text[end : match.start()]) + _moved(match[0], _PRIVATE)
+            expected.append(self._ids[match[0]])
+            end = match.end()
+        exchanged += self.reveal(text[end:])
+        backend, numbers = self._exchanged
+        encoding = backend.encode(exchanged, add_special_tokens=False)
+        ids = [numbers.get(number, number) for number in encoding.ids]
+        unknown, special = self._tokenizer.unk_token_id, set(self._ids.values())
+        if [i for i in ids if i in special and i != unknown] != [
+            i for i in expected if i != unknown
+        ]:
+            raise DataError(self._cannot(text))
+        return ids, list(encoding.offsets)
+
+    @cached_property
+    def _exchanged(self) -> tuple[Any, dict[int, int]]:
+        """The tokenizer with special tokens in their private form, and its added tokens' ids."""
+        from tokenizers import Tokenizer
+
+        if not self._tokenizer.is_fast:
+            raise DataError(self._cannot(""))
+        state = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        for token in state["added_tokens"]:
+            if token["content"] in self._ids:
+                token["content"] = _moved(token["content"], _PRIVATE)
+        backend = Tokenizer.from_str(json.dumps(state))
+        backend.no_truncation()
+        backend.no_padding()
+        numbers: dict[int, int] = {}
+        for token in state["added_tokens"]:
+            number = backend.token_to_id(token["content"])
+            assert number is not None
+            numbers[number] = token["id"]
+        return backend, numbers
+
+    def _cannot(self, text: str) -> str:
+        found = self._hidden.search(text)
+        what = self.reveal(found[0]) if found else "special tokens"
+        return (
+            f"the tokenizer cannot encode {what!r} in a message as text; remove it from the data, "
+            "or set data.special_tokens=allow"
+        )
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+
+def _moved(text: str, distance: int) -> str:
+    return "".join(chr(ord(character) + distance) for character in text)

@@ -1,0 +1,153 @@
+"""Metrics of a step over the tokens of all replicas: reductions in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from statistics import fmean
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridengine.run.errors import RolloutError
+from hybridengine.train.batch import RolloutBatch
+from hybridengine.train.outcomes import Outcomes
+
+
+def batch_metrics(batch: RolloutBatch, group: dist.ProcessGroup | None) -> dict[str, float]:
+    """Summarize scores, advantages, returns, values, lengths and further results of the reward.
+
+    group: one rank of every replica (`DataParallel.group`). Collective.
+    """
+    outcomes = batch.outcomes.last
+    num_sampled = batch.outcomes.sum_of_trajectories(batch.outcomes.num_sampled)
+    scores_by_group: dict[int, set[float]] = {}
+    for number, score in zip(outcomes.groups.tolist(), outcomes.scores.tolist(), strict=True):
+        scores_by_group.setdefault(number, set()).add(score)
+    per_token = {
+        "critic/advantages": batch.advantages,
+        "critic/returns": batch.returns,
+        "critic/values": batch.values,
+        "num_kept": batch.columns.get("num_kept"),
+    }
+    rewards = {**outcomes.extras, **outcomes.counts}
+    return {
+        **mean_max_min("critic/score", outcomes.scores),
+        **_mean_max_min_over_ranks(
+            {name: _counted(batch, x) for name, x in per_token.items() if x is not None}, group
+        ),
+        **mean_max_min("response_length", num_sampled),
+        **mean_max_min("prompt_length", batch.outcomes.first.prompt_lengths),
+        "response_length/clip_ratio": float(outcomes.is_truncated.double().mean()),
+        "frac_reward_zero_std": fmean(len(scores) == 1 for scores in scores_by_group.values()),
+        **{f"reward/{name}": float(values.mean()) for name, values in rewards.items()},
+        **turn_metrics(outcomes),
+    }
+
+
+def turn_metrics(outcomes: Outcomes) -> dict[str, float]:
+    """Summarize the numbers of trajectories of several turns; verl's names where it has them."""
+    metrics: dict[str, float] = {}
+    for name, values in outcomes.turns.items():
+        if name in ("num_turns", "timing_s/agent_loop/tool_calls"):
+            metrics |= mean_max_min(name, values)
+        else:
+            metrics[f"agent_loop/{name}"] = float(values.mean())
+    return metrics
+
+
+def mean_max_min(name: str, values: Tensor) -> dict[str, float]:
+    """Mean, maximum and minimum of `values` as <name>/mean and so on."""
+    numbers = {"mean": values.double().mean(), "max": values.max(), "min": values.min()}
+    return {f"{name}/{kind}": float(value) for kind, value in numbers.items()}
+
+
+def probs_diff(
+    batch: RolloutBatch, group: dist.ProcessGroup | None, exact: bool = False
+) -> dict[str, float]:
+    """Compare the engine's probabilities with the trainer's of the same tokens. Collective.
+
+    Names are verl's. A mean below 0.005 is healthy; above 0.01 engine and trainer run different
+    models. The mean ratio is of the trainer's to the engine's probability: 1 where both are over
+    the same vocabulary entries, and what the trainer gives to the engine's entries otherwise. What
+    has no value is left out: all where no token is trained on, the correlation of equal numbers.
+
+    Raises:
+        RolloutError: with `exact`, on every rank, if the log-probs of any token are not equal.
+    """
+    assert batch.old_log_probs is not None
+    p, q = (
+        x[batch.response_mask].double().exp()
+        for x in (batch.old_log_probs, batch.rollout_log_probs)
+    )
+    diff, ratio = (p - q).abs(), p / q
+    count, sum_p, sum_q, sum_diff, sum_ratio = _sum_over_ranks(
+        torch.stack([torch.ones_like(p), p, q, diff, ratio]).sum(1), group
+    )
+    largest = _max(diff).clamp(min=0)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    if exact and largest != 0:  # also where it is NaN
+        raise RolloutError(
+            "rollout.exact: the engine's log-probs are not the trainer's (a probability differs by "
+            f"{float(largest):.1e}), so the responses are not of the trained weights, or an "
+            "operator is not exact. `hybridengine parity` on this run names the first difference; "
+            "rollout.exact=off goes on without the check"
+        )
+    if count == 0:
+        return {}
+    p, q = p - sum_p / count, q - sum_q / count
+    pp, qq, pq = _sum_over_ranks(torch.stack([p * p, q * q, p * q]).sum(1), group)
+    correlation = float((pq / (pp * qq).sqrt()).clamp(-1, 1))
+    metrics = {
+        "training/rollout_probs_diff_mean": float(sum_diff / count),
+        "training/rollout_probs_diff_max": float(largest),
+        "training/rollout_ratio_mean": float(sum_ratio / count),
+    }
+    if not math.isnan(correlation):
+        metrics["training/rollout_actor_probs_pearson_corr"] = correlation
+    return metrics
+
+
+def explained_variance(batch: RolloutBatch, group: dist.ProcessGroup | None) -> float:
+    """Compute 1 - var(returns - values) / var(returns) over all tokens. Collective."""
+    assert batch.values is not None and batch.returns is not None
+    both = torch.stack([batch.returns - batch.values, batch.returns]).double()
+    both = _counted(batch, both.T).T
+    sums = _sum_over_ranks(torch.stack([*both.sum(1), both.new_tensor(both.size(1))]), group)
+    mean = sums[:2] / sums[2]
+    residual, variance = _sum_over_ranks((both - mean[:, None]).square().sum(1), group) / sums[2]
+    return float(1 - residual / variance.clamp(min=1e-8))
+
+
+def _counted(batch: RolloutBatch, per_token: Tensor) -> Tensor:
+    """Return what this replica adds to a statistic over all tokens: nothing if it is a dummy."""
+    if batch.is_dummy:
+        return per_token[:0]
+    return per_token if batch.sampled is None else per_token[batch.sampled]
+
+
+def _sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    dist.all_reduce(values, group=group)
+    return values
+
+
+def _max(values: Tensor) -> Tensor:
+    return values.max() if values.numel() else values.new_tensor(-torch.inf)
+
+
+def _mean_max_min_over_ranks(
+    values: Mapping[str, Tensor], group: dist.ProcessGroup | None
+) -> dict[str, float]:
+    """Compute `mean_max_min` of several tensors [T] over all ranks."""
+    tensors = [x.double() for x in values.values()]
+    sums = torch.stack([torch.stack([x.sum(), x.new_tensor(x.numel())]) for x in tensors])
+    limits = torch.stack([torch.stack([_max(x), _max(-x)]) for x in tensors])
+    dist.all_reduce(sums, group=group)
+    dist.all_reduce(limits, dist.ReduceOp.MAX, group=group)
+    metrics: dict[str, float] = {}
+    for name, (total, count), (largest, smallest) in zip(
+        values, sums.tolist(), limits.tolist(), strict=True
+    ):
+        metrics |= {f"{name}/mean": total / count, f"{name}/max": largest, f"{name}/min": -smallest}
+    return metrics

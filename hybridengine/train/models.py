@@ -1,0 +1,390 @@
+"""The policy of an RL run, with the losses of its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybridengine.kernels import (
+    RolloutCorrection,
+    policy_loss,
+    rollout_correction,
+    select_by_covariance,
+)
+from hybridengine.model import (
+    Optimizer,
+    PackedBatch,
+    RouterReplay,
+    accepts_head_function,
+    free_gathered,
+    packed_log_probs,
+    packed_policy_loss,
+)
+from hybridengine.moe.batch_routes import pop_metrics
+from hybridengine.run.config import RLConfig
+from hybridengine.run.config.algorithm import RolloutCorrectionConfig
+from hybridengine.train.algorithms import KLController
+from hybridengine.train.batch import DataParallel, RolloutBatch, mean_metrics
+from hybridengine.train.learner import Learner
+from hybridengine.train.token_record import TokenRecord
+
+_MIN_MEAN_WEIGHT = 1e-8  # weights of a smaller mean are not normalised, as in verl
+_COV_KL_COEF = 0.1  # of kl_cov, verl's ppo_kl_coef
+_COV_MODES = ("clip_cov", "kl_cov")  # choose tokens by the old log-probs
+_CORRECTION_NAMES = {  # the kernel's -> verl's
+    "is_weight_mean": "rollout_is_mean",
+    "is_weight_max": "rollout_is_max",
+    "is_clipped_fraction": "rollout_is_clipped_fraction",
+    "rejected_fraction": "rollout_rs_masked_fraction",
+}
+
+
+def needs_old_log_probs(config: RLConfig, num_mini_batches: int) -> bool:
+    """Return whether the update needs old log-probs from a forward pass of their own.
+
+    It does not where a batch is used for one optimizer step and nothing before that step reads
+    them: the policy is then still the one of the old log-probs (`Actor.update_once`). Distillation
+    reads none.
+    """
+    if config.distills:
+        return False
+    return (
+        config.actor.ppo_epochs * num_mini_batches > 1
+        or config.algorithm.use_kl_in_reward
+        or bool(config.algorithm.rollout_correction.rejection)
+        or config.algorithm.rollout_correction.rollout_is_batch_normalize
+        or config.actor.policy_loss.loss_mode in _COV_MODES
+    )
+
+
+class Actor(Learner):
+    """Policy model, optimizer and, where a KL needs one, the frozen reference.
+
+    reference: enters a context and returns the reference model: a copy of its own, or the policy
+      with its adapters disabled.
+    total_steps: of the run, for the schedule of the KL coefficient.
+
+    Attributes:
+        record: takes what updates compute per token; None: nobody reads it.
+    """
+
+    name = "actor"
+    record: TokenRecord | None = None
+
+    def __init__(
+        self,
+        config: RLConfig,
+        model: nn.Module,
+        reference: Callable[[], AbstractContextManager[nn.Module]] | None,
+        optimizer: Optimizer,
+        dp: DataParallel,
+        total_steps: int = 1,
+    ) -> None:
+        super().__init__(config, model, optimizer, dp)
+        self._reference, self._temperature = reference, config.rollout.temperature
+        self.kl: KLController | None = None
+        if (actor := config.actor).use_kl_loss:
+            self.kl = KLController(actor.kl_loss_ctrl, actor.kl_loss_coef, total_steps)
+
+    @property
+    def _options(self) -> RolloutCorrectionConfig:
+        return self._config.algorithm.rollout_correction
+
+    @property
+    def _kl_coef(self) -> float:
+        return self.kl.coef if self.kl is not None else 0.0
+
+    def ref_log_probs(self, batch: RolloutBatch) -> Tensor | None:
+        """Compute the reference's log-probs, [R]; None without a reference."""
+        if self._reference is None:
+            return None
+        with self._dp.session.phase("ref"), self._reference() as reference:
+            return self._log_probs(reference, batch)
+
+    def old_log_probs(self, batch: RolloutBatch) -> Tensor:
+        """Compute the policy's log-probs before the update, [R]."""
+        with self._dp.session.phase("old_log_prob"):
+            if self._config.actor.router_replay != "old":
+                return self._log_probs(self.model, batch)
+            self._recorded: list[Tensor] = []
+            return self._log_probs(self.model, batch, self._recording_forward)
+
+    def _log_probs(
+        self,
+        model: nn.Module,
+        batch: RolloutBatch,
+        forward: Callable[[nn.Module, PackedBatch], tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
+        forward = forward or self._forward
+        log_probs = batch.per_token(lambda micro_batch: forward(model, micro_batch)[0])
+        free_gathered(model)
+        return log_probs
+
+    def _recording_forward(
+        self, model: nn.Module, micro_batch: PackedBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Run `_forward` and note the routes, which the update replays."""
+        replay, ids = RouterReplay.of(model), micro_batch.input_ids
+        assert replay is not None
+        with replay.record(ids.numel(), ids.device) as call:
+            result = self._forward(model, micro_batch)
+        self._recorded.append(call.routes)
+        return result
+
+    def _forward(self, model: nn.Module, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Compute log-probs and entropy [r], over what sampling kept where that is replayed."""
+        return packed_log_probs(model, micro_batch, self._temperature)
+
+    def rollout_correction(self, batch: RolloutBatch) -> RolloutCorrection:
+        """Return (importance weights, response mask after rejection, metrics by verl's names).
+
+        Collective.
+        """
+        old, mask = batch.old_log_probs, batch.response_mask
+        assert old is not None
+        num_tokens = mask.sum()
+        dist.all_reduce(num_tokens, group=self._dp.group)
+        correction = self._correction(
+            old, batch.rollout_log_probs, batch.cu_seqlens, mask, num_tokens
+        )
+        metrics = self._dp.reduce_metrics([correction.metrics])
+        weights = correction.weights
+        if self._options.rollout_is_batch_normalize:
+            assert weights is not None
+            weights, mean = self._normalized(batch, weights, mask)
+            metrics["rollout_corr/rollout_is_batch_norm_factor"] = mean
+        return correction._replace(weights=weights, metrics=metrics)
+
+    def _normalized(
+        self, batch: RolloutBatch, weights: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Divide importance weights [R] by their mean over all tokens, or over all responses.
+
+        Returns (weights, mean), as verl's rollout_is_batch_normalize. Collective.
+        """
+        share = mask.to(weights.dtype)
+        if self._options.rollout_is == "sequence":
+            share = share / batch.sequence_sums(share)[batch.sequence_ids].clamp(min=1)
+        total = torch.stack([(weights * share).sum(), share.sum()])
+        dist.all_reduce(total, group=self._dp.group)
+        mean = total[0] / total[1].clamp(min=1)
+        mean = torch.where(mean > _MIN_MEAN_WEIGHT, mean, 1.0)
+        return weights / mean, mean
+
+    def _step(self, batch: RolloutBatch, number: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Run one optimizer step; with bypass_mode, normalised weights need a forward before it."""
+        options = self._options
+        if not (options.bypass_mode and options.rollout_is_batch_normalize):
+            return super()._step(batch, number)
+        own = torch.zeros_like(batch.rollout_log_probs)
+        with torch.no_grad():
+            for micro_batch in batch.mini_batches[number]:
+                own[micro_batch.row_index] = self._forward(self.model, micro_batch)[0]
+        mask = batch.response_mask & batch.in_mini_batch(number)
+        correction = self.rollout_correction(replace(batch, old_log_probs=own, response_mask=mask))
+        metrics, outputs = super()._step(replace(batch, is_weights=correction.weights), number)
+        return correction.metrics | metrics, outputs
+
+    def update(self, batch: RolloutBatch) -> dict[str, float]:
+        """Run ppo_epochs optimizer steps per mini-batch, by batch.advantages; return metrics."""
+        with self._dp.session.phase("update_actor"):
+            if self._config.actor.policy_loss.loss_mode in _COV_MODES:
+                batch = replace(batch, selected=self._select(batch))
+            pop_metrics(self.model)  # of the passes before
+            if self._config.actor.router_replay == "old":
+                batch = batch.with_each("routes", self._recorded)
+            metrics = self._epochs(self._with_active_rows(batch))
+            metrics |= pop_metrics(self.model)
+            return metrics | self._next_kl_coef(batch, metrics)
+
+    def update_once(self, batch: RolloutBatch) -> tuple[Tensor, dict[str, float]]:
+        """Run the only optimizer step of a batch whose old log-probs are not computed before.
+
+        The policy is still the one of the old log-probs, so they are this step's own log-probs,
+        detached: every ratio is 1, and the rollout correction is computed per micro-batch.
+        Returns (old log-probs [R], metrics).
+        """
+        assert batch.old_log_probs is None and len(batch.mini_batches) == 1
+        with self._dp.session.phase("update_actor"):
+            pop_metrics(self.model)  # of the passes before
+            tensors, log_probs = self._step(self._with_active_rows(batch), 0)
+            metrics = mean_metrics([tensors]) | pop_metrics(self.model)
+            metrics |= self._next_kl_coef(batch, metrics)
+            return batch.join(log_probs), metrics
+
+    def _next_kl_coef(self, batch: RolloutBatch, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the KL coefficient of this update as a metric; set that of the next one."""
+        if self.kl is None:
+            return {}
+        used = self.kl.coef
+        self.kl.update(metrics["actor/kl_loss"], len(batch.outcomes.last))
+        return {"actor/kl_coef": used}
+
+    def _with_active_rows(self, batch: RolloutBatch) -> RolloutBatch:
+        """Find the tokens that may have a gradient: unmasked, with an advantage other than 0.
+
+        Their numbers set the sizes of the head's gradient products, so the host waits for them,
+        once per update: one copy for all micro-batches. A KL or entropy term has a gradient at
+        every token, and in two modes the gradient is no multiple of the token's own advantage.
+        """
+        actor = self._config.actor
+        every_token = actor.entropy_coeff or self._kl_coef
+        if every_token or actor.policy_loss.loss_mode in ("kl_cov", "geo_mean"):
+            return batch
+        assert batch.advantages is not None
+        has_gradient, micro_batches = batch.advantages != 0, batch.micro_batches
+        flags = [batch.mask_of(m) & m.take(has_gradient) for m in micro_batches]
+        parts = torch.cat(flags).cpu().split([flag.numel() for flag in flags])
+        device = has_gradient.device
+        return batch.with_each("active_rows", [x.nonzero().squeeze(1).to(device) for x in parts])
+
+    def micro_batch_loss(
+        self, batch: RolloutBatch, micro_batch: PackedBatch, num_tokens: Tensor, num_seqs: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        actor, take = self._config.actor, micro_batch.take
+        clip_ratio_low, clip_ratio_high = self._config.clip_ratios
+        reinforces = self._options.loss_type == "reinforce"
+        arguments = {
+            "old_log_probs": take(batch.old_log_probs),
+            "advantages": take(batch.advantages),
+            "response_mask": batch.mask_of(micro_batch),
+            "loss_mode": "gpg" if reinforces else actor.policy_loss.loss_mode,
+            "clip_ratio_low": clip_ratio_low,
+            "clip_ratio_high": clip_ratio_high,
+            "clip_ratio_c": actor.clip_ratio_c,
+            "selected": take(batch.selected),
+            "cov_kl_coef": _COV_KL_COEF,
+            "loss_agg_mode": actor.loss_agg_mode,
+            "loss_scale_factor": self._config.data.max_response_length,
+            "cu_seqlens": micro_batch.cu_rows,
+            "global_num_tokens": num_tokens,
+            "global_num_seqs": num_seqs,
+            "ref_log_probs": take(batch.ref_log_probs) if actor.use_kl_loss else None,
+            "kl_coef": self._kl_coef,
+            "kl_type": actor.kl_loss_type,
+            "entropy_coeff": actor.entropy_coeff,
+            "rollout_is_weights": take(batch.is_weights),
+        }
+        form = self._one_pass if self._permits_one_pass(batch, micro_batch) else self._two_steps
+        return form(batch, micro_batch, arguments)
+
+    def _permits_one_pass(self, batch: RolloutBatch, micro_batch: PackedBatch) -> bool:
+        """Return whether the loss and its gradients can be computed in the forward.
+
+        Not without a head function, for the rows of part of a sequence (Ulysses), over kept entries
+        only (a sparse head), and where a token's importance weight or rejection depends on
+        log-probs of this step of its whole response.
+        """
+        options = self._options
+        by_response = options.rollout_is == "sequence"
+        corrects = options.loss_type == "reinforce" or bool(options.rejection)
+        return (
+            accepts_head_function(self.model)
+            and micro_batch.shard is None
+            and micro_batch.kept is None
+            and not (batch.old_log_probs is None and by_response)
+            and not (options.bypass_mode and corrects)
+        )
+
+    def _one_pass(
+        self, batch: RolloutBatch, micro_batch: PackedBatch, arguments: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Compute the loss from hidden states: 6 T H V operations in the head."""
+        correction = self._options
+        if batch.old_log_probs is None and correction.rollout_is is not None:
+            lower, upper = correction.is_bounds
+            arguments |= {
+                "rollout_log_probs": micro_batch.take(batch.rollout_log_probs),
+                "rollout_is_lower": lower,
+                "rollout_is_threshold": upper,
+            }
+        loss, log_probs, entropy, loss_metrics = packed_policy_loss(
+            self.model,
+            micro_batch,
+            self._temperature,
+            grad_scale=self._dp.grad_scale(self.optimizer),
+            **arguments,
+        )
+        if self.record is not None:
+            self.record.add(batch, micro_batch, log_probs, entropy, arguments)
+        metrics = _prefixed(loss_metrics)
+        if batch.old_log_probs is None or correction.bypass_mode:
+            metrics |= self._own_correction(batch, micro_batch, log_probs, arguments).metrics
+        return loss, metrics, log_probs
+
+    def _two_steps(
+        self, batch: RolloutBatch, micro_batch: PackedBatch, arguments: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Compute log-probs, then the loss: 8 T H V operations, 6 where the logits are kept."""
+        log_probs, entropy = self._forward(self.model, micro_batch)
+        metrics: dict[str, Tensor] = {}
+        if batch.old_log_probs is None or self._options.bypass_mode:
+            correction = self._own_correction(batch, micro_batch, log_probs.detach(), arguments)
+            metrics, arguments["response_mask"] = correction.metrics, correction.response_mask
+            if self._options.applies_weights and batch.is_weights is None:
+                arguments["rollout_is_weights"] = correction.weights
+        loss, loss_metrics = policy_loss(log_probs, entropy=entropy, **arguments)
+        if self.record is not None:
+            self.record.add(batch, micro_batch, log_probs, entropy, arguments)
+        return loss, metrics | _prefixed(loss_metrics), log_probs
+
+    def _own_correction(
+        self, batch: RolloutBatch, micro_batch: PackedBatch, own: Tensor, arguments: dict[str, Any]
+    ) -> RolloutCorrection:
+        """Correct for the gap between the engine's log-probs and those of this step, `own`."""
+        rollout = micro_batch.take(batch.rollout_log_probs)
+        mask, num_tokens = arguments["response_mask"], arguments["global_num_tokens"]
+        return self._correction(own, rollout, micro_batch.cu_rows, mask, num_tokens)
+
+    def _select(self, batch: RolloutBatch) -> Tensor:
+        """Select tokens of each mini-batch of all replicas by covariance, bool [R]. Collective."""
+        assert batch.old_log_probs is not None and batch.advantages is not None
+        session = self._dp.session
+        generator = torch.Generator(session.device)
+        generator.manual_seed(self._config.seed + session.step)
+        columns = torch.stack([batch.old_log_probs, batch.advantages, batch.response_mask.float()])
+        selected = torch.zeros_like(batch.response_mask)
+        for number in range(len(batch.mini_batches)):
+            gathered, is_own = self._dp.gather_tokens(batch, number, columns)
+            log_probs, advantages, mask = gathered
+            chosen = select_by_covariance(
+                log_probs,
+                advantages,
+                loss_mode=self._config.actor.policy_loss.loss_mode,
+                response_mask=mask.bool(),
+                generator=generator,
+            )
+            selected[batch.in_mini_batch(number)] = chosen[is_own]
+        return selected
+
+    def _correction(
+        self, old: Tensor, rollout: Tensor, cu_seqlens: Tensor, mask: Tensor, num_tokens: Tensor
+    ) -> RolloutCorrection:
+        options = self._options
+        lower, upper = options.is_bounds
+        correction = rollout_correction(
+            old,
+            rollout,
+            cu_seqlens=cu_seqlens,
+            response_mask=mask,
+            rollout_is=options.rollout_is,
+            rollout_is_threshold=upper,
+            rollout_is_lower=lower,
+            rejection=options.rejection,
+            global_num_tokens=num_tokens,
+        )
+        named = {
+            f"rollout_corr/{_CORRECTION_NAMES.get(name, name)}": value
+            for name, value in correction.metrics.items()
+        }
+        return correction._replace(metrics=named)
+
+
+def _prefixed(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"actor/{name}": value for name, value in metrics.items()}

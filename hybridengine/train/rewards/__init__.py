@@ -1,0 +1,1 @@
+"""Score responses. Modules that reward workers import need only the standard library."""

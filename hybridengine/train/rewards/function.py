@@ -1,0 +1,177 @@
+"""Import a `compute_score` function, with verl's signature, from a Python file."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hybridengine.run.errors import RewardError
+
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+LIST_ARGUMENTS = (*BATCH_ARGUMENTS, "prompts")
+
+CPU_LIMIT_S = 5.0  # of a call of a built-in rule
+CHECK = "check_ground_truth"  # of some built-in rules: called as the rule is, before a run
+
+_RULES = Path(__file__).with_name("rules")
+BUILT_IN = {
+    "math_verify": _RULES / "math_rule.py",
+    "gsm8k": _RULES / "gsm8k.py",
+    "turn_rewards": _RULES / "turn_rewards.py",  # those of tools and environments alone
+    "data_source": _RULES / "by_data_source.py",  # the rule of each row's data_source
+}
+
+
+@dataclass(frozen=True)
+class FunctionSource:
+    """Where a reward function is defined.
+
+    is_async: whether it is a coroutine function.
+    columns: of a function in TRL's form, the arguments that it takes, ("*",) for all; else None.
+    cpu_limit_s: of a built-in rule, the CPU time of a call above which its score is 0; None: no
+      limit but reward.timeout_s, which ends the run.
+    checks_ground_truth: whether it is a built-in rule whose module has CHECK.
+    """
+
+    file: Path
+    name: str
+    line: int
+    is_async: bool = False
+    columns: tuple[str, ...] | None = None
+    cpu_limit_s: float | None = None
+    checks_ground_truth: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.file}:{self.line})"
+
+    @property
+    def label(self) -> str:
+        """The name of its score among those of several functions."""
+        return self.file.stem if self.name == "compute_score" else self.name
+
+
+def reward_file(path: str | Path) -> Path:
+    """Return the file of `path`, a Python file or a name in BUILT_IN.
+
+    Raises RewardError where it does not exist.
+    """
+    file = BUILT_IN.get(str(path), Path(path).expanduser().resolve())
+    if file.is_dir():
+        raise RewardError(
+            f"reward file {file} is a folder; name the Python file in "
+            "reward.custom_reward_function.path"
+        )
+    if not file.is_file():
+        raise RewardError(
+            f"reward file {file} does not exist; check reward.custom_reward_function.path"
+        )
+    return file
+
+
+def import_reward_function(
+    path: str | Path, name: str = "compute_score", arguments: Sequence[str] | None = ARGUMENTS
+) -> tuple[Callable[..., Any], FunctionSource]:
+    """Import `name` from the file `path` into this process, and check that it takes `arguments`.
+
+    path: a Python file, or a name in BUILT_IN.
+    arguments: None does not check the signature.
+
+    Raises RewardError for a missing file, a file that fails to import, a missing function, and a
+    signature that does not take the arguments by name.
+    """
+    file = reward_file(path)
+    module = _module(file)
+    call = getattr(module, name, None)
+    if not callable(call):
+        functions = [n for n, v in vars(module).items() if inspect.isfunction(v)]
+        raise RewardError(
+            f"reward file {file} has no function {name!r}; functions there: "
+            f"{', '.join(functions) or 'none'} (reward.custom_reward_function.name)"
+        )
+    columns = trl_columns(call)
+    if arguments is not None and columns is None:
+        _check_signature(call, name, file, arguments)
+    code = getattr(inspect.unwrap(call), "__code__", None)
+    is_async = inspect.iscoroutinefunction(call)
+    line = code.co_firstlineno if code else 1
+    built_in = file in BUILT_IN.values()
+    limit, checks = CPU_LIMIT_S if built_in else None, built_in and hasattr(module, CHECK)
+    return call, FunctionSource(file, name, line, is_async, columns, limit, checks)
+
+
+def trl_columns(call: Callable[..., Any]) -> tuple[str, ...] | None:
+    """Return the arguments of a function in TRL's form, ("*",) for any; None for another form.
+
+    Its form is `(prompts, completions, **columns) -> list[float]`; an argument without a default
+    has to be a column of every row.
+    """
+    try:
+        parameters = inspect.signature(call).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return None
+    if "completions" not in parameters:
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return ("*",)
+    return tuple(parameters)
+
+
+def _check_signature(
+    call: Callable[..., Any], name: str, file: Path, arguments: Sequence[str]
+) -> None:
+    signature: inspect.Signature | str = "(?)"
+    try:
+        signature = inspect.signature(call)
+        signature.bind(**dict.fromkeys(arguments))
+    except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
+        raise RewardError(
+            f"reward function {name} in {file} must accept {', '.join(arguments)} by name, "
+            f"but its signature is {name}{signature}: {error}"
+        ) from None
+
+
+@cache
+def _module(file: Path) -> Any:
+    """Import the module of `file` once for all functions in it."""
+    return import_file(file)
+
+
+def import_file(file: Path) -> Any:
+    """Import the user's file as a module.
+
+    Raises RewardError, with the line, where it cannot be imported or ends the process.
+    """
+    spec = importlib.util.spec_from_file_location(f"_hybridengine_user_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise RewardError(f"file {file} is not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickling in the user's file look it up
+    try:
+        spec.loader.exec_module(module)
+    except RewardError:  # of a built-in rule, already a full message
+        raise
+    except SyntaxError as error:
+        raise RewardError(
+            f"file {error.filename}:{error.lineno} is not Python: {error.msg}"
+        ) from None
+    except (Exception, SystemExit) as error:
+        where = error_line(error, file, 1)
+        raise RewardError(
+            f"file {where} fails to import: {type(error).__name__}: {error}"
+        ) from error
+    return module
+
+
+def error_line(error: BaseException, file: Path, default: int) -> str:
+    """`file:line` of the deepest frame of `file` in the traceback of `error`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(file)]
+    return f"{file}:{lines[-1] if lines else default}"

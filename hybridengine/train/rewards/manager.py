@@ -1,0 +1,316 @@
+"""Combine the reward functions of a run into one score per response; register your own manager.
+
+    @register_manager("mine")
+    class Mine(RewardManager):
+        def score(self, samples, responses, lengths): ...        # a RewardResult
+
+Select it with `reward.reward_manager.name=mine` and its file in `model.external_lib`, or, without
+registering it, with `reward.reward_manager.name=package.module.Mine`. A manager runs in the rank;
+the functions that it calls by `score_responses` run in worker processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, count
+from typing import Any, NamedTuple
+
+from hybridengine.rewards.worker_main import TIMED_OUT
+from hybridengine.rewards.workers import CallError, RewardFunction
+from hybridengine.run.config import RewardConfig
+from hybridengine.run.errors import RewardError, shorten
+from hybridengine.train.data import PromptSample
+from hybridengine.train.rewards.results import to_text
+
+MANAGERS: dict[str, type[RewardManager]] = {}
+
+
+class ResponseTokens(NamedTuple):
+    """The tokens of a response, as rewards count them.
+
+    ids: all after the prompt, each once.
+    sampled: 1 for the model's, 0 for those of tools and users; None: all are the model's.
+    length: what data.max_response_length limits: the tokens of tools and users count, too, and of
+      a trajectory of several sequences the longest. None: all of `ids`.
+    """
+
+    ids: Sequence[int]
+    sampled: Sequence[int] | None = None
+    length: int | None = None
+
+
+class RewardPart(NamedTuple):
+    """One reward of those whose weighted sum is the score; `scores` holds N numbers."""
+
+    weight: float
+    scores: list[float]
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """Scores of N responses.
+
+    extras: N numbers for each further numeric result, by name; they become metrics.
+    parts: the rewards whose weighted sum is the score, by name; gdpo normalises each separately.
+    texts: N texts for each further result that is a text, None where a response has none; rollout
+      files contain them. "pred" is the answer that majority votes count.
+    counts: N numbers by name that are metrics of training only: no results of validation.
+    """
+
+    scores: list[float]
+    extras: dict[str, list[float]]
+    parts: dict[str, RewardPart] = field(default_factory=dict)
+    texts: dict[str, list[str | None]] = field(default_factory=dict)
+    counts: dict[str, list[float]] = field(default_factory=dict)
+
+    def texts_of(self, k: int) -> dict[str, str]:
+        """Return the texts of response `k`, by name."""
+        texts = {name: column[k] for name, column in self.texts.items()}
+        return {name: text for name, text in texts.items() if text is not None}
+
+    def fields_of(self, k: int) -> dict[str, Any]:
+        """Return the fields of a `Response` that are results of response `k`, by name."""
+        return {
+            "score": self.scores[k],
+            "extras": {name: x[k] for name, x in self.extras.items()},
+            "parts": {name: (part.weight, part.scores[k]) for name, part in self.parts.items()},
+            "texts": self.texts_of(k),
+            "counts": {name: x[k] for name, x in self.counts.items()},
+        }
+
+
+def score_responses(
+    function: RewardFunction, samples: Sequence[PromptSample], responses: Sequence[str]
+) -> RewardResult:
+    """Score `responses[i]`, an answer to `samples[i]`, in worker processes.
+
+    The function returns a number, or a dict with "score" and further results. Further numbers
+    become `extras`, texts `texts`. Numbers and "pred" must have the same names for every response.
+
+    Raises RewardError, with the sample, when the function raises, exceeds the workers' time-out,
+    ends its process, or returns anything else.
+    """
+    if not samples:
+        return RewardResult([], {})
+    try:
+        columns = _columns(function, samples, responses)
+        rows = function.workers.call(function, columns, len(samples))
+    except CallError as error:
+        first = f"first of {len(samples)}: " if error.index is None else ""
+        where = _describe(samples[error.index or 0], responses[error.index or 0])
+        raise RewardError(f"{error}; {first}{where}") from None
+    given = [{n for n, x in row.items() if isinstance(x, float) or n == "pred"} for row in rows]
+    for sample, response, own in zip(samples, responses, given, strict=True):
+        if own != given[0]:
+            now, before = (sorted(n - {"score"}) for n in (own, given[0]))
+            raise RewardError(
+                f"reward function {function.source}: extra results {now} where an earlier response "
+                f"had {before}; {_describe(sample, response)}"
+            )
+    results: dict[str, list[Any]] = {
+        name: [row.get(name) for row in rows] for name in dict.fromkeys(chain(*rows))
+    }
+    extras = {name: x for name, x in results.items() if isinstance(x[0], float)}
+    texts = {name: x for name, x in results.items() if name not in extras}
+    is_limited = function.source.cpu_limit_s is not None
+    counts = {TIMED_OUT: extras.pop(TIMED_OUT)} if is_limited else {}
+    return RewardResult(extras.pop("score"), extras, texts=texts, counts=counts)
+
+
+def _columns(
+    function: RewardFunction, samples: Sequence[PromptSample], responses: Sequence[str]
+) -> dict[str, list[Any]]:
+    """Return the arguments of a function by name, a value for each response."""
+    if function.source.columns is not None:
+        return _trl_columns(function.source.columns, samples, responses)
+    values: dict[str, list[Any]] = {
+        "data_source": [s.data_source for s in samples],
+        "solution_str": list(responses),
+        "ground_truth": [s.ground_truth for s in samples],
+        "extra_info": [s.extra_info for s in samples],
+        "prompt": [s.chat for s in samples],
+    }
+    plural = "s" if function.takes_lists else ""
+    named = {name + plural: column for name, column in values.items()}
+    return {name: column for name, column in named.items() if name in function.arguments}
+
+
+def _trl_columns(
+    taken: Sequence[str], samples: Sequence[PromptSample], responses: Sequence[str]
+) -> dict[str, list[Any]]:
+    """Return the arguments of a function in TRL's form: the chats and the other columns of rows.
+
+    taken: the names of the columns that it takes; ("*",) for all.
+    """
+    rows = [{"ground_truth": s.ground_truth, **s.extra_info} for s in samples]
+    columns: dict[str, list[Any]] = {
+        name: [row.get(name) for row in rows] for name in dict.fromkeys(chain(*rows))
+    }
+    columns["prompts"] = [list(s.chat) for s in samples]
+    columns["completions"] = [[{"role": "assistant", "content": text}] for text in responses]
+    return columns if taken == ("*",) else {n: columns[n] for n in taken if n in columns}
+
+
+def _describe(sample: PromptSample, response: str) -> str:
+    prompt, response = (repr(shorten(text, 300)) for text in (sample.prompt_text, response))
+    truth = shorten(repr(sample.ground_truth), 300)
+    where = f"row {sample.index} of the data (from 0)"
+    return f"prompt {prompt}, response {response}, ground truth {truth}, {where}"
+
+
+def register_manager(name: str) -> Callable[[type[RewardManager]], type[RewardManager]]:
+    """Register a manager as `name`; ValueError for a name that is already registered."""
+
+    def register(manager: type[RewardManager]) -> type[RewardManager]:
+        if MANAGERS.setdefault(name, manager) is not manager:
+            raise ValueError(f"reward manager {name!r} is already registered")
+        return manager
+
+    return register
+
+
+@register_manager("naive")
+class RewardManager:
+    """Call every function once per response; add the scores with `reward.weights`."""
+
+    batched = False  # whether functions are loaded as ones that take lists
+
+    def __init__(
+        self, functions: Sequence[RewardFunction], reward: RewardConfig, max_response_length: int
+    ) -> None:
+        self.functions, self.reward = functions, reward
+        self.max_response_length = max_response_length
+
+    def score(
+        self, samples: Sequence[PromptSample], responses: Sequence[str], lengths: Sequence[int]
+    ) -> RewardResult:
+        """Score `responses[i]`, an answer to `samples[i]`.
+
+        lengths: of the responses in tokens, as data.max_response_length counts them.
+        The score of each function is in `parts` under its label, and with several functions in
+        `extras` too.
+        """
+        results = [score_responses(f, samples, responses) for f in self.functions]
+        weights = self.reward.all_weights[: len(results)]
+        scores = [0.0] * len(samples)
+        extras: dict[str, list[float]] = {}
+        counts: dict[str, list[float]] = {}
+        parts: dict[str, RewardPart] = {}
+        for function, result, weight in zip(self.functions, results, weights, strict=True):
+            label = function.source.label
+            scores = [s + weight * r for s, r in zip(scores, result.scores, strict=True)]
+            own = {label: result.scores} if len(results) > 1 else {}
+            for name, values in {**result.extras, **own}.items():
+                extras[_unused(name, label, extras.keys() | counts.keys())] = values
+            for name, values in result.counts.items():
+                counts[_unused(name, label, extras.keys() | counts.keys())] = values
+            parts[_unused(label, label, parts)] = RewardPart(weight, result.scores)
+        texts: dict[str, list[str | None]] = {}
+        for function, result in zip(self.functions, results, strict=True):
+            for name, column in result.texts.items():
+                taken = extras.keys() | texts.keys()
+                texts[_unused(name, function.source.label, taken)] = column
+        return RewardResult(scores, extras, parts, texts, counts)
+
+    def score_tokens(
+        self,
+        samples: Sequence[PromptSample],
+        responses: Sequence[str],
+        tokens: Sequence[ResponseTokens],
+    ) -> RewardResult:
+        """As `score`, from the tokens of each response; what a run calls."""
+        lengths = [len(t.ids) if t.length is None else t.length for t in tokens]
+        return self.score(samples, responses, lengths)
+
+
+@register_manager("batch")
+class BatchRewardManager(RewardManager):
+    """Call every function once per batch, with lists."""
+
+    batched = True
+
+
+@register_manager("dapo")
+class DapoRewardManager(RewardManager):
+    """Add DAPO's soft overlong penalty (arXiv 2503.14476, eq. 13), the extra overlong_penalty.
+
+    It falls from 0 to -penalty_factor over the last `overlong_buffer.len` tokens before the limit,
+    so it counts tokens as data.max_response_length does.
+    """
+
+    def score(
+        self, samples: Sequence[PromptSample], responses: Sequence[str], lengths: Sequence[int]
+    ) -> RewardResult:
+        result, buffer = super().score(samples, responses, lengths), self.reward.overlong_buffer
+        if not buffer.enable:
+            return result
+        allowed = self.max_response_length - buffer.len  # without penalty
+        penalties = [min(0.0, (allowed - n) / buffer.len * buffer.penalty_factor) for n in lengths]
+        scores = [s + p for s, p in zip(result.scores, penalties, strict=True)]
+        return replace(
+            result,
+            scores=scores,
+            extras={**result.extras, "overlong_penalty": penalties},
+            parts={**result.parts, "overlong_penalty": RewardPart(1.0, penalties)},
+        )
+
+
+def score_checked(
+    manager: RewardManager,
+    samples: Sequence[PromptSample],
+    responses: Sequence[str],
+    tokens: Sequence[ResponseTokens],
+) -> RewardResult:
+    """Return `manager.score_tokens(...)`, with "pred" as text.
+
+    Raises RewardError unless there is a finite number for each response, and a text or None in
+    `texts`; and where a user's manager calls sys.exit, which would otherwise end the run without
+    an error.
+    """
+    try:
+        result = manager.score_tokens(samples, responses, tokens)
+    except SystemExit as error:
+        raise RewardError(
+            f"reward manager {type(manager).__name__} raised SystemExit: {error}"
+        ) from error
+    parts = {name: part.scores for name, part in result.parts.items()}
+    numbers_of = {**parts, "score": result.scores, **result.extras, **result.counts}
+    for name, numbers in numbers_of.items():
+        _check(name, numbers, len(samples), _is_finite, "a finite number")
+    for name, column in result.texts.items():
+        _check(name, column, len(samples), _is_text, "a text or None")
+    extras = {name: x for name, x in result.extras.items() if name != "pred"}
+    given: dict[str, list[Any]] = {**result.extras, **result.texts}
+    texts = {
+        name: [x if x is None else to_text(x) for x in column]
+        for name, column in given.items()
+        if name not in extras
+    }
+    return replace(result, extras=extras, texts=texts)
+
+
+def _check(
+    name: str, values: Sequence[Any], size: int, is_valid: Callable[[Any], bool], expected: str
+) -> None:
+    if len(values) != size:
+        raise RewardError(
+            f"the reward manager returned {len(values)} values of {name} for {size} responses"
+        )
+    if bad := [value for value in values if not is_valid(value)]:
+        raise RewardError(f"the reward manager returned {bad[0]!r} as {name}, expected {expected}")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _unused(name: str, label: str, taken: Container[str]) -> str:
+    """Return the first of name, label/name, label/name_2, … that is not in `taken`."""
+    numbered = (f"{label}/{name}_{k}" for k in count(2))
+    return next(n for n in chain((name, f"{label}/{name}"), numbered) if n not in taken)

@@ -1,0 +1,365 @@
+"""GRPO (arXiv 2402.03300), PPO (arXiv 1707.06347) and related methods, as one line per step:
+
+prompts → generate → score → exchange and pack → reference and old log-probs, values → rewards,
+advantages → update critic → update policy → sync weights into the engine. `RLTrainer.collect`
+and `update` are that line.
+
+Deviations: the loss is averaged over tokens by default (DAPO, arXiv 2503.14476, eq. 12); where a
+batch is used for one optimizer step only, the old log-probs are those of the step itself; the gap
+between engine and trainer is corrected by truncated importance weights by default.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch import Tensor
+
+from hybridengine.model import on_device
+from hybridengine.remote.critic.remote import RemoteCritic
+from hybridengine.remote.roles import Roles
+from hybridengine.remote.servers.network import prepare_network
+from hybridengine.run.config import RLConfig
+from hybridengine.run.session import Session, run_rank
+from hybridengine.sync.report import SyncReport
+from hybridengine.train.advantages import compute_advantages, compute_rewards
+from hybridengine.train.algorithms import NEEDS, KLController, uses_critic
+from hybridengine.train.base import BaseTrainer
+from hybridengine.train.batch import RolloutBatch
+from hybridengine.train.build import load_data
+from hybridengine.train.build_models import build_actor, build_reward_model
+from hybridengine.train.critic import StepCritic, build_critic
+from hybridengine.train.data import PromptDataset, PromptLoader, Subset
+from hybridengine.train.generation import sampling_of, val_sampling_of
+from hybridengine.train.learner import Learner
+from hybridengine.train.metrics import batch_metrics, probs_diff
+from hybridengine.train.models import needs_old_log_probs
+from hybridengine.train.plan import plan_table, resolve_dtypes
+from hybridengine.train.rewards.manager import RewardManager
+from hybridengine.train.rollout_files import rollout_file, texts_on_rank0, with_trained_columns
+from hybridengine.train.rollout_source import ColocatedRollouts, RolloutSource
+from hybridengine.train.rollouts import Rollouts, format_rollout, select_groups
+from hybridengine.train.shared_prefix import build_data_parallel
+from hybridengine.train.token_record import TokenRecord
+from hybridengine.train.updates import UpdateCounts
+from hybridengine.train.validation import Problem, ValidationHistory, problems_of
+
+_NUM_PRINTED = 3  # scored samples on the screen
+
+
+class RLTrainer(BaseTrainer[RLConfig]):
+    """One rank of an RL run."""
+
+    val: PromptDataset | None
+
+    def __init__(self, config: RLConfig, session: Session) -> None:
+        config = resolve_dtypes(config)
+        super().__init__(config, session)
+        data, algorithm = config.data, config.algorithm
+        torch.manual_seed(config.seed)
+        if session.is_main:  # until the progress bar takes over
+            session.on_phase = lambda phase: print(f"… {phase.replace('_', ' ')}", flush=True)
+        with session.phase("load_data"):
+            self.tokenizer, self.prompts, self.val, reward = load_data(config)
+            self.loader = PromptLoader(
+                self.prompts, data.train_batch_size, seed=config.seed, shuffle=data.shuffle
+            )
+        self.epochs_per_step = config.actor.ppo_epochs
+        self.num_mini_batches = data.train_batch_size // config.ppo_mini_batch_size
+        self.needs = NEEDS[algorithm.adv_estimator]
+        self.critic: StepCritic | None = None
+        remote: RemoteCritic | None = None
+        reward_model = None
+        self.sampling, self.val_sampling = sampling_of(config), val_sampling_of(config)
+        self.greedy = replace(self.sampling, n=1, temperature=0.0, record_routes=False)
+        self.source = self._build_source(reward)
+        updates = self.steps * self.num_mini_batches * self.epochs_per_step
+        if config.num_critic_ranks:
+            self.critic = remote = RemoteCritic(config, session, updates)
+        with session.phase("load_model"):
+            self.dp = build_data_parallel(config, session)
+            self.actor = build_actor(
+                config,
+                self.source.sliced_dims,
+                self.dp,
+                updates,
+                self.steps,
+                self.source.shared.base,
+                exact=self.source.exact,
+                shares_unsharded=self.source.shared.target is not None,
+            )
+            self.model = self.actor.model
+            trained: dict[str, Learner] = {"actor": self.actor}
+            if uses_critic(config) and remote is None:
+                self.critic = trained["critic"] = build_critic(config, self.dp, updates)
+            if config.reward.reward_model.enable:
+                reward_model = build_reward_model(config, self.tokenizer, session)
+        self.source.connect(self.actor, reward_model)
+        schedule, states = algorithm.kl_ctrl, dict[str, Any](held_out=ValidationHistory())
+        self.kl = None
+        if algorithm.use_kl_in_reward:
+            self.kl = states["kl"] = KLController(schedule, schedule.kl_coef, self.steps)
+        if config.schedules_kl_loss:
+            states["kl_loss"] = self.actor.kl
+        optimizers: dict[str, UpdateCounts] = {n: x.optimizer for n, x in trained.items()}
+        if remote is not None:
+            remote.wait_until_built()
+            optimizers["critic"] = states["critic.optimizer"] = remote.optimizer
+        self.optimizers = optimizers
+        self.validations, self.syncs = states["held_out"], list[SyncReport]()
+        self.probs_diffs = list[float]()  # mean difference: [of the first step, the largest]
+        self.checkpoints = self.build_checkpoints(
+            {name: (part.model, part.optimizer) for name, part in trained.items()}, states, remote
+        )
+        self.rollout_dir = Path(config.trainer.rollout_data_dir or self.rollout_dir)
+        self.printed_samples = False
+
+    @classmethod
+    def run(cls, config: RLConfig) -> int:
+        if not config.overlaps and not config.num_critic_ranks:
+            return super().run(config)
+        from hybridengine.remote.critic.worker import CriticWorker
+        from hybridengine.remote.overlap import RolloutWorker
+
+        def main(session: Session) -> None:
+            assert session.link is not None
+            if session.link.role.kind == "trainer":
+                cls(config, session).train()
+            elif session.link.role.kind == "critic":
+                CriticWorker(session).run()
+            else:
+                RolloutWorker(config, session).run()
+
+        trainer, rollout = config.trainer, config.rollout
+        roles = Roles(
+            trainer.nnodes,
+            trainer.n_gpus_per_node,
+            config.engine_ranks_per_node,
+            rollout.tensor_model_parallel_size,
+            uses_servers=bool(rollout.servers),
+            critics_per_node=config.critic.n_gpus_per_node,
+        )
+        prepare_network(rollout.servers)
+        return run_rank(main, trainer.default_local_dir, trainer.timeout_s, roles)
+
+    def _build_source(self, reward: RewardManager) -> RolloutSource:
+        shared = (self.config, self.session, self.tokenizer)
+        if self.config.overlaps:
+            from hybridengine.remote.overlap import OverlappedRollouts
+
+            return OverlappedRollouts(*shared, self.prompts, self.val, self.loader, self.sampling)
+        return ColocatedRollouts(*shared, reward, self.loader, self.sampling)
+
+    def collect(self, step: int) -> Rollouts:
+        """Generate and score responses to the prompts of one step."""
+        rollouts, self._generation_metrics = self._generate_and_score(step)
+        needs_greedy = "reward_baselines" in self.needs
+        self._baselines = self._greedy_scores(rollouts) if needs_greedy else None
+        return replace(rollouts, step=step)
+
+    def update(self, step: int, data: Rollouts) -> tuple[dict[str, float], list[int]]:
+        """Train on scored rollouts and sync the weights; return metrics and sequence lengths."""
+        rollouts, metrics, baselines = data, self._generation_metrics, self._baselines
+        config, actor, critic = self.config, self.actor, self.critic
+        algorithm, freq = config.algorithm, config.trainer.rollout_freq
+        path = self._rollout_path(f"step_{step}", freq > 0 and self._is_due(step, freq))
+        actor.record = None if path is None else TokenRecord()
+        self.source.sleep()
+        with on_device(self.model):
+            batch = self._build_batch(rollouts)
+            self.saved = self.dp.sum_saved(m.saved for m in batch.micro_batches)
+            if critic is not None:
+                critic.begin(step, rollouts, batch)
+
+            batch = replace(batch, ref_log_probs=actor.ref_log_probs(batch))
+            warming_up = critic is not None and step <= config.trainer.critic_warmup
+            bypasses = algorithm.rollout_correction.bypass_mode
+            if bypasses:
+                batch = replace(batch, old_log_probs=batch.rollout_log_probs)
+            elif warming_up or needs_old_log_probs(config, self.num_mini_batches):
+                batch = replace(batch, old_log_probs=actor.old_log_probs(batch))
+                metrics |= self._probs_diff(batch)
+            if critic is not None:
+                batch = replace(batch, values=critic.values(batch))
+
+            with self.session.phase("adv"):
+                rewards, reward_metrics = compute_rewards(batch, self.dp, self.kl, algorithm)
+                advantages, returns = compute_advantages(
+                    batch, self.dp, rewards, algorithm, baselines
+                )
+                batch = replace(batch, advantages=advantages, returns=returns)
+                batch = replace(batch, response_mask=self._trained_tokens(batch))
+            if batch.old_log_probs is not None and not bypasses:
+                is_weights, response_mask, correction_metrics = actor.rollout_correction(batch)
+                batch = replace(batch, is_weights=is_weights, response_mask=response_mask)
+                metrics |= {name: float(value) for name, value in correction_metrics.items()}
+
+            if critic is not None:
+                metrics |= critic.update(batch)
+            if config.distills:
+                metrics |= actor.update(batch)
+            elif batch.old_log_probs is None:  # used for one optimizer step only
+                old_log_probs, update_metrics = actor.update_once(batch)
+                batch = replace(batch, old_log_probs=old_log_probs)
+                metrics |= update_metrics | self._probs_diff(batch)
+            elif not warming_up:
+                metrics |= actor.update(batch)
+            sync = self.sync(step)
+        if critic is not None:
+            metrics |= critic.finish(self.step_seconds)
+        metrics |= reward_metrics | batch_metrics(batch, self.dp.group)
+        metrics |= sync.metrics
+        metrics |= self.source.metrics(step, rollouts)
+        self._record(path, rollouts, batch, metrics)
+        return metrics, rollouts.outcomes.lengths.tolist()
+
+    def _build_batch(self, rollouts: Rollouts) -> RolloutBatch:
+        max_tokens = self.config.actor.ppo_max_token_len_per_gpu
+        return self.dp.build_batch(rollouts, self.num_mini_batches, max_tokens)
+
+    def _generate_and_score(self, step: int) -> tuple[Rollouts, dict[str, float]]:
+        """Generate and score responses to one batch of prompts.
+
+        With filter_groups (DAPO), further batches are generated until enough groups have signal.
+        """
+        filtering, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
+        batches: list[Rollouts] = []
+        while True:
+            batches.append(self.source.next_batch(step, len(batches)))
+            if not filtering.enable:
+                return batches[0], {}
+            rollouts, with_signal = select_groups(batches, filtering.metric, wanted)
+            if with_signal == wanted or len(batches) == filtering.max_num_gen_batches:
+                return rollouts, {
+                    "training/num_gen_batches": len(batches),
+                    "training/groups_without_signal": wanted - with_signal,
+                }
+
+    def _greedy_scores(self, rollouts: Rollouts) -> Tensor:
+        """Generate a greedy response to each prompt (ReMax); return its score per response, [N]."""
+        greedy = self.source.generate(rollouts.prompts, self.greedy, self.config.seed)
+        return greedy.outcomes.last.scores[rollouts.outcomes.groups]
+
+    def _trained_tokens(self, batch: RolloutBatch) -> Tensor:
+        """Return the response mask, bool [R], without truncated responses if so configured."""
+        if not self.config.algorithm.mask_truncated_completions:
+            return batch.response_mask
+        is_complete = batch.per_response(~batch.outcomes.is_truncated)
+        return batch.response_mask & is_complete[batch.sequence_ids]
+
+    def sync(self, step: int) -> SyncReport:
+        """Write the policy's weights, as version `step`, into the engine."""
+        with on_device(self.model):
+            self.syncs.append(self.source.sync(step))
+        return self.syncs[-1]
+
+    def _probs_diff(self, batch: RolloutBatch) -> dict[str, float]:
+        """Compare engine and trainer at the tokens that are trained on. Collective."""
+        batch = replace(batch, response_mask=self._trained_tokens(batch))
+        exact = self.source.exact and self.config.trainer.mode == "sync"  # weights are not older
+        return probs_diff(batch, self.dp.group, exact)
+
+    def validate(self, step: int) -> tuple[float, dict[str, float]]:
+        assert self.val is not None
+        size, problems = self.config.data.val_batch_size or len(self.val), list[Problem]()
+        path = self._rollout_path(f"val_{step}", self.config.trainer.rollout_freq > 0)
+        with rollout_file(path, self.session.is_main) as write:
+            for start in range(0, len(self.val), size):
+                prompts = Subset(self.val, range(start, min(start + size, len(self.val))))
+                rollouts = self.source.generate(prompts, self.val_sampling, self.config.seed)
+                problems += problems_of(rollouts)
+                write(rollouts)
+                self._print_samples(rollouts)
+        scores = [score for _, results, _ in problems for score in results["score"]]
+        return fmean(scores), self.validations.add(problems)
+
+    def _record(
+        self,
+        path: Path | None,
+        rollouts: Rollouts,
+        batch: RolloutBatch,
+        metrics: dict[str, float],
+    ) -> None:
+        """Keep what the summary reports of this step, and write its rollouts to `path`, if any."""
+        diff = metrics.get("training/rollout_probs_diff_mean")
+        if diff is not None:
+            first, largest = self.probs_diffs or (diff, diff)
+            self.probs_diffs = [first, max(largest, diff)]
+        with (
+            self.session.phase("write_rollouts"),
+            rollout_file(path, self.session.is_main) as write,
+        ):
+            if (record := self.actor.record) is not None:
+                assert batch.advantages is not None
+                means = batch.sequence_means(batch.advantages)
+                rollouts = rollouts.with_advantages(self.dp.gather_responses(batch, means).cpu())
+                bypasses = self.config.algorithm.rollout_correction.bypass_mode
+                before = None if bypasses else batch.old_log_probs
+                rollouts = with_trained_columns(rollouts, batch, record, before)
+            write(rollouts)
+        self._print_samples(rollouts)
+
+    def _rollout_path(self, name: str, is_due: bool) -> Path | None:
+        return self.rollout_dir / f"{name}.jsonl" if is_due else None
+
+    def _print_samples(self, rollouts: Rollouts) -> None:
+        """Print some of the run's first rollouts, before training. Collective."""
+        if self.printed_samples:
+            return
+        self.printed_samples = True
+        rows = range(len(rollouts.outcomes))
+        chosen = rows[:: max(1, len(rows) // _NUM_PRINTED)][:_NUM_PRINTED]
+        lines = b"".join(texts_on_rank0(rollouts, format_rollout, chosen))
+        self.report.print(lines.decode().removesuffix("\n"))
+
+    def end_rollouts(self) -> None:
+        self.source.end()
+
+    def close(self) -> None:
+        if self.critic is not None:
+            self.critic.close("stopped" if self.session.was_stopped else "finished")
+        self.source.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "probs_diffs": self.probs_diffs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.probs_diffs = state["probs_diffs"]
+
+    def plan(self) -> Table:
+        table = plan_table(self.config, self.prompts, self.val)
+        for name, text in self.source.describe().items():
+            table.add_row(f"[bold]{name}", text)
+        return table
+
+    def stop_signal(self) -> signal.Signals | None:
+        of_critic = self.critic.stop_signal() if self.critic is not None else 0
+        return self.session.stop_signal(self.source.stop_signal() or of_critic)
+
+    def summary(self) -> dict[str, Any]:
+        peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+        dist.all_reduce(peak)  # GiB, all ranks together
+        for line in self.validations.lines():
+            self.report.print(line)
+        summary = {
+            "rollout_dtype": self.config.rollout.dtype,
+            **self.source.summary(self.syncs[-1]),
+            **(self.critic.summary() if self.critic is not None else {}),
+            "reshard_ms_p50": round(median(s.milliseconds for s in self.syncs), 2),
+            "peak_rss_gib": round(float(peak), 2),
+            **self.validations.summary(),
+        }
+        if self.probs_diffs:
+            first, largest = self.probs_diffs
+            summary["rollout_probs_diff_mean_first"] = first
+            summary["rollout_probs_diff_mean_max"] = largest
+        return summary

@@ -1,0 +1,160 @@
+"""Texts of responses on rank 0: made where they were generated, then moved in order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridengine.engine.response import Response
+from hybridengine.run.storage import atomic_file
+from hybridengine.train.batch import RolloutBatch
+from hybridengine.train.data import PromptSample
+from hybridengine.train.exchange import RowExchange
+from hybridengine.train.rollouts import Rollouts
+from hybridengine.train.token_record import TokenRecord
+
+
+@contextmanager
+def rollout_file(path: Path | None, is_main: bool) -> Iterator[Callable[[Rollouts], None]]:
+    """Yield a function that appends rollouts to the jsonl file `path`, or does nothing for None.
+
+    Rank 0 writes, atomically; it holds some MiB of the other ranks' lines at a time. The function
+    is collective.
+    """
+    with ExitStack() as stack:
+        file = None
+        if path is not None and is_main:
+            temporary = stack.enter_context(atomic_file(path))
+            file = stack.enter_context(temporary.open("wb"))
+
+        def append(rollouts: Rollouts) -> None:
+            if path is not None:
+                for piece in texts_on_rank0(rollouts, rollout_line):
+                    if file is not None:
+                        file.write(piece)
+
+        yield append
+
+
+def with_trained_columns(
+    rollouts: Rollouts, batch: RolloutBatch, record: TokenRecord, old_log_probs: Tensor | None
+) -> Rollouts:
+    """Return rollouts with what training has computed of their tokens. Collective.
+
+    It lies where the batch is trained on, and moves to where the responses were generated. A token
+    of which a number was not computed has None: masked ones in the update, those of tools anywhere.
+
+    old_log_probs: [R], computed before the update unless `record` has them; None: not computed.
+    """
+    assert batch.advantages is not None
+    nothing = torch.zeros_like(batch.response_mask)
+    sampled = ~nothing if batch.sampled is None else batch.sampled
+    of_update = nothing if record.mask is None else record.mask
+    columns = {name: (values, of_update) for name, values in record.columns.items()}
+    columns["advantages"] = (batch.advantages, sampled)
+    if old_log_probs is not None:
+        columns.setdefault("old_log_probs", (old_log_probs, sampled))
+    outcomes, world_size = rollouts.outcomes, dist.get_world_size()
+    wanted = [(outcomes.ranks == r).nonzero().flatten().tolist() for r in range(world_size)]
+    exchange = RowExchange(batch.placement.sources, wanted)
+    lengths = outcomes.response_lengths
+    own_lengths = lengths[outcomes.ranks == rollouts.rank].tolist()
+
+    def move(values: Tensor) -> Sequence[Tensor]:
+        return exchange(values, lengths).cpu().split(own_lengths)
+
+    return rollouts.with_trained(
+        {
+            name: [
+                [x if has else None for x, has in zip(v.tolist(), m.tolist(), strict=True)]
+                for v, m in zip(move(values.float()), move(mask.to(torch.int8)), strict=True)
+            ]
+            for name, (values, mask) in columns.items()
+        }
+    )
+
+
+def texts_on_rank0(
+    rollouts: Rollouts,
+    text_of: Callable[[PromptSample, Response], str],
+    rows: Sequence[int] | None = None,
+) -> Iterator[bytes]:
+    """Yield `text_of` the responses `rows` (None: all) in order, end to end, on rank 0.
+
+    In pieces of some MiB; empty ones on the other ranks. Collective: every rank takes all pieces.
+    """
+    outcomes = rollouts.outcomes
+    own_rows = (outcomes.ranks == rollouts.rank).nonzero().flatten().tolist()
+    rows = range(len(outcomes)) if rows is None else rows
+    wanted = set(rows)
+    texts = [
+        text_of(*pair).encode() if row in wanted else b""
+        for row, pair in zip(own_rows, rollouts.with_prompts(), strict=True)
+    ]
+    sizes = rollouts.gather_numbers([len(text) for text in texts]).long()
+    values = torch.frombuffer(bytearray(b"".join(texts) or b"\0"), dtype=torch.uint8)
+    nothing: list[Sequence[int]] = [()] * (dist.get_world_size() - 1)
+    exchange = RowExchange(outcomes.ranks, [rows, *nothing])
+    for piece in exchange.pieces(values, sizes):
+        yield piece.numpy().tobytes()
+
+
+def rollout_line(sample: PromptSample, r: Response) -> str:
+    """Format a prompt and a scored response to it as one line of JSON.
+
+    Results of the reward are the columns between `reward` and `advantage` or `finish_reason`, where
+    the view finds them; one with the name of another column has the prefix reward/.
+    """
+    prompt = {
+        "index": sample.index,
+        "data_source": sample.data_source,
+        "prompt": sample.prompt_text,
+        "response": r.text,
+        "ground_truth": _plain(sample.ground_truth),
+        "reward": r.score,
+    }
+    response = {
+        **({} if r.advantage is None else {"advantage": r.advantage}),
+        "finish_reason": r.finish_reason,
+        "weight_version": r.version,
+        **({"weights_checksum": r.weights_checksums[0]} if r.weights_checksums else {}),
+        **({"weight_versions": list(map(list, r.versions))} if len(r.versions) > 1 else {}),
+        **({"weights_checksums": list(of_runs)} if len(of_runs := r.weights_checksums) > 1 else {}),
+        "prompt_ids": list(r.context_ids or sample.prompt_ids),
+        "response_ids": list(r.token_ids),
+        **({"images": images} if (images := _image_names(sample, r)) else {}),
+        "log_probs": _engine_log_probs(r),
+        **r.trained,
+        **({"sampled": list(r.columns["sampled"]), "turns": list(r.turns)} if r.turns else {}),
+        **r.columns_in_files(),
+    }
+    taken = prompt.keys() | response.keys()
+    counted = {name: number for name, number in r.counts.items() if number}
+    results = {
+        f"reward/{name}" if name in taken else name: value
+        for name, value in {**r.extras, **r.texts, **counted}.items()
+    }
+    return json.dumps({**prompt, **results, **response}, ensure_ascii=False) + "\n"
+
+
+def _engine_log_probs(r: Response) -> list[float | None]:
+    """Return the log-probs of the engine, None for tokens that it has not sampled."""
+    sampled = r.columns.get("sampled") or [1] * len(r.token_ids)
+    return [float(x) if s else None for x, s in zip(r.log_probs, sampled, strict=True)]
+
+
+def _image_names(sample: PromptSample, r: Response) -> list[str]:
+    """Return the images in the tokens of prompt and response, in their order."""
+    return [image.name for image in (*(() if r.context_ids else sample.images), *r.images)]
+
+
+def _plain(value: Any) -> Any:
+    """Convert types of parquet that JSON lacks, such as dates, decimals and bytes, to text."""
+    return json.loads(json.dumps(value, default=str))

@@ -1,0 +1,163 @@
+"""Where a trainer rank gets its rollouts from: engines on the same ranks, or on ranks of their own.
+
+`ColocatedRollouts`: every rank has a part of an engine. `trainer.overlap.OverlappedRollouts`:
+engine ranks generate while the trainer ranks train.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from hybridengine.engine.engine import SamplingSpec, derive_seed
+from hybridengine.model import SharedParameters
+from hybridengine.remote.weights_checksum import WeightsChecksum
+from hybridengine.rewards.reward_model import RewardModel
+from hybridengine.run.all_ranks import all_gather_values
+from hybridengine.run.config import RLConfig
+from hybridengine.run.session import Session
+from hybridengine.sync.report import SyncReport
+from hybridengine.sync.weight_target import target_of
+from hybridengine.train.build import build_agents, build_engine, build_resharder
+from hybridengine.train.choices import SharedWeights, share_weights
+from hybridengine.train.data import PromptLoader, PromptSample, Subset
+from hybridengine.train.exact_rollouts import inexact_reason
+from hybridengine.train.generation import RolloutGenerator
+from hybridengine.train.models import Actor
+from hybridengine.train.rewards.manager import RewardManager
+from hybridengine.train.rollouts import Rollouts
+
+
+class RolloutSource(ABC):
+    """All methods are collective over the trainer ranks.
+
+    shared: what the policy uses of the engine's weights.
+    exact: the engine has the operators of the policy (`rollout.exact`).
+    """
+
+    shared = SharedWeights()
+    exact: bool
+
+    @abstractmethod
+    def sliced_dims(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """Return the dimension in which a rank's engine slices each parameter, if it does."""
+
+    @abstractmethod
+    def connect(self, actor: Actor, reward_model: RewardModel | None) -> None:
+        """Prepare the weight sync from `actor`, and what scores rollouts besides the reward."""
+
+    @abstractmethod
+    def generate(self, prompts: Subset[PromptSample], spec: SamplingSpec, seed: int) -> Rollouts:
+        """Generate and score spec.n responses to each prompt with the newest weights."""
+
+    @abstractmethod
+    def next_batch(self, step: int, number: int) -> Rollouts:
+        """Return the next batch of training rollouts; number: of those of `step`, from 0."""
+
+    @abstractmethod
+    def sync(self, version: int) -> SyncReport:
+        """Write the policy's weights into every engine."""
+
+    def sleep(self) -> None:  # noqa: B027, optional
+        """Free device memory for the update."""
+
+    def metrics(self, step: int, rollouts: Rollouts) -> dict[str, float]:
+        """Return metrics of the rollouts that `step` is trained on."""
+        return {}
+
+    def stop_signal(self) -> int:
+        """Return the number of a stop signal that an engine rank has received; 0: none."""
+        return 0
+
+    @abstractmethod
+    def describe(self) -> dict[str, str]:
+        """Return lines of the plan of the run, by name."""
+
+    @abstractmethod
+    def summary(self, last: SyncReport) -> dict[str, Any]:
+        """Return entries of summary.json. last: of the last sync."""
+
+    def end(self) -> None:  # noqa: B027, optional
+        """Begin to release the engines: no more rollouts are needed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the engines."""
+
+
+class ColocatedRollouts(RolloutSource):
+    """A part of an engine on every trainer rank: generation and training take turns."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        session: Session,
+        tokenizer: Any,
+        reward: RewardManager,
+        loader: PromptLoader,
+        sampling: SamplingSpec,
+    ) -> None:
+        self._config, self._session, self._tokenizer = config, session, tokenizer
+        self._reward, self._loader, self._sampling = reward, loader, sampling
+        self.exact = inexact_reason(config) is None
+        with session.phase("start_engine"):
+            self.engine = build_engine(config, tokenizer, exact=self.exact)
+            self._layout = target_of(self.engine).layout  # of all parameters
+            self.shared = share_weights(config, self.engine)
+        self._checksum = WeightsChecksum(config, self.engine)
+        self.engine.sleep()
+
+    def sliced_dims(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        return self._layout.sliced_dims(shapes)
+
+    def connect(self, actor: Actor, reward_model: RewardModel | None) -> None:
+        shared = self.shared
+        if shared.target is not None:
+            SharedParameters(actor.model, shared.unsharded, shared.target)
+            actor.between_steps = lambda: self.sync(self._session.step)
+        with self._session.phase("plan_reshard"):
+            self._resharder = build_resharder(self._config, actor, self.engine, shared.base)
+        agents = build_agents(self._config, self._tokenizer)
+        scoring = (self._tokenizer, self._reward, self._session, reward_model)
+        self._generator = RolloutGenerator(self.engine, *scoring, agents, self._checksum)
+
+    def generate(self, prompts: Subset[PromptSample], spec: SamplingSpec, seed: int) -> Rollouts:
+        return self._generator.generate(prompts, spec, seed)
+
+    def next_batch(self, step: int, number: int) -> Rollouts:
+        seed = derive_seed(self._config.seed, step, number)
+        return self.generate(self._loader.next_batch(), self._sampling, seed)
+
+    def sync(self, version: int) -> SyncReport:
+        with self._session.phase("update_weights"):
+            report = self._resharder.sync(version)
+            self._checksum.after_sync(self._resharder.engine_state)
+            return report
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def describe(self) -> dict[str, str]:
+        plan, mib = self._resharder.plan, 2.0**20
+        rows = {
+            "weight sync": f"into {type(self.engine).__name__}: "
+            f"{max(plan.bytes_received) / mib:.1f} MiB received per rank and step (lower bound "
+            f"{max(plan.lower_bound) / mib:.1f}), {len(plan.buckets)} buckets of up to "
+            f"{plan.staging_bytes / mib:.1f} MiB"
+        }
+        rows["unsharded weights"] = self.shared.describe()
+        return rows | ({"fully gathered": ", ".join(plan.fallback)} if plan.fallback else {})
+
+    def summary(self, last: SyncReport) -> dict[str, Any]:
+        return {
+            "tp_size": self.engine.tp_size,
+            "reshard_bytes_received_by_last_sync_per_rank": all_gather_values(
+                last.bytes_received, int
+            ),
+            "reshard_bytes_received_by_dense_sync_per_rank": self._resharder.plan.bytes_received,
+            "reshard_bytes_lower_bound_of_dense_sync_per_rank": self._resharder.plan.lower_bound,
+        }
+
+    def close(self) -> None:
+        self.engine.shutdown()

@@ -1,0 +1,164 @@
+"""Supervised fine-tuning on the assistant tokens of conversations.
+
+conversations → packed micro-batches → cross-entropy of the assistant tokens → optimizer step.
+
+The loss is the mean of -log p over all assistant tokens of the global batch (arXiv 2203.02155,
+section 3.5), whatever the number of ranks and the split into micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch import Tensor
+
+from hybridengine.model import (
+    PackedBatch,
+    RouterBalance,
+    SavedWork,
+    free_gathered,
+    pack_batch,
+    packed_cross_entropy,
+)
+from hybridengine.run.config import SFTConfig
+from hybridengine.run.session import Session
+from hybridengine.train.base import BaseTrainer
+from hybridengine.train.build import find_stop_token_ids, load_preparer, load_tokenizer
+from hybridengine.train.build_models import build_optimizer, load_model
+from hybridengine.train.data import PromptLoader, SFTDataset, SFTSample
+from hybridengine.train.plan import resolve_dtypes, sft_plan
+from hybridengine.train.shared_prefix import build_data_parallel
+from hybridengine.vision import image_arguments
+
+
+def load_sft_data(config: SFTConfig) -> tuple[Any, SFTDataset, SFTDataset | None]:
+    """Load tokenizer, training conversations and validation conversations (or None)."""
+    tokenizer, data = load_tokenizer(config), config.data
+    dataset = partial(
+        SFTDataset,
+        tokenizer=tokenizer,
+        data=data,
+        preparer=load_preparer(config),
+        stop_token_ids=find_stop_token_ids(config.model.path, tokenizer),
+    )
+    val = dataset(data.val_files) if data.val_files else None
+    return tokenizer, dataset(data.train_files), val
+
+
+class SFTTrainer(BaseTrainer[SFTConfig]):
+    """One rank of an SFT run."""
+
+    val: SFTDataset | None
+
+    def __init__(self, config: SFTConfig, session: Session) -> None:
+        config = resolve_dtypes(config)
+        super().__init__(config, session)
+        data, fsdp, optim = config.data, config.model.fsdp_config, config.optim
+        torch.manual_seed(config.seed + session.rank)  # dropout differs between the ranks
+        with session.phase("load_data"):
+            self.tokenizer, self.data, self.val = load_sft_data(config)
+            self.loader = PromptLoader(
+                self.data, data.train_batch_size, seed=config.seed, shuffle=data.shuffle
+            )
+        self.dp = build_data_parallel(config, session)
+        with session.phase("load_model"):
+            offload = fsdp.offload_policy
+            self.model = load_model(config, session, is_trained=True, cpu_offload=offload)
+            self.optimizer = build_optimizer(config, self.model, optim, optim, self.steps)
+        self.optimizers = {"train": self.optimizer}
+        self.checkpoints = self.build_checkpoints({"actor": (self.model, self.optimizer)}, {})
+
+    def plan(self) -> Table:
+        return sft_plan(self.config, self.data, self.val)
+
+    def collect(self, step: int) -> list[SFTSample]:
+        """Return the conversations of one optimizer step, of all ranks."""
+        return list(self.loader.next_batch())
+
+    def update(self, step: int, data: Sequence[SFTSample]) -> tuple[dict[str, float], list[int]]:
+        """Run one optimizer step; return its metrics and the length of every conversation."""
+        num_tokens = sum(sample.num_loss_tokens for sample in data)
+        loss, saved = torch.zeros((), device=self.session.device), list[SavedWork]()
+        grad_scale, balance = self.dp.grad_scale(self.optimizer), RouterBalance.of(self.model)
+        load = dict[str, Tensor]()
+        with self.session.phase("update_actor"):
+            self.model.train()
+            micro_batches = list(self._micro_batches(data))
+            if balance is not None:
+                balance.begin_step(micro_batches, grad_scale)
+            for batch in micro_batches:
+                saved.append(batch.saved)
+                part = packed_cross_entropy(self.model, batch, num_tokens, grad_scale)
+                part = part * (not batch.is_dummy)
+                self.dp.backward(part, self.optimizer)
+                loss += part.detach()
+            norm = self.optimizer.step(self.config.optim.clip_grad)
+            if balance is not None:
+                load = balance.end_step(updated=not self.optimizer.skipped_in_a_row)
+            total = self._sum_over_ranks(loss)
+        self.saved = self.dp.sum_saved(saved)
+        return {
+            "train/loss": total,
+            "train/grad_norm": float(norm),
+            "train/lr": self.optimizer.last_lr,
+            "train/num_targets": num_tokens,
+            **{name: float(value) for name, value in load.items()},
+        }, [len(sample.ids) for sample in data]
+
+    @torch.no_grad()
+    def validate(self, step: int) -> tuple[float, dict[str, float]]:
+        assert self.val is not None
+        loss = self.loss_of(self.val)
+        return -loss, {"val/loss": loss}
+
+    @torch.no_grad()
+    def loss_of(self, data: SFTDataset) -> float:
+        """Compute the mean of -log p over all assistant tokens of `data`."""
+        size, total = self.config.data.train_batch_size, 0.0
+        self.model.eval()
+        for start in range(0, len(data), size):
+            loss = torch.zeros((), device=self.session.device)
+            for batch in self._micro_batches(data[start : start + size]):
+                loss += packed_cross_entropy(self.model, batch, 1) * (not batch.is_dummy)
+            total += self._sum_over_ranks(loss)
+        free_gathered(self.model)
+        return total / sum(sample.num_loss_tokens for sample in data)
+
+    def summary(self) -> dict[str, Any]:
+        names = ("train/loss", "val/loss", "perf/throughput", "perf/mfu/actor")
+        return {name: self.report.last[name] for name in names if name in self.report.last}
+
+    def _micro_batches(self, samples: Sequence[SFTSample]) -> Iterator[PackedBatch]:
+        """Pack this rank's share of `samples`."""
+        data, dp = self.config.data, self.dp
+        lengths, limit = [len(s.ids) for s in samples], data.max_token_len_per_gpu * dp.sp_size
+        starts = [s.loss_mask.index(1) if 1 in s.loss_mask else len(s.ids) for s in samples]
+        prompts: list[tuple[Any, int]] = [
+            ((tuple(s.ids[:n]), tuple(image.sha256 for image in s.images)), n)
+            for s, n in zip(samples, starts, strict=True)
+        ]
+        if data.micro_batch_size_per_gpu is not None:
+            lengths, limit = [1] * len(samples), data.micro_batch_size_per_gpu
+            prompts = [(prompt, 0) for prompt, _ in prompts]
+        shortest = [lengths.index(min(lengths))]  # of dummy micro-batches
+        for rows in dp.micro_batches(lengths, limit, prompts)[dp.replica]:
+            chosen = [samples[i] for i in rows or shortest]
+            ids, loss_masks = [s.ids for s in chosen], [s.loss_mask for s in chosen]
+            packed = pack_batch(
+                ids,
+                loss_masks,
+                self.session.device,
+                dp.sp_group,
+                shared_prefix=dp.shared_prefix,
+                **image_arguments(dp.preparer, [s.images for s in chosen]),
+            )
+            yield packed if rows else packed.as_dummy()
+
+    def _sum_over_ranks(self, value: Tensor) -> float:
+        dist.all_reduce(value)
+        return float(value)
