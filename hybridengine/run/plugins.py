@@ -1,0 +1,39 @@
+"""Optional parts register themselves by entry points of an installed distribution.
+
+    [project.entry-points."hybridengine.commands"]
+    lab = "hybridengine.lab.commands:add_commands"
+
+The core names a group and never a module. The groups are listed in docs/extending.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from hybridengine.run.errors import ConfigError
+
+__all__ = ["load_plugin", "plugins"]
+
+
+@cache
+def plugins(group: str) -> Mapping[str, EntryPoint]:
+    """Return what is registered in the group `hybridengine.<group>`, by name, not yet imported."""
+    return {x.name: x for x in sorted(entry_points(group=f"hybridengine.{group}"))}
+
+
+def load_plugin(group: str, name: str, key: str) -> Any:
+    """Import and return what is registered as `name`.
+
+    key: the configuration key that asks for it, which the error names.
+    """
+    known = plugins(group)
+    if name not in known:
+        raise ConfigError(
+            f"{key} needs `{name}`, which no installed package registers in the entry-point group "
+            f"hybridengine.{group}; registered are: {', '.join(known) or 'none'}. "
+            "Install hybridengine with its extras/ again (`pip install .`)."
+        )
+    return known[name].load()
