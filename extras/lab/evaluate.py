@@ -36,10 +36,10 @@ from hybridengine.train.build import (
 )
 from hybridengine.train.data import DataError, PromptDataset, Subset
 from hybridengine.train.data.chats import ChatTemplate
-from hybridengine.train.generation import RolloutGenerator, sampling_of, val_sampling_of
+from hybridengine.train.metrics import Problem, gain_interval, problems_of
 from hybridengine.train.plan import resolve_dtypes
 from hybridengine.train.rewards.build import build_reward_manager
-from hybridengine.train.validation import Problem, gain_interval, problems_of
+from hybridengine.train.rollout_source import RolloutGenerator, sampling_of, val_sampling_of
 
 __all__ = [
     "evaluate",

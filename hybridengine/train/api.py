@@ -38,10 +38,10 @@ from hybridengine.train.api_settings import (
     reward_functions,
     save_initial_model,
 )
-from hybridengine.train.callbacks import Callbacks, MetricsCallback, SaveCallback
 from hybridengine.train.checkpoint.pretrained import save_pretrained
 from hybridengine.train.data import SFTSample
 from hybridengine.train.preflight import check_grpo, check_sft
+from hybridengine.train.report import Callbacks, MetricsCallback, SaveCallback
 from hybridengine.train.rewards.local import given_functions
 from hybridengine.train.rollouts import Rollouts
 from hybridengine.train.start import trainer_of

@@ -27,7 +27,6 @@ from hybridengine.run.session import Session, run_rank
 from hybridengine.run.storage import remove_folder
 from hybridengine.run.tracking.clock import RunClock
 from hybridengine.run.tracking.trace import StepTrace
-from hybridengine.train.callbacks import Callbacks
 from hybridengine.train.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -37,11 +36,16 @@ from hybridengine.train.checkpoint.pretrained import save_model_files
 from hybridengine.train.checkpoint.run_dir import archive_earlier_run
 from hybridengine.train.checkpoint.tensors import RemotePart
 from hybridengine.train.data import PromptLoader
-from hybridengine.train.final import export_final
 from hybridengine.train.performance import FlopCounter, performance_metrics
-from hybridengine.train.report import Reporter
-from hybridengine.train.resumed import print_resumed, was_finished
-from hybridengine.train.updates import UpdateCounts, UpdateLog
+from hybridengine.train.report import (
+    Callbacks,
+    Reporter,
+    UpdateCounts,
+    UpdateLog,
+    export_final,
+    print_resumed,
+    was_finished,
+)
 
 ConfigT = TypeVar("ConfigT", bound=JobConfig)
 

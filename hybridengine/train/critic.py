@@ -12,8 +12,8 @@ from hybridengine.model import PackedBatch, free_gathered, on_device, packed_val
 from hybridengine.run.config import RLConfig
 from hybridengine.train.batch import DataParallel, RolloutBatch
 from hybridengine.train.build_models import build_optimizer, load_value_model
-from hybridengine.train.learner import Learner
 from hybridengine.train.metrics import explained_variance
+from hybridengine.train.models import Learner
 from hybridengine.train.rollouts import Rollouts
 
 

@@ -1,26 +1,35 @@
-"""Output of a run: console, metrics, curves, summary; only rank 0 writes."""
+"""What a run tells and leaves: console, metrics, curves, callbacks, skipped updates, final/."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from hybridengine.model import SkippedUpdate, on_device
+from hybridengine.run.all_ranks import broadcast_value
 from hybridengine.run.config import JobConfig, config_to_yaml
+from hybridengine.run.errors import CallbackError, ModelError
 from hybridengine.run.session import Session
 from hybridengine.run.storage import atomic_file
 from hybridengine.run.tracking.console import LINE_WIDTH, Progress
 from hybridengine.run.tracking.curves import plot_learning_curves
-from hybridengine.run.tracking.files import write_summary
+from hybridengine.run.tracking.files import steps_of_summary, write_summary
 from hybridengine.run.tracking.metrics import MetricsLogger
+from hybridengine.train.checkpoint import SavedCheckpoint, changed_settings
+from hybridengine.train.checkpoint.pretrained import save_adapter, save_pretrained
 
 _FILES = ("summary.json", "curves.png", "metrics.jsonl", "rollouts", "final")
 _FIRST_DRAWING_S = 10.0  # the curves are drawn, then as often as takes this share of the time
@@ -88,3 +97,193 @@ class Reporter(ExitStack):
             f"{summary['steps']} steps in {summary['seconds']} s{resumed}; "
             f"see {self.dir}{os.sep}{{{files}}}"
         )
+
+
+MetricsCallback = Callable[[int, Mapping[str, float]], object]
+SaveCallback = Callable[[int, Path], object]
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Called on every rank, with the step and what the event is about.
+
+    on_step_end: with all metrics of the step.
+    on_validation: with those of the validation.
+    on_save: with the folder of the checkpoint, which is complete; a run waits for it.
+    """
+
+    on_step_end: MetricsCallback | None = None
+    on_validation: MetricsCallback | None = None
+    on_save: SaveCallback | None = None
+
+    def call(self, event: str, step: int, argument: Any) -> None:
+        """Call the function of `event`, if any. Raises CallbackError, from the function's error."""
+        function = getattr(self, event)
+        if function is None:
+            return
+        try:
+            function(step, argument)
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise CallbackError(
+                f"the callback {event} raised {type(error).__name__} after step {step}: {error} "
+                f"(at {frame.filename}:{frame.lineno})"
+            ) from error
+
+
+def export_final(
+    model: Any,
+    tokenizer: Any,
+    run_dir: Path,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    has_adapter: bool,
+    saved: Path | None,
+) -> None:
+    """Write the model to `run_dir`/final, and its adapter to final_adapter. Collective.
+
+    dtype: of the weights.
+    saved: the last checkpoint, if there is one.
+
+    Raises ModelError if the export fails; the message names the checkpoint.
+    """
+    final = run_dir / "final"
+    try:
+        with on_device(model):
+            save_pretrained(model, tokenizer, final, dtype, group=group)
+            if has_adapter:
+                save_adapter(model, tokenizer, run_dir / "final_adapter", group)
+    except ModelError as error:
+        if saved is None:
+            raise
+        raise ModelError(
+            f"{error}; nothing is lost: `hybridengine export {saved} --out {final}` exports the "
+            "last checkpoint"
+        ) from error
+
+
+def was_finished(
+    config: JobConfig, resumed: SavedCheckpoint | None, steps: int, is_main: bool
+) -> bool:
+    """Return, and print, whether an earlier run in the run's folder took the last step. Collective.
+
+    resumed: the checkpoint of the earlier part, if there is one.
+    steps: of the whole run.
+    is_main: whether this rank prints.
+    """
+    run_dir, first = Path(config.trainer.default_local_dir), resumed.step if resumed else 0
+    is_own = resumed is not None and resumed.path.resolve().parent == run_dir.resolve()
+    of_summary = steps_of_summary(run_dir / "summary.json")  # an earlier part may have ended
+    complete = (run_dir / "final").is_dir() and of_summary == first
+    finished = broadcast_value(is_own and complete and first >= steps, bool)
+    if finished and is_main:
+        print(
+            f"nothing was trained: the run in {run_dir} finished its {first} steps "
+            "before; raise trainer.total_training_steps (or total_epochs) to train longer, or "
+            "start anew with trainer.resume_mode=disable or another trainer.default_local_dir"
+        )
+        assert resumed is not None
+        for change in changed_settings(resumed, config):
+            print(f"  changed since, without effect: {change}")
+    return finished
+
+
+def print_resumed(
+    write: Callable[[str], None], resumed: SavedCheckpoint, config: JobConfig, is_main: bool
+) -> None:
+    """Print from where the run resumes, and the settings that have changed since."""
+    write(f"resumed after step {resumed.step} from {resumed.path}")
+    if is_main:
+        for change in changed_settings(resumed, config):
+            write(f"  changed since: {change}")
+
+
+MAX_FAILED_UPDATES = 10  # in a row; then the run fails
+
+_REMEDY = "lower the learning rate, or check rewards and data"
+
+
+class UpdateCounts(Protocol):
+    """What is read of an optimizer after a step: see `model.Optimizer`."""
+
+    @property
+    def num_updates(self) -> int: ...
+    @property
+    def skipped_in_a_row(self) -> int: ...
+    @property
+    def failed_in_a_row(self) -> int: ...
+    def pop_skipped(self) -> list[SkippedUpdate]: ...
+
+
+class UpdateLog:
+    """The skipped updates of a run, by optimizer; the same on all ranks.
+
+    Attributes:
+        metrics: of the newest step.
+    """
+
+    def __init__(self) -> None:
+        self._first_skipped = dict[str, int]()  # the step since which all updates were skipped
+        self._cause = dict[str, str]()  # of the newest one
+        self._skipped: dict[str, list[SkippedUpdate]] = {}
+        self.metrics = dict[str, float]()
+
+    def take(self, step: int, optimizers: Mapping[str, UpdateCounts]) -> None:
+        """Take the updates that were skipped in `step`."""
+        self._skipped = {name: optimizer.pop_skipped() for name, optimizer in optimizers.items()}
+        self.metrics = {f"{n}/skipped_updates": len(x) for n, x in self._skipped.items()}
+        for name, skipped in self._skipped.items():
+            if skipped and optimizers[name].skipped_in_a_row <= len(skipped):
+                self._first_skipped[name] = step
+            if skipped:
+                self._cause[name] = _cause(name, skipped[-1])
+
+    def report(
+        self, step: int, optimizers: Mapping[str, UpdateCounts], print: Callable[[str], None]
+    ) -> None:
+        """Warn of the updates taken last; raise ModelError after too many failed ones in a row."""
+        for name, skipped in self._skipped.items():
+            for update in skipped:
+                print(
+                    f"warning: step {step}: {_cause(name, update)}; this update was skipped, and "
+                    "the weights are unchanged"
+                )
+            if (in_a_row := optimizers[name].failed_in_a_row) >= MAX_FAILED_UPDATES:
+                raise ModelError(
+                    f"loss or gradient norm of {name} were not finite in {in_a_row} updates in a "
+                    f"row, since step {self._first_skipped[name]}, all of which were skipped (in "
+                    f"step {step} {self._cause[name]}); {_REMEDY}, and resume from the newest "
+                    "checkpoint"
+                )
+
+    def failure(self, optimizers: Mapping[str, UpdateCounts]) -> str | None:
+        """Return why a run that ends now has not trained to its last step; None if it has.
+
+        It has where the last update or the one before it was made: a single one may be skipped at
+        any time, such as by a loss scale that has just grown.
+        """
+        for name, optimizer in optimizers.items():
+            count = optimizer.skipped_in_a_row
+            if count > 1 or 0 < count == optimizer.num_updates:
+                last = "the last update" if count == 1 else f"the last {count} updates"
+                return (
+                    f"{last} of {name}, since step {self._first_skipped[name]}, were all skipped "
+                    f"({self._cause[name]}), and its weights are those before that step; {_REMEDY}"
+                )
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first_skipped": self._first_skipped, "cause": self._cause}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._first_skipped, self._cause = dict(state["first_skipped"]), dict(state["cause"])
+
+
+def _cause(name: str, update: SkippedUpdate) -> str:
+    """Describe what was not finite."""
+    if math.isfinite(update.loss):
+        return f"the gradient norm of {name} is {update.norm}"
+    outputs = (
+        f", as are {update.num_nonfinite} outputs of its model" if update.num_nonfinite else ""
+    )
+    return f"the loss of {name} is {update.loss}{outputs}"

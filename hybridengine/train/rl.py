@@ -38,19 +38,31 @@ from hybridengine.train.build import load_data
 from hybridengine.train.build_models import build_actor, build_reward_model
 from hybridengine.train.critic import StepCritic, build_critic
 from hybridengine.train.data import PromptDataset, PromptLoader, Subset
-from hybridengine.train.generation import sampling_of, val_sampling_of
-from hybridengine.train.learner import Learner
-from hybridengine.train.metrics import batch_metrics, probs_diff
-from hybridengine.train.models import needs_old_log_probs
+from hybridengine.train.metrics import (
+    Problem,
+    ValidationHistory,
+    batch_metrics,
+    problems_of,
+    probs_diff,
+)
+from hybridengine.train.models import Learner, needs_old_log_probs
 from hybridengine.train.plan import plan_table, resolve_dtypes
+from hybridengine.train.report import UpdateCounts
 from hybridengine.train.rewards.manager import RewardManager
-from hybridengine.train.rollout_files import rollout_file, texts_on_rank0, with_trained_columns
-from hybridengine.train.rollout_source import ColocatedRollouts, RolloutSource
+from hybridengine.train.rollout_files import (
+    TokenRecord,
+    rollout_file,
+    texts_on_rank0,
+    with_trained_columns,
+)
+from hybridengine.train.rollout_source import (
+    ColocatedRollouts,
+    RolloutSource,
+    sampling_of,
+    val_sampling_of,
+)
 from hybridengine.train.rollouts import Rollouts, format_rollout, select_groups
 from hybridengine.train.shared_prefix import build_data_parallel
-from hybridengine.train.token_record import TokenRecord
-from hybridengine.train.updates import UpdateCounts
-from hybridengine.train.validation import Problem, ValidationHistory, problems_of
 
 _NUM_PRINTED = 3  # scored samples on the screen
 

@@ -1,9 +1,12 @@
-"""Texts of responses on rank 0: made where they were generated, then moved in order."""
+"""Rollout files: texts of responses on rank 0, with what the update computes per token.
+
+Texts are made where the responses were generated, then moved in order.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.engine.response import Response
+from hybridengine.kernels import token_policy_loss
+from hybridengine.model import PackedBatch
 from hybridengine.run.storage import atomic_file
 from hybridengine.train.batch import RolloutBatch
 from hybridengine.train.data import PromptSample
 from hybridengine.train.exchange import RowExchange
 from hybridengine.train.rollouts import Rollouts
-from hybridengine.train.token_record import TokenRecord
 
 
 @contextmanager
@@ -158,3 +162,65 @@ def _image_names(sample: PromptSample, r: Response) -> list[str]:
 def _plain(value: Any) -> Any:
     """Convert types of parquet that JSON lacks, such as dates, decimals and bytes, to text."""
     return json.loads(json.dumps(value, default=str))
+
+
+__all__ = ["TokenRecord"]
+
+# Arguments of the loss that clipping depends on.
+_CLIPPING = (
+    "old_log_probs",
+    "advantages",
+    "response_mask",
+    "loss_mode",
+    "clip_ratio_low",
+    "clip_ratio_high",
+    "clip_ratio_c",
+    "selected",
+    "cu_seqlens",
+)
+
+
+class TokenRecord:
+    """The values of the tokens of a batch in the last pass of the update over them.
+
+    Attributes:
+        columns: by name, float32 [R]. entropy: of the policy, nats. clipped: 1 where a clip, a mask
+          or a selection of the loss took effect, else 0. old_log_probs: only where the update
+          computes them (`Actor.update_once`).
+        mask: bool [R], the tokens in the loss, which alone have these values; None: none has.
+    """
+
+    def __init__(self) -> None:
+        self.columns = dict[str, Tensor]()
+        self.mask: Tensor | None = None
+
+    @torch.no_grad()
+    def add(
+        self,
+        batch: RolloutBatch,
+        micro_batch: PackedBatch,
+        log_probs: Tensor,
+        entropy: Tensor,
+        arguments: Mapping[str, Any],
+    ) -> None:
+        """Take a micro-batch. log_probs, entropy: [r]. arguments: of `policy_loss`."""
+        if self.mask is None:  # a replica without responses has mask and columns as well
+            self.mask = torch.zeros_like(batch.response_mask)
+        if not micro_batch.is_dummy:
+            self.mask[micro_batch.row_index] = arguments["response_mask"]
+        if arguments["old_log_probs"] is None:
+            self._set("old_log_probs", batch, micro_batch, log_probs)
+        self._set("entropy", batch, micro_batch, entropy)
+        if arguments["loss_mode"] != "geo_mean":  # which clips by the whole response
+            chosen = {name: arguments[name] for name in _CLIPPING}
+            losses = token_policy_loss(log_probs.detach(), **chosen)
+            clipped = losses.clipped | losses.clipped_lower
+            self._set("clipped", batch, micro_batch, clipped)
+
+    def _set(
+        self, name: str, batch: RolloutBatch, micro_batch: PackedBatch, values: Tensor
+    ) -> None:
+        if name not in self.columns:
+            self.columns[name] = torch.zeros_like(batch.rollout_log_probs)
+        if not micro_batch.is_dummy:
+            self.columns[name][micro_batch.row_index] = values.to(torch.float32)

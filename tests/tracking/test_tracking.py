@@ -19,9 +19,9 @@ from hybridengine.run.tracking.files import write_summary
 from hybridengine.run.tracking.metrics import MetricsLogger
 from hybridengine.train import report
 from hybridengine.train.data import PromptSample
+from hybridengine.train.metrics import accuracy_interval, gain_interval
 from hybridengine.train.report import Reporter
 from hybridengine.train.rollout_files import rollout_line
-from hybridengine.train.validation import accuracy_interval, gain_interval
 
 STEP = {"critic/score/mean": 0.25, "response_length/mean": 4.0, "timing_s/step": 9.5}
 

@@ -118,7 +118,7 @@ def clipped_tokens(rank: int, world_size: int, path: str) -> list[tuple[str, flo
 
     Both forms record the same tokens and entropies.
     """
-    from hybridengine.train.token_record import TokenRecord
+    from hybridengine.train.rollout_files import TokenRecord
 
     setup, shares = Setup(rank, world_size, path), []
     mask = setup.batch.response_mask

@@ -10,9 +10,9 @@ import torch
 from hybridengine.engine.response import Response
 from hybridengine.run.errors import RolloutError
 from hybridengine.train.data import PromptSample, Subset
+from hybridengine.train.metrics import expected_majority, problems_of
 from hybridengine.train.rollout_files import rollout_line
 from hybridengine.train.rollouts import Rollouts, own_outcomes, select_groups
-from hybridengine.train.validation import expected_majority, problems_of
 from tests.ranks import run_ranks
 from tests.trainer.in_process import Result, run_jobs, small_job
 
@@ -173,7 +173,7 @@ def train_beside_a_writer(rank: int, world_size: int, folder: Path, job: list[st
     from hybridengine.run.session import Session
     from hybridengine.run.status import PhaseStatus
     from hybridengine.sync.weight_target import target_of
-    from hybridengine.train.callbacks import Callbacks
+    from hybridengine.train.report import Callbacks
     from hybridengine.train.rl import RLTrainer
 
     trainer = RLTrainer(load_config(None, job), Session(PhaseStatus(folder / "run", rank)))

@@ -41,7 +41,7 @@ def run_rank(rank: int, world_size: int, folder: Path, overrides: list[str], fai
 
     from hybridengine.run.config import load_config
     from hybridengine.train import report
-    from hybridengine.train.learner import Learner
+    from hybridengine.train.models import Learner
     from hybridengine.train.rl import RLTrainer
 
     report.plot_learning_curves = lambda *args, **options: None

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from hybridengine.engine.response import Response
 from hybridengine.train.data import PromptSample, Subset
-from hybridengine.train.rollouts import Rollouts, own_outcomes
-from hybridengine.train.validation import (
+from hybridengine.train.metrics import (
     ValidationHistory,
     expected_best,
     expected_majority,
     problems_of,
     source_metrics,
 )
+from hybridengine.train.rollouts import Rollouts, own_outcomes
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=5), st.integers(min_value=1, max_value=4))

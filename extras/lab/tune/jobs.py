@@ -17,11 +17,10 @@ from hybridengine.run.config import RLConfig, SFTConfig
 from hybridengine.run.session import Session
 from hybridengine.train.batch import RolloutBatch
 from hybridengine.train.data import PromptSample, Subset
-from hybridengine.train.generation import gather_rollouts
 from hybridengine.train.models import Actor
 from hybridengine.train.rewards.manager import ResponseTokens, RewardManager, score_checked
 from hybridengine.train.rl import RLTrainer
-from hybridengine.train.rollout_source import ColocatedRollouts
+from hybridengine.train.rollout_source import ColocatedRollouts, gather_rollouts
 from hybridengine.train.rollouts import Rollouts
 from hybridengine.train.sft import SFTTrainer
 

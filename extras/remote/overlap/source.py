@@ -29,9 +29,8 @@ from hybridengine.sync.report import SyncReport
 from hybridengine.train.build import build_sender
 from hybridengine.train.data import PromptDataset, PromptLoader, PromptSample, Subset
 from hybridengine.train.exact_rollouts import inexact_reason
-from hybridengine.train.generation import gather_rollouts
 from hybridengine.train.models import Actor
-from hybridengine.train.rollout_source import RolloutSource
+from hybridengine.train.rollout_source import RolloutSource, gather_rollouts
 from hybridengine.train.rollouts import Rollouts
 
 

@@ -20,8 +20,8 @@ from hybridengine.run.polling import wait_until
 from hybridengine.run.session import Session
 from hybridengine.train.build import build_agents, build_engine, build_receiver, load_data
 from hybridengine.train.exact_rollouts import inexact_reason
-from hybridengine.train.generation import RolloutGenerator
 from hybridengine.train.plan import resolve_dtypes
+from hybridengine.train.rollout_source import RolloutGenerator
 
 Action = WorkItem | Literal["update", "end"]
 
