@@ -112,7 +112,7 @@ def _rank(
     same: of the responses before and after the change of weights. other: of the second ones from
     the trainer's log-probs before the change.
     """
-    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.interface import SamplingSpec
     from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model import (
         load_causal_lm,

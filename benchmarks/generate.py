@@ -43,7 +43,7 @@ def run(bench: Bench) -> None:
     dtype = prepared_dtype(bench, "generate")
     if dtype is None:
         return
-    from hybridengine.engine.vllm.seeds import request_generators
+    from hybridengine.engine.vllm.sampling import request_generators
 
     def add(
         part: str, name: str, n: int, seconds: dict[str, float], note: str = "", **more: Any
@@ -115,8 +115,11 @@ def build(
     """Return an engine, by `rollout.exact` if `exact`, and how many weights a step multiplies."""
     from vllm import LLM
 
-    from hybridengine.engine.exact.exact import exact_engine, use_exact_operators
-    from hybridengine.engine.exact.head import use_plain_head
+    from hybridengine.engine.exact.operators import (
+        exact_engine,
+        use_exact_operators,
+        use_plain_head,
+    )
     from hybridengine.engine.vllm.environment import CPU_BLOCK_SIZE
     from hybridengine.engine.vllm.post_load import writable_weights
 
@@ -176,7 +179,7 @@ def sampler(llm: Any, ours: bool) -> Iterator[None]:
 @contextmanager
 def products(llm: Any, ours: bool) -> Iterator[None]:
     """While open, multiply as our engine does, or by torch's product and, in the head, oneDNN's."""
-    from hybridengine.engine.exact import head
+    from hybridengine.engine.exact import operators
 
     def head_product(x: Tensor, weight: Tensor, bias: Any, dtype: torch.dtype) -> Tensor:
         out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype)
@@ -185,7 +188,7 @@ def products(llm: Any, ours: bool) -> Iterator[None]:
 
     with ExitStack() as stack:
         if not ours:
-            stack.enter_context(patch.object(head, "inference_linear", head_product))
+            stack.enter_context(patch.object(operators, "inference_linear", head_product))
             for module in _model(llm).modules():
                 if hasattr(module, "cpu_linear"):
                     stack.enter_context(patch.object(module, "cpu_linear", nn.functional.linear))

@@ -20,7 +20,7 @@ from hybridengine.engine.vllm.environment import (
     prepare_environment,
     vllm_available,
 )
-from hybridengine.engine.vllm.pages import HUGEPAGE, advise_pages
+from hybridengine.engine.vllm.sleep import HUGEPAGE, advise_pages
 from hybridengine.kernels import paged_attention
 
 HEADS = {"9/3x64": (9, 3, 64), "14/2x64": (14, 2, 64), "32/8x128": (32, 8, 128)}

@@ -87,7 +87,7 @@ def _rank(
     """Return tokens, how many differ, the largest difference, and seconds, of this rank."""
     from transformers import AutoConfig
 
-    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.interface import SamplingSpec
     from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model import (
         adapter_shards,

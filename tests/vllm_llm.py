@@ -22,7 +22,7 @@ def open_llm(path: str, dtype: Any, *, exact: bool = False, **options: Any) -> A
     prepare_environment()
     from vllm import LLM
 
-    from hybridengine.engine.exact.exact import exact_engine
+    from hybridengine.engine.exact.operators import exact_engine
     from hybridengine.engine.vllm.post_load import writable_weights
 
     exact_if_wanted = exact_engine() if exact else nullcontext({})

@@ -21,7 +21,7 @@ from hybridengine.agents.template import TurnTemplate
 from hybridengine.agents.toolbox import Toolbox
 from hybridengine.agents.tools import Tool
 from hybridengine.agents.trajectory import AgentError, Trajectory
-from hybridengine.engine.engine import (
+from hybridengine.engine.interface import (
     Request,
     RequestStream,
     RolloutEngine,

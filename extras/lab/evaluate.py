@@ -18,7 +18,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from hybridengine.engine.engine import RolloutEngine
+from hybridengine.engine.interface import RolloutEngine
 from hybridengine.model import parameter_shards
 from hybridengine.model.validation import auto_class, check_model, longest_sequence
 from hybridengine.run.config import ConfigError, RLConfig, load_config, load_sft_config

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 from unittest.mock import patch
 
-from hybridengine.engine.engine import InFlightUpdate
+from hybridengine.engine.interface import InFlightUpdate
 from hybridengine.sync.errors import ReshardError
 
 __all__ = ["drop_cached_prefixes", "refresh_caches", "updates_between_steps"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hybridengine.engine.engine import RolloutEngine
+from hybridengine.engine.interface import RolloutEngine
 from hybridengine.remote.servers import ServerEngine, ServerWeights
 from hybridengine.run.config import RLConfig
 from hybridengine.run.errors import RolloutError

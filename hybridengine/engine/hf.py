@@ -28,7 +28,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hybridengine.engine.engine import (
+from hybridengine.engine.interface import (
     Prompt,
     Request,
     RequestStream,
@@ -37,8 +37,7 @@ from hybridengine.engine.engine import (
     derive_seed,
     local_random_state,
 )
-from hybridengine.engine.kept import pack_kept
-from hybridengine.engine.response import Response
+from hybridengine.engine.response import Response, pack_kept
 from hybridengine.kernels import token_log_probs
 from hybridengine.model.rotary import fix_rotary_length
 from hybridengine.model.validation import auto_class, long_rope_limit

@@ -1,7 +1,7 @@
 """A decoder of operators whose bits for a token depend on its sequence alone (`rollout.exact`).
 
-The engine has the same operators (`hybridengine.engine.exact.exact`), so that it and the trained
-model compute the same log-probs, bit for bit: in any packing, micro-batch or batch of requests, by
+The engine has the same operators (`hybridengine.engine.exact`), so that it and the trained model
+compute the same log-probs, bit for bit: in any packing, micro-batch or batch of requests, by
 prefill or decoding. The modules stay as they are, their forwards are replaced; attention
 (`hybridengine.model.attention`) finds them marked.
 """

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.engine.columns import COLUMNS
+from hybridengine.engine.response import COLUMNS
 from hybridengine.model import KeptIds, Optimizer, PackedBatch, SavedWork, pack_rollouts
 from hybridengine.moe.batch_routes import response_routes
 from hybridengine.run.all_ranks import group_timeout

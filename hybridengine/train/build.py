@@ -21,7 +21,7 @@ from hybridengine.agents import (
     find_parser,
     load_tools,
 )
-from hybridengine.engine.engine import RolloutEngine
+from hybridengine.engine.interface import RolloutEngine
 from hybridengine.model import adapter_shards, frozen_parameters, parameter_shards
 from hybridengine.model.checkpoint import checkpoint_layout_from_config
 from hybridengine.model.validation import check_model

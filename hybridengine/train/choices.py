@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hybridengine.engine.engine import RolloutEngine
+from hybridengine.engine.interface import RolloutEngine
 from hybridengine.model.shared.dequantized import DequantizedWeights
 from hybridengine.model.shared.shared_parameters import untested_torch
 from hybridengine.model.shared.slices import SlicedWeights

@@ -14,7 +14,7 @@ from typing import Any
 
 from hybridengine.agents import AgentRunner
 from hybridengine.agents.trajectories import score_trajectories
-from hybridengine.engine.engine import RolloutEngine, SamplingSpec, derive_seed
+from hybridengine.engine.interface import RolloutEngine, SamplingSpec, derive_seed
 from hybridengine.engine.response import Response
 from hybridengine.model import SharedParameters
 from hybridengine.remote.weights_checksum import WeightsChecksum

@@ -22,7 +22,7 @@ from hybridengine.agents import (
     runner,
 )
 from hybridengine.agents.tools import FunctionTool, Tool
-from hybridengine.engine.engine import InFlightUpdate, Request, RequestStream, SamplingSpec
+from hybridengine.engine.interface import InFlightUpdate, Request, RequestStream, SamplingSpec
 from hybridengine.engine.response import Response
 from hybridengine.run.config.rollout import MultiTurnConfig
 from hybridengine.run.errors import ConfigError

@@ -52,7 +52,7 @@ def build(path: str, kind: str, tp_size: int, stop: list[int]) -> Any:
 
 def stream_body(rank: int, world_size: int, path: str, kind: str) -> Any:
     """Greedy completions of a stream, whose requests join late, and those of `generate`."""
-    from hybridengine.engine.engine import Request, SamplingSpec
+    from hybridengine.engine.interface import Request, SamplingSpec
 
     engine, _ = build(path, kind, 1, [])
     spec = SamplingSpec(temperature=0.0, max_tokens=6)
@@ -87,7 +87,7 @@ def test_requests_of_a_stream_are_those_of_a_batch(tmp_path: Path, kind: str) ->
 def trajectories_body(rank: int, world_size: int, path: str) -> Any:
     """Sampled trajectories with tools of different speeds, by engines at TP 2."""
     from hybridengine.agents import AgentLoop, AgentRunner, LoopContext, TurnTemplate
-    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.interface import SamplingSpec
     from hybridengine.run.config import DataConfig
     from hybridengine.run.config.rollout import MultiTurnConfig
     from hybridengine.train.data import PromptSample

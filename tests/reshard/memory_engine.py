@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from hybridengine.engine.engine import RolloutEngine
+from hybridengine.engine.interface import RolloutEngine
 from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE, block_quantize
 from hybridengine.sync import tp_groups
 from hybridengine.sync.adapter import Adapter

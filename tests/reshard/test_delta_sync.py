@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hybridengine.engine.engine import SamplingSpec
+from hybridengine.engine.interface import SamplingSpec
 from hybridengine.sync import trainers
 from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.delta import delta as group_module

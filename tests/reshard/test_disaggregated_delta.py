@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hybridengine.engine.engine import SamplingSpec
+from hybridengine.engine.interface import SamplingSpec
 from hybridengine.remote.sync.between_worlds import EnginesEnd
 from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.remote.sync.sender import WeightSender

@@ -16,7 +16,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from hybridengine.engine.engine import SamplingSpec
+from hybridengine.engine.interface import SamplingSpec
 from hybridengine.kernels.strided_copy import CopyTable
 from hybridengine.remote.sync.engine_rank import EngineRank
 from hybridengine.remote.sync.receiver import WeightReceiver

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.engine.engine import SamplingSpec
+from hybridengine.engine.interface import SamplingSpec
 from hybridengine.run.failures import CollectiveGuard, process_state, this_process
 from hybridengine.run.polling import wait_for
 from hybridengine.sync.errors import RankFailedError, ReshardError

@@ -110,7 +110,7 @@ def rollout_body(
     fsdp_size: int,
     target_parameters: tuple[str, ...] = (),
 ) -> dict:
-    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.interface import SamplingSpec
     from hybridengine.model import pack_rollouts, packed_log_probs
     from hybridengine.model.lora import adapters_disabled, apply_lora
 

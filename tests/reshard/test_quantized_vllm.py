@@ -46,7 +46,7 @@ def unequal_to_vllms(engine, checkpoint: dict[str, torch.Tensor]) -> list[str]:
 
 
 def sync_body(rank: int, world_size: int, path: str) -> dict:
-    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.interface import SamplingSpec
     from hybridengine.model import parameter_shards
 
     register_kernel()
@@ -117,7 +117,7 @@ def trainer_body(rank: int, world_size: int, port: int, path: str) -> int:
 
 
 def engine_body(rank: int, world_size: int, port: int, path: str) -> dict:
-    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.interface import SamplingSpec
     from hybridengine.remote.sync.receiver import WeightReceiver
 
     register_kernel()

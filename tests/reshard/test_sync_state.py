@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.engine.engine import SamplingSpec
+from hybridengine.engine.interface import SamplingSpec
 from hybridengine.remote.sync.coordinator import Coordinator
 from hybridengine.remote.sync.records import SyncStore
 from hybridengine.run.activity import Activity

@@ -39,7 +39,7 @@ def change(model: Any, freeze: bool) -> None:
 
 
 def sync_body(rank: int, world_size: int, path: str, tp_size: int, freeze: bool) -> dict:
-    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.interface import SamplingSpec
     from hybridengine.model import (
         freeze_vision_tower,
         pack_rollouts,

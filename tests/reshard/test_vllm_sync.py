@@ -17,7 +17,7 @@ pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it
 
 
 def sync_body(rank: int, world_size: int, path: str, tp_size: int) -> dict:
-    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.interface import SamplingSpec
     from hybridengine.model import parameter_shards
     from hybridengine.sync.weight_target import StaleWeightsError
 
@@ -101,7 +101,7 @@ def test_experts_that_are_divided_over_ranks(tmp_path: Path) -> None:
 def generate_body(rank: int, world_size: int, path: str, tp_size: int) -> dict:
     from transformers import AutoModelForCausalLM
 
-    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.interface import SamplingSpec
 
     engine, _, resharder = build(path, tp_size, torch.float32, bucket_bytes=1 << 20)
     resharder.sync(1)

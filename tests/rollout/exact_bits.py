@@ -110,7 +110,7 @@ def compare(
     """
     from transformers import AutoConfig
 
-    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.interface import SamplingSpec
     from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model import (
         load_causal_lm,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridengine.engine.engine import SamplingSpec, derive_seed
+from hybridengine.engine.interface import SamplingSpec, derive_seed
 from hybridengine.kernels import sample_tokens
 from hybridengine.remote.servers import ServerEngine, VllmServer
 from hybridengine.remote.weights_checksum import WeightsChecksum

@@ -78,8 +78,8 @@ def serve_model(port: int, model: str, delay_s: float) -> None:
     """As vLLM's `/pause`, `/update_weights`, … with one engine."""
     from transformers import AutoConfig
 
-    from hybridengine.engine.engine import SamplingSpec
     from hybridengine.engine.hf import HfEngine
+    from hybridengine.engine.interface import SamplingSpec
     from hybridengine.model.checkpoint import checkpoint_layout_from_config
     from hybridengine.remote.servers.client import WEIGHTS_STATE
     from hybridengine.remote.sync.receiver import WeightReceiver

@@ -71,21 +71,20 @@ class Counted:
 
 
 def compare(rank: int, world_size: int, path: str, dtype: str) -> None:
-    from hybridengine.engine.exact import decode_graph
-    from hybridengine.engine.exact.exact import use_exact_operators
+    from hybridengine.engine.exact import operators, steps
     from hybridengine.engine.vllm.sampling import FusedSampler
 
     llm = open_llm(path, dtype, exact=True, max_model_len=64, kv_cache_memory_bytes=8 << 20)
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     FusedSampler(runner, exact=True)
     model, counted = runner.get_model(), Counted()
-    with patch.object(decode_graph, "use_decode_graphs"):
-        use_exact_operators(model, 64)
+    with patch.object(operators, "use_decode_graphs"):
+        operators.use_exact_operators(model, 64)
     eager = model.forward
     expected = generate(llm, 4)
-    decode_graph.use_decode_graphs(model)
+    steps.use_decode_graphs(model)
     replaying = model.forward
-    with patch.object(decode_graph, "Graph", counted.graph):
+    with patch.object(steps, "Graph", counted.graph):
         assert generate(llm, 4) == expected
         captured, replayed = counted.take()
         assert captured == 1 and replayed == MAX_TOKENS - 2
@@ -130,7 +129,7 @@ def test_steps_are_replayed_with_the_bits_of_eager_ones(kind: str, tmp_path: Pat
 
 
 def refuse(rank: int, world_size: int, path: str) -> None:
-    from hybridengine.engine.exact.exact import use_exact_operators
+    from hybridengine.engine.exact.operators import use_exact_operators
     from hybridengine.engine.vllm.sampling import FusedSampler
 
     llm = open_llm(path, "float32", exact=True, max_model_len=64, kv_cache_memory_bytes=8 << 20)
@@ -144,7 +143,7 @@ def refuse(rank: int, world_size: int, path: str) -> None:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("hybridengine.engine.exact.decode_graph")
+    logger = logging.getLogger("hybridengine.engine.exact.steps")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     first, second = generate(llm, 3), generate(llm, 3)

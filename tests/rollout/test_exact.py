@@ -26,7 +26,7 @@ KINDS = ("llama", "qwen2", "qwen3", "gemma", "mistral")
 
 
 def open_engine(path: str, dtype: str, **options: Any) -> Any:
-    from hybridengine.engine.exact.exact import use_exact_operators
+    from hybridengine.engine.exact.operators import use_exact_operators
     from hybridengine.engine.vllm.sampling import FusedSampler
 
     llm = open_llm(path, dtype, exact=True, max_model_len=160, **options)

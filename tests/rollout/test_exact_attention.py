@@ -123,8 +123,8 @@ def engine_body(rank: int, world_size: int, path: str, dtype: str) -> dict[str, 
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from hybridengine.engine.exact.attention import exact_attention
     from hybridengine.engine.exact.attention_backend import ExactAttention
+    from hybridengine.engine.exact.operators import exact_attention
 
     tokens: dict[str, list[list[int]]] = {}
     own = build(path, dtype, world_size)  # is kept: its end would be that of the process group

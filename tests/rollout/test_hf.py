@@ -42,7 +42,7 @@ def build(path: str, world_size: int, stop_token_ids: list[int]):
 def generate_body(rank: int, world_size: int, path: str):
     from transformers import AutoModelForCausalLM
 
-    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.interface import SamplingSpec
 
     hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     expected = []
@@ -83,7 +83,7 @@ def test_fallback_generates_as_hugging_face_does(tmp_path: Path) -> None:
 
 def logits_body(rank: int, world_size: int, path: str) -> list[int]:
     """Return the number of [B, V] tensors that are alive after every step."""
-    from hybridengine.engine.engine import InFlightUpdate, SamplingSpec
+    from hybridengine.engine.interface import InFlightUpdate, SamplingSpec
     from tests.tiny_models import VOCAB
 
     engine, resharder = build(path, world_size, [])
@@ -108,7 +108,7 @@ def test_logits_do_not_add_up_over_steps(tmp_path: Path) -> None:
 
 
 def partial_update_body(rank: int, world_size: int, path: str) -> list[str]:
-    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.interface import SamplingSpec
     from hybridengine.sync.weight_target import StaleWeightsError
 
     engine, resharder = build(path, world_size, [])
@@ -150,7 +150,7 @@ def test_partially_updated_weights_refuse_to_generate(tmp_path: Path) -> None:
 
 
 def damaged_body(rank: int, world_size: int, path: str) -> list[str]:
-    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.interface import SamplingSpec
     from hybridengine.sync.errors import ReshardError
     from hybridengine.sync.weight_target import StaleWeightsError
 

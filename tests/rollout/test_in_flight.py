@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hybridengine.engine.engine import InFlightUpdate, Request, SamplingSpec
+from hybridengine.engine.interface import InFlightUpdate, Request, SamplingSpec
 from hybridengine.engine.response import Response
 from hybridengine.engine.vllm.environment import vllm_available
 from tests.ranks import run_ranks

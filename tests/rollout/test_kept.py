@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from hybridengine.engine.kept import pack_kept
+from hybridengine.engine.response import pack_kept
 from hybridengine.engine.vllm.environment import vllm_available
-from hybridengine.engine.vllm.kept import record_kept_ids
+from hybridengine.engine.vllm.sampling import record_kept_ids
 from tests.ranks import run_ranks
 from tests.tiny_models import VOCAB, save_tiny
 
@@ -54,7 +54,7 @@ def build(path: str, world_size: int, kind: str) -> Any:
 
 
 def body(rank: int, world_size: int, path: str, kind: str) -> dict[str, Any]:
-    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.interface import SamplingSpec
 
     engine, preempted = build(path, world_size, kind), []
     sampled = []
@@ -91,7 +91,7 @@ def body(rank: int, world_size: int, path: str, kind: str) -> dict[str, Any]:
 
 def check_seeds(engine: Any, kind: str) -> list[list[int]]:
     """Return the tokens of 3 × 2 samples of one prompt."""
-    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.interface import SamplingSpec
 
     if engine.tp_rank == 0:  # user code may draw numbers on one rank only
         np.random.random(3)

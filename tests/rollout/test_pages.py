@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridengine.engine.vllm.pages import DONTNEED, HUGEPAGE, advise_pages
+from hybridengine.engine.vllm.sleep import DONTNEED, HUGEPAGE, advise_pages
 
 
 def flags_of(address: int) -> set[str]:

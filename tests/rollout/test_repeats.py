@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hybridengine.engine.exact.repeats import find_repeats
+from hybridengine.engine.exact.steps import find_repeats
 from hybridengine.engine.vllm.environment import vllm_available
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -53,7 +53,7 @@ def generate(llm: Any, n: int) -> list[tuple[list[int], list[float]]]:
     """Return tokens and log-probs of n responses to each of five prompts."""
     from vllm import SamplingParams
 
-    from hybridengine.engine.vllm.seeds import request_generators
+    from hybridengine.engine.vllm.sampling import request_generators
 
     sampling = SamplingParams(
         n=n, seed=1, max_tokens=4, logprobs=0, ignore_eos=True, detokenize=False
@@ -71,8 +71,8 @@ def generate(llm: Any, n: int) -> list[tuple[list[int], list[float]]]:
 
 
 def compare(rank: int, world_size: int, path: str, caching: bool, budget: int) -> None:
-    from hybridengine.engine.exact import exact
-    from hybridengine.engine.exact.repeats import compute_repeats_once
+    from hybridengine.engine.exact import operators
+    from hybridengine.engine.exact.steps import compute_repeats_once
     from hybridengine.engine.vllm.sampling import FusedSampler
 
     llm = open_llm(
@@ -82,8 +82,8 @@ def compare(rank: int, world_size: int, path: str, caching: bool, budget: int) -
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     FusedSampler(runner, exact=True)
     model, rows = runner.get_model(), list[int]()
-    with patch.object(exact, "compute_repeats_once"):
-        exact.use_exact_operators(model, 80)
+    with patch.object(operators, "compute_repeats_once"):
+        operators.use_exact_operators(model, 80)
     forward = model.forward
 
     def counting(input_ids: Any, positions: Any, *arguments: Any, **options: Any) -> Any:

@@ -11,8 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from hybridengine.engine.columns import COLUMNS, TokenColumn, extend_columns, first_columns
-from hybridengine.engine.response import Response
+from hybridengine.engine.response import (
+    COLUMNS,
+    Response,
+    TokenColumn,
+    extend_columns,
+    first_columns,
+)
 from hybridengine.engine.vllm.environment import vllm_available
 from hybridengine.moe.routes import decode_routes, pack_routes
 from tests.ranks import run_ranks
@@ -30,7 +35,7 @@ def rows_of(completion: Any) -> np.ndarray:
 
 
 def body(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    from hybridengine.engine.engine import Request, SamplingSpec
+    from hybridengine.engine.interface import Request, SamplingSpec
     from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
     from hybridengine.model.checkpoint import checkpoint_layout_from_config

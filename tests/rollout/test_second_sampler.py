@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample import sampler as vllm_sampler
 
-from hybridengine.engine.vllm.samplers import fuse_sampler
+from hybridengine.engine.vllm.sampling import fuse_sampler
 from hybridengine.engine.vllm.sampling_second import FusedSecondSampler
 from hybridengine.kernels import sample_tokens, token_log_probs
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hybridengine.engine.engine import InFlightUpdate, Prompt, Request, SamplingSpec
+from hybridengine.engine.interface import InFlightUpdate, Prompt, Request, SamplingSpec
 from hybridengine.engine.response import Response
 from hybridengine.remote.servers import (
     NoServerError,

@@ -51,7 +51,7 @@ def discard(engine) -> None:
 def body(rank: int, world_size: int, path: str) -> None:
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.interface import SamplingSpec
     from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
     from hybridengine.model.checkpoint import checkpoint_layout_from_config
@@ -94,7 +94,7 @@ def body(rank: int, world_size: int, path: str) -> None:
     [processor] = [
         m for m in engine._runner.get_model().modules() if isinstance(m, LogitsProcessor)
     ]
-    assert processor._apply_head.func.__module__ == "hybridengine.engine.exact.head"
+    assert processor._apply_head.func.__module__ == "hybridengine.engine.exact.operators"
     engine.sleep()
     assert cache_bytes() == 0
     with offloader.on_device():

@@ -20,8 +20,8 @@ def body(rank: int, world_size: int, path: str, kind: str):
     """(free completions, the stop text, completions with it) of greedy decoding."""
     from transformers import AutoTokenizer
 
-    from hybridengine.engine.engine import SamplingSpec
     from hybridengine.engine.hf import HfEngine
+    from hybridengine.engine.interface import SamplingSpec
     from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
     from hybridengine.model.checkpoint import checkpoint_layout_from_config

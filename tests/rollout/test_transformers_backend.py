@@ -52,7 +52,7 @@ def members() -> dict[type, dict[str, Any]]:
 
 def engine_between_policies(rank: int, world_size: int, path: str) -> dict[str, Any]:
     """One policy is loaded before the engine, one after it; both train, the later one is synced."""
-    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.interface import SamplingSpec
     from hybridengine.model import (
         load_causal_lm,
         pack_rollouts,

@@ -23,7 +23,7 @@ def train(folder: str, kind: str, dtype: torch.dtype):
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
 
-    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.interface import SamplingSpec
     from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model import parameter_shards
     from hybridengine.model.checkpoint import checkpoint_layout

@@ -20,7 +20,7 @@ def processor():
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-    from hybridengine.engine.exact.head import use_plain_head
+    from hybridengine.engine.exact.operators import use_plain_head
 
     with set_current_vllm_config(VllmConfig()):
         processor = LogitsProcessor(300)

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.engine.engine import InFlightUpdate, Prompt, SamplingSpec
+from hybridengine.engine.interface import InFlightUpdate, Prompt, SamplingSpec
 from hybridengine.engine.response import Response
 from hybridengine.remote.servers import (
     NoServerError,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridengine.engine.engine import SamplingSpec
+from hybridengine.engine.interface import SamplingSpec
 from hybridengine.remote.critic.messages import Command, End, TrainStep
 from hybridengine.remote.overlap import queue
 from hybridengine.remote.overlap.queue import EngineQueue, TrainerQueue, WorkItem

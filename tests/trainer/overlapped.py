@@ -69,7 +69,7 @@ def update_inside_items(
     update. begin: called before the item; has_begun: asked before each step, until it is time to
     wait for the update; end: called when this is there.
     """
-    from hybridengine.engine.engine import InFlightUpdate
+    from hybridengine.engine.interface import InFlightUpdate
     from hybridengine.remote.overlap import worker
     from hybridengine.run.polling import wait_until
 

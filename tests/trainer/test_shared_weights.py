@@ -187,7 +187,7 @@ def test_ranks_of_two_tensor_parallel_groups(tmp_path: Path) -> None:
 
 def rollout_body(rank: int, world_size: int, path: str, tp_size: int) -> dict[str, Any]:
     """Sync adapters three times, and sleep in between."""
-    from hybridengine.engine.engine import SamplingSpec
+    from hybridengine.engine.interface import SamplingSpec
     from hybridengine.model import (
         adapter_shards,
         apply_lora,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hybridengine.engine.engine import SamplingSpec
+from hybridengine.engine.interface import SamplingSpec
 from hybridengine.engine.response import Response
 from hybridengine.remote.overlap.queue import Finished, WorkItem
 from hybridengine.remote.overlap.source import OverlappedRollouts

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridengine.engine.columns import COLUMNS, TokenColumn, declare_column
+from hybridengine.engine.response import COLUMNS, TokenColumn, declare_column
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.multirank

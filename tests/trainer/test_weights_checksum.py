@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridengine.engine.engine import InFlightUpdate
+from hybridengine.engine.interface import InFlightUpdate
 from hybridengine.remote import weights_checksum
 from hybridengine.remote.weights_checksum import WeightsChecksum
 from hybridengine.run.config import load_config

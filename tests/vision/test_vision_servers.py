@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from transformers import AutoConfig
 
-from hybridengine.engine.engine import Prompt
+from hybridengine.engine.interface import Prompt
 from hybridengine.remote.servers.images import ServerPrompt, check_image_settings
 from hybridengine.run.errors import RolloutError
 from hybridengine.vision import EncodedImage, ImagePreparer, load_image_preparer

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybridengine.agents.trajectories import with_turns
-from hybridengine.engine.engine import SamplingSpec
+from hybridengine.engine.interface import SamplingSpec
 from hybridengine.engine.response import Response
 from hybridengine.rewards.reward_model import RewardModel
 from hybridengine.run.config import RLConfig, SFTConfig

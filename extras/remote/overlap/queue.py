@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from hybridengine.engine.engine import SamplingSpec
+from hybridengine.engine.interface import SamplingSpec
 from hybridengine.engine.response import Response
 from hybridengine.remote.roles import Role, RoleLink
 from hybridengine.run.messages import decode, encode

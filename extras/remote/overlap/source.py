@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybridengine.engine.engine import SamplingSpec, derive_seed
+from hybridengine.engine.interface import SamplingSpec, derive_seed
 from hybridengine.remote.overlap.queue import Finished, TrainerQueue, WorkItem
 from hybridengine.remote.overlap.staleness import staleness_metrics
 from hybridengine.remote.overlap.utilisation import Utilisation

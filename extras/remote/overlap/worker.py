@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from hybridengine.engine.engine import InFlightUpdate, RolloutEngine
+from hybridengine.engine.interface import InFlightUpdate, RolloutEngine
 from hybridengine.remote.overlap.queue import EngineQueue, WorkItem, report_signal
 from hybridengine.remote.overlap.servers import connect_servers
 from hybridengine.remote.servers import NoServerError, ServerReceiver

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hybridengine.engine.engine import (
+from hybridengine.engine.interface import (
     InFlightUpdate,
     Prompt,
     Request,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hybridengine.engine.engine import Prompt
+from hybridengine.engine.interface import Prompt
 from hybridengine.run.errors import RolloutError
 from hybridengine.vision import EncodedImage, ImagePreparer
 from hybridengine.vision.engine import check_prompt

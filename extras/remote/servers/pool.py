@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from hybridengine.engine.engine import InFlightUpdate
+from hybridengine.engine.interface import InFlightUpdate
 from hybridengine.remote.servers.client import ServerLostError, ServerWeights, VllmServer
 from hybridengine.run.errors import RolloutError, UserError, print_note
 

@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
 from hybridengine.engine.vllm.options import check_plugins
 from hybridengine.engine.vllm.post_load import PostLoadProcessing
-from hybridengine.engine.vllm.seeds import request_generators
+from hybridengine.engine.vllm.sampling import request_generators
 from hybridengine.engine.vllm.sleep import weights_sleep
 from hybridengine.engine.vllm.weights import ModelWeights
 from hybridengine.model.checkpoint import checkpoint_layout_from_config

@@ -36,11 +36,11 @@ from vllm.model_executor.model_loader import base_loader
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.gpu_worker import Worker
 
-from hybridengine.engine.exact.exact import exact_worker, use_exact_operators
-from hybridengine.engine.vllm.model_classes import own_model_classes
+from hybridengine.engine.exact.operators import exact_worker, use_exact_operators
+from hybridengine.engine.vllm.environment import own_model_classes
 from hybridengine.engine.vllm.post_load import PostLoadProcessing
 from hybridengine.engine.vllm.quantized import check_quantization
-from hybridengine.engine.vllm.samplers import fuse_sampler
+from hybridengine.engine.vllm.sampling import fuse_sampler
 from hybridengine.engine.vllm.weights import VllmWeights
 from hybridengine.model.checkpoint import checkpoint_layout
 from hybridengine.model.lora import adapter_shards

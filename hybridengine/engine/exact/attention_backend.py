@@ -1,6 +1,6 @@
 """`paged_attention` as a backend of vLLM's attention, with the bits of the trainer's.
 
-`hybridengine.engine.exact.attention` puts it in. The key-value cache has a layout of its own in
+`hybridengine.engine.exact.operators` puts it in. The key-value cache has a layout of its own in
 vLLM's memory; vLLM moves it in blocks only, so prefix caching, chunked prefill and preemption work
 as before.
 """

@@ -16,37 +16,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridengine.engine.engine import (
+from hybridengine.engine.exact.operators import exact_engine, use_exact_operators, use_plain_head
+from hybridengine.engine.interface import (
     CacheSize,
     Prompt,
+    Request,
+    RequestStream,
     RolloutEngine,
     SamplingSpec,
     derive_seed,
     local_random_state,
 )
-from hybridengine.engine.exact.exact import exact_engine, use_exact_operators
-from hybridengine.engine.exact.head import use_plain_head
-from hybridengine.engine.kept import pack_kept
-from hybridengine.engine.response import Response
+from hybridengine.engine.response import Response, pack_kept
 from hybridengine.engine.vllm.environment import (
     CPU_BLOCK_SIZE,
     models_inspected_here,
+    own_model_classes,
     prepare_environment,
     strided_groups,
     unbound_memory,
     unchanged_local_world_size,
     unique_shared_memory,
 )
-from hybridengine.engine.vllm.kept import record_kept_ids
-from hybridengine.engine.vllm.model_classes import own_model_classes
 from hybridengine.engine.vllm.options import check_plugins
-from hybridengine.engine.vllm.pages import DONTNEED, HUGEPAGE, advise_pages
 from hybridengine.engine.vllm.post_load import writable_weights
 from hybridengine.engine.vllm.quantized import quantization_options
-from hybridengine.engine.vllm.samplers import fuse_sampler
-from hybridengine.engine.vllm.seeds import request_generators, seeded
-from hybridengine.engine.vllm.sleep import Level2Sleep
-from hybridengine.engine.vllm.stream import VllmStream
+from hybridengine.engine.vllm.sampling import (
+    fuse_sampler,
+    record_kept_ids,
+    request_generators,
+    seeded,
+)
+from hybridengine.engine.vllm.sleep import DONTNEED, HUGEPAGE, Level2Sleep, advise_pages
 from hybridengine.engine.vllm.weights import LoraSlot, VllmWeights, slot_options
 from hybridengine.model.shared.aliases import parameter_views
 from hybridengine.model.shared.dequantized import DequantizedWeights
@@ -59,7 +60,7 @@ from hybridengine.sync.layout import CheckpointLayout, LayoutError
 from hybridengine.sync.plan.senders import ranks_per_node
 from hybridengine.sync.target import write_constants
 from hybridengine.sync.tp_groups import tp_groups
-from hybridengine.vision import ImagePreparer
+from hybridengine.vision import EncodedImage, ImagePreparer
 from hybridengine.vision.engine import (
     PromptImages,
     check_prompt,
@@ -382,3 +383,50 @@ def _completion(output: Any) -> Response:
         )
     versions = [(int(run.version), run.end - run.start) for run in output.weight_versions]
     return Response(ids, log_probs, output.finish_reason, versions=versions)
+
+
+class VllmStream(RequestStream):
+    """Adds requests to `engine`, vLLM's `LLMEngine`, between its steps.
+
+    sampling: `SamplingParams` of all requests but for seed and length.
+    prompt: makes a prompt of token ids and images.
+    convert: makes the completions of a `RequestOutput`.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        sampling: Any,
+        lora_request: Any,
+        prompt: Callable[[Sequence[int], Sequence[EncodedImage]], Any],
+        convert: Callable[[Any], list[Response]],
+    ) -> None:
+        from vllm.sampling_params import RequestOutputKind
+
+        super().__init__()
+        self._engine, self._sampling, self._convert = engine, sampling, convert
+        self._lora_request, self._prompt = lora_request, prompt
+        self._sampling.output_kind = RequestOutputKind.FINAL_ONLY
+        self._internal: dict[str, str] = {}  # our id → vLLM's, of the requests that run
+
+    def _add(self, request: Request) -> None:
+        [sampling] = seeded(self._sampling, [request.seed])
+        sampling.max_tokens = request.max_tokens
+        name, prompt = str(request.id), self._prompt(request.prompt_ids, request.images)
+        self._internal[name] = self._engine.add_request(
+            name, prompt, sampling, lora_request=self._lora_request
+        )
+
+    def _step(self) -> list[tuple[int, Response]]:
+        if not self.num_running:
+            return []
+        finished = [output for output in self._engine.step() if output.finished]
+        for output in finished:
+            del self._internal[output.request_id]
+        return [(int(output.request_id), self._convert(output)[0]) for output in finished]
+
+    def abort(self) -> None:
+        """Remove requests that have not finished, so that they are not part of later batches."""
+        if self._internal:
+            self._engine.abort_request(list(self._internal.values()), internal=True)
+            self._internal.clear()

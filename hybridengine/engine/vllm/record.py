@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from hybridengine.engine.vllm.environment import (
     models_inspected_here,
+    own_model_classes,
     prepare_environment,
     vllm_available,
 )
-from hybridengine.engine.vllm.model_classes import own_model_classes
 from hybridengine.lab.dp_ranks import record_dp_ranks
 from hybridengine.model.checkpoint import checkpoint_layout_from_config
 from hybridengine.sync.layout import CheckpointLayout, EngineLayout

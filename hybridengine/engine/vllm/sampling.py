@@ -1,22 +1,38 @@
-"""vLLM's sampler by `sample_tokens`: one read of the logits, and a part of a second.
+"""How vLLM samples here: by `sample_tokens`, with a seed for each request, and what it records.
 
 vLLM's first model runner sorts the vocabulary for top-p, writes the processed log-probs of all
 entries and gathers one of them. Here its `Sampler` gets a forward that does the same for requests
-that want the log-prob of the sampled token alone, as all of ours do. Random numbers are those of
-vLLM's own sampler there: one of 31 bits for each token, of the request's generator. The second
-model runner has another sampler (`hybridengine.engine.vllm.sampling_second`).
+that want the log-prob of the sampled token alone, as all of ours do: one read of the logits, and a
+part of a second. Random numbers are those of vLLM's own sampler there: one of 31 bits for each
+token, of the request's generator. The second model runner has another sampler
+(`hybridengine.engine.vllm.sampling_second`).
+
+A request without a seed draws one from NumPy's global state in vLLM's second model runner, in
+which the ranks of a replica may differ. With seeds a sample depends on its request alone: neither
+on other code that draws numbers, nor on what else is in the batch.
+
+The vocabulary entries that top-k and top-p kept are recorded on request. vLLM's second model runner
+returns them (`return_sampling_mask`), but as a setting of the engine, which then refuses greedy
+requests and top-p without top-k; here it is on during one call. The first runner does not. There
+our sampler returns them; where it is not in use they are the finite log-probs of the processed
+distribution, which our engine always asks for, so that vLLM never takes a fused sampler, which has
+none. With both, vLLM's scheduler assigns the rows of a step to requests, through preemption,
+chunked prefill and stops, as it assigns log-probs, and `CompletionOutput.sampling_mask` is the
+result.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from hybridengine.kernels import sample_tokens, token_log_probs
-
-__all__ = ["FusedSampler", "token_ranks"]
 
 
 class FusedSampler:
@@ -138,3 +154,136 @@ def _mask_lists(num_kept: Tensor, kept_ids: Tensor | None) -> Any:
     offsets = torch.zeros(num_kept.numel() + 1, dtype=torch.int64)
     torch.cumsum(num_kept.cpu(), 0, out=offsets[1:])
     return SamplingMaskLists(kept_ids.cpu().numpy(), offsets.numpy())
+
+
+def fuse_sampler(runner: Any, exact: bool = False, ranks: bool = False) -> None:
+    """Let a model runner of vLLM, of either kind, sample by `sample_tokens` where it is covered.
+
+    exact, ranks: of a `FusedSampler`; the second kind always counts ranks.
+    """
+    from vllm.v1.sample.sampler import Sampler
+
+    if isinstance(getattr(runner, "sampler", None), Sampler):
+        FusedSampler(runner, exact, ranks)
+    elif hasattr(getattr(runner, "sampler", None), "sampling_states"):
+        from hybridengine.engine.vllm.sampling_second import FusedSecondSampler
+
+        FusedSecondSampler.install(runner.sampler, exact)
+
+
+@contextmanager
+def record_kept_ids(llm: Any, runner: Any) -> Iterator[None]:
+    """While open, completions of `llm` have a `sampling_mask`.
+
+    llm: a `vllm.LLM` whose scheduler and model runner are in this process, with processed
+    log-probs. Its requests must sample (temperature above 0) and return log-probs.
+    """
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    second_runner = hasattr(runner.sampler, "return_sampling_mask")
+    if not second_runner and llm.llm_engine.vllm_config.speculative_config is not None:
+        raise RuntimeError(
+            "algorithm.sampling_replay: vLLM's first model runner records no kept vocabulary "
+            "entries with speculative decoding; remove "
+            "rollout.engine_kwargs.vllm.speculative_config, or set algorithm.sampling_replay=off"
+        )
+    with patch.object(scheduler, "return_sampling_mask", True):
+        if second_runner:
+            with patch.object(runner.sampler, "return_sampling_mask", True):
+                yield
+        else:
+            with _masks_of_first_runner(runner):
+                yield
+
+
+@contextmanager
+def _masks_of_first_runner(runner: Any) -> Iterator[None]:
+    """While open, the outputs of a `GPUModelRunner` have `sampling_masks`, one row per request."""
+    sample_tokens = runner.sample_tokens
+    recording = _of_fused(runner) if FusedSampler.of(runner) else _of_processed(runner)
+    with recording as take_masks:
+
+        def recording_sample_tokens(*args: Any) -> Any:
+            output = sample_tokens(*args)
+            if (masks := take_masks()) is not None:
+                # With asynchronous scheduling the output is filled in when its copies are done.
+                getattr(output, "_model_runner_output", output).sampling_masks = masks
+            return output
+
+        with patch.object(runner, "sample_tokens", recording_sample_tokens):
+            yield
+
+
+@contextmanager
+def _of_fused(runner: Any) -> Iterator[Callable[[], Any]]:
+    """Yield what takes the masks of the newest step, if there was one, of a `FusedSampler`."""
+    fused = FusedSampler.of(runner)
+    assert fused is not None
+
+    def take_masks() -> Any:
+        masks, fused.masks = fused.masks, None
+        return masks
+
+    with patch.object(fused, "records", True):
+        yield take_masks
+
+
+@contextmanager
+def _of_processed(runner: Any) -> Iterator[Callable[[], Any]]:
+    """As `_of_fused`, of vLLM's own sampler, which computes all processed log-probs."""
+    sampler = runner.sampler.topk_topp_sampler
+    sample, log_probs = sampler.forward, list[Tensor]()
+
+    def recording_sample(*args: Any) -> tuple[Tensor, Tensor]:
+        tokens, processed = sample(*args)
+        log_probs[:] = [processed]
+        return tokens, processed
+
+    def take_masks() -> Any:
+        return _finite_entries(log_probs.pop()) if log_probs else None
+
+    with patch.object(sampler, "forward", recording_sample):
+        yield take_masks
+
+
+def _finite_entries(log_probs: Tensor) -> Any:
+    """Return the ids above -inf in each row of [R, V], as vLLM's `SamplingMaskLists`."""
+    from vllm.v1.outputs import SamplingMaskLists
+
+    rows, ids = (log_probs > -torch.inf).nonzero().cpu().unbind(1)
+    offsets = torch.zeros(log_probs.shape[0] + 1, dtype=torch.int64)
+    offsets[1:] = rows.bincount(minlength=log_probs.shape[0]).cumsum(0)
+    return SamplingMaskLists(ids.int().numpy(), offsets.numpy())
+
+
+def seeded(sampling: Any, seeds: Sequence[int]) -> list[Any]:
+    """Return a copy of `SamplingParams` for each seed. vLLM adds a sample's index to its seed."""
+    copies = [copy.copy(sampling) for _ in seeds]
+    for params, seed in zip(copies, seeds, strict=True):
+        params.seed = seed
+    return copies
+
+
+def request_generators() -> AbstractContextManager:
+    """While open, vLLM's first model runner can make generators for requests on a CPU."""
+    if torch.cuda.is_available():
+        return nullcontext()
+    return patch.object(torch, "Generator", _CpuGenerator)
+
+
+class _CpuGenerator(torch.Generator):
+    """A generator with what vLLM calls to take back a draw.
+
+    It takes back the number that it drew while the prompt was still incomplete. Generators of a CPU
+    have no offset; here the first number can be taken back. After a preemption, when others were
+    drawn before, the number stays used.
+    """
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> torch.Generator:
+        once = torch._C.Generator().manual_seed(self.initial_seed())
+        torch.randint(0, 2**31, (1,), generator=once)
+        if torch.equal(once.get_state(), self.get_state()):
+            self.manual_seed(self.initial_seed())
+        return self

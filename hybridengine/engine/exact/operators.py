@@ -1,9 +1,9 @@
 """vLLM with the operators of a trained model that has `use_exact_operators`.
 
 A token's log-prob is then the same float32 bits as the trained model's, whatever else is in the
-batch. Attention is replaced before the engine is built (`hybridengine.engine.exact.attention`), the
-other operators in the loaded model; it must run eagerly. On a CPU decoding steps are replayed
-(`decode_graph` of this package), and what sequences have in common is computed once (`repeats`).
+batch. Attention is replaced before the engine is built (`attention_backend` of this package), the
+other operators in the loaded model; it must run eagerly. On a CPU decoding steps are replayed, and
+what sequences have in common is computed once (`steps`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridengine.engine.exact.decode_graph import use_decode_graphs
-from hybridengine.engine.exact.repeats import compute_repeats_once
+from hybridengine.engine.exact.steps import compute_repeats_once, use_decode_graphs
 from hybridengine.engine.vllm.weights import LoraSlot
 from hybridengine.kernels import gated_activation
 from hybridengine.kernels.decode_linear import inference_linear, join_parts
@@ -30,8 +29,6 @@ from hybridengine.run.errors import ModelError
 @contextmanager
 def exact_engine() -> Iterator[dict[str, Any]]:
     """While open, vLLM builds engines with exact attention. Yields the options that they need."""
-    from hybridengine.engine.exact.attention import exact_attention
-
     with exact_attention() as options:
         yield {"enforce_eager": True, **options}
 
@@ -240,3 +237,58 @@ def _rotary(module: Any, max_model_len: int) -> Any:
         return rotated(query, positions), None if key is None else rotated(key, positions)
 
     return forward
+
+
+_ON_CPU = {  # of vLLM: what takes its place
+    "CPU_ATTN": "ExactAttentionBackend",
+    "CPU_MLA": "RefusedMlaBackend",
+    "AMX_MLA": "RefusedMlaBackend",
+}
+_ON_GPU = {"CUSTOM": "ExactAttentionBackend"}
+
+
+@contextmanager
+def exact_attention() -> Iterator[dict[str, Any]]:
+    """While open, vLLM builds engines with the trainer's attention.
+
+    Yields the options of `vllm.LLM` that choose it. What it does not cover raises UserError, or
+    vLLM's ValueError, as an engine is built.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    on_cpu = current_platform.is_cpu()
+    replacements = _ON_CPU if on_cpu else _ON_GPU
+    backends = [AttentionBackendEnum[name] for name in replacements]
+    overridden = {b: b.get_path() for b in backends if b.is_overridden()}
+    for name, replacement in replacements.items():
+        path = f"hybridengine.engine.exact.attention_backend.{replacement}"
+        register_backend(AttentionBackendEnum[name], path)
+    selector._cached_get_attn_backend.cache_clear()
+    try:
+        yield {} if on_cpu else {"attention_backend": "CUSTOM"}
+    finally:
+        for backend in backends:
+            backend.clear_override()
+        for backend, path in overridden.items():
+            register_backend(backend, path)
+        selector._cached_get_attn_backend.cache_clear()
+
+
+def use_plain_head(model: nn.Module) -> None:
+    """Make the float32 head of `model`, loaded by vLLM on a CPU, read its weight as it is."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    for module in model.modules():
+        if isinstance(module, LogitsProcessor) and module.head_dtype == torch.float32:
+            module._apply_head = partial(_apply_head, module._apply_head)  # type: ignore[method-assign]
+
+
+def _apply_head(original: Any, lm_head: Any, hidden: Tensor, bias: Tensor | None) -> Tensor:
+    """Return logits [T, V], float32; `original` handles heads that are not a plain matrix."""
+    weight: Tensor = lm_head.weight
+    is_matrix = hidden.dim() == 2 and weight.shape[1:] == hidden.shape[1:]
+    if not is_matrix or weight.dtype != hidden.dtype:
+        return original(lm_head, hidden, bias)
+    return inference_linear(hidden, weight, bias, torch.float32)
