@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._bench import OURS, Bench, status_kib
-from hybridengine.run.signed_store import SECRET, new_secret
+from hybridengine.run.messages import SECRET, new_secret
 from hybridengine.sync.checksums import bit_checksums
 from tests.ranks import Ranks
 from tests.reshard.vllm_engines import build_engine

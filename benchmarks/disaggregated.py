@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from benchmarks._bench import OURS, Bench
 from benchmarks.reshard import write_config
-from hybridengine.run.signed_store import SECRET, new_secret
+from hybridengine.run.messages import SECRET, new_secret
 from tests.ranks import Ranks
 
 CASES = ((2, 2, 1), (2, 1, 2))  # trainers, engines, TP size

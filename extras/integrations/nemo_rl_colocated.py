@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from hybridengine.run.all_ranks import broadcast_value
 from hybridengine.run.failures import this_process
-from hybridengine.run.signed_store import SignedStore
+from hybridengine.run.messages import SignedStore
 
 from ._nemo_rl import NemoPatches
 from ._patching import Replacement

@@ -17,9 +17,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from hybridengine.run.failures import RESTART_COUNT
-from hybridengine.run.polling import wait_until
+from hybridengine.run.messages import SignedStore, wait_until
 from hybridengine.run.restarts import connect_store
-from hybridengine.run.signed_store import SignedStore
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from typing import Any
 
 from hybridengine.rewards.guard import fork_guarded
 from hybridengine.run.errors import RewardError, shorten
-from hybridengine.run.memory_limit import memory_limit
+from hybridengine.run.host_memory import memory_limit
 from hybridengine.train.rewards.function import FunctionSource, error_line, import_reward_function
 from hybridengine.train.rewards.results import show, to_results, to_rows
 

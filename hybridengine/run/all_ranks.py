@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -11,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.run.errors import ModelError
-from hybridengine.run.messages import decode, encode
-from hybridengine.run.signed_store import sign, verified
+from hybridengine.run.messages import decode, encode, sign, verified
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ _SIZE_BYTES = 8
 def all_gather_values(value: T, expected: Any, group: Any = None) -> list[T]:
     """Return the value of every rank, of type `expected` (see `messages`). Collective.
 
-    group: that of the ranks; None: the default group. Messages are signed (`signed_store`).
+    group: that of the ranks; None: the default group. Messages are signed (`messages.sign`).
     """
     group = group or dist.group.WORLD
     if group.size() == 1:
@@ -177,3 +177,26 @@ def new_write_group() -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def default_groups() -> list[dist.ProcessGroup]:
+    return [dist.distributed_c10d._get_default_group()]
+
+
+@contextmanager
+def limited(groups: Iterable[dist.ProcessGroup], timeout_s: float) -> Iterator[None]:
+    """While open, collectives that begin fail after `timeout_s`, if not earlier.
+
+    groups: only gloo's groups are limited. NCCL keeps its own timeout, at which its watchdog ends
+    the process.
+    """
+    backends = {group._get_backend(device) for group in groups for device in group._device_types}
+    limits = [(b, b.options._timeout) for b in backends if isinstance(b, dist.ProcessGroupGloo)]
+    limit = timedelta(seconds=timeout_s)
+    for backend, before in limits:
+        backend._set_default_timeout(min(limit, before))
+    try:
+        yield
+    finally:
+        for backend, before in limits:
+            backend._set_default_timeout(before)

@@ -32,10 +32,9 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.run.activity import Activity
+from hybridengine.run.all_ranks import default_groups, limited
 from hybridengine.run.errors import reason_of
-from hybridengine.run.limits import default_groups, limited
-from hybridengine.run.messages import MessageError
-from hybridengine.run.signed_store import SignedStore
+from hybridengine.run.messages import MessageError, SignedStore
 
 STORE_GONE = "the rendezvous store is gone: its host, rank 0's node or agent, ended"
 STORE_SILENT = "the rendezvous store, on rank 0's node, has not answered"

@@ -1,8 +1,10 @@
-"""The memory of this machine, or of the control group (container) that this process is in."""
+"""Memory of the host: of this machine or its control group (container), and limits on a block."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -26,3 +28,26 @@ def free_memory() -> float:
         limit, used = ((_CGROUP / f"memory.{name}").read_text() for name in ("max", "current"))
         free = min(free, float(limit) - float(used))
     return free
+
+
+@contextmanager
+def memory_limit(extra_bytes: int) -> Iterator[None]:
+    """Limit the address space of this process to `extra_bytes` more than it has.
+
+    Allocating more is a MemoryError. No effect where there is no /proc (no Linux).
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (_address_limit(extra_bytes, soft, hard), hard))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _address_limit(extra_bytes: int, soft: int, hard: int) -> int:
+    try:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return soft
+    others = (limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)
+    return min([used + extra_bytes, *others])

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from hybridengine.run.errors import EXIT_STOPPED, EXIT_USER_ERROR, print_error
+from hybridengine.run.messages import SECRET, new_secret
 from hybridengine.run.monitor import EXIT_RANK_FAILED
-from hybridengine.run.signed_store import SECRET, new_secret
 from hybridengine.run.status import RankStatus, read_status
 from hybridengine.run.stop_signals import STOP_SIGNALS
-from hybridengine.run.storage import temporary_folder
 
+_TEMPORARY = "hybridengine-errors-"  # the beginning of names in the system's temporary folder
 _STOPPED = (EXIT_STOPPED, -signal.SIGTERM, -signal.SIGINT)  # exit codes of ranks ended by request
 
 
@@ -66,6 +69,36 @@ def launch_ranks(
         return 0
     print_error(describe_failure(failures, statuses))
     return _exit_code(failures, statuses)
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yield a new folder in the system's temporary folder; it is removed at the end.
+
+    Its process holds a lock on it. Folders whose process was killed have none, and are removed.
+    """
+    root = Path(tempfile.gettempdir())
+    for left in root.glob(_TEMPORARY + "*"):
+        with suppress(OSError), _locked(left):
+            shutil.rmtree(left)
+    hidden = Path(tempfile.mkdtemp(prefix="." + _TEMPORARY))
+    with _locked(hidden):
+        folder = hidden.rename(root / hidden.name[1:])
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder; OSError if another process has it, or it is not accessible."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _set_environment(num_ranks: int) -> None:

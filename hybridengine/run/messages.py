@@ -1,23 +1,56 @@
-"""Messages between processes: msgpack that is decoded as the type its reader expects.
+"""Messages between processes, and values in a `torch.distributed` store: typed and signed.
 
-Reading one runs no code: a type holds numbers, texts, lists, mappings, dataclasses and tensors, and
-whatever else a message contains is an error.
+Messages are msgpack, decoded as the type that the reader expects: numbers, texts, lists, mappings,
+dataclasses and tensors. Reading one runs no code; whatever else it contains is an error.
+
+Everybody who reaches a store can write to it, and who is between machines can send. A signed
+message therefore carries an HMAC over its name and its bytes, with a key that the launcher hands
+out in HYBRIDENGINE_SECRET. One that was not signed, or was signed for another name, is refused. The
+name of a value is its key in the store.
 """
 
 from __future__ import annotations
 
+import hmac
 import math
+import os
+import secrets
+import time
+import zlib
 from array import array
+from collections.abc import Callable
 from functools import cache
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-__all__ = ["MessageError", "decode", "encode"]
+from hybridengine.run.errors import UserError
 
+__all__ = [
+    "SECRET",
+    "MessageError",
+    "SignedStore",
+    "check_secret",
+    "decode",
+    "encode",
+    "new_secret",
+    "share_secret",
+    "sign",
+    "verified",
+    "wait_for",
+    "wait_until",
+]
+
+T = TypeVar("T")
+SECRET = "HYBRIDENGINE_SECRET"  # of the environment
+_MIN_LENGTH = 16  # characters of a secret
+_MAC_BYTES = 32
+_file: Path | None = None  # with the secret of this machine's ranks, see `share_secret`
+_SHORT_S, _LONG_S, _GROWTH = 1e-3, 2e-2, 1.1  # between two looks at a store
 _DTYPES = {str(x)[6:]: x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 
 
@@ -105,3 +138,181 @@ def _from_plain(expected: Any, value: Any) -> object:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+class SecretError(UserError):
+    """Processes that are started apart have no common secret."""
+
+
+def new_secret() -> str:
+    return secrets.token_hex(32)
+
+
+def check_secret(why: str) -> None:
+    """Raise SecretError, with the reason `why` it is needed, if the environment has no secret."""
+    if len(os.environ.get(SECRET, "")) < _MIN_LENGTH:
+        raise SecretError(
+            f"{SECRET} is not set, or has less than {_MIN_LENGTH} characters: {why}. Set it to the "
+            f"same random text for all of them, such as that of `openssl rand -hex 32`"
+        )
+
+
+def share_secret(file: Path, is_owner: bool) -> None:
+    """Let ranks of one machine that were not given a secret share one by a file of this user.
+
+    is_owner: this rank makes it. The others read the file when they first need it, which must be
+    after the owner's call.
+    """
+    global _file
+    if SECRET in os.environ:
+        return
+    if not is_owner:
+        _file = file
+        return
+    file.unlink(missing_ok=True)
+    os.environ[SECRET] = new_secret()
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+        out.write(os.environ[SECRET])
+
+
+def _secret(is_required: bool) -> bytes:
+    if SECRET not in os.environ and _file is not None:
+        os.environ[SECRET] = _file.read_text()
+    if is_required or SECRET in os.environ:
+        check_secret("processes that are started apart sign their messages by it")
+    return os.environ.get(SECRET, "").encode()
+
+
+def sign(name: str, message: bytes, is_required: bool = False) -> bytes:
+    """Return the message with its HMAC in front.
+
+    name: the kind of the message, which the reader knows.
+    is_required: whether a secret is required. Without one, messages of a single world are checked
+      for accidental changes only.
+    """
+    return _mac(name, message, is_required) + message
+
+
+def verified(name: str, signed: Any, what: str, is_required: bool = False) -> Any:
+    """Return the message of `sign`, of the same kind as `signed`, bytes or another buffer.
+
+    what: names the message in the MessageError that is raised where it is not of this run.
+    """
+    mac, message = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
+    if not hmac.compare_digest(mac, _mac(name, message, is_required)):
+        raise MessageError(
+            f"rank {_rank()}: {what} was refused: it is not signed by the {SECRET} of this "
+            "process. Either a process of the run has another one, or it is from somebody else"
+        )
+    return message
+
+
+def _mac(name: str, message: Any, is_required: bool) -> bytes:
+    key = name.encode()
+    mac = hmac.new(_secret(is_required), len(key).to_bytes(4, "little") + key, "sha256")
+    mac.update(message)
+    return mac.digest()
+
+
+class SignedStore:
+    """The values under `name` in a `torch.distributed` store; for is_required see `sign`."""
+
+    def __init__(self, store: dist.Store, name: str, is_required: bool = True) -> None:
+        # Any: torch's stubs know neither values of bytes nor `clone`.
+        self.base: Any = store
+        self._store: Any = dist.PrefixStore(name, store)
+        self.name, self._is_required = name, is_required
+
+    def set(self, key: str, value: object) -> None:
+        self._store.set(key, self._signed(key, value))
+
+    def get(self, key: str, expected: Any) -> Any:
+        """Return the value of type `expected` under `key`, None if there is none.
+
+        Raises MessageError for a value that no process of this run has written.
+        """
+        return self.read(key, expected) if self.has(key) else None
+
+    def read(self, key: str, expected: Any) -> Any:
+        """As `get` for a key that exists; waits for one that does not."""
+        return self._verified(key, self._store.get(key), expected)
+
+    def has(self, key: str) -> bool:
+        found: bool = self._store.check([key])
+        return found
+
+    def claim(self, key: str, value: object, expected: Any) -> Any:
+        """Write a value unless there is one; return the one that is there now."""
+        return self._verified(
+            key, self._store.compare_set(key, "", self._signed(key, value)), expected
+        )
+
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            self._store.delete_key(key)
+
+    def within(self, name: str) -> SignedStore:
+        """Return the values under a longer name."""
+        return SignedStore(self.base, f"{self.name}/{name}", self._is_required)
+
+    def substore(self, name: str) -> dist.Store:
+        """Return the part of the store under a longer name, such as for a process group."""
+        return dist.PrefixStore(name, self._store)
+
+    def _signed(self, key: str, value: object) -> bytes:
+        return sign(self._place(key), zlib.compress(encode(value), 1), self._is_required)
+
+    def _verified(self, key: str, signed: bytes, expected: Any) -> Any:
+        what = f"the value of {self._place(key)} in the rendezvous store"
+        message = verified(self._place(key), signed, what, self._is_required)
+        return decode(zlib.decompress(message), expected, f"rank {_rank()}: {what}")
+
+    def _place(self, key: str) -> str:
+        return f"{self.name}/{key}"
+
+
+def _rank() -> str:
+    return str(dist.get_rank()) if dist.is_initialized() else os.environ.get("RANK", "?")
+
+
+def wait_for(read: Callable[[], T | None], check: Callable[[], None] = lambda: None) -> T:
+    """Return the first result of `read` that is not None.
+
+    check: called between two tries; raises when there is nothing to wait for any more.
+    """
+    pause = _SHORT_S
+    while (value := read()) is None:
+        check()
+        time.sleep(pause)
+        pause = min(_GROWTH * pause, _LONG_S)
+    return value
+
+
+def wait_until(
+    ready: Callable[[], T | None],
+    timeout_s: float,
+    what: str | Callable[[], str],
+    is_writing: Callable[[], bool] = lambda: False,
+) -> T:
+    """Return the first value of `ready()` that is not None.
+
+    what: is waited for, for the message.
+    is_writing: whether the awaited rank waits for its disk; that time does not count.
+
+    Raises DistError, a timeout, after timeout_s; the report of the failure then names where the
+    other ranks are. Lost ranks are noticed by the rank's monitor.
+    """
+    deadline = time.monotonic() + timeout_s
+
+    def check() -> None:
+        nonlocal deadline
+        now = time.monotonic()
+        if is_writing():
+            deadline = now + timeout_s
+        elif now > deadline:
+            awaited = what if isinstance(what, str) else what()
+            raise dist.DistError(
+                f"timed out after {timeout_s:g} s (trainer.timeout_s) of waiting for {awaited}"
+            )
+
+    return wait_for(ready, check)

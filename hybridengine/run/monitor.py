@@ -18,7 +18,7 @@ from contextlib import suppress
 from hybridengine.run.failures import STORE_GONE, STORE_SILENT, CollectiveGuard, RankReport
 from hybridengine.run.restarts import connect_store
 from hybridengine.run.status import write_error_record
-from hybridengine.run.writes import active_writes
+from hybridengine.run.storage import active_writes
 
 EXIT_RANK_FAILED = 75  # the exit code of a rank that ends because another one failed or stalled
 

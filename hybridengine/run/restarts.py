@@ -1,8 +1,9 @@
-"""Number the starts of the ranks, which torchrun's agent may restart.
+"""The starts of a run: the time of the first one, and the number of each.
 
-The agent's store outlives the ranks, with all that they have written. Keys are therefore prefixed
-by the number of the start. TORCHELASTIC_RESTART_COUNT is no such number: every node's agent counts
-for itself, and not each restart (https://github.com/pytorch/pytorch/issues/108158).
+Torchrun's agent may restart the ranks. Its store outlives them, with all that they have written, so
+keys are prefixed by the number of the start. TORCHELASTIC_RESTART_COUNT is no such number: every
+node's agent counts for itself, and not each restart
+(https://github.com/pytorch/pytorch/issues/108158).
 """
 
 from __future__ import annotations
@@ -11,16 +12,32 @@ import os
 import threading
 import time
 from contextlib import suppress
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from hybridengine.run.signed_store import SignedStore
+from hybridengine.run.messages import SignedStore
 
 _PREFIX = "hybridengine/starts"
 _POLL_S = 0.02
+_STARTED = "HYBRIDENGINE_RUN_START"  # in the environment, which started processes inherit
+
+
+def run_start() -> datetime:
+    """Return the time of the first call in this run: chat templates read the date.
+
+    Processes inherit it from the one that started them.
+    """
+    now = datetime.now().isoformat(timespec="seconds")
+    return datetime.fromisoformat(os.environ.setdefault(_STARTED, now))
+
+
+def agree_on_run_start(store: dist.Store) -> None:
+    """Let ranks that torchrun started have one `run_start`, also after it restarts them."""
+    values = SignedStore(store, "hybridengine/run")
+    os.environ[_STARTED] = values.claim("start", run_start().isoformat(), str)
 
 
 def connect_store(timeout_s: float) -> dist.Store:

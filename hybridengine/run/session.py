@@ -25,10 +25,9 @@ from hybridengine.run.failures import (
     is_collective_error,
     is_timeout,
 )
+from hybridengine.run.messages import check_secret, share_secret
 from hybridengine.run.monitor import EXIT_RANK_FAILED, RankMonitor, connect_guard
-from hybridengine.run.restarts import RunMark, connect_store, number_of_start
-from hybridengine.run.run_start import agree_on_run_start
-from hybridengine.run.signed_store import check_secret, share_secret
+from hybridengine.run.restarts import RunMark, agree_on_run_start, connect_store, number_of_start
 from hybridengine.run.status import PhaseStatus, write_error_record
 from hybridengine.run.stop_signals import StopSignals
 

@@ -3,17 +3,21 @@
 `write_manifest` writes `complete.json`, which lists every file of a folder with its size and
 checksum, after all of them are on the disk. Replacing or removing such a folder deletes only the
 files listed there; anything else is moved to `previous-<n>/` next to it.
+
+A disk may be slow: a write is waited for as long as it makes progress. The `RankMonitor` ends a
+rank whose write makes none for `trainer.timeout_s`; other ranks may therefore wait for a write
+without a limit of their own (`writing_to`).
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
 import shutil
-import tempfile
+import threading
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.run.errors import ModelError, OutputError
-from hybridengine.run.writes import note_progress, writing_to
 
 MANIFEST = "complete.json"
 _KEYS = {"files", "step", "score", "exported_from"}  # of all manifests, besides the checksum
@@ -31,7 +34,9 @@ Record = list[int]  # [bytes, CRC-32]
 # Of writes to a disk that is full, over a quota or a limit, read-only or damaged.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
-_TEMPORARY = "hybridengine-errors-"  # the beginning of names in the system's temporary folder
+_POLL_S = 0.5  # between two looks at the progress of a write
+_active: list[Write] = []
+_num_noted = 0
 _PREVIOUS = re.compile(r"previous-(\d+)")
 
 
@@ -146,36 +151,6 @@ def atomic_file(path: Path) -> Iterator[Path]:
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """Yield a new folder in the system's temporary folder; it is removed at the end.
-
-    Its process holds a lock on it. Folders whose process was killed have none, and are removed.
-    """
-    root = Path(tempfile.gettempdir())
-    for left in root.glob(_TEMPORARY + "*"):
-        with suppress(OSError), _locked(left):
-            shutil.rmtree(left)
-    hidden = Path(tempfile.mkdtemp(prefix="." + _TEMPORARY))
-    with _locked(hidden):
-        folder = hidden.rename(root / hidden.name[1:])
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder; OSError if another process has it, or it is not accessible."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -327,3 +302,69 @@ def _readable(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes} bytes"
+
+
+class Write:
+    """A write that is under way; its thread observes its progress.
+
+    Attributes:
+        folder: the folder that is written.
+        progressed: when it last made progress, of `time.monotonic`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.progressed = folder, time.monotonic()
+        self._last: tuple[int, int] | None = None
+        self._ended = threading.Event()
+
+    def observe(self) -> None:
+        """Compare with the last observation. Waits where the disk does not answer."""
+        now = _num_noted, _num_bytes(self.folder)
+        if now != self._last:
+            self._last, self.progressed = now, time.monotonic()
+
+    def run(self) -> None:
+        """Observe the progress until `end`."""
+        self.observe()
+        while not self._ended.wait(_POLL_S):
+            self.observe()
+
+    def end(self) -> None:
+        self._ended.set()
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Name what runs inside a write to `folder`, a file or folder that need not exist yet.
+
+    Progress is that the bytes in `folder` change, or a call of `note_progress`.
+    """
+    write = Write(folder)
+    _active.append(write)
+    threading.Thread(target=write.run, name="write-progress", daemon=True).start()
+    try:
+        yield
+    finally:
+        write.end()
+        _active.remove(write)
+
+
+def active_writes() -> list[Write]:
+    """Return the writes of this process that are under way."""
+    return list(_active)
+
+
+def note_progress() -> None:
+    """Note progress that adds no bytes: of reading back, of checksums, of flushing."""
+    global _num_noted
+    _num_noted += 1
+
+
+def _num_bytes(path: Path) -> int:
+    total = 0
+    with suppress(OSError):  # files are renamed meanwhile
+        for file in [path, *path.rglob("*")]:
+            with suppress(OSError):
+                status = file.stat()
+                total += status.st_size + status.st_blocks
+    return total

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from hybridengine.run.all_ranks import default_groups
 from hybridengine.run.device import Guard
-from hybridengine.run.limits import default_groups
 from hybridengine.sync.adapter import Adapter, ExpertAdapter, adapter_factors
 from hybridengine.sync.geometry import Block, reach
 from hybridengine.sync.layout import LayoutError

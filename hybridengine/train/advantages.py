@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.kernels import token_kl
-from hybridengine.run.config.algorithm import AlgorithmConfig
+from hybridengine.run.config.rl import AlgorithmConfig
 from hybridengine.train.algorithms import (
     NEEDS,
     AdvantageOptions,

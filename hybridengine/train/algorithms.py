@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybridengine.kernels import gae, group_advantage, whiten
 from hybridengine.run.config import RLConfig
-from hybridengine.run.config.algorithm import KLScheduleConfig
+from hybridengine.run.config.rl import KLScheduleConfig
 
 __all__ = [
     "ESTIMATORS",

@@ -25,7 +25,7 @@ from hybridengine.run.config import JobConfig, config_to_yaml
 from hybridengine.run.errors import ModelError
 from hybridengine.run.session import Session, run_rank
 from hybridengine.run.storage import remove_folder
-from hybridengine.run.tracking.clock import RunClock
+from hybridengine.run.tracking.metrics import RunClock
 from hybridengine.run.tracking.trace import StepTrace
 from hybridengine.train.checkpoint import (
     Checkpointer,

@@ -34,7 +34,7 @@ from hybridengine.model import (
 )
 from hybridengine.moe.batch_routes import pop_metrics
 from hybridengine.run.config import RLConfig
-from hybridengine.run.config.algorithm import RolloutCorrectionConfig
+from hybridengine.run.config.rl import RolloutCorrectionConfig
 from hybridengine.train.algorithms import KLController
 from hybridengine.train.batch import DataParallel, RolloutBatch, mean_metrics
 from hybridengine.train.rollout_files import TokenRecord

@@ -26,8 +26,7 @@ from hybridengine.run.session import Session
 from hybridengine.run.storage import atomic_file
 from hybridengine.run.tracking.console import LINE_WIDTH, Progress
 from hybridengine.run.tracking.curves import plot_learning_curves
-from hybridengine.run.tracking.files import steps_of_summary, write_summary
-from hybridengine.run.tracking.metrics import MetricsLogger
+from hybridengine.run.tracking.metrics import MetricsLogger, steps_of_summary, write_summary
 from hybridengine.train.checkpoint import SavedCheckpoint, changed_settings
 from hybridengine.train.checkpoint.pretrained import save_adapter, save_pretrained
 

@@ -9,7 +9,8 @@ from contextlib import suppress
 import pytest
 
 from hybridengine.run.errors import ModelError
-from hybridengine.run.storage import check_disk_space, free_space, temporary_folder
+from hybridengine.run.launch import temporary_folder
+from hybridengine.run.storage import check_disk_space, free_space
 from hybridengine.train.checkpoint import CheckpointError, find_checkpoints, resume_plan
 from hybridengine.train.checkpoint.folders import open_checkpoint, partial_folder, prune, publish
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from hybridengine.run.config import DataConfig, SFTDataConfig
-from hybridengine.run.run_start import agree_on_run_start, run_start
+from hybridengine.run.restarts import agree_on_run_start, run_start
 from hybridengine.train.data import DataError, PromptDataset, chats
 from hybridengine.train.data.chats import ChatTemplate
 from hybridengine.train.data.conversations import SFTDataset

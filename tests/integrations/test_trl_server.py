@@ -15,7 +15,7 @@ import torch
 from hybridengine.integrations import trl as adapter
 from hybridengine.integrations._patching import PatchError
 from hybridengine.remote.servers import VllmServer
-from hybridengine.run.polling import wait_until
+from hybridengine.run.messages import wait_until
 from tests.integrations.trl_on_ranks import TIMEOUT_S, body, one_rank_body
 from tests.ports import free_port
 from tests.ranks import Ranks, message_of, run_ranks

@@ -22,7 +22,7 @@ from hybridengine.remote.sync.engine_rank import EngineRank
 from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.remote.sync.sender import WeightSender
 from hybridengine.run.failures import process_state, this_process
-from hybridengine.run.polling import wait_for
+from hybridengine.run.messages import wait_for
 from hybridengine.sync.errors import ReshardError
 from tests.ranks import Ranks, message_of
 from tests.reshard.memory_engine import MemoryEngine, expected, mesh_of, shard, values

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hybridengine.engine.interface import SamplingSpec
 from hybridengine.run.failures import CollectiveGuard, process_state, this_process
-from hybridengine.run.polling import wait_for
+from hybridengine.run.messages import wait_for
 from hybridengine.sync.errors import RankFailedError, ReshardError
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.resharder import Resharder

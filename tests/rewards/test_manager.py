@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from hybridengine.run.config import ConfigError, RewardConfig
-from hybridengine.run.config.reward import (
+from hybridengine.run.config.rollout import (
     CustomRewardConfig,
     OverlongBufferConfig,
     RewardManagerConfig,

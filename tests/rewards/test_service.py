@@ -9,7 +9,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from hybridengine.run.config import RewardConfig
-from hybridengine.run.config.reward import CustomRewardConfig, RewardHttpConfig, RewardManagerConfig
+from hybridengine.run.config.rollout import (
+    CustomRewardConfig,
+    RewardHttpConfig,
+    RewardManagerConfig,
+)
 from hybridengine.run.errors import RewardError
 from hybridengine.train.data import PromptSample
 from hybridengine.train.rewards.build import build_reward_manager

@@ -33,7 +33,7 @@ from hybridengine.remote.servers import (
 from hybridengine.remote.servers.images import ServerPrompt
 from hybridengine.remote.sync.records import EngineInfo, SyncStore
 from hybridengine.run.errors import RolloutError
-from hybridengine.run.polling import wait_until
+from hybridengine.run.messages import wait_until
 from hybridengine.sync.weight_target import StaleWeightsError
 from tests.ranks import Ranks, message_of, run_ranks
 from tests.rollout.server_checks import check_checksum, check_generation, scaled

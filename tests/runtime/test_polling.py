@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from hybridengine.run.polling import wait_until
+from hybridengine.run.messages import wait_until
 
 
 def test_a_wait_has_a_limit() -> None:

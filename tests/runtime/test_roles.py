@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from hybridengine.remote.roles import Role, RoleLink, Roles
-from hybridengine.run.signed_store import SECRET, SignedStore
+from hybridengine.run.messages import SECRET, SignedStore
 
 
 def test_the_limit_of_a_connection_begins_when_all_have_started(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hybridengine.run import storage, writes
+from hybridengine.run import storage
 from hybridengine.run.monitor import EXIT_RANK_FAILED
 from tests.ranks import Ranks
 
@@ -102,7 +102,7 @@ def write_without_progress(rank: int, world_size: int, folder: Path) -> None:
     guard = connect_guard(0, 1)
     guard.phase = "phase 'export' of step 3"
     monitor = RankMonitor(guard, timeout_s=2.0)  # noqa: F841, runs while it is there
-    with writes.writing_to(folder / "final"):
+    with storage.writing_to(folder / "final"):
         time.sleep(600)
 
 
@@ -121,8 +121,8 @@ def test_progress_is_bytes_or_what_the_writer_notes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(writes.time, "monotonic", lambda: now)
-    write = writes.Write(tmp_path / "folder")
+    monkeypatch.setattr(storage.time, "monotonic", lambda: now)
+    write = storage.Write(tmp_path / "folder")
     seen = []
     for change in (None, "file", None, "longer", "noted", "read", None):
         now += 1
@@ -132,7 +132,7 @@ def test_progress_is_bytes_or_what_the_writer_notes(
         elif change == "longer":
             (tmp_path / "folder" / "part").write_bytes(b"12")
         elif change == "noted":
-            writes.note_progress()
+            storage.note_progress()
         elif change == "read":
             storage.file_records(tmp_path / "folder")
         write.observe()

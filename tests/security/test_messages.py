@@ -24,13 +24,20 @@ from hybridengine.remote.overlap.queue import EngineQueue, TrainerQueue, WorkIte
 from hybridengine.remote.roles import RoleLink, Roles
 from hybridengine.remote.servers.network import has_remote, prepare_network
 from hybridengine.remote.sync.records import Holding, PlanInputs, SyncState, SyncStore
-from hybridengine.run import all_ranks, signed_store
+from hybridengine.run import all_ranks, messages
 from hybridengine.run.all_ranks import all_gather_values, broadcast_value
 from hybridengine.run.errors import UserError
 from hybridengine.run.failures import CollectiveGuard
-from hybridengine.run.messages import MessageError, decode, encode
+from hybridengine.run.messages import (
+    SECRET,
+    MessageError,
+    SignedStore,
+    decode,
+    encode,
+    share_secret,
+    sign,
+)
 from hybridengine.run.session import _join_start
-from hybridengine.run.signed_store import SECRET, SignedStore, share_secret, sign
 from hybridengine.sync.shards import ShardSpec
 from hybridengine.train.exchange import RowLocations
 from tests.ranks import message_of, run_ranks
@@ -320,7 +327,7 @@ def test_a_secret_is_required_of_worlds_that_are_started_apart(
 
 def test_ranks_of_one_machine_share_a_file(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.delenv(SECRET)
-    monkeypatch.setattr(signed_store, "_file", None)
+    monkeypatch.setattr(messages, "_file", None)
     file = tmp_path / "secret"
     file.write_text("of an earlier run")
     share_secret(file, is_owner=True)
@@ -329,7 +336,7 @@ def test_ranks_of_one_machine_share_a_file(tmp_path: Path, monkeypatch) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
     share_secret(file, is_owner=False)
     assert SECRET not in os.environ
-    assert signed_store._secret(is_required=True) == made.encode()
+    assert messages._secret(is_required=True) == made.encode()
 
 
 def test_the_store_is_open_to_servers_on_other_machines_only() -> None:

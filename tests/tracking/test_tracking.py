@@ -15,8 +15,7 @@ from hybridengine.run.storage import atomic_file
 from hybridengine.run.tracking import console as console_lines
 from hybridengine.run.tracking.console import LINE_WIDTH, Progress, StepLine
 from hybridengine.run.tracking.curves import plot_learning_curves
-from hybridengine.run.tracking.files import write_summary
-from hybridengine.run.tracking.metrics import MetricsLogger
+from hybridengine.run.tracking.metrics import MetricsLogger, write_summary
 from hybridengine.train import report
 from hybridengine.train.data import PromptSample
 from hybridengine.train.metrics import accuracy_interval, gain_interval

@@ -71,7 +71,7 @@ def update_inside_items(
     """
     from hybridengine.engine.interface import InFlightUpdate
     from hybridengine.remote.overlap import worker
-    from hybridengine.run.polling import wait_until
+    from hybridengine.run.messages import wait_until
 
     generate = worker.RolloutWorker._generate
     choose = worker.RolloutWorker._choose_on_first_rank

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridengine.run.config import RLConfig
-from hybridengine.run.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
+from hybridengine.run.config.rl import AlgorithmConfig, RolloutCorrectionConfig
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 from tests.trainer.loss_forms_shared import Setup

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybridengine.kernels import select_by_covariance, token_kl
-from hybridengine.run.config.algorithm import AlgorithmConfig, KLControlConfig
+from hybridengine.run.config.rl import AlgorithmConfig, KLControlConfig
 from hybridengine.train.algorithms import (
     ESTIMATORS,
     AdvantageOptions,

@@ -34,7 +34,7 @@ def body(
     from hybridengine.model import Optimizer, load_causal_lm
     from hybridengine.run.config import RLConfig
     from hybridengine.run.config import rl as schema
-    from hybridengine.run.config.algorithm import PolicyLossConfig
+    from hybridengine.run.config.rl import PolicyLossConfig
     from hybridengine.run.session import Session
     from hybridengine.run.status import PhaseStatus
     from hybridengine.train.batch import DataParallel
@@ -151,7 +151,7 @@ def modes_body(rank: int, world_size: int, path: str, losses: list[tuple[str, st
 
 def test_every_configured_loss_reaches_the_update(tmp_path: Path) -> None:
     from hybridengine.run.config import rl as schema
-    from hybridengine.run.config.algorithm import PolicyLossConfig
+    from hybridengine.run.config.rl import PolicyLossConfig
 
     hints = typing.get_type_hints(schema.ActorConfig)
     modes = typing.get_args(typing.get_type_hints(PolicyLossConfig)["loss_mode"])

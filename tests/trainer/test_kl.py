@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hybridengine.run.config.algorithm import KLControlConfig
+from hybridengine.run.config.rl import KLControlConfig
 from hybridengine.train.algorithms import KLController
 
 

@@ -13,7 +13,7 @@ import torch
 
 from hybridengine.run.config import RLConfig
 from hybridengine.run.config import rl as schema
-from hybridengine.run.config.algorithm import (
+from hybridengine.run.config.rl import (
     AlgorithmConfig,
     PolicyLossConfig,
     RolloutCorrectionConfig,

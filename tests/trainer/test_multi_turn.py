@@ -215,7 +215,7 @@ def test_a_model_learns_to_use_a_tool(tmp_path: Path) -> None:
 def make_trajectories(rank: int, world_size: int) -> Any:
     """Advantages and tokens of two trajectories, one of which has two sequences."""
     from hybridengine.engine.response import Response
-    from hybridengine.run.config.algorithm import AlgorithmConfig
+    from hybridengine.run.config.rl import AlgorithmConfig
     from hybridengine.run.session import Session
     from hybridengine.run.status import PhaseStatus
     from hybridengine.train.advantages import compute_advantages, compute_rewards
@@ -261,7 +261,7 @@ def make_branched_groups(rank: int, world_size: int) -> Any:
     from random import Random
 
     from hybridengine.engine.response import Response
-    from hybridengine.run.config.algorithm import AlgorithmConfig, KLControlConfig
+    from hybridengine.run.config.rl import AlgorithmConfig, KLControlConfig
     from hybridengine.run.session import Session
     from hybridengine.run.status import PhaseStatus
     from hybridengine.train.advantages import compute_advantages, compute_rewards
@@ -386,7 +386,7 @@ def test_rewards_read_the_tokens_of_all_branches_and_the_length_that_is_limited(
     from hybridengine.agents.trajectory import TokenSequence, Trajectory
     from hybridengine.engine.response import Response
     from hybridengine.run.config import RewardConfig
-    from hybridengine.run.config.reward import OverlongBufferConfig
+    from hybridengine.run.config.rollout import OverlongBufferConfig
     from hybridengine.train.data import PromptSample
     from hybridengine.train.rewards.manager import DapoRewardManager, ResponseTokens, score_checked
 

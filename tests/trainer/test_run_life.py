@@ -51,12 +51,12 @@ def train_by_the_clock(rank: int, world_size: int, folder: Path) -> tuple[Any, A
     from types import SimpleNamespace
 
     from hybridengine.run import session
-    from hybridengine.run.tracking import clock
+    from hybridengine.run.tracking import metrics
     from hybridengine.train import base, final
 
     now = 0.0
     time = SimpleNamespace(perf_counter=lambda: now)
-    session.time = clock.time = base.time = time
+    session.time = metrics.time = base.time = time
 
     def takes(owner: Any, name: str, seconds: float) -> None:
         call = getattr(owner, name)

@@ -70,7 +70,7 @@ def hold_writes(folder: Path) -> None:
     import torch.distributed.checkpoint.filesystem as filesystem
 
     from hybridengine.remote.roles import RoleLink
-    from hybridengine.run import polling
+    from hybridengine.run import messages
     from hybridengine.train.checkpoint import pretrained
     from hybridengine.train.rl import RLTrainer
 
@@ -117,7 +117,7 @@ def hold_writes(folder: Path) -> None:
         return found
 
     RoleLink.is_writing = is_writing
-    polling.time = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead, sleep=time.sleep)
+    messages.time = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead, sleep=time.sleep)
 
 
 ENGINE = ("trainer.mode=one_step_off", "rollout.n_gpus_per_node=1")

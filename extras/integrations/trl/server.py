@@ -22,7 +22,7 @@ from hybridengine.remote.servers.client import BACKEND, VllmServer
 from hybridengine.remote.servers.network import address_for, prepare_network
 from hybridengine.run.all_ranks import broadcast_value, run_on_all_ranks, run_on_rank0
 from hybridengine.run.errors import RolloutError
-from hybridengine.run.signed_store import check_secret
+from hybridengine.run.messages import check_secret
 from hybridengine.sync.errors import RankFailedError, ReshardError
 from hybridengine.sync.report import SyncReport
 

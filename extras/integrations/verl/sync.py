@@ -24,7 +24,7 @@ from verl.workers.rollout import base, replica
 
 from hybridengine.integrations.verl import checkpoint_engine  # noqa: F401
 from hybridengine.integrations.verl.weights import PATCHES
-from hybridengine.run.signed_store import SECRET, new_secret
+from hybridengine.run.messages import SECRET, new_secret
 
 __all__: list[str] = []
 

@@ -23,8 +23,8 @@ from hybridengine.lab.tune.memory import PeakMemory
 from hybridengine.lab.tune.search import Probe, best_limit, probe_limits, smallest_fast
 from hybridengine.model import on_device
 from hybridengine.run.config import ConfigError, JobConfig, RLConfig, SFTConfig
+from hybridengine.run.launch import temporary_folder
 from hybridengine.run.session import Session, run_rank
-from hybridengine.run.storage import temporary_folder
 from hybridengine.train.build import build_resharder
 from hybridengine.train.start import config_of_rank, launch, silence_libraries
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridengine.remote.roles import Role, RoleLink
 from hybridengine.run.all_ranks import broadcast_value
-from hybridengine.run.polling import wait_until
+from hybridengine.run.messages import wait_until
 from hybridengine.train.exchange import RowExchange, RowLocations
 
 T = TypeVar("T")

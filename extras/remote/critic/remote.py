@@ -16,7 +16,7 @@ from hybridengine.model import SkippedUpdate
 from hybridengine.remote.critic import messages
 from hybridengine.remote.critic.channel import CriticChannel
 from hybridengine.run.config import RLConfig
-from hybridengine.run.polling import wait_for
+from hybridengine.run.messages import wait_for
 from hybridengine.run.session import Session
 from hybridengine.train.batch import RolloutBatch
 from hybridengine.train.checkpoint import CheckpointError

@@ -19,9 +19,7 @@ import torch.distributed as dist
 from hybridengine.engine.interface import SamplingSpec
 from hybridengine.engine.response import Response
 from hybridengine.remote.roles import Role, RoleLink
-from hybridengine.run.messages import decode, encode
-from hybridengine.run.polling import wait_until
-from hybridengine.run.signed_store import sign, verified
+from hybridengine.run.messages import decode, encode, sign, verified, wait_until
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from hybridengine.remote.overlap.utilisation import Utilisation
 from hybridengine.rewards.reward_model import RewardModel
 from hybridengine.run.all_ranks import all_gather_values, broadcast_value
 from hybridengine.run.config import RLConfig
-from hybridengine.run.polling import wait_until
+from hybridengine.run.messages import wait_until
 from hybridengine.run.session import Session
 from hybridengine.sync.report import SyncReport
 from hybridengine.train.build import build_sender

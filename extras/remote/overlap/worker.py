@@ -16,7 +16,7 @@ from hybridengine.remote.servers import NoServerError, ServerReceiver
 from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.remote.weights_checksum import WeightsChecksum
 from hybridengine.run.config import RLConfig
-from hybridengine.run.polling import wait_until
+from hybridengine.run.messages import wait_until
 from hybridengine.run.session import Session
 from hybridengine.train.build import build_agents, build_engine, build_receiver, load_data
 from hybridengine.train.exact_rollouts import inexact_reason

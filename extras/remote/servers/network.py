@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from hybridengine.run.errors import RolloutError
-from hybridengine.run.signed_store import check_secret
+from hybridengine.run.messages import check_secret
 
 __all__ = ["address_for", "has_remote", "prepare_network"]
 

@@ -23,7 +23,7 @@ from hybridengine.remote.sync.records import (
     Transfer,
 )
 from hybridengine.run.activity import Activity
-from hybridengine.run.polling import wait_for
+from hybridengine.run.messages import wait_for
 from hybridengine.sync.errors import ReshardError
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.plan.configuration import check_configuration, config_differences

@@ -25,7 +25,7 @@ from hybridengine.run.failures import (
     process_state,
     this_process,
 )
-from hybridengine.run.polling import wait_for
+from hybridengine.run.messages import wait_for
 from hybridengine.sync.errors import RankFailedError, ReshardError
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.plan.memory import default_bucket_bytes

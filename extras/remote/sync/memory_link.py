@@ -30,7 +30,7 @@ import torch.distributed as dist
 from hybridengine.remote.sync.link import Link, Place
 from hybridengine.remote.sync.records import SyncStore
 from hybridengine.run.failures import CollectiveGuard, one_line
-from hybridengine.run.polling import wait_for
+from hybridengine.run.messages import wait_for
 from hybridengine.sync.errors import LinkError, ReshardError
 from hybridengine.sync.move.shared_memory import MemoryOffer, map_memory, offered_memory
 from hybridengine.sync.move.tables import ALIGNMENT

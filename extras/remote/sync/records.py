@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from hybridengine.run.failures import STORE_GONE, one_line, process_state, stopped_ranks
-from hybridengine.run.messages import MessageError
-from hybridengine.run.signed_store import SignedStore
+from hybridengine.run.messages import MessageError, SignedStore
 from hybridengine.sync.adapter import Adapter, adapter_factors
 from hybridengine.sync.delta.changes import covers
 from hybridengine.sync.errors import RankFailedError

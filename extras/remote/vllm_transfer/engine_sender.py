@@ -24,8 +24,7 @@ from hybridengine.remote.sync.coordinator import Absent
 from hybridengine.remote.sync.sender import WeightSender
 from hybridengine.remote.vllm_transfer.source import SenderArguments
 from hybridengine.run.all_ranks import broadcast_value, run_on_all_ranks
-from hybridengine.run.messages import MessageError
-from hybridengine.run.signed_store import check_secret
+from hybridengine.run.messages import MessageError, check_secret
 from hybridengine.sync.errors import PlanOutdatedError, ReshardError
 from hybridengine.sync.report import SyncReport
 

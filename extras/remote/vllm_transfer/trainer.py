@@ -32,7 +32,7 @@ from hybridengine.remote.vllm_transfer.engine_sender import EngineSender
 from hybridengine.remote.vllm_transfer.source import sender_arguments
 from hybridengine.run.all_ranks import raise_on_all_ranks, run_on_all_ranks
 from hybridengine.run.failures import one_line
-from hybridengine.run.signed_store import check_secret
+from hybridengine.run.messages import check_secret
 from hybridengine.sync.errors import ReshardError
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.report import SyncReport

@@ -27,8 +27,8 @@ from hybridengine.run.config.loading import (
     load_simulation_config,
     parse_overrides,
 )
-from hybridengine.run.config.reward import RewardConfig
 from hybridengine.run.config.rl import DataConfig, RLConfig
+from hybridengine.run.config.rollout import RewardConfig
 from hybridengine.run.config.sft import SFTConfig, SFTDataConfig
 from hybridengine.run.config.simulation import SimulationConfig
 from hybridengine.run.errors import ConfigError, ConfigNote

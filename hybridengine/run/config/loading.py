@@ -29,8 +29,7 @@ from pydantic import TypeAdapter, ValidationError
 from hybridengine.keys.aliases import RL_ALIASES, SFT_ALIASES, AliasTable
 from hybridengine.keys.trl_names import TRL_NAMES
 from hybridengine.run.config.adapter import adapter_settings
-from hybridengine.run.config.common import JobConfig, Options
-from hybridengine.run.config.paths import find_input, read_paths
+from hybridengine.run.config.common import JobConfig, Options, find_input, read_paths
 from hybridengine.run.config.rl import RLConfig
 from hybridengine.run.config.sft import SFTConfig
 from hybridengine.run.config.simulation import SimulationConfig

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
-from hybridengine.run.config.algorithm import KLControlConfig
 from hybridengine.run.config.common import JobConfig, RateConfig
 from hybridengine.run.config.engine_checks import TP_SIZE, find_differences, find_engine_faults
-from hybridengine.run.config.rl import ActorConfig, RLConfig
+from hybridengine.run.config.rl import ActorConfig, KLControlConfig, RLConfig
 from hybridengine.run.config.sft import SFTConfig
 from hybridengine.run.config.simulation import SimulationConfig
 

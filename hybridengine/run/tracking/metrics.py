@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
@@ -17,6 +19,45 @@ from rich.text import Text
 from hybridengine.run.errors import ConfigError
 from hybridengine.run.storage import atomic_file, writing
 from hybridengine.run.tracking.console import LINE_WIDTH, StepLine
+
+
+class RunClock:
+    """The seconds of a run by part, such as `step`; every moment belongs to exactly one part.
+
+    Attributes:
+        part: the current one.
+    """
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+        self._seconds = defaultdict[str, float](float)
+        self._since = time.perf_counter()
+
+    def enter(self, part: str) -> str:
+        """Begin a part; return the one that ends."""
+        now = time.perf_counter()
+        self._seconds[self.part] += now - self._since
+        self._since, ended, self.part = now, self.part, part
+        return ended
+
+    @contextmanager
+    def inside(self, part: str) -> Iterator[None]:
+        """What runs inside belongs to `part`, and interrupts the part around it."""
+        outer = self.enter(part)
+        try:
+            yield
+        finally:
+            self.enter(outer)
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of all parts up to now."""
+        self.enter(self.part)
+        return dict(self._seconds)
+
+    def add(self, seconds: dict[str, float]) -> None:
+        """Add those of an earlier part of the run."""
+        for part, x in seconds.items():
+            self._seconds[part] += x
 
 
 def check_loggers(loggers: Sequence[str]) -> None:
@@ -131,3 +172,22 @@ def _read_row(line: bytes) -> dict[str, Any] | None:
 def _plain(values: Mapping[str, float]) -> dict[str, float]:
     """Return metrics under names without the @ that MLflow refuses, as verl writes them."""
     return {name.replace("@", "_at_"): value for name, value in values.items()}
+
+
+def steps_of_summary(path: Path) -> int | None:
+    """Return how many steps the run of a summary had taken; None if there is no such file."""
+    try:
+        steps = json.loads(path.read_bytes())["steps"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return steps if isinstance(steps, int) else None
+
+
+def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
+    """Write `summary` as JSON; non-finite numbers become null."""
+    clean = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in summary.items()
+    }
+    with atomic_file(path) as temporary:
+        temporary.write_text(json.dumps(clean, indent=2, allow_nan=False) + "\n")

@@ -28,8 +28,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from hybridengine.model.optim import Optimizer
 from hybridengine.run import all_ranks
 from hybridengine.run.errors import CheckpointError, UserError
-from hybridengine.run.storage import check_disk_space, free_space
-from hybridengine.run.writes import writing_to
+from hybridengine.run.storage import check_disk_space, free_space, writing_to
 from hybridengine.train.checkpoint import folders
 from hybridengine.train.checkpoint.folders import CONFIG, STATE, SavedCheckpoint
 from hybridengine.train.checkpoint.tensors import RemotePart, TensorFiles, reason_of, remote_folder

@@ -25,8 +25,7 @@ from hybridengine.model.parameters import (
 from hybridengine.model.shared.frozen_base import full_base
 from hybridengine.run.all_ranks import run_on_rank0
 from hybridengine.run.errors import ModelError
-from hybridengine.run.storage import atomic_folder, check_disk_space
-from hybridengine.run.writes import note_progress, writing_to
+from hybridengine.run.storage import atomic_folder, check_disk_space, note_progress, writing_to
 from hybridengine.sync.adapter import ExpertAdapter
 from hybridengine.sync.shards import full_tensor
 from hybridengine.train.checkpoint.source import copy_files, copy_unread, unread_bytes

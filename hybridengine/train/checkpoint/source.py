@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 )
 from transformers.utils.hub import cached_file
 
-from hybridengine.run.writes import note_progress
+from hybridengine.run.storage import note_progress
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

@@ -30,8 +30,7 @@ from hybridengine.model.optim import Optimizer
 from hybridengine.model.parameters import frozen_parameters, is_finite, parameter_shards
 from hybridengine.run import all_ranks
 from hybridengine.run.errors import CheckpointError
-from hybridengine.run.storage import file_records
-from hybridengine.run.writes import writing_to
+from hybridengine.run.storage import file_records, writing_to
 from hybridengine.train.checkpoint.folders import TENSORS
 from hybridengine.train.checkpoint.metadata import MetadataReader
 

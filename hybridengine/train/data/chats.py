@@ -15,8 +15,8 @@ from typing import Any
 
 from hybridengine.run.config.common import DatasetConfig
 from hybridengine.run.errors import DataError
-from hybridengine.run.memory_limit import memory_limit
-from hybridengine.run.run_start import run_start
+from hybridengine.run.host_memory import memory_limit
+from hybridengine.run.restarts import run_start
 from hybridengine.train.data.rows import RowChat
 from hybridengine.train.data.special_tokens import SpecialTokens
 from hybridengine.train.data.tools import (
