@@ -20,9 +20,10 @@ from transformers import AutoModelForImageTextToText, Qwen2VLConfig
 
 from benchmarks._bench import OURS, Bench
 from benchmarks.shared_prefix import compare, rollouts, training
-from hybridengine.model import ImageFormat, ImageInputs, pack_rollouts
+from hybridengine.model import pack_rollouts
 from hybridengine.model.head import patch_head
 from hybridengine.model.loading import attention_of
+from hybridengine.vision.packed import ImageFormat, ImageInputs
 
 # Responses, side of the image in placeholders, tokens of a prompt's text and of a response.
 SHAPES = {"8x(8x8 image+16+32)": (8, 8, 16, 32)}

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridengine.model import RouterReplay, route_shape
 from hybridengine.model.validation import check_model
+from hybridengine.moe.router_replay import RouterReplay, route_shape
 from hybridengine.run.config import RLConfig
 
 __all__ = ["config_route_shape", "pop_metrics", "response_routes"]

@@ -17,13 +17,15 @@ import binascii
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from hybridengine.run.config.common import DatasetConfig
 from hybridengine.run.errors import DataError, shorten, unexpected
-from hybridengine.train.data.files import RowLocation, data_files
 from hybridengine.vision import EncodedImage, ImagePreparer
+
+if TYPE_CHECKING:
+    from hybridengine.train.data.files import RowLocation
 
 __all__ = ["find_images", "image_columns", "image_settings", "place_images"]
 
@@ -48,6 +50,8 @@ def image_settings(
     files: str | Sequence[str], data: DatasetConfig, preparer: ImagePreparer | None
 ) -> tuple[str, ...]:
     """Return what the tokens of images depend on, besides the content of the data files."""
+    from hybridengine.train.data.files import data_files
+
     if preparer is None:
         return ()
     return (

@@ -19,24 +19,11 @@ from hybridengine.model.packed import PackedBatch, SavedWork, pack_batch, pack_r
 from hybridengine.model.parameters import free_gathered, frozen_parameters, parameter_shards
 from hybridengine.model.shared.shared_parameters import SharedParameters
 from hybridengine.model.validation import check_sequence_parallel
-from hybridengine.moe.router_balance import RouterBalance, balance_routers, prepare_routers
-from hybridengine.moe.router_replay import RouterReplay, route_shape
-from hybridengine.vision.packed import (
-    ImageFormat,
-    ImageInputs,
-    PackedImages,
-    freeze_vision_tower,
-)
 
 __all__ = [
-    "ImageFormat",
-    "ImageInputs",
     "KeptIds",
     "Optimizer",
     "PackedBatch",
-    "PackedImages",
-    "RouterBalance",
-    "RouterReplay",
     "SavedWork",
     "SharedParameters",
     "SkippedUpdate",
@@ -44,11 +31,9 @@ __all__ = [
     "adapter_shards",
     "adapters_disabled",
     "apply_lora",
-    "balance_routers",
     "check_lora",
     "check_sequence_parallel",
     "free_gathered",
-    "freeze_vision_tower",
     "frozen_parameters",
     "is_sequence_classifier",
     "load_causal_lm",
@@ -62,8 +47,6 @@ __all__ = [
     "packed_policy_loss",
     "packed_values",
     "parameter_shards",
-    "prepare_routers",
-    "route_shape",
     "sharding_mesh",
     "use_exact_operators",
 ]

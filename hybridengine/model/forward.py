@@ -17,8 +17,6 @@ from hybridengine.model.exact import has_exact_operators
 from hybridengine.model.head import HeadFunction, accepts_head_function, log_prob_head
 from hybridengine.model.packed import PackedBatch
 from hybridengine.model.ulysses import gather_rows
-from hybridengine.moe.router_balance import RouterBalance
-from hybridengine.moe.router_replay import RouterReplay
 from hybridengine.run.errors import ModelError
 from hybridengine.vision.packed import placeholders_of
 
@@ -29,6 +27,9 @@ def _forward(model: nn.Module, batch: PackedBatch, **options: object) -> Any:
     if batch.subtree_ends is not None:
         options["subtree_ends"] = batch.subtree_ends
         options["tree_position_ids"] = batch.tree_position_ids
+    from hybridengine.moe.router_balance import RouterBalance
+    from hybridengine.moe.router_replay import RouterReplay
+
     replay, balance = RouterReplay.of(model), RouterBalance.of(model)
     images = batch.images
     if images is not None:

@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from hybridengine.model.kept import KeptIds
 from hybridengine.model.ulysses import SequenceShard
-from hybridengine.moe.router_replay import merge_routes, pad_routes
 from hybridengine.run.errors import ModelError
 from hybridengine.vision.packed import ImageFormat, ImageInputs, PackedImages, PlacedImages
 
@@ -117,6 +116,7 @@ def pack_rollouts(
     if empty := [i for i, (prompt, _) in enumerate(rollouts) if not len(prompt)]:
         raise ModelError(f"rollout {empty[0]} has no prompt tokens; a prompt needs at least one")
     from hybridengine.kernels import pack_sequences
+    from hybridengine.moe.router_replay import pad_routes
 
     parts = [torch.as_tensor(ids, dtype=torch.int64) for pair in rollouts for ids in pair]
     packed = pack_sequences(parts)
@@ -241,6 +241,7 @@ def _share_prefixes(
 ) -> tuple[PackedBatch, PlacedImages | None]:
     """Pack the common prefixes of plainly packed sequences once, with the `images` in them."""
     from hybridengine.kernels import pack_forest
+    from hybridengine.moe.router_replay import merge_routes
 
     ids = batch.input_ids if images is None else images.distinct_ids(batch.input_ids)
     forest = pack_forest(ids, batch.cu_seqlens)

@@ -13,18 +13,16 @@ from transformers import PreTrainedTokenizerBase
 from hybridengine.distill.distill import Student
 from hybridengine.model import (
     Optimizer,
-    RouterReplay,
     accepts_head_function,
     adapters_disabled,
     apply_lora,
-    balance_routers,
-    freeze_vision_tower,
     load_causal_lm,
     on_device,
-    prepare_routers,
     sharding_mesh,
     use_exact_operators,
 )
+from hybridengine.moe.router_balance import balance_routers, prepare_routers
+from hybridengine.moe.router_replay import RouterReplay
 from hybridengine.rewards.reward_model import RewardModel
 from hybridengine.run.config import JobConfig, OptimConfig, RateConfig, RLConfig
 from hybridengine.run.errors import ModelError
@@ -35,6 +33,7 @@ from hybridengine.train.batch import DataParallel
 from hybridengine.train.build import checkpoint_layout, load_preparer, load_tokenizer
 from hybridengine.train.models import Actor
 from hybridengine.vision.checks import find_conflicts
+from hybridengine.vision.packed import freeze_vision_tower
 
 
 def load_model(

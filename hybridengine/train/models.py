@@ -25,14 +25,14 @@ from hybridengine.kernels import (
 from hybridengine.model import (
     Optimizer,
     PackedBatch,
-    RouterBalance,
-    RouterReplay,
     accepts_head_function,
     free_gathered,
     packed_log_probs,
     packed_policy_loss,
 )
 from hybridengine.moe.batch_routes import pop_metrics
+from hybridengine.moe.router_balance import RouterBalance
+from hybridengine.moe.router_replay import RouterReplay
 from hybridengine.run.config import RLConfig
 from hybridengine.run.config.rl import RolloutCorrectionConfig
 from hybridengine.train.algorithms import KLController

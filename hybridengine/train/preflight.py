@@ -15,19 +15,14 @@ from typing import Any, TypeVar, cast
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from hybridengine.model import (
-    balance_routers,
-    check_lora,
-    check_sequence_parallel,
-    is_sequence_classifier,
-    prepare_routers,
-)
+from hybridengine.model import check_lora, check_sequence_parallel, is_sequence_classifier
 from hybridengine.model.checkpoint import checkpoint_layout_from_config
 from hybridengine.model.compile import check_compiler
 from hybridengine.model.packing_check import check_packing
 from hybridengine.model.rotary import check_rotary
 from hybridengine.model.validation import auto_class, check_model, check_weights
 from hybridengine.moe.batch_routes import config_route_shape
+from hybridengine.moe.router_balance import balance_routers, prepare_routers
 from hybridengine.rewards.preflight_reward import (
     check_reward,
     check_reward_files,

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from hybridengine.model import (
     PackedBatch,
-    RouterBalance,
     SavedWork,
     free_gathered,
     pack_batch,
     packed_cross_entropy,
 )
+from hybridengine.moe.router_balance import RouterBalance
 from hybridengine.run.config import SFTConfig
 from hybridengine.run.session import Session
 from hybridengine.train.base import BaseTrainer

@@ -10,15 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hybridengine.model import (
-    RouterReplay,
-    adapter_shards,
-    adapters_disabled,
-    apply_lora,
-    check_lora,
-)
+from hybridengine.model import adapter_shards, adapters_disabled, apply_lora, check_lora
 from hybridengine.model.lora import peft_factors
 from hybridengine.moe.experts import EXPERTS
+from hybridengine.moe.router_replay import RouterReplay
 from hybridengine.run.errors import ModelError
 from hybridengine.train.checkpoint.pretrained import save_adapter
 from tests.model.lora_shared import EXPERT_WEIGHTS, IDS, float64_update, reload, train_and_save

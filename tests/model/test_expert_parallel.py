@@ -42,7 +42,7 @@ def step(model: Any, ids: torch.Tensor, max_norm: float) -> dict[str, Any]:
 
 def compare_body(rank: int, world_size: int, path: str, sizes: tuple[int, ...]) -> list[Any]:
     """For each group size: the results of a natural and a replayed step, experts held here."""
-    from hybridengine.model import RouterReplay
+    from hybridengine.moe.router_replay import RouterReplay
 
     ids = (torch.arange(LENGTHS[rank]) * 7 % 90 + 3)[None]
     results = []

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers.integrations.moe import grouped_mm_experts_forward
 
-from hybridengine.model import RouterReplay
 from hybridengine.moe import experts
 from hybridengine.moe.experts import EXPERTS
+from hybridengine.moe.router_replay import RouterReplay
 from tests.model.cases import load
 from tests.model.moe_models import (
     ARCHITECTURES,

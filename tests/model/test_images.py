@@ -8,17 +8,10 @@ import pytest
 import torch
 from transformers import PaliGemmaConfig
 
-from hybridengine.model import (
-    ImageFormat,
-    ImageInputs,
-    pack_batch,
-    pack_rollouts,
-    packed_log_probs,
-    packed_logits,
-)
+from hybridengine.model import pack_batch, pack_rollouts, packed_log_probs, packed_logits
 from hybridengine.model.head import accepts_head_function, patch_head
 from hybridengine.run.errors import ModelError
-from hybridengine.vision.packed import IMAGE_MODEL_TYPES
+from hybridengine.vision.packed import IMAGE_MODEL_TYPES, ImageFormat, ImageInputs
 from tests.model.cases import GRADIENTS, LOGITS, loss_of
 from tests.model.vision_models import IMAGE, VISION, alone, cases, image, vision_models
 

@@ -10,17 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from hybridengine.model import (
-    PackedBatch,
-    RouterBalance,
-    RouterReplay,
-    balance_routers,
-    pack_rollouts,
-    packed_log_probs,
-    prepare_routers,
-)
+from hybridengine.model import PackedBatch, pack_rollouts, packed_log_probs
 from hybridengine.model.compile import compile_layers
 from hybridengine.moe.experts import EXPERTS
+from hybridengine.moe.router_balance import RouterBalance, balance_routers, prepare_routers
+from hybridengine.moe.router_replay import RouterReplay
 from hybridengine.moe.routers import find_routers
 from hybridengine.run.errors import ModelError
 from tests.model.cases import load

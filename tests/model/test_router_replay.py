@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hybridengine.model import RouterReplay, route_shape
-from hybridengine.moe.router_replay import merge_routes
+from hybridengine.moe.router_replay import RouterReplay, merge_routes, route_shape
 from hybridengine.moe.routers import find_routers
 from hybridengine.run.errors import ModelError
 from tests.model.moe_models import ARCHITECTURES, NUM_EXPERTS, TOP_K, tiny_moe

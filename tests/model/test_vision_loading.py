@@ -11,11 +11,8 @@ import torch
 from transformers import AutoModelForImageTextToText, LlamaConfig
 
 from hybridengine.model import (
-    ImageFormat,
     Optimizer,
-    RouterReplay,
     apply_lora,
-    freeze_vision_tower,
     frozen_parameters,
     pack_rollouts,
     packed_distillation_loss,
@@ -25,7 +22,9 @@ from hybridengine.model import (
     parameter_shards,
 )
 from hybridengine.model.compile import compile_layers
+from hybridengine.moe.router_replay import RouterReplay
 from hybridengine.run.errors import ModelError
+from hybridengine.vision.packed import ImageFormat, freeze_vision_tower
 from tests.model.cases import LOGITS, load, loss_of
 from tests.model.vision_models import VISION, alone, build, cases, save_vision, vision_models
 from tests.ranks import run_ranks

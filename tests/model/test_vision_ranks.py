@@ -33,12 +33,12 @@ def step_body(rank: int, world_size: int, path: str, kind: str, options: dict) -
     from torch.distributed.fsdp import FSDPModule
 
     from hybridengine.model import (
-        ImageFormat,
         accepts_head_function,
         pack_rollouts,
         packed_log_probs,
         packed_logits,
     )
+    from hybridengine.vision.packed import ImageFormat
 
     model = load(path, world_size, **options)
     assert accepts_head_function(model)

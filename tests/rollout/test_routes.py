@@ -93,7 +93,7 @@ def test_vllm_records_the_experts_of_every_computed_token(tmp_path: Path, world_
     """
     from transformers import AutoModelForCausalLM
 
-    from hybridengine.model import RouterReplay
+    from hybridengine.moe.router_replay import RouterReplay
 
     path = save_tiny("qwen3_moe", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
