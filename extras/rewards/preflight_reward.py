@@ -8,19 +8,19 @@ from hybridengine.agents.trajectories import TURN_REWARDS, with_turns
 from hybridengine.model import is_sequence_classifier
 from hybridengine.model.packing_check import check_packing
 from hybridengine.model.validation import check_model, check_weights
-from hybridengine.rewards.service import SCHEMES
-from hybridengine.rewards.worker_main import TIMED_OUT
-from hybridengine.rewards.workers import (
-    RewardFunction,
-    RewardWorkers,
-)
 from hybridengine.run.config import ConfigError, RLConfig
 from hybridengine.run.errors import Faults, RewardError, shorten
 from hybridengine.train.algorithms import NEEDS
 from hybridengine.train.data import PromptDataset, PromptSample
 from hybridengine.train.outcomes import SCORE_NAMES
-from hybridengine.train.rewards.function import CHECK, CPU_LIMIT_S, import_reward_function
-from hybridengine.train.rewards.local import PREFIX
+from hybridengine.train.rewards.build import caller_name
+from hybridengine.train.rewards.calls import RewardFunction
+from hybridengine.train.rewards.function import (
+    CHECK,
+    CPU_LIMIT_S,
+    TIMED_OUT,
+    import_reward_function,
+)
 from hybridengine.train.rewards.manager import (
     ResponseTokens,
     RewardManager,
@@ -37,7 +37,7 @@ def check_reward_files(config: RLConfig, faults: Faults) -> None:
     """Import the reward functions of files, without the manager that calls them."""
     with faults:
         for path, name in config.reward.functions:
-            if not path.startswith((*SCHEMES, PREFIX)):
+            if caller_name(path) == "processes":
                 faults.attempt(import_reward_function, path, name, None)
 
 
@@ -63,9 +63,9 @@ def check_reward(
     The built-in rules check every ground truth: that of a response can be right.
     """
     checks = [
-        function.workers.load(function.source.file, CHECK)
+        function.caller.load(function.source.file, CHECK)
         for function in reward.functions
-        if function.source.checks_ground_truth and isinstance(function.workers, RewardWorkers)
+        if function.source.checks_ground_truth
     ]
     for dataset in datasets:
         if dataset is not None:

@@ -17,16 +17,19 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hybridengine.rewards.workers import CallError, RewardFunction
 from hybridengine.run.config import RewardConfig
 from hybridengine.run.errors import RewardError, shorten
-from hybridengine.train.rewards.function import LIST_ARGUMENTS, FunctionSource
-from hybridengine.train.rewards.results import to_results, to_rows
-
-SCHEMES = ("http://", "https://")
+from hybridengine.train.rewards.calls import CallError, RewardFunction
+from hybridengine.train.rewards.function import (
+    LIST_ARGUMENTS,
+    FunctionSource,
+    to_results,
+    to_rows,
+)
 
 _Columns = Mapping[str, Sequence[Any]]
 
@@ -40,41 +43,48 @@ class _ServiceSource(FunctionSource):
 
 
 class RewardService:
-    """The service at `url`, called with `reward.http`'s settings, several requests at once.
+    """The services at URLs, called with `reward.http`'s settings, several requests at once."""
 
-    Raises RewardError where `url` has no host.
-    """
-
-    def __init__(self, url: str, reward: RewardConfig) -> None:
-        self.url, self._http, self._timeout_s = url, reward.http, reward.timeout_s
+    def __init__(self, reward: RewardConfig) -> None:
+        self._http, self._timeout_s = reward.http, reward.timeout_s
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self._num_requests = reward.num_workers or max(1, cores)
-        self._host = urllib.parse.urlsplit(url).hostname
-        if not self._host:
+
+    def load(
+        self,
+        path: str | Path,
+        name: str = "compute_score",
+        arguments: Sequence[str] = LIST_ARGUMENTS,
+    ) -> RewardFunction:
+        """Return the service at the URL `path`, which gets LIST_ARGUMENTS in any case.
+
+        name: of its score, instead of compute_score its host.
+        Raises RewardError for a URL without a host.
+        """
+        host = urllib.parse.urlsplit(str(path)).hostname
+        if not host:
             raise RewardError(
-                f"reward.custom_reward_function.path {url!r} is a URL without a host; expected "
+                f"reward.custom_reward_function.path {path!r} is a URL without a host; expected "
                 "one like http://localhost:8000/score"
             )
-
-    def load(self, name: str = "compute_score") -> RewardFunction:
-        """Return it as a reward function; name: of its score, instead of compute_score its host."""
-        own = self._host if name == "compute_score" else name
-        source = _ServiceSource(Path(), str(own), 1, url=self.url)
+        own = host if name == "compute_score" else name
+        source = _ServiceSource(Path(), own, 1, url=str(path))
         return RewardFunction(source, 0, self, LIST_ARGUMENTS)
 
     def call(
         self, function: RewardFunction, columns: _Columns, size: int
     ) -> list[dict[str, float | str]]:
         """Score `size` responses; raise CallError for a request without valid scores."""
+        score = partial(self._score, str(function.source), columns)
         threads = ThreadPoolExecutor(self._num_requests, "reward-service")
         try:
             starts = range(0, size, self._http.batch_size)
-            batches = threads.map(lambda start: self._score(columns, start), starts)
+            batches = threads.map(score, starts)
             return [row for batch in batches for row in batch]
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _score(self, columns: _Columns, start: int) -> list[dict[str, float | str]]:
+    def _score(self, url: str, columns: _Columns, start: int) -> list[dict[str, float | str]]:
         """Score the batch whose first response is number `start`."""
         rows = slice(start, start + self._http.batch_size)
         batch = {name: column[rows] for name, column in columns.items()}
@@ -82,8 +92,8 @@ class RewardService:
         try:
             body = json.dumps(batch).encode()
         except (TypeError, ValueError) as error:
-            raise self._error(f"a row cannot be written as JSON: {error}", start) from None
-        answer = self._post(body, start, size)
+            raise _error(url, f"a row cannot be written as JSON: {error}", start) from None
+        answer = self._post(url, body, start, size)
         try:
             results = json.loads(answer)
             if isinstance(results, Mapping):
@@ -91,7 +101,8 @@ class RewardService:
             results = to_rows(results, size)
         except ValueError as error:
             text = shorten(answer.decode(errors="replace"), 300)
-            raise self._error(
+            raise _error(
+                url,
                 f"its answer to {size} responses is {text!r} ({error}); expected a JSON list, or "
                 '{"scores": list}, of numbers or objects with "score"',
                 start,
@@ -101,16 +112,16 @@ class RewardService:
             try:
                 scores.append(to_results(result))
             except ValueError as error:
-                raise self._error(str(error), start + i) from None
+                raise _error(url, str(error), start + i) from None
         return scores
 
-    def _post(self, body: bytes, start: int, size: int) -> bytes:
+    def _post(self, url: str, body: bytes, start: int, size: int) -> bytes:
         """Return the answer to a POST request, repeated where that may help."""
         waits = [self._http.backoff_s * 2**i for i in range(self._http.retries)]
         reason = ""
         for wait in [0.0, *waits]:
             time.sleep(wait)
-            request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
+            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
             try:
                 with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
                     return bytes(answer.read())
@@ -119,17 +130,19 @@ class RewardService:
                     text = shorten(error.read().decode(errors="replace").strip(), 300)
                 reason = f"it answered with status {error.code} ({error.reason}): {text!r}"
                 if error.code != 429 and error.code < 500:
-                    raise self._error(reason, start) from None
+                    raise _error(url, reason, start) from None
             except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
                 cause = getattr(error, "reason", error)
                 reason = f"it cannot be reached: {cause or type(cause).__name__}"
                 if isinstance(cause, TimeoutError):
                     reason = f"no answer within reward.timeout_s = {self._timeout_s:g} s"
-        raise self._error(
+        raise _error(
+            url,
             f"{reason}, in {len(waits) + 1} attempts over {sum(waits):g} s, to the request for "
             f"responses {start} to {start + size - 1}",
             start,
         )
 
-    def _error(self, what: str, index: int) -> CallError:
-        return CallError(f"reward service {self.url}: {what}", index)
+
+def _error(url: str, what: str, index: int) -> CallError:
+    return CallError(f"reward service {url}: {what}", index)

@@ -16,19 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridengine.rewards.service import SCHEMES
 from hybridengine.run.config import RewardConfig
 from hybridengine.run.errors import ConfigError, RewardError
 from hybridengine.train.data import PromptSample
-from hybridengine.train.rewards.function import import_reward_function
-from hybridengine.train.rewards.local import PREFIX, given_function
+from hybridengine.train.rewards.build import caller_name
+from hybridengine.train.rewards.function import import_reward_function, to_text
+from hybridengine.train.rewards.local import given_function
 from hybridengine.train.rewards.manager import (
     ResponseTokens,
     RewardManager,
     RewardPart,
     RewardResult,
 )
-from hybridengine.train.rewards.results import to_text
 
 
 class VerlData:
@@ -164,13 +163,13 @@ def _compute_score(reward: RewardConfig) -> Any:
     paths = reward.custom_reward_function.path
     if not paths:
         return None
-    if len(paths) > 1 or paths[0].startswith(SCHEMES):
+    if len(paths) > 1 or caller_name(paths[0]) not in ("python", "processes"):
         raise ConfigError(
             f"reward.custom_reward_function.path is {list(paths)}, but a manager of verl "
             "(reward.reward_manager.name) calls one function; give one Python file"
         )
     [(path, name)] = reward.functions
-    if path.startswith(PREFIX):
+    if caller_name(path) == "python":
         return given_function(path)
     return import_reward_function(path, name, None)[0]
 

@@ -20,16 +20,17 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from hybridengine.rewards.worker_main import GIVEN_UP, TIMED_OUT, Failure
+from hybridengine.rewards.worker_main import GIVEN_UP
+from hybridengine.run.config import RewardConfig
 from hybridengine.run.errors import RewardError
+from hybridengine.train.rewards.calls import CallError, Failure, RewardFunction, rows_of
 from hybridengine.train.rewards.function import (
     ARGUMENTS,
-    LIST_ARGUMENTS,
+    TIMED_OUT,
     FunctionSource,
     reward_file,
 )
@@ -45,37 +46,6 @@ _MAIN = (
     "import sys; sys.path[:] = {path!r}\n"
     "from hybridengine.rewards.worker_main import main; main{arguments!r}"
 )
-
-
-class CallError(RewardError):
-    """Call number `index` of a function (None: the call with lists) has no result."""
-
-    def __init__(self, message: str, index: int | None) -> None:
-        super().__init__(message)
-        self.index = index
-
-
-@dataclass(frozen=True)
-class RewardFunction:
-    """A reward function, loaded in `workers`, and the names of the arguments it is called with."""
-
-    source: FunctionSource
-    key: int
-    workers: Caller = field(repr=False)
-    arguments: Sequence[str] = ARGUMENTS
-
-    @property
-    def takes_lists(self) -> bool:
-        """Whether one call scores all responses, as in verl's batch manager and in TRL."""
-        return self.source.columns is not None or any(x in LIST_ARGUMENTS for x in self.arguments)
-
-
-class Caller(Protocol):
-    """What calls a function on responses: worker processes, a thread, or a service."""
-
-    def call(
-        self, function: RewardFunction, columns: Mapping[str, Sequence[Any]], size: int
-    ) -> list[dict[str, float | str]]: ...
 
 
 class RewardWorkers:
@@ -95,6 +65,10 @@ class RewardWorkers:
         self._requests: list[tuple[Any, ...]] = []  # to load in every worker
         self._workers: dict[int, Worker] = {}
         self._finalizer = weakref.finalize(self, _stop, self._workers, os.getpid())
+
+    @classmethod
+    def of(cls, reward: RewardConfig) -> RewardWorkers:
+        return cls(reward.num_workers, reward.timeout_s)
 
     def load(
         self, path: str | Path, name: str = "compute_score", arguments: Sequence[str] = ARGUMENTS
@@ -126,7 +100,8 @@ class RewardWorkers:
         `timeout_s` or limits of its own has the score 0, and TIMED_OUT is 1.
         """
         if function.takes_lists:
-            return self._call_with_lists(function, columns, size)
+            request = ("batch", function.key, columns, size)
+            return rows_of(self._run(function, {0: [None]}, lambda _: request)[None])
         used = 1 if function.source.is_async else min(self._num_workers, size)
         work = {k: range(k, size, used) for k in range(used)}
         calls = [{name: column[i] for name, column in columns.items()} for i in range(size)]
@@ -136,19 +111,6 @@ class RewardWorkers:
         if function.source.cpu_limit_s is None:
             return [results[i] for i in range(size)]
         return [{TIMED_OUT: 0.0, **results[i]} for i in range(size)]
-
-    def _call_with_lists(
-        self, function: RewardFunction, columns: Mapping[str, Sequence[Any]], size: int
-    ) -> list[dict[str, float | str]]:
-        request = ("batch", function.key, columns, size)
-        try:
-            results: list[Any] = self._run(function, {0: range(1)}, lambda _: request)[0]
-        except CallError as error:
-            raise CallError(str(error), None) from None
-        for i, result in enumerate(results):
-            if isinstance(result, Failure):
-                raise CallError(result.message, i)
-        return results
 
     def close(self) -> None:
         """End all workers."""
@@ -188,18 +150,19 @@ class RewardWorkers:
     def _run(
         self,
         function: RewardFunction,
-        work: Mapping[int, Sequence[int]],
-        request_of: Callable[[Sequence[int]], tuple[Any, ...]],
-    ) -> dict[int, Any]:
+        work: Mapping[int, Sequence[int | None]],
+        request_of: Callable[[Sequence[Any]], tuple[Any, ...]],
+    ) -> dict[int | None, Any]:
         """Return the outcome of every index of `work`, which is by worker.
 
+        work: None is the call with lists.
         request_of: returns the request for indices.
         """
         self._start(work)
-        source, limit, results = function.source, self._timeout_s, dict[int, Any]()
+        source, limit, results = function.source, self._timeout_s, dict[int | None, Any]()
         name, line = f"reward function {source.name}", f"{source.file}:{source.line}"
         late = f"{name} returned no result within reward.timeout_s = {limit:g} s at"
-        sent, pending = dict[Worker, Sequence[int]](), dict[Worker, list[int]]()
+        sent, pending = dict[Worker, Sequence[int | None]](), dict[Worker, list[int | None]]()
         worker: Worker | None = None
         try:
             for k, indices in work.items():

@@ -1,4 +1,7 @@
-"""Memory of the host: of this machine or its control group (container), and limits on a block."""
+"""Memory of the host: of this machine or its control group (container), and limits on a block.
+
+Reward workers import this module: it needs only the standard library until memory is asked for.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil
-
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def total_memory() -> float:
     """Return the bytes of memory that there are."""
+    import psutil
+
     total = float(psutil.virtual_memory().total)
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # no control group, or "max": without a limit
@@ -23,6 +26,8 @@ def total_memory() -> float:
 
 def free_memory() -> float:
     """Return the bytes of memory that are free."""
+    import psutil
+
     free = float(psutil.virtual_memory().available)
     with suppress(OSError, ValueError):
         limit, used = ((_CGROUP / f"memory.{name}").read_text() for name in ("max", "current"))

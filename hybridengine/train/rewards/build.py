@@ -1,4 +1,8 @@
-"""Build the reward of a run from its configuration."""
+"""Build the reward of a run from its configuration.
+
+Entry points of the group hybridengine.rewards take part in it: `processes` and the schemes of URLs
+(`http`) build a `Caller` from the group `reward`, `verl_manager` adapts a class of verl.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,15 @@ import pkgutil
 from pathlib import Path
 from typing import Any
 
-from hybridengine.rewards.service import SCHEMES, RewardService
-from hybridengine.rewards.verl_manager import VerlRewardManager
-from hybridengine.rewards.workers import RewardFunction, RewardWorkers
 from hybridengine.run.config import RewardConfig
 from hybridengine.run.errors import ConfigError
+from hybridengine.run.plugins import load_plugin
+from hybridengine.train.rewards.calls import Caller, RewardFunction
 from hybridengine.train.rewards.function import ARGUMENTS, BATCH_ARGUMENTS, import_file
 from hybridengine.train.rewards.local import PREFIX, LocalFunctions
 from hybridengine.train.rewards.manager import MANAGERS, RewardManager
+
+KEY = "reward.custom_reward_function.path"
 
 
 def build_reward_manager(
@@ -30,21 +35,25 @@ def build_reward_manager(
     manager = _from_file(file, name) if file else MANAGERS.get(name) or _import_class(name)
     if issubclass(manager, RewardManager):
         return manager(_load_functions(reward, manager.batched), reward, max_response_length)
-    return VerlRewardManager(manager, reward, max_response_length, tokenizer)
+    adapt = load_plugin("rewards", "verl_manager", "reward.reward_manager.name")
+    return adapt(manager, reward, max_response_length, tokenizer)
+
+
+def caller_name(path: str) -> str:
+    """Return what calls the function `path`: `python`, a URL's scheme, or `processes`."""
+    scheme, _, rest = path.partition("://")
+    return "python" if path.startswith(PREFIX) else scheme if rest else "processes"
 
 
 def _load_functions(reward: RewardConfig, batched: bool) -> list[RewardFunction]:
     """Load every function of the run: in worker processes, in this process, or as a service."""
-    workers = RewardWorkers(reward.num_workers, reward.timeout_s)
-    local = LocalFunctions(reward.timeout_s)
-    arguments = BATCH_ARGUMENTS if batched else ARGUMENTS
+    callers: dict[str, Caller] = {"python": LocalFunctions(reward.timeout_s)}
     loaded = []
     for path, name in reward.functions:
-        if path.startswith(SCHEMES):
-            loaded.append(RewardService(path, reward).load(name))
-        else:
-            loader = local if path.startswith(PREFIX) else workers
-            loaded.append(loader.load(path, name, arguments))
+        kind = caller_name(path)
+        if kind not in callers:
+            callers[kind] = load_plugin("rewards", kind, KEY)(reward)
+        loaded.append(callers[kind].load(path, name, BATCH_ARGUMENTS if batched else ARGUMENTS))
     return loaded
 
 

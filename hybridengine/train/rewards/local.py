@@ -4,27 +4,28 @@
         config = load_config(…, {"reward.custom_reward_function.path": paths})
 
 They run in a thread of this process, one call at a time, so that they share the variables they
-were written with. Time-outs, checks and messages are those of the worker processes. A call that
-takes too long ends the run; its thread cannot be killed and is left behind.
+were written with. Time-outs, checks and messages are those of worker processes. A call that takes
+too long ends the run; its thread cannot be killed and is left behind.
 """
 
 from __future__ import annotations
 
-import functools
+import copy
 import inspect
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection, Pipe
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
-from hybridengine.rewards.worker_main import CallServer
-from hybridengine.rewards.workers import RewardFunction, RewardWorkers, Worker, WorkerError
 from hybridengine.run.errors import RewardError
+from hybridengine.train.rewards.calls import CallError, Calls, Failure, RewardFunction, rows_of
 from hybridengine.train.rewards.function import (
     ARGUMENTS,
     BATCH_ARGUMENTS,
@@ -66,18 +67,19 @@ def given_function(path: str) -> Callable[..., Any]:
 
 def function_name(function: Callable[..., Any]) -> str:
     """Return the name of a function, or of the class of another callable."""
-    while isinstance(function, functools.partial):
+    while isinstance(function, partial):
         function = function.func
     name = getattr(function, "__name__", type(function).__name__)
     return "lambda" if name == "<lambda>" else str(name)
 
 
-class LocalFunctions(RewardWorkers):
+class LocalFunctions:
     """Calls functions of this process in one thread, in the order of the responses."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
-        super().__init__(1, timeout_s)
+        self._timeout_s = timeout_s
         self._functions: dict[int, tuple[Callable[..., Any], FunctionSource]] = {}
+        self._thread: _Thread | None = None
 
     def load(
         self, path: str | Path, name: str = "compute_score", arguments: Sequence[str] = ARGUMENTS
@@ -94,48 +96,82 @@ class LocalFunctions(RewardWorkers):
         self._functions[key] = (function, source)
         return RewardFunction(source, key, self, arguments)
 
-    def _start(self, indices: Collection[int]) -> None:
-        if not self._workers or self._workers[0].has_ended():
-            self._workers[0] = _Thread(self._functions)
+    def call(
+        self, function: RewardFunction, columns: Mapping[str, Sequence[Any]], size: int
+    ) -> list[dict[str, float | str]]:
+        """Call `function` on `size` responses; columns: its arguments, which it gets a copy of.
+
+        Raises CallError for a call that raises, takes longer than the time-out or has no valid
+        result.
+        """
+        thread = self._thread = self._thread or _Thread(self._functions)
+        columns, source = copy.deepcopy(dict(columns)), function.source
+        pending: list[int | None] = [None] if function.takes_lists else list(range(size))
+        if function.takes_lists:
+            request = partial(Calls.batch, key=function.key, arguments=columns, size=size)
+        else:
+            rows = [{name: column[i] for name, column in columns.items()} for i in range(size)]
+            request = partial(Calls.each, key=function.key, calls=rows)
+        thread.requests.put(request)
+        order, outcomes = list(pending), dict[int | None, Any]()
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            while pending:
+                try:
+                    reply = thread.replies.get(timeout=max(0.0, deadline - time.monotonic()))
+                except Empty:
+                    raise self._late(source, thread.running_line(source), pending[0]) from None
+                number, seconds, outcome = reply
+                index = order[number]
+                pending.remove(index)
+                if seconds > self._timeout_s:
+                    raise self._late(source, f"{source.file}:{source.line}", index)
+                if isinstance(outcome, Failure):
+                    raise CallError(outcome.message, index)
+                outcomes[index] = outcome
+                if not source.is_async:  # async calls all started together
+                    deadline = time.monotonic() + self._timeout_s
+        except CallError:  # late replies would be taken for those of the next call
+            thread.end()
+            self._thread = None
+            raise
+        return rows_of(outcomes[None]) if function.takes_lists else [outcomes[i] for i in order]
+
+    def _late(self, source: FunctionSource, where: str, index: int | None) -> CallError:
+        limit = f"reward.timeout_s = {self._timeout_s:g} s"
+        what = f"reward function {source.name} returned no result within {limit} at {where}"
+        return CallError(what, index)
 
 
-class _Thread(Worker):
-    """A worker that is a thread: its functions are there, and it cannot be killed."""
+class _Thread:
+    """A thread that makes calls, one request after the other.
+
+    requests: called with the `Calls` of the thread; None ends it, after the call that it is in.
+    replies: (number, seconds, outcome) of each call.
+    """
 
     def __init__(self, functions: dict[int, tuple[Callable[..., Any], FunctionSource]]) -> None:
-        self.index, self.loaded = 0, [source for _, source in functions.values()]
-        self.deadline = time.monotonic()
-        self.connection, theirs = Pipe()
+        self.requests: SimpleQueue[Callable[[Calls], None] | None] = SimpleQueue()
+        self.replies: SimpleQueue[tuple[int, float, Any]] = SimpleQueue()
+        arguments = self.requests, Calls(functions, self.replies.put)
         self._thread = threading.Thread(
-            target=_serve, args=(theirs, functions), name="reward-functions", daemon=True
+            target=_serve, args=arguments, name="reward-functions", daemon=True
         )
         self._thread.start()
+        self.end = weakref.finalize(self, self.requests.put, None)
 
-    def has_ended(self) -> bool:
-        return not self._thread.is_alive()
-
-    def wait(self, seconds: float) -> None:
-        self._thread.join(seconds)
-
-    def kill(self) -> None:
-        self.connection.close()  # on which the thread ends, after the call that it is in
-
-    def _ended(self) -> WorkerError:
-        return WorkerError("ended its thread")
-
-    def _running_line(self, file: Path) -> str:
+    def running_line(self, source: FunctionSource) -> str:
+        """Return `file:line` of the running call, of the function where it is elsewhere."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         for call in reversed(traceback.extract_stack(frame) if frame else []):
-            if call.filename == str(file):
-                return f"{file}:{call.lineno}"
-        return ""
+            if call.filename == str(source.file):
+                return f"{source.file}:{call.lineno}"
+        return f"{source.file}:{source.line}"
 
 
-def _serve(
-    connection: Connection, functions: dict[int, tuple[Callable[..., Any], FunctionSource]]
-) -> None:
-    with suppress(EOFError, OSError):  # closed, maybe while a late result is sent
-        CallServer(connection, functions).serve()
+def _serve(requests: SimpleQueue[Callable[[Calls], None] | None], calls: Calls) -> None:
+    while (request := requests.get()) is not None:
+        request(calls)
 
 
 def _accepted(
@@ -163,7 +199,7 @@ def _accepted(
 
 def _source_of(given: Callable[..., Any], name: str) -> FunctionSource:
     function = given
-    while isinstance(function, functools.partial):
+    while isinstance(function, partial):
         function = function.func
     own = function if hasattr(function, "__code__") else getattr(function, "__call__", function)  # noqa: B004
     code = getattr(inspect.unwrap(own), "__code__", None)

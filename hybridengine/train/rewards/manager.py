@@ -6,7 +6,8 @@
 
 Select it with `reward.reward_manager.name=mine` and its file in `model.external_lib`, or, without
 registering it, with `reward.reward_manager.name=package.module.Mine`. A manager runs in the rank;
-the functions that it calls by `score_responses` run in worker processes.
+the functions that it calls by `score_responses` run in worker processes, those given from Python in
+a thread.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import Any, NamedTuple
 
-from hybridengine.rewards.worker_main import TIMED_OUT
-from hybridengine.rewards.workers import CallError, RewardFunction
 from hybridengine.run.config import RewardConfig
 from hybridengine.run.errors import RewardError, shorten
 from hybridengine.train.data import PromptSample
-from hybridengine.train.rewards.results import to_text
+from hybridengine.train.rewards.calls import CallError, RewardFunction
+from hybridengine.train.rewards.function import TIMED_OUT, to_text
 
 MANAGERS: dict[str, type[RewardManager]] = {}
 
@@ -84,19 +84,19 @@ class RewardResult:
 def score_responses(
     function: RewardFunction, samples: Sequence[PromptSample], responses: Sequence[str]
 ) -> RewardResult:
-    """Score `responses[i]`, an answer to `samples[i]`, in worker processes.
+    """Score `responses[i]`, an answer to `samples[i]`, by the function's caller.
 
     The function returns a number, or a dict with "score" and further results. Further numbers
     become `extras`, texts `texts`. Numbers and "pred" must have the same names for every response.
 
-    Raises RewardError, with the sample, when the function raises, exceeds the workers' time-out,
+    Raises RewardError, with the sample, when the function raises, exceeds its time-out,
     ends its process, or returns anything else.
     """
     if not samples:
         return RewardResult([], {})
     try:
         columns = _columns(function, samples, responses)
-        rows = function.workers.call(function, columns, len(samples))
+        rows = function.caller.call(function, columns, len(samples))
     except CallError as error:
         first = f"first of {len(samples)}: " if error.index is None else ""
         where = _describe(samples[error.index or 0], responses[error.index or 0])
