@@ -26,6 +26,7 @@ import torch.distributed as dist
 from benchmarks._bench import OURS, Bench
 from benchmarks.reshard import write_config
 from hybridengine.run.messages import SECRET, new_secret
+from tests.engines import build_engine
 from tests.ranks import Ranks
 
 CASES = ((2, 2, 1), (2, 1, 2))  # trainers, engines, TP size
@@ -134,20 +135,18 @@ def _engine(
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model.checkpoint import checkpoint_layout
     from hybridengine.reshard import WeightReceiver
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    engine = VllmEngine(
+    engine = build_engine(
+        "vllm",
         path,
-        checkpoint_layout(model),
-        tp_size=tp_size,
-        max_model_len=64,
-        stop_token_ids=[],
-        kv_cache_bytes=16 << 20,
-        engine_options={"enforce_eager": True},
+        checkpoint=checkpoint_layout(model),
+        tensor_model_parallel_size=tp_size,
+        dtype="bfloat16",
+        kv_cache_gib=16 / 1024,
     )
     store, group = _broadcast_group(port, 1 + index * tp_size + rank, 1 + engines * tp_size)
     receiver = WeightReceiver(engine, store, index=index, timeout_s=TIMEOUT_S)

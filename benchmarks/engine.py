@@ -23,6 +23,7 @@ import torch
 from benchmarks._bench import OURS, Bench, short
 from benchmarks.step import write_model
 from hybridengine.engine.vllm.environment import vllm_available
+from tests.engines import build_engine
 from tests.ranks import run_ranks
 
 Pairs = list[tuple[list[int], list[int]]]  # prompt, response
@@ -30,14 +31,15 @@ Pairs = list[tuple[list[int], list[int]]]  # prompt, response
 TP_SIZES = (1, 2)
 EXACT = "exact"  # the mode in which engine and trainer have the same operators
 # What writes weights in place under less or more of vLLM: the last one is its default, with
-# compiled layers. name: options of the engine on a GPU.
+# compiled layers. name: arguments of vLLM on a GPU.
+_CACHE = {"kv_cache_memory_bytes": 1 << 30}
 MODES: dict[str, dict[str, Any]] = {
-    "eager": {"enforce_eager": True, "attention_backend": "TRITON_ATTN"},
-    "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}},
-    "default": {},
-    EXACT: {},
+    "eager": {"attention_backend": "TRITON_ATTN"} | _CACHE,
+    "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}} | _CACHE,
+    "default": _CACHE,
+    EXACT: _CACHE,
 }
-ON_CPU: dict[str, dict[str, Any]] = {"eager": {"enforce_eager": True}, EXACT: {}}
+ON_CPU = ("eager", EXACT)
 TIMEOUT_S = {"cuda": 120, "cpu": 900}  # of an engine; on one GPU they fit the part of the report
 RESPONSES, TOKENS = 8, 64
 # Mean absolute difference of log-probs: of sums in other orders, and of bfloat16 activations.
@@ -79,8 +81,7 @@ def _add_rows(
 ) -> None:
     """Add a row for every step and one for the comparison. Raises AssertionError if it fails."""
     device, exact = bench.device.type, mode == EXACT
-    options = (MODES if device == "cuda" else ON_CPU)[mode]
-    arguments = (path, tp_size, device, dtype, options, exact)
+    arguments = (path, tp_size, device, dtype, mode)
     results = run_ranks(_rank, tp_size, *arguments, timeout_s=TIMEOUT_S[device], device=device)
     for step in results[0]["ms"]:
         slowest = max(result["ms"][step] for result in results)
@@ -104,8 +105,7 @@ def _rank(
     tp_size: int,
     device: str,
     dtype: torch.dtype,
-    engine_options: dict[str, Any],
-    exact: bool,
+    mode: str,
 ) -> dict[str, Any]:
     """Return the milliseconds of every step; mean differences of log-probs from the trainer's.
 
@@ -113,18 +113,14 @@ def _rank(
     the trainer's log-probs before the change.
     """
     from hybridengine.engine.interface import SamplingSpec
-    from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model import (
         load_causal_lm,
         parameter_shards,
         sharding_mesh,
         use_exact_operators,
     )
-    from hybridengine.model.checkpoint import checkpoint_layout_from_config
-    from hybridengine.model.validation import check_model
     from hybridengine.reshard import Resharder
 
-    checkpoint = checkpoint_layout_from_config(check_model(path))
     ms: dict[str, float] = {}
 
     def timed(step: str, call: Callable[[], Any]) -> Any:
@@ -137,27 +133,27 @@ def _rank(
 
     engine = timed(
         "build",
-        lambda: VllmEngine(
+        lambda: build_engine(
+            "vllm",
             path,
-            checkpoint,
-            tp_size=tp_size,
+            tensor_model_parallel_size=tp_size,
             max_model_len=256,
-            stop_token_ids=[],
-            dtype=dtype,
-            memory_share=0.2,
-            kv_cache_bytes=(1 << 30) if device == "cuda" else 64 << 20,
-            exact=exact,
-            engine_options=engine_options,
+            dtype=str(dtype).removeprefix("torch."),
+            gpu_memory_utilization=0.2,
+            kv_cache_gib=64 / 1024,
+            exact=mode == EXACT,
+            enforce_eager=mode == "eager",
+            engine_kwargs=MODES[mode] if device == "cuda" else {},
         ),
     )
-    sliced = engine.target.layout.sliced_dims(checkpoint.parameters)
+    sliced = engine.target.layout.sliced_dims(engine.checkpoint.parameters)
     splits = {name: tp_size for name, dim in sliced.items() if dim == 1}
     model = load_causal_lm(
         path,
         mesh=sharding_mesh(device, world_size),
         param_dtype=dtype,
         shard_dim1=lambda name: sliced.get(name) == 1,
-        adapt=partial(use_exact_operators, splits=splits) if exact else None,
+        adapt=partial(use_exact_operators, splits=splits) if mode == EXACT else None,
     )
     resharder = Resharder(lambda: parameter_shards(model), engine, delta="off")
     generator = torch.Generator().manual_seed(0)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._bench import OURS, Bench
+from tests.engines import build_engine
 from tests.ranks import run_ranks
 from tests.tiny_models import VOCAB, save_tiny
 
@@ -85,10 +86,8 @@ def _rank(
     lora_rank: int,
 ) -> tuple[int, int, float, float]:
     """Return tokens, how many differ, the largest difference, and seconds, of this rank."""
-    from transformers import AutoConfig
 
     from hybridengine.engine.interface import SamplingSpec
-    from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model import (
         adapter_shards,
         apply_lora,
@@ -100,29 +99,22 @@ def _rank(
         sharding_mesh,
         use_exact_operators,
     )
-    from hybridengine.model.checkpoint import checkpoint_layout_from_config
     from hybridengine.reshard import Resharder
 
-    checkpoint = checkpoint_layout_from_config(AutoConfig.from_pretrained(path))
     is_tiny = vocab == VOCAB
-    engine = VllmEngine(
+    engine = build_engine(
+        "vllm",
         path,
-        checkpoint,
-        tp_size=tp_size,
+        tensor_model_parallel_size=tp_size,
         max_model_len=512,
         stop_token_ids=[vocab - 1],
-        dtype=torch.float32,
-        lora_rank=lora_rank,
-        kv_cache_bytes=(6 << 20 if is_tiny else 64 << 20) // tp_size,
+        adapter_rank=lora_rank,
+        kv_cache_gib=(6 if is_tiny else 64) / 1024 / tp_size,
         exact=exact,
-        engine_options={
-            "enforce_eager": True,
-            "max_num_batched_tokens": 96,
-            "max_num_seqs": 64,
-            "hf_overrides": {"head_dtype": "float32"},
-        },
+        max_num_batched_tokens=96,
+        max_num_seqs=64,
     )
-    sliced = engine.target.layout.sliced_dims(checkpoint.parameters)
+    sliced = engine.target.layout.sliced_dims(engine.checkpoint.parameters)
     splits = {name: tp_size for name, dim in sliced.items() if dim == 1}
 
     def adapt(unsharded: Any) -> None:

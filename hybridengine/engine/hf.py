@@ -5,12 +5,11 @@ Each rank holds one full model (tensor-parallel size 1), which the reshard write
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from types import MappingProxyType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from transformers import (
     GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedTokenizerBase,
     StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
@@ -29,6 +27,7 @@ from transformers import (
 )
 
 from hybridengine.engine.interface import (
+    EngineOptions,
     Prompt,
     Request,
     RequestStream,
@@ -44,7 +43,7 @@ from hybridengine.model.validation import auto_class, long_rope_limit
 from hybridengine.sync.layout import CheckpointLayout, LayoutError, identity_layout
 from hybridengine.sync.plan.configuration import config_differences, in_words, plain_values
 from hybridengine.sync.weight_target import WeightTarget
-from hybridengine.vision import EncodedImage, ImagePreparer
+from hybridengine.vision import EncodedImage
 from hybridengine.vision.packed import ImageInputs, PackedImages, placeholders_of
 
 
@@ -85,52 +84,32 @@ class HfWeights(WeightTarget):
 
 
 class HfEngine(RolloutEngine):
-    """Generate left-padded batches with transformers.
+    """Generate left-padded batches with transformers, of up to `rollout.max_num_seqs` sequences."""
 
-    max_num_seqs: how many sequences are generated at once.
-    tokenizer: decodes responses to detect the texts of `SamplingSpec.stop`.
-    preparer: of the images that prompts may have; None: they have none.
-    Other arguments: as of VllmEngine.
-    """
-
-    def __init__(
-        self,
-        model_path: str | Path,
-        checkpoint: CheckpointLayout,
-        *,
-        stop_token_ids: Sequence[int],
-        dtype: torch.dtype = torch.bfloat16,
-        max_num_seqs: int = 64,
-        trust_remote_code: bool = False,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        config_overrides: Mapping[str, Any] = MappingProxyType({}),
-        preparer: ImagePreparer | None = None,
-        max_model_len: int | None = None,
-    ) -> None:
+    def __init__(self, options: EngineOptions) -> None:
         from transformers import AutoConfig
 
+        model, trust = options.model, options.model.trust_remote_code
         config = AutoConfig.from_pretrained(
-            model_path, trust_remote_code=trust_remote_code, **config_overrides
+            model.path, trust_remote_code=trust, **model.config_overrides
         )
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         self._model = (
             auto_class(config)
-            .from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            .from_config(config, dtype=options.dtype, trust_remote_code=trust)
             .to(device)
         )
         self._model.eval().requires_grad_(False)
-        fix_rotary_length(self._model, max_model_len)
+        fix_rotary_length(self._model, options.rollout.max_model_len)
         if long_rope_limit(config) is not None:
             # The models' own drops the cache where transformers would change to the long factors.
             prepare = GenerationMixin.prepare_inputs_for_generation
             self._model.prepare_inputs_for_generation = MethodType(prepare, self._model)
         self.tp_rank, self.tp_size = 0, 1
         self.replica, self.replicas = dist.get_rank(), dist.get_world_size()
-        self.dtype = dtype
-        self._stop_token_ids = list(stop_token_ids)
-        self._max_num_seqs, self._tokenizer = max_num_seqs, tokenizer
-        self._preparer, self.takes_images = preparer, preparer is not None
-        self.target: HfWeights = HfWeights(self._model, config, checkpoint)
+        self.dtype, self.takes_images = options.dtype, options.preparer is not None
+        self._options, self._preparer = options, options.preparer
+        self.target: HfWeights = HfWeights(self._model, config, options.checkpoint)
 
     def shutdown(self) -> None:
         del self._model
@@ -143,9 +122,10 @@ class HfEngine(RolloutEngine):
         # Sorted by length, so that little is padded.
         order = sorted(range(len(repeated)), key=lambda i: len(repeated[i].ids))
         done: dict[int, Response] = {}
+        max_num_seqs = self._options.rollout.max_num_seqs
         with local_random_state(derive_seed(seed, self.replica)):
-            for at in range(0, len(order), self._max_num_seqs):
-                chosen = order[at : at + self._max_num_seqs]
+            for at in range(0, len(order), max_num_seqs):
+                chosen = order[at : at + max_num_seqs]
                 batch = self._generate_batch([repeated[i] for i in chosen], spec)
                 done |= zip(chosen, batch, strict=True)
         return [[done[i + j] for j in range(spec.n)] for i in range(0, len(done), spec.n)]
@@ -182,7 +162,7 @@ class HfEngine(RolloutEngine):
         mask = pad([torch.ones_like(row) for row in rows]).to(ids.device)
         limit = spec.max_tokens - num_new
         sampler = _Sampler(spec)
-        stops = _StopTexts(self._tokenizer, spec.stop, ids.shape[1] - num_new)
+        stops = _StopTexts(self._options.tokenizer, spec.stop, ids.shape[1] - num_new)
         updates = _UpdatesBetweenSteps(self)
         with self._images_of(ids, mask, images) as arguments:
             out = self._model.generate(
@@ -192,7 +172,7 @@ class HfEngine(RolloutEngine):
                 logits_processor=LogitsProcessorList([sampler]),
                 stopping_criteria=StoppingCriteriaList([updates, *([stops] if spec.stop else [])]),
                 max_new_tokens=limit,
-                eos_token_id=self._stop_token_ids,
+                eos_token_id=list(self._options.stop_token_ids),
                 pad_token_id=0,
                 do_sample=spec.temperature != 0,
                 temperature=1.0,  # `sampler` applies these three
@@ -249,7 +229,9 @@ class HfEngine(RolloutEngine):
 
         stopped: number of tokens that complete a stop text, if any.
         """
-        ends = (n for n, i in enumerate(ids, 1) if i in self._stop_token_ids or n == stopped)
+        ends = (
+            n for n, i in enumerate(ids, 1) if i in self._options.stop_token_ids or n == stopped
+        )
         return next(ends, None)
 
 
@@ -371,7 +353,7 @@ class _StopTexts(StoppingCriteria):
 
     def __init__(self, tokenizer: Any, texts: Sequence[str], prompt_length: int) -> None:
         if texts and tokenizer is None:
-            raise ValueError("SamplingSpec.stop needs decoded text: give HfEngine a tokenizer")
+            raise ValueError("SamplingSpec.stop needs decoded text: give EngineOptions a tokenizer")
         self._tokenizer, self._texts, self._prompt_length = tokenizer, texts, prompt_length
         # A token is at least one byte, a character at most four; the margin is for special tokens.
         self._tail = 4 * max(map(len, texts), default=0) + 16

@@ -8,14 +8,53 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from hybridengine.engine.response import Response
+from hybridengine.run.config.rl import ModelConfig
+from hybridengine.run.config.rollout import RolloutConfig
 from hybridengine.run.errors import RolloutError, UserError
+from hybridengine.sync.layout import CheckpointLayout
 from hybridengine.sync.weight_target import StaleWeightsError, WeightTarget
-from hybridengine.vision import EncodedImage
+from hybridengine.vision import EncodedImage, ImagePreparer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an engine is built from; `rollout.dtype` is not auto.
+
+    model: its folder has config and tokenizer; the engine does not read its weights.
+    checkpoint: what the trained model's checkpoint is made of (`checkpoint_layout_from_config`).
+    stop_token_ids: tokens that end a response (kept as its last token).
+    tokenizer: decodes responses, where the engine detects `SamplingSpec.stop` itself.
+    seed: of vLLM; a request has its own.
+    adapter_rank: adapters of up to this rank can be applied on top of the weights.
+    exact: its log-probs are the bits of a model that has `use_exact_operators`; it runs eagerly.
+    record_routes: whether `SamplingSpec.record_routes` may be set.
+    preparer: of the images that prompts may have; None: they have none.
+    """
+
+    model: ModelConfig
+    rollout: RolloutConfig
+    checkpoint: CheckpointLayout
+    stop_token_ids: Sequence[int] = ()
+    tokenizer: PreTrainedTokenizerBase | None = None
+    seed: int = 0
+    adapter_rank: int = 0
+    exact: bool = False
+    record_routes: bool = False
+    preparer: ImagePreparer | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the engine's weights."""
+        dtype: torch.dtype = getattr(torch, self.rollout.dtype)
+        return dtype
 
 
 @dataclass(frozen=True)

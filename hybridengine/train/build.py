@@ -21,7 +21,7 @@ from hybridengine.agents import (
     find_parser,
     load_tools,
 )
-from hybridengine.engine.interface import RolloutEngine
+from hybridengine.engine.interface import EngineOptions, RolloutEngine
 from hybridengine.model import adapter_shards, frozen_parameters, parameter_shards
 from hybridengine.model.checkpoint import checkpoint_layout_from_config
 from hybridengine.model.validation import check_model
@@ -195,70 +195,37 @@ def build_engine(
 
     exact: with the trained model's operators, where `inexact_reason` is None.
     """
-    model, rollout, checkpoint = config.model, config.rollout, checkpoint_layout(config)
-    stop_token_ids, dtype = (
-        find_stop_token_ids(model.path, tokenizer),
-        getattr(torch, rollout.dtype),
+    options = EngineOptions(
+        model=config.model,
+        rollout=replace(
+            config.rollout,
+            max_model_len=config.max_model_len,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        ),
+        checkpoint=checkpoint_layout(config),
+        stop_token_ids=find_stop_token_ids(config.model.path, tokenizer),
+        tokenizer=tokenizer,
+        seed=config.seed,
+        adapter_rank=config.model.lora_rank if config.reshard.lora == "adapters" else 0,
+        exact=exact,
+        record_routes=config.actor.router_replay == "rollout",
+        preparer=load_preparer(config),
     )
-    shared: dict[str, Any] = {
-        "stop_token_ids": stop_token_ids,
-        "dtype": dtype,
-        "preparer": load_preparer(config),
-        "max_model_len": config.max_model_len,
-    }
-    limits: dict[str, Any] = {
-        "max_num_seqs": rollout.max_num_seqs,
-        "trust_remote_code": model.trust_remote_code,
-    }
     if engine_name(config) == "hf":
         from hybridengine.engine.hf import HfEngine
 
-        overrides = model.config_overrides
-        return HfEngine(
-            model.path,
-            checkpoint,
-            tokenizer=tokenizer,
-            config_overrides=overrides,
-            **shared,
-            **limits,
-        )
+        return HfEngine(options)
     from hybridengine.engine.vllm.engine import VllmEngine
 
-    build = partial(
-        VllmEngine,
-        model.path,
-        checkpoint,
-        **shared,
-        tp_size=rollout.tensor_model_parallel_size,
-        lora_rank=model.lora_rank if config.reshard.lora == "adapters" else 0,
-        seed=config.seed,
-        kv_cache_bytes=None if torch.cuda.is_available() else int(rollout.kv_cache_gib * 2**30),
-        memory_share=rollout.gpu_memory_utilization,
-        free_cache=rollout.free_cache_engine,
-        stop_texts=bool(rollout.stop),
-        quantization=rollout.quantization,
-        exact=exact,
-        record_routes=config.actor.router_replay == "rollout",
-        limit_images=rollout.limit_images,
-        engine_options={
-            **limits,
-            "enforce_eager": rollout.enforce_eager,
-            "enable_chunked_prefill": rollout.enable_chunked_prefill,
-            "enable_prefix_caching": rollout.enable_prefix_caching,
-            "max_num_batched_tokens": config.max_num_batched_tokens,
-            # bfloat16 logits would change probabilities more than all other layers together
-            "hf_overrides": {"head_dtype": "float32", **model.config_overrides},
-            **rollout.engine_kwargs.vllm,
-        },
-    )
+    given = config.rollout.engine_kwargs.vllm
     try:
-        return build()
+        return VllmEngine(options)
     except (TypeError, ValueError) as error:
-        if isinstance(error, UserError) or not rollout.engine_kwargs.vllm:
+        if isinstance(error, UserError) or not given:
             raise
         raise ConfigError(
-            f"rollout.engine_kwargs.vllm is {dict(rollout.engine_kwargs.vllm)}, and vLLM does not "
-            f"start with it: {' '.join(str(error).split())}"
+            f"rollout.engine_kwargs.vllm is {dict(given)}, and vLLM does not start with it: "
+            f"{' '.join(str(error).split())}"
         ) from error
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hybridengine.engine.vllm.environment import vllm_available
+from tests.engines import synced_engine
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -23,30 +24,14 @@ def build(path: str, kind: str, tp_size: int, stop: list[int]) -> Any:
     """An engine with the weights of the model in `path`."""
     from transformers import AutoTokenizer
 
-    from hybridengine.engine.hf import HfEngine
-    from hybridengine.engine.vllm.engine import VllmEngine
-    from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
-    from hybridengine.model.checkpoint import checkpoint_layout_from_config
-    from hybridengine.model.validation import check_model
-    from hybridengine.sync.resharder import Resharder
-
-    checkpoint = checkpoint_layout_from_config(check_model(path))
-    shared: dict[str, Any] = {"stop_token_ids": stop, "dtype": torch.float32}
-    if kind == "hf":
-        engine: Any = HfEngine(path, checkpoint, **shared)
-    else:
-        engine = VllmEngine(
-            path,
-            checkpoint,
-            **shared,
-            tp_size=tp_size,
-            max_model_len=96,
-            kv_cache_bytes=16 << 20,
-            engine_options={"enforce_eager": True},
-        )
-    mesh = sharding_mesh("cpu", torch.distributed.get_world_size())
-    model = load_causal_lm(path, mesh=mesh, shard_dim1=lambda name: False)
-    Resharder(lambda: parameter_shards(model), engine, 1 << 20).sync(1)
+    engine = synced_engine(
+        kind,
+        path,
+        tensor_model_parallel_size=tp_size,
+        max_model_len=96,
+        kv_cache_gib=16 / 1024,
+        stop_token_ids=stop,
+    )
     return engine, AutoTokenizer.from_pretrained(path)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.engines import engine_options
+
 __all__ = [
     "PROMPTS",
     "LargestAllocation",
@@ -76,19 +78,17 @@ def build_engine(
 
     config = AutoConfig.from_pretrained(path)
     checkpoint = checkpoint_layout_from_config(config)
-    engine = VllmEngine(
+    options = engine_options(
         path,
-        checkpoint,
-        tp_size=tp_size,
-        max_model_len=64,
-        stop_token_ids=[],
-        dtype=dtype,
-        kv_cache_bytes=64 << 20,
-        lora_rank=lora_rank,
+        checkpoint=checkpoint,
+        tensor_model_parallel_size=tp_size,
+        dtype=str(dtype).removeprefix("torch."),
+        kv_cache_gib=64 / 1024,
+        adapter_rank=lora_rank,
         quantization=quantization,
         preparer=load_image_preparer(config, path, {}),
-        engine_options={"enforce_eager": True},
     )
+    engine = VllmEngine(options)
     return engine, checkpoint
 
 

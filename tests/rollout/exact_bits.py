@@ -18,6 +18,8 @@ from unittest.mock import patch
 
 import torch
 
+from tests.engines import build_engine
+
 __all__ = ["KINDS", "LARGE", "SMALL", "Load", "compare", "save_model"]
 
 KINDS = ("llama", "qwen2", "qwen3")
@@ -108,10 +110,8 @@ def compare(
     operators: where any differ, those that give other bits from the engine's own inputs, in the
         order of computation.
     """
-    from transformers import AutoConfig
 
     from hybridengine.engine.interface import SamplingSpec
-    from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model import (
         load_causal_lm,
         pack_rollouts,
@@ -120,28 +120,19 @@ def compare(
         sharding_mesh,
         use_exact_operators,
     )
-    from hybridengine.model.checkpoint import checkpoint_layout_from_config
     from hybridengine.sync.resharder import Resharder
 
     dtype = getattr(torch, dtype_name)
-    checkpoint = checkpoint_layout_from_config(AutoConfig.from_pretrained(path))
-    engine = VllmEngine(
+    engine = build_engine(
+        "vllm",
         path,
-        checkpoint,
-        tp_size=1,
+        dtype=dtype_name,
         max_model_len=1024,
-        stop_token_ids=[],
-        dtype=dtype,
-        kv_cache_bytes=load.cache_bytes,
-        memory_share=0.1,
+        kv_cache_gib=load.cache_bytes / 2**30,
+        gpu_memory_utilization=0.1,
         exact=True,
-        engine_options={
-            "max_num_seqs": 32,
-            "max_num_batched_tokens": load.budget,
-            "enable_chunked_prefill": True,
-            "enable_prefix_caching": True,
-            "hf_overrides": {"head_dtype": "float32"},
-        },
+        max_num_seqs=32,
+        max_num_batched_tokens=load.budget,
     )
     model = load_causal_lm(
         path,

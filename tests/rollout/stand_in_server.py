@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.engines import build_engine
+
 SETTINGS = {
     "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 64},
     "weight_transfer_config": {"backend": "hybridengine"},
@@ -76,17 +78,13 @@ def serve(rank: int, world_size: int, port: int, model: str, delay_s: float) -> 
 
 def serve_model(port: int, model: str, delay_s: float) -> None:
     """As vLLM's `/pause`, `/update_weights`, … with one engine."""
-    from transformers import AutoConfig
 
-    from hybridengine.engine.hf import HfEngine
     from hybridengine.engine.interface import SamplingSpec
-    from hybridengine.model.checkpoint import checkpoint_layout_from_config
     from hybridengine.remote.servers.client import WEIGHTS_STATE
     from hybridengine.remote.sync.receiver import WeightReceiver
     from hybridengine.sync.target import EngineState
 
-    checkpoint = checkpoint_layout_from_config(AutoConfig.from_pretrained(model))
-    engine = HfEngine(model, checkpoint, stop_token_ids=[2], dtype=torch.float32)
+    engine = build_engine("hf", model, stop_token_ids=[2])
     engine.target.weight_version = -1
     lock, receivers, labels = threading.Lock(), list[WeightReceiver](), ["default"]
     generated: list[str] = []  # label of the weights, of each request

@@ -1,4 +1,4 @@
-"""`exact_attention` in real vLLM engines: every call has the bits of the trainer's attention."""
+"""`exact_engine` in real vLLM engines: every call has the bits of the trainer's attention."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def engine_body(rank: int, world_size: int, path: str, dtype: str) -> dict[str, 
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from hybridengine.engine.exact.attention_backend import ExactAttention
-    from hybridengine.engine.exact.operators import exact_attention
+    from hybridengine.engine.exact.operators import exact_engine
 
     tokens: dict[str, list[list[int]]] = {}
     own = build(path, dtype, world_size)  # is kept: its end would be that of the process group
@@ -144,10 +144,10 @@ def engine_body(rank: int, world_size: int, path: str, dtype: str) -> dict[str, 
         ),
         patch.object(Scheduler, "_preempt_request", count_and_preempt),
     ):
-        with exact_attention():
+        with exact_engine():
             llm = build(path, dtype, world_size, enable_prefix_caching=False)
         tokens["plain"], _ = greedy(llm)
-        with exact_attention():
+        with exact_engine():
             small = build(
                 path,
                 dtype,

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.engines import build_engine
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -20,19 +21,10 @@ PROMPTS = [[5, 9, 33], [7, 8, 9, 10, 11, 12, 13], [3] * 12]
 def build(path: str, world_size: int, stop_token_ids: list[int]):
     from torch.distributed.device_mesh import init_device_mesh
 
-    from hybridengine.engine.hf import HfEngine
     from hybridengine.model import load_causal_lm, parameter_shards
-    from hybridengine.model.checkpoint import checkpoint_layout_from_config
-    from hybridengine.model.validation import check_model
     from hybridengine.sync.resharder import Resharder
 
-    engine = HfEngine(
-        path,
-        checkpoint_layout_from_config(check_model(path)),
-        stop_token_ids=stop_token_ids,
-        dtype=torch.float32,
-        max_num_seqs=2,
-    )
+    engine = build_engine("hf", path, stop_token_ids=stop_token_ids, max_num_seqs=2)
     model = load_causal_lm(
         path, mesh=init_device_mesh("cpu", (world_size,)), shard_dim1=lambda name: False
     )

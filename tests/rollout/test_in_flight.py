@@ -17,6 +17,7 @@ import torch
 from hybridengine.engine.interface import InFlightUpdate, Request, SamplingSpec
 from hybridengine.engine.response import Response
 from hybridengine.engine.vllm.environment import vllm_available
+from tests.engines import build_engine
 from tests.ranks import run_ranks
 from tests.rollout.version_oracle import logits_by_version
 from tests.tiny_models import save_tiny
@@ -83,26 +84,18 @@ def asynchronous_scheduling() -> Iterator[None]:
 
 def body(rank: int, world_size: int, paths: Sequence[str], kind: str) -> dict[str, Any]:
     """(prompt, completion) of each response, by how it was generated."""
-    from hybridengine.engine.hf import HfEngine
-    from hybridengine.engine.vllm.engine import VllmEngine
-    from hybridengine.model.checkpoint import checkpoint_layout_from_config
-    from hybridengine.model.validation import check_model
-
-    checkpoint = checkpoint_layout_from_config(check_model(paths[0]))
-    shared: dict[str, Any] = {"stop_token_ids": [2], "dtype": torch.float32}
     if kind == "hf":
-        engine: Any = HfEngine(paths[0], checkpoint, max_num_seqs=4, **shared)
+        engine = build_engine("hf", paths[0], max_num_seqs=4, stop_token_ids=[2])
     else:  # half of the responses begin when others have ended
-        options = {"enforce_eager": True, "max_num_seqs": 3, "block_size": BLOCK}
         with asynchronous_scheduling() if kind == "vllm_async" else nullcontext():
-            engine = VllmEngine(
+            engine = build_engine(
+                "vllm",
                 paths[0],
-                checkpoint,
-                tp_size=world_size,
+                tensor_model_parallel_size=world_size,
                 max_model_len=128,
-                kv_cache_bytes=8 << 20,
-                engine_options=options,
-                **shared,
+                max_num_seqs=3,
+                engine_kwargs={"block_size": BLOCK},
+                stop_token_ids=[2],
             )
         core = engine._llm.llm_engine.engine_core.engine_core
         assert (core.batch_queue is not None) == (kind == "vllm_async")

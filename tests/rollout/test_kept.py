@@ -14,6 +14,7 @@ import torch
 from hybridengine.engine.response import pack_kept
 from hybridengine.engine.vllm.environment import vllm_available
 from hybridengine.engine.vllm.sampling import record_kept_ids
+from tests.engines import synced_engine
 from tests.ranks import run_ranks
 from tests.tiny_models import VOCAB, save_tiny
 
@@ -26,31 +27,19 @@ TRUNCATIONS = [
 
 
 def build(path: str, world_size: int, kind: str) -> Any:
-    from hybridengine.engine.hf import HfEngine
-    from hybridengine.engine.vllm.engine import VllmEngine
-    from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
-    from hybridengine.model.checkpoint import checkpoint_layout_from_config
-    from hybridengine.model.validation import check_model
-    from hybridengine.sync.resharder import Resharder
-
-    checkpoint = checkpoint_layout_from_config(check_model(path))
-    stops = {"stop_token_ids": [2, *range(90, 100)], "dtype": torch.float32}
+    stop = [2, *range(90, 100)]
     if kind == "hf":
-        engine: Any = HfEngine(path, checkpoint, max_num_seqs=3, **stops)
-    else:  # prompts in chunks of 16 tokens, and a cache of few blocks
-        engine = VllmEngine(
-            path,
-            checkpoint,
-            tp_size=world_size,
-            max_model_len=256,
-            kv_cache_bytes=(600 << 10) // world_size,  # of all ranks together
-            engine_options={"enforce_eager": True, "max_num_batched_tokens": 16, "max_num_seqs": 8},
-            **stops,
-        )
-    mesh = sharding_mesh("cpu", world_size)
-    model = load_causal_lm(path, mesh=mesh, shard_dim1=lambda name: False)
-    Resharder(lambda: parameter_shards(model), engine, 1 << 20).sync(1)
-    return engine
+        return synced_engine("hf", path, max_num_seqs=3, stop_token_ids=stop)
+    return synced_engine(  # prompts in chunks of 16 tokens, and a cache of few blocks
+        "vllm",
+        path,
+        tensor_model_parallel_size=world_size,
+        max_model_len=256,
+        kv_cache_gib=600 / 2**20 / world_size,  # of all ranks together
+        max_num_batched_tokens=16,
+        max_num_seqs=8,
+        stop_token_ids=stop,
+    )
 
 
 def body(rank: int, world_size: int, path: str, kind: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from hybridengine.engine.response import (
 )
 from hybridengine.engine.vllm.environment import vllm_available
 from hybridengine.moe.routes import decode_routes, pack_routes
+from tests.engines import synced_engine
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -36,27 +37,18 @@ def rows_of(completion: Any) -> np.ndarray:
 
 def body(rank: int, world_size: int, path: str) -> dict[str, Any]:
     from hybridengine.engine.interface import Request, SamplingSpec
-    from hybridengine.engine.vllm.engine import VllmEngine
-    from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
-    from hybridengine.model.checkpoint import checkpoint_layout_from_config
-    from hybridengine.model.validation import check_model
-    from hybridengine.sync.resharder import Resharder
 
-    engine = VllmEngine(
+    engine = synced_engine(
+        "vllm",
         path,
-        checkpoint_layout_from_config(check_model(path)),
-        tp_size=world_size,
+        tensor_model_parallel_size=world_size,
         max_model_len=256,
-        kv_cache_bytes=(600 << 10) // world_size,
+        kv_cache_gib=600 / 2**20 / world_size,
+        max_num_batched_tokens=16,
+        max_num_seqs=8,
         stop_token_ids=[2],
-        dtype=torch.float32,
         record_routes=True,
-        engine_options={"max_num_batched_tokens": 16, "max_num_seqs": 8},
     )
-    model = load_causal_lm(
-        path, mesh=sharding_mesh("cpu", world_size), shard_dim1=lambda name: False
-    )
-    Resharder(lambda: parameter_shards(model), engine, 1 << 20).sync(1)
     scheduler, preempted = engine._llm.llm_engine.engine_core.engine_core.scheduler, []
     preempt = scheduler._preempt_request
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engines import build_engine
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -52,25 +53,12 @@ def body(rank: int, world_size: int, path: str) -> None:
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
     from hybridengine.engine.interface import SamplingSpec
-    from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
-    from hybridengine.model.checkpoint import checkpoint_layout_from_config
     from hybridengine.model.offload import Offloader
-    from hybridengine.model.validation import check_model
     from hybridengine.sync.resharder import Resharder
 
-    checkpoint = checkpoint_layout_from_config(check_model(path))
-    engine = VllmEngine(
-        path,
-        checkpoint,
-        tp_size=2,
-        max_model_len=64,
-        stop_token_ids=[],
-        dtype=torch.float32,
-        kv_cache_bytes=8 << 20,
-        engine_options={"enforce_eager": True},
-    )
-    sliced = engine.target.layout.sliced_dims(checkpoint.parameters)
+    engine = build_engine("vllm", path, tensor_model_parallel_size=2)
+    sliced = engine.target.layout.sliced_dims(engine.checkpoint.parameters)
     model = load_causal_lm(
         path,
         mesh=sharding_mesh("cpu", world_size, fsdp_size=1),

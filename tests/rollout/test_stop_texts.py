@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hybridengine.engine.vllm.environment import vllm_available
+from tests.engines import synced_engine
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -20,42 +21,12 @@ def body(rank: int, world_size: int, path: str, kind: str):
     """(free completions, the stop text, completions with it) of greedy decoding."""
     from transformers import AutoTokenizer
 
-    from hybridengine.engine.hf import HfEngine
     from hybridengine.engine.interface import SamplingSpec
-    from hybridengine.engine.vllm.engine import VllmEngine
-    from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
-    from hybridengine.model.checkpoint import checkpoint_layout_from_config
-    from hybridengine.model.validation import check_model
-    from hybridengine.sync.resharder import Resharder
 
-    tokenizer, checkpoint = (
-        AutoTokenizer.from_pretrained(path),
-        checkpoint_layout_from_config(check_model(path)),
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    engine = synced_engine(
+        kind, path, stop_token_ids=[2], max_num_seqs=2, stop=("text",), tokenizer=tokenizer
     )
-    if kind == "hf":
-        engine = HfEngine(
-            path,
-            checkpoint,
-            stop_token_ids=[2],
-            dtype=torch.float32,
-            max_num_seqs=2,
-            tokenizer=tokenizer,
-        )
-    else:
-        engine = VllmEngine(
-            path,
-            checkpoint,
-            tp_size=1,
-            max_model_len=64,
-            stop_token_ids=[2],
-            dtype=torch.float32,
-            kv_cache_bytes=8 << 20,
-            stop_texts=True,
-            engine_options={"enforce_eager": True},
-        )
-    mesh = sharding_mesh("cpu", world_size)
-    model = load_causal_lm(path, mesh=mesh, shard_dim1=lambda name: False)
-    Resharder(lambda: parameter_shards(model), engine, 1 << 20).sync(1)
     greedy = SamplingSpec(max_tokens=10, temperature=0.0)
     free = [c for [c] in engine.generate(PROMPTS, greedy, seed=0)]
     text = tokenizer.decode(free[0].token_ids[2:4])  # two tokens, complete with the fourth

@@ -9,6 +9,7 @@ import torch
 
 from hybridengine.engine.vllm.environment import CPU_BLOCK_SIZE
 from tests.architectures.catalogue import CATALOGUE
+from tests.engines import build_engine
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.multirank
@@ -24,7 +25,6 @@ def train(folder: str, kind: str, dtype: torch.dtype):
     from transformers import AutoModelForCausalLM
 
     from hybridengine.engine.interface import SamplingSpec
-    from hybridengine.engine.vllm.engine import VllmEngine
     from hybridengine.model import parameter_shards
     from hybridengine.model.checkpoint import checkpoint_layout
     from hybridengine.sync.resharder import Resharder
@@ -36,15 +36,12 @@ def train(folder: str, kind: str, dtype: torch.dtype):
         parameter.data = 0.1 * torch.randn_like(parameter) + (parameter.ndim == 1)
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
-    engine = VllmEngine(
+    engine = build_engine(
+        "vllm",
         folder,
-        checkpoint_layout(model),
-        tp_size=1,
-        max_model_len=64,
-        stop_token_ids=[],
-        dtype=dtype,
-        kv_cache_bytes=64 << 20,
-        engine_options={"enforce_eager": True},
+        checkpoint=checkpoint_layout(model),
+        dtype=str(dtype).removeprefix("torch."),
+        kv_cache_gib=64 / 1024,
     )
     fully_shard(model)
     resharder = Resharder(lambda: parameter_shards(model), engine, bucket_bytes=1 << 20)

@@ -19,11 +19,12 @@ from functools import reduce
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 from unittest.mock import Mock
 
 import torch
 
+from hybridengine.engine.interface import EngineOptions
 from hybridengine.run.config import keys_of
 from tests.ranks import run_ranks
 
@@ -135,7 +136,7 @@ class Recorder:
         loading.compile_layers = self._replacement("compile_layers")
         report.plot_learning_curves = Mock()  # called when time has passed
         base.save_pretrained = self._replacement("save_pretrained")
-        vllm.VllmEngine = self._replacement("VllmEngine", Stopped)
+        vllm.VllmEngine = self._note_engine
         wandb = sys.modules["wandb"] = ModuleType("wandb")
         wandb.__spec__ = ModuleSpec("wandb", None)
         wandb.init = self._replacement("wandb.init")
@@ -157,6 +158,16 @@ class Recorder:
             return Mock()
 
         return noted
+
+    def _note_engine(self, options: EngineOptions) -> NoReturn:
+        """Note what a `VllmEngine` reads of its options."""
+        from hybridengine.engine.vllm.options import llm_options
+
+        own = {name: value for name, value in vars(options).items() if is_plain(value)}
+        rollout = options.rollout
+        own |= {"free_cache": rollout.free_cache_engine, "limit_images": rollout.limit_images}
+        self.note("VllmEngine", (), own | llm_options(options))
+        raise Stopped
 
     def note(self, name: str, args: Any, options: Any) -> None:
         given = {str(i): arg for i, arg in enumerate(args)} | options

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from hybridengine.engine.vllm import engine as vllm
 from hybridengine.engine.vllm import options
-from hybridengine.engine.vllm.options import check_engine_options, check_plugins
+from hybridengine.engine.vllm.options import check_engine_options, check_plugins, llm_options
 from hybridengine.run.config import ConfigError, load_config
 from hybridengine.train.build import build_engine
 from hybridengine.train.preflight_engine import check_engine
@@ -61,14 +61,10 @@ def test_logits_processors_of_installed_packages_are_refused(tmp_path, monkeypat
 
 
 def test_options_and_stop_texts_reach_the_engine(tmp_path, monkeypatch):
-    seen = {}
-    monkeypatch.setattr(vllm, "VllmEngine", lambda *args, **options: seen.update(options))
-    build(tmp_path, "rollout.engine_kwargs.vllm.block_size=32", "rollout.stop=END")
-    assert seen["engine_options"]["block_size"] == 32
-    assert seen["engine_options"]["max_num_seqs"] == 256
-    assert seen["stop_texts"] is True
-    build(tmp_path)
-    assert "block_size" not in seen["engine_options"] and seen["stop_texts"] is False
+    monkeypatch.setattr(vllm, "VllmEngine", llm_options)
+    changed = build(tmp_path, "rollout.engine_kwargs.vllm.watermark=0.5", "rollout.stop=END")
+    assert changed == build(tmp_path) | {"watermark": 0.5, "skip_tokenizer_init": False}
+    assert changed["max_num_seqs"] == 256
 
 
 def test_a_value_that_vllm_refuses_is_one_sentence(tmp_path, monkeypatch):

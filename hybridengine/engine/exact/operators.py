@@ -17,20 +17,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridengine.engine.exact.steps import compute_repeats_once, use_decode_graphs
-from hybridengine.engine.vllm.weights import LoraSlot
+from hybridengine.engine.exact.steps import AdapterSlot, compute_repeats_once, use_decode_graphs
 from hybridengine.kernels import gated_activation
 from hybridengine.kernels.decode_linear import inference_linear, join_parts
 from hybridengine.kernels.layer import add_scaled_, inference_norm
 from hybridengine.kernels.rotary import RotaryTable, rotate
 from hybridengine.run.errors import ModelError
 
+_ON_CPU = {  # of vLLM: what takes its place
+    "CPU_ATTN": "ExactAttentionBackend",
+    "CPU_MLA": "RefusedMlaBackend",
+    "AMX_MLA": "RefusedMlaBackend",
+}
+_ON_GPU = {"CUSTOM": "ExactAttentionBackend"}
+
 
 @contextmanager
 def exact_engine() -> Iterator[dict[str, Any]]:
-    """While open, vLLM builds engines with exact attention. Yields the options that they need."""
-    with exact_attention() as options:
-        yield {"enforce_eager": True, **options}
+    """While open, vLLM builds engines with the trainer's attention (`attention_backend`).
+
+    It takes the place of vLLM's own on a CPU, which vLLM's platform always takes, and has the name
+    that vLLM has for others on a GPU.
+
+    Yields the options of `vllm.LLM` that exact engines need. What the attention does not cover
+    raises UserError, or vLLM's ValueError, as an engine is built.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    on_cpu = current_platform.is_cpu()
+    replacements = _ON_CPU if on_cpu else _ON_GPU
+    backends = [AttentionBackendEnum[name] for name in replacements]
+    overridden = {b: b.get_path() for b in backends if b.is_overridden()}
+    for name, replacement in replacements.items():
+        path = f"hybridengine.engine.exact.attention_backend.{replacement}"
+        register_backend(AttentionBackendEnum[name], path)
+    selector._cached_get_attn_backend.cache_clear()
+    try:
+        yield {"enforce_eager": True} | ({} if on_cpu else {"attention_backend": "CUSTOM"})
+    finally:
+        for backend in backends:
+            backend.clear_override()
+        for backend, path in overridden.items():
+            register_backend(backend, path)
+        selector._cached_get_attn_backend.cache_clear()
 
 
 @contextmanager
@@ -49,7 +80,9 @@ def exact_worker(config: Any) -> Iterator[None]:
         yield
 
 
-def use_exact_operators(model: nn.Module, max_model_len: int, slot: LoraSlot | None = None) -> None:
+def use_exact_operators(
+    model: nn.Module, max_model_len: int, slot: AdapterSlot | None = None
+) -> None:
     """Replace the operators of `model`, as vLLM has loaded it.
 
     max_model_len: positions that its sequences may have.
@@ -150,7 +183,7 @@ def _row_parallel(self: Any, x: Tensor) -> Any:
     return (out, self.bias if self.skip_bias_add else None) if self.return_bias else out
 
 
-def _use_exact_adapters(model: nn.Module, slot: LoraSlot) -> None:
+def _use_exact_adapters(model: nn.Module, slot: AdapterSlot) -> None:
     """Replace what the layers with adapters add to the layers in them."""
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.lora.layers.row_parallel_linear import RowParallelLinearWithLoRA
@@ -162,13 +195,13 @@ def _use_exact_adapters(model: nn.Module, slot: LoraSlot) -> None:
             module.apply = partial(_adapted, module, slot)  # type: ignore[method-assign]
 
 
-def _adapted(module: Any, slot: LoraSlot, x: Tensor, bias: Tensor | None = None) -> Tensor:
+def _adapted(module: Any, slot: AdapterSlot, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """The product and its adapters, in PEFT's order; the input is not divided over ranks."""
     out: Tensor = module.base_layer.quant_method.apply(module.base_layer, x, bias)
     return _add_adapters(module, slot, x, out, _product)
 
 
-def _adapted_row_parallel(module: Any, slot: LoraSlot, x: Tensor) -> Any:
+def _adapted_row_parallel(module: Any, slot: AdapterSlot, x: Tensor) -> Any:
     base = module.base_layer
     result = base(x)
     out, *bias = result if isinstance(result, tuple) else (result,)
@@ -177,7 +210,7 @@ def _adapted_row_parallel(module: Any, slot: LoraSlot, x: Tensor) -> Any:
 
 
 def _add_adapters(
-    module: Any, slot: LoraSlot, x: Tensor, out: Tensor, product: Callable[..., Tensor]
+    module: Any, slot: AdapterSlot, x: Tensor, out: Tensor, product: Callable[..., Tensor]
 ) -> Tensor:
     """Add B(A(x)) * scale to out, and return it; `product` is that with A."""
     if slot.request is None:
@@ -237,43 +270,6 @@ def _rotary(module: Any, max_model_len: int) -> Any:
         return rotated(query, positions), None if key is None else rotated(key, positions)
 
     return forward
-
-
-_ON_CPU = {  # of vLLM: what takes its place
-    "CPU_ATTN": "ExactAttentionBackend",
-    "CPU_MLA": "RefusedMlaBackend",
-    "AMX_MLA": "RefusedMlaBackend",
-}
-_ON_GPU = {"CUSTOM": "ExactAttentionBackend"}
-
-
-@contextmanager
-def exact_attention() -> Iterator[dict[str, Any]]:
-    """While open, vLLM builds engines with the trainer's attention.
-
-    Yields the options of `vllm.LLM` that choose it. What it does not cover raises UserError, or
-    vLLM's ValueError, as an engine is built.
-    """
-    from vllm.platforms import current_platform
-    from vllm.v1.attention import selector
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-    on_cpu = current_platform.is_cpu()
-    replacements = _ON_CPU if on_cpu else _ON_GPU
-    backends = [AttentionBackendEnum[name] for name in replacements]
-    overridden = {b: b.get_path() for b in backends if b.is_overridden()}
-    for name, replacement in replacements.items():
-        path = f"hybridengine.engine.exact.attention_backend.{replacement}"
-        register_backend(AttentionBackendEnum[name], path)
-    selector._cached_get_attn_backend.cache_clear()
-    try:
-        yield {} if on_cpu else {"attention_backend": "CUSTOM"}
-    finally:
-        for backend in backends:
-            backend.clear_override()
-        for backend, path in overridden.items():
-            register_backend(backend, path)
-        selector._cached_get_attn_backend.cache_clear()
 
 
 def use_plain_head(model: nn.Module) -> None:

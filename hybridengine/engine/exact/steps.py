@@ -8,13 +8,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from hybridengine.engine.vllm.weights import LoraSlot
 from hybridengine.kernels.graph import Graph
+
+
+class AdapterSlot(Protocol):
+    """The slot of an engine's adapters."""
+
+    request: Any  # that selects the adapters; None: there are none
+    rank: int
+    scale: float
+
+    def keep_scale(self) -> None: ...
 
 
 def override_steps(
@@ -56,7 +65,7 @@ log = logging.getLogger(__name__)
 _ATTENTION = ("vllm::unified_kv_cache_update", "vllm::unified_attention_with_output")
 
 
-def use_decode_graphs(model: nn.Module, slot: LoraSlot | None = None) -> None:
+def use_decode_graphs(model: nn.Module, slot: AdapterSlot | None = None) -> None:
     """Let `model`, as `use_exact_operators` leaves it, replay its decoding steps.
 
     slot: of its adapters.
@@ -74,7 +83,7 @@ class _Captured:
 
 
 class _DecodeSteps:
-    def __init__(self, model: nn.Module, slot: LoraSlot | None) -> None:
+    def __init__(self, model: nn.Module, slot: AdapterSlot | None) -> None:
         from vllm.model_executor.layers.attention import Attention
 
         modules = list(model.modules())

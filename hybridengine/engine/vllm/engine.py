@@ -7,10 +7,9 @@ prompts. The weights start uninitialised (`load_format="dummy"`); only the resha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from hybridengine.engine.exact.operators import exact_engine, use_exact_operators, use_plain_head
 from hybridengine.engine.interface import (
     CacheSize,
+    EngineOptions,
     Prompt,
     Request,
     RequestStream,
@@ -29,7 +29,6 @@ from hybridengine.engine.interface import (
 )
 from hybridengine.engine.response import Response, pack_kept
 from hybridengine.engine.vllm.environment import (
-    CPU_BLOCK_SIZE,
     models_inspected_here,
     own_model_classes,
     prepare_environment,
@@ -38,9 +37,8 @@ from hybridengine.engine.vllm.environment import (
     unchanged_local_world_size,
     unique_shared_memory,
 )
-from hybridengine.engine.vllm.options import check_plugins
+from hybridengine.engine.vllm.options import check_plugins, llm_options
 from hybridengine.engine.vllm.post_load import writable_weights
-from hybridengine.engine.vllm.quantized import quantization_options
 from hybridengine.engine.vllm.sampling import (
     fuse_sampler,
     record_kept_ids,
@@ -56,11 +54,11 @@ from hybridengine.moe.engine_routes import RouteRecorder, recording_options
 from hybridengine.moe.routes import pack_routes
 from hybridengine.remote.in_flight import refresh_caches, updates_between_steps
 from hybridengine.run.all_ranks import all_gather_values, broadcast_value, group_timeout
-from hybridengine.sync.layout import CheckpointLayout, LayoutError
+from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.plan.senders import ranks_per_node
 from hybridengine.sync.target import write_constants
 from hybridengine.sync.tp_groups import tp_groups
-from hybridengine.vision import EncodedImage, ImagePreparer
+from hybridengine.vision import EncodedImage
 from hybridengine.vision.engine import (
     PromptImages,
     check_prompt,
@@ -72,65 +70,28 @@ from hybridengine.vision.engine import (
 class VllmEngine(RolloutEngine):
     """A vLLM engine whose weights are written in place by the reshard.
 
-    model_path: folder or name with config and tokenizer; its weights are not read.
-    checkpoint: what the trained model's checkpoint is made of (`checkpoint_layout_from_config`).
-    tp_size: tensor-parallel size, a divisor of the world size and of the attention heads.
-    max_model_len: longest prompt + response, in tokens.
-    stop_token_ids: tokens that end a response (kept as its last token).
-    lora_rank: adapters of up to this rank can be applied on top of the weights (`load_adapters`).
-    kv_cache_bytes: size of the key-value cache; None takes `memory_share` of the GPU.
-    free_cache: `sleep()` frees weights and cache on a GPU, the cache alone on a CPU.
-    stop_texts: whether `SamplingSpec.stop` may be given, for which vLLM needs its tokenizer.
-    quantization: "fp8" for linear layers and experts quantized in blocks of 128 x 128.
-    exact: its log-probs are the bits of a model that has `use_exact_operators`; it runs eagerly.
-    record_routes: whether `SamplingSpec.record_routes` may be set.
-    preparer: of the images that prompts may have; None: they have none.
-    limit_images: of a prompt; None: vLLM's own limit.
-    engine_options: further keyword arguments of `vllm.LLM`.
+    Its tensor-parallel size is a divisor of the world size and of the attention heads. `sleep()`
+    frees weights and cache on a GPU, the cache alone on a CPU.
     """
 
-    def __init__(
-        self,
-        model_path: str | Path,
-        checkpoint: CheckpointLayout,
-        *,
-        tp_size: int,
-        max_model_len: int,
-        stop_token_ids: Sequence[int],
-        dtype: torch.dtype = torch.bfloat16,
-        lora_rank: int = 0,
-        seed: int = 0,
-        kv_cache_bytes: int | None = None,
-        memory_share: float = 0.5,
-        free_cache: bool = True,
-        stop_texts: bool = False,
-        quantization: str | None = None,
-        exact: bool = False,
-        record_routes: bool = False,
-        preparer: ImagePreparer | None = None,
-        limit_images: int | None = None,
-        engine_options: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, options: EngineOptions) -> None:
         prepare_environment()
         check_plugins()
         from vllm import LLM
 
-        world_size = dist.get_world_size()
-        groups = self._groups = tp_groups(world_size, tp_size, ranks_per_node(world_size))
-        self.tp_size, self.replicas, self.checkpoint = tp_size, len(groups), checkpoint
+        rollout, checkpoint, on_gpu = options.rollout, options.checkpoint, torch.cuda.is_available()
+        world_size, self.tp_size = dist.get_world_size(), rollout.tensor_model_parallel_size
+        groups = self._groups = tp_groups(world_size, self.tp_size, ranks_per_node(world_size))
+        self.replicas, self.checkpoint = len(groups), checkpoint
         self.replica = next(j for j, group in enumerate(groups) if dist.get_rank() in group)
-        self._stop_token_ids, self.free_cache = list(stop_token_ids), free_cache
-        options = {"skip_tokenizer_init": not stop_texts, **dict(engine_options or {})}
-        self.takes_images = preparer is not None
-        if preparer is not None:
-            prepare_images(preparer, checkpoint.config.get("architectures") or ())
-            options = options | image_options(preparer, limit_images)
-        if not torch.cuda.is_available():
-            options.setdefault("block_size", CPU_BLOCK_SIZE)
-        if record_routes:
-            options = recording_options(options)
-        exactness: AbstractContextManager[dict[str, Any]]
-        exactness = exact_engine() if exact else nullcontext({})
+        self._stop_token_ids, self.free_cache = options.stop_token_ids, rollout.free_cache_engine
+        arguments = llm_options(options) | slot_options(options.adapter_rank, checkpoint.parameters)
+        self.takes_images = options.preparer is not None
+        if options.preparer is not None:
+            prepare_images(options.preparer, checkpoint.config.get("architectures") or ())
+            arguments |= image_options(options.preparer, rollout.limit_images)
+        if options.record_routes:
+            arguments = recording_options(arguments)
         with (
             unchanged_local_world_size(),
             models_inspected_here(),
@@ -139,46 +100,31 @@ class VllmEngine(RolloutEngine):
             strided_groups(groups),
             writable_weights() as post_load,
             unique_shared_memory(),
-            exactness as required,
+            exact_engine() if options.exact else nullcontext({}) as required,
         ):
-            self._llm = LLM(
-                model=str(model_path),
-                load_format="dummy",
-                dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
-                tensor_parallel_size=tp_size,
-                **slot_options(lora_rank, checkpoint.parameters),
-                **quantization_options(quantization),
-                distributed_executor_backend="external_launcher",
-                max_model_len=max_model_len,
-                seed=seed,
-                logprobs_mode="processed_logprobs",
-                disable_log_stats=True,
-                kv_cache_memory_bytes=kv_cache_bytes,
-                gpu_memory_utilization=memory_share,
-                enable_sleep_mode=free_cache and torch.cuda.is_available(),
-                **options | required,
-            )
+            self._llm = LLM(**arguments | required)
         self.target: EngineWeights = EngineWeights(self, self._llm, checkpoint, post_load)
         self.tp_rank, self.dtype = self.target.tp_rank, self.target.dtype
         self._runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        self._images = PromptImages(preparer, self._llm.llm_engine.renderer)
-        if record_routes and not torch.cuda.is_available():
+        self._images = PromptImages(options.preparer, self._llm.llm_engine.renderer)
+        if options.record_routes and not on_gpu:
             RouteRecorder(self._llm, self._runner)
-        self._slot: LoraSlot | None = LoraSlot(self._runner) if lora_rank else None
+        self._slot = LoraSlot(self._runner) if options.adapter_rank else None
         self.target.slot = self._slot
-        sleeps = free_cache and torch.cuda.is_available()
+        sleeps = self.free_cache and on_gpu
         self._level2_sleep = Level2Sleep.of(self._llm) if sleeps else None
         self._keeps_weights = False
         self.target.discards_weights = self._level2_sleep is not None
-        if not torch.cuda.is_available():
+        if not on_gpu:
             for cache in self._runner.kv_caches:
                 advise_pages(cache.untyped_storage(), HUGEPAGE)
                 advise_pages(cache.untyped_storage(), DONTNEED)  # those that it has are small
-            if not exact:
-                use_plain_head(self._runner.get_model())
-        if exact:
+        if options.exact:
+            max_model_len = self._llm.model_config.max_model_len
             use_exact_operators(self._runner.get_model(), max_model_len, self._slot)
-        fuse_sampler(self._runner, exact)
+        elif not on_gpu:
+            use_plain_head(self._runner.get_model())
+        fuse_sampler(self._runner, options.exact)
 
     @property
     def llm(self) -> Any:
@@ -254,7 +200,7 @@ class VllmEngine(RolloutEngine):
             max_tokens=spec.max_tokens,
             logprobs=0,
             flat_logprobs=True,
-            stop_token_ids=self._stop_token_ids,
+            stop_token_ids=list(self._stop_token_ids),
             stop=list(spec.stop),
             include_stop_str_in_output=True,
             detokenize=bool(spec.stop),

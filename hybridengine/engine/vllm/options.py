@@ -1,4 +1,4 @@
-"""Which arguments of `vllm.LLM` a job may pass in `rollout.engine_kwargs.vllm`.
+"""The arguments of `vllm.LLM`, and which of them `rollout.engine_kwargs.vllm` may have.
 
 Every argument of vLLM 0.32 is in one of the tables. One that is in none, as of another version, is
 refused: what it does to weights and log-probs is not known.
@@ -12,7 +12,11 @@ from dataclasses import fields
 from importlib.metadata import entry_points
 from typing import Any
 
-from hybridengine.engine.vllm.environment import prepare_environment
+import torch
+
+from hybridengine.engine.interface import EngineOptions
+from hybridengine.engine.vllm.environment import CPU_BLOCK_SIZE, prepare_environment
+from hybridengine.engine.vllm.quantized import quantization_options
 from hybridengine.run.errors import ConfigError
 
 # Memory, speed, scheduling, caches, logs: responses and log-probs are those of the same model.
@@ -183,6 +187,38 @@ REFUSED = {
     **{name: f"is set by {key}; use that key" for name, key in _WITH_KEY.items()},
     **{name: why for why, names in _REFUSED for name in names.split()},
 }
+
+
+def llm_options(options: EngineOptions) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` for an engine without images, adapters or recorders."""
+    model, rollout, on_gpu = options.model, options.rollout, torch.cuda.is_available()
+    cache = {} if on_gpu else {"block_size": CPU_BLOCK_SIZE}
+    return {
+        "model": str(model.path),
+        "trust_remote_code": model.trust_remote_code,
+        # bfloat16 logits would change probabilities more than all other layers together
+        "hf_overrides": {"head_dtype": "float32", **model.config_overrides},
+        "load_format": "dummy",
+        "dtype": rollout.dtype,
+        **quantization_options(rollout.quantization),
+        "skip_tokenizer_init": not rollout.stop,  # which vLLM needs to find texts
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "distributed_executor_backend": "external_launcher",
+        "seed": options.seed,
+        "max_model_len": rollout.max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "enforce_eager": rollout.enforce_eager,
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "kv_cache_memory_bytes": None if on_gpu else int(rollout.kv_cache_gib * 2**30),
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "enable_sleep_mode": rollout.free_cache_engine and on_gpu,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        **cache,
+        **rollout.engine_kwargs.vllm,
+    }
 
 
 def check_engine_options(options: Mapping[str, Any]) -> None:

@@ -1,0 +1,53 @@
+"""Engines for tests on ranks, built as jobs build them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+__all__ = ["build_engine", "engine_options", "synced_engine"]
+
+
+def engine_options(path: str, **settings: Any) -> Any:
+    """Return the `EngineOptions` of a small engine for the model in `path`.
+
+    settings: fields of `EngineOptions`, and keys of the group rollout.
+    """
+    from hybridengine.engine.interface import EngineOptions
+    from hybridengine.model.checkpoint import checkpoint_layout_from_config
+    from hybridengine.model.validation import check_model
+    from hybridengine.run.config.rl import ModelConfig
+    from hybridengine.run.config.rollout import EngineKwargsConfig, RolloutConfig
+
+    keys = {field.name for field in fields(RolloutConfig)}
+    rollout = {"dtype": "float32", "max_model_len": 64, "kv_cache_gib": 8 / 1024} | {
+        name: settings.pop(name) for name in sorted(settings.keys() & keys)
+    }
+    rollout["engine_kwargs"] = EngineKwargsConfig(rollout.get("engine_kwargs", {}))
+    if "checkpoint" not in settings:
+        settings["checkpoint"] = checkpoint_layout_from_config(check_model(path))
+    return EngineOptions(
+        ModelConfig(path=path), RolloutConfig(**{"enforce_eager": True, **rollout}), **settings
+    )
+
+
+def build_engine(kind: str, path: str, **settings: Any) -> Any:
+    """Return an engine without weights; kind: vllm or hf, settings: as of `engine_options`."""
+    from hybridengine.engine.hf import HfEngine
+    from hybridengine.engine.vllm.engine import VllmEngine
+
+    return {"vllm": VllmEngine, "hf": HfEngine}[kind](engine_options(path, **settings))
+
+
+def synced_engine(kind: str, path: str, **settings: Any) -> Any:
+    """Return an engine with the weights of the model in `path`, sharded over all ranks."""
+    import torch.distributed as dist
+
+    from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
+    from hybridengine.sync.resharder import Resharder
+
+    engine = build_engine(kind, path, **settings)
+    mesh = sharding_mesh("cpu", dist.get_world_size())
+    model = load_causal_lm(path, mesh=mesh, shard_dim1=lambda name: False)
+    Resharder(lambda: parameter_shards(model), engine, 1 << 20).sync(1)
+    return engine
