@@ -16,10 +16,14 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from hybridengine.agents.loops import LOOPS, AgentLoop, LoopContext, find_loop
+from hybridengine.agents.parsers import find_parser
 from hybridengine.agents.template import TurnTemplate
 from hybridengine.agents.toolbox import Toolbox
-from hybridengine.agents.tools import Tool
+from hybridengine.agents.tools import Tool, load_tools
+from hybridengine.agents.trajectories import score_trajectories
 from hybridengine.agents.trajectory import AgentError, Trajectory
 from hybridengine.engine.interface import (
     Request,
@@ -29,14 +33,41 @@ from hybridengine.engine.interface import (
     derive_seed,
 )
 from hybridengine.engine.response import Response
+from hybridengine.run.config import RLConfig
 from hybridengine.run.errors import UserError, shorten
+from hybridengine.train.build import find_stop_token_ids, load_preparer
 from hybridengine.train.data import PromptSample
+from hybridengine.train.data.chats import ChatTemplate
+from hybridengine.train.rollout_source import RolloutGenerator
 from hybridengine.vision import EncodedImage
 
-__all__ = ["AgentRunner"]
+__all__ = ["AgentRunner", "build_agents", "tool_schemas"]
 
 _REQUESTS = list[Request] | None  # of a step, to all ranks of a replica
 _HEARTBEAT_S = 1.0  # while all tools run: between messages to other ranks, looks for new weights
+
+
+def tool_schemas(config: RLConfig) -> list[dict[str, Any]]:
+    """Return the tools that the chat template shows to the model."""
+    return [tool.schema for tool in load_tools(config.rollout.multi_turn).values()]
+
+
+def build_agents(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
+    """Build what runs trajectories of several turns.
+
+    Raises ConfigError for tools, a format or an agent loop that do not exist.
+    """
+    turns, name = config.rollout.multi_turn, config.rollout.agent.default_agent_loop
+    find_loop(name)
+    tools = load_tools(turns)
+    data = config.data
+    if data.special_tokens == "error":  # in rows, not in results of tools
+        data = replace(data, special_tokens="text")
+    schemas = [tool.schema for tool in tools.values()]
+    chats = ChatTemplate(tokenizer, data, schemas, load_preparer(config))
+    template = TurnTemplate(chats, tokenizer, find_stop_token_ids(config.model.path, tokenizer))
+    context = LoopContext(turns, find_parser(turns.format, tokenizer))
+    return AgentRunner(context, name, template, tools)
 
 
 @dataclass(frozen=True)
@@ -51,6 +82,19 @@ class AgentRunner:
     template: TurnTemplate
     tools: Mapping[str, Tool]
     _loops: dict[str, Callable[[LoopContext], AgentLoop]] = field(default_factory=dict)
+
+    def respond(
+        self,
+        generator: RolloutGenerator,
+        samples: Mapping[int, PromptSample],
+        spec: SamplingSpec,
+        seed: int,
+    ) -> list[Response]:
+        """Run the trajectories on the generator's engine and score them, see `run`."""
+        with generator.session.phase("gen"):
+            trajectories = self.run(generator.engine, samples, spec, seed)
+        with generator.session.phase("reward"):
+            return score_trajectories(trajectories, generator.tokenizer, generator.reward)
 
     def run(
         self,

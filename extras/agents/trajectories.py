@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hybridengine.agents import TokenSequence, Trajectory, Turn
+from hybridengine.agents.trajectory import TokenSequence, Trajectory, Turn
 from hybridengine.engine.response import Response
 from hybridengine.train.data import PromptSample
 from hybridengine.train.rewards.manager import ResponseTokens, RewardManager, score_checked

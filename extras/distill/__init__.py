@@ -1,1 +1,126 @@
-"""On-policy distillation from a teacher."""
+"""On-policy distillation from a teacher (arXiv 2306.13649, algorithm 1 with lambda 1).
+
+The loss of a token of the student's own responses is the divergence of its distribution from the
+teacher's. No gradient flows through the sampling; advantages are not used, rewards are reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from hybridengine.model import (
+    Optimizer,
+    PackedBatch,
+    accepts_head_function,
+    check_sequence_parallel,
+    free_gathered,
+    on_device,
+    packed_distillation_loss,
+)
+from hybridengine.model.packing_check import check_packing
+from hybridengine.model.rotary import check_rotary
+from hybridengine.model.validation import check_model, check_weights
+from hybridengine.moe.batch_routes import pop_metrics
+from hybridengine.run.config import ConfigError, RLConfig
+from hybridengine.run.errors import ModelError
+from hybridengine.train.batch import DataParallel, RolloutBatch
+from hybridengine.train.build import load_tokenizer
+from hybridengine.train.build_models import load_model
+from hybridengine.train.models import Actor
+from hybridengine.train.preflight_engine import check_length
+
+__all__ = ["Student", "build_actor", "check"]
+
+
+def check(config: RLConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Check the teacher's files, and that it reads the same tokens as the student.
+
+    tokenizer: the student's, None where there is none.
+    """
+    path, trust = config.algorithm.distill.teacher_path, config.model.trust_remote_code
+    assert path is not None
+    teacher = check_model(path, trust)
+    check_weights(path, teacher, trust)
+    check_packing(path, teacher, trust)
+    check_sequence_parallel(teacher, config.actor.ulysses_sequence_parallel_size)
+    check_rotary(teacher, config.max_model_len, trust)
+    vocab = load_tokenizer(config, path).get_vocab()
+    own = vocab if tokenizer is None else tokenizer.get_vocab()
+    if vocab != own:
+        differing = sorted(token for token, _ in vocab.items() ^ own.items())
+        raise ConfigError(
+            f"algorithm.distill.teacher_path {path!r} has another vocabulary than model.path "
+            f"{config.model.path!r}: {len(vocab)} and {len(own)} tokens, {differing[0]!r} differs; "
+            "the divergence compares distributions over the same tokens, so give a teacher with "
+            "the student's tokenizer"
+        )
+    check_length(
+        teacher,
+        config.max_sequence_length,
+        "for the teacher, the longest sequence",
+        "data.max_prompt_length or data.max_response_length",
+    )
+
+
+def build_actor(config: RLConfig, model: Any, optimizer: Optimizer, dp: DataParallel) -> Student:
+    """Build the student of a loaded policy `model`; load its teacher.
+
+    Raises ModelError where a model computes its logits with more than its head's product.
+    """
+    path, offload = config.algorithm.distill.teacher_path, config.actor.fsdp_config.param_offload
+    assert path is not None
+    teacher = load_model(config, dp.session, path, param_offload=offload).requires_grad_(False)
+    for one, name in ((model, config.model.path), (teacher, path)):
+        if not accepts_head_function(one):
+            raise ModelError(
+                f"model {name!r} does more to its logits than scale or soft-cap them, and "
+                "distillation computes them from hidden states; it needs another model"
+            )
+    return Student(config, model, partial(on_device, teacher), optimizer, dp)
+
+
+class Student(Actor):
+    """A policy that learns the distribution of a frozen teacher.
+
+    teacher: enters a context and returns the teacher.
+    """
+
+    def __init__(
+        self,
+        config: RLConfig,
+        model: nn.Module,
+        teacher: Callable[[], AbstractContextManager[nn.Module]],
+        optimizer: Optimizer,
+        dp: DataParallel,
+    ) -> None:
+        super().__init__(config, model, None, optimizer, dp)
+        self._teacher = teacher
+
+    def update(self, batch: RolloutBatch) -> dict[str, float]:
+        """Run ppo_epochs optimizer steps per mini-batch towards the teacher; return metrics."""
+        with self._dp.session.phase("update_actor"), self._teacher() as self._frozen:
+            metrics = self._epochs(batch) | pop_metrics(self.model)
+            free_gathered(self._frozen)
+            return metrics
+
+    def micro_batch_loss(
+        self, batch: RolloutBatch, micro_batch: PackedBatch, num_tokens: Tensor, num_seqs: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        distill = self._config.algorithm.distill
+        loss, divergences = packed_distillation_loss(
+            self.model,
+            self._frozen,
+            micro_batch,
+            response_mask=batch.mask_of(micro_batch),
+            num_items=num_tokens,
+            beta=distill.beta,
+            temperature=distill.temperature,
+            grad_scale=self._dp.grad_scale(self.optimizer),
+        )
+        return loss, {"actor/distill_loss": divergences.sum() / num_tokens}, divergences

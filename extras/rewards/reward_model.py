@@ -12,15 +12,53 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from hybridengine.engine.response import Response
-from hybridengine.model import free_gathered, on_device, pack_rollouts, packed_values
-from hybridengine.run.config import DataConfig
+from hybridengine.model import (
+    free_gathered,
+    is_sequence_classifier,
+    on_device,
+    pack_rollouts,
+    packed_values,
+)
+from hybridengine.model.packing_check import check_packing
+from hybridengine.model.validation import check_model, check_weights
+from hybridengine.run.config import ConfigError, DataConfig, RLConfig
 from hybridengine.run.session import Session
+from hybridengine.train.build import load_preparer, load_tokenizer
+from hybridengine.train.build_models import load_value_model
 from hybridengine.train.data import PromptSample
 from hybridengine.train.data.chats import ChatTemplate
 from hybridengine.train.exchange import RowExchange
 from hybridengine.train.rollouts import Rollouts
 from hybridengine.train.split import split_micro_batches
 from hybridengine.vision import EncodedImage, ImagePreparer, image_arguments
+from hybridengine.vision.checks import find_conflicts
+
+
+def check(config: RLConfig) -> None:
+    """Check the files of the model; raise ConfigError where it is no sequence classifier."""
+    path, trust = config.reward.reward_model.model_path, config.model.trust_remote_code
+    model = check_model(path, trust)
+    if not is_sequence_classifier(model):
+        raise ConfigError(
+            f"reward.reward_model.model_path {path!r} is not a sequence classifier; give a model "
+            "of a ...ForSequenceClassification class with one label"
+        )
+    check_weights(path, model, trust, classifier=True)
+    check_packing(path, model, trust)
+
+
+def build(config: RLConfig, tokenizer: PreTrainedTokenizerBase, session: Session) -> RewardModel:
+    """Build the reward model; tokenizer: the policy's."""
+    path = config.reward.reward_model.model_path
+    own_tokenizer = load_tokenizer(config, path)
+    return RewardModel(
+        load_value_model(config, session, path).requires_grad_(False),
+        None if own_tokenizer.get_vocab() == tokenizer.get_vocab() else own_tokenizer,
+        session,
+        config.actor.ppo_max_token_len_per_gpu,
+        config.reward.all_weights[-1],
+        None if find_conflicts(config) else load_preparer(config),
+    )
 
 
 @dataclass(frozen=True)

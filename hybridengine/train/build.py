@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Collection
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -13,14 +12,6 @@ from typing import Any, cast
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hybridengine.agents import (
-    AgentRunner,
-    LoopContext,
-    TurnTemplate,
-    find_loop,
-    find_parser,
-    load_tools,
-)
 from hybridengine.engine.interface import EngineOptions, RolloutEngine
 from hybridengine.model import adapter_shards, frozen_parameters, parameter_shards
 from hybridengine.model.checkpoint import checkpoint_layout_from_config
@@ -30,11 +21,11 @@ from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.remote.sync.sender import WeightSender
 from hybridengine.run.config import ConfigError, JobConfig, RLConfig
 from hybridengine.run.errors import UserError, located, unreadable_part
+from hybridengine.run.plugins import load_plugin
 from hybridengine.sync.layout import CheckpointLayout
 from hybridengine.sync.resharder import Resharder
 from hybridengine.train.algorithms import check_estimator, uses_critic
 from hybridengine.train.data import PromptDataset
-from hybridengine.train.data.chats import ChatTemplate
 from hybridengine.train.data.trained_template import set_trained_template
 from hybridengine.train.models import Actor
 from hybridengine.train.rewards.build import build_reward_manager
@@ -106,30 +97,30 @@ def load_data(
     return tokenizer, train, val, reward
 
 
+def multi_turn(config: RLConfig) -> Any:
+    """Return the entry point for responses of several turns, None where they are single turns.
+
+    It has `tool_schemas(config)`, `build_agents(config, tokenizer)` and `with_turns(sample)`, the
+    sample of a trajectory without turns as reward functions see it.
+    """
+    if not config.rollout.multi_turn.enable:
+        return None
+    return load_plugin("rollouts", "multi_turn", "rollout.multi_turn.enable")
+
+
 def tool_schemas(config: RLConfig) -> list[dict[str, Any]]:
     """Return the tools that the chat template shows to the model."""
-    turns = config.rollout.multi_turn
-    return [tool.schema for tool in load_tools(turns).values()] if turns.enable else []
+    turns = multi_turn(config)
+    return [] if turns is None else turns.tool_schemas(config)
 
 
-def build_agents(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> AgentRunner | None:
+def build_agents(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
     """Build what runs trajectories of several turns, None where responses are single turns.
 
     Raises ConfigError for tools, a format or an agent loop that do not exist.
     """
-    turns, name = config.rollout.multi_turn, config.rollout.agent.default_agent_loop
-    if not turns.enable:
-        return None
-    find_loop(name)
-    tools = load_tools(turns)
-    data = config.data
-    if data.special_tokens == "error":  # in rows, not in results of tools
-        data = replace(data, special_tokens="text")
-    schemas = [tool.schema for tool in tools.values()]
-    chats = ChatTemplate(tokenizer, data, schemas, load_preparer(config))
-    template = TurnTemplate(chats, tokenizer, find_stop_token_ids(config.model.path, tokenizer))
-    context = LoopContext(turns, find_parser(turns.format, tokenizer))
-    return AgentRunner(context, name, template, tools)
+    turns = multi_turn(config)
+    return None if turns is None else turns.build_agents(config, tokenizer)
 
 
 def check_algorithm(config: RLConfig) -> None:

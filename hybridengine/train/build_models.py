@@ -1,4 +1,4 @@
-"""Build the models of a run under FSDP2, with their optimizers: policy and reward model."""
+"""Build the models of a run under FSDP2, with their optimizers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from hybridengine.distill.distill import Student
 from hybridengine.model import (
     Optimizer,
-    accepts_head_function,
     adapters_disabled,
     apply_lora,
     load_causal_lm,
@@ -23,16 +20,14 @@ from hybridengine.model import (
 )
 from hybridengine.moe.router_balance import balance_routers, prepare_routers
 from hybridengine.moe.router_replay import RouterReplay
-from hybridengine.rewards.reward_model import RewardModel
 from hybridengine.run.config import JobConfig, OptimConfig, RateConfig, RLConfig
-from hybridengine.run.errors import ModelError
+from hybridengine.run.plugins import load_plugin
 from hybridengine.run.session import Session
 from hybridengine.sync.dim1 import dim1_parameters
 from hybridengine.train.algorithms import uses_critic
 from hybridengine.train.batch import DataParallel
-from hybridengine.train.build import checkpoint_layout, load_preparer, load_tokenizer
+from hybridengine.train.build import checkpoint_layout
 from hybridengine.train.models import Actor
-from hybridengine.vision.checks import find_conflicts
 from hybridengine.vision.packed import freeze_vision_tower
 
 
@@ -198,16 +193,10 @@ def build_actor(
     if config.uses_reference and config.model.lora_rank:
         reference = partial(adapters_disabled, model)
     optimizer = build_optimizer(config, model, optim, optim, updates)
-    if path := config.algorithm.distill.teacher_path:
-        offload = config.actor.fsdp_config.param_offload
-        teacher = load_model(config, dp.session, path, param_offload=offload).requires_grad_(False)
-        for one, name in ((model, config.model.path), (teacher, path)):
-            if not accepts_head_function(one):
-                raise ModelError(
-                    f"model {name!r} does more to its logits than scale or soft-cap them, and "
-                    "distillation computes them from hidden states; it needs another model"
-                )
-        return Student(config, model, partial(on_device, teacher), optimizer, dp)
+    if config.distills:
+        loss = load_plugin("losses", "distill", "algorithm.distill.teacher_path")
+        student: Actor = loss.build_actor(config, model, optimizer, dp)
+        return student
     return Actor(config, model, reference, optimizer, dp, steps)
 
 
@@ -219,19 +208,3 @@ def saved_states(config: JobConfig) -> list[str]:
         names += ["kl_loss"] if config.schedules_kl_loss else []
         names += ["critic.optimizer"] if uses_critic(config) else []
     return names
-
-
-def build_reward_model(
-    config: RLConfig, tokenizer: PreTrainedTokenizerBase, session: Session
-) -> RewardModel:
-    """Build the reward model; tokenizer: the policy's."""
-    path = config.reward.reward_model.model_path
-    own_tokenizer = load_tokenizer(config, path)
-    return RewardModel(
-        load_value_model(config, session, path).requires_grad_(False),
-        None if own_tokenizer.get_vocab() == tokenizer.get_vocab() else own_tokenizer,
-        session,
-        config.actor.ppo_max_token_len_per_gpu,
-        config.reward.all_weights[-1],
-        None if find_conflicts(config) else load_preparer(config),
-    )

@@ -23,13 +23,9 @@ from hybridengine.model.rotary import check_rotary
 from hybridengine.model.validation import auto_class, check_model, check_weights
 from hybridengine.moe.batch_routes import config_route_shape
 from hybridengine.moe.router_balance import balance_routers, prepare_routers
-from hybridengine.rewards.preflight_reward import (
-    check_reward,
-    check_reward_files,
-    check_reward_model,
-)
 from hybridengine.run.config import ConfigError, JobConfig, RLConfig, SFTConfig
 from hybridengine.run.errors import Faults
+from hybridengine.run.plugins import load_plugin
 from hybridengine.run.storage import check_disk_space
 from hybridengine.run.tracking.metrics import check_loggers
 from hybridengine.train.algorithms import NEEDS
@@ -61,6 +57,7 @@ from hybridengine.train.preflight_engine import (
     check_sequence_length,
 )
 from hybridengine.train.rewards.build import build_reward_manager
+from hybridengine.train.rewards.check import check_reward, check_reward_files
 from hybridengine.train.shared_prefix import no_sharing_reason
 from hybridengine.vision.checks import check_images
 from hybridengine.vision.packed import check_vision_tower
@@ -87,7 +84,7 @@ def check_grpo(
         import_external(config)
         check_algorithm(config)
         is_registered = True
-    for check in (check_engine, _check_critic, check_reward_model, _check_baselines):
+    for check in (check_engine, _check_critic, _check_reward_model, _check_baselines):
         faults.attempt(check, config)
     if model is not None:
         for fits in (check_heads, check_sequence_length, check_model_in_engine):
@@ -335,32 +332,13 @@ def _check_critic(config: RLConfig) -> None:
         check_packing(path, critic, trust)
 
 
-def _check_teacher(config: RLConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Check the teacher's files, and that it reads the same tokens as the student.
+def _check_reward_model(config: RLConfig) -> None:
+    if config.reward.reward_model.model_path:
+        key = "reward.reward_model.model_path"
+        load_plugin("rewards", "reward_model", key).check(config)
 
-    tokenizer: the student's, None where there is none.
-    """
-    path, trust = config.algorithm.distill.teacher_path, config.model.trust_remote_code
-    if path is None:
-        return
-    teacher = check_model(path, trust)
-    check_weights(path, teacher, trust)
-    check_packing(path, teacher, trust)
-    check_sequence_parallel(teacher, config.actor.ulysses_sequence_parallel_size)
-    check_rotary(teacher, config.max_model_len, trust)
-    vocab = load_tokenizer(config, path).get_vocab()
-    own = vocab if tokenizer is None else tokenizer.get_vocab()
-    if vocab != own:
-        differing = sorted(token for token, _ in vocab.items() ^ own.items())
-        raise ConfigError(
-            f"algorithm.distill.teacher_path {path!r} has another vocabulary than model.path "
-            f"{config.model.path!r}: {len(vocab)} and {len(own)} tokens, {differing[0]!r} differs; "
-            "the divergence compares distributions over the same tokens, so give a teacher with "
-            "the student's tokenizer"
-        )
-    check_length(
-        teacher,
-        config.max_sequence_length,
-        "for the teacher, the longest sequence",
-        "data.max_prompt_length or data.max_response_length",
-    )
+
+def _check_teacher(config: RLConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Check the teacher's files; tokenizer: the student's, None where there is none."""
+    if config.distills:
+        load_plugin("losses", "distill", "algorithm.distill.teacher_path").check(config, tokenizer)

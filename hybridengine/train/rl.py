@@ -28,6 +28,7 @@ from hybridengine.remote.critic.remote import RemoteCritic
 from hybridengine.remote.roles import Roles
 from hybridengine.remote.servers.network import prepare_network
 from hybridengine.run.config import RLConfig
+from hybridengine.run.plugins import load_plugin
 from hybridengine.run.session import Session, run_rank
 from hybridengine.sync.report import SyncReport
 from hybridengine.train.advantages import compute_advantages, compute_rewards
@@ -35,7 +36,7 @@ from hybridengine.train.algorithms import NEEDS, KLController, uses_critic
 from hybridengine.train.base import BaseTrainer
 from hybridengine.train.batch import RolloutBatch
 from hybridengine.train.build import load_data
-from hybridengine.train.build_models import build_actor, build_reward_model
+from hybridengine.train.build_models import build_actor
 from hybridengine.train.critic import StepCritic, build_critic
 from hybridengine.train.data import PromptDataset, PromptLoader, Subset
 from hybridengine.train.metrics import (
@@ -113,7 +114,8 @@ class RLTrainer(BaseTrainer[RLConfig]):
             if uses_critic(config) and remote is None:
                 self.critic = trained["critic"] = build_critic(config, self.dp, updates)
             if config.reward.reward_model.enable:
-                reward_model = build_reward_model(config, self.tokenizer, session)
+                scorer = load_plugin("rewards", "reward_model", "reward.reward_model.enable")
+                reward_model = scorer.build(config, self.tokenizer, session)
         self.source.connect(self.actor, reward_model)
         schedule, states = algorithm.kl_ctrl, dict[str, Any](held_out=ValidationHistory())
         self.kl = None

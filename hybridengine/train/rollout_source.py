@@ -10,15 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
-from hybridengine.agents import AgentRunner
-from hybridengine.agents.trajectories import score_trajectories
+from torch import Tensor
+
 from hybridengine.engine.interface import RolloutEngine, SamplingSpec, derive_seed
 from hybridengine.engine.response import Response
 from hybridengine.model import SharedParameters
 from hybridengine.remote.weights_checksum import WeightsChecksum
-from hybridengine.rewards.reward_model import RewardModel
 from hybridengine.run.all_ranks import all_gather_values
 from hybridengine.run.config import RLConfig
 from hybridengine.run.session import Session
@@ -31,6 +30,34 @@ from hybridengine.train.exact_rollouts import inexact_reason
 from hybridengine.train.models import Actor
 from hybridengine.train.rewards.manager import ResponseTokens, RewardManager, score_checked
 from hybridengine.train.rollouts import Rollouts
+
+
+class RewardModel(Protocol):
+    """Scores the responses of all ranks, besides the reward functions.
+
+    weight: of its score in a response's reward.
+    """
+
+    @property
+    def weight(self) -> float: ...
+
+    def score(self, rollouts: Rollouts) -> Tensor:
+        """Compute one score per response of all ranks, float64 [N]. Collective."""
+        ...
+
+
+class Agents(Protocol):
+    """Generates responses of several turns."""
+
+    def respond(
+        self,
+        generator: RolloutGenerator,
+        samples: Mapping[int, PromptSample],
+        spec: SamplingSpec,
+        seed: int,
+    ) -> list[Response]:
+        """Return scored responses, see `RolloutGenerator.respond`."""
+        ...
 
 
 class RolloutSource(ABC):
@@ -215,7 +242,7 @@ class RolloutGenerator:
     reward: RewardManager
     session: Session
     reward_model: RewardModel | None
-    agents: AgentRunner | None = None
+    agents: Agents | None = None
     weights_checksum: Callable[[], Mapping[int, str]] = dict  # {}: not known
 
     def generate(self, prompts: Subset[PromptSample], spec: SamplingSpec, seed: int) -> Rollouts:
@@ -230,8 +257,10 @@ class RolloutGenerator:
     ) -> list[Response]:
         """Return the scored responses of this engine's `samples`, given by their position in the
         batch; [] on all but the first rank of an engine."""
-        respond = self._respond if self.agents is None else self._act
-        responses = respond(samples, spec, seed)
+        if self.agents is None:
+            responses = self._complete(samples, spec, seed)
+        else:
+            responses = self.agents.respond(self, samples, spec, seed)
         if not (checksums := self.weights_checksum()):
             return responses
         return [
@@ -239,11 +268,12 @@ class RolloutGenerator:
             for r in responses
         ]
 
-    def _respond(
+    def _complete(
         self, samples: Mapping[int, PromptSample], spec: SamplingSpec, seed: int
     ) -> list[Response]:
+        """Return the completions of the prompts, scored."""
         with self.session.phase("gen"):
-            completions = self.engine.generate(
+            groups = self.engine.generate(
                 [sample.prompt_ids for sample in samples.values()],
                 spec,
                 seed,
@@ -252,26 +282,12 @@ class RolloutGenerator:
         if not samples or self.engine.tp_rank != 0:  # the replica's other ranks have the same
             return []
         with self.session.phase("reward"):
-            groups = [i for i in samples for _ in range(spec.n)]
-            return self._score(samples, groups, [c for part in completions for c in part])
-
-    def _act(
-        self, samples: Mapping[int, PromptSample], spec: SamplingSpec, seed: int
-    ) -> list[Response]:
-        assert self.agents is not None
-        with self.session.phase("gen"):
-            trajectories = self.agents.run(self.engine, samples, spec, seed)
-        with self.session.phase("reward"):
-            return score_trajectories(trajectories, self.tokenizer, self.reward)
-
-    def _score(
-        self, samples: Mapping[int, PromptSample], groups: list[int], completions: list[Response]
-    ) -> list[Response]:
-        ids, scored = [c.token_ids for c in completions], [samples[i] for i in groups]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        tokens = list(map(ResponseTokens, ids))
-        result = score_checked(self.reward, scored, texts, tokens)
-        return [
-            replace(c.compact(), group=i, text=texts[k], **result.fields_of(k))
-            for k, (i, c) in enumerate(zip(groups, completions, strict=True))
-        ]
+            own = [(i, c) for i, group in zip(samples, groups, strict=True) for c in group]
+            ids = [c.token_ids for _, c in own]
+            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+            tokens = list(map(ResponseTokens, ids))
+            result = score_checked(self.reward, [samples[i] for i, _ in own], texts, tokens)
+            return [
+                replace(c.compact(), group=i, text=texts[k], **result.fields_of(k))
+                for k, (i, c) in enumerate(own)
+            ]

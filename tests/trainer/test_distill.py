@@ -98,7 +98,7 @@ def gathered_after_update(rank: int, world_size: int, path: str) -> list[str]:
     """Return which parameters of student and teacher are gathered after an update."""
     from torch.distributed.tensor import DTensor
 
-    from hybridengine.distill.distill import Student
+    from hybridengine.distill import Student
     from hybridengine.model import Optimizer, on_device
     from hybridengine.run.config import RLConfig
     from hybridengine.run.session import Session

@@ -1,16 +1,13 @@
-"""Check the reward of a run before any rank starts: its functions, model and results."""
+"""Check the reward of a run before any rank starts: its functions and their results."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hybridengine.agents.trajectories import TURN_REWARDS, with_turns
-from hybridengine.model import is_sequence_classifier
-from hybridengine.model.packing_check import check_packing
-from hybridengine.model.validation import check_model, check_weights
 from hybridengine.run.config import ConfigError, RLConfig
 from hybridengine.run.errors import Faults, RewardError, shorten
 from hybridengine.train.algorithms import NEEDS
+from hybridengine.train.build import multi_turn
 from hybridengine.train.data import PromptDataset, PromptSample
 from hybridengine.train.outcomes import SCORE_NAMES
 from hybridengine.train.rewards.build import caller_name
@@ -41,20 +38,6 @@ def check_reward_files(config: RLConfig, faults: Faults) -> None:
                 faults.attempt(import_reward_function, path, name, None)
 
 
-def check_reward_model(config: RLConfig) -> None:
-    path, trust = config.reward.reward_model.model_path, config.model.trust_remote_code
-    if not path:
-        return
-    model = check_model(path, trust)
-    if not is_sequence_classifier(model):
-        raise ConfigError(
-            f"reward.reward_model.model_path {path!r} is not a sequence classifier; give a model "
-            "of a ...ForSequenceClassification class with one label"
-        )
-    check_weights(path, model, trust, classifier=True)
-    check_packing(path, model, trust)
-
-
 def check_reward(
     config: RLConfig, reward: RewardManager, datasets: Iterable[PromptDataset | None]
 ) -> None:
@@ -72,8 +55,8 @@ def check_reward(
             _check_ground_truths(checks, dataset)
             firsts = {sample.data_source: sample for sample in reversed(dataset)}
             probed = [*dataset[:_PROBED_ROWS], *firsts.values()]
-            if config.rollout.multi_turn.enable:
-                probed = [with_turns(sample) for sample in probed]
+            if (turns := multi_turn(config)) is not None:
+                probed = [turns.with_turns(sample) for sample in probed]
             result = score_checked(
                 reward, probed, [""] * len(probed), [ResponseTokens(())] * len(probed)
             )
@@ -107,7 +90,7 @@ def _check_reward_names(config: RLConfig, result: RewardResult) -> None:
     """Check that the reward returns the results, besides the score, that the algorithm needs."""
     algorithm = config.algorithm
     model = ["reward_model"] if config.reward.reward_model.enable else []
-    turns = [TURN_REWARDS] if config.rollout.multi_turn.enable else []
+    turns = ["turn_rewards"] if config.rollout.multi_turn.enable else []
     declared = [*result.parts, *turns, *model]
     returned = ["score", *result.extras, *turns, *model]
     metric = algorithm.filter_groups.metric
