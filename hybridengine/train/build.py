@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Collection
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
