@@ -23,13 +23,8 @@ from typing import Any, NamedTuple
 
 from benchmarks._bench import KEYS, OURS, ROOT, Bench
 from benchmarks._models import smollm2_135m
-from hybridengine.lab.simulate import Cluster, Layout, ModelShape, Workload, search
-from hybridengine.lab.simulate.generation import EngineModel
-from hybridengine.lab.simulate.memory import memory_of
-from hybridengine.lab.simulate.step import simulate_step
-from hybridengine.lab.simulate.sync import estimate
-from hybridengine.model.checkpoint import checkpoint_layout_from_config
-from hybridengine.run.config.simulation import (
+from hybridengine.lab.simulate.cluster import Cluster
+from hybridengine.lab.simulate.config import (
     ClusterConfig,
     EfficiencyConfig,
     Gpu,
@@ -37,6 +32,14 @@ from hybridengine.run.config.simulation import (
     Mode,
     WorkloadConfig,
 )
+from hybridengine.lab.simulate.generation import EngineModel
+from hybridengine.lab.simulate.layout import Layout, Workload
+from hybridengine.lab.simulate.memory import memory_of
+from hybridengine.lab.simulate.model import ModelShape
+from hybridengine.lab.simulate.search import search
+from hybridengine.lab.simulate.step import simulate_step
+from hybridengine.lab.simulate.sync import estimate
+from hybridengine.model.checkpoint import checkpoint_layout_from_config
 
 DEMO = ROOT / "examples/demo/config.yaml"
 MEMORY = ROOT / "benchmarks/results/memory_cpu.json"
@@ -192,7 +195,7 @@ def _plan_largest() -> dict[str, float]:
 
     import torch
 
-    from hybridengine.engine.vllm.record import record_engine_layouts
+    from hybridengine.lab.engine_layouts import record_engine_layouts
     from hybridengine.reshard import build_plan
     from hybridengine.sync.shards import ShardSpec
 

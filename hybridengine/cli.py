@@ -1,38 +1,38 @@
-"""The `hybridengine` command: run a job, list its keys, export a checkpoint, plan and simulate.
+"""The `hybridengine` command: run a job, list its keys, export a checkpoint.
 
 Commands import torch when they need it, after the configuration is checked, so that help, `keys`
-and `--print-config` answer at once.
+and `--print-config` answer at once. Installed extras add commands: the entry-point group
+`hybridengine.commands` holds `typer.Typer` apps, whose modules are light to import.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import typer
+import typer.main
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperGroup
 
 from hybridengine import __version__
-from hybridengine.lab.commands import add_commands, report_user_errors
 from hybridengine.run.config import (
-    JOB_LOADERS,
     JobConfig,
     RLConfig,
     SFTConfig,
     config_to_yaml,
-    load_simulation_config,
+    load_job,
     overrides_of,
 )
 from hybridengine.run.errors import (
@@ -42,13 +42,45 @@ from hybridengine.run.errors import (
     ConfigNote,
     Faults,
     InvalidConfigError,
+    UserError,
     print_error,
     print_note,
 )
+from hybridengine.run.plugins import plugins
 
-__all__ = ["app"]
+__all__ = [
+    "JobSettings",
+    "app",
+    "check_and_plan",
+    "load_checked",
+    "report_user_errors",
+    "split_settings",
+    "stop_before_start",
+]
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+class _Commands(TyperGroup):
+    """The commands of the core, and in a panel of their own those of each installed extra."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        self._add_installed()
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands:
+            self._add_installed()
+        return super().get_command(ctx, cmd_name)
+
+    def _add_installed(self) -> None:
+        for name, entry in plugins("commands").items():
+            for command, added in typer.main.get_group(entry.load()).commands.items():
+                added.rich_help_panel = f"Commands of hybridengine.{name}"  # type: ignore[attr-defined]
+                self.commands.setdefault(command, added)
+
+
+app = typer.Typer(
+    cls=_Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
+)
 
 
 def _show_version(show: bool) -> None:
@@ -67,7 +99,7 @@ def _hybridengine(
     """The fast path of LLM reinforcement learning."""
 
 
-_Settings = Annotated[
+JobSettings = Annotated[
     list[str] | None,
     typer.Argument(metavar="[CONFIG.YAML] [KEY=VALUE]...", help="A YAML file, settings, or both."),
 ]
@@ -84,26 +116,23 @@ _ConfigName = Annotated[
 
 def _add_job(kind: str, help: str) -> None:
     """Add the command that runs a job of `kind`."""
-    load = JOB_LOADERS[kind]
 
     @app.command(kind, help=help)
     def job(
-        settings: _Settings = None,
+        settings: JobSettings = None,
         dry_run: _DryRun = False,
         print_config: _PrintConfig = False,
         config_path: _ConfigPath = None,
         config_name: _ConfigName = None,
     ) -> None:
-        with _stop_before_the_start(), report_user_errors():
-            file, overrides = _split(settings or [], config_path, config_name)
-            config, invalid = _load(lambda: load(file, overrides))
+        with stop_before_start(), report_user_errors():
+            config, invalid = load_checked(kind, settings or [], config_path, config_name)
             if not print_config:
                 _run(config, dry_run, invalid)
             elif invalid is not None:
                 raise invalid
             else:
-                overrides = overrides_of(config, lambda given: load(None, given))
-                command = shlex.join(["hybridengine", kind, *overrides])
+                command = shlex.join(["hybridengine", kind, *overrides_of(kind, config)])
                 print(f"# {command}\n{config_to_yaml(config)}", end="")
 
 
@@ -115,7 +144,7 @@ _add_job("sft", f"Fine-tune on conversations. {_STARTS}")
 
 @app.command()
 def keys(
-    kind: Annotated[str, typer.Argument(help="grpo, ppo, sft or simulate.")] = "grpo",
+    kind: Annotated[str, typer.Argument(help="grpo, ppo, sft, or that of an extra.")] = "grpo",
     containing: Annotated[str, typer.Argument(help="Only keys that contain this text.")] = "",
 ) -> None:
     """List every key of a job: type, default and meaning."""
@@ -126,26 +155,7 @@ def keys(
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
-@app.command()
-def tune(
-    kind: Annotated[Literal["grpo", "ppo", "sft"], typer.Argument(metavar="grpo|ppo|sft")],
-    settings: _Settings = None,
-) -> None:
-    """Probe a job on this machine: the micro-batch, sync buckets and cache that fit it best."""
-    with _stop_before_the_start(), report_user_errors():
-        file, overrides = _split(settings or [])
-        config, invalid = _load(lambda: JOB_LOADERS[kind](file, overrides))
-        from hybridengine.lab.tune.run import launch_tuning
-        from hybridengine.train.preflight import check_launch
-
-        faults = Faults(invalid)
-        with faults:
-            check_launch(config)
-        _check_and_plan(config, False, faults)
-        raise typer.Exit(launch_tuning(config))
-
-
-def _split(
+def split_settings(
     settings: list[str], config_path: str | None = None, config_name: str | None = None
 ) -> tuple[str | None, list[str]]:
     """Return the YAML file or None, and the overrides.
@@ -168,7 +178,17 @@ def _split(
 
 
 @contextmanager
-def _stop_before_the_start() -> Iterator[None]:
+def report_user_errors() -> Iterator[None]:
+    """Print a UserError as one line and exit with code 2."""
+    try:
+        yield
+    except UserError as error:
+        print_error(error)
+        raise typer.Exit(EXIT_USER_ERROR) from None
+
+
+@contextmanager
+def stop_before_start() -> Iterator[None]:
     """End with EXIT_STOPPED on SIGINT or SIGTERM, until the launcher or the rank handles them."""
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, _end_by) for number in signals]
@@ -186,12 +206,18 @@ def _end_by(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(EXIT_STOPPED)
 
 
-def _load(load: Callable[[], JobConfig]) -> tuple[JobConfig, InvalidConfigError | None]:
+def load_checked(
+    kind: str,
+    settings: list[str],
+    config_path: str | None = None,
+    config_name: str | None = None,
+) -> tuple[JobConfig, InvalidConfigError | None]:
     """Return the configuration and its faults; print notes on keys without effect, on rank 0."""
+    file, overrides = split_settings(settings, config_path, config_name)
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always", ConfigNote)
         try:
-            config = load()
+            config = load_job(kind, file, overrides)
         except InvalidConfigError as invalid:
             return invalid.config, invalid
     for note in notes if _is_first() else ():
@@ -212,20 +238,19 @@ def _run(config: JobConfig, dry_run: bool, invalid: InvalidConfigError | None) -
         with faults:
             check_launch(config)
     if _is_first() or faults:  # a rank that ends now would end the checks of rank 0
-        plan = _check_and_plan(config, dry_run, faults)
+        plan = check_and_plan(config, dry_run, faults)
         if dry_run:
             Console().print(plan)
     if not dry_run:
         raise typer.Exit(start_rank(config) if "RANK" in os.environ else launch(config))
 
 
-def _check_and_plan(config: JobConfig, dry_run: bool, faults: Faults) -> Table:
+def check_and_plan(config: JobConfig, dry_run: bool, faults: Faults) -> Table:
     from hybridengine.train.plan import (
         plan_table,
         resolve_dtypes,
         sft_plan,
         start_of,
-        sync_volume,
     )
     from hybridengine.train.preflight import check_grpo, check_sft
 
@@ -239,8 +264,9 @@ def _check_and_plan(config: JobConfig, dry_run: bool, faults: Faults) -> Table:
         table, num_samples = plan_table(config, *prompts), len(prompts[0])
     if dry_run:  # a run prints these itself, when they are known
         table.add_row("[bold]start", start_of(config, num_samples))
-        if isinstance(config, RLConfig):
-            table.add_row("[bold]weight sync", sync_volume(config))
+        for name, entry in plugins("plan").items():
+            if row := entry.load()(config):
+                table.add_row(f"[bold]{name.replace('_', ' ')}", row)
     return table
 
 
@@ -301,82 +327,3 @@ def env() -> None:
     console.print(f"CPU: {cores}, {fast}fast bfloat16 products")
     console.print(f"GPU: {', '.join(devices) or 'none'}")
     console.print(kernels)
-
-
-@app.command()
-def simulate(
-    settings: _Settings = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no tables.")] = False,
-    png: Annotated[Path | None, typer.Option(help="Draw the step to this file.")] = None,
-    plan_sync: Annotated[bool, typer.Option(help="Plan the best layout's weight sync.")] = True,
-) -> None:
-    """Predict a step on a cluster and search the best layout; needs no weights and no GPUs."""
-    with report_user_errors():
-        config = load_simulation_config(*_split(settings or []))
-
-        from hybridengine.lab.simulate.report import as_dict, draw_timeline, print_simulation
-        from hybridengine.lab.simulate.run import simulate as run_simulation
-
-        with warnings.catch_warnings(record=True) as notes:
-            warnings.simplefilter("always", ConfigNote)
-            simulation = run_simulation(config, plan_sync=plan_sync)
-        for note in notes:
-            if issubclass(note.category, ConfigNote):
-                print_note(str(note.message))
-    if as_json:
-        print(json.dumps(as_dict(simulation), indent=1))
-    else:
-        print_simulation(simulation, Console(width=None if sys.stdout.isatty() else 160))
-    if png is not None:
-        draw_timeline(simulation, png.expanduser())
-
-
-_reshard = typer.Typer(no_args_is_help=True, help="Plan the weight sync from FSDP2 to vLLM.")
-app.add_typer(_reshard, name="reshard")
-
-
-@_reshard.command("plan")
-def reshard_plan(
-    model: Annotated[str, typer.Option(help="Folder with config.json, or a model name.")],
-    ranks: Annotated[int, typer.Option(min=1, help="Training ranks, on all nodes.")],
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the engine.")] = 1,
-    dp: Annotated[int, typer.Option(min=1, help="vLLM's data_parallel_size, in one engine.")] = 1,
-    ep: Annotated[bool, typer.Option("--ep", help="vLLM's enable_expert_parallel.")] = False,
-    nodes: Annotated[int, typer.Option(min=1)] = 1,
-    fsdp_size: Annotated[int, typer.Option(help="Ranks per replica (HSDP); -1: all ranks.")] = -1,
-    train_tp: Annotated[int, typer.Option(min=1, help="FSDP2 over TP of this size.")] = 1,
-    train_ep: Annotated[int, typer.Option(min=1, help="FSDP2 over EP of this size.")] = 1,
-    intra_gb_per_s: Annotated[float, typer.Option(help="Per rank, inside a node.")] = 450.0,
-    inter_gb_per_s: Annotated[float, typer.Option(help="Per rank, across nodes.")] = 50.0,
-    png: Annotated[Path | None, typer.Option(help="Draw the plan to this file.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option()] = False,
-) -> None:
-    """Predict what a weight sync moves; needs no weights and no GPUs."""
-    from hybridengine.engine.vllm.record import record_engine_layouts
-    from hybridengine.lab.advisor import advise, draw_advice, print_advice
-
-    try:
-        shapes, layouts = record_engine_layouts(
-            os.path.expanduser(model), tp, trust_remote_code, dp_size=dp, expert_parallel=ep
-        )
-        advice = advise(
-            shapes,
-            layouts,
-            ranks,
-            nodes=nodes,
-            dp_size=dp,
-            train_tp=train_tp,
-            train_ep=train_ep,
-            fsdp_size=ranks if fsdp_size == -1 else fsdp_size,
-            intra_gb_per_s=intra_gb_per_s,
-            inter_gb_per_s=inter_gb_per_s,
-        )
-    except (OSError, ValueError, ImportError) as error:
-        print_error(str(error).strip().splitlines()[0])
-        raise typer.Exit(EXIT_USER_ERROR) from None
-    print_advice(advice, Console())
-    if png is not None:
-        draw_advice(advice, png.expanduser())
-
-
-add_commands(app)

@@ -20,10 +20,14 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridengine.lab.trainer_layout import TrainerLayout
+from hybridengine.run.config import JobConfig, RLConfig
 from hybridengine.sync.dim1 import dim1_parameters
 from hybridengine.sync.layout import EngineLayout
 from hybridengine.sync.plan.planner import Planner, ReshardPlan
 from hybridengine.sync.tp_groups import tp_groups
+from hybridengine.train.build import engine_name
+from hybridengine.train.build_models import num_shards
+from hybridengine.train.memory import itemsize, num_parameters
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -191,6 +195,34 @@ def _shardings(
         if on_dim1 not in shardings.values():
             shardings[row_dim, expert_dim] = on_dim1
     return shardings
+
+
+def sync_volume(config: JobConfig) -> str | None:
+    """Describe how much a weight sync will move, from the configuration alone; None of SFT."""
+    if not isinstance(config, RLConfig):
+        return None
+    from hybridengine.lab.engine_layouts import record_engine_layouts
+
+    per_weight = itemsize(config.rollout.dtype)
+    if config.overlaps:
+        size = num_parameters(config) * per_weight / config.rollout.tensor_model_parallel_size
+        return f"{size / 2**20:.1f} MiB received per engine rank and step"
+    if engine_name(config) == "hf":
+        received = lower = num_parameters(config) * per_weight * (1 - 1 / config.world_size)
+    else:
+        shapes, layouts = record_engine_layouts(
+            config.model.path,
+            config.rollout.tensor_model_parallel_size,
+            config.model.trust_remote_code,
+        )
+        nodes, fsdp_size = config.trainer.nnodes, num_shards(config)
+        advice = advise(shapes, layouts, config.world_size, nodes=nodes, fsdp_size=fsdp_size)
+        best = advice.options[0]
+        scale = per_weight / torch.bfloat16.itemsize  # advise plans bfloat16
+        received, lower = best.received_bytes * scale, best.lower_bound_bytes * scale
+    return (
+        f"{received / 2**20:.1f} MiB received per rank and step (lower bound {lower / 2**20:.1f})"
+    )
 
 
 def print_advice(advice: Advice, console: Console) -> None:

@@ -1,42 +1,45 @@
-"""Commands that look at a run, at a model alone, or at the installation."""
+"""Commands that look at a run, at a model alone, or at the installation, and that predict."""
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from hybridengine.run.errors import EXIT_USER_ERROR, ConfigError, DataError, UserError, print_error
+from hybridengine.cli import (
+    JobSettings,
+    check_and_plan,
+    load_checked,
+    report_user_errors,
+    split_settings,
+    stop_before_start,
+)
+from hybridengine.run.errors import (
+    EXIT_USER_ERROR,
+    ConfigError,
+    ConfigNote,
+    DataError,
+    Faults,
+    print_error,
+    print_note,
+)
 
-__all__ = ["add_commands", "report_user_errors"]
+__all__ = ["app"]
 
-
-@contextmanager
-def report_user_errors() -> Iterator[None]:
-    """Print a UserError as one line and exit with code 2."""
-    try:
-        yield
-    except UserError as error:
-        print_error(error)
-        raise typer.Exit(EXIT_USER_ERROR) from None
-
-
-def add_commands(app: typer.Typer) -> None:
-    """Add the commands of this module to `app`."""
-    for command in (view, plot, diagnose, doctor, generate, parity):
-        app.command()(command)
-    app.command("eval")(evaluate)
-
+app = typer.Typer()
 
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
 
 
+@app.command()
 def view(
     run: _Run,
     query: Annotated[
@@ -81,6 +84,7 @@ def view(
         print(f"{html}: {len(entries):,} of {len(index.entries):,} rollouts, {size:.1f} MiB")
 
 
+@app.command()
 def plot(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
     metric: Annotated[
@@ -97,6 +101,7 @@ def plot(
     print(f"{out}: {'; '.join(groups)}")
 
 
+@app.command()
 def diagnose(run: _Run) -> None:
     """Say in plain words where the time of a run goes, what is wrong, and the keys to change."""
     with report_user_errors():
@@ -106,6 +111,7 @@ def diagnose(run: _Run) -> None:
         print_report(LoggedRun(run.expanduser()), Console())
 
 
+@app.command()
 def doctor(
     folder: Annotated[Path, typer.Option(help="Where runs will be written.")] = Path("runs"),
     attach: Annotated[
@@ -152,6 +158,7 @@ def _attach(target: str, verify_s: float) -> None:
 _Settings = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
 
 
+@app.command("eval")
 def evaluate(
     source: Annotated[
         Path, typer.Argument(metavar="CONFIG|RUN|MODEL", help="A YAML file, a run, or a model.")
@@ -166,6 +173,7 @@ def evaluate(
     Console().print(results_table(problems))
 
 
+@app.command()
 def parity(
     source: Annotated[
         Path, typer.Argument(metavar="CONFIG|RUN|MODEL", help="A YAML file, a run, or a model.")
@@ -186,6 +194,7 @@ def parity(
         raise typer.Exit(1)
 
 
+@app.command()
 def generate(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A run or a model's folder.")],
     settings: _Settings = None,
@@ -217,3 +226,99 @@ def _lines() -> Iterator[str]:
             return
         if line.strip():
             yield line
+
+
+@app.command()
+def tune(
+    kind: Annotated[Literal["grpo", "ppo", "sft"], typer.Argument(metavar="grpo|ppo|sft")],
+    settings: JobSettings = None,
+) -> None:
+    """Probe a job on this machine: the micro-batch, sync buckets and cache that fit it best."""
+    with stop_before_start(), report_user_errors():
+        config, invalid = load_checked(kind, settings or [])
+        from hybridengine.lab.tune.run import launch_tuning
+        from hybridengine.train.preflight import check_launch
+
+        faults = Faults(invalid)
+        with faults:
+            check_launch(config)
+        check_and_plan(config, False, faults)
+        raise typer.Exit(launch_tuning(config))
+
+
+@app.command()
+def simulate(
+    settings: JobSettings = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no tables.")] = False,
+    png: Annotated[Path | None, typer.Option(help="Draw the step to this file.")] = None,
+    plan_sync: Annotated[bool, typer.Option(help="Plan the best layout's weight sync.")] = True,
+) -> None:
+    """Predict a step on a cluster and search the best layout; needs no weights and no GPUs."""
+    with report_user_errors():
+        from hybridengine.lab.simulate.config import load_simulation_config
+
+        config = load_simulation_config(*split_settings(settings or []))
+
+        from hybridengine.lab.simulate.report import as_dict, draw_timeline, print_simulation
+        from hybridengine.lab.simulate.run import simulate as run_simulation
+
+        with warnings.catch_warnings(record=True) as notes:
+            warnings.simplefilter("always", ConfigNote)
+            simulation = run_simulation(config, plan_sync=plan_sync)
+        for note in notes:
+            if issubclass(note.category, ConfigNote):
+                print_note(str(note.message))
+    if as_json:
+        print(json.dumps(as_dict(simulation), indent=1))
+    else:
+        print_simulation(simulation, Console(width=None if sys.stdout.isatty() else 160))
+    if png is not None:
+        draw_timeline(simulation, png.expanduser())
+
+
+_reshard = typer.Typer(no_args_is_help=True, help="Plan the weight sync from FSDP2 to vLLM.")
+app.add_typer(_reshard, name="reshard")
+
+
+@_reshard.command("plan")
+def reshard_plan(
+    model: Annotated[str, typer.Option(help="Folder with config.json, or a model name.")],
+    ranks: Annotated[int, typer.Option(min=1, help="Training ranks, on all nodes.")],
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the engine.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="vLLM's data_parallel_size, in one engine.")] = 1,
+    ep: Annotated[bool, typer.Option("--ep", help="vLLM's enable_expert_parallel.")] = False,
+    nodes: Annotated[int, typer.Option(min=1)] = 1,
+    fsdp_size: Annotated[int, typer.Option(help="Ranks per replica (HSDP); -1: all ranks.")] = -1,
+    train_tp: Annotated[int, typer.Option(min=1, help="FSDP2 over TP of this size.")] = 1,
+    train_ep: Annotated[int, typer.Option(min=1, help="FSDP2 over EP of this size.")] = 1,
+    intra_gb_per_s: Annotated[float, typer.Option(help="Per rank, inside a node.")] = 450.0,
+    inter_gb_per_s: Annotated[float, typer.Option(help="Per rank, across nodes.")] = 50.0,
+    png: Annotated[Path | None, typer.Option(help="Draw the plan to this file.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option()] = False,
+) -> None:
+    """Predict what a weight sync moves; needs no weights and no GPUs."""
+    from hybridengine.lab.advisor import advise, draw_advice, print_advice
+    from hybridengine.lab.engine_layouts import record_engine_layouts
+
+    try:
+        shapes, layouts = record_engine_layouts(
+            os.path.expanduser(model), tp, trust_remote_code, dp_size=dp, expert_parallel=ep
+        )
+        advice = advise(
+            shapes,
+            layouts,
+            ranks,
+            nodes=nodes,
+            dp_size=dp,
+            train_tp=train_tp,
+            train_ep=train_ep,
+            fsdp_size=ranks if fsdp_size == -1 else fsdp_size,
+            intra_gb_per_s=intra_gb_per_s,
+            inter_gb_per_s=inter_gb_per_s,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        print_error(str(error).strip().splitlines()[0])
+        raise typer.Exit(EXIT_USER_ERROR) from None
+    print_advice(advice, Console())
+    if png is not None:
+        draw_advice(advice, png.expanduser())

@@ -12,11 +12,12 @@ from typing import Any
 import torch.distributed as dist
 
 from hybridengine.run.config import (
-    JOB_LOADERS,
+    JOBS,
     ConfigError,
     JobConfig,
     RLConfig,
     SFTConfig,
+    load_job,
     parse_overrides,
 )
 from hybridengine.train.preflight import check_launch
@@ -63,7 +64,7 @@ def load_settings(
             raise ConfigError(f"task is {task!r}, but config is a {type(config).__name__}")
         config, task = asdict(config), own
     task = task or "grpo"
-    if task not in JOB_LOADERS:
+    if task not in JOBS:
         raise ConfigError(f"task is {task!r}, expected grpo, ppo or sft")
     if rewards and task == "sft":
         raise ConfigError("reward was given, but SFT has none; leave it out, or change task")
@@ -75,7 +76,7 @@ def load_settings(
         settings["reward.custom_reward_function.path"] = [*rewards]
     if model is not None:
         settings["model.path"] = model or _INITIAL_MODEL
-    loaded = JOB_LOADERS[task](config, settings)
+    loaded = load_job(task, config, settings)
     if model != "":
         return loaded
     folder = Path(loaded.trainer.default_local_dir) / _INITIAL_MODEL

@@ -6,12 +6,12 @@ import math
 
 import torch
 
-from hybridengine.lab.simulate.model import ModelShape
 from hybridengine.model.validation import check_model
 from hybridengine.run.config import RLConfig
 from hybridengine.train.algorithms import uses_critic
 from hybridengine.train.build import checkpoint_layout, engine_name
 from hybridengine.train.build_models import num_shards
+from hybridengine.train.performance import LayerShape
 
 GIB = 2.0**30
 
@@ -32,12 +32,12 @@ def memory_gib(config: RLConfig, shares_base: bool) -> dict[str, float]:
     shares_base: the base of LoRA is the engine's weights.
     """
     model = check_model(config.model.path, config.model.trust_remote_code)
-    shape = ModelShape.of(model, checkpoint_layout(config).parameters)
-    numel = shape.num_parameters
+    shape = LayerShape.of(model, checkpoint_layout(config).parameters)
+    numel = num_parameters(config)
     if config.model.enable_gradient_checkpointing:
-        per_token = shape.hidden_size * shape.num_layers + shape.activation_elements
+        per_token = shape.hidden_size * shape.num_layers + shape.saved_elements
     else:
-        per_token = shape.activation_elements * shape.num_layers
+        per_token = shape.saved_elements * shape.num_layers
     per_token *= itemsize(config.sharding.dtype)
     tokens = max(
         config.actor.ppo_max_token_len_per_gpu,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import torch
@@ -98,6 +99,51 @@ def pair_cost(config: PretrainedConfig, shapes: Mapping[str, Sequence[int]]) -> 
     """
     per_token, per_pair = forward_flops(config, shapes)
     return per_pair / per_token
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Widths of a decoder layer, for the elements that it saves and moves.
+
+    attention_width: width of the query of a token.
+    kv_width: width of the key, and of the value, of a token.
+    ffn_width: inner width of the feed-forward, summed over the experts of a token.
+    """
+
+    hidden_size: int
+    num_layers: int
+    attention_width: int
+    kv_width: int
+    ffn_width: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, shapes: Mapping[str, Sequence[int]]) -> Self:
+        """Build from the configuration and the shapes of the trained parameters, by name."""
+        text: Any = config.get_text_config()
+        heads, layers = text.num_attention_heads, text.num_hidden_layers
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        attention_width = heads * head_dim
+        kv_width = (getattr(text, "num_key_value_heads", None) or heads) * head_dim
+        if getattr(text, "kv_lora_rank", None):  # multi-head latent attention
+            attention_width = kv_width = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim)
+        experts_per_token, ffn_width = getattr(text, "num_experts_per_tok", None) or 0, 0
+        for name, shape in shapes.items():
+            if name.endswith(("down_proj", "down_proj.weight")):
+                ffn_width += shape[-1] * (experts_per_token if len(shape) == 3 else 1)
+        ffn_width = ffn_width // layers or text.intermediate_size
+        return cls(text.hidden_size, layers, attention_width, kv_width, ffn_width)
+
+    @property
+    def saved_elements(self) -> int:
+        """Elements that a layer's forward saves for its backward, of a token.
+
+        Counted from the operators of a Hugging Face decoder layer: two norms (float32 copy and
+        normalised, 3 H each) and what the products behind them read (H each); query and output of
+        the attention (2 A), key and value (2 K); gate, its activation, up, and their product (4 F).
+        """
+        return 8 * self.hidden_size + 2 * (
+            self.attention_width + self.kv_width + 2 * self.ffn_width
+        )
 
 
 def forward_flops(

@@ -15,13 +15,12 @@ from rich.table import Table
 
 from hybridengine.kernels import has_fast_products
 from hybridengine.run.config import Dtype, JobConfig, RLConfig, SFTConfig, keys_of
-from hybridengine.train.build import engine_name
 from hybridengine.train.build_models import num_shards
 from hybridengine.train.checkpoint import resume_plan
 from hybridengine.train.choices import unshared_reason
 from hybridengine.train.data import PromptDataset, SFTDataset
 from hybridengine.train.exact_rollouts import inexact_reason
-from hybridengine.train.memory import GIB, itemsize, memory_gib, num_parameters
+from hybridengine.train.memory import GIB, memory_gib, num_parameters
 from hybridengine.train.shared_prefix import no_sharing_reason
 
 _Config = TypeVar("_Config", bound=JobConfig)
@@ -111,33 +110,6 @@ def start_of(config: RLConfig | SFTConfig, num_samples: int) -> str:
     steps = trainer.steps(num_samples // config.data.train_batch_size)
     done = f"; all {steps} steps are done" if plan.step >= steps else ""
     return f"{plan}{done}"
-
-
-def sync_volume(config: RLConfig) -> str:
-    """Describe how much a weight sync will move, from the configuration alone."""
-    per_weight = itemsize(config.rollout.dtype)
-    if config.overlaps:
-        size = num_parameters(config) * per_weight / config.rollout.tensor_model_parallel_size
-        return f"{size / 2**20:.1f} MiB received per engine rank and step"
-    if engine_name(config) == "hf":
-        received = lower = num_parameters(config) * per_weight * (1 - 1 / config.world_size)
-    else:
-        from hybridengine.engine.vllm.record import record_engine_layouts
-        from hybridengine.lab.advisor import advise
-
-        shapes, layouts = record_engine_layouts(
-            config.model.path,
-            config.rollout.tensor_model_parallel_size,
-            config.model.trust_remote_code,
-        )
-        nodes, fsdp_size = config.trainer.nnodes, num_shards(config)
-        advice = advise(shapes, layouts, config.world_size, nodes=nodes, fsdp_size=fsdp_size)
-        best = advice.options[0]
-        scale = per_weight / torch.bfloat16.itemsize  # advise plans bfloat16
-        received, lower = best.received_bytes * scale, best.lower_bound_bytes * scale
-    return (
-        f"{received / 2**20:.1f} MiB received per rank and step (lower bound {lower / 2**20:.1f})"
-    )
 
 
 def _table(rows: dict[str, str]) -> Table:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridengine.remote.servers.network import has_remote, prepare_network
-from hybridengine.run.config import JOB_LOADERS, JobConfig, RLConfig, SFTConfig, config_to_yaml
+from hybridengine.run.config import JobConfig, RLConfig, SFTConfig, config_to_yaml, load_job
 from hybridengine.run.launch import launch_ranks
 from hybridengine.run.status import clear_status, run_lock
 from hybridengine.run.storage import atomic_file
@@ -83,7 +83,8 @@ def silence_libraries() -> None:
 def config_of_rank() -> JobConfig:
     """Load the configuration that `launch` has given to this process."""
     _, kind, file = sys.argv
-    return JOB_LOADERS[kind](file)
+    config: JobConfig = load_job(kind, file)
+    return config
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def test_the_printed_command_means_the_configuration():
     stop, template = ["#", "1e3", "a b", 'x"\n', "null"], "{% for m in messages %}\n'{{ m }}'"
     given = {"rollout": {"stop": stop}, "data": {"chat_template": template}, "model.path": "7"}
     config = load_config(given, {"data.train_files": "t=1.jsonl", "actor.optim.lr": 1e-9})
-    overrides = overrides_of(config, lambda texts: load_config(None, texts))
+    overrides = overrides_of("grpo", config)
     assert load_config(None, shlex.split(shlex.join(overrides))) == config
     assert not any("\n" in text for text in overrides) and len(overrides) == 5
 

@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from hybridengine.run.config import (
-    PPO,
     ConfigError,
     ConfigNote,
     RLConfig,
@@ -17,6 +16,7 @@ from hybridengine.run.config import (
     config_to_yaml,
     keys_of,
     load_config,
+    load_job,
     load_sft_config,
 )
 
@@ -314,9 +314,9 @@ def test_missing_file(tmp_path):
 
 
 def test_ppo_is_grpo_with_gae():
-    ppo = load_config(None, NEEDED, PPO)
+    ppo = load_job("ppo", None, NEEDED)
     assert ppo.algorithm.adv_estimator == "gae" and ppo.trainer.default_local_dir == "runs/ppo"
-    chosen = load_config(None, [*NEEDED, "algorithm.adv_estimator=rloo"], PPO)
+    chosen = load_job("ppo", None, [*NEEDED, "algorithm.adv_estimator=rloo"])
     assert chosen.algorithm.adv_estimator == "rloo"
     assert load().algorithm.adv_estimator == "grpo" and load().critic.optim.lr == 1e-5
 

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
+from hybridengine.lab.simulate.config import SimulationConfig, load_simulation_config
 from hybridengine.run.config import (
-    PPO,
     RLConfig,
     SFTConfig,
-    SimulationConfig,
     keys_of,
     load_config,
+    load_job,
     load_sft_config,
-    load_simulation_config,
 )
 from hybridengine.run.config.reference import key_reference
 
@@ -60,7 +59,7 @@ DIVISORS = (
 )
 KINDS: dict[str, tuple[type, Any]] = {
     "grpo": (RLConfig, lambda overrides: load_config(None, overrides)),
-    "ppo": (RLConfig, lambda overrides: load_config(None, overrides, PPO)),
+    "ppo": (RLConfig, lambda overrides: load_job("ppo", None, overrides)),
     "sft": (SFTConfig, lambda overrides: load_sft_config(None, overrides)),
     "simulate": (
         SimulationConfig,

@@ -8,9 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.keys.trl_names import TRL_NAMES
-from hybridengine.run.config import ConfigError, RLConfig, SFTConfig, load_config, load_sft_config
-from hybridengine.run.config.loading import keys_of
+from hybridengine.keys.trl import TRL_NAMES
+from hybridengine.run.config import (
+    ConfigError,
+    RLConfig,
+    SFTConfig,
+    keys_of,
+    load_config,
+    load_sft_config,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "from_trl.md"
 KINDS = {"grpo": (RLConfig, load_config), "sft": (SFTConfig, load_sft_config)}

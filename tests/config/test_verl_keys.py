@@ -3,23 +3,26 @@
 import importlib.util
 import json
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from hybridengine.run import plugins as registered
 from hybridengine.run.config import (
-    PPO,
     ConfigError,
     ConfigNote,
     RLConfig,
     SFTConfig,
     load_config,
+    load_job,
     load_sft_config,
     overrides_of,
     parse_overrides,
 )
+from hybridengine.run.config.names import foreign_keys
 
 # Settings of verl's example commands, one of each set of keys, with what is refused of each.
 COMMANDS = json.loads((Path(__file__).parent / "verl_commands.json").read_text())
@@ -135,7 +138,7 @@ OLD_SFT = """
     [
         (GRPO, load_config),
         (LORA, load_config),
-        (PPO_WITH_CRITIC, lambda path, given: load_config(path, given, PPO)),
+        (PPO_WITH_CRITIC, partial(load_job, "ppo")),
         (DAPO, load_config),
         (SFT, load_sft_config),
         (OLD_SFT, load_sft_config),
@@ -159,19 +162,17 @@ def test_an_example_command_of_verl(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = COMMANDS["commands"][name]
     settings = [COMMANDS["settings"][i] for i in command["settings"]]
-    load = load_sft_config if command["kind"] == "sft" else load_config
-    defaults = [PPO] if command["kind"] == "ppo" else []
     loaded: list[Any] = []
 
     def load_and_keep(given: Any) -> Any:
-        loaded.append(load(None, given, *defaults))
+        loaded.append(load_job(command["kind"], None, given))
         return loaded[-1]
 
     faults = faults_of(load_and_keep, settings)
     assert sorted({fault.split(" ", 1)[0] for fault in faults}) == command["refused"], faults
     assert not any("not a known key" in f for f in faults) or name.startswith("generation/")
     for config in loaded[:1]:  # as --print-config prints it
-        shortest = overrides_of(config, lambda given: load(None, given, *defaults))
+        shortest = overrides_of(command["kind"], config)
         assert not faults_of(load_and_keep, shortest)
         assert loaded == [config, config] and len(shortest) <= len(settings) + 2
 
@@ -361,3 +362,20 @@ def faults_of(load: Any, given: Any) -> tuple[str, ...]:
             return error.faults
     assert isinstance(config, RLConfig | SFTConfig)
     return ()
+
+
+def test_without_an_extra_only_native_keys_are_known(monkeypatch):
+    given = ["model.path=m", "data.train_files=f", "actor_rollout_ref.rollout.n=2"]
+    assert load_config(None, given).rollout.n == 2
+    caches = (registered.plugins, foreign_keys)
+    monkeypatch.setattr(registered, "entry_points", lambda group: [])
+    for cached in caches:
+        cached.cache_clear()
+    try:
+        [fault] = faults_of(partial(load_config, None), given)
+        assert fault.startswith("actor_rollout_ref.rollout.n (in the command line) is not a known")
+        assert "entry-point group hybridengine.keys" in fault
+        assert load_config(None, [*given[:2], "rollout.n=3"]).rollout.n == 3
+    finally:
+        for cached in caches:
+            cached.cache_clear()

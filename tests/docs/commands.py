@@ -16,14 +16,13 @@ import typer
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from hybridengine.run.config import JOB_LOADERS, load_simulation_config
+from hybridengine.run.config import JOBS, load_job
 from tests.docs.blocks import ROOT, Command
 from tests.rollout.vllm_server import ENTRY as SERVER
 from tests.rollout.vllm_server import serving_options
 
 __all__ = ["check", "runs_here"]
 
-JOBS = {**JOB_LOADERS, "simulate": load_simulation_config}
 PYTHONS = re.compile(r"(.*/)?python3?$|torchrun$")
 # Run by the test of the installation, or part of a shell.
 FOUND_HERE = ("pip", "cd", "export", "mkdir", "mv", "pre-commit", "tar")
@@ -71,8 +70,8 @@ def _copy(source: Path, target: str) -> None:
 
 def _check_job(command: Command, words: list[str]) -> None:
     group, rest = typer.main.get_command(cli.app), words
-    while rest and rest[0] in getattr(group, "commands", ()):
-        group, rest = group.commands[rest[0]], rest[1:]
+    while rest and (inner := getattr(group, "get_command", lambda *_: None)(None, rest[0])):
+        group, rest = inner, rest[1:]
     group.make_context(words[0], list(rest))  # the options exist
     if words[0] == "tune":  # as the job that it would probe
         _check_job(command, words[1:])
@@ -81,7 +80,7 @@ def _check_job(command: Command, words: list[str]) -> None:
         dry = ["--dry-run"] if words[0] in ("grpo", "ppo", "sft") else []
         result = CliRunner().invoke(cli.app, [*words, *dry])
         assert result.exit_code == 0, (result.output, result.exception)
-    elif words[0] in JOBS:
+    elif words[0] in (*JOBS, "simulate"):
         settings = [w for w in rest if "=" in w]
         files = [w for w in rest if w.endswith(".yaml")]
         own = [w for w in files if (ROOT / w).is_file()]
@@ -89,7 +88,7 @@ def _check_job(command: Command, words: list[str]) -> None:
         required = () if own else ("model.path", "data.train_files")[: 1 + (words[0] != "simulate")]
         given = [w.split("=")[0] for w in settings]
         filled = [f"{key}=x" for key in required if key not in given]
-        JOBS[words[0]](own[0] if own else None, [*filled, *settings])
+        load_job(words[0], own[0] if own else None, [*filled, *settings])
 
 
 def _check_make(words: list[str]) -> None:

@@ -21,7 +21,7 @@ import yaml
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from hybridengine.run.config import JOB_LOADERS
+from hybridengine.run.config import load_job
 from tests.tiny_models import save_classifier, save_tiny, word_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -101,9 +101,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recorded_once() -> Iterator[None]:
     """vLLM's loader is recorded once for each kind of model, not for each example."""
     pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
-    from hybridengine.engine.vllm import record
+    from hybridengine.lab import engine_layouts
 
-    original = record.record_engine_layouts
+    original = engine_layouts.record_engine_layouts
     cached: Callable[..., Any] = functools.cache(
         lambda content, path, tp_size, trust: original(path, tp_size, trust)
     )
@@ -114,7 +114,7 @@ def recorded_once() -> Iterator[None]:
         return cached(content, paths.setdefault(content, path), tp_size, trust)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record, "record_engine_layouts", once)
+        patch.setattr(engine_layouts, "record_engine_layouts", once)
         yield
 
 
@@ -129,9 +129,9 @@ def test_every_example_passes_the_checks(
     result = CliRunner().invoke(cli.app, [kind, file.name, "--dry-run"])
     assert result.exit_code == 0, result.output
     assert "starts anew" in result.output
-    here = JOB_LOADERS[kind](file.name)
+    here = load_job(kind, file.name)
     monkeypatch.chdir(tmp_path)
-    assert JOB_LOADERS[kind](os.path.relpath(file)) == here  # so that its checks are the same
+    assert load_job(kind, os.path.relpath(file)) == here  # so that its checks are the same
 
 
 def test_the_examples_are_found() -> None:

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from transformers import DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
 
-from hybridengine.lab.simulate import Cluster, Layout, ModelShape, Workload
+from hybridengine.lab.simulate.cluster import Cluster
+from hybridengine.lab.simulate.config import ClusterConfig, EfficiencyConfig, WorkloadConfig
 from hybridengine.lab.simulate.generation import EngineModel, generate, prompt_per_response
-from hybridengine.lab.simulate.layout import truncated_exponential
+from hybridengine.lab.simulate.layout import Layout, Workload, truncated_exponential
 from hybridengine.lab.simulate.memory import memory_of
+from hybridengine.lab.simulate.model import ModelShape
 from hybridengine.lab.simulate.training import TrainingModel
 from hybridengine.model.checkpoint import checkpoint_layout_from_config
-from hybridengine.run.config.simulation import ClusterConfig, EfficiencyConfig, WorkloadConfig
 
 IDEAL = EfficiencyConfig(
     gemm=1.0,
@@ -62,7 +63,7 @@ def test_sizes_of_a_dense_model(llama) -> None:
     assert llama.pair_flops == 4 * 4 * 4 * 16  # score and sum, layers, heads, head size
     assert llama.kv_elements == 2 * 2 * 16 * 4
     assert (llama.attention_width, llama.kv_width, llama.ffn_width) == (64, 32, 256)
-    assert llama.activation_elements == 8 * 64 + 2 * 64 + 2 * 32 + 4 * 256
+    assert llama.saved_elements == 8 * 64 + 2 * 64 + 2 * 32 + 4 * 256
     assert [t for t in range(1, 9) if llama.allows_tp(t)] == [1, 2, 4]
     assert llama.kv_bytes(4, 2) == llama.kv_bytes(2, 2), "two heads are replicated over four ranks"
 

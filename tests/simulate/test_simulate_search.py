@@ -12,11 +12,19 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from hybridengine.lab.simulate import Cluster, ModelShape, Result, Workload, describe, search
+from hybridengine.lab.simulate.cluster import Cluster
+from hybridengine.lab.simulate.config import (
+    ClusterConfig,
+    LayoutConfig,
+    WorkloadConfig,
+    load_simulation_config,
+)
+from hybridengine.lab.simulate.layout import Workload
+from hybridengine.lab.simulate.model import ModelShape
+from hybridengine.lab.simulate.search import Result, describe, search
 from hybridengine.lab.simulate.sync import split_plan
 from hybridengine.model.checkpoint import checkpoint_layout_from_config
-from hybridengine.run.config import ConfigError, load_simulation_config
-from hybridengine.run.config.simulation import ClusterConfig, LayoutConfig, WorkloadConfig
+from hybridengine.run.config import ConfigError
 from tests.reshard.brute_force import fused_layout
 
 WORK = WorkloadConfig(prompts=64, n=4, response_length=300.0, max_response_length=1000)

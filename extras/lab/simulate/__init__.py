@@ -5,6 +5,7 @@
 Nothing is run and no weights are read: first-principles formulas over `config.json`, the data sheet
 of a GPU and the work of a step. docs/simulate.md has the formulas, their sources and their error.
 
+    config       its keys
     cluster      machines as numbers, and the time of a product, a copy, a collective
     model        a model as numbers
     layout       a layout of the ranks, and the work of a step
@@ -16,28 +17,3 @@ of a GPU and the work of a step. docs/simulate.md has the formulas, their source
     search       all layouts, the best, and why
     report       tables, JSON, picture
 """
-
-from hybridengine.lab.simulate.cluster import DEVICES, Cluster, Device
-from hybridengine.lab.simulate.layout import Layout, Workload
-from hybridengine.lab.simulate.model import ModelShape
-from hybridengine.lab.simulate.run import Simulation, simulate
-from hybridengine.lab.simulate.search import Result, describe, search
-from hybridengine.lab.simulate.step import Phase, Shortage, SimulatedStep, simulate_step
-
-__all__ = [
-    "DEVICES",
-    "Cluster",
-    "Device",
-    "Layout",
-    "ModelShape",
-    "Phase",
-    "Result",
-    "Shortage",
-    "SimulatedStep",
-    "Simulation",
-    "Workload",
-    "describe",
-    "search",
-    "simulate",
-    "simulate_step",
-]

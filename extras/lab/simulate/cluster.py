@@ -17,7 +17,7 @@ from functools import cache
 import torch
 
 from hybridengine.engine.vllm.environment import CPU_BLOCK_SIZE
-from hybridengine.run.config.simulation import ClusterConfig, EfficiencyConfig
+from hybridengine.lab.simulate.config import ClusterConfig, EfficiencyConfig
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from hybridengine.run.config.simulation import Mode, WorkloadConfig
+from hybridengine.lab.simulate.config import Mode, WorkloadConfig
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def _training_buffers(
     if of_shard or (layout.share_engine_weights and layout.tp_size == 1):
         gathered = 0.0  # the shard, or the engine's tensor, is the weight
     reduced = max(layer, model.root_parameters)
-    saved = itemsize * tokens * model.activation_elements
+    saved = itemsize * tokens * model.saved_elements
     kept = itemsize * tokens * model.hidden_size
     activations = kept * layers + saved if layout.gradient_checkpointing else saved * layers
     rows = _response_share(work) * tokens

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 from transformers import PretrainedConfig
 
-from hybridengine.train.performance import forward_flops
+from hybridengine.train.performance import LayerShape, forward_flops
 
 
 @dataclass(frozen=True)
-class ModelShape:
+class ModelShape(LayerShape):
     """Sizes of a decoder-only model. FLOPs are those of a forward over all layers.
 
     num_parameters: all parameters.
@@ -26,23 +26,15 @@ class ModelShape:
     kv_elements: elements that a token has in the KV cache.
     kv_heads: the most ranks over which the KV cache can be divided.
     heads: number of attention heads.
-    attention_width: width of the query of a token in a layer.
-    kv_width: width of the key, and of the value, of a token in a layer.
-    ffn_width: inner width of the feed-forward, summed over the experts of a token.
     """
 
     num_parameters: int
     root_parameters: int
     expert_parameters: int
-    num_layers: int
     num_experts: int
     experts_per_token: int
-    hidden_size: int
     heads: int
     kv_heads: int
-    attention_width: int
-    kv_width: int
-    ffn_width: int
     kv_elements: int
     token_flops: float
     pair_flops: float
@@ -57,18 +49,6 @@ class ModelShape:
     def held_parameters(self, expert_parallel: int) -> float:
         """Return the parameters of all decoder layers whose experts are divided over ranks."""
         return self.layer_parameters - self.expert_parameters * (1 - 1 / expert_parallel)
-
-    @property
-    def activation_elements(self) -> int:
-        """Elements that a layer's forward saves for its backward, of a token.
-
-        Counted from the operators of a Hugging Face decoder layer: two norms (float32 copy and
-        normalised, 3 H each) and what the products behind them read (H each); query and output of
-        the attention (2 A), key and value (2 K); gate, its activation, up, and their product (4 F).
-        """
-        return 8 * self.hidden_size + 2 * (
-            self.attention_width + self.kv_width + 2 * self.ffn_width
-        )
 
     @property
     def elementwise_elements(self) -> tuple[int, int]:
@@ -95,7 +75,7 @@ class ModelShape:
         return others + head + self.expert_parameters * (1 - unread)
 
     @classmethod
-    def of(cls, config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]]) -> ModelShape:
+    def of(cls, config: PretrainedConfig, shapes: Mapping[str, Sequence[int]]) -> Self:
         """Build from the configuration and the shapes of the trained parameters, by name."""
         text: Any = config.get_text_config()
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
@@ -104,30 +84,24 @@ class ModelShape:
         heads, layers = text.num_attention_heads, text.num_hidden_layers
         num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", 0)
         per_token = getattr(text, "num_experts_per_tok", None) or 0
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        attention_width = heads * head_dim
-        kv_width, kv_elements = kv_heads * head_dim, 2 * kv_heads * head_dim * layers
+        layer = LayerShape.of(config, shapes)
+        kv_elements = 2 * layer.kv_width * layers
         decode_pair_flops = pair_flops
         if rank := getattr(text, "kv_lora_rank", None):  # the cache holds one latent for all heads
             latent = rank + text.qk_rope_head_dim
-            attention_width = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim)
-            kv_width, kv_elements, kv_heads = attention_width, latent * layers, 1
+            kv_elements, kv_heads = latent * layers, 1
             decode_pair_flops = 2.0 * layers * heads * (latent + rank)
         root = sum(size for name, size in sizes.items() if ".layers." not in name)
         return cls(
+            **asdict(layer),
             num_parameters=sum(sizes.values()),
             root_parameters=root,
             expert_parameters=experts,
-            num_layers=layers,
             num_experts=num_experts or 0,
             experts_per_token=per_token,
-            hidden_size=text.hidden_size,
             heads=heads,
             kv_heads=kv_heads,
-            attention_width=attention_width,
-            kv_width=kv_width,
-            ffn_width=_ffn_width(shapes, text, layers, per_token),
             kv_elements=kv_elements,
             token_flops=token_flops,
             pair_flops=pair_flops,
@@ -143,14 +117,3 @@ class ModelShape:
     def kv_bytes(self, tp_size: int, itemsize: int) -> float:
         """Bytes of a cached token on a rank: key-value heads are divided, then replicated."""
         return itemsize * self.kv_elements / min(tp_size, self.kv_heads)
-
-
-def _ffn_width(
-    shapes: Mapping[str, tuple[int, ...]], text: Any, layers: int, experts_per_token: int
-) -> int:
-    """Return the mean inner width of the feed-forward of a layer, as a token sees it."""
-    width = 0
-    for name, shape in shapes.items():
-        if name.endswith(("down_proj", "down_proj.weight")):
-            width += shape[-1] * (experts_per_token if len(shape) == 3 else 1)
-    return width // layers or text.intermediate_size

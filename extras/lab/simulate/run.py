@@ -9,12 +9,12 @@ from transformers import AutoConfig, PretrainedConfig
 
 from hybridengine.engine.vllm.environment import vllm_available
 from hybridengine.lab.simulate.cluster import Cluster
+from hybridengine.lab.simulate.config import SimulationConfig
 from hybridengine.lab.simulate.layout import Workload
 from hybridengine.lab.simulate.model import ModelShape
 from hybridengine.lab.simulate.search import Result, search
 from hybridengine.lab.simulate.sync import SyncPlanner
 from hybridengine.model.checkpoint import checkpoint_layout_from_config
-from hybridengine.run.config import SimulationConfig
 from hybridengine.run.errors import ConfigNote, ModelError, reason_of
 
 

@@ -125,7 +125,7 @@ class SyncPlanner:
         )
 
     def _layouts(self, tp_size: int) -> tuple[Mapping[str, tuple[int, ...]], list[EngineLayout]]:
-        from hybridengine.engine.vllm.record import record_engine_layouts
+        from hybridengine.lab.engine_layouts import record_engine_layouts
 
         if tp_size not in self._recorded:
             with tempfile.TemporaryDirectory() as folder:

@@ -1,41 +1,42 @@
-"""Typed configuration of a run: YAML plus `key=value` overrides, under verl's key names.
+"""Typed configuration of a run: YAML plus `key=value` overrides.
 
     config = load_config("examples/demo/config.yaml", ["actor.optim.lr=1e-6"])
 
 Every key changes what a run does. An unknown key is an error, with a suggestion where one is close;
-verl's other keys are accepted, renamed or refused by the tables of `config.aliases`. All faults are
-one error. Nothing here imports torch.
+keys of other trainers are accepted, renamed or refused by the tables of installed extras. All
+faults are one error. Nothing here imports torch.
 
-    common, rl, sft, simulation    every key: type, range, default, meaning
-    aliases            verl's keys
-    loading            YAML and overrides → a checked configuration
-    command            a configuration → the shortest command line
-    suggest            the keys that a misspelt key may mean
-    validation         keys checked against each other
-    reference          the list that `hybridengine keys` prints
+    common, rollout, rl, sft       every key: type, range, default, meaning
+    loading                        kinds of jobs; YAML and overrides → a checked configuration
+    settings                       what YAML and overrides set, by key, and its faults
+    names                          keys of other trainers, and misspelt ones
+    validation, engine_checks      keys checked against each other
+    reference                      a configuration as YAML and as a command; the list of all keys
 """
 
-from hybridengine.run.config.command import overrides_of
-from hybridengine.run.config.common import Dtype, JobConfig, OptimConfig, RateConfig, ShardingConfig
-from hybridengine.run.config.loading import (
-    JOB_LOADERS,
-    PPO,
-    config_to_yaml,
+from hybridengine.run.config.common import (
+    Dtype,
+    JobConfig,
+    OptimConfig,
+    RateConfig,
+    ShardingConfig,
     keys_of,
+)
+from hybridengine.run.config.loading import (
+    JOBS,
     load_config,
+    load_job,
     load_sft_config,
-    load_simulation_config,
     parse_overrides,
 )
+from hybridengine.run.config.reference import config_to_yaml, overrides_of
 from hybridengine.run.config.rl import DataConfig, RLConfig
 from hybridengine.run.config.rollout import RewardConfig
 from hybridengine.run.config.sft import SFTConfig, SFTDataConfig
-from hybridengine.run.config.simulation import SimulationConfig
 from hybridengine.run.errors import ConfigError, ConfigNote
 
 __all__ = [
-    "JOB_LOADERS",
-    "PPO",
+    "JOBS",
     "ConfigError",
     "ConfigNote",
     "DataConfig",
@@ -48,12 +49,11 @@ __all__ = [
     "SFTConfig",
     "SFTDataConfig",
     "ShardingConfig",
-    "SimulationConfig",
     "config_to_yaml",
     "keys_of",
     "load_config",
+    "load_job",
     "load_sft_config",
-    "load_simulation_config",
     "overrides_of",
     "parse_overrides",
 ]

@@ -9,13 +9,15 @@ group would change the defaults of its other keys.
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 import os.path
 import re
+import typing
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -30,6 +32,21 @@ class ReadPath:
     """
 
     contains: str = ""
+
+
+_type_hints = functools.cache(  # most of the time of a load, else
+    functools.partial(typing.get_type_hints, include_extras=True)
+)
+
+
+def keys_of(group: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every key of a config class with its type."""
+    hints = _type_hints(group)
+    for f in fields(group):
+        if is_dataclass(hints[f.name]):
+            yield from keys_of(hints[f.name], f"{prefix}{f.name}.")
+        else:
+            yield f"{prefix}{f.name}", hints[f.name]
 
 
 def read_paths(types: Mapping[str, Any]) -> dict[str, str]:
@@ -247,7 +264,7 @@ class JobConfig(ABC):
     trainer: RunConfig
     seed: int
 
-    kind: ClassVar[str]  # of a job, in JOB_LOADERS
+    kind: ClassVar[str]  # of a job, of `loading.JOBS`
     policy_group: ClassVar[str]  # name of the group with the keys of PolicyConfig
 
     @property

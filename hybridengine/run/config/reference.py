@@ -1,6 +1,7 @@
-"""List every key with its type, default and meaning, for `hybridengine keys`.
+"""Print a configuration: as YAML, as a command, and the list of all keys.
 
-The type comes from pydantic's JSON schema, the meaning is the comment at the end of the key's line.
+In the list, the type of a key comes from pydantic's JSON schema, and its meaning is the comment at
+the end of its line.
 """
 
 from __future__ import annotations
@@ -8,31 +9,61 @@ from __future__ import annotations
 import ast
 import inspect
 import io
+import json
 import textwrap
 import tokenize
 import typing
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields, is_dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+import yaml
+from omegaconf import OmegaConf
+from omegaconf._utils import get_omega_conf_dumper
 from pydantic import TypeAdapter
 from rich.table import Table
 from rich.text import Text
 
-from hybridengine.run.config.loading import PPO
-from hybridengine.run.config.rl import RLConfig
-from hybridengine.run.config.sft import SFTConfig
-from hybridengine.run.config.simulation import SimulationConfig
-from hybridengine.run.errors import ConfigError
+from hybridengine.run.config.common import JobConfig, keys_of
+from hybridengine.run.config.loading import REQUIRED, job_kind, load_job
+from hybridengine.run.errors import ConfigNote
 
-_KINDS: dict[str, tuple[type, dict[str, Any]]] = {
-    "grpo": (RLConfig, {}),
-    "ppo": (RLConfig, PPO),
-    "sft": (SFTConfig, {}),
-    "simulate": (SimulationConfig, {}),
-}
+__all__ = ["Key", "config_to_yaml", "key_reference", "key_table", "overrides_of"]
+
 _TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str"}
 _LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+
+def config_to_yaml(config: JobConfig) -> str:
+    """Return the resolved configuration as YAML; `load_config` reads it back to an equal one."""
+    # As `OmegaConf.to_yaml`, without a node for each value, which takes ten times as long.
+    content, dumper = asdict(typing.cast("Any", config)), get_omega_conf_dumper()
+    text: str = yaml.dump(content, Dumper=dumper, allow_unicode=True, sort_keys=False)
+    return text
+
+
+def overrides_of(kind: str, config: JobConfig) -> list[str]:
+    """Return the `key=value` that mean `config`: the required keys, and those with no default."""
+    values = {key: attrgetter(key)(config) for key, _ in keys_of(type(config))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigNote)
+        default = load_job(kind, None, [f"{key}={_as_text(values[key])}" for key in REQUIRED])
+    return [
+        f"{key}={_as_text(value)}"
+        for key, value in values.items()
+        if value != attrgetter(key)(default) or key in REQUIRED
+    ]
+
+
+def _as_text(value: Any) -> str:
+    """Return the value as it is written behind `key=`: a plain text if it is read back as such."""
+    if isinstance(value, str) and "\n" not in value:
+        read = OmegaConf.to_container(OmegaConf.from_dotlist([f"key={value}"]))
+        if read == {"key": value}:
+            return value
+    return json.dumps(value)
 
 
 class Key(NamedTuple):
@@ -43,11 +74,9 @@ class Key(NamedTuple):
 
 
 def key_reference(kind: str) -> list[Key]:
-    """Return the keys of `grpo`, `ppo`, `sft` or `simulate`; ConfigError for another kind."""
-    if kind not in _KINDS:
-        raise ConfigError(f"kind is {kind!r}, expected one of {', '.join(_KINDS)}")
-    schema, defaults = _KINDS[kind]
-    return list(_keys(schema, "", defaults))
+    """Return the keys of a kind of job, such as `grpo`; ConfigError for an unknown one."""
+    job = job_kind(kind)
+    return list(_keys(job.schema, "", job.defaults))
 
 
 def key_table(kind: str, containing: str = "") -> Table:
@@ -59,7 +88,7 @@ def key_table(kind: str, containing: str = "") -> Table:
     return table
 
 
-def _keys(group: type, prefix: str, defaults: dict[str, Any]) -> Iterator[Key]:
+def _keys(group: type, prefix: str, defaults: Mapping[str, Any]) -> Iterator[Key]:
     hints = typing.get_type_hints(group, include_extras=True)
     meanings, instance = _comments(group), group()
     for f in fields(group):

@@ -13,21 +13,17 @@ from hybridengine.run.config.common import JobConfig, RateConfig
 from hybridengine.run.config.engine_checks import TP_SIZE, find_differences, find_engine_faults
 from hybridengine.run.config.rl import ActorConfig, KLControlConfig, RLConfig
 from hybridengine.run.config.sft import SFTConfig
-from hybridengine.run.config.simulation import SimulationConfig
 
 _RANKS = "ranks (trainer.n_gpus_per_node * trainer.nnodes)"
 _MODES_OF_A_PATH = ("path", "resume_path")  # of trainer.resume_mode
 
 
-def find_faults(config: JobConfig | SimulationConfig) -> Iterator[str]:
+def find_faults(config: JobConfig) -> Iterator[str]:
     """Yield a sentence for each setting that contradicts another.
 
     A sentence contains the full names of its keys: `load_config` drops those about a key whose
     value is already refused.
     """
-    if isinstance(config, SimulationConfig):
-        yield from _simulation(config)
-        return
     for check in (_resume, _compile, _expert_adapters, _expert_parallel, _routers):
         yield from check(config)
     if isinstance(config, SFTConfig):
@@ -76,10 +72,8 @@ _GROUP_ESTIMATORS = {
 }
 
 
-def find_notes(config: JobConfig | SimulationConfig) -> Iterator[str]:
+def find_notes(config: JobConfig) -> Iterator[str]:
     """Yield a sentence for each setting that runs, but hardly as it was meant."""
-    if isinstance(config, SimulationConfig):
-        return
     mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
     if path is not None and mode not in _MODES_OF_A_PATH:
         yield (
@@ -115,22 +109,6 @@ def _idle_kl(config: RLConfig) -> Iterator[str]:
                 f"{switch} is true with {key} 0: a reference is loaded and computed in every step, "
                 f"and only its KL is measured; set {switch}=false, or a coefficient"
             )
-
-
-def _simulation(config: SimulationConfig) -> Iterator[str]:
-    workload, layout = config.workload, config.layout
-    if not workload.response_lengths and workload.response_length > workload.max_response_length:
-        yield (
-            f"workload.response_length is {workload.response_length:g}, more than "
-            f"workload.max_response_length {workload.max_response_length}; it is the mean"
-        )
-    if config.cluster.gpu == "cpu" and not config.cluster.memory_gib:
-        yield "cluster.gpu is cpu, which has no memory_gib of its own; set cluster.memory_gib"
-    if layout.critic_ranks and not workload.critic:
-        yield (
-            f"layout.critic_ranks is {layout.critic_ranks}, but workload.critic is false; "
-            "set it, or remove layout.critic_ranks"
-        )
 
 
 def _resume(config: JobConfig) -> Iterator[str]:

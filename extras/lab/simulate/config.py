@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import StrictBool
 
@@ -15,6 +16,7 @@ from hybridengine.run.config.common import (
     PositiveFloat,
     PositiveInt,
 )
+from hybridengine.run.config.loading import JobKind, Settings, load_job
 
 Gpu = Literal["a100", "h100", "h200", "b200", "cpu"]
 Precision = Literal["bfloat16", "float16", "float32"]
@@ -103,3 +105,41 @@ class SimulationConfig:
     cluster: ClusterConfig = ClusterConfig()
     workload: WorkloadConfig = WorkloadConfig()
     layout: LayoutConfig = LayoutConfig()
+
+    kind = "simulate"
+
+
+def load_simulation_config(
+    path: Settings, overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> SimulationConfig:
+    """Load the configuration of `hybridengine simulate`, see `load_job`."""
+    config: SimulationConfig = load_job("simulate", path, overrides)
+    return config
+
+
+def _find_faults(config: SimulationConfig) -> Iterator[str]:
+    workload, layout = config.workload, config.layout
+    if not workload.response_lengths and workload.response_length > workload.max_response_length:
+        yield (
+            f"workload.response_length is {workload.response_length:g}, more than "
+            f"workload.max_response_length {workload.max_response_length}; it is the mean"
+        )
+    if config.cluster.gpu == "cpu" and not config.cluster.memory_gib:
+        yield "cluster.gpu is cpu, which has no memory_gib of its own; set cluster.memory_gib"
+    if layout.critic_ranks and not workload.critic:
+        yield (
+            f"layout.critic_ranks is {layout.critic_ranks}, but workload.critic is false; "
+            "set it, or remove layout.critic_ranks"
+        )
+
+
+def _find_notes(config: SimulationConfig) -> Iterator[str]:
+    return iter(())
+
+
+SIMULATE = JobKind(
+    SimulationConfig,
+    required=("model.path",),
+    find_faults=_find_faults,
+    find_notes=_find_notes,
+)

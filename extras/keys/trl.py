@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from hybridengine.run.config.names import ForeignKeys
+
+__all__ = ["TRL_KEYS", "TRL_NAMES"]
+
 _JOB = {
     "model_name_or_path": ("model.path",),
     "dataset_name": ("data.train_files",),
@@ -77,3 +81,5 @@ TRL_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "chat_template_path": ("data.chat_template",),
     },
 }
+
+TRL_KEYS = {kind: ForeignKeys(suggested=names) for kind, names in TRL_NAMES.items()}

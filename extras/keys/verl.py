@@ -1,42 +1,12 @@
-"""What verl's keys mean here: one AliasTable for each kind of job.
-
-A native key is taken as it is. Every other key is first renamed by `aliases` (the longest prefix
-wins, the rest of the path is kept), so the patterns below are about names without
-`actor_rollout_ref.`; `values` renames values of native keys. Then the first table with a matching
-pattern decides, in this order:
-
-    fixed     the setting has one value here: these values are accepted, any other is refused
-    shared    the setting is that of another native key: the value has to be equal
-    refused   it changes results and is not supported: the text says what to do instead
-    ignored   it changes no result: accepted, and named in one note with the reason
-
-Patterns (`*` matches dots too) are separated by blanks. All tables accept null, verl's "not set".
-"""
+"""Verl's keys: what they mean here, one table for each kind of job."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
+from hybridengine.run.config.names import ForeignKeys
 
-@dataclass(frozen=True)
-class AliasTable:
-    """How one kind of job reads keys that are not native; see the module."""
-
-    aliases: Mapping[str, str]  # prefix → native prefix
-    fixed: Mapping[str, tuple[tuple[Any, ...], str]]  # patterns → (accepted values, why no other)
-    shared: Mapping[str, str]  # patterns → native key
-    refused: Mapping[str, str]  # patterns → what to do instead
-    ignored: Mapping[str, str]  # patterns → why it has no effect
-    values: Mapping[str, tuple[Any, str]] = field(default_factory=dict)  # key=value → native, why
-
-    def native(self, given: str) -> str:
-        """Return `given` with the longest prefix that is an alias replaced."""
-        matching = [alias for alias in self.aliases if f"{given}.".startswith(f"{alias}.")]
-        alias = max(matching, key=len, default="")
-        return self.aliases[alias] + given[len(alias) :] if alias else given
-
+__all__ = ["VERL_KEYS"]
 
 _OFF = (False, 0, -1, "")
 _UNSUPPORTED = "it is not supported"
@@ -125,7 +95,7 @@ _IGNORED = {
     "trainer.use_v1": _RAY,
 }
 
-RL_ALIASES = AliasTable(
+_RL = ForeignKeys(
     aliases={
         "actor_rollout_ref.model": "model",
         "actor_rollout_ref.actor": "actor",
@@ -297,7 +267,7 @@ RL_ALIASES = AliasTable(
 )
 
 _MESSAGES = "set data.messages_key for rows that are chats"
-SFT_ALIASES = AliasTable(
+_SFT = ForeignKeys(
     aliases={
         "model.partial_pretrain": "model.path",
         "engine": "model.fsdp_config",
@@ -336,3 +306,5 @@ SFT_ALIASES = AliasTable(
         "assistant's tokens",
     },
 )
+
+VERL_KEYS = {"grpo": _RL, "sft": _SFT}

@@ -1,0 +1,279 @@
+"""What files and overrides set, by native key, and what is wrong with it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from pydantic import TypeAdapter, ValidationError
+
+from hybridengine.run.config.common import Options, find_input, keys_of, read_paths
+from hybridengine.run.config.names import ForeignKeys, foreign_keys, similar_keys
+from hybridengine.run.errors import ConfigError, located
+from hybridengine.run.plugins import plugins
+
+_HYDRA_KEYS = ("_target_", "hydra", "defaults")
+_MESSAGES = {"tuple_type": "input should be a list"}  # of pydantic's error types, for YAML
+_ADAPTER = "model.lora_adapter_path"
+# Entries of adapter_config.json whose adapter is more than W + (alpha / r) B A of every target.
+_PLAIN: tuple[Any, ...] = ("", "none", None, False, [], {})
+_NOT_PLAIN = (
+    *("use_dora", "use_rslora", "use_qalora", "use_bdlora", "bias", "lora_bias", "rank_pattern"),
+    *("alpha_pattern", "modules_to_save", "layers_to_transform", "exclude_modules"),
+    *("trainable_token_indices", "layer_replication", "alora_invocation_tokens"),
+)
+_type_adapter = functools.cache(TypeAdapter)
+
+
+class GivenSettings:
+    """What files and overrides set, by native key, and what is wrong with it.
+
+    schema: the class of the configuration.
+
+    Attributes:
+        values: native key → value.
+        faults: one line each.
+        faulty_keys: native keys that a fault is about; further faults would only repeat it.
+        notes: reason → keys without effect.
+    """
+
+    def __init__(self, schema: Any, defaults: dict[str, Any]) -> None:
+        types = dict(keys_of(schema))
+        self._schema, self._known = schema, frozenset(types)
+        # Keys whose value is a mapping with keys of any name.
+        self._free = frozenset(key for key, hint in types.items() if hint == Options)
+        self._paths = read_paths(types)
+        self._foreign: ForeignKeys = foreign_keys(schema.kind)
+        self._shared: list[tuple[str, str, Any]] = []  # foreign key, native key, value
+        self.values, self.faults = defaults, list[str]()
+        self.faulty_keys, self.notes = set[str](), dict[str, list[str]]()
+
+    def add(
+        self,
+        tree: Mapping[str, Any],
+        source: str,
+        last_wins: bool = False,
+        folders: Sequence[Path] = (),
+    ) -> None:
+        """Add the settings of one source; they replace those of earlier sources.
+
+        last_wins: whether the last of two names of one key counts; otherwise both are a fault.
+        folders: those of relative paths, after the working directory.
+        """
+        here: dict[str, tuple[str, Any]] = {}
+        for given, value in _leaves(tree, self._free):
+            key, value = self._foreign.native(given), _as_text(value)
+            key, value = self._in_mapping(key, value)
+            if key in self._paths:
+                value = find_input(value, self._paths[key], folders)
+            if key in self._free and isinstance(value, Mapping):
+                merged = OmegaConf.merge(self.values.get(key) or {}, value)
+                self.values[key] = OmegaConf.to_container(merged)
+            elif key not in self._known:
+                self._add_foreign(given, key, value, source)
+            elif value is None and given != key:  # verl's "not set"
+                continue
+            elif key in here and here[key][1] not in (None, value) and not last_wins:
+                both = f"{here[key][0]} and {given}"
+                self.add_fault(f"{key} is given twice in {source}, as {both}; keep one", key)
+            else:
+                here[key] = (given, self._translated(key, value))
+        self.values |= {key: value for key, (_, value) in here.items()}
+
+    def add_adapter(self) -> None:
+        """Add what the initial adapter sets; a setting that contradicts it is a fault.
+
+        Targets may be given in other words; `apply_lora` compares the layers themselves.
+        """
+        if not isinstance(path := self.values.get(_ADAPTER), str):
+            return
+        try:
+            settings = _adapter_settings(path)
+        except ConfigError as error:
+            self.add_fault(str(error), _ADAPTER)
+            return
+        for name, value in settings.items():
+            own = self.values.get(name) or value
+            if own != value and name not in ("model.target_modules", "model.target_parameters"):
+                self.add_fault(
+                    f"{name} is {own}, but the adapter of {_ADAPTER} {path!r} has {value}; leave "
+                    f"{name} out",
+                    name,
+                )
+            self.values[name] = own
+
+    def _in_mapping(self, key: str, value: Any) -> tuple[str, Any]:
+        """Return the setting of one entry of a mapping as that of the mapping."""
+        for free in self._free:
+            if key.startswith(f"{free}."):
+                return free, _nested({key.removeprefix(f"{free}."): value})
+        return key, value
+
+    def _translated(self, key: str, value: Any) -> Any:
+        """Return the native value of one that has another name in verl, and note it."""
+        native, reason = self._foreign.values.get(f"{key}={value}", (value, ""))
+        if reason:
+            self.notes.setdefault(reason, []).append(f"{key}={value}")
+        return native
+
+    def add_fault(self, text: str, *keys: str) -> None:
+        self.faults.append(text)
+        self.faulty_keys.update(keys)
+
+    def shared_faults(self, config: Any) -> Iterator[str]:
+        """Yield a fault for each key whose value has to equal that of another key and does not."""
+        for given, ours, value in self._shared:
+            own = attrgetter(ours)(config)
+            equal = (own, list(own)) if isinstance(own, tuple) else (own,)
+            if own != "auto" and value not in equal:
+                yield f"{given} is {value!r}, but it is one setting with {ours}, which is {own!r}"
+
+    def _add_foreign(self, given: str, key: str, value: Any, source: str) -> None:
+        """Classify a key that is not native as fixed, shared, refused, ignored or unknown."""
+        foreign, where = self._foreign, f"{given} (in {source})"
+        if rule := foreign.find("fixed", given, key):
+            accepted, reason = rule
+            if value is not None and not any(_same(value, a) for a in accepted):
+                advice = "" if "set " in reason else "; leave it out"
+                self.add_fault(f"{where} is {value!r}, which cannot be set here: {reason}{advice}")
+            else:
+                self.notes.setdefault(reason, []).append(given)
+        elif ours := foreign.find("shared", given, key):
+            if value is not None:
+                self._shared.append((given, ours, value))
+        elif reason := foreign.find("refused", given, key):
+            if value is not None:
+                self.add_fault(f"{where} is not a key here: {reason}")
+        elif reason := foreign.find("ignored", given, key):
+            self.notes.setdefault(reason, []).append(given)
+        elif group := [k for k in self._known if k.startswith(f"{key}.")]:
+            self.add_fault(f"{where} is a group of keys, not {value!r}", *group)
+        else:
+            close = [*foreign.suggested.get(key, ())] or similar_keys(key, self._names())
+            self.add_fault(f"{where} is not a known key; {self._advice(key, close)}", *close)
+
+    def _names(self) -> dict[str, str]:
+        """Return all native keys and their other names, each with its native key."""
+        others = {}
+        for alias, key in self._foreign.aliases.items():
+            group, _, leaf = alias.rpartition(".")
+            if key in self._known:
+                others[f"{self._foreign.native(group)}.{leaf}"] = key
+        return others | {key: key for key in sorted(self._known)}
+
+    def _advice(self, key: str, close: list[str]) -> str:
+        groups = sorted({k.split(".", 1)[0] for k in self._known if "." in k})
+        if close:
+            advice = f"did you mean {' or '.join(close)}?"
+        elif key.split(".", 1)[0] not in groups:
+            advice = f"the groups are {', '.join(groups)}"
+        else:
+            advice = f"`hybridengine keys {self._schema.kind}` lists them"
+        if plugins("keys"):
+            return advice
+        return (
+            f"{advice}; keys of other trainers are read by what is registered in the entry-point "
+            "group hybridengine.keys: install hybridengine with its extras/ (`pip install .`)"
+        )
+
+    def validated(self) -> Any:
+        """Return the configuration, with defaults in place of values of a wrong type or range."""
+        while True:
+            try:
+                return _type_adapter(self._schema).validate_python(_nested(self.values))
+            except ValidationError as error:
+                for key, message in _messages(error, self.values).items():
+                    self.add_fault(f"{key} is {self.values.pop(key)!r}: {message}", key)
+
+
+def _leaves(
+    tree: Mapping[str, Any], free: frozenset[str], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of a tree; the value of a key in `free` is a whole mapping."""
+    for name, value in tree.items():
+        if name in _HYDRA_KEYS:
+            continue
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and not any(f".{key}".endswith(f".{f}") for f in free):
+            yield from _leaves(value, free, f"{key}.")
+        else:
+            yield key, value
+
+
+def _as_text(value: Any) -> Any:
+    """Return a path, or each path of a list, as text."""
+    if isinstance(value, list | tuple):
+        return [_as_text(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _same(value: Any, accepted: Any) -> bool:
+    """Whether both are equal and both or neither a bool: 1 is not True."""
+    return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *groups, leaf = key.split(".")
+        node = tree
+        for group in groups:
+            node = node.setdefault(group, {})
+        node[leaf] = value
+    return tree
+
+
+def _messages(error: ValidationError, values: Mapping[str, Any]) -> dict[str, str]:
+    """Return, by key, pydantic's first message about its value."""
+    messages: dict[str, str] = {}
+    for fault in error.errors():
+        paths = itertools.accumulate(map(str, fault["loc"]), "{}.{}".format)
+        key = next(path for path in paths if path in values)
+        message = _MESSAGES.get(fault["type"], fault["msg"])
+        messages.setdefault(key, f"{message[0].lower()}{message[1:]}")
+    return messages
+
+
+def _adapter_settings(path: str) -> dict[str, Any]:
+    """Return what the PEFT adapter in folder `path` sets: rank, scale, layers. Reads no weights.
+
+    Raises ConfigError for a folder without an adapter, and for one that is no plain LoRA.
+    """
+    folder = Path(path).expanduser()
+    file = folder / "adapter_config.json"
+    try:
+        config = json.loads(file.read_text())
+        rank, alpha, targets = (config[name] for name in ("r", "lora_alpha", "target_modules"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{_ADAPTER} {located(folder)} has no adapter_config.json; give the folder of a PEFT "
+            "adapter"
+        ) from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{_ADAPTER}: {located(file)} is no PEFT LoRA: {error!r}") from None
+    others = [f"{name}={config[name]}" for name in _NOT_PLAIN if config.get(name) not in _PLAIN]
+    parameters = set(config.get("target_parameters") or ())
+    linear = {name for name in parameters if name.endswith(".weight")}  # of a linear layer
+    if linear and isinstance(targets, str):
+        others.append(f"target_modules={targets} and target_parameters={sorted(linear)}")
+    if (kind := config.get("peft_type", "LORA")) != "LORA":
+        others.append(f"peft_type={kind}")
+    if others:
+        raise ConfigError(
+            f"{_ADAPTER} {str(folder)!r} has {', '.join(others)}, but only a plain LoRA can be "
+            "trained on; merge it into the model (PEFT's merge_and_unload) and leave the key out"
+        )
+    if not isinstance(targets, str):
+        targets = tuple(sorted({*(targets or ()), *(n.removesuffix(".weight") for n in linear)}))
+    return {
+        "model.lora_rank": rank,
+        "model.lora_alpha": float(alpha),
+        "model.target_modules": targets,
+        "model.target_parameters": tuple(sorted(parameters - linear)),
+    }
