@@ -68,7 +68,7 @@ class RewardService:
                 "one like http://localhost:8000/score"
             )
         own = host if name == "compute_score" else name
-        source = _ServiceSource(Path(), own, 1, url=str(path))
+        source = _ServiceSource(Path(), own, 1, own, url=str(path))
         return RewardFunction(source, 0, self, LIST_ARGUMENTS)
 
     def call(

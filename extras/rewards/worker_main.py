@@ -27,6 +27,7 @@ from hybridengine.run.errors import RewardError
 from hybridengine.run.host_memory import memory_limit
 from hybridengine.train.rewards.calls import Calls, Failure
 from hybridengine.train.rewards.function import (
+    CPU_LIMIT_S,
     TIMED_OUT,
     FunctionSource,
     import_reward_function,
@@ -73,16 +74,16 @@ def _serve(connection: Connection) -> None:
             except RewardError as error:
                 send(Failure(str(error)))
                 continue
-            if source.cpu_limit_s is not None:
-                function = partial(_limited, function, source.cpu_limit_s)
+            if source.rule:
+                function = partial(_limited, function)
             functions[key] = function, source
             if source.is_async:
                 _ = calls.event_loop  # so that importing asyncio is no part of a call's time
             send(source)
 
 
-def _limited(function: Callable[..., Any], cpu_s: float, **arguments: Any) -> Any:
-    """Call a built-in rule, which may take `cpu_s` seconds of CPU time and _EXTRA_BYTES.
+def _limited(function: Callable[..., Any], **arguments: Any) -> Any:
+    """Call a built-in rule, which may take CPU_LIMIT_S seconds of CPU time and _EXTRA_BYTES.
 
     The kernel ends the process after the time (SIGPROF): neither an integer of a billion digits
     nor a parser without end returns to the interpreter, and the time of a busy machine does not
@@ -90,7 +91,7 @@ def _limited(function: Callable[..., Any], cpu_s: float, **arguments: Any) -> An
     """
     try:
         with memory_limit(_EXTRA_BYTES):
-            signal.setitimer(signal.ITIMER_PROF, cpu_s)
+            signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
             try:
                 return function(**arguments)
             finally:

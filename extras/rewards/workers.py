@@ -108,7 +108,7 @@ class RewardWorkers:
         results = self._run(
             function, work, lambda indices: ("call", function.key, [calls[i] for i in indices])
         )
-        if function.source.cpu_limit_s is None:
+        if not function.source.rule:
             return [results[i] for i in range(size)]
         return [{TIMED_OUT: 0.0, **results[i]} for i in range(size)]
 
@@ -178,7 +178,7 @@ class RewardWorkers:
                             number, seconds, outcome = message
                             index = sent[worker][number]
                             pending[worker].remove(index)
-                            if seconds > limit and not source.cpu_limit_s:
+                            if seconds > limit and not source.rule:
                                 raise CallError(f"{late} {line}", index)
                             if isinstance(outcome, Failure):
                                 raise CallError(outcome.message, index)
@@ -186,7 +186,7 @@ class RewardWorkers:
                             if not source.is_async:  # async calls all started together
                                 worker.set_deadline(limit)
                     except WorkerError as error:
-                        if not (source.cpu_limit_s and error.is_limit):
+                        if not (source.rule and error.is_limit):
                             raise
                         results[pending[worker].pop(0)] = GIVEN_UP
                         rest, k = pending.pop(worker), worker.index

@@ -13,8 +13,9 @@ from hybridengine.rewards import workers
 from hybridengine.rewards.workers import RewardWorkers
 from hybridengine.run.errors import RewardError
 from hybridengine.train.data import PromptSample
-from hybridengine.train.rewards.function import BUILT_IN
+from hybridengine.train.rewards.function import import_file
 from hybridengine.train.rewards.manager import score_responses
+from hybridengine.train.rewards.rules import BUILT_IN
 from tests.ranks import Ranks
 
 ARGUMENTS = "data_source, solution_str, ground_truth, extra_info"
@@ -229,11 +230,13 @@ def compute_score({ARGUMENTS}):
 def test_a_built_in_rule_gives_up_on_too_much_memory(tmp_path, monkeypatch) -> None:
     file = tmp_path / "greedy.py"
     file.write_text(GREEDY)
-    register = "from hybridengine.train.rewards import function; from pathlib import Path\n"
-    register += f"function.BUILT_IN['greedy'] = Path({str(file)!r})\n"
+    register = (
+        "from hybridengine.train.rewards import function, rules; from pathlib import Path\n"
+        f"rules.BUILT_IN['greedy'] = lambda: function.import_file(Path({str(file)!r}))\n"
+    )
     program = workers._MAIN.replace("from ", register.replace("{", "{{") + "from ", 1)
     monkeypatch.setattr(workers, "_MAIN", program)
-    monkeypatch.setitem(BUILT_IN, "greedy", file)
+    monkeypatch.setitem(BUILT_IN, "greedy", lambda: import_file(file))
     pool = RewardWorkers(1, timeout_s=300)
     try:
         given = ["a", "memory", "b", "recursion", "c", "abort", "d"]

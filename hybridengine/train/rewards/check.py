@@ -13,7 +13,6 @@ from hybridengine.train.outcomes import SCORE_NAMES
 from hybridengine.train.rewards.build import caller_name
 from hybridengine.train.rewards.calls import RewardFunction
 from hybridengine.train.rewards.function import (
-    CHECK,
     CPU_LIMIT_S,
     TIMED_OUT,
     import_reward_function,
@@ -25,6 +24,7 @@ from hybridengine.train.rewards.manager import (
     score_checked,
     score_responses,
 )
+from hybridengine.train.rewards.rules import CHECK
 
 _CHECKED_AT_ONCE = 1000  # ground truths
 _PROBED_ROWS = 3  # whose empty answer is scored, besides the first row of each data_source
@@ -46,7 +46,7 @@ def check_reward(
     The built-in rules check every ground truth: that of a response can be right.
     """
     checks = [
-        function.caller.load(function.source.file, CHECK)
+        function.caller.load(function.source.rule, CHECK)
         for function in reward.functions
         if function.source.checks_ground_truth
     ]

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from functools import cache
 from numbers import Real
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hybridengine.run.errors import RewardError, shorten
+from hybridengine.train.rewards import rules
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -25,15 +27,6 @@ LIST_ARGUMENTS = (*BATCH_ARGUMENTS, "prompts")
 
 CPU_LIMIT_S = 5.0  # of a call of a built-in rule
 TIMED_OUT = "timed_out"  # result of a built-in rule: 1 for a response that it gave up on
-CHECK = "check_ground_truth"  # of some built-in rules: called as the rule is, before a run
-
-_RULES = Path(__file__).with_name("rules")
-BUILT_IN = {
-    "math_verify": _RULES / "math_rule.py",
-    "gsm8k": _RULES / "gsm8k.py",
-    "turn_rewards": _RULES / "turn_rewards.py",  # those of tools and environments alone
-    "data_source": _RULES / "by_data_source.py",  # the rule of each row's data_source
-}
 
 
 @dataclass(frozen=True)
@@ -42,34 +35,33 @@ class FunctionSource:
 
     is_async: whether it is a coroutine function.
     columns: of a function in TRL's form, the arguments that it takes, ("*",) for all; else None.
-    cpu_limit_s: of a built-in rule, the CPU time of a call above which its score is 0; None: no
-      limit but reward.timeout_s, which ends the run.
-    checks_ground_truth: whether it is a built-in rule whose module has CHECK.
+    rule: the name of a built-in rule, whose score is 0 for a call above CPU_LIMIT_S; "": the only
+      limit is reward.timeout_s, which ends the run.
+    checks_ground_truth: whether it is a built-in rule that has `rules.CHECK`.
+    label: the name of its score among those of several functions.
     """
 
     file: Path
     name: str
     line: int
+    label: str
     is_async: bool = False
     columns: tuple[str, ...] | None = None
-    cpu_limit_s: float | None = None
+    rule: str = ""
     checks_ground_truth: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} ({self.file}:{self.line})"
 
-    @property
-    def label(self) -> str:
-        """The name of its score among those of several functions."""
-        return self.file.stem if self.name == "compute_score" else self.name
-
 
 def reward_file(path: str | Path) -> Path:
-    """Return the file of `path`, a Python file or a name in BUILT_IN.
+    """Return the file of `path`, a Python file or the name of a built-in rule.
 
     Raises RewardError where it does not exist.
     """
-    file = BUILT_IN.get(str(path), Path(path).expanduser().resolve())
+    if str(path) in rules.BUILT_IN:
+        return Path(rules.__file__)
+    file = Path(path).expanduser().resolve()
     if file.is_dir():
         raise RewardError(
             f"reward file {file} is a folder; name the Python file in "
@@ -87,17 +79,19 @@ def import_reward_function(
 ) -> tuple[Callable[..., Any], FunctionSource]:
     """Import `name` from the file `path` into this process, and check that it takes `arguments`.
 
-    path: a Python file, or a name in BUILT_IN.
+    path: a Python file, or the name of a built-in rule.
     arguments: None does not check the signature.
 
     Raises RewardError for a missing file, a file that fails to import, a missing function, and a
     signature that does not take the arguments by name.
     """
+    rule = rules.BUILT_IN.get(str(path))
     file = reward_file(path)
-    module = _module(file)
+    module = rule() if rule else _module(file)
     call = getattr(module, name, None)
     if not callable(call):
-        functions = [n for n, v in vars(module).items() if inspect.isfunction(v)]
+        given = vars(module if isinstance(module, ModuleType) else type(module))
+        functions = [n for n, v in given.items() if inspect.isfunction(v)]
         raise RewardError(
             f"reward file {file} has no function {name!r}; functions there: "
             f"{', '.join(functions) or 'none'} (reward.custom_reward_function.name)"
@@ -106,11 +100,17 @@ def import_reward_function(
     if arguments is not None and columns is None:
         _check_signature(call, name, file, arguments)
     code = getattr(inspect.unwrap(call), "__code__", None)
-    is_async = inspect.iscoroutinefunction(call)
-    line = code.co_firstlineno if code else 1
-    built_in = file in BUILT_IN.values()
-    limit, checks = CPU_LIMIT_S if built_in else None, built_in and hasattr(module, CHECK)
-    return call, FunctionSource(file, name, line, is_async, columns, limit, checks)
+    label = getattr(module, "label", file.stem) if rule else file.stem
+    return call, FunctionSource(
+        file,
+        name,
+        code.co_firstlineno if code else 1,
+        label if name == "compute_score" else name,
+        is_async=inspect.iscoroutinefunction(call),
+        columns=columns,
+        rule=str(path) if rule else "",
+        checks_ground_truth=rule is not None and hasattr(module, rules.CHECK),
+    )
 
 
 def trl_columns(call: Callable[..., Any]) -> tuple[str, ...] | None:

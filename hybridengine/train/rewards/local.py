@@ -205,4 +205,5 @@ def _source_of(given: Callable[..., Any], name: str) -> FunctionSource:
     code = getattr(inspect.unwrap(own), "__code__", None)
     file, line = (code.co_filename, code.co_firstlineno) if code else ("<builtin>", 1)
     is_async = inspect.iscoroutinefunction(own)
-    return FunctionSource(Path(file), name, line, is_async, trl_columns(given))
+    label = Path(file).stem if name == "compute_score" else name
+    return FunctionSource(Path(file), name, line, label, is_async, trl_columns(given))

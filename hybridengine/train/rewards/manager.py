@@ -114,8 +114,7 @@ def score_responses(
     }
     extras = {name: x for name, x in results.items() if isinstance(x[0], float)}
     texts = {name: x for name, x in results.items() if name not in extras}
-    is_limited = function.source.cpu_limit_s is not None
-    counts = {TIMED_OUT: extras.pop(TIMED_OUT)} if is_limited else {}
+    counts = {TIMED_OUT: extras.pop(TIMED_OUT)} if function.source.rule else {}
     return RewardResult(extras.pop("score"), extras, texts=texts, counts=counts)
 
 
