@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from hybridengine.run.failures import RESTART_COUNT
 from hybridengine.run.messages import SignedStore, wait_until
 from hybridengine.run.restarts import connect_store
+from hybridengine.run.session import World
 
 
 @dataclass(frozen=True)
@@ -161,28 +162,45 @@ class RoleLink:
         return bool(self.store.get("writing", bool))
 
 
-def join_world(roles: Roles, rank: int, backend: str, timeout_s: float) -> RoleLink:
-    """Initialize the default process group of this rank's own world.
+class RoleWorld(World):
+    """This rank's world, one of those into which `roles` split the ranks of torchrun.
 
-    Torchrun's variables then describe that world, as vLLM and `torch.distributed` expect; only
-    LOCAL_RANK, the number of the device, stays. rank: of the torchrun world.
+    link: to the other worlds, from `join` on.
     """
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    prefix = f"hybridengine/roles/{os.environ.get(RESTART_COUNT, '0')}"
-    store = SignedStore(connect_store(timeout_s), prefix)
-    role = roles.role_of(rank)
-    os.environ.update(
-        RANK=str(role.rank),
-        WORLD_SIZE=str(role.world_size),
-        LOCAL_WORLD_SIZE=str(role.local_world_size),
-    )
-    dist.init_process_group(
-        backend,
-        store=store.substore(role.world),
-        rank=role.rank,
-        world_size=role.world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    link = RoleLink(roles, role, store.within("link"), timeout_s, address)
-    link.announce()
-    return link
+
+    link: RoleLink
+
+    def __init__(self, roles: Roles) -> None:
+        self._roles, self.role = roles, roles.role_of(int(os.environ["RANK"]))
+        self.name, self.uses_device = self.role.world, self.role.uses_device
+
+    @property
+    def num_ranks(self) -> int:
+        return self._roles.num_nodes * self._roles.ranks_per_node
+
+    def join(self, store: dist.Store, backend: str, timeout_s: float) -> None:
+        """Initialize the default process group of this rank's own world.
+
+        Torchrun's variables then describe that world, as vLLM and `torch.distributed` expect; only
+        LOCAL_RANK, the number of the device, stays.
+        """
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        prefix = f"hybridengine/roles/{os.environ.get(RESTART_COUNT, '0')}"
+        own = SignedStore(connect_store(timeout_s), prefix)
+        os.environ.update(
+            RANK=str(self.role.rank),
+            WORLD_SIZE=str(self.role.world_size),
+            LOCAL_WORLD_SIZE=str(self.role.local_world_size),
+        )
+        dist.init_process_group(
+            backend,
+            store=own.substore(self.role.world),
+            rank=self.role.rank,
+            world_size=self.role.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        self.link = RoleLink(self._roles, self.role, own.within("link"), timeout_s, address)
+        self.link.announce()
+
+    def writing(self) -> AbstractContextManager[None]:
+        return self.link.writing()

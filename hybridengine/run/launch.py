@@ -113,7 +113,7 @@ def _elastic_config(error_dir: str, num_ranks: int, address: str) -> Any:
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-    from hybridengine.remote import rendezvous
+    from hybridengine.run import rendezvous
 
     rendezvous.register()
     return LaunchConfig(

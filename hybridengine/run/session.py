@@ -9,14 +9,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from hybridengine.remote.roles import Role, RoleLink, Roles, join_world
 from hybridengine.run.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from hybridengine.run.failures import (
     RESTART_COUNT,
@@ -38,12 +37,42 @@ class EarlyExit(RuntimeError):
     """Code inside a run called `sys.exit` instead of returning."""
 
 
+class World:
+    """The torch.distributed world of this rank: all ranks of torchrun, unless a subclass splits
+    them by role into several worlds.
+
+    name: of this world, for messages; "" where there is one.
+    uses_device: whether this rank computes on a GPU where there are GPUs.
+    """
+
+    name = ""
+    uses_device = True
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all worlds."""
+        return dist.get_world_size()
+
+    def join(self, store: dist.Store, backend: str, timeout_s: float) -> None:
+        """Initialize the default process group. store: of all ranks of torchrun."""
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"hybridengine/world/{os.environ[RESTART_COUNT]}", store),
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timedelta(seconds=timeout_s),
+        )
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Tell the ranks of other worlds that those of this one wait for a disk."""
+        return nullcontext()
+
+
 class Session:
     """The state of a rank that every phase of a run needs.
 
     Attributes:
         was_stopped: whether the run ends before its last step because a signal requested it.
-        link: the link to ranks of other roles; None where every rank trains and generates.
         was_restarted: whether torchrun's agent has restarted the ranks of a run that had begun.
         on_phase: called with the name of every phase that begins.
     """
@@ -53,13 +82,13 @@ class Session:
         status: PhaseStatus,
         guard: CollectiveGuard | None = None,
         signals: StopSignals | None = None,
-        link: RoleLink | None = None,
+        world: World | None = None,
         mark: RunMark | None = None,
     ) -> None:
-        self.link = link
+        self._world = world or World()
         self._mark, self.was_restarted = mark, mark is not None and mark.was_set
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.device = _device(link.role if link is not None else None)
+        self.device = _device(self._world.uses_device)
         self._step = 0
         self._status, self._guard, self._signals = status, guard, signals
         self.was_stopped = False
@@ -74,10 +103,8 @@ class Session:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all roles."""
-        if self.link is None:
-            return self.world_size
-        return self.link.roles.num_nodes * self.link.roles.ranks_per_node
+        """Ranks of all worlds."""
+        return self._world.num_ranks
 
     @property
     def step(self) -> int:
@@ -115,8 +142,7 @@ class Session:
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
         """As `phase`, where all ranks of this world wait for a disk; those of others wait too."""
-        link = self.link if self.is_main else None
-        with link.writing() if link is not None else nullcontext(), self.phase(name):
+        with self._world.writing() if self.is_main else nullcontext(), self.phase(name):
             yield
 
     def _enter(self, phase: str) -> None:
@@ -168,17 +194,17 @@ def run_rank(
     main: Callable[[Session], None],
     run_dir: str | Path,
     timeout_s: float,
-    roles: Roles | None = None,
+    world: World | None = None,
 ) -> int:
     """Run `main` as one rank of a torchrun world and return its exit code.
 
-    roles: split the world by role, see `Session.link`.
+    world: the world of this rank; None: all ranks form one.
 
     0: `main` has finished; EXIT_STOPPED: SIGINT or SIGTERM stopped it after a checkpoint;
     EXIT_USER_ERROR: a UserError. Other exceptions are raised on, see `rank_session`.
     """
     try:
-        with rank_session(run_dir, timeout_s, roles) as session:
+        with rank_session(run_dir, timeout_s, world) as session:
             _call(main, session)
     except UserError:  # its message is printed; a traceback would hide it
         return EXIT_USER_ERROR
@@ -187,12 +213,12 @@ def run_rank(
 
 @contextmanager
 def rank_session(
-    run_dir: str | Path, timeout_s: float, roles: Roles | None = None
+    run_dir: str | Path, timeout_s: float, world: World | None = None
 ) -> Iterator[Session]:
     """Open the process group and the session of one rank of a torchrun world.
 
     timeout_s: how long a collective may wait for the other ranks.
-    roles: the roles of the ranks; each rank gets the process group of its own world.
+    world: whose process group this rank joins; None: that of all ranks.
 
     A failure inside ends in one line on stderr that names the rank at fault and the phase, and is
     raised on. A rank that fails because another one did ends its process. A rank that gets SIGTERM
@@ -201,31 +227,20 @@ def rank_session(
     """
     faulthandler.enable()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    role = roles.role_of(rank) if roles is not None else None
-    device = _device(role)
+    world = world or World()
+    device = _device(world.uses_device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if _on_one_machine():
         os.environ.update(_interfaces())
-    signals, status = StopSignals(), PhaseStatus(run_dir, rank, role.world if role else "")
+    signals, status = StopSignals(), PhaseStatus(run_dir, rank, world.name)
     secret_file = Path(run_dir) / ".secret"
     store = _join_start(rank, world_size, timeout_s, secret_file)
     guard = connect_guard(rank, world_size)
     monitor = RankMonitor(guard, timeout_s, lambda: signals.requested == signal.SIGTERM)
     try:
-        link = None
-        if roles is None:
-            own = dist.PrefixStore(f"hybridengine/world/{os.environ[RESTART_COUNT]}", store)
-            dist.init_process_group(
-                _backend(device),
-                store=own,
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=timeout_s),
-            )
-        else:
-            link = join_world(roles, rank, _backend(device), timeout_s)
-        session = Session(status, guard, signals, link, RunMark(store, run_dir))
+        world.join(store, _backend(device), timeout_s)
+        session = Session(status, guard, signals, world, RunMark(store, run_dir))
         yield session
         signals.close(signal.SIG_IGN)
         status.end("stopped" if session.was_stopped else "finished")
@@ -343,7 +358,7 @@ def _call(main: Callable[[Session], None], session: Session) -> None:
         raise EarlyExit(f"sys.exit({error.code!r}) was called in the middle of the run") from error
 
 
-def _device(role: Role | None = None) -> torch.device:
-    if torch.cuda.is_available() and (role is None or role.uses_device):
+def _device(uses_device: bool = True) -> torch.device:
+    if torch.cuda.is_available() and uses_device:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")

@@ -23,7 +23,6 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from hybridengine.model import on_device
-from hybridengine.remote.servers.network import prepare_network
 from hybridengine.run.all_ranks import broadcast_value
 from hybridengine.run.config import ConfigError, RLConfig, SFTConfig
 from hybridengine.run.errors import UsageError
@@ -152,8 +151,6 @@ class Trainer:
     def _open(self, model: Any, tokenizer: Any, callbacks: Callbacks) -> None:
         config, folder = self.config, self.config.trainer.default_local_dir
         is_ours = "RANK" in os.environ and not dist.is_initialized()
-        if isinstance(config, RLConfig):
-            prepare_network(config.rollout.servers)
         check_ranks(config)
         if os.environ.get("RANK", "0") == "0":
             self._stack.enter_context(run_lock(folder))

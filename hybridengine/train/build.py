@@ -8,18 +8,15 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from hybridengine.engine.interface import EngineOptions, RolloutEngine
 from hybridengine.model import adapter_shards, frozen_parameters, parameter_shards
 from hybridengine.model.checkpoint import checkpoint_layout_from_config
 from hybridengine.model.validation import check_model
-from hybridengine.remote.roles import RoleLink
-from hybridengine.remote.sync.receiver import WeightReceiver
-from hybridengine.remote.sync.sender import WeightSender
 from hybridengine.run.config import ConfigError, JobConfig, RLConfig
 from hybridengine.run.errors import UserError, located, unreadable_part
 from hybridengine.run.plugins import load_plugin
@@ -34,7 +31,14 @@ from hybridengine.train.rewards.function import import_file
 from hybridengine.train.rewards.manager import RewardManager
 from hybridengine.vision import ImagePreparer, load_image_preparer
 
-SYNC_SHARE = 0.8  # of trainer.timeout_s: a sync gives up before the trainers' collectives do
+
+class RunData(NamedTuple):
+    """What a run trains and validates on, and how responses are scored. val: None without data."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptDataset
+    val: PromptDataset | None
+    reward: RewardManager
 
 
 def load_tokenizer(config: JobConfig, path: str | None = None) -> PreTrainedTokenizerBase:
@@ -75,9 +79,7 @@ def _load_preparer(path: str, trust_remote_code: bool, options: str) -> ImagePre
     return load_image_preparer(model, path, json.loads(options), trust_remote_code)
 
 
-def load_data(
-    config: RLConfig,
-) -> tuple[PreTrainedTokenizerBase, PromptDataset, PromptDataset | None, RewardManager]:
+def load_data(config: RLConfig) -> RunData:
     """Load tokenizer, training prompts, validation prompts (or None) and reward.
 
     Imports `model.external_lib` first: it may register the estimator or the reward manager.
@@ -95,7 +97,7 @@ def load_data(
     train, val = dataset(data.train_files), dataset(data.val_files) if data.val_files else None
     build_agents(config, tokenizer)  # its errors, before a model is loaded
     reward = build_reward_manager(config.reward, data.max_response_length, tokenizer)
-    return tokenizer, train, val, reward
+    return RunData(tokenizer, train, val, reward)
 
 
 def multi_turn(config: RLConfig) -> Any:
@@ -260,28 +262,3 @@ def build_resharder(
         merge=config.reshard.lora == "merged",
         delta=config.reshard.delta,
     )
-
-
-def build_sender(config: RLConfig, actor: Actor, link: RoleLink) -> WeightSender:
-    """Build a trainer rank's side of the weight sync to engine ranks."""
-    mib, model = config.reshard.bucket_mib, cast(PreTrainedModel, actor.model)
-    return WeightSender(
-        partial(parameter_shards, actor.model),
-        link.store.substore("weights"),
-        num_engines=config.num_engines,
-        bucket_bytes=None if mib is None else mib << 20,
-        adapters=partial(adapter_shards, actor.model),
-        frozen=partial(frozen_parameters, actor.model),
-        merge=config.reshard.lora == "merged",
-        delta=config.reshard.delta,
-        config=model.config.to_dict(),
-        timeout_s=SYNC_SHARE * link.timeout_s,
-    )
-
-
-def build_receiver(engine: RolloutEngine, link: RoleLink) -> WeightReceiver:
-    """Build an engine rank's side of the weight sync."""
-    assert link.role.engine is not None
-    store = link.store.substore("weights")
-    timeout_s = SYNC_SHARE * link.timeout_s
-    return WeightReceiver(engine, store, index=link.role.engine, timeout_s=timeout_s)

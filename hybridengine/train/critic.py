@@ -12,6 +12,7 @@ from hybridengine.model import PackedBatch, free_gathered, on_device, packed_val
 from hybridengine.run.config import RLConfig
 from hybridengine.train.batch import DataParallel, RolloutBatch
 from hybridengine.train.build_models import build_optimizer, load_value_model
+from hybridengine.train.checkpoint.tensors import RemotePart
 from hybridengine.train.metrics import explained_variance
 from hybridengine.train.models import Learner
 from hybridengine.train.rollouts import Rollouts
@@ -20,7 +21,7 @@ from hybridengine.train.rollouts import Rollouts
 class StepCritic(ABC):
     """The critic as the ranks of the policy call it. All methods are collective over them.
 
-    `Critic` is on these ranks, `critic.remote.RemoteCritic` on others.
+    `Critic` is on these ranks, an `ExternalCritic` on others.
     """
 
     def begin(self, step: int, rollouts: Rollouts, batch: RolloutBatch) -> None:  # noqa: B027
@@ -48,6 +49,19 @@ class StepCritic(ABC):
 
     def close(self, how: Literal["finished", "stopped"]) -> None:  # noqa: B027
         """Release other ranks; how: the run has ended."""
+
+
+class ExternalCritic(StepCritic, RemotePart):
+    """A critic on ranks that a mode has set apart; these write and read its tensors.
+
+    optimizer: what they have reported of it; its state is part of a checkpoint.
+    """
+
+    optimizer: Any
+
+    @abstractmethod
+    def wait_until_built(self) -> None:
+        """Wait until its ranks have loaded their model."""
 
 
 class Critic(Learner, StepCritic):

@@ -24,12 +24,9 @@ from rich.table import Table
 from torch import Tensor
 
 from hybridengine.model import on_device
-from hybridengine.remote.critic.remote import RemoteCritic
-from hybridengine.remote.roles import Roles
-from hybridengine.remote.servers.network import prepare_network
 from hybridengine.run.config import RLConfig
 from hybridengine.run.plugins import load_plugin
-from hybridengine.run.session import Session, run_rank
+from hybridengine.run.session import Session
 from hybridengine.sync.report import SyncReport
 from hybridengine.train.advantages import compute_advantages, compute_rewards
 from hybridengine.train.algorithms import NEEDS, KLController, uses_critic
@@ -46,22 +43,17 @@ from hybridengine.train.metrics import (
     problems_of,
     probs_diff,
 )
+from hybridengine.train.mode import Mode, mode_of
 from hybridengine.train.models import Learner, needs_old_log_probs
 from hybridengine.train.plan import plan_table, resolve_dtypes
 from hybridengine.train.report import UpdateCounts
-from hybridengine.train.rewards.manager import RewardManager
 from hybridengine.train.rollout_files import (
     TokenRecord,
     rollout_file,
     texts_on_rank0,
     with_trained_columns,
 )
-from hybridengine.train.rollout_source import (
-    ColocatedRollouts,
-    RolloutSource,
-    sampling_of,
-    val_sampling_of,
-)
+from hybridengine.train.rollout_source import sampling_of, val_sampling_of
 from hybridengine.train.rollouts import Rollouts, format_rollout, select_groups
 from hybridengine.train.shared_prefix import build_data_parallel
 
@@ -69,34 +61,33 @@ _NUM_PRINTED = 3  # scored samples on the screen
 
 
 class RLTrainer(BaseTrainer[RLConfig]):
-    """One rank of an RL run."""
+    """One rank that trains in an RL run. mode: what other ranks do, by default that of `config`."""
 
     val: PromptDataset | None
 
-    def __init__(self, config: RLConfig, session: Session) -> None:
-        config = resolve_dtypes(config)
+    def __init__(self, config: RLConfig, session: Session, mode: Mode | None = None) -> None:
+        config, mode = resolve_dtypes(config), mode or mode_of(config)
         super().__init__(config, session)
         data, algorithm = config.data, config.algorithm
         torch.manual_seed(config.seed)
         if session.is_main:  # until the progress bar takes over
             session.on_phase = lambda phase: print(f"… {phase.replace('_', ' ')}", flush=True)
         with session.phase("load_data"):
-            self.tokenizer, self.prompts, self.val, reward = load_data(config)
+            run_data = load_data(config)
+            self.tokenizer, self.prompts, self.val = run_data[:3]
             self.loader = PromptLoader(
                 self.prompts, data.train_batch_size, seed=config.seed, shuffle=data.shuffle
             )
         self.epochs_per_step = config.actor.ppo_epochs
         self.num_mini_batches = data.train_batch_size // config.ppo_mini_batch_size
         self.needs = NEEDS[algorithm.adv_estimator]
-        self.critic: StepCritic | None = None
-        remote: RemoteCritic | None = None
         reward_model = None
         self.sampling, self.val_sampling = sampling_of(config), val_sampling_of(config)
         self.greedy = replace(self.sampling, n=1, temperature=0.0, record_routes=False)
-        self.source = self._build_source(reward)
+        self.source = mode.rollouts(config, session, run_data, self.loader, self.sampling)
         updates = self.steps * self.num_mini_batches * self.epochs_per_step
-        if config.num_critic_ranks:
-            self.critic = remote = RemoteCritic(config, session, updates)
+        external = mode.critic(config, session, updates)
+        self.critic: StepCritic | None = external
         with session.phase("load_model"):
             self.dp = build_data_parallel(config, session)
             self.actor = build_actor(
@@ -111,7 +102,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
             )
             self.model = self.actor.model
             trained: dict[str, Learner] = {"actor": self.actor}
-            if uses_critic(config) and remote is None:
+            if uses_critic(config) and external is None:
                 self.critic = trained["critic"] = build_critic(config, self.dp, updates)
             if config.reward.reward_model.enable:
                 scorer = load_plugin("rewards", "reward_model", "reward.reward_model.enable")
@@ -124,53 +115,22 @@ class RLTrainer(BaseTrainer[RLConfig]):
         if config.schedules_kl_loss:
             states["kl_loss"] = self.actor.kl
         optimizers: dict[str, UpdateCounts] = {n: x.optimizer for n, x in trained.items()}
-        if remote is not None:
-            remote.wait_until_built()
-            optimizers["critic"] = states["critic.optimizer"] = remote.optimizer
+        if external is not None:
+            external.wait_until_built()
+            optimizers["critic"] = states["critic.optimizer"] = external.optimizer
         self.optimizers = optimizers
         self.validations, self.syncs = states["held_out"], list[SyncReport]()
         self.probs_diffs = list[float]()  # mean difference: [of the first step, the largest]
         self.checkpoints = self.build_checkpoints(
-            {name: (part.model, part.optimizer) for name, part in trained.items()}, states, remote
+            {name: (part.model, part.optimizer) for name, part in trained.items()}, states, external
         )
         self.rollout_dir = Path(config.trainer.rollout_data_dir or self.rollout_dir)
         self.printed_samples = False
 
     @classmethod
     def run(cls, config: RLConfig) -> int:
-        if not config.overlaps and not config.num_critic_ranks:
-            return super().run(config)
-        from hybridengine.remote.critic.worker import CriticWorker
-        from hybridengine.remote.overlap import RolloutWorker
-
-        def main(session: Session) -> None:
-            assert session.link is not None
-            if session.link.role.kind == "trainer":
-                cls(config, session).train()
-            elif session.link.role.kind == "critic":
-                CriticWorker(session).run()
-            else:
-                RolloutWorker(config, session).run()
-
-        trainer, rollout = config.trainer, config.rollout
-        roles = Roles(
-            trainer.nnodes,
-            trainer.n_gpus_per_node,
-            config.engine_ranks_per_node,
-            rollout.tensor_model_parallel_size,
-            uses_servers=bool(rollout.servers),
-            critics_per_node=config.critic.n_gpus_per_node,
-        )
-        prepare_network(rollout.servers)
-        return run_rank(main, trainer.default_local_dir, trainer.timeout_s, roles)
-
-    def _build_source(self, reward: RewardManager) -> RolloutSource:
-        shared = (self.config, self.session, self.tokenizer)
-        if self.config.overlaps:
-            from hybridengine.remote.overlap import OverlappedRollouts
-
-            return OverlappedRollouts(*shared, self.prompts, self.val, self.loader, self.sampling)
-        return ColocatedRollouts(*shared, reward, self.loader, self.sampling)
+        mode = mode_of(config)
+        return mode.run(lambda session: cls(config, session, mode).train())
 
     def collect(self, step: int) -> Rollouts:
         """Generate and score responses to the prompts of one step."""

@@ -1,7 +1,6 @@
-"""Where a trainer rank gets its rollouts from: engines on the same ranks, or on ranks of their own.
+"""Where a trainer rank gets its rollouts from: by default from engines on the same ranks.
 
-`ColocatedRollouts`: every rank has a part of an engine. `trainer.overlap.OverlappedRollouts`:
-engine ranks generate while the trainer ranks train. `RolloutGenerator` generates and scores the
+`RolloutGenerator` generates and scores the
 responses to a batch of prompts on the ranks that have an engine.
 """
 
@@ -17,19 +16,19 @@ from torch import Tensor
 from hybridengine.engine.interface import RolloutEngine, SamplingSpec, derive_seed
 from hybridengine.engine.response import Response
 from hybridengine.model import SharedParameters
-from hybridengine.remote.weights_checksum import WeightsChecksum
 from hybridengine.run.all_ranks import all_gather_values
 from hybridengine.run.config import RLConfig
 from hybridengine.run.session import Session
 from hybridengine.sync.report import SyncReport
 from hybridengine.sync.weight_target import target_of
-from hybridengine.train.build import build_agents, build_engine, build_resharder
+from hybridengine.train.build import RunData, build_agents, build_engine, build_resharder
 from hybridengine.train.choices import SharedWeights, share_weights
 from hybridengine.train.data import PromptLoader, PromptSample, Subset
 from hybridengine.train.exact_rollouts import inexact_reason
 from hybridengine.train.models import Actor
 from hybridengine.train.rewards.manager import ResponseTokens, RewardManager, score_checked
 from hybridengine.train.rollouts import Rollouts
+from hybridengine.train.weights_checksum import WeightsChecksum
 
 
 class RewardModel(Protocol):
@@ -124,16 +123,15 @@ class ColocatedRollouts(RolloutSource):
         self,
         config: RLConfig,
         session: Session,
-        tokenizer: Any,
-        reward: RewardManager,
+        data: RunData,
         loader: PromptLoader,
         sampling: SamplingSpec,
     ) -> None:
-        self._config, self._session, self._tokenizer = config, session, tokenizer
-        self._reward, self._loader, self._sampling = reward, loader, sampling
+        self._config, self._session, self._tokenizer = config, session, data.tokenizer
+        self._reward, self._loader, self._sampling = data.reward, loader, sampling
         self.exact = inexact_reason(config) is None
         with session.phase("start_engine"):
-            self.engine = build_engine(config, tokenizer, exact=self.exact)
+            self.engine = build_engine(config, data.tokenizer, exact=self.exact)
             self._layout = target_of(self.engine).layout  # of all parameters
             self.shared = share_weights(config, self.engine)
         self._checksum = WeightsChecksum(config, self.engine)

@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridengine.remote.servers.network import has_remote, prepare_network
-from hybridengine.run.config import JobConfig, RLConfig, SFTConfig, config_to_yaml, load_job
+from hybridengine.run.config import JobConfig, SFTConfig, config_to_yaml, load_job
 from hybridengine.run.launch import launch_ranks
 from hybridengine.run.status import clear_status, run_lock
 from hybridengine.run.storage import atomic_file
 from hybridengine.train.checkpoint.folders import find_checkpoints
+from hybridengine.train.mode import mode_of
 
 if TYPE_CHECKING:
     from hybridengine.train.base import BaseTrainer
@@ -32,9 +32,7 @@ def launch(config: JobConfig, module: str = "hybridengine.train.start") -> int:
     Raises ConfigError if another run is using the folder.
     """
     dir = Path(config.trainer.default_local_dir)
-    servers = config.rollout.servers if isinstance(config, RLConfig) else ()
-    prepare_network(servers)
-    address = "" if has_remote(servers) else "127.0.0.1"
+    address = mode_of(config).prepare_network()
     with run_lock(dir):
         clear_status(dir)
         config_file = dir / ".status" / "config.yaml"  # overrides applied

@@ -10,9 +10,9 @@ import torch
 from hybridengine.engine.interface import SamplingSpec, derive_seed
 from hybridengine.kernels import sample_tokens
 from hybridengine.remote.servers import ServerEngine, VllmServer
-from hybridengine.remote.weights_checksum import WeightsChecksum
 from hybridengine.run.config import load_config
 from hybridengine.run.errors import RolloutError
+from hybridengine.train.weights_checksum import WeightsChecksum
 
 __all__ = ["check_checksum", "check_generation", "scaled"]
 
@@ -33,7 +33,8 @@ def drawn(logits: torch.Tensor, seed: int) -> list[int]:
 
 def check_checksum(server: VllmServer, engine: ServerEngine) -> None:
     """A bit of a server's weights changes and changes back."""
-    checksum = WeightsChecksum(load_config(None, ["model.path=m", "data.train_files=f"]), engine)
+    config = load_config(None, ["model.path=m", "data.train_files=f"])
+    checksum = WeightsChecksum(config, engine, engine.pool.weights)
     checksum.after_sync()
     assert checksum() == {2: server.weights().checksum}
     server._request("POST", "/collective_rpc", {"method": "flip_bit"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,10 +80,11 @@ def source_of(*overrides: str) -> tuple[OverlappedRollouts, Engines]:
     class Status:
         def enter(self, phase: str, step: int) -> None: ...
 
-    session = Session(Status(), link=link)  # type: ignore[arg-type]
+    session = Session(Status())  # type: ignore[arg-type]
     prompts: Any = [PromptSample(k, [k], f"{k}", "d", "", {}) for k in range(48)]
     loader = PromptLoader(prompts, config.data.train_batch_size, seed=1, shuffle=False)
-    source = OverlappedRollouts(config, session, None, prompts, None, loader, SamplingSpec(n=1))
+    data: Any = SimpleNamespace(train=prompts, val=None)
+    source = OverlappedRollouts(config, session, link, data, loader, SamplingSpec(n=1))
     engines: Any = Engines()
     source._queue, source._sender, source._reward_model = engines, Sender(), None  # type: ignore[assignment]
     return source, engines

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from hybridengine.engine.interface import InFlightUpdate
-from hybridengine.remote import weights_checksum
-from hybridengine.remote.weights_checksum import WeightsChecksum
 from hybridengine.run.config import load_config
 from hybridengine.run.errors import RolloutError
 from hybridengine.sync.layout import EngineLayout, TensorSpec
 from hybridengine.sync.target import EngineState
+from hybridengine.train import weights_checksum
+from hybridengine.train.weights_checksum import WeightsChecksum
 from tests.reshard.memory_engine import MemoryEngine
 
 

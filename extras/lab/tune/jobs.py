@@ -17,8 +17,9 @@ from hybridengine.run.config import RLConfig, SFTConfig
 from hybridengine.run.session import Session
 from hybridengine.train.batch import RolloutBatch
 from hybridengine.train.data import PromptSample, Subset
+from hybridengine.train.mode import Mode
 from hybridengine.train.models import Actor
-from hybridengine.train.rewards.manager import ResponseTokens, RewardManager, score_checked
+from hybridengine.train.rewards.manager import ResponseTokens, score_checked
 from hybridengine.train.rl import RLTrainer
 from hybridengine.train.rollout_source import ColocatedRollouts, gather_rollouts
 from hybridengine.train.rollouts import Rollouts
@@ -77,6 +78,11 @@ class _FullLength(ColocatedRollouts):
         )
 
 
+class _FullLengthMode(Mode):
+    def rollouts(self, *arguments: Any) -> _FullLength:
+        return _FullLength(*arguments)
+
+
 class RLJob(RLTrainer):
     """One rank whose steps train on responses of full length."""
 
@@ -84,13 +90,9 @@ class RLJob(RLTrainer):
     source: Any
 
     def __init__(self, config: RLConfig, session: Session) -> None:
-        super().__init__(config, session)
+        super().__init__(config, session, _FullLengthMode(config))
         self.printed_samples = True  # these are not worth printing
         self.sync(0)
-
-    def _build_source(self, reward: RewardManager) -> _FullLength:
-        shared = (self.config, self.session, self.tokenizer)
-        return _FullLength(*shared, reward, self.loader, self.sampling)
 
     def _build_batch(self, rollouts: Rollouts) -> RolloutBatch:
         """Give made-up tokens the trainer's log-probs, so that real checks and corrections hold."""

@@ -15,12 +15,13 @@ from torch import Tensor
 from hybridengine.model import SkippedUpdate
 from hybridengine.remote.critic import messages
 from hybridengine.remote.critic.channel import CriticChannel
+from hybridengine.remote.roles import RoleLink
 from hybridengine.run.config import RLConfig
 from hybridengine.run.messages import wait_for
 from hybridengine.run.session import Session
 from hybridengine.train.batch import RolloutBatch
 from hybridengine.train.checkpoint import CheckpointError
-from hybridengine.train.critic import StepCritic
+from hybridengine.train.critic import ExternalCritic
 from hybridengine.train.exchange import RowLocations
 from hybridengine.train.rollouts import Rollouts
 
@@ -60,17 +61,15 @@ class RemoteOptimizer:
         self._state = state
 
 
-class RemoteCritic(StepCritic):
-    """Sends each step to the critic's ranks, which compute values and update at the same time.
-
-    Also a `checkpoint.RemotePart`: the critic's ranks write and read their tensors.
-    """
+class RemoteCritic(ExternalCritic):
+    """Sends each step to the critic's ranks, which compute values and update at the same time."""
 
     name = "critic"
 
-    def __init__(self, config: RLConfig, session: Session, num_updates: int) -> None:
-        assert session.link is not None
-        self._session, self._link = session, session.link
+    def __init__(
+        self, config: RLConfig, session: Session, link: RoleLink, num_updates: int
+    ) -> None:
+        self._session, self._link = session, link
         self.optimizer = RemoteOptimizer()
         self.num_bytes = 0
         self._signal = 0

@@ -10,6 +10,7 @@ import torch
 
 from hybridengine.remote.critic import messages
 from hybridengine.remote.critic.channel import CriticChannel
+from hybridengine.remote.roles import RoleLink
 from hybridengine.run.session import Session
 from hybridengine.train.build import import_external
 from hybridengine.train.checkpoint.tensors import PartWriter
@@ -28,9 +29,8 @@ class CriticWorker:
     The critic is the one of a run without ranks of its own: same batch, same seed, other splits.
     """
 
-    def __init__(self, session: Session) -> None:
-        assert session.link is not None
-        self._session, self._link = session, session.link
+    def __init__(self, session: Session, link: RoleLink) -> None:
+        self._session, self._link = session, link
         with session.phase("connect_critic"):
             self._channel = CriticChannel(self._link)
             setup: messages.Setup = self._channel.from_actor(messages.Setup)

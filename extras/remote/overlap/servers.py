@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from hybridengine.model.validation import check_model, long_rope_limit
+from hybridengine.remote.build import SYNC_SHARE
 from hybridengine.remote.roles import RoleLink
 from hybridengine.remote.servers import (
     ServerEngine,
@@ -15,7 +16,7 @@ from hybridengine.remote.servers import (
 )
 from hybridengine.remote.servers.network import address_for
 from hybridengine.run.config import RLConfig
-from hybridengine.train.build import SYNC_SHARE, find_stop_token_ids, load_preparer
+from hybridengine.train.build import find_stop_token_ids, load_preparer
 from hybridengine.vision.checks import find_conflicts
 
 

@@ -17,17 +17,19 @@ from typing import Any
 import torch.distributed as dist
 
 from hybridengine.engine.interface import SamplingSpec, derive_seed
+from hybridengine.remote.build import build_sender
 from hybridengine.remote.overlap.queue import Finished, TrainerQueue, WorkItem
 from hybridengine.remote.overlap.staleness import staleness_metrics
 from hybridengine.remote.overlap.utilisation import Utilisation
+from hybridengine.remote.roles import RoleLink
 from hybridengine.rewards.reward_model import RewardModel
 from hybridengine.run.all_ranks import all_gather_values, broadcast_value
 from hybridengine.run.config import RLConfig
 from hybridengine.run.messages import wait_until
 from hybridengine.run.session import Session
 from hybridengine.sync.report import SyncReport
-from hybridengine.train.build import build_sender
-from hybridengine.train.data import PromptDataset, PromptLoader, PromptSample, Subset
+from hybridengine.train.build import RunData
+from hybridengine.train.data import PromptLoader, PromptSample, Subset
 from hybridengine.train.exact_rollouts import inexact_reason
 from hybridengine.train.models import Actor
 from hybridengine.train.rollout_source import RolloutSource, gather_rollouts
@@ -44,15 +46,14 @@ class OverlappedRollouts(RolloutSource):
         self,
         config: RLConfig,
         session: Session,
-        tokenizer: Any,
-        train: PromptDataset,
-        val: PromptDataset | None,
+        link: RoleLink,
+        data: RunData,
         loader: PromptLoader,
         sampling: SamplingSpec,
     ) -> None:
-        assert session.link is not None
-        self._config, self._session, self._link = config, session, session.link
-        self._train, self._val, self._loader, self._sampling = train, val, loader, sampling
+        self._config, self._session, self._link = config, session, link
+        self._train, self._val = data.train, data.val
+        self._loader, self._sampling = loader, sampling
         self._steps = config.trainer.steps(len(loader))
         self.exact = inexact_reason(config) is None
         self._version = 0  # of the newest weights that all engines have

@@ -10,18 +10,20 @@ from typing import Literal
 import torch
 
 from hybridengine.engine.interface import InFlightUpdate, RolloutEngine
+from hybridengine.remote.build import build_receiver
 from hybridengine.remote.overlap.queue import EngineQueue, WorkItem, report_signal
 from hybridengine.remote.overlap.servers import connect_servers
-from hybridengine.remote.servers import NoServerError, ServerReceiver
+from hybridengine.remote.roles import RoleLink
+from hybridengine.remote.servers import NoServerError, ServerEngine, ServerReceiver
 from hybridengine.remote.sync.receiver import WeightReceiver
-from hybridengine.remote.weights_checksum import WeightsChecksum
 from hybridengine.run.config import RLConfig
 from hybridengine.run.messages import wait_until
 from hybridengine.run.session import Session
-from hybridengine.train.build import build_agents, build_engine, build_receiver, load_data
+from hybridengine.train.build import build_agents, build_engine, load_data
 from hybridengine.train.exact_rollouts import inexact_reason
 from hybridengine.train.plan import resolve_dtypes
 from hybridengine.train.rollout_source import RolloutGenerator
+from hybridengine.train.weights_checksum import WeightsChecksum
 
 Action = WorkItem | Literal["update", "end"]
 
@@ -34,10 +36,9 @@ class RolloutWorker:
     with `rollout.in_flight_update` while items run.
     """
 
-    def __init__(self, config: RLConfig, session: Session) -> None:
-        assert session.link is not None
+    def __init__(self, config: RLConfig, session: Session, link: RoleLink) -> None:
         config = resolve_dtypes(config)
-        self._session, self._link = session, session.link
+        self._session, self._link = session, link
         self._eager = config.trainer.mode == "async"
         torch.manual_seed(config.seed)
         with session.phase("load_data"):
@@ -53,7 +54,9 @@ class RolloutWorker:
             else:
                 self._engine = build_engine(config, tokenizer, exact=exact)
         agents = build_agents(config, tokenizer)
-        self._checksum = WeightsChecksum(config, self._engine)
+        engine = self._engine
+        held = engine.pool.weights if isinstance(engine, ServerEngine) else None
+        self._checksum = WeightsChecksum(config, engine, held)
         self._generator = RolloutGenerator(
             self._engine, tokenizer, reward, session, None, agents, self._checksum
         )

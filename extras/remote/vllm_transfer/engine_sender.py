@@ -19,12 +19,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybridengine.remote.rendezvous import listening_store
 from hybridengine.remote.sync.coordinator import Absent
 from hybridengine.remote.sync.sender import WeightSender
 from hybridengine.remote.vllm_transfer.source import SenderArguments
 from hybridengine.run.all_ranks import broadcast_value, run_on_all_ranks
 from hybridengine.run.messages import MessageError, check_secret
+from hybridengine.run.rendezvous import listening_store
 from hybridengine.sync.errors import PlanOutdatedError, ReshardError
 from hybridengine.sync.report import SyncReport
 

@@ -38,6 +38,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from hybridengine.engine.exact.operators import exact_worker, use_exact_operators
 from hybridengine.engine.vllm.environment import own_model_classes
+from hybridengine.engine.vllm.in_flight import drop_cached_prefixes
 from hybridengine.engine.vllm.post_load import PostLoadProcessing
 from hybridengine.engine.vllm.quantized import check_quantization
 from hybridengine.engine.vllm.sampling import fuse_sampler
@@ -45,7 +46,6 @@ from hybridengine.engine.vllm.weights import VllmWeights
 from hybridengine.model.checkpoint import checkpoint_layout
 from hybridengine.model.lora import adapter_shards
 from hybridengine.model.parameters import parameter_shards, unwrap_peft
-from hybridengine.remote.in_flight import drop_cached_prefixes
 from hybridengine.remote.vllm_transfer.server_worker import ServerWorker, StoreInfo
 from hybridengine.remote.vllm_transfer.trainer import BACKEND, register_trainer
 from hybridengine.run.all_ranks import run_on_all_ranks

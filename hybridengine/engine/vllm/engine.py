@@ -37,6 +37,7 @@ from hybridengine.engine.vllm.environment import (
     unchanged_local_world_size,
     unique_shared_memory,
 )
+from hybridengine.engine.vllm.in_flight import refresh_caches, updates_between_steps
 from hybridengine.engine.vllm.options import check_plugins, llm_options
 from hybridengine.engine.vllm.post_load import writable_weights
 from hybridengine.engine.vllm.sampling import (
@@ -52,7 +53,6 @@ from hybridengine.model.shared.dequantized import DequantizedWeights
 from hybridengine.model.shared.slices import Part, SlicedWeights, engine_parts
 from hybridengine.moe.engine_routes import RouteRecorder, recording_options
 from hybridengine.moe.routes import pack_routes
-from hybridengine.remote.in_flight import refresh_caches, updates_between_steps
 from hybridengine.run.all_ranks import all_gather_values, broadcast_value, group_timeout
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.plan.senders import ranks_per_node

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from hybridengine.engine.interface import RolloutEngine
-from hybridengine.remote.servers import ServerEngine, ServerWeights
 from hybridengine.run.config import RLConfig
 from hybridengine.run.errors import RolloutError
 from hybridengine.sync.target import EngineState
@@ -14,16 +14,32 @@ from hybridengine.sync.weight_target import target_of
 _ENGINE = "the engine"  # of this process
 
 
-class WeightsChecksum:
-    """Of an engine in this process, or of servers, where rollout files are written.
+class HeldWeights(Protocol):
+    """The version and the checksum of the weights that an engine holds."""
 
-    With unmerged adapters it is that of the adapters and of what else a sync writes.
+    @property
+    def version(self) -> int | None: ...
+    @property
+    def checksum(self) -> str: ...
+
+
+class WeightsChecksum:
+    """Compares the weights of engines with what the last sync wrote; for runs that write rollouts.
+
+    read: returns what the engines hold, by their names; by default that of `engine` itself.
+
+    With unmerged adapters the checksum is that of the adapters and of what else a sync writes.
     """
 
-    def __init__(self, config: RLConfig, engine: RolloutEngine) -> None:
+    def __init__(
+        self,
+        config: RLConfig,
+        engine: RolloutEngine,
+        read: Callable[[], Mapping[str, HeldWeights]] | None = None,
+    ) -> None:
         self._is_wanted = config.trainer.rollout_freq > 0
-        self._engine = engine
-        self._synced: Mapping[str, EngineState | ServerWeights] = {}
+        self._engine, self._read = engine, read or self._read_engine
+        self._synced: Mapping[str, HeldWeights] = {}
         self._of_version = dict[int, str]()  # the newest one, and those of responses that run
 
     def before_sync(self) -> None:
@@ -76,8 +92,5 @@ class WeightsChecksum:
                     "`hybridengine doctor --attach --verify` names the tensors"
                 )
 
-    def _read(self) -> Mapping[str, EngineState | ServerWeights]:
-        """Return what engines hold now, by their names."""
-        if isinstance(self._engine, ServerEngine):
-            return self._engine.pool.weights()
+    def _read_engine(self) -> Mapping[str, HeldWeights]:
         return {_ENGINE: EngineState.of(target_of(self._engine))}
