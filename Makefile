@@ -69,7 +69,7 @@ bench: setup ## Time every operator against its baselines on this machine
 	@$(PY) -m benchmarks
 
 CLAIMS :=
-claims: setup ## Measure the claims of docs/claims.md again (CLAIMS="3 5": these)
+claims: setup ## Measure the claims of docs/figures.md again (CLAIMS="3 5": these)
 	@$(PY) -m tools.claims $(CLAIMS)
 
 dist: setup ## Build sdist and wheel into dist/; try every way to install them in an empty environment

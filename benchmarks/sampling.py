@@ -39,7 +39,7 @@ def zipf_logits(rows: int, vocab: int, device: torch.device) -> Tensor:
     """Return logits of probabilities rank^-1.2 in random order.
 
     At temperature 0.8, top-p 0.95 keeps some 200 entries and top-p 0.8 some 15, as the kept sets of
-    a language model do (docs/sampling_replay.md).
+    a language model do (docs/algorithms.md).
     """
     ranks = torch.rand(rows, vocab, device=device).argsort(1) + 1
     return -1.2 * ranks.log()

@@ -1,6 +1,6 @@
-"""Measure the claims of docs/claims.md again: `python -m tools.claims [NUMBER ...]`.
+"""Measure the claims of docs/figures.md again: `python -m tools.claims [NUMBER ...]`.
 
-With --write it measures nothing: it writes the page's first table and draws docs/claims.png.
+With --write it measures nothing: it writes the first table of the claims and draws docs/claims.png.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-_PAGE = Path(__file__).parents[1] / "docs" / "claims.md"
+_PAGE = Path(__file__).parents[1] / "docs" / "figures.md"
 _ROW = re.compile(r"^\| (\d+) \| (.+?) \|.* `python (.+?)` \| `(.+?)` \|$", re.MULTILINE)
 
 
@@ -26,16 +26,21 @@ class Claim(NamedTuple):
     record: str  # file of benchmarks/results
 
 
+def claims_section() -> str:
+    """Return the part of the page with the claims, which has no other tables."""
+    return _PAGE.read_text().partition("\n## Claims\n")[2]
+
+
 def read_claims() -> list[Claim]:
-    """Return the rows of the page."""
-    claims = [Claim(int(n), *rest) for n, *rest in _ROW.findall(_PAGE.read_text())]
+    """Return the rows of the section."""
+    claims = [Claim(int(n), *rest) for n, *rest in _ROW.findall(claims_section())]
     return sorted(claims, key=lambda claim: claim.number)
 
 
 def main() -> int:
     """Run the commands; return 1 if one has failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("number", nargs="*", type=int, help="of docs/claims.md; default: all")
+    parser.add_argument("number", nargs="*", type=int, help="of docs/figures.md; default: all")
     parser.add_argument("--write", action="store_true", help="the page from recorded results")
     given = parser.parse_args()
     if given.write:

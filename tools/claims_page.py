@@ -1,4 +1,4 @@
-"""The first table of docs/claims.md, from benchmarks/results. `tools.claims` writes it.
+"""The first table of the claims in docs/figures.md, from benchmarks/results (`tools.claims`).
 
 A claim without a complete result is "not measured yet".
 """
@@ -14,9 +14,9 @@ from statistics import fmean, median, variance
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE, PLOT = ROOT / "docs" / "claims.md", ROOT / "docs" / "claims.png"
+PAGE, PLOT = ROOT / "docs" / "figures.md", ROOT / "docs" / "claims.png"
 RESULTS = ROOT / "benchmarks" / "results"
-FIRST = 13  # number of the first claim here; those before are in the page's second table
+FIRST = 14  # number of the first claim here; those before are in the page's second table
 BEGIN, END = "<!-- written by tools.claims -->\n", "<!-- end -->\n"
 OURS = "hybridengine"
 

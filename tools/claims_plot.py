@@ -1,4 +1,4 @@
-"""Draw the plot of docs/claims.md: one panel for each kind of claim."""
+"""Draw the plot of the claims in docs/figures.md: one panel for each kind of claim."""
 
 from __future__ import annotations
 

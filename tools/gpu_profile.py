@@ -2,7 +2,7 @@
 
     python tools/gpu_profile.py --json FILE [--resume] [--device cpu]
 
-One launch of each kernel on the shape of its goal (docs/notes/operators_gpu.md), after two that are
+One launch of each kernel on the shape of its goal (docs/notes.md), after two that are
 not profiled.
 A row has the kernel, its metrics by Nsight Compute's names, and what failed. Where `ncu` is not
 installed or may not read the counters, the rows say so. `--device cpu` runs each call once on a

@@ -11,7 +11,7 @@ and what inputs hold there, NaN included, does not matter. Advantages and rollou
 [B, 1] or [B, L]. Labels are aligned with their logits or hidden states: shift them before.
 
 Operators over hidden states pack the unmasked positions first, so that no matrix product is over
-padding; on a GPU the host waits for their number. The others read [B, L] as it is. docs/padded.md
+padding; on a GPU the host waits for their number. The others read [B, L] as it is. docs/dropins.md
 lists what verl, TRL, Liger, OpenRLHF and NeMo-RL call them.
 """
 

@@ -73,7 +73,7 @@ def _trained_module(ie_cfg: Any, source_factory: Callable[[Any, str], Any], dp_s
     if getattr(ie_cfg, "fp8_weight_sync_mode", None) is not None:
         raise LayoutError(
             "fp8_weight_sync_mode: got a mode, expected null; a server of quantization "
-            "fp8_per_block gets its weights quantized (docs/fp8.md)"
+            "fp8_per_block gets its weights quantized (docs/reshard.md)"
         )
     source = source_factory(None, "nccl")
     if type(source).__name__ != "FsdpWeightSource":

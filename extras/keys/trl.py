@@ -1,4 +1,4 @@
-"""The keys that TRL's settings have here, for suggestions and the table of docs/from_trl.md."""
+"""The keys that TRL's settings have here, for suggestions and the table of docs/trl.md."""
 
 from __future__ import annotations
 

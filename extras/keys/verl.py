@@ -145,7 +145,7 @@ _RL = ForeignKeys(
         "async_training.staleness_threshold": "set trainer.mode=async and trainer.staleness, in "
         "updates",
         "async_training.partial_rollout": "set rollout.in_flight_update=recompute_kv",
-        "async_training.*": "set trainer.mode=async, see docs/overlap.md",
+        "async_training.*": "set trainer.mode=async, see docs/remote.md",
     },
     fixed=_FIXED
     | {

@@ -8,7 +8,7 @@ smoothing and s the factor of the z-loss, the loss of a row is
 and its gradient p_v (1 + 2 s lse) - (1 - e) [v == label] - e / V. Labels and the number of items
 are known before the forward, so the gradient of a chunk of logits is computed while they are in the
 buffer: 6 T H V operations for forward and backward together, of the rows that have a label.
-docs/linear_policy_loss.md has the derivation. Label smoothing as torch's cross_entropy
+docs/operators.md has the derivation. Label smoothing as torch's cross_entropy
 (arXiv 1512.00567, section 7), z-loss as PaLM (arXiv 2204.02311, section 5).
 """
 

@@ -5,7 +5,7 @@ budget in bytes, reduced by the row kernel of token_log_probs, and dropped. Logi
 for 16-bit hidden and weight: they are never rounded. The backward computes each chunk again,
 replaces it by its gradient and multiplies twice: 2 T H V operations forward and 6 T H V backward (2
 of them for the recomputation). On a CPU rows with zero gradient are left out of the backward; where
-all logits fit the budget they are kept for it. docs/linear_policy_loss.md derives the counts.
+all logits fit the budget they are kept for it. docs/operators.md derives the counts.
 """
 
 from __future__ import annotations

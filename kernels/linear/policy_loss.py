@@ -5,7 +5,7 @@ known before the forward. So the gradient of a chunk of logits can be computed r
 are reduced, while it is still in the buffer: three matrix products (6 T H V operations) for forward
 and backward together, where the two-step form needs four. Inactive rows, whose gradient is zero
 (masked, zero advantage, clipped), are left out of the two gradient products where the host knows
-them. docs/linear_policy_loss.md has the derivation.
+them. docs/operators.md has the derivation.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def linear_policy_loss(
         those of `policy_loss`, tensors on the device; nothing waits for a GPU. For gspo, gmpo and
         seq_sapo, where the gradient of a token depends on its whole sequence, this is
         `linear_token_log_probs` followed by `policy_loss` (8 T H V operations), unless the 16-bit
-        gradients of all tokens fit a GPU's budget (docs/linear_policy_loss.md).
+        gradients of all tokens fit a GPU's budget (docs/operators.md).
 
     Examples:
         >>> hidden = torch.zeros(2, 8, requires_grad=True)

@@ -18,7 +18,7 @@ from hybridengine.run.config import (
     load_sft_config,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "from_trl.md"
+PAGE = Path(__file__).parents[2] / "docs" / "trl.md"
 KINDS = {"grpo": (RLConfig, load_config), "sft": (SFTConfig, load_sft_config)}
 OTHERS = {"model_name_or_path", "dataset_name", "reward_funcs"}  # scripts' and trainers' arguments
 
@@ -45,8 +45,11 @@ def test_names_are_of_trl() -> None:
 
 
 def test_the_page_has_the_table() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    keys = PAGE.read_text().partition("### Keys")[2]
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \|$", keys, re.MULTILINE)
+    grpo, sft = TRL_NAMES["grpo"], TRL_NAMES["sft"]
     expected = [
-        (n, ", ".join(f"`{k}`" for k in ks)) for t in TRL_NAMES.values() for n, ks in t.items()
+        (name, *(", ".join(f"`{key}`" for key in kind.get(name, ())) for kind in (grpo, sft)))
+        for name in {**grpo, **sft}
     ]
     assert rows == expected

@@ -96,7 +96,7 @@ def test_a_short_or_broken_log(tmp_path: Path) -> None:
 
 
 def test_every_threshold_is_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "view.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "lab.md").read_text()
     assert [name for name in THRESHOLDS if f"`{name}`" not in text] == []
 
 

@@ -1,4 +1,4 @@
-"""The weight sync inside other trainers, run as their users run them (docs/weight_sync.md).
+"""The weight sync inside other trainers, run as their users run them (docs/reshard.md).
 
 A part is a module of this package with
 

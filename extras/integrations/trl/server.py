@@ -2,7 +2,7 @@
 
 TRL gathers every parameter in full on all ranks, and rank 0 broadcasts it over NCCL. Here every
 rank sends slices of its own shards, cast to the server's dtype, to the workers of the server that
-need them (docs/disaggregated.md), over NCCL or gloo. The server decides: slices go to one that was
+need them (docs/remote.md), over NCCL or gloo. The server decides: slices go to one that was
 started with `--weight-transfer-config '{"backend": "hybridengine"}'`; one with the backend `nccl`
 gets its weights from TRL's own code.
 """

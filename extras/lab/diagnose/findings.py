@@ -1,6 +1,6 @@
 """What the metrics of a run say about it: a table of its time, and its problems in plain words.
 
-Every threshold is in `THRESHOLDS`, and docs/view.md explains them.
+Every threshold is in `THRESHOLDS`, and docs/lab.md explains them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     result = simulate(load_simulation_config("cluster.yaml", ["model.path=Qwen/Qwen2.5-7B"]))
 
 Nothing is run and no weights are read: first-principles formulas over `config.json`, the data sheet
-of a GPU and the work of a step. docs/simulate.md has the formulas, their sources and their error.
+of a GPU and the work of a step. docs/lab.md has the formulas, their sources and their error.
 
     config       its keys
     cluster      machines as numbers, and the time of a product, a copy, a collective

@@ -20,7 +20,7 @@ class Layout:
       `trainer_ranks` train while the others generate the next batch.
     critic_ranks: how many of the trainer ranks hold only the critic; 0 if actor and critic share
       all trainer ranks.
-    The other fields are explained in docs/scale.md.
+    The other fields are explained in docs/training.md.
     """
 
     mode: Mode

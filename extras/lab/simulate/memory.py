@@ -1,4 +1,4 @@
-"""Bytes on a rank, by kind and moment of the step: the formulas of docs/scale.md."""
+"""Bytes on a rank, by kind and moment of the step: the formulas of docs/training.md."""
 
 from __future__ import annotations
 

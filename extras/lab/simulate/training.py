@@ -16,7 +16,7 @@ from hybridengine.lab.simulate.layout import Layout, Workload
 from hybridengine.lab.simulate.memory import GRADIENT, MASTER, MOMENTS
 from hybridengine.lab.simulate.model import ModelShape
 
-_BACKWARD_LAUNCH = 1.4  # of the forward's: 79 kernels at 4 µs to 38 at 6 µs (docs/notes/trainer.md)
+_BACKWARD_LAUNCH = 1.4  # of the forward's: 79 kernels at 4 µs to 38 at 6 µs (docs/notes.md)
 _ADAMW_BYTES = 32  # read and write master, gradient and moments, read the gradient for its norm
 
 
@@ -52,7 +52,7 @@ class TrainingModel:
         """Return (seconds of all optimizer steps on the batch, the part waiting for collectives).
 
         The fused head computes loss and gradients in its forward: 6 T H V operations
-        (docs/linear_policy_loss.md); the rest of the backward takes twice the forward's.
+        (docs/operators.md); the rest of the backward takes twice the forward's.
         """
         forward = self._forward(head_passes=3 if head else 0)
         backward = self._backward()
@@ -144,7 +144,7 @@ class TrainingModel:
         return 2 * (self.cluster.all_to_all(sent, size) + self.cluster.latency(size))
 
     def _ulysses(self) -> float:
-        """Two all-to-alls of a layer: query, key and value, then the output (docs/scale.md)."""
+        """Two all-to-alls of a layer: query, key and value, then the output (docs/training.md)."""
         size = self.layout.sequence_parallel
         if size == 1:
             return 0.0

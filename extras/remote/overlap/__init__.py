@@ -1,4 +1,4 @@
-"""Generation on engine ranks while the trainer ranks train, see docs/overlap.md.
+"""Generation on engine ranks while the trainer ranks train, see docs/remote.md.
 
 queue    WorkItem       prompts of a batch that one engine generates at once
          TrainerQueue   hands out items, receives their rollouts

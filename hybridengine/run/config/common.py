@@ -173,7 +173,7 @@ class DatasetConfig:
     tools_key: str = "tools"  # column of tool schemas, where a row has it
     enable_thinking_key: str = "enable_thinking"  # column of that variable, where a row has it
     special_tokens: SpecialTokensInData = "text"  # <|im_end|> in a message; allow: a control token
-    image_key: str = "images"  # column of a row's images, where it has any; docs/images.md
+    image_key: str = "images"  # column of a row's images, where it has any; docs/vision.md
     mm_processor_kwargs: Options = field(default_factory=dict)  # of the model's image processor
 
 
@@ -224,7 +224,7 @@ class PolicyConfig:
     router_z_loss_coef: NonNegativeFloat = 0.0  # loss of large router logits; 0: none
     router_bias_update_rate: NonNegativeFloat = 0.0  # balance by e_score_correction_bias; 0: none
     freeze_moe_router: StrictBool = False  # do not train the routers
-    freeze_vision_tower: StrictBool = False  # of a vision-language model; docs/images.md
+    freeze_vision_tower: StrictBool = False  # of a vision-language model; docs/vision.md
     fsdp_config: ShardingConfig = ShardingConfig()
 
 

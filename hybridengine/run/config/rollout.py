@@ -87,7 +87,7 @@ class RolloutConfig:
     enable_chunked_prefill: StrictBool = True  # process long prompts in chunks
     free_cache_engine: StrictBool = True  # free the engine's GPU memory during training
     dtype: Dtype = "auto"  # of the engine; auto: as fsdp_config.dtype
-    exact: Switch = "auto"  # log-probs of engine and trainer are the same bits; docs/exact.md
+    exact: Switch = "auto"  # log-probs of engine and trainer are the same bits; docs/engine.md
     quantization: Literal["fp8"] | None = None  # fp8: vLLM's linear layers, in blocks of 128 x 128
     val_kwargs: SamplingConfig = SamplingConfig()
     multi_turn: MultiTurnConfig = MultiTurnConfig()

@@ -87,7 +87,7 @@ def test_buffers_do_not_exceed_the_budget(dtype, backward):
 )
 def test_chunks_of_a_gpu(rows, gib, chunk_rows, products):
     """From 80 GiB on, the weight gradient is read and written in less than a tenth of the time of
-    its product: 7,330 rows at 4.3 TB/s and 788 TFLOP/s (docs/linear_policy_loss.md)."""
+    its product: 7,330 rows at 4.3 TB/s and 788 TFLOP/s (docs/operators.md)."""
     budget_bytes, width, vocab = int(gib * 2**30), 4096, 128_256
     with FakeTensorMode():
         hidden, weight = (
