@@ -20,8 +20,8 @@ from hybridengine.sync.trained import TrainedTensors
 DeltaMode = Literal["auto", "on", "off"]
 
 # Share of changed elements up to which a sync is a delta. auto: over a network, where a delta takes
-# less time than a dense sync (docs/reshard.md). on: a message takes less memory than the elements it
-# is made of.
+# less time than a dense sync (docs/reshard.md). on: a message takes less memory than the elements
+# that it is made of.
 MAX_CHANGED = {"auto": 0.1, "on": 1 / 3}
 _MIN_BUDGET = 1 << 16  # changes: of a rank that holds little
 _PAUSES = 4, 64  # dense syncs without a comparison: after the first that found too much, at most

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hybridengine.kernels import bit_checksum
 from hybridengine.run.all_ranks import all_gather_values
 
-# Of a change, from finding to writing it, as the bytes that are read in that time (docs/reshard.md).
+# Of a change, from finding to writing it: the bytes that are read in that time (docs/reshard.md).
 _CHANGE_BYTES = 500
 _BYTES = 32 << 20  # of an engine, for a measurement: larger than its cache
 _REPEATS = 3
