@@ -50,6 +50,7 @@ def image_settings(
     files: str | Sequence[str], data: DatasetConfig, preparer: ImagePreparer | None
 ) -> tuple[str, ...]:
     """Return what the tokens of images depend on, besides the content of the data files."""
+    from hybridengine.train.data.cache import content_hash
     from hybridengine.train.data.files import data_files
 
     if preparer is None:
@@ -57,6 +58,7 @@ def image_settings(
     return (
         data.image_key,
         preparer.settings,
+        content_hash(sorted(Path(__file__).parent.glob("*.py"))),
         *(str(file.parent.resolve()) for file in data_files(files)),
     )
 

@@ -24,7 +24,7 @@ from hybridengine.sync.layout import CheckpointLayout
 from hybridengine.sync.resharder import Resharder
 from hybridengine.train.algorithms import check_estimator, uses_critic
 from hybridengine.train.data import PromptDataset
-from hybridengine.train.data.trained_template import set_trained_template
+from hybridengine.train.data.template import set_trained_template
 from hybridengine.train.models import Actor
 from hybridengine.train.rewards.build import build_reward_manager
 from hybridengine.train.rewards.function import import_file

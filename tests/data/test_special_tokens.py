@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from hybridengine.run.config import DataConfig, SFTDataConfig
 from hybridengine.train.data import DataError, PromptDataset, SFTDataset
 from hybridengine.train.data.chats import ChatTemplate
-from hybridengine.train.data.special_tokens import SpecialTokens
+from hybridengine.train.data.template import SpecialTokens
 from tests.agent.families import CHATML, byte_tokenizer
 from tests.data.rows import row, write_jsonl
 

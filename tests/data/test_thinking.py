@@ -12,8 +12,8 @@ import pytest
 from hybridengine.run.config import DataConfig, SFTDataConfig
 from hybridengine.train.data import DataError, SFTDataset
 from hybridengine.train.data.chats import ChatTemplate
+from hybridengine.train.data.conversations import find_spans
 from hybridengine.train.data.rows import RowChat
-from hybridengine.train.data.spans import find_spans
 from tests.agent.families import byte_tokenizer
 from tests.data.rows import write_jsonl
 from tests.data.tool_chats import trained

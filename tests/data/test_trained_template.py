@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from hybridengine.run.config import DataConfig
 from hybridengine.train.data.chats import ChatTemplate
-from hybridengine.train.data.trained_template import set_trained_template, with_defaults
+from hybridengine.train.data.template import set_trained_template, with_defaults
 from tests.tiny_models import word_tokenizer
 
 CHAT = [{"role": "user", "content": "w3"}]

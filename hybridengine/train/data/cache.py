@@ -1,37 +1,64 @@
-"""Cache tokenised datasets in files: written once per machine, shared by its ranks.
+"""Tokenised datasets in files, written once per machine and shared by its ranks; their batches.
 
 An entry is a file, `<HYBRIDENGINE_CACHE>/data/<key>` (by default under ~/.cache/hybridengine). The
 key is a hash of all that the content depends on: data files, tokenizer, template, settings, and the
 code of this package. The first process writes it; the others wait at a file lock. Records are
 msgpack with a checksum each: a damaged entry is noticed, and none runs code.
+
+`PromptLoader` iterates over a dataset in a seeded order that resumes exactly.
 """
 
 from __future__ import annotations
 
+import datetime
 import fcntl
 import hashlib
 import importlib.metadata
 import os
+import random
 import shutil
 import struct
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import is_dataclass
+from decimal import Decimal
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
+from uuid import UUID
+
+import msgspec
+from msgspec.msgpack import Ext
 
 from hybridengine.run.errors import DataError
 from hybridengine.train.data.files import data_files
-from hybridengine.train.data.records import Records
-from hybridengine.train.data.special_tokens import SpecialTokens
+from hybridengine.train.data.template import SpecialTokens
 
 T = TypeVar("T")
 
 _PLACE = struct.Struct("<QII")  # offset, size and checksum of a record
 _FOOTER = struct.Struct("<QQQI")  # end of the records, number of samples, of dropped ones, checksum
 _MAX_UNUSED_S = 30 * 24 * 3600.0  # after which an entry is removed
+_TUPLE = 0
+_MICROSECOND = datetime.timedelta(microseconds=1)
+# Values of parquet and JSON that msgpack lacks: type, to text, from text, by their code.
+_TYPES: dict[int, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+    1: (int, str, int),  # of more than 64 bits
+    2: (Decimal, str, Decimal),
+    # before date, its superclass
+    3: (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    4: (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
+    5: (datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
+    6: (
+        datetime.timedelta,
+        lambda t: str(t // _MICROSECOND),
+        lambda text: int(text) * _MICROSECOND,
+    ),
+    7: (UUID, str, UUID),
+}
 
 
 def content_hash(files: Iterable[Path]) -> str:
@@ -53,9 +80,7 @@ def fingerprint(tokenizer: Any, content: str, *settings: Any) -> str:
     """Return a hash of tokenizer, content hash of the files, settings and this package's code."""
     digest = hashlib.sha256()
     version = importlib.metadata.version("transformers")
-    package = Path(__file__).parent.parent
-    files = [file for name in ("data", "vision") for file in package.glob(f"{name}/*.py")]
-    code = content_hash(sorted(files))
+    code = content_hash(sorted(Path(__file__).parent.glob("*.py")))
     for part in (version, sys.byteorder, *_tokenizer_state(tokenizer), content, code, *settings):
         digest.update(f"{part!r}\0".encode(errors="surrogatepass"))
     return digest.hexdigest()[:32]
@@ -193,3 +218,159 @@ def _remove_unused(folder: Path) -> None:
         with suppress(OSError):
             if time.time() - entry.stat().st_mtime > _MAX_UNUSED_S:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+class Records(Generic[T]):
+    """Encodes and decodes samples of a type: a dataclass, or Any for plain values.
+
+    Fields are numbers, text, bytes, lists, arrays of int32, dataclasses, and values as they are in
+    data files.
+    """
+
+    def __init__(self, sample_type: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(
+            sample_type, dec_hook=_from_bytes, ext_hook=_from_extension
+        )
+
+    def encode(self, sample: T) -> bytes:
+        return msgspec.msgpack.encode(_storable(sample), enc_hook=array.tobytes)
+
+    def decode(self, record: bytes) -> T:
+        """Raises ValueError for anything but a sample."""
+        sample: T = self._decoder.decode(record)
+        return sample
+
+
+def _from_bytes(expected: Any, value: bytes) -> Any:
+    return array("i", value)
+
+
+def _storable(value: Any) -> Any:
+    if value is None or isinstance(value, str | bytes | float | bool | array):
+        return value
+    if isinstance(value, int) and -(1 << 63) <= value < 1 << 64:
+        return value
+    if is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {name: _storable(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_storable(item) for item in value]
+    if isinstance(value, tuple):
+        return Ext(_TUPLE, msgspec.msgpack.encode([_storable(item) for item in value]))
+    for code, (known, to_text, _) in _TYPES.items():
+        if isinstance(value, known):
+            return Ext(code, to_text(value).encode())
+    raise TypeError(f"a sample cannot contain {value!r}, of type {type(value).__name__}")
+
+
+def _from_extension(code: int, data: memoryview) -> Any:
+    if code == _TUPLE:
+        return tuple(msgspec.msgpack.decode(data, ext_hook=_from_extension))
+    return _TYPES[code][2](str(data, "utf-8"))
+
+
+class Subset(Sequence[T], Generic[T]):
+    """Some samples of a dataset, read from it at every access: no sample is kept in memory."""
+
+    def __init__(self, dataset: Sequence[T], indices: Sequence[int]) -> None:
+        self.dataset, self.indices = dataset, list(indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Subset[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Subset[T]:
+        if isinstance(index, slice):
+            return Subset(self.dataset, self.indices[index])
+        return self.dataset[self.indices[index]]
+
+    def take(self, positions: Sequence[int]) -> Subset[T]:
+        """Select samples by their positions in this subset."""
+        return Subset(self.dataset, [self.indices[i] for i in positions])
+
+    def __add__(self, other: Subset[T]) -> Subset[T]:
+        """Append another subset of the same dataset."""
+        if other.dataset is not self.dataset:
+            raise ValueError("subsets of two datasets cannot be joined; expected one dataset")
+        return Subset(self.dataset, self.indices + other.indices)
+
+
+class PromptLoader:
+    """Yields endless batches of `batch_size` samples; every epoch has its own permutation.
+
+    The order is a function of (seed, epoch) alone, so every rank sees the same batches and a resume
+    needs only the number of batches. Each epoch drops the last `len(dataset) % batch_size` samples
+    of its permutation.
+
+    Attributes:
+        in_flight: batches that were returned and not trained on; a resume returns them again.
+    """
+
+    def __init__(
+        self, dataset: Sequence[Any], batch_size: int, *, seed: int, shuffle: bool = True
+    ) -> None:
+        if len(dataset) < batch_size:
+            raise DataError(
+                f"data.train_batch_size is {batch_size} but there are only {len(dataset)} training "
+                "prompts; lower it or give more data"
+            )
+        self._dataset, self._batch_size = dataset, batch_size
+        self._seed, self._shuffle = seed, shuffle
+        self._batch = 0  # batches returned so far, over all epochs
+        self.in_flight = 0
+
+    def __len__(self) -> int:
+        """Batches in one epoch."""
+        return len(self._dataset) // self._batch_size
+
+    @property
+    def num_batches(self) -> int:
+        """Batches returned so far, over all epochs."""
+        return self._batch
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch to train on, from 0."""
+        return (self._batch - self.in_flight) // len(self)
+
+    def next_batch(self) -> Subset[Any]:
+        """Return the next `batch_size` samples, not yet read."""
+        start = self._batch % len(self) * self._batch_size
+        order = list(range(len(self._dataset)))
+        if self._shuffle:
+            random.Random(f"{self._seed}/{self._batch // len(self)}").shuffle(order)
+        self._batch += 1
+        return Subset(self._dataset, order[start : start + self._batch_size])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batch": self._batch - self.in_flight, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after `state`; DataError if the data or the seed have changed since.
+
+        The state of an older version has no hash of the files' contents, which is not compared.
+        """
+        for key, now in self._identity().items():
+            if (was := state.get(key, now)) == now:
+                continue
+            change = f"{key} was {was} and is {now}"
+            if key == "content":
+                change = "the rows of data.train_files have changed; restore the files"
+            raise DataError(
+                f"cannot resume the data order: {change}, or start anew with "
+                "trainer.resume_mode=disable"
+            )
+        self._batch = state["batch"]
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "prompts": len(self._dataset),
+            "batch_size": self._batch_size,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "content": getattr(self._dataset, "content", None),
+        }

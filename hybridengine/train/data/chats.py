@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -17,14 +16,14 @@ from hybridengine.run.config.common import DatasetConfig
 from hybridengine.run.errors import DataError
 from hybridengine.run.host_memory import memory_limit
 from hybridengine.run.restarts import run_start
-from hybridengine.train.data.rows import RowChat
-from hybridengine.train.data.special_tokens import SpecialTokens
-from hybridengine.train.data.tools import (
+from hybridengine.train.data.rows import (
+    RowChat,
     check_tools_shown,
     tool_name,
     tool_names,
     with_text_arguments,
 )
+from hybridengine.train.data.template import SpecialTokens, find_template
 from hybridengine.vision import EncodedImage, ImagePreparer, Replacement
 from hybridengine.vision.packed import IMAGE_MODEL_TYPES
 
@@ -305,33 +304,6 @@ def prefix_end(text: str, prefix: str) -> int | None:
             return None
         position += 1
     return position
-
-
-def find_template(tokenizer: Any, template: str | None) -> str:
-    """Return the Jinja text of `template`, text itself or a file; None: the tokenizer's own."""
-    if template is None:
-        if not tokenizer.chat_template:
-            raise DataError("the tokenizer has no chat template; set data.chat_template")
-        own = tokenizer.chat_template
-        if isinstance(own, Mapping):  # several, by name
-            if "default" not in own:
-                raise DataError(
-                    f"the tokenizer has the chat templates {', '.join(own)} and none is called "
-                    "default; set data.chat_template"
-                )
-            own = own["default"]
-        return str(own)
-    if "{" in template or "\n" in template:
-        return template
-    file = Path(template).expanduser()
-    if not file.is_file():
-        raise DataError(
-            f"data.chat_template {template!r} is neither a Jinja text nor a file that exists"
-        )
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data.chat_template {template!r} cannot be read: {error}") from None
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""Keep special tokens that data contains apart from those that the chat template writes.
+"""The text of the chat template, and the special tokens that it writes.
 
-A message may contain the text of a special token, such as <|im_end|>. `hide` replaces it by private
-characters of the same length before the template is rendered. `encode` reads the rendered text
-with a copy of the tokenizer in which the two are exchanged: special tokens of the template are
-special tokens, those of messages are text like any other, with the same neighbours.
+A message may contain the text of a special token, such as <|im_end|>. `SpecialTokens.hide` replaces
+it by private characters of the same length before the template is rendered. `encode` reads the
+rendered text with a copy of the tokenizer in which the two are exchanged: special tokens of the
+template are special tokens, those of messages are text like any other, with the same neighbours.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from hybridengine.run.config.common import DatasetConfig
 from hybridengine.run.errors import DataError, shorten
+from hybridengine.vision import ImagePreparer
 
 _PRIVATE = 0xF0000  # added to each character of a hidden special token
 
@@ -140,3 +143,60 @@ def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
 
 def _moved(text: str, distance: int) -> str:
     return "".join(chr(ord(character) + distance) for character in text)
+
+
+def set_trained_template(
+    tokenizer: Any, data: DatasetConfig, preparer: ImagePreparer | None
+) -> None:
+    """Replace the tokenizer's chat template by that of `ChatTemplate`, with its variables.
+
+    A tokenizer without a template stays as it is if there is no other one.
+    """
+    own = None if preparer is None else preparer.chat_template
+    named = tokenizer.chat_template
+    if not (data.chat_template or own or named):
+        return
+    text = find_template(tokenizer, data.chat_template or own)
+    text = with_defaults(text, data.apply_chat_template_kwargs)
+    tokenizer.chat_template = {**named, "default": text} if isinstance(named, Mapping) else text
+
+
+def with_defaults(template: str, variables: Mapping[str, Any]) -> str:
+    """Return a Jinja template that has values for variables which are not given to it.
+
+    transformers and vLLM remove the line break after a block, so the rest stays as it is.
+    """
+    blocks = (
+        f"{{% if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}"
+        for name, value in sorted(variables.items())
+        if name.isidentifier()
+    )
+    prelude = "".join(blocks)
+    return template if template.startswith(prelude) else f"{prelude}\n{template}"
+
+
+def find_template(tokenizer: Any, template: str | None) -> str:
+    """Return the Jinja text of `template`, text itself or a file; None: the tokenizer's own."""
+    if template is None:
+        if not tokenizer.chat_template:
+            raise DataError("the tokenizer has no chat template; set data.chat_template")
+        own = tokenizer.chat_template
+        if isinstance(own, Mapping):  # several, by name
+            if "default" not in own:
+                raise DataError(
+                    f"the tokenizer has the chat templates {', '.join(own)} and none is called "
+                    "default; set data.chat_template"
+                )
+            own = own["default"]
+        return str(own)
+    if "{" in template or "\n" in template:
+        return template
+    file = Path(template).expanduser()
+    if not file.is_file():
+        raise DataError(
+            f"data.chat_template {template!r} is neither a Jinja text nor a file that exists"
+        )
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"data.chat_template {template!r} cannot be read: {error}") from None
