@@ -32,8 +32,8 @@ from hybridengine.train.checkpoint import (
     CheckpointError,
     find_checkpoints,
 )
+from hybridengine.train.checkpoint.folders import archive_earlier_run
 from hybridengine.train.checkpoint.pretrained import save_model_files
-from hybridengine.train.checkpoint.run_dir import archive_earlier_run
 from hybridengine.train.checkpoint.tensors import RemotePart
 from hybridengine.train.data import PromptLoader
 from hybridengine.train.performance import FlopCounter, performance_metrics

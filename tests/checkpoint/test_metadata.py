@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from hybridengine.run.errors import CheckpointError
-from hybridengine.train.checkpoint.metadata import MetadataReader
+from hybridengine.train.checkpoint.tensors import MetadataReader
 from tests.checkpoint.hostile import hostile_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

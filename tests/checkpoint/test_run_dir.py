@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hybridengine.train.checkpoint import SavedCheckpoint, find_checkpoints
-from hybridengine.train.checkpoint.folders import partial_folder, publish
-from hybridengine.train.checkpoint.run_dir import archive_earlier_run
+from hybridengine.train.checkpoint.folders import archive_earlier_run, partial_folder, publish
 
 
 def used_folder(dir: Path, rollouts: Path) -> None:

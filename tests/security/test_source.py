@@ -20,7 +20,7 @@ EXCEPTIONS = {
     ("extras/rewards/workers.py", "pickle"): "the type of an error of that pipe",
     ("hybridengine/train/checkpoint/export.py", "pickle"): "the type of an error of torch.load",
     (
-        "hybridengine/train/checkpoint/metadata.py",
+        "hybridengine/train/checkpoint/tensors.py",
         "pickle",
     ): "an unpickler that admits DCP's types only",
     ("examples/multi_turn/prepare.py", "eval"): "of sums that the script has generated",

@@ -231,8 +231,8 @@ def fail_to_save(rank: int, world_size: int, folder: Path) -> tuple[list[Any], s
     """(What the critic's ranks announce, the error of the policy's, checkpoints left)."""
     import torch.distributed.checkpoint.filesystem as filesystem
 
+    from hybridengine.remote.critic.worker import PartWriter
     from hybridengine.train.checkpoint import Checkpointer, CheckpointError
-    from hybridengine.train.checkpoint.tensors import PartWriter
 
     run = start_run(rank, world_size, folder)
     write = filesystem.FileSystemWriter.write_data

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
 
+from hybridengine.model import Optimizer
 from hybridengine.remote.critic import messages
 from hybridengine.remote.critic.channel import CriticChannel
 from hybridengine.remote.roles import RoleLink
 from hybridengine.run.session import Session
 from hybridengine.train.build import import_external
-from hybridengine.train.checkpoint.tensors import PartWriter
+from hybridengine.train.checkpoint.tensors import TensorFiles, reason_of, remote_folder
 from hybridengine.train.critic import build_critic
 from hybridengine.train.data import PromptSample, Subset
 from hybridengine.train.exchange import RowLocations
@@ -118,3 +123,53 @@ class CriticWorker:
         """Tell the policy's first rank what is written, or why it is not."""
         if self._session.is_main:
             self._link.store.set(messages.saved_key(folder), answer)
+
+
+class PartWriter:
+    """The side of a `RemotePart`'s ranks. All methods are collective over them.
+
+    announce: called on every rank, from a thread, with the folder of a checkpoint and the records
+    of the files that all ranks have written, or the reason why they are not.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        optimizer: Optimizer,
+        announce: Callable[[Path, Mapping[str, list[int]] | str], None],
+    ) -> None:
+        self._files = TensorFiles({name: (model, optimizer)}, remote_folder(name))
+        self._subfolder, self._announce = remote_folder(name), announce
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self._files.num_bytes
+
+    def save(self, folder: Path) -> None:
+        """Start a save; return when all tensors are copied to host memory."""
+        self.wait()
+        self._pending = self._worker.submit(self._finish, self._files.save(folder), folder)
+
+    def wait(self) -> None:
+        """Wait until a started save is announced."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def load(self, folder: Path) -> None:
+        """Load the tensors of a checkpoint, which the policy's ranks have verified."""
+        self._files.load(folder)
+
+    def _finish(self, saving: Future[Any], folder: Path) -> None:
+        try:
+            saving.result()
+            files = (folder / self._subfolder).rglob("*")
+            answer: Mapping[str, list[int]] | str = self._files.records(
+                folder, files, f"saving {self._subfolder}"
+            )
+        except (Exception, dcp.CheckpointException) as error:  # others wait for an answer
+            answer = f"saving failed{reason_of(error)}"
+        self._announce(folder, answer)

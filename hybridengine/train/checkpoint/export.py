@@ -22,10 +22,10 @@ from hybridengine.model.parameters import parameter_shards, saved_dtypes
 from hybridengine.model.validation import auto_class
 from hybridengine.run import storage
 from hybridengine.run.errors import CheckpointError, ModelError, reason_of
-from hybridengine.train.checkpoint.folders import CONFIG, TENSORS, open_checkpoint, resume_plan
-from hybridengine.train.checkpoint.metadata import MetadataReader
+from hybridengine.train.checkpoint.folders import CONFIG, open_checkpoint, resume_plan
 from hybridengine.train.checkpoint.pretrained import write_pretrained
 from hybridengine.train.checkpoint.source import unread_bytes
+from hybridengine.train.checkpoint.tensors import TENSORS, MetadataReader
 
 _ADAPTER = "adapter"  # folder of a LoRA run's checkpoint
 _VERL_SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")

@@ -7,22 +7,30 @@ wherever it was written.
 `torch.distributed.checkpoint.state_dict` is not used: it saves a tied head twice, also a frozen one
 under LoRA; it starts Adam's step at 1 if no update was made; and loading its optimizer state
 overwrites a learning rate or weight decay that the configuration has changed.
+
+DCP pickles the metadata of a checkpoint, and torch's own reader calls `pickle.load`, which runs
+whatever a file names. `MetadataReader` admits the classes of DCP's metadata and their fields only.
+torch itself reads the tensors with `weights_only=True`; entries other than tensors, which torch
+would unpickle, are refused.
 """
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, Metadata, filesystem, metadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from hybridengine.model.offload import on_device
@@ -31,8 +39,84 @@ from hybridengine.model.parameters import frozen_parameters, is_finite, paramete
 from hybridengine.run import all_ranks
 from hybridengine.run.errors import CheckpointError
 from hybridengine.run.storage import file_records, writing_to
-from hybridengine.train.checkpoint.folders import TENSORS
-from hybridengine.train.checkpoint.metadata import MetadataReader
+
+TENSORS = "tensors"  # the folder of a checkpoint that DCP writes
+
+_DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
+_LAYOUTS = {str(layout): layout for layout in vars(torch).values() if type(layout) is torch.layout}
+_ADMITTED: dict[tuple[str, str], Any] = {
+    **{
+        (metadata.__name__, name): getattr(metadata, name)
+        for name in (
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
+    **{
+        ("torch", str(x).removeprefix("torch.")): x
+        for x in vars(torch).values()
+        if type(x) is torch.dtype
+    },
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _LAYOUTS.__getitem__,
+    ("pathlib", "PosixPath"): PurePosixPath,  # the path that the checkpoint was written to
+    ("pathlib._local", "PosixPath"): PurePosixPath,  # of Python 3.13
+}
+
+
+class MetadataReader(FileSystemReader):
+    """Reads a folder of DCP; its metadata is read at once.
+
+    Raises:
+        CheckpointError: the metadata cannot be read, contains anything but DCP's metadata of
+            tensors, or names a file outside the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        file = folder / ".metadata"
+        try:
+            with file.open("rb") as source:
+                self._metadata = _checked(_Unpickler(source).load())
+        except Exception as error:  # a damaged pickle raises anything
+            raise CheckpointError(
+                f"checkpoint {folder.parent}: {file.name} of {folder.name} cannot be read: {error}"
+            ) from None
+
+    def read_metadata(self) -> Metadata:  # without a rank: one file describes the tensors of all
+        return self._metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ADMITTED:
+            return _ADMITTED[module, name]
+        raise pickle.UnpicklingError(
+            f"it names {module}.{name}, which is not part of DCP's metadata; a file that was made "
+            "to run code does so"
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("it has a persistent id, which DCP's metadata has not")
+
+
+def _checked(loaded: Any) -> Metadata:
+    """Return `loaded` if it is metadata of tensors in files of one folder, else raise."""
+    if type(loaded) is not Metadata:
+        raise ValueError(f"it is of type {type(loaded).__name__}, expected DCP's Metadata")
+    for name, entry in loaded.state_dict_metadata.items():
+        if type(entry) is not TensorStorageMetadata:  # torch would unpickle it
+            raise ValueError(f"{name!r} is not a tensor")
+    for info in loaded.storage_data.values():
+        if not _DATA_FILE.fullmatch(info.relative_path) or info.transform_descriptors:
+            raise ValueError(f"{info.relative_path!r} is not a data file of this folder")
+    return loaded
 
 
 class RemotePart(Protocol):
@@ -175,56 +259,6 @@ class TensorFiles:
             for kind, named in (("model", _model_tensors(model)), ("optim", moments)):
                 tensors |= {f"{part}/{kind}/{name}": x for name, x in named.items()}
         return tensors
-
-
-class PartWriter:
-    """The side of a `RemotePart`'s ranks. All methods are collective over them.
-
-    announce: called on every rank, from a thread, with the folder of a checkpoint and the records
-    of the files that all ranks have written, or the reason why they are not.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        model: nn.Module,
-        optimizer: Optimizer,
-        announce: Callable[[Path, Mapping[str, list[int]] | str], None],
-    ) -> None:
-        self._files = TensorFiles({name: (model, optimizer)}, remote_folder(name))
-        self._subfolder, self._announce = remote_folder(name), announce
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: Future[None] | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return self._files.num_bytes
-
-    def save(self, folder: Path) -> None:
-        """Start a save; return when all tensors are copied to host memory."""
-        self.wait()
-        self._pending = self._worker.submit(self._finish, self._files.save(folder), folder)
-
-    def wait(self) -> None:
-        """Wait until a started save is announced."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-
-    def load(self, folder: Path) -> None:
-        """Load the tensors of a checkpoint, which the policy's ranks have verified."""
-        self._files.load(folder)
-
-    def _finish(self, saving: Future[Any], folder: Path) -> None:
-        try:
-            saving.result()
-            files = (folder / self._subfolder).rglob("*")
-            answer: Mapping[str, list[int]] | str = self._files.records(
-                folder, files, f"saving {self._subfolder}"
-            )
-        except (Exception, dcp.CheckpointException) as error:  # others wait for an answer
-            answer = f"saving failed{reason_of(error)}"
-        self._announce(folder, answer)
 
 
 def remote_folder(name: str) -> str:
