@@ -246,26 +246,22 @@ def _run(config: JobConfig, dry_run: bool, invalid: InvalidConfigError | None) -
 
 
 def check_and_plan(config: JobConfig, dry_run: bool, faults: Faults) -> Table:
-    from hybridengine.train.plan import (
-        plan_table,
-        resolve_dtypes,
-        sft_plan,
-        start_of,
-    )
+    from hybridengine.train.machine import Machine, resolve_dtypes
+    from hybridengine.train.plan import plan_table, sft_plan, start_of
     from hybridengine.train.preflight import check_grpo, check_sft
 
-    config = resolve_dtypes(config)
+    config = resolve_dtypes(config, Machine.here())
     if isinstance(config, SFTConfig):
-        samples = check_sft(config, faults)
-        table, num_samples = sft_plan(config, *samples), len(samples[0])
+        checked: Any = check_sft(config, faults)
+        table = sft_plan(config, *checked)
     else:
         assert isinstance(config, RLConfig)
-        prompts = check_grpo(config, faults)
-        table, num_samples = plan_table(config, *prompts), len(prompts[0])
+        checked = check_grpo(config, faults)
+        table = plan_table(config, *checked)
     if dry_run:  # a run prints these itself, when they are known
-        table.add_row("[bold]start", start_of(config, num_samples))
+        table.add_row("[bold]start", start_of(config, len(checked.train)))
         for name, entry in plugins("plan").items():
-            if row := entry.load()(config):
+            if row := entry.load()(config, checked.choices):
                 table.add_row(f"[bold]{name.replace('_', ' ')}", row)
     return table
 

@@ -25,9 +25,9 @@ from hybridengine.sync.dim1 import dim1_parameters
 from hybridengine.sync.layout import EngineLayout
 from hybridengine.sync.plan.planner import Planner, ReshardPlan
 from hybridengine.sync.tp_groups import tp_groups
-from hybridengine.train.build import engine_name
-from hybridengine.train.build_models import num_shards
-from hybridengine.train.memory import itemsize, num_parameters
+from hybridengine.train.build import num_shards
+from hybridengine.train.choices import Choices
+from hybridengine.train.performance import num_parameters
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -197,17 +197,17 @@ def _shardings(
     return shardings
 
 
-def sync_volume(config: JobConfig) -> str | None:
+def sync_volume(config: JobConfig, choices: Choices) -> str | None:
     """Describe how much a weight sync will move, from the configuration alone; None of SFT."""
     if not isinstance(config, RLConfig):
         return None
     from hybridengine.lab.engine_layouts import record_engine_layouts
 
-    per_weight = itemsize(config.rollout.dtype)
+    per_weight = getattr(torch, config.rollout.dtype).itemsize
     if config.overlaps:
         size = num_parameters(config) * per_weight / config.rollout.tensor_model_parallel_size
         return f"{size / 2**20:.1f} MiB received per engine rank and step"
-    if engine_name(config) == "hf":
+    if choices.engine == "hf":
         received = lower = num_parameters(config) * per_weight * (1 - 1 / config.world_size)
     else:
         shapes, layouts = record_engine_layouts(

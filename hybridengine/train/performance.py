@@ -1,4 +1,4 @@
-"""Performance of a step under verl's names: throughput, model FLOP utilisation (MFU), memory."""
+"""What a step takes: FLOPs and memory, expected and measured, under verl's names."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from transformers import PretrainedConfig
 
 from hybridengine.model import SavedWork
 from hybridengine.model.validation import takes_images
+from hybridengine.run.config import JobConfig, RLConfig
+from hybridengine.train.algorithms import uses_critic
+from hybridengine.train.build import checkpoint_layout, num_shards
 
 # Dense bfloat16 TFLOP/s of the data sheets; the first entry that the device name contains applies.
 _PEAK_TFLOPS = {
@@ -35,6 +38,8 @@ _PEAK_TFLOPS = {
 }
 
 _NOTHING = SavedWork()
+
+GIB = 2.0**30
 
 
 def performance_metrics(
@@ -195,3 +200,44 @@ def _peak_flops(device: torch.device) -> float:
         float((a @ a)[0, 0])
         fastest = min(fastest, time.perf_counter() - started)
     return 2 * 1024**3 / fastest
+
+
+def num_parameters(config: JobConfig, path: str = "") -> int:
+    """Return the parameters of the model at `path`, by default model.path."""
+    return sum(map(math.prod, checkpoint_layout(config, path).parameters.values()))
+
+
+def memory_gib(
+    config: RLConfig, model: PretrainedConfig, engine: str, *, shares_base: bool, has_gpu: bool
+) -> dict[str, float]:
+    """Estimate the peak memory per rank of each part of the run.
+
+    A trained weight takes 16 bytes: float32 master, gradient and two moments. Where layers are
+    recomputed, the input of every layer is kept, and the activations of one.
+    shares_base: the base of LoRA is the engine's weights.
+    """
+    shapes = checkpoint_layout(config).parameters
+    shape, numel = LayerShape.of(model, shapes), sum(map(math.prod, shapes.values()))
+    shards, per_token = num_shards(config), shape.saved_elements * shape.num_layers
+    if config.model.enable_gradient_checkpointing:
+        per_token = shape.hidden_size * shape.num_layers + shape.saved_elements
+    tokens = max(
+        config.actor.ppo_max_token_len_per_gpu,
+        -(-config.max_sequence_length // config.sequence_parallel_size),
+    )
+    lora = config.model.lora_rank > 0  # frozen weights have neither gradients nor moments
+    parts = {"policy": (4.0 if lora else 16.0) * numel * (not shares_base) / shards}
+    if config.uses_reference and not lora:
+        parts["reference"] = 4.0 * numel / shards
+    if path := config.algorithm.distill.teacher_path:
+        parts["teacher"] = 4.0 * num_parameters(config, path) / shards
+    if uses_critic(config) and not config.num_critic_ranks:
+        parts["critic"] = 16.0 * numel / shards
+    parts["activations"] = per_token * getattr(torch, config.sharding.dtype).itemsize * tokens
+    if not config.rollout.servers:
+        weights = getattr(torch, config.rollout.dtype).itemsize * numel
+        parts["engine weights"] = weights / config.rollout.tensor_model_parallel_size
+    gib = {name: size / GIB for name, size in parts.items()}
+    if engine == "vllm" and not config.rollout.servers and not has_gpu:
+        gib["cache"] = config.rollout.kv_cache_gib
+    return gib

@@ -1,32 +1,20 @@
-"""The plan of a run, known before it starts: data types, sizes, splits, memory and traffic.
-
-`dtype: auto` is bfloat16 where the hardware multiplies it fast, else float32.
-"""
+"""The plan of a run, known before it starts: choices, sizes, splits, memory and traffic."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import reduce
-from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
 from rich.table import Table
 
-from hybridengine.kernels import has_fast_products
-from hybridengine.run.config import Dtype, JobConfig, RLConfig, SFTConfig, keys_of
-from hybridengine.train.build_models import num_shards
+from hybridengine.run.config import RLConfig, SFTConfig
+from hybridengine.train.build import num_shards
 from hybridengine.train.checkpoint import resume_plan
-from hybridengine.train.choices import unshared_reason
+from hybridengine.train.choices import Choices
 from hybridengine.train.data import PromptDataset, SFTDataset
-from hybridengine.train.exact_rollouts import inexact_reason
-from hybridengine.train.memory import GIB, memory_gib, num_parameters
-from hybridengine.train.shared_prefix import no_sharing_reason
-
-_Config = TypeVar("_Config", bound=JobConfig)
+from hybridengine.train.performance import GIB, memory_gib, num_parameters
 
 
-def plan_table(config: RLConfig, train: PromptDataset, val: PromptDataset | None) -> Table:
+def plan_table(
+    config: RLConfig, train: PromptDataset, val: PromptDataset | None, choices: Choices
+) -> Table:
     """Describe an RL run."""
     data, trainer = config.data, config.trainer
     splits = config.overlaps and not config.rollout.servers
@@ -39,8 +27,13 @@ def plan_table(config: RLConfig, train: PromptDataset, val: PromptDataset | None
     shared = f" shared by {sp_size} ranks" if sp_size > 1 else " on each rank"
     mini_batch_tokens = config.ppo_mini_batch_size * config.rollout.n * config.max_sequence_length
     replica_tokens = -(-mini_batch_tokens // config.data_parallel_size)
-    shares_base = config.model.lora_rank > 0 and unshared_reason(config) is None
-    memory = memory_gib(config, shares_base)
+    memory = memory_gib(
+        config,
+        choices.model,
+        choices.engine,
+        shares_base=config.model.lora_rank > 0 and choices.shares,
+        has_gpu=bool(choices.machine.gpu_bytes),
+    )
     return _table(
         {
             "model": config.model.path,
@@ -48,11 +41,7 @@ def plan_table(config: RLConfig, train: PromptDataset, val: PromptDataset | None
             "ranks": f"{config.world_size}{' that train' if config.overlaps else ''}; "
             + _engines(config),
             **_critic_rows(config),
-            "precision": describe_precision(
-                ("trainer", config.sharding.dtype),
-                ("engine", config.rollout.dtype),
-                ("saved weights", trainer.save_dtype),
-            ),
+            "precision": choices.reasons["dtypes"],
             "mesh": _mesh(config),
             "training": f"{len(train)} prompts{dropped}, {per_epoch} steps per epoch, "
             f"{trainer.steps(per_epoch)} in all",
@@ -63,8 +52,11 @@ def plan_table(config: RLConfig, train: PromptDataset, val: PromptDataset | None
             f"{data.max_response_length} tokens",
             "micro-batch": f"up to {max_tokens} tokens{shared}, at most "
             f"{-(-replica_tokens // max_tokens)} per optimizer step",
-            "shared prefix": no_sharing_reason(config) or "a prompt is computed once for its group",
-            "exact": inexact_reason(config) or "engine and trainer compute the same log-probs",
+            "engine": f"{choices.engine}: {choices.reasons['engine']}",
+            "shared prefix": choices.reasons["prefix"],
+            "shared weights": choices.reasons["shares"],
+            "exact": choices.reasons["exact"],
+            "delta": choices.reasons["delta"],
             "memory": ", ".join(f"{name} {size:.2f}" for name, size in memory.items())
             + " GiB per rank, estimated"
             + ("; engine weights and cache on engine ranks" if splits else ""),
@@ -73,7 +65,9 @@ def plan_table(config: RLConfig, train: PromptDataset, val: PromptDataset | None
     )
 
 
-def sft_plan(config: SFTConfig, train: SFTDataset, val: SFTDataset | None) -> Table:
+def sft_plan(
+    config: SFTConfig, train: SFTDataset, val: SFTDataset | None, choices: Choices
+) -> Table:
     """Describe an SFT run."""
     data, trainer = config.data, config.trainer
     per_epoch = len(train) // data.train_batch_size
@@ -88,16 +82,14 @@ def sft_plan(config: SFTConfig, train: SFTDataset, val: SFTDataset | None) -> Ta
         {
             "model": config.model.path,
             "ranks": f"{config.world_size}, {config.data_parallel_size} data parallel",
-            "precision": describe_precision(
-                ("trainer", config.sharding.dtype), ("saved weights", trainer.save_dtype)
-            ),
+            "precision": choices.reasons["dtypes"],
             "training": f"{len(train)} conversations{dropped}, {tokens} tokens, "
             f"{trained} of them trained on",
             "validation": f"{len(val)} conversations" if val is not None else "none",
             "steps": f"{per_epoch} per epoch, {trainer.steps(per_epoch)} in all, "
             f"{data.train_batch_size} conversations each",
             "micro-batch": f"{micro_batch} per rank",
-            "shared prefix": no_sharing_reason(config) or "common prefixes are computed once",
+            "shared prefix": choices.reasons["prefix"],
             "written to": trainer.default_local_dir,
         }
     )
@@ -156,44 +148,3 @@ def _critic_rows(config: RLConfig) -> dict[str, str]:
         "critic": f"{config.num_critic_ranks} ranks of its own, weights sharded over {shards}, "
         f"{size:.2f} GiB per rank without activations"
     }
-
-
-def resolve_dtypes(config: _Config) -> _Config:
-    """Return the configuration with a type in place of every `auto`.
-
-    Engine and saved weights follow the compute type, `fsdp_config.dtype`. Collective inside a
-    process group: all ranks get float32 unless bfloat16 is fast on every rank.
-    """
-    fast = torch.tensor(int(_fast_bfloat16()))
-    if dist.is_initialized():
-        dist.all_reduce(fast, op=dist.ReduceOp.MIN)
-    compute = config.sharding.dtype
-    chosen = ("bfloat16" if fast else "float32") if compute == "auto" else compute
-    for key, kind in keys_of(type(config)):
-        if kind == Dtype and reduce(getattr, key.split("."), config) == "auto":
-            config = _with_value(config, key, chosen)
-    return config
-
-
-def describe_precision(*dtypes: tuple[str, str]) -> str:
-    """Describe which part computes in which type, and why; dtypes: pairs (part, type)."""
-    text = ", ".join(f"{part} {dtype}" for part, dtype in dtypes)
-    if torch.cuda.is_available():
-        return text
-    if _fast_bfloat16():
-        return f"{text}; this CPU has fast bfloat16 products (AVX512-BF16)"
-    text += "; this CPU has no fast bfloat16 products (AVX512-BF16 or AMX)"
-    if any(dtype != "float32" for _, dtype in dtypes):
-        text += ", expect it to be slow: dtype=auto takes float32 here"
-    return text
-
-
-def _fast_bfloat16() -> bool:
-    return has_fast_products(torch.bfloat16, "cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _with_value(group: Any, key: str, value: Any) -> Any:
-    name, _, rest = key.partition(".")
-    return replace(
-        group, **{name: _with_value(getattr(group, name), rest, value) if rest else value}
-    )

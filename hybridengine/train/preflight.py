@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -40,7 +40,7 @@ from hybridengine.train.build import (
 )
 from hybridengine.train.build_models import saved_states
 from hybridengine.train.checkpoint import check_resume
-from hybridengine.train.choices import unshared_reason
+from hybridengine.train.choices import Choices, decide, engine_name
 from hybridengine.train.data import (
     PromptDataset,
     PromptLoader,
@@ -48,7 +48,6 @@ from hybridengine.train.data import (
     check_conversations,
     check_prompts,
 )
-from hybridengine.train.exact_rollouts import inexact_reason
 from hybridengine.train.preflight_engine import (
     check_engine,
     check_heads,
@@ -58,24 +57,30 @@ from hybridengine.train.preflight_engine import (
 )
 from hybridengine.train.rewards.build import build_reward_manager
 from hybridengine.train.rewards.check import check_reward, check_reward_files
-from hybridengine.train.shared_prefix import no_sharing_reason
 from hybridengine.vision.checks import check_images
 from hybridengine.vision.packed import check_vision_tower
 
 __all__ = ["check_grpo", "check_launch", "check_sft"]
 
 T = TypeVar("T")
+DatasetT = TypeVar("DatasetT")
 
 
-def check_grpo(
-    config: RLConfig, faults: Faults | None = None
-) -> tuple[PromptDataset, PromptDataset | None]:
+class Checked(NamedTuple, Generic[DatasetT]):
+    """What the checks of a job have read: training data, validation data, choices of this rank."""
+
+    train: DatasetT
+    val: DatasetT | None
+    choices: Choices
+
+
+def check_grpo(config: RLConfig, faults: Faults | None = None) -> Checked[PromptDataset]:
     """Check devices, model, disk, data and reward; load no weights.
 
     faults: the faults that are already known; None: none.
 
-    Returns the training and the validation prompts. Raises ConfigError, ModelError, DataError or
-    RewardError for one fault, and a ConfigError with a line for each of several.
+    Raises ConfigError, ModelError, DataError or RewardError for one fault, and a ConfigError with a
+    line for each of several.
     """
     faults = Faults() if faults is None else faults
     model = _check_run(config, faults)
@@ -84,13 +89,19 @@ def check_grpo(
         import_external(config)
         check_algorithm(config)
         is_registered = True
-    for check in (check_engine, _check_critic, _check_reward_model, _check_baselines):
+    engine, choices = faults.attempt(engine_name, config), None
+    if engine is not None:
+        faults.attempt(check_engine, config, engine)
+    for check in (_check_critic, _check_reward_model, _check_baselines):
         faults.attempt(check, config)
     if model is not None:
-        for fits in (check_heads, check_sequence_length, check_model_in_engine):
+        for fits in (check_heads, check_sequence_length):
             faults.attempt(fits, config, model)
-        for reason in (no_sharing_reason, unshared_reason, inexact_reason, config_route_shape):
-            faults.attempt(reason, config)
+        faults.attempt(config_route_shape, config)
+    if model is not None and engine is not None:
+        choices = faults.attempt(decide, config, model)
+        shares = choices is not None and choices.shares
+        faults.attempt(check_model_in_engine, config, model, engine, shares)
     tokenizer = _load_tokenizer(config, model, faults)
     faults.attempt(_check_teacher, config, tokenizer)
     tools = faults.attempt(tool_schemas, config)
@@ -122,14 +133,12 @@ def check_grpo(
             reward = build_reward_manager(config.reward, limit, tokenizer)
             check_reward(config, reward, (train, val))
     faults.report()
-    assert train is not None
-    return train, val
+    assert train is not None and choices is not None
+    return Checked(train, val, choices)
 
 
-def check_sft(
-    config: SFTConfig, faults: Faults | None = None
-) -> tuple[SFTDataset, SFTDataset | None]:
-    """As `check_grpo`, for SFT; returns the training and the validation conversations."""
+def check_sft(config: SFTConfig, faults: Faults | None = None) -> Checked[SFTDataset]:
+    """As `check_grpo`, for SFT."""
     faults = Faults() if faults is None else faults
     model = _check_run(config, faults)
     tokenizer = _load_tokenizer(config, model, faults)
@@ -158,9 +167,10 @@ def check_sft(
         faults.attempt(check_length, model, longest, what, key)
     if model is not None and train is not None:
         faults.attempt(_check_resume, config, train, model)
+    choices = None if model is None else faults.attempt(decide, config, model)
     faults.report()
-    assert train is not None
-    return train, val
+    assert train is not None and choices is not None
+    return Checked(train, val, choices)
 
 
 def check_launch(config: JobConfig) -> None:

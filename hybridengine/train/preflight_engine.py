@@ -19,22 +19,20 @@ from hybridengine.run.config import ConfigError, RLConfig
 from hybridengine.run.errors import UserError
 from hybridengine.run.host_memory import total_memory
 from hybridengine.train.algorithms import uses_critic
-from hybridengine.train.build import engine_name
-from hybridengine.train.build_models import num_shards
-from hybridengine.train.choices import unshared_reason
+from hybridengine.train.build import num_shards
 
 _GIB = 2**30
 _MASTER, _MOMENTS = 4, 8  # bytes of a weight and of its state in AdamW, float32
 
 
-def check_engine(config: RLConfig) -> None:
-    """Check what needs no model: whether the engine is there, and what it can do and be given.
+def check_engine(config: RLConfig, name: str) -> None:
+    """Check what needs no model: what the engine `name` can do and be given.
 
     Raises ConfigError with every fault.
     """
     if config.rollout.servers:
         return
-    faults = [*(_plain_generate(config) if engine_name(config) == "hf" else _vllm(config))]
+    faults = [*(_plain_generate(config) if name == "hf" else _vllm(config))]
     if faults:
         raise ConfigError(*faults)
 
@@ -85,12 +83,17 @@ def _vllm(config: RLConfig) -> Iterator[str]:
             yield f"rollout.engine_kwargs.vllm: {error}"
 
 
-def check_model_in_engine(config: RLConfig, model: PretrainedConfig) -> None:
-    """Check that vLLM's attention on a CPU fits the model, or that a GPU holds the weights."""
-    if not config.rollout.servers and engine_name(config) == "vllm":
+def check_model_in_engine(
+    config: RLConfig, model: PretrainedConfig, name: str, shares: bool
+) -> None:
+    """Check that vLLM's attention on a CPU fits the model, or that a GPU holds the weights.
+
+    shares: the trainer computes with the engine's weights.
+    """
+    if not config.rollout.servers and name == "vllm":
         if torch.cuda.is_available():
             memory = torch.cuda.get_device_properties(0).total_memory
-            check_device_memory(config, model, memory)
+            check_device_memory(config, model, memory, shares)
         else:
             check_head_size(model)
 
@@ -132,10 +135,13 @@ def check_head_size(model: PretrainedConfig) -> None:
         )
 
 
-def check_device_memory(config: RLConfig, model: PretrainedConfig, memory: float) -> None:
+def check_device_memory(
+    config: RLConfig, model: PretrainedConfig, memory: float, shares: bool
+) -> None:
     """Check that the engine's share of a GPU holds its weights and leaves room for the trainer's.
 
     memory: bytes of the GPU.
+    shares: the trainer computes with the engine's weights.
     """
     rollout = config.rollout
     shapes = checkpoint_layout_from_config(model, config.model.trust_remote_code).parameters
@@ -148,7 +154,7 @@ def check_device_memory(config: RLConfig, model: PretrainedConfig, memory: float
             f"{shown}, less than the engine's weights of {weights / _GIB:.1f} GiB per rank; "
             "raise it, or rollout.tensor_model_parallel_size"
         )
-    resident = 0.0 if config.overlaps else resident_bytes(config, numel)
+    resident = 0.0 if config.overlaps else resident_bytes(config, numel, shares)
     if share * memory + resident > memory:
         raise ConfigError(
             f"{shown}, but the trainer keeps {resident / _GIB:.1f} GiB per rank on the same GPU "
@@ -157,15 +163,16 @@ def check_device_memory(config: RLConfig, model: PretrainedConfig, memory: float
         )
 
 
-def resident_bytes(config: RLConfig, numel: int) -> float:
+def resident_bytes(config: RLConfig, numel: int, shares: bool) -> float:
     """Return the least that the trainer's shards take on a rank's GPU while an engine generates.
 
     numel: weights of the policy; the critic is taken to be as large.
+    shares: the trainer computes with the engine's weights.
     """
     fsdp, is_full = config.actor.fsdp_config, not config.model.lora_rank
     critics = uses_critic(config) and not config.num_critic_ranks
     frozen = config.uses_reference and is_full
-    own = is_full or unshared_reason(config) is not None  # no base in the engine's weights
+    own = is_full or not shares  # no base in the engine's weights
     of_weight = 0 if fsdp.param_offload else _MASTER * (own + frozen + critics)
     of_weight += 0 if fsdp.optimizer_offload else _MOMENTS * (is_full + critics)
     return of_weight * numel / num_shards(config)

@@ -32,8 +32,9 @@ from hybridengine.train.advantages import compute_advantages, compute_rewards
 from hybridengine.train.algorithms import NEEDS, KLController, uses_critic
 from hybridengine.train.base import BaseTrainer
 from hybridengine.train.batch import RolloutBatch
-from hybridengine.train.build import load_data
-from hybridengine.train.build_models import build_actor
+from hybridengine.train.build import import_external, load_data
+from hybridengine.train.build_models import build_actor, build_data_parallel
+from hybridengine.train.choices import agree
 from hybridengine.train.critic import StepCritic, build_critic
 from hybridengine.train.data import PromptDataset, PromptLoader, Subset
 from hybridengine.train.metrics import (
@@ -45,7 +46,7 @@ from hybridengine.train.metrics import (
 )
 from hybridengine.train.mode import Mode, mode_of
 from hybridengine.train.models import Learner, needs_old_log_probs
-from hybridengine.train.plan import plan_table, resolve_dtypes
+from hybridengine.train.plan import plan_table
 from hybridengine.train.report import UpdateCounts
 from hybridengine.train.rollout_files import (
     TokenRecord,
@@ -55,7 +56,6 @@ from hybridengine.train.rollout_files import (
 )
 from hybridengine.train.rollout_source import sampling_of, val_sampling_of
 from hybridengine.train.rollouts import Rollouts, format_rollout, select_groups
-from hybridengine.train.shared_prefix import build_data_parallel
 
 _NUM_PRINTED = 3  # scored samples on the screen
 
@@ -66,7 +66,9 @@ class RLTrainer(BaseTrainer[RLConfig]):
     val: PromptDataset | None
 
     def __init__(self, config: RLConfig, session: Session, mode: Mode | None = None) -> None:
-        config, mode = resolve_dtypes(config), mode or mode_of(config)
+        import_external(config)
+        config, self.choices = agree(config)
+        mode = mode or mode_of(config)
         super().__init__(config, session)
         data, algorithm = config.data, config.algorithm
         torch.manual_seed(config.seed)
@@ -84,12 +86,14 @@ class RLTrainer(BaseTrainer[RLConfig]):
         reward_model = None
         self.sampling, self.val_sampling = sampling_of(config), val_sampling_of(config)
         self.greedy = replace(self.sampling, n=1, temperature=0.0, record_routes=False)
-        self.source = mode.rollouts(config, session, run_data, self.loader, self.sampling)
+        self.source = mode.rollouts(
+            config, self.choices, session, run_data, self.loader, self.sampling
+        )
         updates = self.steps * self.num_mini_batches * self.epochs_per_step
         external = mode.critic(config, session, updates)
         self.critic: StepCritic | None = external
         with session.phase("load_model"):
-            self.dp = build_data_parallel(config, session)
+            self.dp = build_data_parallel(config, session, self.choices)
             self.actor = build_actor(
                 config,
                 self.source.sliced_dims,
@@ -97,7 +101,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
                 updates,
                 self.steps,
                 self.source.shared.base,
-                exact=self.source.exact,
+                exact=self.choices.exact,
                 shares_unsharded=self.source.shared.target is not None,
             )
             self.model = self.actor.model
@@ -238,7 +242,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
     def _probs_diff(self, batch: RolloutBatch) -> dict[str, float]:
         """Compare engine and trainer at the tokens that are trained on. Collective."""
         batch = replace(batch, response_mask=self._trained_tokens(batch))
-        exact = self.source.exact and self.config.trainer.mode == "sync"  # weights are not older
+        exact = self.choices.exact and self.config.trainer.mode == "sync"  # weights are not older
         return probs_diff(batch, self.dp.group, exact)
 
     def validate(self, step: int) -> tuple[float, dict[str, float]]:
@@ -310,7 +314,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
         self.probs_diffs = state["probs_diffs"]
 
     def plan(self) -> Table:
-        table = plan_table(self.config, self.prompts, self.val)
+        table = plan_table(self.config, self.prompts, self.val, self.choices)
         for name, text in self.source.describe().items():
             table.add_row(f"[bold]{name}", text)
         return table

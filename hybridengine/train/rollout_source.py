@@ -9,22 +9,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from hybridengine.engine.interface import RolloutEngine, SamplingSpec, derive_seed
 from hybridengine.engine.response import Response
 from hybridengine.model import SharedParameters
+from hybridengine.model.shared.dequantized import DequantizedWeights
+from hybridengine.model.shared.slices import SlicedWeights
 from hybridengine.run.all_ranks import all_gather_values
 from hybridengine.run.config import RLConfig
 from hybridengine.run.session import Session
+from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.report import SyncReport
-from hybridengine.sync.weight_target import target_of
+from hybridengine.sync.weight_target import WeightTarget, target_of
 from hybridengine.train.build import RunData, build_agents, build_engine, build_resharder
-from hybridengine.train.choices import SharedWeights, share_weights
+from hybridengine.train.choices import Choices, refuse_shared
 from hybridengine.train.data import PromptLoader, PromptSample, Subset
-from hybridengine.train.exact_rollouts import inexact_reason
 from hybridengine.train.models import Actor
 from hybridengine.train.rewards.manager import ResponseTokens, RewardManager, score_checked
 from hybridengine.train.rollouts import Rollouts
@@ -59,15 +63,59 @@ class Agents(Protocol):
         ...
 
 
+class SharedWeights(NamedTuple):
+    """What the policy uses of the engine's weights.
+
+    base: frozen parameter of a LoRA run → its view of the engine's tensors, or `LayeredWeights`.
+    unsharded: trained parameter → the view that it is computed with, or `SlicedWeights`.
+    target: the engine's weights.
+    reason: why both are empty, and the policy is computed with what it gathers.
+    """
+
+    base: Mapping[str, torch.Tensor] = MappingProxyType({})
+    unsharded: Mapping[str, torch.Tensor] = MappingProxyType({})
+    target: WeightTarget | None = None
+    reason: str = ""
+
+    def describe(self) -> str:
+        """Return a line of the plan of the run."""
+        if self.reason:
+            return f"gathered from shards: {self.reason}"
+        weights, by = self.base or self.unsharded, ""
+        if isinstance(weights, SlicedWeights):
+            by = ", joined by its tensor-parallel ranks"
+        elif isinstance(weights, DequantizedWeights):
+            by = ", dequantized layer by layer"
+        return f"the engine's{by}{', as the base of the adapters' if self.base else ''}"
+
+
+def share_weights(config: RLConfig, choices: Choices, engine: RolloutEngine) -> SharedWeights:
+    """Take the engine's weights where that was chosen. Collective.
+
+    Raises ConfigError: `model.share_engine_weights` is on, and the engine holds a parameter in
+    another form.
+    """
+    if not choices.shares:
+        return SharedWeights(reason=choices.reasons["shares"])
+    from hybridengine.engine.vllm.engine import VllmEngine
+
+    assert isinstance(engine, VllmEngine)
+    frozen = config.model.lora_rank > 0
+    try:
+        views = engine.share_weights(getattr(torch, config.sharding.dtype), frozen)
+    except LayoutError as error:
+        refuse_shared(config, str(error))
+        return SharedWeights(reason=str(error))
+    return SharedWeights(base=views) if frozen else SharedWeights({}, views, engine.target)
+
+
 class RolloutSource(ABC):
     """All methods are collective over the trainer ranks.
 
     shared: what the policy uses of the engine's weights.
-    exact: the engine has the operators of the policy (`rollout.exact`).
     """
 
     shared = SharedWeights()
-    exact: bool
 
     @abstractmethod
     def sliced_dims(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
@@ -122,18 +170,19 @@ class ColocatedRollouts(RolloutSource):
     def __init__(
         self,
         config: RLConfig,
+        choices: Choices,
         session: Session,
         data: RunData,
         loader: PromptLoader,
         sampling: SamplingSpec,
     ) -> None:
-        self._config, self._session, self._tokenizer = config, session, data.tokenizer
+        self._config, self._choices = config, choices
+        self._session, self._tokenizer = session, data.tokenizer
         self._reward, self._loader, self._sampling = data.reward, loader, sampling
-        self.exact = inexact_reason(config) is None
         with session.phase("start_engine"):
-            self.engine = build_engine(config, data.tokenizer, exact=self.exact)
+            self.engine = build_engine(config, data.tokenizer, choices.engine, exact=choices.exact)
             self._layout = target_of(self.engine).layout  # of all parameters
-            self.shared = share_weights(config, self.engine)
+            self.shared = share_weights(config, choices, self.engine)
         self._checksum = WeightsChecksum(config, self.engine)
         self.engine.sleep()
 
@@ -146,7 +195,9 @@ class ColocatedRollouts(RolloutSource):
             SharedParameters(actor.model, shared.unsharded, shared.target)
             actor.between_steps = lambda: self.sync(self._session.step)
         with self._session.phase("plan_reshard"):
-            self._resharder = build_resharder(self._config, actor, self.engine, shared.base)
+            self._resharder = build_resharder(
+                self._config, actor, self.engine, self._choices.delta, shared.base
+            )
         agents = build_agents(self._config, self._tokenizer)
         scoring = (self._tokenizer, self._reward, self._session, reward_model)
         self._generator = RolloutGenerator(self.engine, *scoring, agents, self._checksum)

@@ -29,10 +29,10 @@ from hybridengine.run.config import SFTConfig
 from hybridengine.run.session import Session
 from hybridengine.train.base import BaseTrainer
 from hybridengine.train.build import find_stop_token_ids, load_preparer, load_tokenizer
-from hybridengine.train.build_models import build_optimizer, load_model
+from hybridengine.train.build_models import build_data_parallel, build_optimizer, load_model
+from hybridengine.train.choices import agree
 from hybridengine.train.data import PromptLoader, SFTDataset, SFTSample
-from hybridengine.train.plan import resolve_dtypes, sft_plan
-from hybridengine.train.shared_prefix import build_data_parallel
+from hybridengine.train.plan import sft_plan
 from hybridengine.vision import image_arguments
 
 
@@ -56,7 +56,7 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
     val: SFTDataset | None
 
     def __init__(self, config: SFTConfig, session: Session) -> None:
-        config = resolve_dtypes(config)
+        config, self.choices = agree(config)
         super().__init__(config, session)
         data, fsdp, optim = config.data, config.model.fsdp_config, config.optim
         torch.manual_seed(config.seed + session.rank)  # dropout differs between the ranks
@@ -65,7 +65,7 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
             self.loader = PromptLoader(
                 self.data, data.train_batch_size, seed=config.seed, shuffle=data.shuffle
             )
-        self.dp = build_data_parallel(config, session)
+        self.dp = build_data_parallel(config, session, self.choices)
         with session.phase("load_model"):
             offload = fsdp.offload_policy
             self.model = load_model(config, session, is_trained=True, cpu_offload=offload)
@@ -74,7 +74,7 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
         self.checkpoints = self.build_checkpoints({"actor": (self.model, self.optimizer)}, {})
 
     def plan(self) -> Table:
-        return sft_plan(self.config, self.data, self.val)
+        return sft_plan(self.config, self.data, self.val, self.choices)
 
     def collect(self, step: int) -> list[SFTSample]:
         """Return the conversations of one optimizer step, of all ranks."""

@@ -337,7 +337,7 @@ def test_disk_space_in_readable_units(dry_run, monkeypatch):
 )
 def test_what_stays_on_a_gpu_while_the_engine_generates(settings, bytes_of_weight):
     config = load_config(None, ["model.path=m", "data.train_files=d", *settings])
-    assert resident_bytes(config, 1000) == 1000 * bytes_of_weight
+    assert resident_bytes(config, 1000, shares=False) == 1000 * bytes_of_weight
 
 
 def test_engine_and_trainer_must_fit_on_a_gpu_together(model):
@@ -345,17 +345,17 @@ def test_engine_and_trainer_must_fit_on_a_gpu_together(model):
     needed = ["model.path=m", "data.train_files=d", "rollout.dtype=bfloat16"]
     config, checked = load_config(None, needed), check_model(str(model), False)
     numel = sum(t.numel() for t in load_file(model / WEIGHTS).values())
-    check_device_memory(config, checked, 24.2 * numel)
+    check_device_memory(config, checked, 24.2 * numel, shares=False)
     with pytest.raises(ConfigError, match=r"the trainer keeps 0\.0 GiB .*optimizer_offload"):
-        check_device_memory(config, checked, 23.8 * numel)
+        check_device_memory(config, checked, 23.8 * numel, shares=False)
     offloads = load_config(None, [*needed, "actor.fsdp_config.optimizer_offload=true"])
-    check_device_memory(offloads, checked, 8.2 * numel)
+    check_device_memory(offloads, checked, 8.2 * numel, shares=False)
     with pytest.raises(ConfigError, match=r"less than the engine's weights of .*; raise it"):
-        check_device_memory(offloads, checked, 3.8 * numel)
+        check_device_memory(offloads, checked, 3.8 * numel, shares=False)
     apart = [
         *needed,
         "trainer.mode=async",
         "rollout.n_gpus_per_node=1",
         "trainer.n_gpus_per_node=1",
     ]
-    check_device_memory(load_config(None, apart), checked, 4.2 * numel)
+    check_device_memory(load_config(None, apart), checked, 4.2 * numel, shares=False)

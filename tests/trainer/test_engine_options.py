@@ -23,7 +23,7 @@ def build(folder: Path, *overrides: str):
     needed = [f"model.path={path}", "data.train_files=t.jsonl", "rollout.name=vllm"]
     dtypes = ["rollout.dtype=float32", "actor.fsdp_config.dtype=float32"]
     config = load_config(None, [*needed, *dtypes, *overrides])
-    return build_engine(config, AutoTokenizer.from_pretrained(path))
+    return build_engine(config, AutoTokenizer.from_pretrained(path), "vllm")
 
 
 def test_every_argument_of_vllm_is_sorted():
@@ -57,7 +57,7 @@ def test_logits_processors_of_installed_packages_are_refused(tmp_path, monkeypat
         build(tmp_path / "model")
     needed = ["model.path=m", "data.train_files=t.jsonl", "rollout.name=vllm"]
     with pytest.raises(ConfigError, match=message):
-        check_engine(load_config(None, needed))
+        check_engine(load_config(None, needed), "vllm")
 
 
 def test_options_and_stop_texts_reach_the_engine(tmp_path, monkeypatch):

@@ -14,7 +14,8 @@ import torch
 from hybridengine.engine.vllm.environment import vllm_available
 from hybridengine.run.config import ConfigError, load_config
 from hybridengine.run.errors import RolloutError
-from hybridengine.train.exact_rollouts import inexact_reason
+from hybridengine.train.choices import Choices, decide
+from hybridengine.train.machine import Machine
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 from tests.trainer.in_process import lines_of, small_job
@@ -99,6 +100,16 @@ def test_a_token_of_other_weights_is_an_error_on_every_rank() -> None:
     run_ranks(one_token_differs, 2)
 
 
+def choose(*job: str, machine: Machine | None = None) -> Choices:
+    return decide(load_config(None, job), machine=machine)
+
+
+def inexact_reason(*job: str, machine: Machine | None = None) -> str:
+    choices = choose(*job, machine=machine)
+    assert not choices.exact
+    return choices.reasons["exact"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -116,28 +127,25 @@ def test_auto_names_what_is_not_exact(
     tmp_path: Path, overrides: tuple[str, ...], message: str
 ) -> None:
     job = [*small_job(tmp_path), *VLLM]
-    assert inexact_reason(load_config(None, job)) is None
-    assert message in (inexact_reason(load_config(None, [*job, *overrides])) or "")
-    assert inexact_reason(load_config(None, [*job, "rollout.exact=off"])) == "rollout.exact is off"
+    assert choose(*job).exact
+    assert message in inexact_reason(*job, *overrides)
+    assert inexact_reason(*job, "rollout.exact=off") == "rollout.exact is off"
 
 
 def test_a_missing_kernel_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job, message = [*small_job(tmp_path), *VLLM], r"decode_linear has no C\+\+ kernel"
     monkeypatch.setenv("HYBRIDENGINE_BACKEND", "reference")
-    assert re.match(message, inexact_reason(load_config(None, job)) or "")
+    assert re.match(message, inexact_reason(*job))
     with pytest.raises(ConfigError, match=f"rollout.exact is on, but {message}"):
-        inexact_reason(load_config(None, [*job, "rollout.exact=on"]))
+        choose(*job, "rollout.exact=on")
 
 
-def test_on_a_gpu_it_is_on_only_where_it_is_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("triton")
+def test_on_a_gpu_it_is_on_only_where_it_is_set(tmp_path: Path) -> None:
     job = [*small_job(tmp_path), *VLLM]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "not compared bit for bit on a GPU" in (inexact_reason(load_config(None, job)) or "")
+    gpu = Machine(80 << 30, fast_bfloat16=True, has_vllm=True)
+    assert "not compared bit for bit on a GPU" in inexact_reason(*job, machine=gpu)
     with pytest.warns(UserWarning, match="on GPUs nobody has compared engine and trainer"):
-        assert inexact_reason(load_config(None, [*job, "rollout.exact=on"])) is None
+        assert choose(*job, "rollout.exact=on", machine=gpu).exact
 
 
 @pytest.mark.parametrize(
@@ -149,9 +157,9 @@ def test_on_a_gpu_it_is_on_only_where_it_is_set(
 )
 def test_a_model_without_exact_operators(tmp_path: Path, kind: str, message: str) -> None:
     job = [*small_job(tmp_path), *VLLM, f"model.path={save_tiny(kind, tmp_path / kind)}"]
-    assert f"{kind} were not compared" in (inexact_reason(load_config(None, job)) or "")
+    assert f"{kind} were not compared" in inexact_reason(*job)
     with pytest.raises(ConfigError, match=f"rollout.exact is on, but .*{message}"):
-        inexact_reason(load_config(None, [*job, "rollout.exact=on"]))
+        choose(*job, "rollout.exact=on")
 
 
 # Of ranks that vLLM's slots have and have not; the scale of 1.5 is no power of two.

@@ -5,76 +5,68 @@ import torch
 
 from hybridengine.model import Optimizer
 from hybridengine.run.config import config_to_yaml, load_config, load_sft_config
-from hybridengine.train import plan
 from hybridengine.train.checkpoint import changed_settings
 from hybridengine.train.checkpoint.folders import CONFIG, SavedCheckpoint
-from hybridengine.train.plan import describe_precision, resolve_dtypes
-from tests.ranks import run_ranks
+from hybridengine.train.machine import Machine, describe_precision, resolve_dtypes
 
 REQUIRED = ["model.path=m", "data.train_files=f"]
 GRPO = [*REQUIRED, "reward.custom_reward_function.path=r.py"]
 
 
-@pytest.fixture(params=[True, False])
-def fast(request, monkeypatch):
-    monkeypatch.setattr(plan, "_fast_bfloat16", lambda: request.param)
-    return request.param
+SLOW, FAST = (Machine(0, fast_bfloat16=fast, has_vllm=False) for fast in (False, True))
+
+machines = pytest.mark.parametrize("machine", [SLOW, FAST])
 
 
-def test_auto_is_the_default_and_becomes_a_type(fast):
+@machines
+def test_auto_is_the_default_and_becomes_a_type(machine):
     config, sft = load_config(None, GRPO), load_sft_config(None, REQUIRED)
     assert config.sharding.dtype == config.rollout.dtype == sft.sharding.dtype == "auto"
-    expected = "bfloat16" if fast else "float32"
-    config, sft = resolve_dtypes(config), resolve_dtypes(sft)
+    expected = "bfloat16" if machine is FAST else "float32"
+    config, sft = resolve_dtypes(config, machine), resolve_dtypes(sft, machine)
     assert config.sharding.dtype == config.rollout.dtype == sft.sharding.dtype == expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_engine_and_saved_weights_follow_the_compute_type(fast, dtype):
-    config = resolve_dtypes(load_config(None, [*GRPO, f"actor.fsdp_config.dtype={dtype}"]))
+@machines
+def test_engine_and_saved_weights_follow_the_compute_type(machine, dtype):
+    given = [*GRPO, f"actor.fsdp_config.dtype={dtype}"]
+    config = resolve_dtypes(load_config(None, given), machine)
     assert config.rollout.dtype == config.trainer.save_dtype == dtype
-    sft = resolve_dtypes(load_sft_config(None, [*REQUIRED, f"model.fsdp_config.dtype={dtype}"]))
+    given = [*REQUIRED, f"model.fsdp_config.dtype={dtype}"]
+    sft = resolve_dtypes(load_sft_config(None, given), machine)
     assert sft.trainer.save_dtype == dtype
 
 
-def test_a_given_type_stays(fast):
+@machines
+def test_a_given_type_stays(machine):
     types = ["rollout.dtype=bfloat16", "trainer.save_dtype=float32"]
     given = load_config(None, [*GRPO, "actor.fsdp_config.dtype=float16", *types])
-    assert resolve_dtypes(given) == given
-    half = resolve_dtypes(load_config(None, [*GRPO, "rollout.dtype=float16"]))
+    assert resolve_dtypes(given, machine) == given
+    half = resolve_dtypes(load_config(None, [*GRPO, "rollout.dtype=float16"]), machine)
     assert half.rollout.dtype == "float16"
-    assert half.sharding.dtype == ("bfloat16" if fast else "float32")
+    assert half.sharding.dtype == ("bfloat16" if machine is FAST else "float32")
 
 
-def test_resuming_in_another_type_is_reported(tmp_path, monkeypatch):
+def test_resuming_in_another_type_is_reported(tmp_path):
     config = load_config(None, GRPO)
-    monkeypatch.setattr(plan, "_fast_bfloat16", lambda: True)
-    (tmp_path / CONFIG).write_text(config_to_yaml(resolve_dtypes(config)))
-    monkeypatch.setattr(plan, "_fast_bfloat16", lambda: False)
-    assert changed_settings(SavedCheckpoint(1, tmp_path, None, {}), resolve_dtypes(config)) == [
+    (tmp_path / CONFIG).write_text(config_to_yaml(resolve_dtypes(config, FAST)))
+    resumed = SavedCheckpoint(1, tmp_path, None, {})
+    assert changed_settings(resumed, resolve_dtypes(config, SLOW)) == [
         "actor.fsdp_config.dtype: bfloat16 → float32",
         "rollout.dtype: bfloat16 → float32",
         "trainer.save_dtype: bfloat16 → float32",
     ]
 
 
-def resolved_on_unlike_machines(rank: int, world_size: int) -> str:
-    plan._fast_bfloat16 = lambda: rank == 0
-    return resolve_dtypes(load_sft_config(None, REQUIRED)).sharding.dtype
-
-
-@pytest.mark.multirank
-def test_all_ranks_take_what_is_fast_on_every_one():
-    assert run_ranks(resolved_on_unlike_machines, 2) == ["float32", "float32"]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the words are about a CPU")
-def test_the_choice_is_reported(fast):
-    chosen = "bfloat16" if fast else "float32"
-    text = describe_precision(("trainer", chosen), ("engine", chosen))
+@machines
+def test_the_choice_is_reported(machine):
+    chosen = "bfloat16" if machine is FAST else "float32"
+    text = describe_precision({"trainer": chosen, "engine": chosen}, machine)
     assert f"trainer {chosen}, engine {chosen}; this CPU has " in text
-    assert ("no fast bfloat16" in text) == (not fast) and "slow" not in text
-    assert ("dtype=auto takes float32" in describe_precision(("trainer", "bfloat16"))) == (not fast)
+    assert ("no fast bfloat16" in text) == (machine is SLOW) and "slow" not in text
+    forced = describe_precision({"trainer": "bfloat16"}, machine)
+    assert ("dtype=auto takes float32" in forced) == (machine is SLOW)
 
 
 def test_a_loss_scale_belongs_to_its_type():

@@ -189,17 +189,18 @@ def test_a_job_resumes_and_exports_what_it_was_trained_with(tmp_path: Path) -> N
 def test_what_cannot_be_dequantized_is_named(
     tmp_path: Path, overrides: tuple[str, ...], message: str
 ) -> None:
-    from hybridengine.train.choices import unshared_reason
+    from hybridengine.train.choices import decide
 
     job = [*small_job(tmp_path), *FP8, *overrides, SHARE]
     expected = f"share_engine_weights is on, but rollout.quantization is fp8, and {message}"
     with pytest.raises(ConfigError, match=expected):
-        unshared_reason(load_config(None, job))
+        decide(load_config(None, job))
 
 
 def test_auto_gathers_the_values_of_the_checkpoint(tmp_path: Path) -> None:
-    from hybridengine.train.choices import unshared_reason
+    from hybridengine.train.choices import decide
 
     job = [*small_job(tmp_path), *FP8]
-    assert "would be the engine's weights" in (unshared_reason(load_config(None, job)) or "")
-    assert unshared_reason(load_config(None, [*job, SHARE])) is None
+    choices = decide(load_config(None, job))
+    assert not choices.shares and "would be the engine's weights" in choices.reasons["shares"]
+    assert decide(load_config(None, [*job, SHARE])).shares

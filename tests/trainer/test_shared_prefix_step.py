@@ -80,18 +80,21 @@ def test_sft_on_several_answers_to_a_prompt(tmp_path: Path) -> None:
 def test_models_that_cannot_share(tmp_path: Path) -> None:
     """auto packs plainly and says why in the plan; on is refused."""
     from hybridengine.run.config import ConfigError, load_config
-    from hybridengine.train import shared_prefix
+    from hybridengine.train import choices
 
     base = small_job(tmp_path)
     off, auto, on = (load_config(None, [*base, f"actor.shared_prefix={s}"]) for s in SWITCH)
-    assert shared_prefix.no_sharing_reason(off) == "actor.shared_prefix is off"
-    assert shared_prefix.no_sharing_reason(auto) is None
-    assert shared_prefix.no_sharing_reason(on) is None
+    chosen = choices.decide(off)
+    assert not chosen.prefix and chosen.reasons["prefix"] == "actor.shared_prefix is off"
+    assert choices.decide(auto).prefix
+    assert choices.decide(on).prefix
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_prefix, "shared_prefix_obstacle", lambda *_: "it has a state")
-        assert "cannot share prefixes: it has a state" in shared_prefix.no_sharing_reason(auto)
+        patch.setattr(choices, "shared_prefix_obstacle", lambda *_: "it has a state")
+        chosen = choices.decide(auto)
+        assert not chosen.prefix
+        assert "cannot share prefixes: it has a state" in chosen.reasons["prefix"]
         with pytest.raises(ConfigError, match=r"actor.shared_prefix is on, but model .* a state"):
-            shared_prefix.no_sharing_reason(on)
+            choices.decide(on)
 
 
 SWITCH = ("off", "auto", "on")

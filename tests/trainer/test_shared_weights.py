@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from hybridengine.run.config import ConfigError, load_config
+from hybridengine.train.machine import Machine
 from tests.model.lora_shared import load_adapted
 from tests.ranks import run_ranks
 from tests.reshard.vllm_engines import PROMPTS, build_engine
@@ -34,6 +35,7 @@ ADAPTERS = (
     "rollout.kv_cache_gib=0.0625",
     "rollout.enforce_eager=true",
 )
+GPU = Machine(80 << 30, fast_bfloat16=True, has_vllm=True)
 
 
 def trained(model: Any, rank: int) -> list[torch.Tensor]:
@@ -302,48 +304,46 @@ def test_a_job_and_its_files_are_those_of_shards(
 def test_what_cannot_be_shared_is_named(
     tmp_path: Path, overrides: tuple[str, ...], message: str
 ) -> None:
-    from hybridengine.train.choices import unshared_reason
+    from hybridengine.train.choices import decide
 
     job = [*small_job(tmp_path), *ADAPTERS, *overrides]
-    assert message in (unshared_reason(load_config(None, job)) or "")
+    choices = decide(load_config(None, job))
+    assert not choices.shares and message in choices.reasons["shares"]
     with pytest.raises(ConfigError, match=f"share_engine_weights is on, but .*{message}"):
-        unshared_reason(load_config(None, [*job, "model.share_engine_weights=true"]))
+        decide(load_config(None, [*job, "model.share_engine_weights=true"]))
 
 
-def test_auto_shares_what_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_shares_what_costs_nothing(tmp_path: Path) -> None:
     """On a GPU the engine's weights must not take more memory in the update than shards."""
-    from hybridengine.train.choices import unshared_reason
+    from hybridengine.train.choices import decide
 
     job = [*small_job(tmp_path), *ADAPTERS]
-    assert unshared_reason(load_config(None, job)) is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert unshared_reason(load_config(None, job)) is None
+    assert decide(load_config(None, job)).shares
+    assert decide(load_config(None, job), machine=GPU).shares
     four = [*job, "trainer.n_gpus_per_node=4"]
-    assert "frees its weights for the update" in (unshared_reason(load_config(None, four)) or "")
+    choices = decide(load_config(None, four), machine=GPU)
+    assert not choices.shares
+    assert "frees its weights for the update" in choices.reasons["shares"]
     for more in (
         "rollout.free_cache_engine=false",
         "model.share_engine_weights=true",
         "rollout.tensor_model_parallel_size=4",
     ):
-        assert unshared_reason(load_config(None, [*four, more])) is None
+        assert decide(load_config(None, [*four, more]), machine=GPU).shares
 
 
-def test_auto_gathers_where_awake_engine_and_trainer_do_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from hybridengine.train.choices import unshared_reason
+def test_auto_gathers_where_awake_engine_and_trainer_do_not_fit(tmp_path: Path) -> None:
+    from hybridengine.train.choices import decide
 
-    memory = SimpleNamespace(total_memory=80 << 30)
     job = [*small_job(tmp_path), *ADAPTERS, "model.lora_rank=0", "reshard.lora=merged"]
     pair = [*job, "trainer.n_gpus_per_node=2", "rollout.tensor_model_parallel_size=2"]
     for devices in (job, [*pair, "trainer.n_gpus_per_node=4"]):
-        assert unshared_reason(load_config(None, devices)) is None
-    assert "as much would be received" in (unshared_reason(load_config(None, pair)) or "")
-    assert unshared_reason(load_config(None, [*pair, "model.share_engine_weights=true"])) is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: memory)
-    assert unshared_reason(load_config(None, job)) is None
-    memory.total_memory = 1 << 20
-    assert "would stay in memory" in (unshared_reason(load_config(None, job)) or "")
+        assert decide(load_config(None, devices)).shares
+    assert "as much would be received" in decide(load_config(None, pair)).reasons["shares"]
+    assert decide(load_config(None, [*pair, "model.share_engine_weights=true"])).shares
+    assert decide(load_config(None, job), machine=GPU).shares
+    small = replace(GPU, gpu_bytes=1 << 20)
+    choices = decide(load_config(None, job), machine=small)
+    assert not choices.shares and "would stay in memory" in choices.reasons["shares"]
     for more in ("rollout.free_cache_engine=false", "model.share_engine_weights=true"):
-        assert unshared_reason(load_config(None, [*job, more])) is None
+        assert decide(load_config(None, [*job, more]), machine=small).shares

@@ -84,7 +84,8 @@ def source_of(*overrides: str) -> tuple[OverlappedRollouts, Engines]:
     prompts: Any = [PromptSample(k, [k], f"{k}", "d", "", {}) for k in range(48)]
     loader = PromptLoader(prompts, config.data.train_batch_size, seed=1, shuffle=False)
     data: Any = SimpleNamespace(train=prompts, val=None)
-    source = OverlappedRollouts(config, session, link, data, loader, SamplingSpec(n=1))
+    choices: Any = None  # read by `connect` alone
+    source = OverlappedRollouts(config, choices, session, link, data, loader, SamplingSpec(n=1))
     engines: Any = Engines()
     source._queue, source._sender, source._reward_model = engines, Sender(), None  # type: ignore[assignment]
     return source, engines

@@ -16,13 +16,12 @@ from hybridengine.run.session import script_session
 from hybridengine.sync.resharder import Resharder
 from hybridengine.train.build import (
     build_engine,
-    engine_name,
     import_external,
     load_tokenizer,
     tool_schemas,
 )
+from hybridengine.train.choices import decide
 from hybridengine.train.data import PromptDataset
-from hybridengine.train.exact_rollouts import inexact_reason
 from hybridengine.train.start import silence_libraries
 
 _PROMPTS, _MAX_TOKENS = 4, 32  # operators are compared at every token
@@ -35,20 +34,21 @@ def compare_job(config: RLConfig) -> Report:
 
     Raises ConfigError if the job's engine is not vLLM.
     """
-    if engine_name(config) != "vllm":
+    import_external(config)
+    choices = decide(config)
+    if choices.engine != "vllm":
         raise ConfigError("rollout.name is hf, whose model is the trained one; compare vllm")
     from hybridengine.engine.vllm.engine import VllmEngine
 
     silence_libraries()
-    import_external(config)
     rollout = replace(config.rollout, enforce_eager=True)  # modules are called one by one
     config = replace(config, rollout=rollout)
     with tempfile.TemporaryDirectory() as folder, script_session(folder) as session:
         tokenizer = load_tokenizer(config)
         data = config.data
         prompts = PromptDataset(data.train_files, tokenizer, data, tool_schemas(config))
-        exact = inexact_reason(config) is None
-        engine = cast(VllmEngine, build_engine(config, tokenizer, exact=exact))
+        engine = build_engine(config, tokenizer, choices.engine, exact=choices.exact)
+        engine = cast(VllmEngine, engine)
         try:
             model = load_causal_lm(
                 config.model.path,

@@ -18,12 +18,13 @@ from hybridengine.remote.critic.channel import CriticChannel
 from hybridengine.remote.roles import RoleLink
 from hybridengine.run.session import Session
 from hybridengine.train.build import import_external
+from hybridengine.train.build_models import build_data_parallel
 from hybridengine.train.checkpoint.tensors import TensorFiles, reason_of, remote_folder
+from hybridengine.train.choices import agree
 from hybridengine.train.critic import build_critic
 from hybridengine.train.data import PromptSample, Subset
 from hybridengine.train.exchange import RowLocations
 from hybridengine.train.rollouts import ReceivedRows, Rollouts
-from hybridengine.train.shared_prefix import build_data_parallel
 
 _WAITING = "wait_for_actor"
 
@@ -43,7 +44,8 @@ class CriticWorker:
         torch.manual_seed(config.seed)
         with session.phase("load_model"):
             import_external(config)
-            self._dp = build_data_parallel(config, session)
+            _, choices = agree(config)
+            self._dp = build_data_parallel(config, session, choices)
             self._critic = build_critic(config, self._dp, setup.num_updates)
         model, optimizer = self._critic.model, self._critic.optimizer
         self._tensors = PartWriter(self._critic.name, model, optimizer, self._announce)

@@ -29,8 +29,8 @@ from hybridengine.run.messages import wait_until
 from hybridengine.run.session import Session
 from hybridengine.sync.report import SyncReport
 from hybridengine.train.build import RunData
+from hybridengine.train.choices import Choices
 from hybridengine.train.data import PromptLoader, PromptSample, Subset
-from hybridengine.train.exact_rollouts import inexact_reason
 from hybridengine.train.models import Actor
 from hybridengine.train.rollout_source import RolloutSource, gather_rollouts
 from hybridengine.train.rollouts import Rollouts
@@ -45,17 +45,18 @@ class OverlappedRollouts(RolloutSource):
     def __init__(
         self,
         config: RLConfig,
+        choices: Choices,
         session: Session,
         link: RoleLink,
         data: RunData,
         loader: PromptLoader,
         sampling: SamplingSpec,
     ) -> None:
-        self._config, self._session, self._link = config, session, link
+        self._config, self._choices = config, choices
+        self._session, self._link = session, link
         self._train, self._val = data.train, data.val
         self._loader, self._sampling = loader, sampling
         self._steps = config.trainer.steps(len(loader))
-        self.exact = inexact_reason(config) is None
         self._version = 0  # of the newest weights that all engines have
         self._num_items = self._num_drawn = self._num_taken = 0  # items; batches
         self._open: dict[int, WorkItem] = {}  # training items that are handed out, in their order
@@ -67,7 +68,7 @@ class OverlappedRollouts(RolloutSource):
     def connect(self, actor: Actor, reward_model: RewardModel | None) -> None:
         self._reward_model = reward_model
         with self._session.phase("plan_reshard"):
-            self._sender = build_sender(self._config, actor, self._link)
+            self._sender = build_sender(self._config, actor, self._choices.delta, self._link)
         with self._session.phase("connect_roles"):
             self._queue = TrainerQueue(self._link)
 

@@ -19,9 +19,8 @@ from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.run.config import RLConfig
 from hybridengine.run.messages import wait_until
 from hybridengine.run.session import Session
-from hybridengine.train.build import build_agents, build_engine, load_data
-from hybridengine.train.exact_rollouts import inexact_reason
-from hybridengine.train.plan import resolve_dtypes
+from hybridengine.train.build import build_agents, build_engine, import_external, load_data
+from hybridengine.train.choices import agree
 from hybridengine.train.rollout_source import RolloutGenerator
 from hybridengine.train.weights_checksum import WeightsChecksum
 
@@ -37,7 +36,8 @@ class RolloutWorker:
     """
 
     def __init__(self, config: RLConfig, session: Session, link: RoleLink) -> None:
-        config = resolve_dtypes(config)
+        import_external(config)
+        config, choices = agree(config)
         self._session, self._link = session, link
         self._eager = config.trainer.mode == "async"
         torch.manual_seed(config.seed)
@@ -47,12 +47,11 @@ class RolloutWorker:
         self._engine: RolloutEngine
         self._receiver: WeightReceiver | ServerReceiver
         with session.phase("start_engine"):
-            exact = inexact_reason(config) is None
             if config.rollout.servers:
-                connected = connect_servers(config, tokenizer, self._link, exact=exact)
+                connected = connect_servers(config, tokenizer, self._link, exact=choices.exact)
                 self._engine, self._receiver = connected
             else:
-                self._engine = build_engine(config, tokenizer, exact=exact)
+                self._engine = build_engine(config, tokenizer, choices.engine, exact=choices.exact)
         agents = build_agents(config, tokenizer)
         engine = self._engine
         held = engine.pool.weights if isinstance(engine, ServerEngine) else None

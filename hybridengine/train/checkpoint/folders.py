@@ -32,9 +32,10 @@ CONFIG = "config.yaml"  # the resolved configuration of the run that wrote the c
 _IGNORED_KEYS = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.default_local_dir")
 
 _RESULTS = ("final", "final_adapter", "summary.json", "curves.png")
-_LOGS = ("metrics.jsonl", "config.yaml", "rollouts", "tensorboard")
+_SETTINGS = ("config.yaml", "choices.json")  # written before a run trains
+_LOGS = ("metrics.jsonl", *_SETTINGS, "rollouts", "tensorboard")
 _TEMPORARY = re.compile(  # of `storage.atomic_file`
-    r"\.(?:config|curves|metrics|summary|step_\d+|val_\d+)\.\d+\.(?:json|jsonl|png|yaml)"
+    r"\.(?:choices|config|curves|metrics|summary|step_\d+|val_\d+)\.\d+\.(?:json|jsonl|png|yaml)"
 )
 _NUMBERED = re.compile(r"(?:global_step|step|val)_(\d+)(?:\.jsonl)?")
 
@@ -331,7 +332,7 @@ def _archive_later_steps(dir: Path, rollouts: Path, step: int) -> Path | None:
         return None
     results = [dir / name for name in _RESULTS if (dir / name).exists()]
     previous = storage.archive([*checkpoints, *results], dir)
-    for name in ("metrics.jsonl", "config.yaml"):  # copied: the new run continues them
+    for name in ("metrics.jsonl", *_SETTINGS):  # copied: the new run continues them
         if (dir / name).is_file():
             shutil.copy2(dir / name, previous / name)
     if later_rollouts := _after(step, rollouts, "step_*.jsonl", "val_*.jsonl"):
@@ -348,7 +349,7 @@ def _after(step: int, dir: Path, *patterns: str) -> list[Path]:
 
 
 def _has_content(path: Path) -> bool:
-    """Return whether a run that trained left `path`; config.yaml is written before that."""
-    if path.name == "config.yaml":
+    """Return whether a run that trained left `path`; its settings are written before that."""
+    if path.name in _SETTINGS:
         return False
     return any(p.is_file() for p in path.rglob("*")) if path.is_dir() else path.stat().st_size > 0
