@@ -243,10 +243,10 @@ def test_head_sizes_of_vllms_attention_on_a_cpu(monkeypatch):
     check_head_size(model)
     model.head_dim = 48
     required = ["model.path=m", "data.train_files=f"]
-    check_model_in_engine(load_config(None, [*required, "rollout.name=hf"]), model)
-    config = load_config(None, [*required, "rollout.name=vllm"])
+    config = load_config(None, required)
+    check_model_in_engine(config, model, "hf", shares=False)
     with pytest.raises(ConfigError, match=r"no heads of size 48.*set rollout.name=hf"):
-        check_model_in_engine(config, model)
+        check_model_in_engine(config, model, "vllm", shares=False)
 
 
 def test_engine_options_need_vllm(dry_run):
