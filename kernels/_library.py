@@ -72,8 +72,15 @@ class CustomOp:
         return fake
 
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
-        backward = without_autocast(backward)
-        self._definition.register_autograd(backward, setup_context=setup_context)
+        """Register the gradients of the op's first arguments; the others have none."""
+        backward, count = without_autocast(backward), len(self._arguments)
+
+        def padded(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            results = backward(ctx, *grads)
+            results = results if isinstance(results, tuple) else (results,)
+            return *results, *[None] * (count - len(results))
+
+        self._definition.register_autograd(padded, setup_context=setup_context)
         run = self._run
 
         def forward(ctx: Any, *arguments: Any) -> Any:
@@ -83,7 +90,7 @@ class CustomOp:
 
         if self._has_lists:
             return  # a Function does not see tensors in lists
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(padded)}
         self._function = type(self._name, (torch.autograd.Function,), methods)
 
 

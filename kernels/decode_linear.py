@@ -212,7 +212,6 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         product(grad, weight.t(), None) if for_x else None,
         product(grad.t(), x.t(), None) if for_weight else None,
         grad.sum(0) if ctx.has_bias else None,
-        *(None, None, None),
     )
 
 

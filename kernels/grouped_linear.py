@@ -120,7 +120,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     wanted = list(ctx.needs_input_grad[:2])
     grads = _backward_op(grad, *ctx.saved_tensors, wanted, ctx.backend)
-    return *(g if needed else None for g, needed in zip(grads, wanted, strict=True)), None, None
+    return tuple(g if needed else None for g, needed in zip(grads, wanted, strict=True))
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -205,10 +205,10 @@ def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 
 def _norm_gradients(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 5
+        return ()
     x, weight, inverse_rms = ctx.saved_tensors
     grad_x, grad_weight = _rms_norm_backward(grad, x, weight, inverse_rms, ctx.offset)
-    return grad_x, grad_weight.to(weight.dtype), None, None, None
+    return grad_x, grad_weight.to(weight.dtype)
 
 
 _rms_norm.register_autograd(_norm_gradients, setup_context=_save_norm)

@@ -107,9 +107,10 @@ def register_estimator(
 ) -> Callable[[Estimator], Estimator]:
     """Register an estimator under `names`.
 
-    needs: which optional fields of `Responses` it reads: values (the run trains a critic),
-    reward_baselines (the run generates a greedy response to every prompt), reward_parts (with
-    AdvantageOptions.part_weights).
+    needs: what it reads that a run may lack: values (the run trains a critic), reward_baselines
+    (the run generates a greedy response to every prompt), reward_parts (with
+    AdvantageOptions.part_weights), group_ids (it compares the responses to a prompt, so that
+    rollout.n of 1 is noted).
 
     Raises:
         ValueError: a name is taken.
@@ -196,7 +197,7 @@ def _whiten(values: Tensor, responses: Responses, options: AdvantageOptions) -> 
 
 
 def _register_group_estimator(kernel: str, *names: str) -> None:
-    @register_estimator(*names)
+    @register_estimator(*names, needs=("group_ids",))
     def estimator(responses: Responses, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
         out = _group(kernel, responses, options)
         return out, out
@@ -224,7 +225,7 @@ def _reinforce_plus_plus(responses: Responses, options: AdvantageOptions) -> tup
     return _whiten(returns, responses, options), returns
 
 
-@register_estimator("reinforce_plus_plus_baseline")
+@register_estimator("reinforce_plus_plus_baseline", needs=("group_ids",))
 def _reinforce_plus_plus_baseline(
     responses: Responses, options: AdvantageOptions
 ) -> tuple[Tensor, Tensor]:
@@ -241,7 +242,7 @@ def _remax(responses: Responses, options: AdvantageOptions) -> tuple[Tensor, Ten
     return torch.where(responses.response_mask, returns - baselines, 0), returns
 
 
-@register_estimator("gdpo", needs=("reward_parts",))
+@register_estimator("gdpo", needs=("reward_parts", "group_ids"))
 def _gdpo(responses: Responses, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """GDPO (arXiv 2601.05242): each reward normalised in its group, summed, whitened.
 

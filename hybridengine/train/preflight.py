@@ -24,7 +24,7 @@ from hybridengine.model.validation import auto_class, check_model, check_weights
 from hybridengine.moe.batch_routes import config_route_shape
 from hybridengine.moe.router_balance import balance_routers, prepare_routers
 from hybridengine.run.config import ConfigError, JobConfig, RLConfig, SFTConfig
-from hybridengine.run.errors import Faults
+from hybridengine.run.errors import Faults, print_note
 from hybridengine.run.plugins import load_plugin
 from hybridengine.run.storage import check_disk_space
 from hybridengine.run.tracking.metrics import check_loggers
@@ -88,6 +88,7 @@ def check_grpo(config: RLConfig, faults: Faults | None = None) -> Checked[Prompt
     with faults:
         import_external(config)
         check_algorithm(config)
+        _note_groups_of_one(config)
         is_registered = True
     engine, choices = faults.attempt(engine_name, config), None
     if engine is not None:
@@ -320,6 +321,17 @@ def _check_resume(
     loader = PromptLoader(train, data.train_batch_size, seed=config.seed, shuffle=data.shuffle)
     layout = checkpoint_layout_from_config(model, config.model.trust_remote_code)
     check_resume(config, loader, layout.parameters, saved_states(config))
+
+
+def _note_groups_of_one(config: RLConfig) -> None:
+    """Print a note where the estimator compares responses that there are not."""
+    estimator = config.algorithm.adv_estimator
+    if config.rollout.n == 1 and "group_ids" in NEEDS[estimator] and not config.distills:
+        print_note(
+            f"rollout.n is 1, and algorithm.adv_estimator {estimator} compares the responses of a "
+            "group: with one, its advantage is its score or 0; set rollout.n to 2 or more, or "
+            "adv_estimator=reinforce_plus_plus"
+        )
 
 
 def _check_baselines(config: RLConfig) -> None:

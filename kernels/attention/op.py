@@ -226,9 +226,8 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 @check.differentiable_once(OP)
 def _backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    no_gradients = (None,) * 7
     if grad_out is None:
-        return None, None, None, None, *no_gradients
+        return ()
     query, key, value, sinks, ends, position_ids, out, lse = ctx.saved_tensors
     *grads, delta = _backward_op(
         grad_out,
@@ -249,7 +248,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tens
         # Its value is zero: the gradient of its score is p (0 - delta).
         grad_scores = (sinks[:, None] - lse).exp() * -delta
         grad_sinks = grad_scores.sum(1, dtype=torch.float64).to(sinks.dtype)
-    return *grads, grad_sinks, *no_gradients
+    return *grads, grad_sinks
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -127,10 +127,9 @@ def register_linear_autograd(
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: Any
     ) -> tuple[Tensor | None, ...]:
-        no_gradients = (None,) * (1 + len(RowOptions._fields) + len(ctx.rest))
         wanted = list(ctx.needs_input_grad[:3])
         if not any(wanted) or (grad_log_probs is None and grad_entropy is None):
-            return None, None, None, *no_gradients
+            return ()
         options, tensors = RowOptions.restore(ctx)
         end = 4 + len(ctx.rest)
         rest = [x if s is None else s for x, s in zip(ctx.rest, tensors[4:end], strict=True)]
@@ -144,7 +143,7 @@ def register_linear_autograd(
             wanted,
         )
         wanted[1] = wanted[1] and rest[main_grad_at] is None
-        return *(g if want else None for g, want in zip(grads, wanted, strict=True)), *no_gradients
+        return tuple(g if want else None for g, want in zip(grads, wanted, strict=True))
 
     forward_op, backward_op = ops
     backward_op.register_fake(fake)

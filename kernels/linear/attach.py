@@ -37,7 +37,7 @@ def fake_gradients(
 
     Its last arguments are `bool wide_weight_grad, bool[] wanted, str backend`.
     """
-    wide_weight_grad, wanted = arguments[-3], arguments[-2]
+    *_, wide_weight_grad, wanted, _ = arguments
     vectors = [hidden.new_empty(hidden.shape[0], dtype=compute_dtype(hidden)) for _ in range(2)]
     grads = empty_gradients((hidden, weight, bias), wanted)
     if wide_weight_grad:

@@ -288,10 +288,9 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 @check.differentiable_once("linear_cross_entropy")
 def _backward(ctx: Any, grad_losses: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     """Compute the chunks again, with the gradients of the losses."""
-    no_gradients = (None,) * (len(RowOptions._fields) + 10)
     wanted = list(ctx.needs_input_grad[:3])
     if not any(wanted) or grad_losses is None:
-        return None, None, None, *no_gradients
+        return ()
     options, (*tensors, labels, active_rows) = RowOptions.restore(ctx)
     budget_bytes, deterministic, *settings = ctx.settings
     *_, hidden, weight, bias = _cross_entropy_op(
@@ -307,8 +306,8 @@ def _backward(ctx: Any, grad_losses: Tensor | None, *_: Any) -> tuple[Tensor | N
         wanted,
         ctx.backend,
     )
-    grads = (g if want else None for g, want in zip((hidden, weight, bias), wanted, strict=True))
-    return *grads, *no_gradients
+    grads = zip((hidden, weight, bias), wanted, strict=True)
+    return tuple(g if want else None for g, want in grads)
 
 
 _cross_entropy_op.register_autograd(_backward, setup_context=_setup_context)

@@ -26,7 +26,14 @@ from ..logprob.op import token_log_probs
 from ..logprob.options import RowOptions, in_shape, row_options
 from ..logprob.rows import has_unscaled_gradient, rows_forward, rows_unscaled_gradient
 from ..policy_loss.importance import ImportanceBounds
-from ..policy_loss.op import kernel_tensors, policy_loss, policy_loss_op
+from ..policy_loss.op import (
+    LossCoefficients,
+    LossModes,
+    kernel_tensors,
+    policy_loss,
+    policy_loss_op,
+    split_numbers,
+)
 from ..policy_loss.terms import (
     KL_TYPES,
     LOSS_MODES,
@@ -302,24 +309,29 @@ def _op_arguments(mode: str, arguments: dict, grad_scale: float) -> tuple[Any, .
     per_token = kernel_tensors(arguments, *names, "rollout_is_weights", "rollout_log_probs")
     per_token.append((weights * grad_scale).float())
     kl_type = arguments.get("kl_type", "low_var_kl")
-    modes = (
+    modes = LossModes(
         LOSS_MODES.index(mode),
         LOSS_AGG_MODES.index("token-sum"),
         KL_TYPES.index(check_kl_type(op, kl_type)),
+        kl_straight_through=kl_type.endswith("+"),
+        kl_times_ratio=bool(arguments.get("kl_times_ratio", False)),
+        wants_tokens=False,
+        wants_gradient=True,
+        wants_entropy_gradient=True,
     )
     defaults = LossOptions._field_defaults
     options = {name: arguments.get(name, default) for name, default in defaults.items()}
     if mode == "gspo":
         options["clip_ratio_c"] = arguments.get("seq_clip_ratio_c")
-    numbers = [*LossOptions.checked(op, mode, **options)]
-    numbers += [float(arguments.get("kl_coef", 0.0)), float(arguments["entropy_coeff"]), 1.0]
+    coefficients = LossCoefficients(
+        float(arguments.get("kl_coef", 0.0)), float(arguments["entropy_coeff"])
+    )
+    numbers = [*LossOptions.checked(op, mode, **options), *coefficients]
     upper, lower = ImportanceBounds.checked(
         op, arguments.get("rollout_is_threshold", 2.0), arguments.get("rollout_is_lower")
     )
     is_bounds = [upper] if lower is None else [upper, lower]
-    times_ratio = bool(arguments.get("kl_times_ratio", False))
-    plan = [*modes, kl_type.endswith("+"), times_ratio, False, True, True]
-    return *per_token, cu_seqlens if mode in SEQUENCE_MODES else None, plan, numbers, is_bounds
+    return *per_token, cu_seqlens if mode in SEQUENCE_MODES else None, [*modes], numbers, is_bounds
 
 
 @custom_op(
@@ -327,7 +339,7 @@ def _op_arguments(mode: str, arguments: dict, grad_scale: float) -> tuple[Any, .
     mutates_args=(),
     schema=f"({LINEAR_SCHEMA}, Tensor advantages, Tensor? old_log_probs, Tensor mask, "
     "Tensor? selected, Tensor? ref_log_probs, Tensor? is_weights, Tensor? rollout_log_probs, "
-    "Tensor weights, Tensor? cu_seqlens, int[] plan, float[] numbers, float[] is_bounds, "
+    "Tensor weights, Tensor? cu_seqlens, int[] modes, float[] numbers, float[] is_bounds, "
     "Tensor? active_rows, bool wide_weight_grad, bool[] wanted, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
@@ -338,11 +350,11 @@ def _gradient_op(
 
     Gradients that are not `wanted` are empty. old_log_probs: None for the row's own. weights: the
     weight of each token in the loss. cu_seqlens: of modes by sequence, whose gradients have to fit
-    the buffer together. plan, numbers: those of the op policy_loss. is_bounds: the fields of
+    the buffer together. modes, numbers: those of the op policy_loss. is_bounds: the fields of
     `ImportanceBounds`.
     """
     options, rest = split_row_options(arguments)
-    budget_bytes, deterministic, *per_token, cu_seqlens, plan, numbers, is_bounds = rest[:-4]
+    budget_bytes, deterministic, *per_token, cu_seqlens, modes, numbers, is_bounds = rest[:-4]
     active_rows, wide_weight_grad, wanted, backend = rest[-4:]
     grad_rows = 0
     if any(wanted):
@@ -354,13 +366,14 @@ def _gradient_op(
     def gradients(rows: slice | Tensor) -> tuple[Tensor, ...]:
         part = rows if cu_seqlens is None else slice(None)
         tokens = [None if t is None else t[part] for t in (log_probs, entropy, *per_token)]
-        grads = _token_gradients(tokens, cu_seqlens, plan, numbers, bounds, backend)
+        grads = _token_gradients(tokens, cu_seqlens, modes, numbers, bounds, backend)
         return grads if cu_seqlens is None else tuple(grad[rows] for grad in grads)
 
     def factors(rows: slice | Tensor) -> Tensor:
         return gradients(rows)[0] * row_scale[rows]
 
-    has_bonus = numbers[-2] != 0  # of the entropy: its gradient needs a second read of the logits
+    # The gradient of the entropy needs a second read of the logits.
+    has_bonus = split_numbers(numbers)[1].entropy_coeff != 0
     unscaled = not has_bonus and has_unscaled_gradient(hidden, options.group)
     grads = LogProbGradients(
         chunks,
@@ -406,7 +419,7 @@ _gradient_op.register_fake(fake_gradients)
 def _token_gradients(
     per_token: list[Any],
     cu_seqlens: Tensor | None,
-    plan: list[int],
+    modes: list[int],
     numbers: list[float],
     is_bounds: ImportanceBounds,
     backend: str,
@@ -431,7 +444,7 @@ def _token_gradients(
         cu_seqlens,
         None,
         ones,
-        plan,
+        modes,
         numbers,
         backend,
     )

@@ -219,7 +219,7 @@ def _forward_op(logits: Tensor, token_ids: Tensor, *arguments: Any) -> tuple[Ten
 
 @_forward_op.register_fake
 def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    rows, want_squares = logits.shape[0], arguments[-3]
+    rows, (*_, want_squares, _, _) = logits.shape[0], arguments
     dtype = compute_dtype(logits)
     vectors = [logits.new_empty(rows, dtype=dtype) for _ in range(4)]
     return *vectors, logits.new_empty(rows if want_squares else 0, dtype=dtype)
@@ -262,9 +262,8 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _backward(
     ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
-    no_gradients = (None,) * 12
     if not ctx.needs_input_grad[0] or (grad_log_probs is None and grad_entropy is None):
-        return None, *no_gradients
+        return ()
     options, (logits, token_ids, *results) = RowOptions.restore(ctx)
     arguments = (results, grad_log_probs, grad_entropy, ctx.backend)
     # A compiled graph must not overwrite a tensor that its forward saved. While it is traced the
@@ -274,9 +273,8 @@ def _backward(
         logits = logits.detach()
         rows_backward(logits, logits, token_ids, options, *arguments)
         torch.autograd.graph.increment_version(logits)
-        return logits, *no_gradients
-    gradient = _backward_op(logits, token_ids, *options, *arguments)
-    return gradient, *no_gradients
+        return (logits,)
+    return (_backward_op(logits, token_ids, *options, *arguments),)
 
 
 def _rows_are_separate(logits: Tensor) -> bool:

@@ -282,7 +282,7 @@ def _backward_move(ctx: Any, grads: list[Tensor | None]) -> tuple:
         moved = move_rows(given, inverse, index, ctx.leading_out, ctx.shape, backend=ctx.backend)
         for i, grad in zip(with_grad, moved, strict=True):
             result[i] = grad
-    return result, *[None] * 8
+    return (result,)
 
 
 _move_rows.register_autograd(_backward_move, setup_context=_setup_move)

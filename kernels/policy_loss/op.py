@@ -10,7 +10,7 @@ up to the loss of the batch, however it is split.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -186,7 +186,6 @@ def policy_loss(
     return loss, metrics
 
 
-_NUM_OPTIONS = len(LossOptions._fields)
 # The order is that of PolicyLossSum in csrc/policy_loss/params.h.
 _METRICS = (
     "pg_loss",
@@ -198,6 +197,56 @@ _METRICS = (
     "ratio_mean",
     "ratio_max",
 )
+
+
+class LossModes(NamedTuple):
+    """The modes of the op policy_loss, and which results are wanted: `modes`, a list of int."""
+
+    loss_mode: int  # in KERNEL_MODES
+    loss_agg_mode: int  # in LOSS_AGG_MODES
+    kl_type: int  # in KL_TYPES
+    kl_straight_through: int
+    kl_times_ratio: int
+    wants_tokens: int  # their terms and clip masks
+    wants_gradient: int  # of log_probs
+    wants_entropy_gradient: int
+
+
+class LossCoefficients(NamedTuple):
+    """The coefficients of the op policy_loss, which follow the LossOptions in its `numbers`."""
+
+    kl_coef: float
+    entropy_coeff: float
+    loss_scale_factor: float = 1.0
+    num_tokens: float = 1.0  # as `kernel_denominators` returns them; unread with `denominators`
+    num_seqs: float = 1.0
+
+
+class LossArguments(NamedTuple):
+    """The arguments of the op policy_loss, of which the first two are differentiable."""
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    old_log_probs: Tensor | None
+    advantages: Tensor | None
+    mask: Tensor | None
+    selected: Tensor | None
+    ref_log_probs: Tensor | None
+    is_weights: Tensor | None
+    cu_seqlens: Tensor | None
+    seq_num_tokens: Tensor | None
+    denominators: Tensor | None
+    modes: list[int]
+    numbers: list[float]
+    backend: str
+
+    @property
+    def wants_gradients(self) -> bool:
+        modes = LossModes(*self.modes)
+        return bool(modes.wants_gradient or modes.wants_entropy_gradient)
+
+
+NO_GRADIENTS = (None,) * (len(LossArguments._fields) - 2)  # of the constants
 
 
 def kernel_tensors(tokens: dict[str, Any], *names: str) -> list[Tensor | None]:
@@ -217,15 +266,10 @@ def run_kernel(
     counts: global_num_tokens and global_num_seqs.
     """
     arguments = kernel_arguments(op, inputs, counts)
-    if not wants_gradients(arguments):
+    if not arguments.wants_gradients:
         loss, metrics, *_ = policy_loss_op(*arguments)
         return loss, metrics
     return _FUNCTIONS[op].apply(*arguments)
-
-
-def wants_gradients(arguments: tuple[Any, ...]) -> bool:
-    """Return whether the arguments of the op policy_loss ask for a gradient."""
-    return any(arguments[-3][-2:])
 
 
 def kernel_arguments(
@@ -233,7 +277,7 @@ def kernel_arguments(
     inputs: LossInputs,
     counts: tuple[float | Tensor | None, float | Tensor | None],
     wants_tokens: bool = False,
-) -> tuple[Any, ...]:
+) -> LossArguments:
     """Return the arguments of the op policy_loss."""
     tokens, cu_seqlens, seq_num_tokens, settings, options, backend = inputs
     log_probs, entropy = tokens["log_probs"], tokens.get("entropy")
@@ -245,7 +289,7 @@ def kernel_arguments(
     named = {"values" if op == "value_loss" else "log_probs": log_probs, "entropy": entropy}
     refuse = check.untransformed if any(wanted) else check.reverse_mode_only
     refuse(op, **named)
-    modes = [
+    modes = LossModes(
         KERNEL_MODES.index(settings.loss_mode),
         LOSS_AGG_MODES.index(settings.loss_agg_mode),
         KL_TYPES.index(settings.kl_type),
@@ -253,9 +297,11 @@ def kernel_arguments(
         settings.kl_times_ratio,
         wants_tokens,
         *wanted,
-    ]
-    coefficients = (settings.kl_coef, settings.entropy_coeff, settings.loss_scale_factor or 1.0)
-    return (
+    )
+    coefficients = LossCoefficients(
+        settings.kl_coef, settings.entropy_coeff, settings.loss_scale_factor or 1.0, *numbers
+    )
+    return LossArguments(
         log_probs.float().contiguous(),
         None if entropy is None else entropy.float().contiguous(),
         *kernel_tensors(tokens, "old_log_probs", "advantages", "response_mask", "selected"),
@@ -263,8 +309,8 @@ def kernel_arguments(
         cu_seqlens,
         None if seq_num_tokens is None else seq_num_tokens.float().contiguous(),
         denominators,
-        modes,
-        [*options, *coefficients, *numbers],
+        [*modes],
+        [*options, *coefficients],
         backend,
     )
 
@@ -307,7 +353,13 @@ def _gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
     if not (check.readable(grad_loss) and grad_loss == 1):
         gradients = list(torch._foreach_mul(gradients, grad_loss))  # in one launch
     needed = zip(gradients, ctx.needs_input_grad[:2], strict=True)
-    return *(gradient if needs else None for gradient, needs in needed), *[None] * 12
+    return *(gradient if needs else None for gradient, needs in needed), *NO_GRADIENTS
+
+
+def split_numbers(numbers: list[float]) -> tuple[LossOptions, LossCoefficients]:
+    """Return what the op's `numbers` are."""
+    count = len(LossOptions._fields)
+    return LossOptions(*numbers[:count]), LossCoefficients(*numbers[count:])
 
 
 @custom_op("hybridengine::policy_loss", mutates_args=())
@@ -330,19 +382,15 @@ def policy_loss_op(
     """Compute (loss, metrics [8], terms [3, T] and clip masks [2, T] of the tokens, d loss /
     d log_probs, d loss / d entropy).
 
-    What is not wanted is empty. modes: loss mode, aggregation mode, KL type, whether the KL is
-    straight-through and times the ratio, and whether the tokens' terms and each of the two
-    gradients are wanted. numbers: LossOptions, kl_coef, entropy_coeff, loss_scale_factor and, as
-    `kernel_denominators` returns them, the numbers of tokens and sequences, which may be left out
-    where `denominators` is given.
+    What is not wanted is empty. modes: LossModes. numbers: LossOptions, then LossCoefficients.
     """
     if backend == "triton":
         from .triton import policy_loss_triton as run
     else:
         run = native().policy_loss
     mode, agg_mode, kl_type, *flags = modes
-    straight_through, times_ratio, *wants = (bool(flag) for flag in flags)
-    options, coefficients = numbers[:_NUM_OPTIONS], [*numbers[_NUM_OPTIONS:], 1.0, 1.0][:5]
+    straight_through, times_ratio, *wants = map(bool, flags)
+    options, coefficients = split_numbers(numbers)
     return run(
         log_probs,
         old_log_probs,
@@ -368,13 +416,13 @@ def policy_loss_op(
 
 @policy_loss_op.register_fake
 def _(log_probs: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    *_, wants_tokens, wants_gradient, wants_entropy_gradient = args[-3]
+    modes = LossModes(*LossArguments(log_probs, *args).modes)
     num_tokens = log_probs.size(0)
     return (
         log_probs.new_empty(()),
         log_probs.new_empty(len(_METRICS)),
-        log_probs.new_empty(3 if wants_tokens else 0, num_tokens),
-        log_probs.new_empty(2 if wants_tokens else 0, num_tokens, dtype=torch.bool),
-        log_probs.new_empty(num_tokens if wants_gradient else 0),
-        log_probs.new_empty(num_tokens if wants_entropy_gradient else 0),
+        log_probs.new_empty(3 if modes.wants_tokens else 0, num_tokens),
+        log_probs.new_empty(2 if modes.wants_tokens else 0, num_tokens, dtype=torch.bool),
+        log_probs.new_empty(num_tokens if modes.wants_gradient else 0),
+        log_probs.new_empty(num_tokens if modes.wants_entropy_gradient else 0),
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _check as check
 from .arguments import LossInputs, check_inputs
-from .op import kernel_arguments, policy_loss, policy_loss_op, wants_gradients
+from .op import NO_GRADIENTS, kernel_arguments, policy_loss, policy_loss_op
 from .reference import policy_loss_reference
 from .terms import SEQUENCE_RATIO_MODES
 
@@ -99,7 +99,7 @@ def _run(op: str, inputs: LossInputs) -> tuple[list[Tensor], Tensor]:
         *_, terms, clips = policy_loss_reference(*inputs[:3], ones, inputs.settings, inputs.options)
         return [terms[0], *terms[1:].detach()], clips
     arguments = kernel_arguments(op, inputs, (1.0, 1.0), wants_tokens=True)
-    if not wants_gradients(arguments):
+    if not arguments.wants_gradients:
         _, _, terms, clips, *_ = policy_loss_op(*arguments)
         return [*terms], clips
     loss, terms, clips = _TokenPolicyLoss.apply(*arguments)
@@ -123,4 +123,4 @@ class _TokenPolicyLoss(torch.autograd.Function):
     @check.differentiable_once("token_policy_loss")
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         gradients = zip(ctx.saved_tensors[:2], ctx.needs_input_grad[:2], strict=True)
-        return *(g * grad_loss if needs else None for g, needs in gradients), *[None] * 12
+        return *(g * grad_loss if needs else None for g, needs in gradients), *NO_GRADIENTS

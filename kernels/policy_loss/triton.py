@@ -258,15 +258,14 @@ class LossTensors(NamedTuple):
 
 def policy_loss_triton(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run the kernels; arguments and results as of the C++ binding policy_loss."""
-    given, settings = LossTensors(*arguments[:11]), arguments[11:]
-    mode, agg_mode, kl_type, kl_straight_through, kl_times_ratio, options, coefficients, *wants = (
-        settings
-    )
+    count = len(LossTensors._fields)
+    given, (mode, agg_mode, kl_type, *settings) = LossTensors(*arguments[:count]), arguments[count:]
+    kl_straight_through, kl_times_ratio, options, coefficients, *wants = settings
     wants_tokens, wants_gradient, wants_entropy_gradient = wants
     log_probs, mask, cu_seqlens = given.log_probs, given.mask, given.cu_seqlens
     loss_mode, agg = KERNEL_MODES[mode], LOSS_AGG_MODES[agg_mode]
-    kl_coef, entropy_coeff, *_ = coefficients
-    denominators = _counted(agg, log_probs, mask, cu_seqlens, given.denominators, coefficients[3:])
+    kl_coef, entropy_coeff, loss_scale_factor, *counts = coefficients
+    denominators = _counted(agg, log_probs, mask, cu_seqlens, given.denominators, counts)
     by_length = agg == "seq-mean-token-mean"
     needs_stats = by_length or loss_mode in SEQUENCE_MODES
     num_tokens = log_probs.numel()
@@ -280,7 +279,7 @@ def policy_loss_triton(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor,
     )
     partials = log_probs.new_zeros(programs, _NUM_SUMS)
     sequence_stats = log_probs.new_empty(num_sequences if needs_stats else 0, _NUM_STATS)
-    shared_weight = _shared_weight(agg, denominators, coefficients)
+    shared_weight = _shared_weight(agg, denominators, loss_scale_factor)
     flags = {"MODE": loss_mode, "HAS_MASK": mask is not None, "BLOCK": BLOCK}
     flags["HAS_WEIGHTS"] = given.is_weights is not None
     sequence_kl = (
@@ -299,8 +298,10 @@ def policy_loss_triton(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor,
             cu_seqlens,
             sequence_stats,
             num_tokens,
-            *options[:2],
-            *options[7:],
+            options.clip_ratio_low,
+            options.clip_ratio_high,
+            options.kl_input_clamp,
+            options.kl_output_clamp,
             KL=kl_type,
             SEQUENCE_KL=sequence_kl,
             **flags,
@@ -357,13 +358,13 @@ def _counted(
     return loss_denominators("policy_loss", agg, mask, cu_seqlens, *given)
 
 
-def _shared_weight(agg: str, denominators: Tensor, coefficients: list[float]) -> Tensor:
+def _shared_weight(agg: str, denominators: Tensor, loss_scale_factor: float) -> Tensor:
     """Compute the part of a token's weight that all tokens share: float32 [1]."""
     if agg == "token-sum":
         return torch.ones(1, dtype=torch.float32, device=denominators.device)
     shared = denominators[0 if agg == "token-mean" else 1]
     if agg == "seq-mean-token-sum-norm":
-        shared = shared * coefficients[2]
+        shared = shared * loss_scale_factor
     return (1 / shared).float().reshape(1)
 
 

@@ -163,7 +163,7 @@ def _op(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 @_op.register_fake
 def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return_kept_ids = arguments[-2]
+    *_, return_kept_ids, _ = arguments
 
     def per_row(dtype: torch.dtype) -> Tensor:
         return logits.new_empty(logits.shape[0], dtype=dtype)

@@ -228,6 +228,17 @@ def test_a_group_of_one_is_noted(dry_run):
     assert "rollout.n is" not in dry_run("rollout.n=2").stderr
 
 
+def test_a_group_of_one_is_noted_for_a_users_estimator(dry_run, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from hybridengine.train.algorithms import register_estimator\n"
+        '@register_estimator("best_of_group", needs=("group_ids",))\n'
+        "def best_of_group(responses, options): ...\n"
+    )
+    keys = (f"model.external_lib={own}", "algorithm.adv_estimator=best_of_group")
+    assert "adv_estimator best_of_group compares" in dry_run("rollout.n=1", *keys).stderr
+
+
 def test_several_nodes_need_torchrun(dry_run):
     assert "start this command under torchrun" in refusal(dry_run("trainer.nnodes=2", flags=()))
 

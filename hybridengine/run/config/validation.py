@@ -57,19 +57,6 @@ _KL_TERMS = (  # switch, coefficient, its default, schedule
     ),
 )
 _DUAL_CLIP_MODES = ("vanilla", "dppo_tv", "dppo_kl")
-# Estimators whose baseline is made of the other responses of a group.
-_GROUP_ESTIMATORS = {
-    "grpo",
-    "grpo_vectorized",
-    "dr_grpo",
-    "rloo",
-    "rloo_vectorized",
-    "grpo_passk",
-    "max_mean",
-    "opo",
-    "gdpo",
-    "reinforce_plus_plus_baseline",
-}
 
 
 def find_notes(config: JobConfig) -> Iterator[str]:
@@ -82,13 +69,6 @@ def find_notes(config: JobConfig) -> Iterator[str]:
         )
     if not isinstance(config, RLConfig) or config.distills:
         return
-    estimator = config.algorithm.adv_estimator
-    if config.rollout.n == 1 and estimator in _GROUP_ESTIMATORS:
-        yield (
-            f"rollout.n is 1, and algorithm.adv_estimator {estimator} compares the responses of a "
-            "group: with one, its advantage is its score or 0; set rollout.n to 2 or more, or "
-            "adv_estimator=reinforce_plus_plus"
-        )
     yield from _idle_kl(config)
     loss_mode, bound = config.actor.policy_loss.loss_mode, config.actor.clip_ratio_c
     if bound != ActorConfig().clip_ratio_c and loss_mode not in _DUAL_CLIP_MODES:
