@@ -23,7 +23,7 @@ from benchmarks.shared_prefix import compare, rollouts, training
 from hybridengine.model import pack_rollouts
 from hybridengine.model.head import patch_head
 from hybridengine.model.loading import attention_of
-from hybridengine.vision.packed import ImageFormat, ImageInputs
+from hybridengine.vision.packed import ImageFormat, ImageInputs, SequenceImages
 
 # Responses, side of the image in placeholders, tokens of a prompt's text and of a response.
 SHAPES = {"8x(8x8 image+16+32)": (8, 8, 16, 32)}
@@ -43,9 +43,9 @@ def run(bench: Bench) -> None:
             ([IMAGE] * image.num_tokens + [1 + t for t in prompt], [1 + t for t in response])
             for prompt, response in rollouts(vocab_size - 1, 1, responses, text, length)
         ]
-        options: dict[str, Any] = dict(images=[[image]] * responses, image_format=image_format)
+        parts = {"images": SequenceImages([[image]] * responses, image_format)}
         plain, shared = (
-            pack_rollouts(pairs, bench.device, shared_prefix=share, **options)
+            pack_rollouts(pairs, bench.device, shared_prefix=share, parts=parts)
             for share in (False, True)
         )
         padded = pad(pairs, image, bench.device)

@@ -23,10 +23,10 @@ from hybridengine.model import (
     on_device,
     packed_distillation_loss,
 )
+from hybridengine.model.extensions import pop_metrics
 from hybridengine.model.packing_check import check_packing
 from hybridengine.model.rotary import check_rotary
 from hybridengine.model.validation import check_model, check_weights
-from hybridengine.moe.batch_routes import pop_metrics
 from hybridengine.run.config import ConfigError, RLConfig
 from hybridengine.run.errors import ModelError
 from hybridengine.train.batch import DataParallel, RolloutBatch

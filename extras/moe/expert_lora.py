@@ -14,7 +14,8 @@ from typing import Any
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
-from hybridengine.moe.experts import ADAPTERS, EXPERTS, SharedFactors
+from hybridengine.model.extensions import SharedFactors
+from hybridengine.moe.experts import ADAPTERS, EXPERTS
 from hybridengine.run.errors import ModelError
 from hybridengine.sync.adapter import expert_factors
 

@@ -8,7 +8,7 @@ the weights, biases, activation) is read from the module, so there is no code pe
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from hybridengine.moe.expert_parallel import EXPERT_GROUP, Rows, TokenExchange, 
 
 EXPERTS = "hybridengine_grouped"
 ADAPTERS = "hybridengine_adapters"  # attribute of experts: name of a weight → `GroupedAdapter`
-
-SharedFactors = Literal["none", "outer", "all"]  # of adapters, see `apply_lora`
 
 
 def grouped_experts(

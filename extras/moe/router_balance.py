@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hybridengine.model.extensions import ModelHook, add_hook, hooks_of
 from hybridengine.model.packed import PackedBatch
 from hybridengine.moe.routers import (
     Router,
@@ -84,10 +85,10 @@ def _bias_owner(block: nn.Module, model: nn.Module) -> nn.Module:
     return owner
 
 
-class RouterBalance:
+class RouterBalance(ModelHook):
     """Counts the load of the experts of `model` in each optimizer step, and balances it.
 
-    `begin_step`, micro-batches with a gradient (`micro_batch`), `end_step`. The model is changed in
+    `begin_step`, micro-batches with a gradient (`forward`), `end_step`. The model is changed in
     place, after it is sharded; gradient checkpointing may be on, and layers may be compiled. One
     per model: `RouterBalance.of`.
 
@@ -117,7 +118,7 @@ class RouterBalance:
         self._top_k, self._num_experts = routers[0].top_k, routers[0].num_experts
         self._in_step = False
         self._layers = [_Layer(router, self._has_loss, bool(z_loss_coef)) for router in routers]
-        model._hybridengine_router_balance = self  # type: ignore[assignment]
+        add_hook(model, self)
 
     @staticmethod
     def _check(model: nn.Module, routers: Sequence[Router]) -> None:
@@ -133,7 +134,7 @@ class RouterBalance:
     @staticmethod
     def of(model: nn.Module) -> RouterBalance | None:
         """Return the one of `model`, None where it has none."""
-        return getattr(model, "_hybridengine_router_balance", None)
+        return next((hook for hook in hooks_of(model) if isinstance(hook, RouterBalance)), None)
 
     def begin_step(self, batches: Sequence[PackedBatch], grad_scale: float = 1.0) -> None:
         """Begin an optimizer step over the micro-batches `batches` of this rank. Collective.
@@ -155,7 +156,7 @@ class RouterBalance:
         return torch.zeros(len(self._layers), columns, dtype=torch.float64, device=device)
 
     @contextmanager
-    def micro_batch(self, batch: PackedBatch) -> Iterator[None]:
+    def forward(self, batch: PackedBatch) -> Iterator[None]:
         """While open, a call of the model with gradients is that of `batch`. Collective.
 
         The backward follows before the next micro-batch. A dummy counts for nothing.

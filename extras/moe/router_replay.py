@@ -16,13 +16,18 @@ gets the same ones. FSDP2, packing and the order of forward and backward passes 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from hybridengine.model.extensions import ModelHook, add_hook, hooks_of
+from hybridengine.model.packed import PackedBatch
+from hybridengine.model.parts import Part
 from hybridengine.model.validation import auto_class
 from hybridengine.moe.routers import Router, SelectedExperts, find_routers
 from hybridengine.run.errors import ModelError
@@ -30,8 +35,9 @@ from hybridengine.run.errors import ModelError
 __all__ = [
     "RouteCall",
     "RouterReplay",
+    "Routes",
     "RoutingCounts",
-    "merge_routes",
+    "SequenceRoutes",
     "pad_routes",
     "route_shape",
 ]
@@ -114,6 +120,54 @@ def _shape(model: nn.Module, routers: list[Router]) -> tuple[int, int]:
     return num_layers, routers[0].top_k
 
 
+@dataclass(frozen=True)
+class Routes(Part):
+    """The recorded experts of the tokens of a packed batch, see `RouterReplay.replay`.
+
+    experts: int16 [T, layers, k], -1 where a token has no record.
+    """
+
+    experts: Tensor
+
+    def share(self, token_index: Tensor, num_tokens: int) -> Routes:
+        """A token of several sequences has the routes of the first one with a record."""
+        size = len(self.experts)
+        rank = torch.arange(size) + size * (self.experts < 0).all(2).all(1)
+        first = rank.new_full((num_tokens,), 2 * size)
+        first = first.scatter_reduce(0, token_index.long(), rank, "amin")
+        return Routes(self.experts[first % size])
+
+    def pad(self, padding: int) -> Routes:
+        filler = self.experts.new_full((padding, *self.experts.shape[1:]), -1)
+        return Routes(torch.cat([self.experts, filler]))
+
+    def local(self, tokens: slice, rows: Tensor) -> Routes:
+        return Routes(self.experts[tokens])
+
+    def as_dummy(self) -> None:
+        return None
+
+    def to(self, device: torch.device | str) -> Routes:
+        return Routes(self.experts.to(device))
+
+    def context(self, model: nn.Module) -> AbstractContextManager[object]:
+        replay = RouterReplay.of(model)
+        return nullcontext() if replay is None else replay.replay(self.experts)
+
+
+@dataclass(frozen=True)
+class SequenceRoutes:
+    """Recorded experts, int16 [t, layers, k] of the first t tokens of each sequence."""
+
+    sequences: Sequence[Tensor]
+
+    def select(self, sequences: Sequence[int], rows: Tensor) -> SequenceRoutes:
+        return SequenceRoutes([self.sequences[i] for i in sequences])
+
+    def place(self, input_ids: Tensor, cu_seqlens: Tensor) -> Routes:
+        return Routes(pad_routes(self.sequences, cu_seqlens.diff().tolist()))
+
+
 def pad_routes(routes: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
     """Put routes of sequences, [t, layers, k] of their first t tokens each, end to end.
 
@@ -125,22 +179,10 @@ def pad_routes(routes: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
     return padded
 
 
-def merge_routes(routes: Tensor, token_index: Tensor) -> Tensor:
-    """Return the routes of a batch whose common prefixes are there once.
-
-    routes: [T, layers, k], of plainly packed tokens.
-    token_index: int64 [T], where each of them is. A token of several sequences has the routes of
-      the first one with a record.
-    """
-    num_tokens = len(routes)
-    rank = torch.arange(num_tokens) + num_tokens * (routes < 0).all(2).all(1)
-    first = rank.new_full((int(token_index.max()) + 1,), 2 * num_tokens)
-    first = first.scatter_reduce(0, token_index.long(), rank, "amin")
-    return routes[first % num_tokens]
-
-
-class RouterReplay:
+class RouterReplay(ModelHook):
     """Lets the routers of `model` replay or record routes, see `replay` and `record`.
+
+    records: `recording` collects the routes of forward passes, which later ones replay.
 
     The model is changed in place and computes as before outside of the two. It may be sharded by
     FSDP2 before or after, and gradient checkpointing may be on. One per model: `RouterReplay.of`.
@@ -149,8 +191,12 @@ class RouterReplay:
         shape: (layers of the model, experts per token) of routes; dense layers have no record.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    name = "routes"
+
+    def __init__(self, model: nn.Module, *, records: bool = False) -> None:
         routers = find_routers(model)
+        self._records = records
+        self._recorded: list[Part] | None = None
         self.shape = _shape(model, routers)
         self._layers = {router.layer for router in routers}
         self._pending: RouteCall | None = None  # of the next calls of the model
@@ -164,12 +210,12 @@ class RouterReplay:
         for router in routers:
             router.module.forward = partial(self._route, router, router.module.forward)
         model.register_forward_pre_hook(self._enter_model, with_kwargs=True, prepend=True)
-        model._hybridengine_router_replay = self  # type: ignore[assignment]
+        add_hook(model, self)
 
     @staticmethod
     def of(model: nn.Module) -> RouterReplay | None:
         """Return the one of `model`, None where it has none."""
-        return getattr(model, "_hybridengine_router_replay", None)
+        return next((hook for hook in hooks_of(model) if isinstance(hook, RouterReplay)), None)
 
     @contextmanager
     def replay(self, routes: Tensor) -> Iterator[RouteCall]:
@@ -200,17 +246,26 @@ class RouterReplay:
         with self._call(RouteCall(routes, records=True)) as call:
             yield call
 
-    @contextmanager
-    def of_batch(self, routes: Tensor | None) -> Iterator[None]:
-        """While open, replay `routes`, or route naturally where they are None.
+    def recording(self) -> AbstractContextManager[list[Part]] | None:
+        return self._recording() if self._records else None
 
-        Inside of `record`, routes that are None are recorded.
-        """
-        if routes is not None:
-            with self.replay(routes):
-                yield
-        else:
+    @contextmanager
+    def _recording(self) -> Iterator[list[Part]]:
+        self._recorded = recorded = []
+        try:
+            yield recorded
+        finally:
+            self._recorded = None
+
+    @contextmanager
+    def forward(self, batch: PackedBatch) -> Iterator[None]:
+        """Record the routes of `batch` inside of `recording`."""
+        if self._recorded is None:
             yield
+            return
+        with self.record(batch.input_ids.numel(), batch.input_ids.device) as call:
+            yield
+        self._recorded.append(Routes(call.routes))
 
     @contextmanager
     def _call(self, call: RouteCall) -> Iterator[RouteCall]:
@@ -231,6 +286,22 @@ class RouterReplay:
         counts, self._counts = self._counts, []
         zeros = RoutingCounts(*torch.zeros(len(RoutingCounts._fields), dtype=torch.float64))
         return RoutingCounts(*(sum(values) for values in zip(zeros, *counts, strict=True)))
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Return how far the routers' own choices differ from those that they replayed.
+
+        Over all forward passes on all ranks since the last call. Collective.
+        """
+        counts = torch.stack(list(self.pop_counts()))
+        dist.all_reduce(counts)
+        total, tokens, differing_tokens, pairs, differing_pairs = counts.tolist()
+        if not total:
+            return {}
+        return {
+            "routing/replayed_tokens": tokens / total,
+            "routing/mismatched_tokens": differing_tokens / max(tokens, 1),
+            "routing/mismatched_routes": differing_pairs / max(pairs, 1),
+        }
 
     def _count(self, call: RouteCall) -> RoutingCounts:
         layers = sorted(self._layers)

@@ -30,7 +30,7 @@ from hybridengine.train.data.chats import ChatTemplate
 from hybridengine.train.exchange import RowExchange
 from hybridengine.train.rollouts import Rollouts
 from hybridengine.train.split import split_micro_batches
-from hybridengine.vision import EncodedImage, ImagePreparer, image_arguments
+from hybridengine.vision import EncodedImage, ImagePreparer, image_parts
 from hybridengine.vision.checks import find_conflicts
 
 
@@ -106,7 +106,7 @@ class RewardModel:
                 batch = pack_rollouts(
                     [(sequence, ()) for sequence, _ in pairs],
                     session.device,
-                    **image_arguments(self.preparer, [own for _, own in pairs]),
+                    **image_parts(self.preparer, [own for _, own in pairs]),
                 )
                 batch = replace(batch, logit_positions=batch.cu_seqlens[1:].long() - 1)
                 values = packed_values(model, batch)

@@ -9,7 +9,7 @@ from hybridengine.vision.encoded import EncodedImage
 from hybridengine.vision.processor import (
     ImagePreparer,
     Replacement,
-    image_arguments,
+    image_parts,
     load_image_preparer,
 )
 
@@ -17,6 +17,6 @@ __all__ = [
     "EncodedImage",
     "ImagePreparer",
     "Replacement",
-    "image_arguments",
+    "image_parts",
     "load_image_preparer",
 ]

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-
-class BidirectionalSpan(NamedTuple):
-    """The n tokens of an image that attend to each other, and to all tokens before them.
-
-    token_index: int64 [p + n], the p tokens before the span in its sequence, then its own, in the
-      order of their positions.
-    num_tokens: n.
-    """
-
-    token_index: Tensor
-    num_tokens: int
+from hybridengine.model.attention import BidirectionalSpan
 
 
 def find_spans(

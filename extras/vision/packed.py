@@ -14,7 +14,7 @@ transformers' own forward pass of a padded batch:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,8 +22,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from hybridengine.model.attention import BidirectionalSpan
+from hybridengine.model.parts import Part
 from hybridengine.run.errors import ModelError
-from hybridengine.vision.bidirectional import BidirectionalSpan, find_spans
+from hybridengine.vision.bidirectional import find_spans
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class ImageInputs:
 
 
 @dataclass(frozen=True)
-class PackedImages:
+class PackedImages(Part):
     """The images of a packed batch of T tokens, each once, in the order of their placeholders.
 
     tensors: arguments of the model's forward, the rows of all images end to end.
@@ -67,10 +69,28 @@ class PackedImages:
             tuple(span._replace(token_index=span.token_index.to(device)) for span in self.spans),
         )
 
-    def arguments(self) -> dict[str, Tensor]:
+    def local(self, tokens: slice, rows: Tensor) -> PackedImages:
+        raise ModelError(
+            "images with sequence parallelism are not supported, as a rank would need features of "
+            "other ranks' images; set ulysses_sequence_parallel_size to 1"
+        )
+
+    def arguments(self, position_ids: Tensor) -> dict[str, Any]:
         """Return the arguments of the model's forward on the device of the tokens."""
         device = self.placeholders.device
-        return {name: x.to(device, non_blocking=True) for name, x in self.tensors.items()}
+        arguments: dict[str, Any] = {
+            name: x.to(device, non_blocking=True) for name, x in self.tensors.items()
+        }
+        if self.spans:
+            arguments["bidirectional_spans"] = self.spans
+        if self.rope_position_ids is not None:
+            # transformers' form for packed sequences: positions in the sequence, then M-RoPE's.
+            positions = torch.cat([position_ids, self.rope_position_ids])
+            arguments["position_ids"] = positions[:, None]
+        return arguments
+
+    def context(self, model: nn.Module) -> AbstractContextManager[object]:
+        return placeholders_of(model, self)
 
 
 class _Family(NamedTuple):
@@ -259,29 +279,24 @@ class ImageFormat:
 
 
 @dataclass(frozen=True)
-class PlacedImages:
-    """Images at their places in sequences that are packed end to end.
+class SequenceImages:
+    """The images of sequences, each with its own in their order, for `pack_rollouts`.
 
-    starts: token_index of the first placeholder of each image.
-    rope_position_ids: as in `PackedImages`.
+    images: of each sequence; None: there are none, and a dummy image alone is packed, so that all
+      ranks run the vision tower.
     """
 
-    images: list[ImageInputs]
-    starts: list[int]
-    rope_position_ids: Tensor | None
+    images: Sequence[Sequence[ImageInputs]] | None
+    image_format: ImageFormat
 
-    @staticmethod
-    def find(
-        input_ids: Tensor,
-        cu_seqlens: Tensor,
-        images: Sequence[Sequence[ImageInputs]],
-        image_format: ImageFormat,
-    ) -> PlacedImages:
-        """Find the images of each sequence.
+    def select(self, sequences: Sequence[int], rows: Tensor) -> SequenceImages:
+        chosen = None if self.images is None else [self.images[i] for i in sequences]
+        return SequenceImages(chosen, self.image_format)
 
-        input_ids: [T]. Raises ModelError as `ImageFormat.find`.
-        """
+    def place(self, input_ids: Tensor, cu_seqlens: Tensor) -> PlacedImages:
+        """Find the images of each sequence; raises ModelError as `ImageFormat.find`."""
         ends = cu_seqlens.tolist()
+        images = [()] * (len(ends) - 1) if self.images is None else self.images
         if len(images) != len(ends) - 1:
             raise ModelError(
                 f"images: got those of {len(images)} sequences, expected {len(ends) - 1}; an empty "
@@ -289,11 +304,27 @@ class PlacedImages:
             )
         placed, starts, positions = list[ImageInputs](), list[int](), list[Tensor | None]()
         for i, (start, end, own) in enumerate(zip(ends[:-1], ends[1:], images, strict=True)):
-            found = image_format.find(input_ids[start:end], own, i)
+            found = self.image_format.find(input_ids[start:end], own, i)
             placed += own
             starts += [start + k for k in found]
-            positions.append(image_format.rope_position_ids(end - start, own, found))
-        return PlacedImages(placed, starts, _cat(positions))
+            positions.append(self.image_format.rope_position_ids(end - start, own, found))
+        return PlacedImages(placed, starts, len(input_ids), _cat(positions), self.image_format)
+
+
+@dataclass(frozen=True)
+class PlacedImages(Part):
+    """Images at their places in sequences that are packed end to end.
+
+    starts: token_index of the first placeholder of each image.
+    num_tokens: of the batch.
+    rope_position_ids: as in `PackedImages`.
+    """
+
+    images: list[ImageInputs]
+    starts: list[int]
+    num_tokens: int
+    rope_position_ids: Tensor | None
+    image_format: ImageFormat
 
     def distinct_ids(self, input_ids: Tensor) -> Tensor:
         """Return token ids [T] in which the placeholders of different images differ."""
@@ -305,11 +336,8 @@ class PlacedImages:
             ids[start : start + image.num_tokens] = following + number[image.key]
         return ids
 
-    def merge(self, token_index: Tensor, num_tokens: int) -> PlacedImages:
-        """Keep each image once where common prefixes are packed once.
-
-        token_index: [T], of each token among `num_tokens` packed ones.
-        """
+    def share(self, token_index: Tensor, num_tokens: int) -> PlacedImages:
+        """Keep each image once where common prefixes are packed once."""
         at = token_index[self.starts].tolist() if self.starts else []
         once = dict(sorted(zip(at, self.images, strict=True), key=lambda pair: pair[0]))
         positions = self.rope_position_ids
@@ -317,35 +345,35 @@ class PlacedImages:
             merged = positions.new_empty(3, num_tokens)
             merged[:, token_index] = positions
             positions = merged
-        return PlacedImages(list(once.values()), list(once), positions)
+        images, starts = list(once.values()), list(once)
+        return PlacedImages(images, starts, num_tokens, positions, self.image_format)
 
-    def append(
-        self, image: ImageInputs, num_tokens: int, image_format: ImageFormat
-    ) -> PlacedImages:
-        """Append an image as a sequence of its own, after `num_tokens`."""
-        own = image_format.rope_position_ids(image.num_tokens, [image], [0])
-        positions = _cat([self.rope_position_ids, own])
-        return PlacedImages([*self.images, image], [*self.starts, num_tokens], positions)
+    def filler(self) -> tuple[int, int] | None:
+        """A batch without images gets the placeholders of a dummy image."""
+        if self.images:
+            return None
+        return self.image_format.token_id, self.image_format.dummy().num_tokens
 
-    def pack(
-        self,
-        num_tokens: int,
-        cu_seqlens: Tensor,
-        subtree_ends: Tensor | None,
-        image_format: ImageFormat,
-    ) -> PackedImages:
-        """Return the images as inputs of the forward pass of `num_tokens`.
+    def pad(self, padding: int) -> PlacedImages:
+        dummy = [] if self.images else [self.image_format.dummy()]
+        own = self.image_format.rope_position_ids(padding, dummy, [0] * len(dummy))
+        return PlacedImages(
+            [*self.images, *dummy],
+            [*self.starts, *([self.num_tokens] * len(dummy))],
+            self.num_tokens + padding,
+            _cat([self.rope_position_ids, own]),
+            self.image_format,
+        )
 
-        cu_seqlens, subtree_ends: of the `PackedBatch`.
-        """
-        placeholders, lengths = torch.zeros(num_tokens, dtype=torch.bool), list[int]()
+    def finish(self, cu_seqlens: Tensor, subtree_ends: Tensor | None) -> PackedImages:
+        placeholders, lengths = torch.zeros(self.num_tokens, dtype=torch.bool), list[int]()
         for image, start in zip(self.images, self.starts, strict=True):
             placeholders[start : start + image.num_tokens] = True
             lengths.append(image.num_tokens)
         spans: tuple[BidirectionalSpan, ...] = ()
-        if image_format.is_bidirectional:
+        if self.image_format.is_bidirectional:
             spans = find_spans(self.starts, lengths, cu_seqlens, subtree_ends)
-        tensors = image_format.join(self.images)
+        tensors = self.image_format.join(self.images)
         return PackedImages(tensors, placeholders, self.rope_position_ids, spans)
 
 

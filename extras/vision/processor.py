@@ -15,15 +15,21 @@ from unittest.mock import patch
 
 import torch
 
+from hybridengine.model.parts import PartSource
 from hybridengine.run.errors import ConfigError, DataError, unreadable_part
 from hybridengine.vision.encoded import EncodedImage
-from hybridengine.vision.packed import IMAGE_MODEL_TYPES, ImageFormat, ImageInputs
+from hybridengine.vision.packed import (
+    IMAGE_MODEL_TYPES,
+    ImageFormat,
+    ImageInputs,
+    SequenceImages,
+)
 from hybridengine.vision.torchvision import has_torchvision
 
 __all__ = [
     "ImagePreparer",
     "Replacement",
-    "image_arguments",
+    "image_parts",
     "load_image_preparer",
     "load_processor",
 ]
@@ -157,10 +163,10 @@ class ImagePreparer:
         return ImageInputs(key, len(runs[0]) // len(token), tensors), text
 
 
-def image_arguments(
+def image_parts(
     preparer: ImagePreparer | None, images: Sequence[Sequence[EncodedImage]]
-) -> dict[str, Any]:
-    """Return the arguments of `pack_rollouts` for the images of sequences.
+) -> dict[str, PartSource]:
+    """Return the `parts` of `pack_rollouts` for the images of sequences.
 
     preparer: of the model; None: it takes no images. A batch without images has a dummy image, so
       that every rank runs the vision tower.
@@ -168,7 +174,7 @@ def image_arguments(
     if preparer is None:
         return {}
     inputs = [[preparer.inputs(image) for image in own] for own in images]
-    return {"images": inputs, "image_format": preparer.image_format}
+    return {"images": SequenceImages(inputs, preparer.image_format)}
 
 
 def load_image_preparer(

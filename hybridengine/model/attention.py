@@ -30,7 +30,6 @@ from hybridengine.model.exact import has_exact_operators
 from hybridengine.model.flash_attention import flash_kernel
 from hybridengine.model.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
 from hybridengine.run.errors import ModelError
-from hybridengine.vision.bidirectional import BidirectionalSpan
 
 ATTENTION = "hybridengine_varlen"
 
@@ -51,6 +50,18 @@ def attention_of(config: PretrainedConfig) -> str | dict[str, str]:
     if config.get_text_config() is config:
         return ATTENTION
     return {"": ATTENTION, "text_config": ATTENTION, "vision_config": "sdpa"}
+
+
+class BidirectionalSpan(NamedTuple):
+    """n tokens, such as an image's, that attend to each other and to all tokens before them.
+
+    token_index: int64 [p + n], the p tokens before the span in its sequence, then its own, in the
+      order of their positions.
+    num_tokens: n.
+    """
+
+    token_index: Tensor
+    num_tokens: int
 
 
 class _ScoreOptions(NamedTuple):

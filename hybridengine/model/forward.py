@@ -7,58 +7,45 @@ log-probs only a chunk of these rows exists at a time (`hybridengine.model.head`
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from hybridengine.model.exact import has_exact_operators
+from hybridengine.model.extensions import hooks_of
 from hybridengine.model.head import HeadFunction, accepts_head_function, log_prob_head
 from hybridengine.model.packed import PackedBatch
+from hybridengine.model.parts import KeptIds
 from hybridengine.model.ulysses import gather_rows
 from hybridengine.run.errors import ModelError
-from hybridengine.vision.packed import placeholders_of
 
 
 def _forward(model: nn.Module, batch: PackedBatch, **options: object) -> Any:
-    if batch.shard is not None:
-        options["sequence_parallel"] = batch.shard.group
-    if batch.subtree_ends is not None:
-        options["subtree_ends"] = batch.subtree_ends
-        options["tree_position_ids"] = batch.tree_position_ids
-    from hybridengine.moe.router_balance import RouterBalance
-    from hybridengine.moe.router_replay import RouterReplay
-
-    replay, balance = RouterReplay.of(model), RouterBalance.of(model)
-    images = batch.images
-    if images is not None:
-        options.update(images.arguments())
-        if images.spans:
-            options["bidirectional_spans"] = images.spans
-    with (
-        nullcontext() if images is None else placeholders_of(model, images),
-        nullcontext() if replay is None else replay.of_batch(batch.routes),
-        nullcontext() if balance is None else balance.micro_batch(batch),
-    ):
-        return _call(model, batch, options)
-
-
-def _call(model: nn.Module, batch: PackedBatch, options: dict[str, object]) -> Any:
     position_ids = batch.position_ids[None]
-    if batch.images is not None and batch.images.rope_position_ids is not None:
-        # transformers' form for packed sequences: positions in the sequence, then M-RoPE's three.
-        position_ids = torch.cat([position_ids, batch.images.rope_position_ids])[:, None]
-    return model(
-        input_ids=batch.input_ids[None],
-        position_ids=position_ids,
-        cu_seq_lens_q=batch.cu_seqlens,
-        cu_seq_lens_k=batch.cu_seqlens,
-        max_length_q=batch.max_seqlen,
-        max_length_k=batch.max_seqlen,
-        use_cache=False,
-        **options,
-    )
+    arguments: dict[str, object] = {"position_ids": position_ids}
+    if batch.shard is not None:
+        arguments["sequence_parallel"] = batch.shard.group
+    if batch.subtree_ends is not None:
+        arguments["subtree_ends"] = batch.subtree_ends
+        arguments["tree_position_ids"] = batch.tree_position_ids
+    with ExitStack() as stack:
+        for part in batch.parts.values():
+            arguments.update(part.arguments(position_ids))
+            stack.enter_context(part.context(model))
+        for hook in hooks_of(model):
+            stack.enter_context(hook.forward(batch))
+        return model(
+            input_ids=batch.input_ids[None],
+            cu_seq_lens_q=batch.cu_seqlens,
+            cu_seq_lens_k=batch.cu_seqlens,
+            max_length_q=batch.max_seqlen,
+            max_length_k=batch.max_seqlen,
+            use_cache=False,
+            **arguments,
+            **options,
+        )
 
 
 def _logits_to_keep(model: nn.Module, batch: PackedBatch) -> dict[str, object]:
@@ -106,15 +93,13 @@ def packed_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-prob of every target token and entropy of its distribution, float32 [R] each.
 
-    Both are of softmax(logits / temperature), over the entries of `batch.kept` where it is given,
-    differentiable, and of the full batch on every rank of a sequence-parallel group. With
-    `accepts_head_function` the full logits never exist.
+    Both are of softmax(logits / temperature), over the entries of the part "kept" (`KeptIds`) where
+    the batch has it, differentiable, and of the full batch on every rank of a sequence-parallel
+    group. With `accepts_head_function` the full logits never exist.
     """
     from hybridengine.kernels import token_log_probs
 
-    kept = batch.kept
-    if kept is not None and batch.shard is not None:
-        kept = kept.take(batch.shard.rows)
+    kept = cast("KeptIds | None", batch.parts.get("kept"))
     if accepts_head_function(model):
         exact = has_exact_operators(model)
         head = log_prob_head(batch.target_ids, temperature, kept, exact)

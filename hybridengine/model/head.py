@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from hybridengine.kernels.gemm import mixed_gemm
-from hybridengine.model.kept import KeptIds
+from hybridengine.model.parts import KeptIds
 from hybridengine.model.validation import takes_images
 
 # (rows [R, H] of the head's input, weight [V, H], bias=[V] or None, logit_scale=, softcap= or None)

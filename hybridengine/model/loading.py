@@ -29,6 +29,7 @@ from transformers import (
 from hybridengine.model.attention import attention_of
 from hybridengine.model.collectives import use_direct_collectives
 from hybridengine.model.compile import compile_layers
+from hybridengine.model.extensions import experts_implementation, mixture_extension
 from hybridengine.model.flash_attention import choose_flash_kernel
 from hybridengine.model.head import patch_head
 from hybridengine.model.lora import columns_of
@@ -44,8 +45,6 @@ from hybridengine.model.shared.frozen_base import (
 )
 from hybridengine.model.shared.layered import LayeredWeights
 from hybridengine.model.validation import auto_class, check_model
-from hybridengine.moe.expert_parallel import EXPERT_DIM, distribute_experts
-from hybridengine.moe.experts import EXPERTS
 from hybridengine.run.all_ranks import broadcast_value, group_timeout, run_on_rank0
 from hybridengine.run.errors import ModelError
 
@@ -97,8 +96,8 @@ def load_causal_lm(
 
     Master weights, gradients and logits are float32; the rest runs in `param_dtype`. Attention is
     `hybridengine.model.attention`, so the model takes packed input; on a CPU the experts of a
-    mixture are `hybridengine.moe.experts`. It is returned in eval mode, that is without dropout;
-    `model.train()` turns the configured dropout on.
+    mixture are those of the `MixtureExtension`. It is returned in eval mode, that is without
+    dropout; `model.train()` turns the configured dropout on.
 
     Args:
         shard_dim1: names of parameters to shard on dim 1 where the mesh divides it evenly; all
@@ -118,8 +117,8 @@ def load_causal_lm(
         param_offload: keep weights in host memory outside `on_device(model)`.
         deterministic: a GPU adds gradients in a fixed order (`choose_flash_kernel`).
         config_overrides: entries of config.json → other values (`check_model`).
-        expert_parallel_size: consecutive ranks over which the experts of a mixture are divided
-            (`hybridengine.moe.expert_parallel`); a 1-D mesh of all ranks, and no min_num_params.
+        expert_parallel_size: consecutive ranks over which the experts of a mixture are divided, by
+            a `MixtureExtension`; a 1-D mesh of all ranks, and no min_num_params.
         base_memory: frozen parameter, by its name without adapters → the tensor, in `param_dtype`,
             that holds it unsharded on every rank, or `LayeredWeights`, which are gathered layer by
             layer (`hybridengine.model.shared.frozen_base`).
@@ -137,8 +136,8 @@ def load_causal_lm(
 
     weights = run_on_rank0(read, f"loading model {path!r}")
     grouped = mesh.device_type == "cpu" or expert_parallel_size > 1
-    experts = EXPERTS if grouped else None  # None: the choice of transformers
-    model = _build_model(path, config, trust_remote_code, value_head, experts)
+    implementation = experts_implementation() if grouped else None  # None: transformers' choice
+    model = _build_model(path, config, trust_remote_code, value_head, implementation)
     if model.can_generate() and not value_head:
         own_settings = weights.generation_config if weights is not None else None
         plain = None if own_settings is None else own_settings.to_dict()
@@ -154,11 +153,7 @@ def load_causal_lm(
         decoder = set(model.get_decoder().modules())
         compile_layers([layer for layer in layers if layer in decoder])
     groups = _modules_of_size(model, min_num_params) if min_num_params else layers
-    expert_mesh = None
-    if expert_parallel_size > 1:
-        names = "efsdp", EXPERT_DIM
-        expert_mesh = _mesh_2d(mesh.device_type, mesh.size(), expert_parallel_size, names)
-        expert_mesh._flatten()  # so that DTensor reduces a norm over both dimensions at once
+    experts, expert_mesh = _divide_experts(model, mesh, expert_parallel_size)
     base = base_parameters(model, base_memory)
     _shard(
         model,
@@ -168,6 +163,7 @@ def load_causal_lm(
         param_dtype,
         cpu_offload,
         reshard_after_forward,
+        experts,
         expert_mesh,
         set(base.values()),
     )
@@ -306,6 +302,21 @@ def _move_score_to_output_head(model: PreTrainedModel, trust_remote_code: bool =
     del model.score
 
 
+def _divide_experts(
+    model: nn.Module, mesh: DeviceMesh, size: int
+) -> tuple[list[nn.Module], DeviceMesh | None]:
+    """Divide the experts of a mixture over `size` consecutive ranks each.
+
+    Returns their modules, and the mesh of the ranks that hold the same experts.
+    """
+    if size == 1:
+        return [], None
+    mixture = mixture_extension("actor.fsdp_config.expert_parallel_size")
+    divided = _mesh_2d(mesh.device_type, mesh.size(), size, mixture.mesh_dims)
+    divided._flatten()  # so that DTensor reduces a norm over both dimensions at once
+    return mixture.distribute(model, divided), divided[mixture.mesh_dims[0]]
+
+
 def _shard(
     model: nn.Module,
     groups: Sequence[nn.Module],
@@ -314,15 +325,15 @@ def _shard(
     param_dtype: torch.dtype,
     cpu_offload: bool,
     reshard_after_forward: bool,
+    experts: Sequence[nn.Module],
     expert_mesh: DeviceMesh | None,
     ignored: set[nn.Parameter],
 ) -> None:
     """Apply FSDP2 to each of `groups` and to the rest of `model`, in place.
 
-    expert_mesh: over which experts are divided and sharded, see `distribute_experts`.
+    experts: modules that are divided over ranks; each part is sharded over `expert_mesh`.
     ignored: parameters that are not sharded.
     """
-    experts = distribute_experts(model, expert_mesh) if expert_mesh is not None else []
     names = {id(p): columns_of(name) for name, p in model.named_parameters()}
     shard_size = mesh.size(mesh.ndim - 1)
 
@@ -341,8 +352,7 @@ def _shard(
         "ignored_params": ignored,
     }
     for module in experts:  # FSDP2 requires inner modules first
-        assert expert_mesh is not None
-        own = {"mesh": expert_mesh["efsdp"], "shard_placement_fn": lambda param: Shard(1)}
+        own = {"mesh": expert_mesh, "shard_placement_fn": lambda param: Shard(1)}
         fsdp.fully_shard(module, reshard_after_forward=reshard_after_forward, **options | own)
     for group in reversed(groups):
         fsdp.fully_shard(group, reshard_after_forward=reshard_after_forward, **options)

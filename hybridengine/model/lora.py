@@ -17,9 +17,9 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from hybridengine.model.extensions import SharedFactors, mixture_extension
 from hybridengine.model.parameters import is_finite, unwrapped_name
 from hybridengine.model.validation import auto_class, takes_images
-from hybridengine.moe.experts import SharedFactors
 from hybridengine.run.errors import ModelError
 from hybridengine.sync.adapter import Adapter, ExpertAdapter
 
@@ -42,7 +42,7 @@ def apply_lora(
       device does not read; None: the update starts at zero. Adapters have the dtype of the weights
       (float32 in `load_causal_lm`).
     target_parameters: weights of fused experts to adapt, such as experts.down_proj: each expert
-      gets factors of its own of `rank`. The model's experts then are `hybridengine.moe.experts`.
+      gets factors of its own of `rank`, and the model the experts of the `MixtureExtension`.
     share_expert_adapters: which factors all experts of a layer have in common: none, outer (A of
       gate_up_proj and B of down_proj), or all. Files have a copy for every expert, as PEFT needs.
 
@@ -52,8 +52,6 @@ def apply_lora(
         initial adapter of other layers or shapes.
     """
     from peft import LoraConfig, inject_adapter_in_model
-
-    from hybridengine.moe import expert_lora
 
     if rank < 1:
         raise ModelError(f"lora_rank: got {rank}, expected at least 1")
@@ -83,7 +81,7 @@ def apply_lora(
                 f"{target!r}" + (f"; name {fused} in target_parameters" if fused else "")
             )
     if target_parameters:
-        expert_lora.check_targets(model, target_parameters)
+        mixture_extension("model.target_parameters").check_targets(model, target_parameters)
     try:
         with _names_as_given(model):
             inject_adapter_in_model(config, model, low_cpu_mem_usage=model.device.type == "meta")
@@ -91,7 +89,8 @@ def apply_lora(
         raise ModelError(f"target_modules: got {target_modules!r}: {error}") from None
     adapter_shards(model)
     if target_parameters:
-        expert_lora.use_grouped_adapters(model, share_expert_adapters)
+        mixture = mixture_extension("model.target_parameters")
+        mixture.use_grouped_adapters(model, share_expert_adapters)
     for name, layer in lora_layers(model):
         if (
             not _is_of_experts(layer)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from hybridengine.model.kept import KeptIds
+from hybridengine.model.parts import Part, PartSource
 from hybridengine.model.ulysses import SequenceShard
 from hybridengine.run.errors import ModelError
-from hybridengine.vision.packed import ImageFormat, ImageInputs, PackedImages, PlacedImages
 
 TokenIds = Sequence[int] | torch.Tensor  # a list, or integers [l] on the CPU
 
@@ -57,9 +57,7 @@ class PackedBatch:
     subtree_ends: torch.Tensor | None = None  # int32 [T] of all ranks; None: plain packing
     tree_position_ids: torch.Tensor | None = None  # with subtree_ends: position_ids of all ranks
     saved: SavedWork = _NOTHING_SAVED  # over all ranks that share the batch
-    routes: torch.Tensor | None = None  # int16 [T, layers, k], see `RouterReplay.replay`
-    kept: KeptIds | None = None  # what target_ids were sampled from; None: the full vocabulary
-    images: PackedImages | None = None
+    parts: Mapping[str, Part] = field(default_factory=dict)  # such as the `KeptIds` "kept"
     padding: int = 0  # the last tokens here that are of no sequence
     is_dummy: bool = False
     active_rows: torch.Tensor | None = None
@@ -74,16 +72,17 @@ class PackedBatch:
 
     def as_dummy(self) -> PackedBatch:
         """Return it as a dummy, which counts for nothing."""
-        return replace(self, is_dummy=True, saved=SavedWork())
+        dummies = {name: part.as_dummy() for name, part in self.parts.items()}
+        parts = {name: part for name, part in dummies.items() if part is not None}
+        return replace(self, is_dummy=True, saved=SavedWork(), parts=parts)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Move the tensors; `shard` stays on the CPU."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {
-            name: x.to(device)
-            for name, x in values.items()
-            if isinstance(x, torch.Tensor | PackedImages)
+            n: x.to(device) for n, x in values.items() if isinstance(x, torch.Tensor)
         }
+        moved["parts"] = {name: part.to(device) for name, part in self.parts.items()}
         return replace(self, **moved)
 
 
@@ -93,20 +92,17 @@ def pack_rollouts(
     sequence_parallel: dist.ProcessGroup | None = None,
     *,
     shared_prefix: bool = False,
-    routes: Sequence[torch.Tensor] | None = None,
-    images: Sequence[Sequence[ImageInputs]] | None = None,
-    image_format: ImageFormat | None = None,
+    parts: Mapping[str, PartSource] = MappingProxyType({}),
 ) -> PackedBatch:
     """Pack (prompt_ids, response_ids) pairs; the R result rows are in the order of the pairs.
 
     sequence_parallel: the ranks that share this batch; all of them pass the same pairs.
     shared_prefix: pack common prefixes, such as the prompt of several responses, once.
-    routes: for each pair int16 [t, layers, k], of its first t tokens.
-    images, image_format: as `pack_batch`, for each pair.
+    parts: what the batch carries beside its tokens, of these pairs.
 
     Raises:
-        ModelError: a pair without prompt tokens, as nothing predicts its first token; images as
-            `pack_batch`.
+        ModelError: a pair without prompt tokens, as nothing predicts its first token, or a part
+            that does not fit the tokens.
 
     Examples:
         >>> batch = pack_rollouts([([5, 6], [7, 8]), ([9], [5])])
@@ -116,11 +112,10 @@ def pack_rollouts(
     if empty := [i for i, (prompt, _) in enumerate(rollouts) if not len(prompt)]:
         raise ModelError(f"rollout {empty[0]} has no prompt tokens; a prompt needs at least one")
     from hybridengine.kernels import pack_sequences
-    from hybridengine.moe.router_replay import pad_routes
 
-    parts = [torch.as_tensor(ids, dtype=torch.int64) for pair in rollouts for ids in pair]
-    packed = pack_sequences(parts)
-    is_response = torch.arange(len(parts)) % 2 == 1
+    ids = [torch.as_tensor(x, dtype=torch.int64) for pair in rollouts for x in pair]
+    packed = pack_sequences(ids)
+    is_response = torch.arange(len(ids)) % 2 == 1
     cu_seqlens = packed.cu_seqlens[::2].contiguous()
     batch = _pack(
         packed.values[0],
@@ -128,9 +123,7 @@ def pack_rollouts(
         is_response.repeat_interleave(packed.cu_seqlens.diff()),
         sequence_parallel,
         shared_prefix,
-        None if routes is None else pad_routes(routes, cu_seqlens.diff().tolist()),
-        images,
-        image_format,
+        parts,
     )
     return batch.to(device)
 
@@ -142,36 +135,23 @@ def pack_batch(
     sequence_parallel: dist.ProcessGroup | None = None,
     *,
     shared_prefix: bool = False,
-    images: Sequence[Sequence[ImageInputs]] | None = None,
-    image_format: ImageFormat | None = None,
+    parts: Mapping[str, PartSource] = MappingProxyType({}),
 ) -> PackedBatch:
     """Pack sequences; tokens with `loss_mask` 1 are predicted.
 
     loss_mask: for each sequence one 0 or 1 per token; 0 at the first token. It may differ between
       equal prefixes: rows belong to sequences, not to packed tokens.
-    shared_prefix: pack common prefixes once, with their images; plain packing where there are none.
-    images: for each sequence those in it, in their order; None: there are none.
-    image_format: of the model, in a job with images. A batch without images then has a dummy image
-      as padding, so that all ranks run the vision tower.
+    shared_prefix: pack common prefixes once; plain packing where there are none.
+    parts: what the batch carries beside its tokens, of these sequences.
 
     Raises:
-        ModelError: images that are not those of the placeholders in their sequence, or together
-            with sequence parallelism.
+        ModelError: a part that does not fit the tokens.
     """
     from hybridengine.kernels import pack_sequences
 
     packed = pack_sequences(sequences, loss_mask)
     input_ids, is_target = packed.values
-    batch = _pack(
-        input_ids,
-        packed.cu_seqlens,
-        is_target,
-        sequence_parallel,
-        shared_prefix,
-        None,
-        images,
-        image_format,
-    )
+    batch = _pack(input_ids, packed.cu_seqlens, is_target, sequence_parallel, shared_prefix, parts)
     return batch.to(device)
 
 
@@ -181,9 +161,7 @@ def _pack(
     is_target: torch.Tensor,
     sequence_parallel: dist.ProcessGroup | None,
     shared_prefix: bool,
-    routes: torch.Tensor | None,
-    images: Sequence[Sequence[ImageInputs]] | None,
-    image_format: ImageFormat | None,
+    parts: Mapping[str, PartSource],
 ) -> PackedBatch:
     """Pack sequences that are end to end in `input_ids` [T]; all tensors are on the CPU."""
     lengths = cu_seqlens.diff().long()
@@ -198,64 +176,39 @@ def _pack(
         target_ids=input_ids[targets],
         row_index=torch.arange(targets.shape[0]),
         cu_rows=functional.pad(is_target.cumsum(0, dtype=torch.int32), (1, 0))[cu_seqlens],
-        routes=routes,
+        parts={name: source.place(input_ids, cu_seqlens) for name, source in parts.items()},
     )
-    if image_format is not None:
-        if sequence_parallel is not None:
-            raise ModelError(
-                "images with sequence parallelism are not supported, as a rank would need features "
-                "of other ranks' images; set ulysses_sequence_parallel_size to 1"
-            )
-        return _with_images(batch, shared_prefix, images, image_format)
-    if images is not None and any(images):
-        raise ModelError("images: got some without image_format, the ImageFormat of the model")
     if shared_prefix:
-        batch, _ = _share_prefixes(batch, None)
+        batch = _share_prefixes(batch)
+    for name in batch.parts:
+        if (filler := batch.parts[name].filler()) is not None:
+            batch = _pad(batch, *filler)
+    finished = {
+        name: part.finish(batch.cu_seqlens, batch.subtree_ends)
+        for name, part in batch.parts.items()
+    }
+    batch = replace(batch, parts=finished)
     return batch if sequence_parallel is None else _split_sequence(batch, sequence_parallel)
 
 
-def _with_images(
-    batch: PackedBatch,
-    shared_prefix: bool,
-    images: Sequence[Sequence[ImageInputs]] | None,
-    image_format: ImageFormat,
-) -> PackedBatch:
-    """Give plainly packed sequences their images, or a dummy image."""
-    images = [()] * (batch.cu_seqlens.shape[0] - 1) if images is None else images
-    placed = PlacedImages.find(batch.input_ids, batch.cu_seqlens, images, image_format)
-    if shared_prefix:
-        batch, merged = _share_prefixes(batch, placed)
-        placed = merged or placed
-    if not placed.images:
-        dummy = image_format.dummy()
-        placed = placed.append(dummy, batch.input_ids.shape[0], image_format)
-        batch = _pad(batch, dummy.num_tokens, image_format.token_id)
-    packed = placed.pack(
-        batch.input_ids.shape[0], batch.cu_seqlens, batch.subtree_ends, image_format
-    )
-    return replace(batch, images=packed)
-
-
-def _share_prefixes(
-    batch: PackedBatch, images: PlacedImages | None
-) -> tuple[PackedBatch, PlacedImages | None]:
-    """Pack the common prefixes of plainly packed sequences once, with the `images` in them."""
+def _share_prefixes(batch: PackedBatch) -> PackedBatch:
+    """Pack the common prefixes of plainly packed sequences once, with the parts in them."""
     from hybridengine.kernels import pack_forest
-    from hybridengine.moe.router_replay import merge_routes
 
-    ids = batch.input_ids if images is None else images.distinct_ids(batch.input_ids)
+    ids = batch.input_ids
+    for part in batch.parts.values():
+        ids = part.distinct_ids(ids)
     forest = pack_forest(ids, batch.cu_seqlens)
     num_tokens = forest.input_ids.shape[0]
     tokens = batch.input_ids.shape[0] - num_tokens
     if not tokens:
-        return batch, images
+        return batch
     input_ids = forest.input_ids
-    if images is not None:
+    if ids is not batch.input_ids:
         input_ids = input_ids.index_copy(0, forest.token_index.long(), batch.input_ids)
-        images = images.merge(forest.token_index, num_tokens)
     # Keys besides a token's own.
     others = int(batch.position_ids.sum()) - int(forest.position_ids.sum())
-    shared = replace(
+    return replace(
         batch,
         input_ids=input_ids,
         position_ids=forest.position_ids,
@@ -265,18 +218,15 @@ def _share_prefixes(
         subtree_ends=forest.subtree_ends,
         tree_position_ids=forest.position_ids,
         saved=SavedWork(tokens, tokens + others),
-        routes=None if batch.routes is None else merge_routes(batch.routes, forest.token_index),
+        parts={n: part.share(forest.token_index, num_tokens) for n, part in batch.parts.items()},
     )
-    return shared, images
 
 
-def _pad(batch: PackedBatch, padding: int, token_id: int) -> PackedBatch:
+def _pad(batch: PackedBatch, token_id: int, padding: int) -> PackedBatch:
     """Append a sequence, or tree, of `padding` tokens of no sequence; no rows."""
     filler, total = torch.arange(padding), batch.input_ids.shape[0] + padding
     position_ids = torch.cat([batch.position_ids, filler])
-    cu_seqlens, subtree_ends, routes = batch.cu_seqlens, batch.subtree_ends, batch.routes
-    if routes is not None:
-        routes = torch.cat([routes, routes.new_full((padding, *routes.shape[1:]), -1)])
+    cu_seqlens, subtree_ends = batch.cu_seqlens, batch.subtree_ends
     if padding:
         cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([total])])
     if subtree_ends is not None:
@@ -289,8 +239,8 @@ def _pad(batch: PackedBatch, padding: int, token_id: int) -> PackedBatch:
         max_seqlen=max(batch.max_seqlen, padding),
         subtree_ends=subtree_ends,
         tree_position_ids=None if subtree_ends is None else position_ids,
-        routes=routes,
-        padding=padding,
+        parts={name: part.pad(padding) for name, part in batch.parts.items()},
+        padding=batch.padding + padding,
     )
 
 
@@ -302,7 +252,7 @@ def _split_sequence(batch: PackedBatch, group: dist.ProcessGroup) -> PackedBatch
     """
     size, rank = group.size(), group.rank()
     total = batch.input_ids.shape[0]
-    batch = _pad(batch, -total % size, 0)
+    batch = _pad(batch, 0, -total % size)
     length = batch.input_ids.shape[0] // size
     local = slice(rank * length, (rank + 1) * length)
     rows = (batch.logit_positions // length == rank).nonzero().flatten()
@@ -313,6 +263,6 @@ def _split_sequence(batch: PackedBatch, group: dist.ProcessGroup) -> PackedBatch
         logit_positions=batch.logit_positions[rows] - local.start,
         target_ids=batch.target_ids[rows],
         shard=SequenceShard(group, rows, batch.logit_positions.shape[0]),
-        routes=None if batch.routes is None else batch.routes[local],
+        parts={name: part.local(local, rows) for name, part in batch.parts.items()},
         padding=min(length, max(0, local.stop - total)),
     )

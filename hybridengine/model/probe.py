@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from hybridengine.model.attention import attention_of
+from hybridengine.model.extensions import experts_implementation
 from hybridengine.model.rotary import fix_rotary_length
 from hybridengine.model.validation import (
     auto_class,
@@ -28,7 +29,6 @@ from hybridengine.model.validation import (
     rotary_parameters,
     takes_images,
 )
-from hybridengine.moe.experts import EXPERTS
 from hybridengine.run.errors import ModelError, reason_of
 
 SHORT = 8  # tokens of a window; the length of a rotary embedding is twice that
@@ -147,7 +147,7 @@ def _on_meta(config: PretrainedConfig, attention: Any, trust_remote_code: bool) 
             config,
             dtype=torch.float32,
             attn_implementation=attention,
-            experts_implementation=EXPERTS,
+            experts_implementation=experts_implementation(),
             trust_remote_code=trust_remote_code,
         )
     if not model._supports_attention_backend:

@@ -26,8 +26,8 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging
 
+from hybridengine.model.extensions import image_model_types
 from hybridengine.run.errors import ModelError, located, reason_of
-from hybridengine.vision.packed import IMAGE_MODEL_TYPES
 
 _HUB_SECONDS = 8.0
 # Rotary types whose limit grows by their factor. Not of dynamic NTK: vLLM has no positions beyond.
@@ -41,7 +41,7 @@ _configs: dict[tuple[str, bytes, bool, str], PretrainedConfig] = {}
 
 def takes_images(config: PretrainedConfig) -> bool:
     """Return whether the model of `config` is a vision-language model that can run packed."""
-    return config.model_type in IMAGE_MODEL_TYPES
+    return config.model_type in image_model_types()
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -287,8 +287,8 @@ def _check_config(path: str, config: PretrainedConfig, trust_remote_code: bool) 
         kind = text.model_type if is_model else "qwen3"
         raise ModelError(
             f"model {path!r} ({config.model_type}) also takes images, video or audio, which cannot "
-            f"be packed; use a vision-language model of a type in {list(IMAGE_MODEL_TYPES)}, or a "
-            f"model of text alone, such as one of type {kind!r}"
+            f"be packed; use a vision-language model of a type in {list(image_model_types())}, or "
+            f"a model of text alone, such as one of type {kind!r}"
         )
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     model_class = _model_class(config)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,14 +20,15 @@ from torch import Tensor
 
 from hybridengine.engine.response import COLUMNS
 from hybridengine.model import KeptIds, Optimizer, PackedBatch, SavedWork, pack_rollouts
-from hybridengine.moe.batch_routes import response_routes
+from hybridengine.model.extensions import PartReader
+from hybridengine.model.parts import Part, PartSource
 from hybridengine.run.all_ranks import group_timeout
 from hybridengine.run.session import Session
 from hybridengine.train.exchange import RowExchange, RowLocations
 from hybridengine.train.outcomes import Outcomes
 from hybridengine.train.rollouts import ReceivedRows, Rollouts
 from hybridengine.train.split import split_micro_batches
-from hybridengine.vision import EncodedImage, ImagePreparer, image_arguments
+from hybridengine.vision import EncodedImage, ImagePreparer, image_parts
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,13 @@ class RolloutBatch:
                 tokens[micro_batch.row_index] = part
         return tokens
 
-    def with_each(self, name: str, values: Iterable[Tensor]) -> RolloutBatch:
+    def with_parts(self, parts: Mapping[str, Sequence[Part]]) -> RolloutBatch:
+        """Add parts to the micro-batches: by name, one for each of them."""
+        given = [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
+        merged = [{**m.parts, **own} for m, own in zip(self.micro_batches, given, strict=True)]
+        return self.with_each("parts", merged)
+
+    def with_each(self, name: str, values: Iterable[Any]) -> RolloutBatch:
         """Set the field `name` of the micro-batches, in their order."""
         given: Iterator[Any] = iter(values)
         mini_batches = [
@@ -130,7 +138,7 @@ class DataParallel:
 
     sp_size: ranks of sequence parallelism (Ulysses); 1: every rank is a replica.
     shared_prefix: compute common prefixes once; pair_cost: see `split_micro_batches`.
-    route_shape: of a token's routes, where the engine's are replayed.
+    part_readers: make parts of packed batches of the columns of responses, by name.
     preparer: of the images of sequences; None: there are none.
 
     Attributes:
@@ -146,10 +154,10 @@ class DataParallel:
         *,
         shared_prefix: bool = False,
         pair_cost: float = 0.0,
-        route_shape: tuple[int, int] | None = None,
+        part_readers: Mapping[str, PartReader] = MappingProxyType({}),
         preparer: ImagePreparer | None = None,
     ) -> None:
-        self.session, self.sp_size, self.route_shape = session, sp_size, route_shape
+        self.session, self.sp_size, self.part_readers = session, sp_size, part_readers
         self.preparer = preparer
         self.shared_prefix, self.pair_cost = shared_prefix, pair_cost
         self.dp_size, self.replica = session.world_size // sp_size, session.rank // sp_size
@@ -295,10 +303,12 @@ class DataParallel:
         contexts = columns["context_ids"].cpu() if "context_ids" in columns else torch.empty(0)
         own_prompts = contexts.split(outcomes.sizes["context_ids"][index].tolist())
         token_index = torch.arange(sum(lengths)).split(lengths)
-        routes = response_routes(columns, lengths, self.route_shape)
-        kept = None
+        sources: dict[str, PartSource] = {}
         if "kept_ids" in columns:
-            kept = KeptIds.from_counts(columns["kept_ids"], columns["num_kept"].cpu())
+            sources["kept"] = KeptIds.from_counts(columns["kept_ids"], columns["num_kept"].cpu())
+        for name, read in self.part_readers.items():
+            if (source := read(columns, lengths)) is not None:
+                sources[name] = source
         position = {row: k for k, row in enumerate(index.tolist())}
         shortest = int(outcomes.lengths[index].argmin())
 
@@ -307,6 +317,7 @@ class DataParallel:
             groups = outcomes.groups[index[chosen]].tolist()
             prompts = {g: torch.tensor(rollouts.prompts[g].prompt_ids) for g in set(groups)}
             tokens = torch.cat([token_index[k] for k in chosen])
+            parts = {name: source.select(chosen, tokens) for name, source in sources.items()}
             packed = pack_rollouts(
                 [
                     (own_prompts[k] if own_prompts[k].numel() else prompts[g], response_ids[k])
@@ -314,12 +325,9 @@ class DataParallel:
                 ],
                 sequence_parallel=self.sp_group,
                 shared_prefix=self.shared_prefix,
-                routes=[routes[k] for k in chosen] if routes and rows else None,
-                **image_arguments(self.preparer, [images[k] for k in chosen]),
+                parts=parts | image_parts(self.preparer, [images[k] for k in chosen]),
             )
-            packed = replace(
-                packed, row_index=tokens, kept=None if kept is None else kept.take(tokens)
-            ).to(self.session.device)
+            packed = replace(packed, row_index=tokens).to(self.session.device)
             return packed if rows else packed.as_dummy()
 
         return [[pack(rows) for rows in micro_batches] for micro_batches in mini_batches]

@@ -18,9 +18,7 @@ from hybridengine.model import (
     sharding_mesh,
     use_exact_operators,
 )
-from hybridengine.moe.batch_routes import config_route_shape
-from hybridengine.moe.router_balance import balance_routers, prepare_routers
-from hybridengine.moe.router_replay import RouterReplay
+from hybridengine.model.extensions import model_extensions
 from hybridengine.run.config import JobConfig, OptimConfig, RateConfig, RLConfig, SFTConfig
 from hybridengine.run.plugins import load_plugin
 from hybridengine.run.session import Session
@@ -32,7 +30,6 @@ from hybridengine.train.choices import Choices
 from hybridengine.train.models import Actor
 from hybridengine.train.performance import pair_cost
 from hybridengine.vision.checks import find_conflicts
-from hybridengine.vision.packed import freeze_vision_tower
 
 
 def load_model(
@@ -53,7 +50,7 @@ def load_model(
     splits: of the policy, where it has the engine's operators, see `use_exact_operators`.
     base_memory, options: further options of `load_causal_lm`.
     """
-    fsdp, model, policy = config.sharding, config.model, config.policy
+    fsdp, model = config.sharding, config.model
     rank, alpha, modules = model.lora_rank, model.lora_alpha, model.target_modules
     is_policy = path in ("", model.path) and "value_head" not in options
     changes = list[Callable[[Any], object]]()
@@ -69,16 +66,8 @@ def load_model(
                 share_expert_adapters=model.share_expert_adapters,
             )
         )
-    elif is_trained and (policy.freeze_moe_router or policy.router_bias_update_rate):
-        changes.append(
-            partial(
-                prepare_routers,
-                freeze=policy.freeze_moe_router,
-                updates_bias=bool(policy.router_bias_update_rate),
-            )
-        )
-    if is_trained and policy.freeze_vision_tower:
-        changes.append(freeze_vision_tower)
+    if is_trained:
+        changes += [x for extension in model_extensions() for x in extension.changes(config)]
     if splits is not None and is_policy:
         changes.append(partial(use_exact_operators, splits=splits))
 
@@ -108,13 +97,9 @@ def load_model(
         config_overrides=model.config_overrides if path in ("", model.path) else {},
         **options,
     )
-    if is_trained:
-        balance_routers(
-            loaded,
-            policy.router_aux_loss_coef,
-            policy.router_z_loss_coef,
-            policy.router_bias_update_rate,
-        )
+    if is_policy and (is_trained or not path):
+        for extension in model_extensions():
+            extension.attach(loaded, config, is_trained=is_trained)
     return loaded
 
 
@@ -132,7 +117,11 @@ def build_data_parallel(config: JobConfig, session: Session, choices: Choices) -
         config.sequence_parallel_size,
         shared_prefix=choices.prefix,
         pair_cost=pair_cost(choices.model, checkpoint_layout(config).parameters),
-        route_shape=config_route_shape(config) if isinstance(config, RLConfig) else None,
+        part_readers={
+            name: reader
+            for extension in model_extensions()
+            for name, reader in extension.part_readers(config).items()
+        },
         preparer=None if find_conflicts(config) else load_preparer(config),
     )
 
@@ -194,13 +183,8 @@ def build_actor(
     )
     reference: Any = None
     if config.uses_reference and not config.model.lora_rank:
-        frozen = load().requires_grad_(False)
-        if config.actor.router_replay == "rollout":
-            RouterReplay(frozen)
-        reference = partial(on_device, frozen)
+        reference = partial(on_device, load().requires_grad_(False))
     model = load(is_trained=True, base_memory=base_memory)
-    if config.actor.router_replay != "off":
-        RouterReplay(model)
     if config.uses_reference and config.model.lora_rank:
         reference = partial(adapters_disabled, model)
     optimizer = build_optimizer(config, model, optim, optim, updates)

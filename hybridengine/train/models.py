@@ -7,7 +7,7 @@ into micro-batches nor the number of ranks changes the loss or the gradients.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -30,9 +30,8 @@ from hybridengine.model import (
     packed_log_probs,
     packed_policy_loss,
 )
-from hybridengine.moe.batch_routes import pop_metrics
-from hybridengine.moe.router_balance import RouterBalance
-from hybridengine.moe.router_replay import RouterReplay
+from hybridengine.model.extensions import hooks_of, pop_metrics, recorded_parts
+from hybridengine.model.parts import Part
 from hybridengine.run.config import RLConfig
 from hybridengine.run.config.rl import RolloutCorrectionConfig
 from hybridengine.train.algorithms import KLController
@@ -60,8 +59,9 @@ class Learner(ABC):
         """Run the optimizer step of a mini-batch; return metrics and each micro-batch's outputs."""
         parts, outputs = list[dict[str, Tensor]](), list[Tensor]()
         counts = self._dp.num_trained(batch, number)
-        if (balance := RouterBalance.of(self.model)) is not None:
-            balance.begin_step(batch.mini_batches[number], self._dp.grad_scale(self.optimizer))
+        hooks = hooks_of(self.model)
+        for hook in hooks:
+            hook.begin_step(batch.mini_batches[number], self._dp.grad_scale(self.optimizer))
         for micro_batch in batch.mini_batches[number]:
             loss, metrics, output = self.micro_batch_loss(batch, micro_batch, *counts)
             self._dp.backward(loss, self.optimizer, output)
@@ -70,8 +70,8 @@ class Learner(ABC):
         metrics = self._dp.reduce_metrics(parts)
         metrics[f"{self.name}/grad_norm"] = self.optimizer.step(self._config.actor.grad_clip)
         metrics[f"{self.name}/lr"] = torch.tensor(self.optimizer.last_lr)
-        if balance is not None:
-            metrics |= balance.end_step(updated=not self.optimizer.skipped_in_a_row)
+        for hook in hooks:
+            metrics |= hook.end_step(updated=not self.optimizer.skipped_in_a_row)
         return metrics, outputs
 
     def _epochs(self, batch: RolloutBatch) -> dict[str, float]:
@@ -148,6 +148,7 @@ class Actor(Learner):
     ) -> None:
         super().__init__(config, model, optimizer, dp)
         self._reference, self._temperature = reference, config.rollout.temperature
+        self._recorded: Mapping[str, Sequence[Part]] = {}  # by the newest `old_log_probs`
         self.kl: KLController | None = None
         if (actor := config.actor).use_kl_loss:
             self.kl = KLController(actor.kl_loss_ctrl, actor.kl_loss_coef, total_steps)
@@ -168,34 +169,17 @@ class Actor(Learner):
             return self._log_probs(reference, batch)
 
     def old_log_probs(self, batch: RolloutBatch) -> Tensor:
-        """Compute the policy's log-probs before the update, [R]."""
-        with self._dp.session.phase("old_log_prob"):
-            if self._config.actor.router_replay != "old":
-                return self._log_probs(self.model, batch)
-            self._recorded: list[Tensor] = []
-            return self._log_probs(self.model, batch, self._recording_forward)
+        """Compute the policy's log-probs before the update, [R], and record what it replays."""
+        with (
+            self._dp.session.phase("old_log_prob"),
+            recorded_parts(self.model) as self._recorded,
+        ):
+            return self._log_probs(self.model, batch)
 
-    def _log_probs(
-        self,
-        model: nn.Module,
-        batch: RolloutBatch,
-        forward: Callable[[nn.Module, PackedBatch], tuple[Tensor, Tensor]] | None = None,
-    ) -> Tensor:
-        forward = forward or self._forward
-        log_probs = batch.per_token(lambda micro_batch: forward(model, micro_batch)[0])
+    def _log_probs(self, model: nn.Module, batch: RolloutBatch) -> Tensor:
+        log_probs = batch.per_token(lambda micro_batch: self._forward(model, micro_batch)[0])
         free_gathered(model)
         return log_probs
-
-    def _recording_forward(
-        self, model: nn.Module, micro_batch: PackedBatch
-    ) -> tuple[Tensor, Tensor]:
-        """Run `_forward` and note the routes, which the update replays."""
-        replay, ids = RouterReplay.of(model), micro_batch.input_ids
-        assert replay is not None
-        with replay.record(ids.numel(), ids.device) as call:
-            result = self._forward(model, micro_batch)
-        self._recorded.append(call.routes)
-        return result
 
     def _forward(self, model: nn.Module, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Compute log-probs and entropy [r], over what sampling kept where that is replayed."""
@@ -257,8 +241,8 @@ class Actor(Learner):
             if self._config.actor.policy_loss.loss_mode in _COV_MODES:
                 batch = replace(batch, selected=self._select(batch))
             pop_metrics(self.model)  # of the passes before
-            if self._config.actor.router_replay == "old":
-                batch = batch.with_each("routes", self._recorded)
+            if self._recorded:
+                batch = batch.with_parts(self._recorded)
             metrics = self._epochs(self._with_active_rows(batch))
             metrics |= pop_metrics(self.model)
             return metrics | self._next_kl_coef(batch, metrics)
@@ -347,7 +331,7 @@ class Actor(Learner):
         return (
             accepts_head_function(self.model)
             and micro_batch.shard is None
-            and micro_batch.kept is None
+            and "kept" not in micro_batch.parts
             and not (batch.old_log_probs is None and by_response)
             and not (options.bypass_mode and corrects)
         )

@@ -18,11 +18,10 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from hybridengine.model import check_lora, check_sequence_parallel, is_sequence_classifier
 from hybridengine.model.checkpoint import checkpoint_layout_from_config
 from hybridengine.model.compile import check_compiler
+from hybridengine.model.extensions import model_extensions
 from hybridengine.model.packing_check import check_packing
 from hybridengine.model.rotary import check_rotary
-from hybridengine.model.validation import auto_class, check_model, check_weights
-from hybridengine.moe.batch_routes import config_route_shape
-from hybridengine.moe.router_balance import balance_routers, prepare_routers
+from hybridengine.model.validation import check_model, check_weights
 from hybridengine.run.config import ConfigError, JobConfig, RLConfig, SFTConfig
 from hybridengine.run.errors import Faults, print_note
 from hybridengine.run.plugins import load_plugin
@@ -58,7 +57,6 @@ from hybridengine.train.preflight_engine import (
 from hybridengine.train.rewards.build import build_reward_manager
 from hybridengine.train.rewards.check import check_reward, check_reward_files
 from hybridengine.vision.checks import check_images
-from hybridengine.vision.packed import check_vision_tower
 
 __all__ = ["check_grpo", "check_launch", "check_sft"]
 
@@ -98,7 +96,6 @@ def check_grpo(config: RLConfig, faults: Faults | None = None) -> Checked[Prompt
     if model is not None:
         for fits in (check_heads, check_sequence_length):
             faults.attempt(fits, config, model)
-        faults.attempt(config_route_shape, config)
     if model is not None and engine is not None:
         choices = faults.attempt(decide, config, model)
         shares = choices is not None and choices.shares
@@ -229,12 +226,11 @@ def _check_run(config: RLConfig | SFTConfig, faults: Faults) -> PretrainedConfig
     if model is not None:
         faults.attempt(check_weights, path, model, trust)
         faults.attempt(check_packing, path, model, trust)
-        if config.policy.freeze_vision_tower:
-            faults.attempt(check_vision_tower, model)
+        for extension in model_extensions():
+            faults.attempt(extension.check, config, model)
         faults.attempt(check_sequence_parallel, model, config.sequence_parallel_size)
         faults.attempt(check_rotary, model, config.max_model_len, trust)
-        for check in (_check_adapters, _check_routers):
-            faults.attempt(check, config, model)
+        faults.attempt(_check_adapters, config, model)
         with faults:
             shapes = checkpoint_layout_from_config(model, trust).tensors.values()
             # Not resolve_dtypes, a collective, for a type that the caller left auto.
@@ -270,22 +266,6 @@ def _load_data(
     for name in files or ():
         faults.attempt(check, [name])
     return None
-
-
-def _check_routers(config: JobConfig, model: PretrainedConfig) -> None:
-    """Check that the model's routers are ones that the settings of routers are for."""
-    policy = config.policy
-    losses = policy.router_aux_loss_coef, policy.router_z_loss_coef
-    rate, freezes = policy.router_bias_update_rate, policy.freeze_moe_router
-    if not (any(losses) or rate or freezes):
-        return
-    with torch.device("meta"):
-        built = auto_class(model).from_config(
-            model, trust_remote_code=config.model.trust_remote_code
-        )
-    balance_routers(built, *losses, rate)
-    if freezes:
-        prepare_routers(built, freeze=True)
 
 
 def _check_adapters(config: RLConfig | SFTConfig, model: PretrainedConfig) -> None:

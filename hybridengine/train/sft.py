@@ -24,7 +24,7 @@ from hybridengine.model import (
     pack_batch,
     packed_cross_entropy,
 )
-from hybridengine.moe.router_balance import RouterBalance
+from hybridengine.model.extensions import hooks_of
 from hybridengine.run.config import SFTConfig
 from hybridengine.run.session import Session
 from hybridengine.train.base import BaseTrainer
@@ -33,7 +33,7 @@ from hybridengine.train.build_models import build_data_parallel, build_optimizer
 from hybridengine.train.choices import agree
 from hybridengine.train.data import PromptLoader, SFTDataset, SFTSample
 from hybridengine.train.plan import sft_plan
-from hybridengine.vision import image_arguments
+from hybridengine.vision import image_parts
 
 
 def load_sft_data(config: SFTConfig) -> tuple[Any, SFTDataset, SFTDataset | None]:
@@ -84,13 +84,13 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
         """Run one optimizer step; return its metrics and the length of every conversation."""
         num_tokens = sum(sample.num_loss_tokens for sample in data)
         loss, saved = torch.zeros((), device=self.session.device), list[SavedWork]()
-        grad_scale, balance = self.dp.grad_scale(self.optimizer), RouterBalance.of(self.model)
+        grad_scale, hooks = self.dp.grad_scale(self.optimizer), hooks_of(self.model)
         load = dict[str, Tensor]()
         with self.session.phase("update_actor"):
             self.model.train()
             micro_batches = list(self._micro_batches(data))
-            if balance is not None:
-                balance.begin_step(micro_batches, grad_scale)
+            for hook in hooks:
+                hook.begin_step(micro_batches, grad_scale)
             for batch in micro_batches:
                 saved.append(batch.saved)
                 part = packed_cross_entropy(self.model, batch, num_tokens, grad_scale)
@@ -98,8 +98,8 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
                 self.dp.backward(part, self.optimizer)
                 loss += part.detach()
             norm = self.optimizer.step(self.config.optim.clip_grad)
-            if balance is not None:
-                load = balance.end_step(updated=not self.optimizer.skipped_in_a_row)
+            for hook in hooks:
+                load |= hook.end_step(updated=not self.optimizer.skipped_in_a_row)
             total = self._sum_over_ranks(loss)
         self.saved = self.dp.sum_saved(saved)
         return {
@@ -155,7 +155,7 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
                 self.session.device,
                 dp.sp_group,
                 shared_prefix=dp.shared_prefix,
-                **image_arguments(dp.preparer, [s.images for s in chosen]),
+                parts=image_parts(dp.preparer, [s.images for s in chosen]),
             )
             yield packed if rows else packed.as_dummy()
 

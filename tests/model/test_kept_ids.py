@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,10 +65,11 @@ def body(rank: int, world_size: int, path: str, sp_size: int) -> None:
     entropy = -(log_softmax.exp() * log_softmax.nan_to_num(neginf=0.0)).sum(-1)
     cases.weighted(log_probs, entropy).backward()
     wanted = {n: p.grad for n, p in single.named_parameters()}
-    batch = pack_rollouts(pairs, sequence_parallel=dist.group.WORLD if sp_size > 1 else None)
+    group = dist.group.WORLD if sp_size > 1 else None
+    batch = pack_rollouts(pairs, sequence_parallel=group, parts={"kept": kept})
     for fused in (True, False):
         model = cases.load(path, world_size, use_fused_kernels=fused)
-        results = packed_log_probs(model, replace(batch, kept=kept))
+        results = packed_log_probs(model, batch)
         torch.testing.assert_close(results, (log_probs.detach(), entropy.detach()), **cases.LOGITS)
         (cases.weighted(*results) * sp_size).backward()  # FSDP2 averages
         cases.assert_close_by_scale(cases.full_tensors(model, lambda p: p.grad), wanted)

@@ -49,7 +49,7 @@ def balanced_step(model: Any, balance: RouterBalance, parts: list[torch.Tensor])
     batches = [batch_of(ids) for ids in parts]
     balance.begin_step(batches)
     for ids, batch in zip(parts, batches, strict=True):
-        with balance.micro_batch(batch):
+        with balance.forward(batch):
             loss = task_loss(model, ids)
         loss.backward()
     return gradients(model), {n: float(x) for n, x in balance.end_step().items()}
@@ -153,7 +153,7 @@ def test_a_dummy_and_passes_outside_of_a_step_count_for_nothing() -> None:
     assert all(torch.equal(grad, plain[name]) for name, grad in gradients(model).items())
     model.zero_grad()
     balance.begin_step([batch_of(ids).as_dummy()])
-    with balance.micro_batch(batch_of(ids).as_dummy()):
+    with balance.forward(batch_of(ids).as_dummy()):
         loss = task_loss(model, ids)
     loss.backward()
     assert balance.end_step()["moe/dead_experts"] == 1
@@ -207,7 +207,7 @@ def test_the_bias_moves_against_the_load(kind: str) -> None:
         torch.testing.assert_close((after[name] - old).flatten().double(), expected)
         assert expected.any()
     balance.begin_step([batch_of(ids)])
-    with balance.micro_batch(batch_of(ids)):
+    with balance.forward(batch_of(ids)):
         task_loss(model, ids).backward()
     kept = {name: after[name].clone() for name in before}
     balance.end_step(updated=False)
@@ -229,7 +229,7 @@ def violations_of_training(kind: str, steps: int, **options: float) -> list[floa
         ids = torch.randint(3, 100, (1, 64), generator=generator)
         batch = batch_of(ids)
         balance.begin_step([batch])
-        with balance.micro_batch(batch):
+        with balance.forward(batch):
             logits = model(input_ids=ids, use_cache=False).logits
         nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
         optimizer.step()

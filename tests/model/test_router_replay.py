@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hybridengine.moe.router_replay import RouterReplay, merge_routes, route_shape
+from hybridengine.moe.router_replay import RouterReplay, Routes, SequenceRoutes, route_shape
 from hybridengine.moe.routers import find_routers
 from hybridengine.run.errors import ModelError
 from tests.model.moe_models import ARCHITECTURES, NUM_EXPERTS, TOP_K, tiny_moe
@@ -177,8 +177,8 @@ def test_wrong_routes_are_refused() -> None:
 
 def test_a_shared_token_takes_the_first_record() -> None:
     routes = torch.tensor([[-1], [4], [5], [1], [9], [-1]], dtype=torch.int16)[..., None]
-    merged = merge_routes(routes, torch.tensor([0, 1, 2, 0, 1, 3]))
-    assert merged.flatten().tolist() == [1, 4, 5, -1]
+    merged = Routes(routes).share(torch.tensor([0, 1, 2, 0, 1, 3]), 4)
+    assert merged.experts.flatten().tolist() == [1, 4, 5, -1]
 
 
 def ranks_body(rank: int, world_size: int, path: str, sp_size: int) -> dict[str, Any]:
@@ -196,10 +196,10 @@ def ranks_body(rank: int, world_size: int, path: str, sp_size: int) -> dict[str,
     )
     replay = RouterReplay(model)
     pairs, routes = cases()
-    result = {}
+    parts, result = {"routes": SequenceRoutes(routes)}, {}
     for shared in (False, True):
         group = dist.group.WORLD if sp_size > 1 else None
-        batch = pack_rollouts(pairs, "cpu", group, shared_prefix=shared, routes=routes)
+        batch = pack_rollouts(pairs, "cpu", group, shared_prefix=shared, parts=parts)
         model.zero_grad()
         log_probs, _ = packed_log_probs(model, batch)
         (log_probs.sum() * sp_size).backward()  # FSDP2 averages over ranks, of part of the rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +23,9 @@ from hybridengine.model import (
     parameter_shards,
 )
 from hybridengine.model.compile import compile_layers
-from hybridengine.moe.router_replay import RouterReplay
+from hybridengine.moe.router_replay import RouterReplay, SequenceRoutes
 from hybridengine.run.errors import ModelError
-from hybridengine.vision.packed import ImageFormat, freeze_vision_tower
+from hybridengine.vision.packed import ImageFormat, SequenceImages, freeze_vision_tower
 from tests.model.cases import LOGITS, load, loss_of
 from tests.model.vision_models import VISION, alone, build, cases, save_vision, vision_models
 from tests.ranks import run_ranks
@@ -34,10 +35,11 @@ pytestmark = pytest.mark.multirank
 
 def batch_of(model: Any, kind: str, share: bool = True, **options: Any) -> Any:
     pairs, images = cases(kind)
-    image_format = ImageFormat(model.config)
-    return pack_rollouts(
-        pairs, images=images, image_format=image_format, shared_prefix=share, **options
-    )
+    parts = {
+        "images": SequenceImages(images, ImageFormat(model.config)),
+        **options.pop("parts", {}),
+    }
+    return pack_rollouts(pairs, parts=parts, shared_prefix=share, **options)
 
 
 def frozen_body(rank: int, world_size: int, path: str, kind: str) -> set[str]:
@@ -153,7 +155,7 @@ def test_routers_of_a_mixture_are_replayed() -> None:
     with torch.no_grad(), replay.record(plain.input_ids.shape[0]) as call:
         expected = packed_logits(packed, plain)
     routes = call.routes.split(plain.cu_seqlens.diff().tolist())
-    batch = batch_of(packed, "qwen3_vl_moe", routes=routes)
+    batch = batch_of(packed, "qwen3_vl_moe", parts={"routes": SequenceRoutes(routes)})
     torch.testing.assert_close(packed_logits(packed, batch), expected, **LOGITS)
     counts = replay.pop_counts()
     assert counts.tokens == batch.input_ids.shape[0] and counts.differing_tokens == 0
@@ -162,4 +164,6 @@ def test_routers_of_a_mixture_are_replayed() -> None:
 def test_sequence_parallelism_is_refused() -> None:
     packed, _ = vision_models("qwen2_vl")
     with pytest.raises(ModelError, match="set ulysses_sequence_parallel_size to 1"):
-        batch_of(packed, "qwen2_vl", sequence_parallel=object())
+        batch_of(
+            packed, "qwen2_vl", sequence_parallel=SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+        )

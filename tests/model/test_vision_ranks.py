@@ -38,7 +38,7 @@ def step_body(rank: int, world_size: int, path: str, kind: str, options: dict) -
         packed_log_probs,
         packed_logits,
     )
-    from hybridengine.vision.packed import ImageFormat
+    from hybridengine.vision.packed import ImageFormat, SequenceImages
 
     model = load(path, world_size, **options)
     assert accepts_head_function(model)
@@ -47,8 +47,7 @@ def step_body(rank: int, world_size: int, path: str, kind: str, options: dict) -
     of_rank = [[i for i, own in enumerate(images) if own], [1]][rank]  # rank 1: text alone
     batch = pack_rollouts(
         [pairs[i] for i in of_rank],
-        images=[images[i] for i in of_rank],
-        image_format=ImageFormat(model.config),
+        parts={"images": SequenceImages([images[i] for i in of_rank], ImageFormat(model.config))},
         shared_prefix=True,
     )
     with torch.no_grad():

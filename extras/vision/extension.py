@@ -1,0 +1,34 @@
+"""What models with a vision tower add to the core: `images` in `hybridengine.models`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from hybridengine.model.extensions import ModelExtension
+from hybridengine.run.config import JobConfig
+from hybridengine.vision.packed import (
+    IMAGE_MODEL_TYPES,
+    check_vision_tower,
+    freeze_vision_tower,
+)
+
+__all__ = ["VisionTowers", "extension"]
+
+
+class VisionTowers(ModelExtension):
+    """Types of models with a vision tower, which may be frozen."""
+
+    image_model_types = IMAGE_MODEL_TYPES
+
+    def check(self, config: JobConfig, model: PretrainedConfig) -> None:
+        if config.policy.freeze_vision_tower:
+            check_vision_tower(model)
+
+    def changes(self, config: JobConfig) -> Iterable[Callable[[Any], object]]:
+        return (freeze_vision_tower,) if config.policy.freeze_vision_tower else ()
+
+
+extension = VisionTowers()

@@ -1,0 +1,150 @@
+"""What optional packages add to models: a mixture's experts and routers, a vision tower.
+
+The core names none of them. A package registers a `ModelExtension` in the entry-point group
+`hybridengine.models`; what stays with a loaded model is a `ModelHook`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor, nn
+
+from hybridengine.run.plugins import load_plugin, plugins
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PretrainedConfig
+
+    from hybridengine.model.packed import PackedBatch
+    from hybridengine.model.parts import Part, PartSource
+    from hybridengine.run.config import JobConfig
+
+SharedFactors = Literal["none", "outer", "all"]  # of adapters of experts, see `apply_lora`
+PartReader = Callable[..., "PartSource | None"]
+
+
+class ModelHook:
+    """Something that takes part in the passes of one model, see `add_hook`.
+
+    name: of the part of a batch that it records, where it records one.
+    """
+
+    name = ""
+
+    def forward(self, batch: PackedBatch) -> AbstractContextManager[object]:
+        """Return what is open while the model computes `batch`."""
+        return nullcontext()
+
+    def begin_step(self, batches: Sequence[PackedBatch], grad_scale: float = 1.0) -> None:
+        """Begin an optimizer step over the micro-batches of this rank. Collective.
+
+        grad_scale: factor of the gradients of any loss.
+        """
+
+    def end_step(self, *, updated: bool = True) -> dict[str, Tensor]:
+        """End the step; return metrics. updated: the update was not skipped. Collective."""
+        return {}
+
+    def recording(self) -> AbstractContextManager[list[Part]] | None:
+        """Return a context that collects a part per forward, for later ones; None: it has none."""
+        return None
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Return metrics of the forward passes since the last call. Collective."""
+        return {}
+
+
+def add_hook(model: nn.Module, hook: ModelHook) -> None:
+    """Let `hook` take part in the passes of `model`."""
+    model._hybridengine_hooks = (*hooks_of(model), hook)  # type: ignore[assignment]
+
+
+def hooks_of(model: nn.Module) -> tuple[ModelHook, ...]:
+    """Return the hooks of `model` in the order in which they were added."""
+    return getattr(model, "_hybridengine_hooks", ())
+
+
+@contextmanager
+def recorded_parts(model: nn.Module) -> Iterator[dict[str, list[Part]]]:
+    """While open, hooks of `model` record parts of batches: by name, one for each forward pass."""
+    with ExitStack() as stack:
+        contexts = {hook.name: hook.recording() for hook in hooks_of(model)}
+        yield {n: stack.enter_context(x) for n, x in contexts.items() if x is not None}
+
+
+def pop_metrics(model: nn.Module) -> dict[str, float]:
+    """Return what the hooks of `model` measured since the last call. Collective."""
+    return {name: x for hook in hooks_of(model) for name, x in hook.pop_metrics().items()}
+
+
+class ModelExtension:
+    """What a package adds to the models of a job; by default nothing.
+
+    image_model_types: transformers' types of the models with a vision tower that can run packed.
+    """
+
+    image_model_types: tuple[str, ...] = ()
+
+    def check(self, config: JobConfig, model: PretrainedConfig) -> None:
+        """Raise an error of the user for settings that the trained model does not support."""
+
+    def changes(self, config: JobConfig) -> Iterable[Callable[[Any], object]]:
+        """Return changes of the trained model before it is sharded, the same on every rank."""
+        return ()
+
+    def attach(self, model: Any, config: JobConfig, *, is_trained: bool) -> None:
+        """Add hooks to the policy that is loaded and sharded, or to its frozen reference."""
+
+    def part_readers(self, config: JobConfig) -> Mapping[str, PartReader]:
+        """Return what makes parts of batches of the job, by the name of the part.
+
+        A reader takes the columns of responses end to end and their lengths, and returns None
+        where they have no such part.
+        """
+        return {}
+
+
+class MixtureExtension(ModelExtension):
+    """The experts of mixtures, registered as `experts`.
+
+    implementation: their name in transformers' experts interface. A token's result does not depend
+      on the other tokens.
+    mesh_dims: names of the dimensions of the mesh over which experts are divided: the ranks that
+      hold the same experts, and those that hold different ones.
+    distribute: divides the experts of a model on the meta device over that mesh; returns them.
+    check_targets: raises ModelError for target_parameters that are no weights of experts.
+    use_grouped_adapters: makes PEFT's adapters of experts grouped products, in place.
+    """
+
+    implementation: str
+    mesh_dims: tuple[str, str]
+    distribute: Callable[[nn.Module, DeviceMesh], list[nn.Module]]
+    check_targets: Callable[[nn.Module, Sequence[str]], None]
+    use_grouped_adapters: Callable[[Any, SharedFactors], None]
+
+
+@cache
+def model_extensions() -> tuple[ModelExtension, ...]:
+    """Return the registered extensions."""
+    return tuple(entry.load() for entry in plugins("models").values())
+
+
+def image_model_types() -> tuple[str, ...]:
+    """Return the types of all models with a vision tower that can run packed."""
+    return tuple(kind for x in model_extensions() for kind in x.image_model_types)
+
+
+def mixture_extension(key: str) -> MixtureExtension:
+    """Return the extension `experts`; key: the configuration key that needs it, for the error."""
+    extension: MixtureExtension = load_plugin("models", "experts", key)
+    return extension
+
+
+def experts_implementation() -> str | None:
+    """Return transformers' name of the registered experts; None where there are none."""
+    found = [x for x in model_extensions() if isinstance(x, MixtureExtension)]
+    return found[0].implementation if found else None
