@@ -19,8 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hybridengine.agents.calls import call
 from hybridengine.agents.parsers import ToolParser
+from hybridengine.agents.toolbox import call
 from hybridengine.agents.tools import import_object
 from hybridengine.agents.trajectory import AgentError, Trajectory
 from hybridengine.run.config.rollout import MultiTurnConfig
