@@ -18,14 +18,14 @@ SHORT_TIMEOUT = """
 from datetime import timedelta
 import torch
 from torch.distributed import distributed_c10d
-from hybridengine.train import generation
-gather = generation.gather_rollouts
+from hybridengine.train import rollout_source
+gather = rollout_source.gather_rollouts
 def gather_within_4_s(*args):
     group = distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     assert group.options._timeout == timedelta(seconds=555), group.options._timeout
     distributed_c10d._set_pg_timeout(timedelta(seconds=4))
     return gather(*args)
-generation.gather_rollouts = gather_within_4_s
+rollout_source.gather_rollouts = gather_within_4_s
 """
 STALLING_REWARD = """
 import os, time
