@@ -141,7 +141,7 @@ def build(path: str, world_size: int, tp_size: int) -> tuple[Any, dict[str, Any]
 def make_resharder(engine: Any, parameters: dict[str, Any], *, shares_memory: bool = True) -> Any:
     """Return a dense Resharder, by default with the transport that the ranks choose."""
     from hybridengine.reshard import Resharder
-    from hybridengine.reshard import resharder as module
+    from hybridengine.sync import resharder as module
 
     share = module.share_memory if shares_memory else lambda *args: None
     with mock.patch.object(module, "share_memory", share):

@@ -109,7 +109,7 @@ def _rank(
     from torch.distributed.tensor import DTensor, Shard
 
     from hybridengine.reshard import Resharder
-    from hybridengine.reshard import resharder as module
+    from hybridengine.sync import resharder as module
 
     shapes, layouts = llama(*sizes, tp=tp_size)
     tp_rank = rank * tp_size // world_size

@@ -52,7 +52,7 @@ def train_by_the_clock(rank: int, world_size: int, folder: Path) -> tuple[Any, A
 
     from hybridengine.run import session
     from hybridengine.run.tracking import metrics
-    from hybridengine.train import base, final
+    from hybridengine.train import base, report
 
     now = 0.0
     time = SimpleNamespace(perf_counter=lambda: now)
@@ -86,7 +86,7 @@ def train_by_the_clock(rank: int, world_size: int, folder: Path) -> tuple[Any, A
     takes(run, "loss_of", 1e3)
     takes(run.checkpoints, "save", 1e4)
     takes(run.checkpoints, "wait", 1e5)
-    takes(final, "save_pretrained", 1e6)
+    takes(report, "save_pretrained", 1e6)
 
     def validate(step: int) -> tuple[float, dict[str, float]]:
         with run.session.phase("gen"):  # inside the validation, as of an RL run
