@@ -89,15 +89,17 @@ def worker(name: str, rank: int, world_size: int, folder: Path) -> list[float]:
 
 def _generate(rank: int, world_size: int) -> tuple[list[Any], list[Any]]:
     """Return all prompts, and the responses of every world_size-th of them."""
-    from hybridengine.engine.response import Response
     from hybridengine.train.data import PromptSample
+    from hybridengine.train.rollouts import ScoredResponse
 
     draw = torch.Generator().manual_seed(0)
     lengths = torch.randint(64, MAX_TOKENS + 1, (PROMPTS, RESPONSES), generator=draw).tolist()
     ids = torch.randint(50_000, (PROMPTS, PROMPT_TOKENS), generator=draw).tolist()
     prompts = [PromptSample(i, own, "x" * 4 * len(own), "", "", {}) for i, own in enumerate(ids)]
     rollouts = [
-        Response(array("i", [7] * n), array("f", [-0.5] * n), "stop", group=i, text="x" * 4 * n)
+        ScoredResponse(
+            array("i", [7] * n), array("f", [-0.5] * n), "stop", group=i, text="x" * 4 * n
+        )
         for i in range(rank, PROMPTS, world_size)
         for n in lengths[i]
     ]

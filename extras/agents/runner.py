@@ -39,6 +39,7 @@ from hybridengine.train.build import find_stop_token_ids, load_preparer
 from hybridengine.train.data import PromptSample
 from hybridengine.train.data.chats import ChatTemplate
 from hybridengine.train.rollout_source import RolloutGenerator
+from hybridengine.train.rollouts import ScoredResponse
 from hybridengine.vision import EncodedImage
 
 __all__ = ["AgentRunner", "build_agents", "tool_schemas"]
@@ -89,7 +90,7 @@ class AgentRunner:
         samples: Mapping[int, PromptSample],
         spec: SamplingSpec,
         seed: int,
-    ) -> list[Response]:
+    ) -> list[ScoredResponse]:
         """Run the trajectories on the generator's engine and score them, see `run`."""
         with generator.session.phase("gen"):
             trajectories = self.run(generator.engine, samples, spec, seed)

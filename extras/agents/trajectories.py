@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from hybridengine.agents.trajectory import TokenSequence, Trajectory, Turn
-from hybridengine.engine.response import Response
 from hybridengine.train.data import PromptSample
 from hybridengine.train.rewards.manager import ResponseTokens, RewardManager, score_checked
+from hybridengine.train.rollouts import ScoredResponse
 
 __all__ = ["TURN_REWARDS", "score_trajectories", "with_turns"]
 
@@ -19,7 +19,7 @@ TURN_REWARDS = "turn_rewards"  # the column, and the result that is its sum over
 
 def score_trajectories(
     trajectories: Mapping[int, Sequence[Trajectory]], tokenizer: Any, reward: RewardManager
-) -> list[Response]:
+) -> list[ScoredResponse]:
     """Return the responses of trajectories, given by the position of their prompt.
 
     The score is the reward functions' plus the rewards of the turns. The functions get the text of
@@ -33,7 +33,7 @@ def score_trajectories(
     tokens = [_tokens(t) for _, t in rows]
     samples = [with_turns(t.sample, t.turns, t.turn_rewards, t.tool_rewards) for _, t in rows]
     result = score_checked(reward, samples, texts, tokens)
-    rollouts: list[Response] = []
+    rollouts: list[ScoredResponse] = []
     for k, (position, trajectory) in enumerate(rows):
         earned = sum(trajectory.turn_rewards)
         scored = result.fields_of(k)
@@ -53,11 +53,11 @@ def score_trajectories(
     return rollouts
 
 
-def _with_rewards(sequence: TokenSequence, fields: dict[str, Any], is_last: bool) -> Response:
+def _with_rewards(sequence: TokenSequence, fields: dict[str, Any], is_last: bool) -> ScoredResponse:
     rewards = array("f", bytes(4 * len(sequence.ids)))
     for end, turn in sequence.turn_ends:
         rewards[end] += turn.reward
-    return replace(
+    return ScoredResponse.of(
         sequence.response,
         columns={**sequence.response.columns, TURN_REWARDS: rewards},
         context_ids=array("i", sequence.context_ids or ()),

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from hybridengine.engine.response import Response
 from hybridengine.model import (
     free_gathered,
     is_sequence_classifier,
@@ -28,7 +27,7 @@ from hybridengine.train.build_models import load_value_model
 from hybridengine.train.data import PromptSample
 from hybridengine.train.data.chats import ChatTemplate
 from hybridengine.train.exchange import RowExchange
-from hybridengine.train.rollouts import Rollouts
+from hybridengine.train.rollouts import Rollouts, ScoredResponse
 from hybridengine.train.split import split_micro_batches
 from hybridengine.vision import EncodedImage, ImagePreparer, image_parts
 from hybridengine.vision.checks import find_conflicts
@@ -116,7 +115,7 @@ class RewardModel:
         dist.all_reduce(scores)  # exact: one rank's value plus zeros
         return scores.cpu()
 
-    def _ids(self, sample: PromptSample, response: Response) -> list[int]:
+    def _ids(self, sample: PromptSample, response: ScoredResponse) -> list[int]:
         if self.tokenizer is None:
             return [*(response.context_ids or sample.prompt_ids), *response.token_ids]
         answer = {"role": "assistant", "content": response.text}

@@ -15,12 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
-
-from hybridengine.vision import EncodedImage
 
 ColumnValues = Mapping[str, Sequence[int | float]]  # by name, entries of all tokens end to end
 ARRAY_CODES = {torch.int8: "b", torch.int16: "h", torch.int32: "i", torch.float32: "f"}
@@ -139,28 +137,13 @@ def token_columns() -> dict[str, torch.dtype]:
 class Response:
     """One response, without its prompt.
 
-    An engine fills in the first fields:
-
     log_probs: of the sampling distribution (after temperature, top-k, top-p), one per token.
     finish_reason: "stop" (end-of-sequence token or a text of SamplingSpec.stop; token_ids includes
       it) or "length".
     versions: of the weights that sampled the tokens, those of tools and users left out; one run,
       unless they were updated in between.
-    columns: further numbers of each token, by the names of `rollout.columns.COLUMNS`.
-
-    The trainer fills in the others once it is scored:
-
-    group: position of its prompt in the batch; responses of one prompt share it.
-    extras, texts: further numbers and texts of the reward, by name; counts: metrics alone.
-    parts: by name, (weight, score) of each reward; the score is their weighted sum.
-    advantage: mean over its tokens, where it is known.
-    trained: what training computed per token, by name, for rollout files; None: not computed.
-    weights_checksums: of the engine's weights, one for each run of `versions`; (): not known.
-
-    Of trajectories of several turns: context_ids: the prompt; empty: the sample's. images: those in
-    context_ids and token_ids; without context_ids they follow the sample's. is_last: see
-    `Outcomes`. turns: all turns, as rollout files have them. turn_numbers: numbers of the
-    trajectory, by name.
+    columns: further numbers of each token, by the names of `COLUMNS`.
+    context_ids: the prompt, where it is not that of the data; else empty.
     """
 
     token_ids: Sequence[int]
@@ -168,21 +151,7 @@ class Response:
     finish_reason: str
     versions: VersionRuns = ()
     columns: ColumnValues = field(default_factory=dict)
-    group: int = 0
-    text: str = ""
-    score: float = 0.0
-    extras: Mapping[str, float] = field(default_factory=dict)
-    parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    texts: Mapping[str, str] = field(default_factory=dict)
-    counts: Mapping[str, float] = field(default_factory=dict)
-    advantage: float | None = None
-    trained: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     context_ids: Sequence[int] = ()
-    images: Sequence[EncodedImage] = ()
-    is_last: bool = True
-    turns: Sequence[Mapping[str, Any]] = ()
-    turn_numbers: Mapping[str, float] = field(default_factory=dict)
-    weights_checksums: Sequence[str] = ()
 
     def join(self, more: Response) -> Response:
         """Return `more` with the tokens of this response before its own."""
@@ -198,7 +167,7 @@ class Response:
             columns=columns,
         )
 
-    def first(self, count: int) -> Response:
+    def first(self, count: int) -> Self:
         """Return it cut to at most `count` tokens."""
         if len(self.token_ids) <= count:
             return self
@@ -216,7 +185,7 @@ class Response:
             columns=first_columns(self.columns, count),
         )
 
-    def compact(self) -> Response:
+    def compact(self) -> Self:
         """Return it with arrays in place of lists of numbers, which take 8 times the memory."""
         fields: dict[str, Any] = {
             name: array(ARRAY_CODES[dtype], values)
@@ -254,11 +223,6 @@ class Response:
     def version(self) -> int:
         """The version of the weights that sampled the oldest token."""
         return min((version for version, _ in self.versions), default=0)
-
-    @property
-    def pred(self) -> str | None:
-        """The answer that majority votes count, where the reward returns one."""
-        return self.texts.get("pred")
 
 
 def _encode(values: Sequence[int | float], dtype: torch.dtype) -> str:

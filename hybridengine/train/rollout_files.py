@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.engine.response import Response
 from hybridengine.kernels import token_policy_loss
 from hybridengine.model import PackedBatch
 from hybridengine.run.storage import atomic_file
 from hybridengine.train.batch import RolloutBatch
 from hybridengine.train.data import PromptSample
 from hybridengine.train.exchange import RowExchange
-from hybridengine.train.rollouts import Rollouts
+from hybridengine.train.rollouts import Rollouts, ScoredResponse
 
 
 @contextmanager
@@ -87,7 +86,7 @@ def with_trained_columns(
 
 def texts_on_rank0(
     rollouts: Rollouts,
-    text_of: Callable[[PromptSample, Response], str],
+    text_of: Callable[[PromptSample, ScoredResponse], str],
     rows: Sequence[int] | None = None,
 ) -> Iterator[bytes]:
     """Yield `text_of` the responses `rows` (None: all) in order, end to end, on rank 0.
@@ -110,7 +109,7 @@ def texts_on_rank0(
         yield piece.numpy().tobytes()
 
 
-def rollout_line(sample: PromptSample, r: Response) -> str:
+def rollout_line(sample: PromptSample, r: ScoredResponse) -> str:
     """Format a prompt and a scored response to it as one line of JSON.
 
     Results of the reward are the columns between `reward` and `advantage` or `finish_reason`, where
@@ -148,13 +147,13 @@ def rollout_line(sample: PromptSample, r: Response) -> str:
     return json.dumps({**prompt, **results, **response}, ensure_ascii=False) + "\n"
 
 
-def _engine_log_probs(r: Response) -> list[float | None]:
+def _engine_log_probs(r: ScoredResponse) -> list[float | None]:
     """Return the log-probs of the engine, None for tokens that it has not sampled."""
     sampled = r.columns.get("sampled") or [1] * len(r.token_ids)
     return [float(x) if s else None for x, s in zip(r.log_probs, sampled, strict=True)]
 
 
-def _image_names(sample: PromptSample, r: Response) -> list[str]:
+def _image_names(sample: PromptSample, r: ScoredResponse) -> list[str]:
     """Return the images in the tokens of prompt and response, in their order."""
     return [image.name for image in (*(() if r.context_ids else sample.images), *r.images)]
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from hybridengine.engine.interface import RolloutEngine, SamplingSpec, derive_seed
-from hybridengine.engine.response import Response
 from hybridengine.model import SharedParameters
 from hybridengine.model.shared.dequantized import DequantizedWeights
 from hybridengine.model.shared.slices import SlicedWeights
@@ -31,7 +30,7 @@ from hybridengine.train.choices import Choices, refuse_shared
 from hybridengine.train.data import PromptLoader, PromptSample, Subset
 from hybridengine.train.models import Actor
 from hybridengine.train.rewards.manager import ResponseTokens, RewardManager, score_checked
-from hybridengine.train.rollouts import Rollouts
+from hybridengine.train.rollouts import Rollouts, ScoredResponse
 from hybridengine.train.weights_checksum import WeightsChecksum
 
 
@@ -58,7 +57,7 @@ class Agents(Protocol):
         samples: Mapping[int, PromptSample],
         spec: SamplingSpec,
         seed: int,
-    ) -> list[Response]:
+    ) -> list[ScoredResponse]:
         """Return scored responses, see `RolloutGenerator.respond`."""
         ...
 
@@ -260,7 +259,7 @@ def val_sampling_of(config: RLConfig) -> SamplingSpec:
 
 def gather_rollouts(
     prompts: Subset[PromptSample],
-    own: Sequence[Response],
+    own: Sequence[ScoredResponse],
     session: Session,
     reward_model: RewardModel | None,
 ) -> Rollouts:
@@ -303,7 +302,7 @@ class RolloutGenerator:
 
     def respond(
         self, samples: Mapping[int, PromptSample], spec: SamplingSpec, seed: int
-    ) -> list[Response]:
+    ) -> list[ScoredResponse]:
         """Return the scored responses of this engine's `samples`, given by their position in the
         batch; [] on all but the first rank of an engine."""
         if self.agents is None:
@@ -319,7 +318,7 @@ class RolloutGenerator:
 
     def _complete(
         self, samples: Mapping[int, PromptSample], spec: SamplingSpec, seed: int
-    ) -> list[Response]:
+    ) -> list[ScoredResponse]:
         """Return the completions of the prompts, scored."""
         with self.session.phase("gen"):
             groups = self.engine.generate(
@@ -337,6 +336,6 @@ class RolloutGenerator:
             tokens = list(map(ResponseTokens, ids))
             result = score_checked(self.reward, [samples[i] for i, _ in own], texts, tokens)
             return [
-                replace(c.compact(), group=i, text=texts[k], **result.fields_of(k))
+                ScoredResponse.of(c.compact(), group=i, text=texts[k], **result.fields_of(k))
                 for k, (i, c) in enumerate(own)
             ]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,51 @@ class ReceivedRows(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ScoredResponse(Response):
+    """A response with its text and what is known about it.
+
+    group: position of its prompt in the batch; responses of one prompt share it.
+    extras, texts: further numbers and texts of the reward, by name; counts: metrics alone.
+    parts: by name, (weight, score) of each reward; the score is their weighted sum.
+    advantage: mean over its tokens, where it is known.
+    trained: what training computed per token, by name, for rollout files; None: not computed.
+    weights_checksums: of the engine's weights, one for each run of `versions`; (): not known.
+
+    Of trajectories of several turns:
+
+    images: those in context_ids and token_ids; without context_ids they follow the sample's.
+    is_last: see `Outcomes`.
+    turns: all turns, as rollout files have them.
+    turn_numbers: numbers of the trajectory, by name.
+    """
+
+    group: int = 0
+    text: str = ""
+    score: float = 0.0
+    extras: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
+    advantage: float | None = None
+    trained: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    weights_checksums: Sequence[str] = ()
+    images: Sequence[EncodedImage] = ()
+    is_last: bool = True
+    turns: Sequence[Mapping[str, Any]] = ()
+    turn_numbers: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, response: Response, **fields: Any) -> ScoredResponse:
+        """Return a response of an engine with further fields, or others."""
+        return cls(**{**vars(response), **fields})
+
+    @property
+    def pred(self) -> str | None:
+        """The answer that majority votes count, where the reward returns one."""
+        return self.texts.get("pred")
+
+
+@dataclass(frozen=True)
 class Rollouts:
     """N scored responses of all ranks: the numbers of all, tokens and texts of this rank's own.
 
@@ -43,19 +88,19 @@ class Rollouts:
 
     prompts: Subset[PromptSample]
     outcomes: Outcomes
-    own: Sequence[Response]
+    own: Sequence[ScoredResponse]
     rank: int = 0
     step: int = 0
 
     @staticmethod
-    def gather(prompts: Subset[PromptSample], own: Sequence[Response], rank: int) -> Rollouts:
+    def gather(prompts: Subset[PromptSample], own: Sequence[ScoredResponse], rank: int) -> Rollouts:
         """Gather the outcomes of all ranks, each of which passes its own responses. Collective.
 
         own: sorted by group; the responses to one prompt are all on one rank.
         """
         return Rollouts(prompts, own_outcomes(prompts, own, rank).gather(), own, rank)
 
-    def with_prompts(self) -> Iterator[tuple[PromptSample, Response]]:
+    def with_prompts(self) -> Iterator[tuple[PromptSample, ScoredResponse]]:
         """Yield this rank's own responses, each with its prompt."""
         return _with_prompts(self.prompts, self.own)
 
@@ -185,14 +230,16 @@ class Rollouts:
 
 
 def _with_prompts(
-    prompts: Subset[PromptSample], own: Sequence[Response]
-) -> Iterator[tuple[PromptSample, Response]]:
+    prompts: Subset[PromptSample], own: Sequence[ScoredResponse]
+) -> Iterator[tuple[PromptSample, ScoredResponse]]:
     for group, responses in groupby(own, key=lambda r: r.group):
         sample = prompts[group]
         yield from ((sample, r) for r in responses)
 
 
-def own_outcomes(prompts: Subset[PromptSample], own: Sequence[Response], rank: int) -> Outcomes:
+def own_outcomes(
+    prompts: Subset[PromptSample], own: Sequence[ScoredResponse], rank: int
+) -> Outcomes:
     """Return the numbers of responses that `rank` generated."""
     has_preds = any(r.pred is not None for r in own)
     answers = dict[str | None, float]()  # numbered, for all responses of a group are here
@@ -222,7 +269,7 @@ def own_outcomes(prompts: Subset[PromptSample], own: Sequence[Response], rank: i
     return Outcomes(names, values, weights)
 
 
-def format_rollout(sample: PromptSample, r: Response) -> str:
+def format_rollout(sample: PromptSample, r: ScoredResponse) -> str:
     """Format prompt, response and results for the console."""
     numbers = [f"{name} {value:g}" for name, value in {"score": r.score, **r.extras}.items()]
     results = ", ".join(numbers + [f"{name} {text[:100]!r}" for name, text in r.texts.items()])

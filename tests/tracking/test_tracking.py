@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from hybridengine.engine.response import Response
 from hybridengine.run.config import load_sft_config
 from hybridengine.run.storage import atomic_file
 from hybridengine.run.tracking import console as console_lines
@@ -21,6 +20,7 @@ from hybridengine.train.data import PromptSample
 from hybridengine.train.metrics import accuracy_interval, gain_interval
 from hybridengine.train.report import Reporter
 from hybridengine.train.rollout_files import rollout_line
+from hybridengine.train.rollouts import ScoredResponse
 
 STEP = {"critic/score/mean": 0.25, "response_length/mean": 4.0, "timing_s/step": 9.5}
 
@@ -174,7 +174,7 @@ SAMPLE = PromptSample(7, [5, 6], "1 + 1 =", "sums", "2", {})
 
 
 def response(**extras):
-    return Response([9, 2], [-0.5, -0.25], "stop", text=" 2", score=1.0, extras=extras)
+    return ScoredResponse([9, 2], [-0.5, -0.25], "stop", text=" 2", score=1.0, extras=extras)
 
 
 def test_rollouts_keep_the_generated_ids():

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from hybridengine.engine.response import Response
 from hybridengine.train.data import PromptSample, Subset
-from hybridengine.train.rollouts import Rollouts
+from hybridengine.train.rollouts import Rollouts, ScoredResponse
 
 __all__ = ["make_rollouts", "share"]
 
 
 def make_rollouts(
     vocab: int, count: int = 11
-) -> tuple[list[PromptSample], list[Response], list[torch.Tensor]]:
+) -> tuple[list[PromptSample], list[ScoredResponse], list[torch.Tensor]]:
     """Return prompts, `count` random responses, two to a prompt, and an advantage per token."""
     generator = torch.Generator().manual_seed(3)
 
@@ -26,13 +25,15 @@ def make_rollouts(
             prompts.append(PromptSample(i // 2, ids(3 + i // 2 % 4), "", "test", "", {}))
         tokens = ids(1 + (5 * i) % 9)
         log_probs = (-3 - torch.rand(len(tokens), generator=generator)).tolist()
-        responses.append(Response(tokens, log_probs, "length", group=i // 2, score=float(i % 3)))
+        responses.append(
+            ScoredResponse(tokens, log_probs, "length", group=i // 2, score=float(i % 3))
+        )
         advantages.append(torch.full((len(tokens),), (i % 5 - 2) / 2))
     return prompts, responses, advantages
 
 
 def share(
-    prompts: list[PromptSample], responses: list[Response], rank: int, world_size: int
+    prompts: list[PromptSample], responses: list[ScoredResponse], rank: int, world_size: int
 ) -> Rollouts:
     """What rank `rank` has of them, its groups dealt out as a generator does. Collective."""
     own = [r for r in responses if r.group % world_size == rank]

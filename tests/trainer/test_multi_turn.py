@@ -214,20 +214,19 @@ def test_a_model_learns_to_use_a_tool(tmp_path: Path) -> None:
 
 def make_trajectories(rank: int, world_size: int) -> Any:
     """Advantages and tokens of two trajectories, one of which has two sequences."""
-    from hybridengine.engine.response import Response
     from hybridengine.run.config.rl import AlgorithmConfig
     from hybridengine.run.session import Session
     from hybridengine.run.status import PhaseStatus
     from hybridengine.train.advantages import compute_advantages, compute_rewards
     from hybridengine.train.batch import DataParallel
     from hybridengine.train.data import PromptSample, Subset
-    from hybridengine.train.rollouts import Rollouts
+    from hybridengine.train.rollouts import Rollouts, ScoredResponse
 
     sample = PromptSample(0, [5, 6, 7], "", "toy", None, {})
 
-    def rollout(ids: list[int], mask: list[int], score: float, **more: Any) -> Response:
+    def rollout(ids: list[int], mask: list[int], score: float, **more: Any) -> ScoredResponse:
         rewards = array("f", [0.25, *[0.0] * (len(ids) - 1)])
-        return Response(
+        return ScoredResponse(
             array("i", ids),
             array("f", [-1.0 * m for m in mask]),
             "stop",
@@ -260,7 +259,6 @@ def make_branched_groups(rank: int, world_size: int) -> Any:
     """Two groups of trajectories with tools and branches: (own rollouts, what is computed)."""
     from random import Random
 
-    from hybridengine.engine.response import Response
     from hybridengine.run.config.rl import AlgorithmConfig, KLControlConfig
     from hybridengine.run.session import Session
     from hybridengine.run.status import PhaseStatus
@@ -269,18 +267,18 @@ def make_branched_groups(rank: int, world_size: int) -> Any:
     from hybridengine.train.batch import DataParallel
     from hybridengine.train.data import PromptSample, Subset
     from hybridengine.train.metrics import batch_metrics
-    from hybridengine.train.rollouts import Rollouts
+    from hybridengine.train.rollouts import Rollouts, ScoredResponse
 
     draw = Random(3)
     samples = [PromptSample(i, [5, 6, 7 + i], "", "toy", None, {}) for i in range(2)]
-    own: list[Response] = []
+    own: list[ScoredResponse] = []
     for group in range(2):
         for branches in (1, 3, 2, 1):
             score = draw.random()
             for k in range(branches):
                 mask = [1, *(draw.randrange(2) for _ in range(draw.randrange(9))), 1]
                 own.append(
-                    Response(
+                    ScoredResponse(
                         array("i", [draw.randrange(8, 90) for _ in mask]),
                         array("f", [-draw.random() * m for m in mask]),
                         "stop",

@@ -7,12 +7,11 @@ from statistics import fmean, stdev
 import pytest
 import torch
 
-from hybridengine.engine.response import Response
 from hybridengine.run.errors import RolloutError
 from hybridengine.train.data import PromptSample, Subset
 from hybridengine.train.metrics import expected_majority, problems_of
 from hybridengine.train.rollout_files import rollout_line
-from hybridengine.train.rollouts import Rollouts, own_outcomes, select_groups
+from hybridengine.train.rollouts import Rollouts, ScoredResponse, own_outcomes, select_groups
 from tests.ranks import run_ranks
 from tests.trainer.in_process import Result, run_jobs, small_job
 
@@ -22,7 +21,7 @@ SAMPLES = [PromptSample(index, [1], "", "", "", {}) for index in range(23)]
 def group(number: int, index: int, scores: list[float], acc: list[float] | None = None):
     accs = acc or scores
     return [
-        (index, Response([1], [0.0], "stop", group=number, score=score, extras={"acc": a}))
+        (index, ScoredResponse([1], [0.0], "stop", group=number, score=score, extras={"acc": a}))
         for score, a in zip(scores, accs, strict=True)
     ]
 
@@ -143,7 +142,7 @@ def test_the_metric_may_be_a_further_result():
 
 def test_counts_are_no_results_of_validation_and_in_files_where_they_are_not_0():
     pairs = [
-        (index, Response([1], [0.0], "stop", group=index, counts={"timed_out": number}))
+        (index, ScoredResponse([1], [0.0], "stop", group=index, counts={"timed_out": number}))
         for index, number in enumerate([0.0, 1.0])
     ]
     batch = batch_of(pairs)

@@ -10,7 +10,6 @@ import pytest
 import torch.distributed as dist
 
 from hybridengine.engine.interface import SamplingSpec
-from hybridengine.engine.response import Response
 from hybridengine.remote.overlap.queue import Finished, WorkItem
 from hybridengine.remote.overlap.source import OverlappedRollouts
 from hybridengine.remote.roles import Role, RoleLink, Roles
@@ -18,6 +17,7 @@ from hybridengine.run.config import ConfigError, load_config
 from hybridengine.train.api_settings import check_ranks
 from hybridengine.train.data import PromptLoader, PromptSample
 from hybridengine.train.preflight import _check_baselines
+from hybridengine.train.rollouts import ScoredResponse
 
 NEEDED = ["model.path=m", "data.train_files=t.jsonl", "rollout.n_gpus_per_node=3"]
 
@@ -46,10 +46,10 @@ class Engines:
     def weights_follow(self) -> None:
         self.lost, self.late = False, set()
 
-    def receive(self, result: Finished) -> list[Response]:
+    def receive(self, result: Finished) -> list[ScoredResponse]:
         self.received.append(result.number)
         return [
-            Response([5], [-1.0], "stop", [(result.version, 1)], group=k, score=0.5)
+            ScoredResponse([5], [-1.0], "stop", [(result.version, 1)], group=k, score=0.5)
             for k in self.items[result.number].positions
         ]
 

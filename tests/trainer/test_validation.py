@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridengine.engine.response import Response
 from hybridengine.train.data import PromptSample, Subset
 from hybridengine.train.metrics import (
     ValidationHistory,
@@ -20,7 +19,7 @@ from hybridengine.train.metrics import (
     problems_of,
     source_metrics,
 )
-from hybridengine.train.rollouts import Rollouts, own_outcomes
+from hybridengine.train.rollouts import Rollouts, ScoredResponse, own_outcomes
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=5), st.integers(min_value=1, max_value=4))
@@ -65,12 +64,14 @@ def test_one_response_has_a_mean_only() -> None:
     }
 
 
-def rollout(index: int, source: str, score: float, **texts: str) -> tuple[PromptSample, Response]:
+def rollout(
+    index: int, source: str, score: float, **texts: str
+) -> tuple[PromptSample, ScoredResponse]:
     sample = PromptSample(index, [5], "?", source, "2", {})
-    return sample, Response([9], [-0.5], "stop", group=index, score=score, texts=texts)
+    return sample, ScoredResponse([9], [-0.5], "stop", group=index, score=score, texts=texts)
 
 
-def problems(rollouts: list[tuple[PromptSample, Response]]):
+def problems(rollouts: list[tuple[PromptSample, ScoredResponse]]):
     samples, own = (
         list({r.group: sample for sample, r in rollouts}.values()),
         [r for _, r in rollouts],

@@ -11,7 +11,6 @@ from typing import Any
 
 from hybridengine.agents.trajectories import with_turns
 from hybridengine.engine.interface import SamplingSpec
-from hybridengine.engine.response import Response
 from hybridengine.rewards.reward_model import RewardModel
 from hybridengine.run.config import RLConfig, SFTConfig
 from hybridengine.run.session import Session
@@ -22,7 +21,7 @@ from hybridengine.train.models import Actor
 from hybridengine.train.rewards.manager import ResponseTokens, score_checked
 from hybridengine.train.rl import RLTrainer
 from hybridengine.train.rollout_source import ColocatedRollouts, gather_rollouts
-from hybridengine.train.rollouts import Rollouts
+from hybridengine.train.rollouts import Rollouts, ScoredResponse
 from hybridengine.train.sft import SFTTrainer
 
 __all__ = ["RLJob", "SFTJob"]
@@ -59,14 +58,14 @@ class _FullLength(ColocatedRollouts):
         own = [self._response(group, k, spec) for group in mine for k in range(spec.n)]
         return gather_rollouts(prompts, own, session, self._reward_model)
 
-    def _response(self, group: int, number: int, spec: SamplingSpec) -> Response:
+    def _response(self, group: int, number: int, spec: SamplingSpec) -> ScoredResponse:
         """Return a response whose score differs from that of the next one: it has a gradient.
 
         `RLJob` replaces its log-probs.
         """
         size, score = spec.max_tokens, float(number % 2)
         assert self._results is not None
-        return Response(
+        return ScoredResponse(
             array("i", [number % 2]) * size,
             array("f", [0.0]) * size,
             "stop",  # none is masked as truncated

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.engine.interface import SamplingSpec
-from hybridengine.engine.response import Response
 from hybridengine.remote.roles import Role, RoleLink
 from hybridengine.run.messages import decode, encode, sign, verified, wait_until
+from hybridengine.train.rollouts import ScoredResponse
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class TrainerQueue(_Queue):
         announced: Finished | None = self._store.get(f"finished/{number}", Finished)
         return announced
 
-    def receive(self, result: Finished) -> list[Response]:
+    def receive(self, result: Finished) -> list[ScoredResponse]:
         """Receive the responses of a finished item."""
         buffer = torch.empty(result.num_bytes, dtype=torch.uint8)
         source = self.link.roles.num_trainers + result.engine
@@ -98,7 +98,7 @@ class TrainerQueue(_Queue):
         self._store.set(f"received/{result.number}", True)
         what = f"the message of engine {result.engine}"
         message = verified(f"item/{result.number}", buffer.numpy().data, what, is_required=True)
-        responses = decode(message, list[Response], what)
+        responses = decode(message, list[ScoredResponse], what)
         return [response.compact() for response in responses]
 
     def wants_weights(self) -> bool:
@@ -161,7 +161,11 @@ class EngineQueue(_Queue):
         self._store.set("weights_wanted", True)
 
     def send(
-        self, item: WorkItem, responses: Sequence[Response], version: int, seconds: dict[str, float]
+        self,
+        item: WorkItem,
+        responses: Sequence[ScoredResponse],
+        version: int,
+        seconds: dict[str, float],
     ) -> None:
         """Announce an item's responses and start to send them; does not wait."""
         signed = sign(f"item/{item.number}", encode(list(responses)), is_required=True)

@@ -71,7 +71,7 @@ class RewardResult:
         return {name: text for name, text in texts.items() if text is not None}
 
     def fields_of(self, k: int) -> dict[str, Any]:
-        """Return the fields of a `Response` that are results of response `k`, by name."""
+        """Return the fields of a `ScoredResponse` that are results of response `k`, by name."""
         return {
             "score": self.scores[k],
             "extras": {name: x[k] for name, x in self.extras.items()},
