@@ -47,7 +47,7 @@ def run(bench: Bench) -> None:
     local = {n: local_shape(spec) for n, spec in sources.items()}
     strides = {n: contiguous_strides(shape) for n, shape in local.items()}
     builder = ExchangeBuilder(plan, RANK, strides, bench.device)
-    with mock.patch("hybridengine.sync.move.rows.CopyTable", _WithRows):
+    with mock.patch("hybridengine.sync.move.tables.CopyTable", _WithRows):
         exchanges = [builder.build(bucket) for bucket in plan.buckets]
     # Random bits would be NaNs; zeros would be one page of memory.
     shards = {n: torch.randn(shape, device=bench.device) for n, shape in local.items()}

@@ -12,9 +12,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hybridengine.sync.errors import PlanOutdatedError
-from hybridengine.sync.report import SyncReport
-from hybridengine.sync.resharder import Resharder
+from hybridengine.sync.resharder import Resharder, SyncReport
+from hybridengine.sync.weight_target import PlanOutdatedError
 
 if TYPE_CHECKING:
     from vllm import LLM

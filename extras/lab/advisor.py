@@ -21,10 +21,9 @@ from rich.table import Table
 
 from hybridengine.lab.trainer_layout import TrainerLayout
 from hybridengine.run.config import JobConfig, RLConfig
-from hybridengine.sync.dim1 import dim1_parameters
 from hybridengine.sync.layout import EngineLayout
 from hybridengine.sync.plan.planner import Planner, ReshardPlan
-from hybridengine.sync.tp_groups import tp_groups
+from hybridengine.sync.shards import dim1_parameters, tp_groups
 from hybridengine.train.build import num_shards
 from hybridengine.train.choices import Choices
 from hybridengine.train.performance import num_parameters

@@ -13,7 +13,7 @@ from hybridengine.remote.roles import RoleLink
 from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.remote.sync.sender import WeightSender
 from hybridengine.run.config import RLConfig
-from hybridengine.sync.delta.changes import DeltaMode
+from hybridengine.sync.trainers import DeltaMode
 from hybridengine.train.models import Actor
 
 SYNC_SHARE = 0.8  # of trainer.timeout_s: a sync gives up before the trainers' collectives do

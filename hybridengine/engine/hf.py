@@ -41,7 +41,7 @@ from hybridengine.kernels import token_log_probs
 from hybridengine.model.rotary import fix_rotary_length
 from hybridengine.model.validation import auto_class, long_rope_limit
 from hybridengine.sync.layout import CheckpointLayout, LayoutError, identity_layout
-from hybridengine.sync.plan.configuration import config_differences, in_words, plain_values
+from hybridengine.sync.plan.checks import config_differences, in_words, plain_values
 from hybridengine.sync.weight_target import WeightTarget
 from hybridengine.vision import EncodedImage
 from hybridengine.vision.packed import ImageInputs, PackedImages, placeholders_of

@@ -7,31 +7,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from hybridengine.remote.sync.records import Order
 from hybridengine.run.all_ranks import all_gather_values, broadcast_value, run_on_all_ranks
 from hybridengine.run.device import DeviceProgress
 from hybridengine.run.failures import machine_id
 from hybridengine.sync.adapter import Adapter, adapters_of_factors
-from hybridengine.sync.delta.changes import ChangeFinder, DeltaMode
-from hybridengine.sync.delta.delta import group_size
-from hybridengine.sync.errors import ReshardError, operation
+from hybridengine.sync.checksums import EngineState
 from hybridengine.sync.layout import EngineLayout, LayoutError
-from hybridengine.sync.move.in_world import AllToAll, Pull, pull_bytes, raise_if_any
-from hybridengine.sync.move.mover import Mover
-from hybridengine.sync.move.shared_memory import share_memory
+from hybridengine.sync.move.changes import ChangeFinder, find_changes
+from hybridengine.sync.move.delta import group_size
+from hybridengine.sync.move.in_world import AllToAll, Pull, pull_bytes, raise_if_any, share_memory
+from hybridengine.sync.move.mover import Mover, Order
 from hybridengine.sync.move.tables import PullBuilder
-from hybridengine.sync.plan.memory import default_bucket_bytes
-from hybridengine.sync.plan.planner import ReshardPlan
-from hybridengine.sync.plan.planning import plan_sync
-from hybridengine.sync.report import SyncReport
-from hybridengine.sync.target import EngineState, engine_weights
-from hybridengine.sync.trained import Parameters
-from hybridengine.sync.trainers import Trainers
+from hybridengine.sync.plan.buckets import default_bucket_bytes
+from hybridengine.sync.plan.checks import check_fit
+from hybridengine.sync.plan.planner import ReshardPlan, build_plan
+from hybridengine.sync.trainers import DeltaMode, Parameters, Trainers
 from hybridengine.sync.verify import (
     Mismatch,
     find_mismatches,
@@ -39,7 +35,49 @@ from hybridengine.sync.verify import (
     from_all_ranks,
     warn_of_nan,
 )
-from hybridengine.sync.weight_target import HasTarget, WeightTarget, target_of
+from hybridengine.sync.weight_target import (
+    HasTarget,
+    ReshardError,
+    WeightTarget,
+    engine_weights,
+    operation,
+    target_of,
+)
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one sync moved on this rank: bytes from and to other ranks, including adapters.
+
+    milliseconds: time from the call until the devices of all ranks had finished.
+    delta: whether only what changed was moved.
+    changed: the share of the model's elements whose bits changed, over all ranks; None where it was
+      not determined.
+    dense_bytes: received and sent by a dense sync.
+    """
+
+    version: int
+    bytes_received: int
+    bytes_sent: int
+    milliseconds: float
+    delta: bool = False
+    changed: float | None = None
+    dense_bytes: int = 0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of this sync, `reshard/...`; `changed` and `bytes_vs_dense` where known."""
+        known = {} if self.changed is None else {"reshard/changed": self.changed}
+        if self.dense_bytes:
+            moved = self.bytes_received + self.bytes_sent
+            known["reshard/bytes_vs_dense"] = moved / self.dense_bytes
+        return known | {
+            "reshard/bytes_received": self.bytes_received,
+            "reshard/bytes_sent": self.bytes_sent,
+            "reshard/ms": self.milliseconds,
+            "reshard/delta": int(self.delta),
+        }
+
 
 _PARTIALLY_UPDATED = (
     "The engine's weights are partially updated: restart the failed ranks and sync again."
@@ -112,7 +150,8 @@ class Resharder:
 
         def plan(size: int, nodes: list[int]) -> ReshardPlan:
             engine = target.optional_parameters, target.config_differences
-            return plan_sync(trainers.specs, layouts, size, nodes, *engine)
+            check_fit(trainers.specs, layouts, *engine)
+            return build_plan(trainers.specs, layouts, size, nodes)
 
         default_bytes = default_bucket_bytes(self._device)
         self.plan, nodes = trainers.plan(plan, bucket_bytes, default_bytes)
@@ -122,7 +161,8 @@ class Resharder:
         self._finder: ChangeFinder | None = None
         if not target.discards_weights:
             pulls = isinstance(self._transport, Pull)
-            self._finder = trainers.find_changes(self.plan, len(set(nodes)) > 1, pulls)
+            is_far = len(set(nodes)) > 1
+            self._finder = find_changes(trainers, self.plan, is_far=is_far, pulls=pulls)
         frozen = any(spec.frozen for spec in trainers.specs.values())
         self._skips_frozen = frozen and not target.discards_weights
 

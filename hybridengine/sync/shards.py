@@ -1,9 +1,11 @@
-"""How a trained parameter is sharded over the training ranks."""
+"""How trained parameters are sharded over the training ranks, and how that suits an engine."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from hybridengine.run.all_ranks import all_gather_values, broadcast_value
 from hybridengine.sync.layout import LayoutError
 
 
@@ -234,3 +237,103 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the unsharded parameter on every rank; collective for a DTensor, else no copy."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+_View = tuple[list[Holders], dict[str, int]]  # what a rank knows; parameter → index in the list
+
+
+def unite_holders(specs: Mapping[str, ShardSpec]) -> dict[str, ShardSpec]:
+    """Return `specs` with the holders that any rank knows of; collective.
+
+    Raises LayoutError, on every rank, if ranks divide a parameter differently.
+    """
+    distinct: dict[Holders, int] = {}
+    by_id = {id(s.holders): s.holders for s in specs.values()}  # compare each object once
+    index = {i: distinct.setdefault(holders, len(distinct)) for i, holders in by_id.items()}
+    own: _View = list(distinct), {name: index[id(s.holders)] for name, s in specs.items()}
+    digests = all_gather_values(hashlib.sha256(repr(own).encode()).hexdigest(), str)
+    if len(set(digests)) == 1:
+        return dict(specs)
+    firsts = sorted({digests.index(digest) for digest in digests})
+    views = [broadcast_value(own, _View, first) for first in firsts]
+    if any(numbers.keys() != specs.keys() for _, numbers in views):
+        return dict(specs)  # ranks train different models: their plans' digests will tell
+    united: dict[tuple[int, ...], Holders] = {}
+    result = {}
+    for name, spec in specs.items():
+        key = tuple(numbers[name] for _, numbers in views)
+        if key not in united:
+            parts = [known[i] for (known, _), i in zip(views, key, strict=True)]
+            united[key] = _union(name, parts)
+        result[name] = replace(spec, holders=united[key])
+    return result
+
+
+def _union(name: str, known: Sequence[Holders]) -> Holders:
+    """Return all holders of each shard, ascending."""
+    if len({len(holders) for holders in known}) == 1:
+        union = tuple(tuple(sorted(set().union(*h))) for h in zip(*known, strict=True))
+        ranks = [rank for shard in union for rank in shard]
+        if len(set(ranks)) == len(ranks) and len({len(shard) for shard in union}) == 1:
+            return union
+    raise LayoutError(
+        f"parameter {name!r} is sharded differently on different ranks: "
+        f"{' and '.join(str(h) for h in known[:2])} are the holders of its shards. Shard it on "
+        "meshes of equal shape on all ranks."
+    )
+
+
+def dim1_parameters(
+    shapes: Mapping[str, tuple[int, ...]],
+    sliced: Mapping[str, int],
+    num_shards: int,
+    *,
+    row_parallel: bool = True,
+    experts: bool = True,
+) -> set[str]:
+    """Return the parameters for which sharding on dim 1 instead of dim 0 saves traffic.
+
+    FSDP2 shards dim 1 only where its size is a multiple of the number of shards.
+
+    shapes: parameter → global shape.
+    sliced: parameter → dimension that tensor parallelism slices (`EngineLayout.sliced_dims`).
+    num_shards: FSDP shards.
+    row_parallel: include matrices that the engine slices on dim 1; the columns that a rank trains
+      then lie inside its own engine slice.
+    experts: include weights of three or more dimensions that the engine slices on dim 1 or that
+      have fewer rows (experts) than there are shards; on dim 0 only the first ranks would hold and
+      send them.
+    """
+
+    def saves(name: str, shape: tuple[int, ...]) -> bool:
+        if len(shape) < 2 or shape[1] % num_shards:
+            return False
+        if len(shape) == 2:
+            return row_parallel and sliced.get(name) == 1
+        return experts and (sliced.get(name) == 1 or shape[0] < num_shards)
+
+    return {name for name, shape in shapes.items() if saves(name, shape)}
+
+
+def tp_groups(world_size: int, tp_size: int, ranks_per_node: int | None = None) -> list[list[int]]:
+    """Tensor-parallel groups over the training ranks, strided: group j is {j, j+N/t, j+2N/t, …}.
+
+    Rank r then is TP rank r // (N/t), so the dim-0 rows FSDP2 gives it lie inside its TP slice
+    (HybridFlow's zero-redundancy grouping, arXiv 2409.19256, section 5.3). With several nodes the
+    groups are strided inside each node if they fit there: generation reduces over a group twice per
+    layer and token, which must not cross nodes.
+    """
+    if tp_size < 1 or world_size % tp_size:
+        raise ValueError(
+            f"tensor_model_parallel_size: got {tp_size}, expected a divisor of the {world_size} "
+            "ranks. Change it or the number of ranks."
+        )
+    span = ranks_per_node or world_size
+    if span % tp_size or world_size % span:
+        span = world_size
+    stride = span // tp_size
+    return [
+        list(range(node + j, node + span, stride))
+        for node in range(0, world_size, span)
+        for j in range(stride)
+    ]

@@ -20,12 +20,12 @@ from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.checksums import chunks, value_checksum
 from hybridengine.sync.geometry import Block
 from hybridengine.sync.layout import EngineLayout
-from hybridengine.sync.move.dense import Dense
+from hybridengine.sync.move.mover import Dense
 from hybridengine.sync.move.transport import Transport
 from hybridengine.sync.plan.buckets import Bucket
 from hybridengine.sync.plan.planner import ReshardPlan
 from hybridengine.sync.plan.source_class import SliceCopy
-from hybridengine.sync.trained import TrainedTensors
+from hybridengine.sync.trainers import TrainedTensors
 
 Mismatch = tuple[int, str, str]  # receiving rank, engine tensor, trained parameter
 _SUM_BYTES = 8

@@ -1,4 +1,4 @@
-"""The interface through which a reshard writes one rank's engine weights."""
+"""The interface through which a sync writes one rank's engine weights, and a sync's errors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,41 @@ from typing import Any, Protocol
 
 import torch
 
+from hybridengine.run.failures import CollectiveError, CollectiveGuard
 from hybridengine.sync.adapter import Adapter
-from hybridengine.sync.layout import EngineLayout, LayoutError
+from hybridengine.sync.layout import EngineLayout, LayoutError, TensorSpec
+
+
+class ReshardError(RuntimeError):
+    """A sync did not complete."""
+
+
+class RankFailedError(ReshardError, CollectiveError):
+    """Another rank was killed, failed or stalled during a sync; the message names it."""
+
+
+class PlanOutdatedError(LayoutError):
+    """The trained parameters differ from those the reshard was planned for: plan it again."""
+
+
+class LinkError(CollectiveError):
+    """A connection between trainers and engines failed; the transfer can be repeated."""
+
+
+class CorruptDeltaError(ValueError):
+    """A message does not match its header, or its header does not match the engine."""
+
+
+@contextmanager
+def operation(guard: CollectiveGuard, name: str, advice: str = "") -> Iterator[None]:
+    """As `guard.operation`; RankFailedError where a collective fails because of another rank."""
+    try:
+        with guard.operation(name):
+            yield
+    except RankFailedError:
+        raise
+    except CollectiveError as error:
+        raise RankFailedError(f"{error} {advice}".rstrip()) from error
 
 
 class StaleWeightsError(RuntimeError):
@@ -157,3 +190,37 @@ def target_of(engine: WeightTarget | HasTarget) -> WeightTarget:
             "WeightTarget, or an engine of hybridengine.engine that runs here"
         )
     return target
+
+
+def engine_weights(
+    engine: WeightTarget, device: torch.device, factors: Mapping[str, torch.Tensor | TensorSpec]
+) -> dict[str, torch.Tensor]:
+    """Return the engine's tensors by the names of its layout, and new memory for `factors`.
+
+    device: the device of the trained parameters.
+    factors: the factors of unmerged adapters, named as `adapter_factors` names them.
+    Raises LayoutError where a tensor differs from its record.
+    """
+    weights = engine.weights()
+    for name, spec in (engine.layout.destinations | engine.layout.scales).items():
+        weight = weights.get(name)
+        if weight is None or TensorSpec.of(weight) != spec:
+            actual = "missing" if weight is None else str(TensorSpec.of(weight))
+            raise LayoutError(
+                f"engine tensor {name!r} was recorded as {spec} but is {actual}. The engine "
+                "changed it after loading, so it cannot be written in place."
+            )
+        if weight.device.type != device.type:
+            raise LayoutError(
+                f"engine tensor {name!r} is on {weight.device}, the trained parameters are on "
+                f"{device}: build the engine without weight offload (cpu_offload_gb)"
+            )
+    new = {n: torch.empty(t.shape, dtype=t.dtype, device=device) for n, t in factors.items()}
+    return weights | new
+
+
+def write_constants(layout: EngineLayout, weights: Mapping[str, torch.Tensor]) -> None:
+    """Fill the constant regions; copies, which may overwrite them, come later."""
+    for name, offset, sizes, strides, value in layout.constants:
+        weight = weights[name]
+        weight.as_strided(sizes, strides, weight.storage_offset() + offset).fill_(value)

@@ -28,7 +28,7 @@ from hybridengine.run.config import ConfigError, RLConfig, SFTConfig
 from hybridengine.run.errors import UsageError
 from hybridengine.run.session import rank_session, script_session
 from hybridengine.run.status import run_lock
-from hybridengine.sync.report import SyncReport
+from hybridengine.sync.resharder import SyncReport
 from hybridengine.train.api_settings import (
     Config,
     check_ranks,

@@ -20,9 +20,9 @@ from hybridengine.model.validation import check_model
 from hybridengine.run.config import ConfigError, JobConfig, RLConfig
 from hybridengine.run.errors import UserError, located, unreadable_part
 from hybridengine.run.plugins import load_plugin
-from hybridengine.sync.delta.changes import DeltaMode
 from hybridengine.sync.layout import CheckpointLayout
 from hybridengine.sync.resharder import Resharder
+from hybridengine.sync.trainers import DeltaMode
 from hybridengine.train.algorithms import check_estimator, uses_critic
 from hybridengine.train.data import PromptDataset
 from hybridengine.train.data.template import set_trained_template

@@ -22,7 +22,7 @@ from hybridengine.model.extensions import model_extensions
 from hybridengine.run.config import JobConfig, OptimConfig, RateConfig, RLConfig, SFTConfig
 from hybridengine.run.plugins import load_plugin
 from hybridengine.run.session import Session
-from hybridengine.sync.dim1 import dim1_parameters
+from hybridengine.sync.shards import dim1_parameters
 from hybridengine.train.algorithms import uses_critic
 from hybridengine.train.batch import DataParallel
 from hybridengine.train.build import checkpoint_layout, load_preparer, num_shards

@@ -30,7 +30,7 @@ from hybridengine.run.config import (
 )
 from hybridengine.run.config.engine_checks import exactness_obstacle
 from hybridengine.run.errors import Faults
-from hybridengine.sync.delta.changes import DeltaMode
+from hybridengine.sync.trainers import DeltaMode
 from hybridengine.train.algorithms import uses_critic
 from hybridengine.train.build import num_shards
 from hybridengine.train.machine import Machine, describe_precision, resolve_dtypes

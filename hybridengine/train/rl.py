@@ -27,7 +27,7 @@ from hybridengine.model import on_device
 from hybridengine.run.config import RLConfig
 from hybridengine.run.plugins import load_plugin
 from hybridengine.run.session import Session
-from hybridengine.sync.report import SyncReport
+from hybridengine.sync.resharder import SyncReport
 from hybridengine.train.advantages import compute_advantages, compute_rewards
 from hybridengine.train.algorithms import NEEDS, KLController, uses_critic
 from hybridengine.train.base import BaseTrainer

@@ -23,7 +23,7 @@ from hybridengine.run.all_ranks import all_gather_values
 from hybridengine.run.config import RLConfig
 from hybridengine.run.session import Session
 from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.report import SyncReport
+from hybridengine.sync.resharder import SyncReport
 from hybridengine.sync.weight_target import WeightTarget, target_of
 from hybridengine.train.build import RunData, build_agents, build_engine, build_resharder
 from hybridengine.train.choices import Choices, refuse_shared

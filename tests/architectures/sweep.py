@@ -25,8 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from hybridengine.sync.shards import local_shard
-from hybridengine.sync.tp_groups import tp_groups
+from hybridengine.sync.shards import local_shard, tp_groups
 from hybridengine.sync.weight_target import WeightTarget
 from tests.architectures.catalogue import CATALOGUE
 

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from hybridengine.lab.advisor import advise, draw_advice, print_advice
 from hybridengine.sync.copies import Copy
-from hybridengine.sync.dim1 import dim1_parameters
 from hybridengine.sync.geometry import contiguous_strides
 from hybridengine.sync.layout import EngineLayout, TensorSpec
+from hybridengine.sync.shards import dim1_parameters
 from tests.forked import run_forked
 from tests.reshard.brute_force import fused_layout
 from tests.tiny_models import tiny_config

@@ -10,14 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.sync import tp_groups
 from hybridengine.sync.copies import Copy
-from hybridengine.sync.dim1 import dim1_parameters
 from hybridengine.sync.geometry import contiguous_strides
 from hybridengine.sync.layout import EngineLayout, TensorSpec
 from hybridengine.sync.plan.buckets import divide
 from hybridengine.sync.plan.planner import ReshardPlan, build_plan
-from hybridengine.sync.shards import ShardSpec
+from hybridengine.sync.shards import ShardSpec, dim1_parameters, tp_groups
 from tests.reshard.brute_force import (
     arrivals,
     assert_both_sides_agree,

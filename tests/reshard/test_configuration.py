@@ -9,7 +9,7 @@ import torch
 
 from hybridengine.run.messages import decode, encode
 from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.plan.configuration import (
+from hybridengine.sync.plan.checks import (
     check_configuration,
     config_differences,
     in_words,

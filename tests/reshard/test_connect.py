@@ -97,8 +97,8 @@ class Case:
 def replaced(case: Case) -> dict:
     """Replace a model's tensors between syncs, as training scripts do."""
     from hybridengine.integrations.vllm import connect, reshard
-    from hybridengine.sync.errors import PlanOutdatedError
     from hybridengine.sync.resharder import Resharder
+    from hybridengine.sync.weight_target import PlanOutdatedError
 
     model, wrong, versions = build_model(), [], []
     resharder = connect(model, case.llm)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hybridengine.sync.copies import Copy
 from hybridengine.sync.geometry import contiguous_strides
 from hybridengine.sync.layout import EngineLayout, LayoutError
-from hybridengine.sync.plan.coverage import check_sources
+from hybridengine.sync.plan.checks import check_sources
 
 
 def reading(name: str, view: torch.Tensor) -> Copy:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hybridengine.engine.interface import SamplingSpec
-from hybridengine.sync import trainers
 from hybridengine.sync.adapter import Adapter
-from hybridengine.sync.delta import delta as group_module
 from hybridengine.sync.layout import LayoutError
+from hybridengine.sync.move import changes
+from hybridengine.sync.move import delta as group_module
 from hybridengine.sync.resharder import Resharder
 from hybridengine.sync.shards import local_shard
 from tests.ranks import message_of, run_ranks
@@ -257,7 +257,7 @@ def test_what_breaks_the_chain() -> None:
 def test_auto_pauses_where_too_much_changes() -> None:
     """After a comparison that found too much, 4 syncs compare nothing; after the next one, 8."""
     full = values(SHAPES)
-    with mock.patch.object(trainers, "max_share", return_value=0.05):
+    with mock.patch.object(changes, "max_share", return_value=0.05):
         engine, shards, resharder = build(SHAPES, 1, full=full, delta="auto")
 
     def sync(share: float) -> tuple[bool, bool]:

@@ -14,7 +14,7 @@ from hybridengine.remote.sync.link import divide
 from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.remote.sync.records import SyncState, SyncStore
 from hybridengine.remote.sync.sender import WeightSender
-from hybridengine.sync.plan.configuration import plain_values
+from hybridengine.sync.plan.checks import plain_values
 from tests.ranks import message_of
 from tests.reshard.memory_engine import expected, mesh_of, shard, values
 from tests.reshard.worlds import (

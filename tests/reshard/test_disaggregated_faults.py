@@ -23,7 +23,7 @@ from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.remote.sync.sender import WeightSender
 from hybridengine.run.failures import process_state, this_process
 from hybridengine.run.messages import wait_for
-from hybridengine.sync.errors import ReshardError
+from hybridengine.sync.weight_target import ReshardError
 from tests.ranks import Ranks, message_of
 from tests.reshard.memory_engine import MemoryEngine, expected, mesh_of, shard, values
 from tests.reshard.worlds import (

@@ -12,7 +12,7 @@ from hybridengine.kernels.strided_copy import CopyTable
 from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.remote.sync.sender import WeightSender
 from hybridengine.sync.adapter import Adapter
-from hybridengine.sync.errors import ReshardError
+from hybridengine.sync.weight_target import ReshardError
 from tests.ranks import message_of
 from tests.reshard.brute_force import fused_layout
 from tests.reshard.memory_engine import MemoryEngine, Shapes, expected, mesh_of, shard, values

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.kernels.strided_copy import CopyTable
-from hybridengine.sync.move import shared_memory
+from hybridengine.sync.move import in_world
 from hybridengine.sync.move.in_world import Pull
 from hybridengine.sync.resharder import Resharder
 from tests.ranks import run_ranks
@@ -280,7 +280,7 @@ def unshared_body(rank: int, world_size: int) -> dict:
     """Rank 1 cannot map the memory of the others."""
     full = values(UNEVEN)
     engine, shards, _ = build(UNEVEN, 2, full=full)
-    fails = mock.patch.object(shared_memory._HostMemory, "map", side_effect=OSError("no /proc"))
+    fails = mock.patch.object(in_world.HostMemory, "map", side_effect=OSError("no /proc"))
     with fails if rank == 1 else nullcontext(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         resharder = Resharder(lambda: shards, engine, 4096)
@@ -331,7 +331,7 @@ def test_a_send_buffer_is_not_reused_before_all_ranks_read_it() -> None:
 
 def planless_body(rank: int, world_size: int) -> int:
     from hybridengine.sync import resharder
-    from hybridengine.sync.move import rows, tables
+    from hybridengine.sync.move import tables
     from hybridengine.sync.plan import planner, source_class
 
     engine, _, made = build(UNEVEN, 2, full=values(UNEVEN))
@@ -343,9 +343,8 @@ def planless_body(rank: int, world_size: int) -> int:
     for owner, names in (
         (planner, ("Planner", "ReshardPlan", "build_plan", "check_coverage")),
         (source_class, ("cut", "SourceClass")),
-        (resharder, ("plan_sync", "Mover", "share_memory")),
-        (tables, ("ExchangeBuilder", "PullBuilder", "SendBuffer")),
-        (rows, ("CopyTable",)),
+        (resharder, ("build_plan", "Mover", "share_memory")),
+        (tables, ("ExchangeBuilder", "PullBuilder", "SendBuffer", "CopyTable")),
         (source_class.SourceClass, ("incoming", "outgoing", "count_needed", "loads")),
     ):
         for name in names:

@@ -28,12 +28,11 @@ from safetensors.torch import load_file, save_file
 from hybridengine.kernels.block_quantize import block_quantize
 from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.remote.sync.sender import WeightSender
-from hybridengine.sync import tp_groups
 from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.layout import EngineLayout
 from hybridengine.sync.move.in_world import Pull
 from hybridengine.sync.resharder import Resharder
-from hybridengine.sync.shards import local_shard
+from hybridengine.sync.shards import local_shard, tp_groups
 from tests.ranks import run_ranks
 from tests.reshard.memory_engine import MemoryEngine, pulling, quantize
 from tests.reshard.quantized_cases import save

@@ -12,9 +12,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from hybridengine.lab.trainer_layout import TrainerLayout
 from hybridengine.sync.adapter import Adapter
-from hybridengine.sync.holders import unite_holders
 from hybridengine.sync.resharder import Resharder
-from hybridengine.sync.shards import ShardSpec
+from hybridengine.sync.shards import ShardSpec, unite_holders
 from tests.ranks import message_of, run_ranks
 from tests.reshard.brute_force import brute_force_bound, fused_layout
 from tests.reshard.memory_engine import MemoryEngine, expected, pulling, shapes_of

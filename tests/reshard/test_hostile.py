@@ -14,10 +14,9 @@ import torch.distributed as dist
 from hybridengine.engine.interface import SamplingSpec
 from hybridengine.run.failures import CollectiveGuard, process_state, this_process
 from hybridengine.run.messages import wait_for
-from hybridengine.sync.errors import RankFailedError, ReshardError
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.resharder import Resharder
-from hybridengine.sync.weight_target import StaleWeightsError
+from hybridengine.sync.weight_target import RankFailedError, ReshardError, StaleWeightsError
 from tests.ranks import Ranks, message_of, run_ranks
 from tests.reshard.memory_engine import Shapes, build, expected, mesh_of, shard, values
 

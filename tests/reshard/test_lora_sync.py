@@ -194,7 +194,7 @@ def test_ranks_and_experts_without_slots_are_refused() -> None:
 def test_adapters_of_experts_are_not_sent_alone() -> None:
     from hybridengine.sync.adapter import ExpertAdapter
     from hybridengine.sync.layout import LayoutError
-    from hybridengine.sync.trained import TrainedTensors
+    from hybridengine.sync.trainers import TrainedTensors
 
     adapter = ExpertAdapter(torch.zeros(4, 6), torch.zeros(6, 5), 1.0, 2, 3, False)
     trained = TrainedTensors(

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridengine.sync.delta.rates import Rates, max_share, measure, share_of
+from hybridengine.sync.move.changes import Rates, max_share, measure, share_of
 from hybridengine.sync.move.in_world import AllToAll
 from tests.ranks import run_ranks
 

@@ -7,11 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.sync.copies import Copy
+from hybridengine.sync.copies import Copy, disjoint_regions
 from hybridengine.sync.geometry import Block, contiguous_strides
 from hybridengine.sync.layout import EngineLayout, TensorSpec
 from hybridengine.sync.plan.planner import build_plan
-from hybridengine.sync.plan.regions import disjoint_regions
 from hybridengine.sync.shards import ShardSpec
 from tests.reshard.brute_force import (
     arrivals,

@@ -17,7 +17,7 @@ from hybridengine.moe.reordering import (
 from hybridengine.sync.copies import Copy
 from hybridengine.sync.geometry import contiguous_strides
 from hybridengine.sync.layout import EngineLayout, LayoutError, TensorSpec
-from hybridengine.sync.plan.coverage import check_coverage
+from hybridengine.sync.plan.checks import check_coverage
 
 
 def swap_halves(w: torch.Tensor) -> torch.Tensor:

@@ -59,9 +59,8 @@ def standalone_body(rank: int, world_size: int, path: str) -> dict:
 
     from hybridengine.integrations.vllm import connect, reshard
     from hybridengine.remote.vllm_transfer import transfer as plugin
-    from hybridengine.sync.errors import ReshardError
     from hybridengine.sync.layout import LayoutError
-    from hybridengine.sync.weight_target import StaleWeightsError
+    from hybridengine.sync.weight_target import ReshardError, StaleWeightsError
 
     llm = build_llm(path, tensor_parallel_size=2, max_model_len=64, kv_cache_memory_bytes=64 << 20)
     engine_model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()

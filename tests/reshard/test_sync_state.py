@@ -16,14 +16,13 @@ from hybridengine.run.activity import Activity
 from hybridengine.run.device import DeviceProgress
 from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.checksums import bit_checksums
-from hybridengine.sync.errors import PlanOutdatedError, ReshardError
 from hybridengine.sync.layout import LayoutError, identity_layout
-from hybridengine.sync.plan import memory
-from hybridengine.sync.plan.configuration import config_differences
+from hybridengine.sync.plan import buckets
+from hybridengine.sync.plan.checks import config_differences
 from hybridengine.sync.plan.planner import build_plan
 from hybridengine.sync.resharder import Resharder
 from hybridengine.sync.shards import RowRange
-from hybridengine.sync.weight_target import StaleWeightsError
+from hybridengine.sync.weight_target import PlanOutdatedError, ReshardError, StaleWeightsError
 from tests.reshard.memory_engine import Shapes, build, expected, values
 
 SHAPES: Shapes = {
@@ -177,13 +176,13 @@ def test_frozen_weights_are_sent_again_after_another_update(other_fails: bool) -
 
 
 def test_the_bucket_size_is_by_free_memory_and_the_same_on_all_ranks(monkeypatch) -> None:
-    assert [memory.bucket_bytes_of(gib << 30) >> 20 for gib in (0, 8, 12, 100)] == [
+    assert [buckets.bucket_bytes_of(gib << 30) >> 20 for gib in (0, 8, 12, 100)] == [
         64,
         512,
         768,
         1024,
     ]
-    assert memory.default_bucket_bytes(torch.device("cpu")) == 64 << 20
+    assert buckets.default_bucket_bytes(torch.device("cpu")) == 64 << 20
     engine, shards, _ = build(SHAPES, 1, full=values(SHAPES))
     sizes = []
     monkeypatch.setattr(
@@ -194,7 +193,7 @@ def test_the_bucket_size_is_by_free_memory_and_the_same_on_all_ranks(monkeypatch
         Resharder, "_gather_layouts", lambda self: sizes.append(1) or [self._layout]
     )
     monkeypatch.setattr(
-        "hybridengine.sync.resharder.plan_sync",
+        "hybridengine.sync.resharder.build_plan",
         lambda specs, layouts, size, *_: sizes.append(size) or build_plan(specs, layouts, size),
     )
     with pytest.raises(LayoutError, match="made another reshard plan"):

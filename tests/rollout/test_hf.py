@@ -143,8 +143,7 @@ def test_partially_updated_weights_refuse_to_generate(tmp_path: Path) -> None:
 
 def damaged_body(rank: int, world_size: int, path: str) -> list[str]:
     from hybridengine.engine.interface import SamplingSpec
-    from hybridengine.sync.errors import ReshardError
-    from hybridengine.sync.weight_target import StaleWeightsError
+    from hybridengine.sync.weight_target import ReshardError, StaleWeightsError
 
     engine, resharder = build(path, world_size, [])
     resharder.sync(1, verify=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridengine.sync import tp_groups
+from hybridengine.sync.shards import tp_groups
 
 
 def test_tp_groups_are_strided_and_checked() -> None:

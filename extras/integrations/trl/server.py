@@ -23,8 +23,8 @@ from hybridengine.remote.servers.network import address_for, prepare_network
 from hybridengine.run.all_ranks import broadcast_value, run_on_all_ranks, run_on_rank0
 from hybridengine.run.errors import RolloutError
 from hybridengine.run.messages import check_secret
-from hybridengine.sync.errors import RankFailedError, ReshardError
-from hybridengine.sync.report import SyncReport
+from hybridengine.sync.resharder import SyncReport
+from hybridengine.sync.weight_target import RankFailedError, ReshardError
 
 __all__ = [
     "RESTART",

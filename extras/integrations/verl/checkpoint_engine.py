@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
     from hybridengine.integrations.verl.servers import ServerSender
-    from hybridengine.sync.report import SyncReport
+    from hybridengine.sync.resharder import SyncReport
 
 __all__ = ["ReshardCheckpointEngine"]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hybridengine.integrations._servers import connect_servers
 from hybridengine.integrations.verl.weights import ShardedWeights
-from hybridengine.sync.report import SyncReport
+from hybridengine.sync.resharder import SyncReport
 
 __all__ = ["ServerSender"]
 

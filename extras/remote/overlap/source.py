@@ -27,7 +27,7 @@ from hybridengine.run.all_ranks import all_gather_values, broadcast_value
 from hybridengine.run.config import RLConfig
 from hybridengine.run.messages import wait_until
 from hybridengine.run.session import Session
-from hybridengine.sync.report import SyncReport
+from hybridengine.sync.resharder import SyncReport
 from hybridengine.train.build import RunData
 from hybridengine.train.choices import Choices
 from hybridengine.train.data import PromptLoader, PromptSample, Subset

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from hybridengine.remote.servers.pool import ServerPool
 from hybridengine.remote.sync.records import EngineInfo, SyncState, SyncStore
-from hybridengine.sync.target import EngineState
+from hybridengine.sync.checksums import EngineState
 
 
 class ServerReceiver:

@@ -21,12 +21,19 @@ from hybridengine.kernels import bit_checksum
 from hybridengine.remote.sync.link import Link
 from hybridengine.run.all_ranks import all_gather_values
 from hybridengine.run.device import DeviceProgress, Guard
-from hybridengine.sync.errors import LinkError
-from hybridengine.sync.move.message import HEADER_BYTES, Header
 from hybridengine.sync.move.tables import Exchange
-from hybridengine.sync.move.transport import Gather, Pack, Pending, Sizes, Transport
+from hybridengine.sync.move.transport import (
+    HEADER_BYTES,
+    Gather,
+    Header,
+    Pack,
+    Pending,
+    Sizes,
+    Transport,
+)
 from hybridengine.sync.plan.planner import ReshardPlan
 from hybridengine.sync.shards import ShardSpec
+from hybridengine.sync.weight_target import LinkError
 
 _CHECKSUM_BYTES = 8
 

@@ -24,9 +24,9 @@ from hybridengine.remote.sync.records import (
 )
 from hybridengine.run.activity import Activity
 from hybridengine.run.messages import wait_for
-from hybridengine.sync.errors import ReshardError
 from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.plan.configuration import check_configuration, config_differences
+from hybridengine.sync.plan.checks import check_configuration, config_differences
+from hybridengine.sync.weight_target import ReshardError
 
 BEAT_S = 1.0
 NOTHING = Generations(0, 0)

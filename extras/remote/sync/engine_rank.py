@@ -26,10 +26,9 @@ from hybridengine.run.failures import (
     this_process,
 )
 from hybridengine.run.messages import wait_for
-from hybridengine.sync.errors import RankFailedError, ReshardError
 from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.plan.memory import default_bucket_bytes
-from hybridengine.sync.weight_target import WeightTarget
+from hybridengine.sync.plan.buckets import default_bucket_bytes
+from hybridengine.sync.weight_target import RankFailedError, ReshardError, WeightTarget
 
 T = TypeVar("T")
 _COORDINATOR = "trainer rank 0"

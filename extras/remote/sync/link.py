@@ -28,9 +28,9 @@ from hybridengine.run.failures import (
     one_line,
     process_state,
 )
-from hybridengine.sync.errors import LinkError
 from hybridengine.sync.move.tables import ALIGNMENT
 from hybridengine.sync.move.transport import Buffers, Pending
+from hybridengine.sync.weight_target import LinkError
 
 _TRANSFER = "transfer", ""  # of all ranks of a link
 _OF_A_SOCKET = ConnectionError, TimeoutError  # other OSErrors are of this process: no memory, say

@@ -28,13 +28,13 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.remote.sync.link import Link, Place
+from hybridengine.remote.sync.offered_memory import MemoryOffer, map_memory, offered_memory
 from hybridengine.remote.sync.records import SyncStore
 from hybridengine.run.failures import CollectiveGuard, one_line
 from hybridengine.run.messages import wait_for
-from hybridengine.sync.errors import LinkError, ReshardError
-from hybridengine.sync.move.shared_memory import MemoryOffer, map_memory, offered_memory
 from hybridengine.sync.move.tables import ALIGNMENT
 from hybridengine.sync.move.transport import Pending
+from hybridengine.sync.weight_target import LinkError, ReshardError
 
 _SLOTS = 2
 _MIN_SLOT_BYTES = 1 << 20

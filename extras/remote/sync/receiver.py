@@ -21,18 +21,26 @@ from hybridengine.remote.sync.records import (
     SyncState,
     SyncStore,
     Transfer,
+    make_plan,
 )
 from hybridengine.run.device import DeviceProgress
 from hybridengine.run.failures import one_line
 from hybridengine.sync.adapter import adapters_of_factors
-from hybridengine.sync.errors import CorruptDeltaError, LinkError, RankFailedError, ReshardError
+from hybridengine.sync.checksums import EngineState
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.move.mover import Mover
-from hybridengine.sync.plan.planning import make_plan
-from hybridengine.sync.report import SyncReport
-from hybridengine.sync.target import EngineState, engine_weights
+from hybridengine.sync.resharder import SyncReport
 from hybridengine.sync.verify import find_mismatches
-from hybridengine.sync.weight_target import HasTarget, WeightTarget, target_of
+from hybridengine.sync.weight_target import (
+    CorruptDeltaError,
+    HasTarget,
+    LinkError,
+    RankFailedError,
+    ReshardError,
+    WeightTarget,
+    engine_weights,
+    target_of,
+)
 
 
 class WeightReceiver:

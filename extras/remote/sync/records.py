@@ -16,7 +16,7 @@ and "trainers/T" (processes). Each engine writes its own keys:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,11 +27,12 @@ import torch.distributed as dist
 from hybridengine.run.failures import STORE_GONE, one_line, process_state, stopped_ranks
 from hybridengine.run.messages import MessageError, SignedStore
 from hybridengine.sync.adapter import Adapter, adapter_factors
-from hybridengine.sync.delta.changes import covers
-from hybridengine.sync.errors import RankFailedError
-from hybridengine.sync.layout import TensorSpec
-from hybridengine.sync.plan.buckets import Bucket
+from hybridengine.sync.layout import EngineLayout, TensorSpec
+from hybridengine.sync.move.mover import Order
+from hybridengine.sync.plan.checks import check_fit
+from hybridengine.sync.plan.planner import ReshardPlan, build_plan
 from hybridengine.sync.shards import Holders, ShardSpec
+from hybridengine.sync.weight_target import RankFailedError
 
 _PREFIX = "hybridengine/disaggregated"
 
@@ -161,32 +162,6 @@ class PlanInputs:
         }
 
 
-class Order(NamedTuple):
-    """Which part of the weights a transfer moves.
-
-    skip_frozen: whether frozen parameters that the engines already have are left out.
-    verify: whether checksums are compared afterwards.
-    remembers: whether a later one may leave out what has not changed, so that engines keep
-      checksums of what they have.
-    base: version of the weights that a delta is made from; None: everything is sent.
-    group_size: elements in a group of the delta.
-    """
-
-    skip_frozen: bool
-    verify: bool
-    remembers: bool
-    base: int | None = None
-    group_size: int = 0
-
-    def moves(self, bucket: Bucket) -> bool:
-        """Return whether the bucket is sent as a whole."""
-        return self.moves_densely(bucket) and not (self.base is not None and covers(bucket))
-
-    def moves_densely(self, bucket: Bucket) -> bool:
-        """Return whether the bucket would be sent without a delta."""
-        return not (bucket.frozen and self.skip_frozen)
-
-
 @dataclass(frozen=True)
 class Transfer:
     """One attempt to move the weights to some engines.
@@ -304,3 +279,24 @@ def _store_errors() -> Iterator[None]:
         if isinstance(error, RankFailedError | MessageError):
             raise
         raise RankFailedError(f"{STORE_GONE} ({one_line(error)})") from error
+
+
+def make_plan(
+    inputs: PlanInputs,
+    store: SyncStore,
+    optional_parameters: Set[str],
+    config_differences: Mapping[str, str],
+) -> ReshardPlan:
+    """Plan for the trainers, then one receiving rank for each tensor-parallel rank.
+
+    A trainer's engine layout is empty. The receiving rank is in no trainer's node. The arguments
+    except `inputs` and `store` are those of `WeightTarget`. Raises LayoutError as `build_plan`.
+    """
+    layouts = [
+        store.get(f"layout/{digest}", EngineLayout).with_full_tensors(inputs.factors)
+        for _, digest in sorted(inputs.layouts.items())
+    ]
+    nodes = [*inputs.nodes, *[max(inputs.nodes) + 1] * len(layouts)]
+    layouts = [EngineLayout({})] * len(inputs.nodes) + layouts
+    check_fit(inputs.specs, layouts, optional_parameters, config_differences)
+    return build_plan(inputs.specs, layouts, inputs.bucket_bytes, nodes)

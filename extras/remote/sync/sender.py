@@ -18,10 +18,10 @@ from hybridengine.remote.sync.memory_link import MemoryLink
 from hybridengine.remote.sync.records import (
     EngineInfo,
     Generations,
-    Order,
     PlanInputs,
     SyncStore,
     Transfer,
+    make_plan,
 )
 from hybridengine.run.all_ranks import (
     all_gather_values,
@@ -38,19 +38,17 @@ from hybridengine.run.failures import (
     this_process,
 )
 from hybridengine.sync.adapter import Adapter
-from hybridengine.sync.delta.changes import ChangeFinder, DeltaMode, Found
-from hybridengine.sync.delta.delta import group_size
-from hybridengine.sync.errors import LinkError, ReshardError, operation
 from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.move.mover import Mover
-from hybridengine.sync.plan.configuration import config_differences
-from hybridengine.sync.plan.memory import default_bucket_bytes
+from hybridengine.sync.move.changes import ChangeFinder, Found, find_changes
+from hybridengine.sync.move.delta import group_size
+from hybridengine.sync.move.mover import Mover, Order
+from hybridengine.sync.plan.buckets import default_bucket_bytes
+from hybridengine.sync.plan.checks import config_differences
 from hybridengine.sync.plan.planner import ReshardPlan
-from hybridengine.sync.plan.planning import make_plan
-from hybridengine.sync.report import SyncReport
-from hybridengine.sync.trained import Parameters
-from hybridengine.sync.trainers import Trainers
+from hybridengine.sync.resharder import SyncReport
+from hybridengine.sync.trainers import DeltaMode, Parameters, Trainers
 from hybridengine.sync.verify import find_mismatches, warn_of_nan
+from hybridengine.sync.weight_target import LinkError, ReshardError, operation
 
 T = TypeVar("T")
 _MAKE_AGAIN = "since the sender was made: make a new WeightSender"
@@ -371,7 +369,8 @@ class WeightSender:
         machines = {machine_of(process) for process in (*self._processes, *info.processes)}
         is_near = feeders_of(self._processes, self._devices, [info]) is not None
         with self._guard.collective("measuring rates"):
-            self._finder = self._trainers.find_changes(self.plan, len(machines) > 1, pulls=is_near)
+            is_far = len(machines) > 1
+            self._finder = find_changes(self._trainers, self.plan, is_far=is_far, pulls=is_near)
         publish = self._publish_plan
         self._plan_number = self._on_rank0(lambda c: publish(), "publishing the plan", int)
 

@@ -25,8 +25,8 @@ from hybridengine.remote.vllm_transfer.source import SenderArguments
 from hybridengine.run.all_ranks import broadcast_value, run_on_all_ranks
 from hybridengine.run.messages import MessageError, check_secret
 from hybridengine.run.rendezvous import listening_store
-from hybridengine.sync.errors import PlanOutdatedError, ReshardError
-from hybridengine.sync.report import SyncReport
+from hybridengine.sync.resharder import SyncReport
+from hybridengine.sync.weight_target import PlanOutdatedError, ReshardError
 
 __all__ = ["PREFIX", "EngineSender"]
 

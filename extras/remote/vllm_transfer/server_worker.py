@@ -26,9 +26,9 @@ from hybridengine.engine.vllm.sleep import weights_sleep
 from hybridengine.engine.vllm.weights import ModelWeights
 from hybridengine.model.checkpoint import checkpoint_layout_from_config
 from hybridengine.remote.sync.receiver import WeightReceiver
-from hybridengine.sync.errors import ReshardError
+from hybridengine.sync.checksums import EngineState
 from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.target import EngineState
+from hybridengine.sync.weight_target import ReshardError
 
 _CONNECT_TIMEOUT = timedelta(seconds=30)
 

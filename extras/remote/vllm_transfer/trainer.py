@@ -33,9 +33,9 @@ from hybridengine.remote.vllm_transfer.source import sender_arguments
 from hybridengine.run.all_ranks import raise_on_all_ranks, run_on_all_ranks
 from hybridengine.run.failures import one_line
 from hybridengine.run.messages import check_secret
-from hybridengine.sync.errors import ReshardError
 from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.report import SyncReport
+from hybridengine.sync.resharder import SyncReport
+from hybridengine.sync.weight_target import ReshardError
 
 __all__ = ["HybridEngineTrainerInitInfo", "HybridEngineTrainerTransfer", "register_trainer"]
 

@@ -50,10 +50,9 @@ from hybridengine.remote.vllm_transfer.server_worker import ServerWorker, StoreI
 from hybridengine.remote.vllm_transfer.trainer import BACKEND, register_trainer
 from hybridengine.run.all_ranks import run_on_all_ranks
 from hybridengine.run.failures import CollectiveGuard
-from hybridengine.sync.errors import operation
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.resharder import Resharder
-from hybridengine.sync.weight_target import WeightState
+from hybridengine.sync.weight_target import WeightState, operation
 
 _POST_LOAD = "_hybridengine_post_load"  # attribute of a model that vLLM loaded for this backend
 _STATE = "_hybridengine_weight_state"  # attribute of an `LLMEngine`

@@ -56,8 +56,8 @@ from hybridengine.moe.routes import pack_routes
 from hybridengine.run.all_ranks import all_gather_values, broadcast_value, group_timeout
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.plan.senders import ranks_per_node
-from hybridengine.sync.target import write_constants
-from hybridengine.sync.tp_groups import tp_groups
+from hybridengine.sync.shards import tp_groups
+from hybridengine.sync.weight_target import write_constants
 from hybridengine.vision import EncodedImage
 from hybridengine.vision.engine import (
     PromptImages,

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from hybridengine.engine.interface import InFlightUpdate
-from hybridengine.sync.errors import ReshardError
+from hybridengine.sync.weight_target import ReshardError
 
 __all__ = ["drop_cached_prefixes", "refresh_caches", "updates_between_steps"]
 

@@ -39,7 +39,7 @@ from hybridengine.sync.geometry import (
     reach,
 )
 from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.move.rows import Shape, SliceRows, slice_rows
+from hybridengine.sync.move.tables import Plain, Shape, SliceRows, slice_rows
 from hybridengine.sync.plan.planner import ReshardPlan
 from hybridengine.sync.plan.source_class import SliceCopy
 
@@ -48,7 +48,7 @@ _MAX_AXES = 4  # of a row
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class BlockScales:
+class BlockScales(Plain):
     """The scales of all quantized tensors of all engine layouts of a plan, on one rank.
 
     scale: float32 [B], of the blocks of all layouts in one numbering. `combine` computes it.

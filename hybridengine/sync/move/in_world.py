@@ -7,21 +7,130 @@ receiver copies from the senders' memory to the engine's weights, in one launch 
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hybridengine.run.all_ranks import host_device, raise_on_all_ranks
+from hybridengine.run.all_ranks import all_gather_values, host_device, raise_on_all_ranks
 from hybridengine.run.device import DeviceProgress
-from hybridengine.run.failures import CollectiveGuard
-from hybridengine.sync.errors import ReshardError
-from hybridengine.sync.move.message import HEADER_BYTES, Header
-from hybridengine.sync.move.shared_memory import SharedMemory
+from hybridengine.run.failures import CollectiveGuard, one_line
 from hybridengine.sync.move.tables import ALIGNMENT, Exchange, PullBuilder
-from hybridengine.sync.move.transport import Buffers, Gather, Pack, Pending, Sizes, Transport
+from hybridengine.sync.move.transport import (
+    HEADER_BYTES,
+    Buffers,
+    Gather,
+    Header,
+    Pack,
+    Pending,
+    Sizes,
+    Transport,
+)
 from hybridengine.sync.shards import ShardSpec
+from hybridengine.sync.weight_target import ReshardError
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Memory of all ranks, mapped as long as this object lives.
+
+    buffers: the memory of each rank, uint8 [size].
+    """
+
+    buffers: list[torch.Tensor]
+    _owner: object
+
+
+class HostMemory:
+    """Memory of the host; `address` is the path by which ranks of this machine open it."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._size = size
+        self._descriptor = os.memfd_create("hybridengine")
+        os.ftruncate(self._descriptor, size)
+        self.address = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def map(self, addresses: Sequence[str]) -> list[torch.Tensor]:
+        return [
+            torch.from_file(path, shared=True, size=self._size, dtype=torch.uint8)
+            for path in addresses
+        ]
+
+    def close(self) -> None:
+        """Forget the descriptor; what is mapped stays."""
+        os.close(self._descriptor)
+
+
+class _DeviceMemory:
+    """Memory of a GPU; `address` is the index of this rank's GPU."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        # Not symm_mem.empty: tensors of its memory pool may start inside an allocation.
+        self._tensor = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+        self._size, self.address = size, device.index
+
+    def map(self, addresses: Sequence[int]) -> list[torch.Tensor]:
+        from torch.distributed._symmetric_memory import rendezvous
+
+        group = dist.group.WORLD
+        assert group is not None
+        self._handle = rendezvous(self._tensor, group.group_name)
+        ranks = range(len(addresses))
+        return [self._handle.get_buffer(r, (self._size,), torch.uint8) for r in ranks]
+
+    def close(self) -> None: ...
+
+
+def share_memory(size: int, device: torch.device) -> SharedMemory | None:
+    """Return `size` bytes of every rank, or None if not every rank can map all. Collective.
+
+    size, device.type: the same on every rank. All ranks are on one machine. Warns where sharing
+    failed, but not of GPUs that cannot access each other.
+    """
+    own: HostMemory | _DeviceMemory | None = None
+    buffers: list[torch.Tensor] = []
+    problem: str | None = None
+    try:
+        own = (HostMemory if device.type == "cpu" else _DeviceMemory)(size, device)
+    except Exception as error:
+        problem = one_line(error)
+    offer = (own and own.address, problem)
+    offers = all_gather_values(offer, tuple[str | int | None, str | None])
+    addresses: list[Any] = [address for address, _ in offers]
+    problems = [text for _, text in offers]
+    if device.type == "cuda" and not _access_each_other(addresses):
+        return None
+    if own is not None:
+        if not any(problems):
+            try:
+                buffers = own.map(addresses)
+            except Exception as error:
+                problem = one_line(error)
+            problems = all_gather_values(problem, str | None)  # from here on every rank has mapped
+        own.close()
+    if failed := [rank for rank, text in enumerate(problems) if text]:
+        if dist.get_rank() == 0:
+            warnings.warn(
+                f"rank {failed[0]} cannot share memory with the other ranks of this machine "
+                f"({problems[failed[0]]}): weight syncs use the slower all-to-all",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return None
+    return SharedMemory(buffers, own)
+
+
+def _access_each_other(gpus: Sequence[int | None]) -> bool:
+    """Return whether each of the GPUs can read the memory of all others."""
+    found = {gpu for gpu in gpus if gpu is not None}
+    return all(torch.cuda.can_device_access_peer(a, b) for a in found for b in found - {a})
 
 
 class AllToAll(Transport):

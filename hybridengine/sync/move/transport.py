@@ -5,14 +5,42 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from hybridengine.run.device import DeviceProgress, Guard
-from hybridengine.sync.move.message import Header
 from hybridengine.sync.move.tables import Exchange
 from hybridengine.sync.shards import ShardSpec
+
+_ALIGNMENT = 8  # bytes of a message: the next one is aligned for its values and its checksum
+
+
+class Header(NamedTuple):
+    """What a receiver knows before the message arrives; all zero but the versions for no changes.
+
+    base, new: see `Versions`.
+    gap_width: bytes of a field of the gaps.
+    gap_bytes: the bytes of all gaps.
+    checksum: the checksum of the message.
+    """
+
+    base: int
+    new: int
+    num_changes: int
+    gap_width: int
+    gap_bytes: int
+    checksum: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the message."""
+        size = 2 * self.num_changes + self.gap_bytes
+        return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+HEADER_BYTES = 8 * len(Header._fields)
+
 
 Pack = Callable[[torch.Tensor], None]
 """Fills a buffer of the engine's dtype with what this rank sends of a bucket."""

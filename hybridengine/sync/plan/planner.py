@@ -23,7 +23,10 @@ from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE
 from hybridengine.sync.geometry import Block
 from hybridengine.sync.layout import EngineLayout, LayoutError
 from hybridengine.sync.plan.buckets import Bucket, ChunkTable, Source, fill_buckets
-from hybridengine.sync.plan.coverage import check_coverage
+from hybridengine.sync.plan.checks import (
+    check_casts,
+    check_coverage,
+)
 from hybridengine.sync.plan.senders import Senders, Topology
 from hybridengine.sync.plan.source_class import SliceCopy, SourceClass
 from hybridengine.sync.shards import ShardSpec
@@ -177,6 +180,7 @@ class Planner:
         buckets, moved, staging_bytes = fill_buckets(
             moving, self._bucket_bytes, world_size, self._chunk_tables, sent_once
         )
+        check_casts(buckets)
         needed, lower_bound = np.zeros((2, world_size), np.int64)
         for (_, dtype), source_class in classes.items():
             needed += source_class.num_written[self._layout_of] * dtype.itemsize

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridengine.sync.copies import Writes, disjoint_regions
 from hybridengine.sync.geometry import Axis, Block, count_below, cut, narrow
-from hybridengine.sync.plan.regions import Writes, disjoint_regions
 from hybridengine.sync.plan.senders import Senders
 from hybridengine.sync.shards import ShardSpec, grid_product
 

@@ -10,18 +10,95 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from hybridengine.kernels import Changed
-from hybridengine.kernels.delta import ChangeTable
-from hybridengine.sync.delta.changes import Part, covers
-from hybridengine.sync.errors import CorruptDeltaError
-from hybridengine.sync.move.message import Header, Versions, decode, encode
+from hybridengine.kernels.delta import ChangeTable, decode_gaps, encode_gaps
+from hybridengine.sync.checksums import bit_checksums
+from hybridengine.sync.move.changes import Part, covers
 from hybridengine.sync.move.tables import ExchangeBuilder
-from hybridengine.sync.move.transport import Transport, run_transfers
+from hybridengine.sync.move.transport import Header, Transport, run_transfers
 from hybridengine.sync.plan.buckets import Bucket
 from hybridengine.sync.plan.source_class import Chunk
+from hybridengine.sync.weight_target import CorruptDeltaError
+
+_ALIGNMENT = 8  # bytes of a message: the next one is aligned for its values and its checksum
+
+
+class Versions(NamedTuple):
+    """The version of the engine's weights that a delta applies to, and the one that it makes."""
+
+    base: int
+    new: int
+
+
+def encode(
+    positions: torch.Tensor,
+    values: torch.Tensor,
+    cuts: Sequence[int],
+    starts: Sequence[int],
+    versions: Versions,
+) -> tuple[list[Header], torch.Tensor]:
+    """Return the header of each message, and all messages in a row, uint8.
+
+    positions: ascending, int64 [K].
+    values: [K], of 16 bits.
+    cuts: where the changes of each message begin, and K.
+    starts: the first position of the elements of each message, and their end.
+    """
+    headers, nothing = list[Header](), positions.new_empty(0, dtype=torch.uint8)
+    pieces = [nothing]
+    for low, high, start in zip(cuts, cuts[1:], starts, strict=False):
+        gaps, width = encode_gaps(positions[low:high], start) if low < high else (nothing, 1)
+        header = Header(*versions, high - low, width, len(gaps), 0)
+        padding = nothing.new_zeros(header.num_bytes - 2 * header.num_changes - len(gaps))
+        pieces += [values[low:high].view(torch.uint8), gaps, padding]
+        headers.append(header)
+    outgoing = torch.cat(pieces)
+    checksums = bit_checksums(outgoing.split([header.num_bytes for header in headers]))
+    return [h._replace(checksum=c) for h, c in zip(headers, checksums, strict=True)], outgoing
+
+
+def decode(
+    headers: Sequence[Header],
+    messages: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    counts: Sequence[int],
+    versions: Versions,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the positions int64 [K] and the values [K], of `dtype`, of each sender's message.
+
+    counts: elements that a dense sync would receive from each sender; positions count among them.
+
+    Raises CorruptDeltaError if a message is not the one its header describes, or is made from
+    another version.
+    """
+    positions, values = list[torch.Tensor](), list[torch.Tensor]()
+    checksums = bit_checksums(messages)
+    for sender, (header, message, checksum) in enumerate(
+        zip(headers, messages, checksums, strict=True)
+    ):
+        try:
+            if (header.base, header.new) != versions:
+                raise CorruptDeltaError(
+                    f"it leads from version {header.base} to {header.new}, expected "
+                    f"{versions.base} to {versions.new}"
+                )
+            if checksum != header.checksum:
+                raise CorruptDeltaError("its checksum differs from that of its sender")
+            middle = 2 * header.num_changes
+            gaps = message[middle : middle + header.gap_bytes]
+            count = header.num_changes
+            positions.append(decode_gaps(gaps, header.gap_width, 0, counts[sender], count))
+            values.append(message[:middle].view(dtype))
+        except ValueError as error:
+            raise CorruptDeltaError(
+                f"the delta from rank {sender} was not applied: {error}"
+            ) from error
+    return positions, values
+
 
 _BYTES_PER_CHANGE = 3  # of a message, where an element has 2
 _STEP = 4  # sizes of groups are powers of it, so that few sets of tables are made

@@ -1,1 +1,0 @@
-"""Syncs that send only what changed."""
