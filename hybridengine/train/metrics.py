@@ -26,6 +26,13 @@ from hybridengine.train.batch import RolloutBatch
 from hybridengine.train.outcomes import Outcomes
 from hybridengine.train.rollouts import Rollouts
 
+_CORE = "val-core/"
+_DRAWS = 1000  # of n responses, for a majority vote
+_Z95 = NormalDist().inv_cdf(0.975)  # two-sided 95%
+
+# (data source; by variable, the results of its responses; the answers they give, or None)
+Problem = tuple[str, Mapping[str, Sequence[float]], Sequence[float] | None]
+
 
 def batch_metrics(batch: RolloutBatch, group: dist.ProcessGroup | None) -> dict[str, float]:
     """Summarize scores, advantages, returns, values, lengths and further results of the reward.
@@ -163,14 +170,6 @@ def _mean_max_min_over_ranks(
     ):
         metrics |= {f"{name}/mean": total / count, f"{name}/max": largest, f"{name}/min": -smallest}
     return metrics
-
-
-_CORE = "val-core/"
-_DRAWS = 1000  # of n responses, for a majority vote
-_Z95 = NormalDist().inv_cdf(0.975)  # two-sided 95%
-
-# (data source; by variable, the results of its responses; the answers they give, or None)
-Problem = tuple[str, Mapping[str, Sequence[float]], Sequence[float] | None]
 
 
 class ValidationHistory:

@@ -13,13 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridengine.kernels import (
     RolloutCorrection,
     policy_loss,
-    rollout_correction,
     select_by_covariance,
 )
 from hybridengine.model import (
@@ -33,10 +31,12 @@ from hybridengine.model import (
 from hybridengine.model.extensions import hooks_of, pop_metrics, recorded_parts
 from hybridengine.model.parts import Part
 from hybridengine.run.config import RLConfig
-from hybridengine.run.config.rl import RolloutCorrectionConfig
+from hybridengine.train.advantages import LossOptions, correct, correct_batch
 from hybridengine.train.algorithms import KLController
 from hybridengine.train.batch import DataParallel, RolloutBatch, mean_metrics
 from hybridengine.train.rollout_files import TokenRecord
+
+_COV_MODES = ("clip_cov", "kl_cov")  # choose tokens by the old log-probs
 
 
 class Learner(ABC):
@@ -94,17 +94,6 @@ class Learner(ABC):
         """
 
 
-_MIN_MEAN_WEIGHT = 1e-8  # weights of a smaller mean are not normalised, as in verl
-_COV_KL_COEF = 0.1  # of kl_cov, verl's ppo_kl_coef
-_COV_MODES = ("clip_cov", "kl_cov")  # choose tokens by the old log-probs
-_CORRECTION_NAMES = {  # the kernel's -> verl's
-    "is_weight_mean": "rollout_is_mean",
-    "is_weight_max": "rollout_is_max",
-    "is_clipped_fraction": "rollout_is_clipped_fraction",
-    "rejected_fraction": "rollout_rs_masked_fraction",
-}
-
-
 def needs_old_log_probs(config: RLConfig, num_mini_batches: int) -> bool:
     """Return whether the update needs old log-probs from a forward pass of their own.
 
@@ -149,13 +138,11 @@ class Actor(Learner):
         super().__init__(config, model, optimizer, dp)
         self._reference, self._temperature = reference, config.rollout.temperature
         self._recorded: Mapping[str, Sequence[Part]] = {}  # by the newest `old_log_probs`
+        self._correction = config.algorithm.rollout_correction
+        self._loss_options = LossOptions.of(config)
         self.kl: KLController | None = None
         if (actor := config.actor).use_kl_loss:
             self.kl = KLController(actor.kl_loss_ctrl, actor.kl_loss_coef, total_steps)
-
-    @property
-    def _options(self) -> RolloutCorrectionConfig:
-        return self._config.algorithm.rollout_correction
 
     @property
     def _kl_coef(self) -> float:
@@ -190,40 +177,11 @@ class Actor(Learner):
 
         Collective.
         """
-        old, mask = batch.old_log_probs, batch.response_mask
-        assert old is not None
-        num_tokens = mask.sum()
-        dist.all_reduce(num_tokens, group=self._dp.group)
-        correction = self._correction(
-            old, batch.rollout_log_probs, batch.cu_seqlens, mask, num_tokens
-        )
-        metrics = self._dp.reduce_metrics([correction.metrics])
-        weights = correction.weights
-        if self._options.rollout_is_batch_normalize:
-            assert weights is not None
-            weights, mean = self._normalized(batch, weights, mask)
-            metrics["rollout_corr/rollout_is_batch_norm_factor"] = mean
-        return correction._replace(weights=weights, metrics=metrics)
-
-    def _normalized(
-        self, batch: RolloutBatch, weights: Tensor, mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Divide importance weights [R] by their mean over all tokens, or over all responses.
-
-        Returns (weights, mean), as verl's rollout_is_batch_normalize. Collective.
-        """
-        share = mask.to(weights.dtype)
-        if self._options.rollout_is == "sequence":
-            share = share / batch.sequence_sums(share)[batch.sequence_ids].clamp(min=1)
-        total = torch.stack([(weights * share).sum(), share.sum()])
-        dist.all_reduce(total, group=self._dp.group)
-        mean = total[0] / total[1].clamp(min=1)
-        mean = torch.where(mean > _MIN_MEAN_WEIGHT, mean, 1.0)
-        return weights / mean, mean
+        return correct_batch(batch, self._dp, self._correction)
 
     def _step(self, batch: RolloutBatch, number: int) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Run one optimizer step; with bypass_mode, normalised weights need a forward before it."""
-        options = self._options
+        options = self._correction
         if not (options.bypass_mode and options.rollout_is_batch_normalize):
             return super()._step(batch, number)
         own = torch.zeros_like(batch.rollout_log_probs)
@@ -291,32 +249,22 @@ class Actor(Learner):
     def micro_batch_loss(
         self, batch: RolloutBatch, micro_batch: PackedBatch, num_tokens: Tensor, num_seqs: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        actor, take = self._config.actor, micro_batch.take
-        clip_ratio_low, clip_ratio_high = self._config.clip_ratios
-        reinforces = self._options.loss_type == "reinforce"
-        arguments = {
-            "old_log_probs": take(batch.old_log_probs),
-            "advantages": take(batch.advantages),
-            "response_mask": batch.mask_of(micro_batch),
-            "loss_mode": "gpg" if reinforces else actor.policy_loss.loss_mode,
-            "clip_ratio_low": clip_ratio_low,
-            "clip_ratio_high": clip_ratio_high,
-            "clip_ratio_c": actor.clip_ratio_c,
-            "selected": take(batch.selected),
-            "cov_kl_coef": _COV_KL_COEF,
-            "loss_agg_mode": actor.loss_agg_mode,
-            "loss_scale_factor": self._config.data.max_response_length,
-            "cu_seqlens": micro_batch.cu_rows,
-            "global_num_tokens": num_tokens,
-            "global_num_seqs": num_seqs,
-            "ref_log_probs": take(batch.ref_log_probs) if actor.use_kl_loss else None,
-            "kl_coef": self._kl_coef,
-            "kl_type": actor.kl_loss_type,
-            "entropy_coeff": actor.entropy_coeff,
-            "rollout_is_weights": take(batch.is_weights),
-        }
+        take, uses_reference = micro_batch.take, self._config.actor.use_kl_loss
+        options = replace(
+            self._loss_options,
+            old_log_probs=take(batch.old_log_probs),
+            advantages=take(batch.advantages),
+            response_mask=batch.mask_of(micro_batch),
+            selected=take(batch.selected),
+            cu_seqlens=micro_batch.cu_rows,
+            global_num_tokens=num_tokens,
+            global_num_seqs=num_seqs,
+            ref_log_probs=take(batch.ref_log_probs) if uses_reference else None,
+            kl_coef=self._kl_coef,
+            rollout_is_weights=take(batch.is_weights),
+        )
         form = self._one_pass if self._permits_one_pass(batch, micro_batch) else self._two_steps
-        return form(batch, micro_batch, arguments)
+        return form(batch, micro_batch, options)
 
     def _permits_one_pass(self, batch: RolloutBatch, micro_batch: PackedBatch) -> bool:
         """Return whether the loss and its gradients can be computed in the forward.
@@ -325,7 +273,7 @@ class Actor(Learner):
         only (a sparse head), and where a token's importance weight or rejection depends on
         log-probs of this step of its whole response.
         """
-        options = self._options
+        options = self._correction
         by_response = options.rollout_is == "sequence"
         corrects = options.loss_type == "reinforce" or bool(options.rejection)
         return (
@@ -337,13 +285,13 @@ class Actor(Learner):
         )
 
     def _one_pass(
-        self, batch: RolloutBatch, micro_batch: PackedBatch, arguments: dict[str, Any]
+        self, batch: RolloutBatch, micro_batch: PackedBatch, options: LossOptions
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Compute the loss from hidden states: 6 T H V operations in the head."""
-        correction = self._options
-        if batch.old_log_probs is None and correction.rollout_is is not None:
-            lower, upper = correction.is_bounds
-            arguments |= {
+        corrects, weights = self._corrects_now(batch), dict[str, Any]()
+        if batch.old_log_probs is None and self._correction.rollout_is is not None:
+            lower, upper = self._correction.is_bounds
+            weights = {
                 "rollout_log_probs": micro_batch.take(batch.rollout_log_probs),
                 "rollout_is_lower": lower,
                 "rollout_is_threshold": upper,
@@ -353,38 +301,44 @@ class Actor(Learner):
             micro_batch,
             self._temperature,
             grad_scale=self._dp.grad_scale(self.optimizer),
-            **arguments,
+            **vars(options),
+            **weights,
         )
         if self.record is not None:
-            self.record.add(batch, micro_batch, log_probs, entropy, arguments)
+            self.record.add(batch, micro_batch, log_probs, entropy, options)
         metrics = _prefixed(loss_metrics)
-        if batch.old_log_probs is None or correction.bypass_mode:
-            metrics |= self._own_correction(batch, micro_batch, log_probs, arguments).metrics
+        if corrects:
+            metrics |= self._own_correction(batch, micro_batch, log_probs, options).metrics
         return loss, metrics, log_probs
 
     def _two_steps(
-        self, batch: RolloutBatch, micro_batch: PackedBatch, arguments: dict[str, Any]
+        self, batch: RolloutBatch, micro_batch: PackedBatch, options: LossOptions
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Compute log-probs, then the loss: 8 T H V operations, 6 where the logits are kept."""
         log_probs, entropy = self._forward(self.model, micro_batch)
         metrics: dict[str, Tensor] = {}
-        if batch.old_log_probs is None or self._options.bypass_mode:
-            correction = self._own_correction(batch, micro_batch, log_probs.detach(), arguments)
-            metrics, arguments["response_mask"] = correction.metrics, correction.response_mask
-            if self._options.applies_weights and batch.is_weights is None:
-                arguments["rollout_is_weights"] = correction.weights
-        loss, loss_metrics = policy_loss(log_probs, entropy=entropy, **arguments)
+        if self._corrects_now(batch):
+            own = self._own_correction(batch, micro_batch, log_probs.detach(), options)
+            metrics, options = own.metrics, replace(options, response_mask=own.response_mask)
+            if self._correction.applies_weights and batch.is_weights is None:
+                options = replace(options, rollout_is_weights=own.weights)
+        loss, loss_metrics = policy_loss(log_probs, entropy=entropy, **vars(options))
         if self.record is not None:
-            self.record.add(batch, micro_batch, log_probs, entropy, arguments)
+            self.record.add(batch, micro_batch, log_probs, entropy, options)
         return loss, metrics | _prefixed(loss_metrics), log_probs
 
+    def _corrects_now(self, batch: RolloutBatch) -> bool:
+        """Return whether the gap to the engine is corrected by the log-probs of this step."""
+        return batch.old_log_probs is None or self._correction.bypass_mode
+
     def _own_correction(
-        self, batch: RolloutBatch, micro_batch: PackedBatch, own: Tensor, arguments: dict[str, Any]
+        self, batch: RolloutBatch, micro_batch: PackedBatch, own: Tensor, options: LossOptions
     ) -> RolloutCorrection:
         """Correct for the gap between the engine's log-probs and those of this step, `own`."""
         rollout = micro_batch.take(batch.rollout_log_probs)
-        mask, num_tokens = arguments["response_mask"], arguments["global_num_tokens"]
-        return self._correction(own, rollout, micro_batch.cu_rows, mask, num_tokens)
+        mask, num_tokens = options.response_mask, options.global_num_tokens
+        assert mask is not None and num_tokens is not None
+        return correct(own, rollout, micro_batch.cu_rows, mask, num_tokens, self._correction)
 
     def _select(self, batch: RolloutBatch) -> Tensor:
         """Select tokens of each mini-batch of all replicas by covariance, bool [R]. Collective."""
@@ -406,28 +360,6 @@ class Actor(Learner):
             )
             selected[batch.in_mini_batch(number)] = chosen[is_own]
         return selected
-
-    def _correction(
-        self, old: Tensor, rollout: Tensor, cu_seqlens: Tensor, mask: Tensor, num_tokens: Tensor
-    ) -> RolloutCorrection:
-        options = self._options
-        lower, upper = options.is_bounds
-        correction = rollout_correction(
-            old,
-            rollout,
-            cu_seqlens=cu_seqlens,
-            response_mask=mask,
-            rollout_is=options.rollout_is,
-            rollout_is_threshold=upper,
-            rollout_is_lower=lower,
-            rejection=options.rejection,
-            global_num_tokens=num_tokens,
-        )
-        named = {
-            f"rollout_corr/{_CORRECTION_NAMES.get(name, name)}": value
-            for name, value in correction.metrics.items()
-        }
-        return correction._replace(metrics=named)
 
 
 def _prefixed(metrics: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -34,6 +34,13 @@ _FILES = ("summary.json", "curves.png", "metrics.jsonl", "rollouts", "final")
 _FIRST_DRAWING_S = 10.0  # the curves are drawn, then as often as takes this share of the time
 _DRAWING_SHARE = 0.01
 
+MAX_FAILED_UPDATES = 10  # in a row; then the run fails
+
+_REMEDY = "lower the learning rate, or check rewards and data"
+
+MetricsCallback = Callable[[int, Mapping[str, float]], object]
+SaveCallback = Callable[[int, Path], object]
+
 
 class Reporter(ExitStack):
     """Console, metric files and summary of one run; silent on other ranks than 0.
@@ -96,10 +103,6 @@ class Reporter(ExitStack):
             f"{summary['steps']} steps in {summary['seconds']} s{resumed}; "
             f"see {self.dir}{os.sep}{{{files}}}"
         )
-
-
-MetricsCallback = Callable[[int, Mapping[str, float]], object]
-SaveCallback = Callable[[int, Path], object]
 
 
 @dataclass(frozen=True)
@@ -195,11 +198,6 @@ def print_resumed(
     if is_main:
         for change in changed_settings(resumed, config):
             write(f"  changed since: {change}")
-
-
-MAX_FAILED_UPDATES = 10  # in a row; then the run fails
-
-_REMEDY = "lower the learning rate, or check rewards and data"
 
 
 class UpdateCounts(Protocol):

@@ -6,7 +6,7 @@ Texts are made where the responses were generated, then moved in order.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,24 @@ from torch import Tensor
 from hybridengine.kernels import token_policy_loss
 from hybridengine.model import PackedBatch
 from hybridengine.run.storage import atomic_file
+from hybridengine.train.advantages import LossOptions
 from hybridengine.train.batch import RolloutBatch
 from hybridengine.train.data import PromptSample
 from hybridengine.train.exchange import RowExchange
 from hybridengine.train.rollouts import Rollouts, ScoredResponse
+
+# Arguments of the loss that clipping depends on.
+_CLIPPING = (
+    "old_log_probs",
+    "advantages",
+    "response_mask",
+    "loss_mode",
+    "clip_ratio_low",
+    "clip_ratio_high",
+    "clip_ratio_c",
+    "selected",
+    "cu_seqlens",
+)
 
 
 @contextmanager
@@ -163,22 +177,6 @@ def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
-__all__ = ["TokenRecord"]
-
-# Arguments of the loss that clipping depends on.
-_CLIPPING = (
-    "old_log_probs",
-    "advantages",
-    "response_mask",
-    "loss_mode",
-    "clip_ratio_low",
-    "clip_ratio_high",
-    "clip_ratio_c",
-    "selected",
-    "cu_seqlens",
-)
-
-
 class TokenRecord:
     """The values of the tokens of a batch in the last pass of the update over them.
 
@@ -200,18 +198,19 @@ class TokenRecord:
         micro_batch: PackedBatch,
         log_probs: Tensor,
         entropy: Tensor,
-        arguments: Mapping[str, Any],
+        options: LossOptions,
     ) -> None:
-        """Take a micro-batch. log_probs, entropy: [r]. arguments: of `policy_loss`."""
+        """Take a micro-batch. log_probs, entropy: [r]. options: of its loss."""
+        assert options.response_mask is not None
         if self.mask is None:  # a replica without responses has mask and columns as well
             self.mask = torch.zeros_like(batch.response_mask)
         if not micro_batch.is_dummy:
-            self.mask[micro_batch.row_index] = arguments["response_mask"]
-        if arguments["old_log_probs"] is None:
+            self.mask[micro_batch.row_index] = options.response_mask
+        if options.old_log_probs is None:
             self._set("old_log_probs", batch, micro_batch, log_probs)
         self._set("entropy", batch, micro_batch, entropy)
-        if arguments["loss_mode"] != "geo_mean":  # which clips by the whole response
-            chosen = {name: arguments[name] for name in _CLIPPING}
+        if options.loss_mode != "geo_mean":  # which clips by the whole response
+            chosen = {name: getattr(options, name) for name in _CLIPPING}
             losses = token_policy_loss(log_probs.detach(), **chosen)
             clipped = losses.clipped | losses.clipped_lower
             self._set("clipped", batch, micro_batch, clipped)
