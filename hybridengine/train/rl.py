@@ -35,7 +35,7 @@ from hybridengine.train.batch import RolloutBatch
 from hybridengine.train.build import import_external, load_data
 from hybridengine.train.build_models import build_actor, build_data_parallel
 from hybridengine.train.choices import agree
-from hybridengine.train.critic import StepCritic, build_critic
+from hybridengine.train.critic import ExternalCritic, StepCritic, build_critic
 from hybridengine.train.data import PromptDataset, PromptLoader, Subset
 from hybridengine.train.metrics import (
     Problem,
@@ -45,7 +45,7 @@ from hybridengine.train.metrics import (
     probs_diff,
 )
 from hybridengine.train.mode import Mode, mode_of
-from hybridengine.train.models import Learner, needs_old_log_probs
+from hybridengine.train.models import Actor, Learner, needs_old_log_probs
 from hybridengine.train.plan import plan_table
 from hybridengine.train.report import UpdateCounts
 from hybridengine.train.rollout_files import (
@@ -66,70 +66,82 @@ class RLTrainer(BaseTrainer[RLConfig]):
     val: PromptDataset | None
 
     def __init__(self, config: RLConfig, session: Session, mode: Mode | None = None) -> None:
-        import_external(config)
+        import_external(config)  # it may register the estimator, on which choices depend
         config, self.choices = agree(config)
-        mode = mode or mode_of(config)
         super().__init__(config, session)
-        data, algorithm = config.data, config.algorithm
+        mode = mode or mode_of(config)
         torch.manual_seed(config.seed)
         if session.is_main:  # until the progress bar takes over
             session.on_phase = lambda phase: print(f"… {phase.replace('_', ' ')}", flush=True)
+
         with session.phase("load_data"):
-            run_data = load_data(config)
-            self.tokenizer, self.prompts, self.val = run_data[:3]
-            self.loader = PromptLoader(
-                self.prompts, data.train_batch_size, seed=config.seed, shuffle=data.shuffle
-            )
+            data = load_data(config)
+            self.tokenizer, self.prompts, self.val = data.tokenizer, data.train, data.val
+            size, shuffle = config.data.train_batch_size, config.data.shuffle
+            self.loader = PromptLoader(self.prompts, size, seed=config.seed, shuffle=shuffle)
         self.epochs_per_step = config.actor.ppo_epochs
-        self.num_mini_batches = data.train_batch_size // config.ppo_mini_batch_size
-        self.needs = NEEDS[algorithm.adv_estimator]
-        reward_model = None
+        self.num_mini_batches = size // config.ppo_mini_batch_size
+        num_updates = self.steps * self.num_mini_batches * self.epochs_per_step
+        self.needs = NEEDS[config.algorithm.adv_estimator]
         self.sampling, self.val_sampling = sampling_of(config), val_sampling_of(config)
         self.greedy = replace(self.sampling, n=1, temperature=0.0, record_routes=False)
-        self.source = mode.rollouts(
-            config, self.choices, session, run_data, self.loader, self.sampling
-        )
-        updates = self.steps * self.num_mini_batches * self.epochs_per_step
-        external = mode.critic(config, session, updates)
-        self.critic: StepCritic | None = external
+
+        # The engine comes before the model, which may be computed with the engine's weights.
+        rollouts = (data, self.loader, self.sampling)
+        self.source = mode.rollouts(config, self.choices, session, *rollouts)
+        external = mode.critic(config, session, num_updates)
         with session.phase("load_model"):
             self.dp = build_data_parallel(config, session, self.choices)
-            self.actor = build_actor(
-                config,
-                self.source.sliced_dims,
-                self.dp,
-                updates,
-                self.steps,
-                self.source.shared.base,
-                exact=self.choices.exact,
-                shares_unsharded=self.source.shared.target is not None,
-            )
+            self.actor = self._build_actor(num_updates)
             self.model = self.actor.model
-            trained: dict[str, Learner] = {"actor": self.actor}
-            if uses_critic(config) and external is None:
-                self.critic = trained["critic"] = build_critic(config, self.dp, updates)
+            self.critic: StepCritic | None = external
+            if external is None and uses_critic(config):
+                self.critic = build_critic(config, self.dp, num_updates)
+            reward_model = None
             if config.reward.reward_model.enable:
                 scorer = load_plugin("rewards", "reward_model", "reward.reward_model.enable")
                 reward_model = scorer.build(config, self.tokenizer, session)
         self.source.connect(self.actor, reward_model)
-        schedule, states = algorithm.kl_ctrl, dict[str, Any](held_out=ValidationHistory())
-        self.kl = None
-        if algorithm.use_kl_in_reward:
-            self.kl = states["kl"] = KLController(schedule, schedule.kl_coef, self.steps)
-        if config.schedules_kl_loss:
-            states["kl_loss"] = self.actor.kl
-        optimizers: dict[str, UpdateCounts] = {n: x.optimizer for n, x in trained.items()}
         if external is not None:
             external.wait_until_built()
-            optimizers["critic"] = states["critic.optimizer"] = external.optimizer
-        self.optimizers = optimizers
-        self.validations, self.syncs = states["held_out"], list[SyncReport]()
+
+        schedule, self.kl = config.algorithm.kl_ctrl, None
+        if config.algorithm.use_kl_in_reward:
+            self.kl = KLController(schedule, schedule.kl_coef, self.steps)
+        self.validations, self.syncs = ValidationHistory(), list[SyncReport]()
         self.probs_diffs = list[float]()  # mean difference: [of the first step, the largest]
-        self.checkpoints = self.build_checkpoints(
-            {name: (part.model, part.optimizer) for name, part in trained.items()}, states, external
-        )
         self.rollout_dir = Path(config.trainer.rollout_data_dir or self.rollout_dir)
         self.printed_samples = False
+        self._prepare_checkpoints(external)
+
+    def _build_actor(self, num_updates: int) -> Actor:
+        shared = self.source.shared
+        return build_actor(
+            self.config,
+            self.source.sliced_dims,
+            self.dp,
+            num_updates,
+            self.steps,
+            shared.base,
+            exact=self.choices.exact,
+            shares_unsharded=shared.target is not None,
+        )
+
+    def _prepare_checkpoints(self, external: ExternalCritic | None) -> None:
+        """Name what a checkpoint keeps: models with their optimizers, and every other state."""
+        trained: dict[str, Learner] = {"actor": self.actor}
+        states: dict[str, Any] = {"held_out": self.validations}
+        if isinstance(self.critic, Learner):
+            trained["critic"] = self.critic
+        if self.kl is not None:
+            states["kl"] = self.kl
+        if self.config.schedules_kl_loss:
+            states["kl_loss"] = self.actor.kl
+        self.optimizers: dict[str, UpdateCounts] = {n: x.optimizer for n, x in trained.items()}
+        if external is not None:
+            self.optimizers["critic"] = states["critic.optimizer"] = external.optimizer
+        models = {name: (part.model, part.optimizer) for name, part in trained.items()}
+        self.checkpoints = self.build_checkpoints(models, states, external)
 
     @classmethod
     def run(cls, config: RLConfig) -> int:
