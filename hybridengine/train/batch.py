@@ -28,7 +28,7 @@ from hybridengine.train.exchange import RowExchange, RowLocations
 from hybridengine.train.outcomes import Outcomes
 from hybridengine.train.rollouts import ReceivedRows, Rollouts
 from hybridengine.train.split import split_micro_batches
-from hybridengine.vision import EncodedImage, ImagePreparer, image_parts
+from hybridengine.vision import ImagePreparer, image_parts
 
 
 @dataclass(frozen=True)
@@ -211,10 +211,14 @@ class DataParallel:
             if receive is None:
                 receive = partial(self._move, rollouts)
             received = receive(placement)
-            columns = {name: x.to(device) for name, x in received.columns.items()}
         is_dummy = not trained[self.replica]
         index = torch.tensor(placement.held[self.session.rank])
         ends = [0, *accumulate(outcomes.response_lengths[index].tolist())]
+        columns = {  # [R, …]; the others are read on the host, where batches are packed
+            name: received.columns[name].unflatten(0, (ends[-1], *column.shape)).to(device)
+            for name, column in COLUMNS.items()
+            if name in received.columns and column.counts is None
+        }
         mask = torch.full((ends[-1],), not is_dummy, device=device)
         if "sampled" in columns:
             mask &= columns["sampled"].bool()
@@ -223,29 +227,24 @@ class DataParallel:
             index=index.to(device),
             cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=device),
             response_mask=mask,
-            rollout_log_probs=columns["log_probs"],
+            rollout_log_probs=received.columns["log_probs"].to(device),
             mini_batches=self._pack(
                 rollouts,
                 index,
-                columns,
-                received.images,
+                received,
                 [replicas[self.replica] for replicas in split],
             ),
             mini_batch_of=mini_batch_of.to(device),
             placement=placement,
             is_dummy=is_dummy,
-            columns={
-                name: columns[name].unflatten(0, (ends[-1], *column.shape))
-                for name, column in COLUMNS.items()
-                if name in columns and column.counts is None
-            },
+            columns=columns,
         )
 
     def _move(self, rollouts: Rollouts, placement: RowLocations) -> ReceivedRows:
         """Move responses to the replicas that train on them. Collective."""
         exchange = RowExchange(rollouts.outcomes.ranks, placement.held)
         rows = placement.held[self.session.rank]
-        columns = rollouts.move(exchange, self.session.device)
+        columns = rollouts.move(exchange)
         if self.preparer is None:
             return ReceivedRows(columns, [()] * len(rows))
         return ReceivedRows(columns, rollouts.move_images(exchange, rows, rollouts.image_sizes()))
@@ -288,24 +287,22 @@ class DataParallel:
         self,
         rollouts: Rollouts,
         index: Tensor,
-        columns: Mapping[str, Tensor],
-        images: Sequence[Sequence[EncodedImage]],
+        received: ReceivedRows,
         mini_batches: Sequence[Sequence[list[int]]],
     ) -> list[list[PackedBatch]]:
-        """Pack the responses `index` of this replica, whose tokens are in `columns`.
+        """Pack the responses `index` of this replica on the host, and move each batch once.
 
-        images: of each response.
         mini_batches: the rows of each micro-batch. A dummy runs this replica's shortest response.
         """
-        outcomes = rollouts.outcomes
+        outcomes, columns, device = rollouts.outcomes, received.columns, self.session.device
         lengths = outcomes.response_lengths[index].tolist()
-        response_ids = columns["token_ids"].cpu().split(lengths)
-        contexts = columns["context_ids"].cpu() if "context_ids" in columns else torch.empty(0)
+        response_ids = columns["token_ids"].split(lengths)
+        contexts = columns.get("context_ids", torch.empty(0))
         own_prompts = contexts.split(outcomes.sizes["context_ids"][index].tolist())
         token_index = torch.arange(sum(lengths)).split(lengths)
         sources: dict[str, PartSource] = {}
         if "kept_ids" in columns:
-            sources["kept"] = KeptIds.from_counts(columns["kept_ids"], columns["num_kept"].cpu())
+            sources["kept"] = KeptIds.from_counts(columns["kept_ids"], columns["num_kept"])
         for name, read in self.part_readers.items():
             if (source := read(columns, lengths)) is not None:
                 sources[name] = source
@@ -325,9 +322,9 @@ class DataParallel:
                 ],
                 sequence_parallel=self.sp_group,
                 shared_prefix=self.shared_prefix,
-                parts=parts | image_parts(self.preparer, [images[k] for k in chosen]),
+                parts=parts | image_parts(self.preparer, [received.images[k] for k in chosen]),
             )
-            packed = replace(packed, row_index=tokens).to(self.session.device)
+            packed = replace(packed, row_index=tokens).to(device)
             return packed if rows else packed.as_dummy()
 
         return [[pack(rows) for rows in micro_batches] for micro_batches in mini_batches]

@@ -104,22 +104,20 @@ class Rollouts:
         """Yield this rank's own responses, each with its prompt."""
         return _with_prompts(self.prompts, self.own)
 
-    def column(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+    def column(self, name: str) -> Tensor:
         """Return a column of `token_columns`: those of this rank's own responses, end to end."""
         empty = torch.empty(0, dtype=token_columns()[name]).numpy()
         parts = [np.asarray(r.per_token(name), empty.dtype) for r in self.own]
-        return torch.from_numpy(np.concatenate([empty, *parts])).to(device)
+        return torch.from_numpy(np.concatenate([empty, *parts]))
 
-    def move(
-        self, exchange: RowExchange, device: torch.device | str, names: Iterable[str] | None = None
-    ) -> dict[str, Tensor]:
+    def move(self, exchange: RowExchange, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Move the columns that are not empty to where `exchange` wants the rows. Collective.
 
         names: of the columns; None: all.
         """
         sizes = self.outcomes.sizes
         return {
-            name: exchange(self.column(name, device), sizes[name])
+            name: exchange(self.column(name), sizes[name])
             for name in (token_columns() if names is None else names)
             if sizes[name].any()
         }

@@ -100,7 +100,7 @@ class RemoteCritic(ExternalCritic):
             self._channel.from_actor(messages.Command, command)
             self._critic: RowLocations = self._channel.from_critic(RowLocations)
             exchange = self._channel.to_critic(rollouts.outcomes.ranks, self._critic)
-            rollouts.move(exchange, "cpu", messages.COLUMNS)
+            rollouts.move(exchange, messages.COLUMNS)
             rollouts.move_images(exchange, [], sizes)
 
     def values(self, batch: RolloutBatch) -> Tensor:

@@ -84,7 +84,7 @@ class CriticWorker:
         def receive(placement: RowLocations) -> ReceivedRows:
             self._channel.from_critic(RowLocations, placement)
             exchange = self._channel.to_critic(command.outcomes.ranks, placement)
-            columns = rollouts.move(exchange, "cpu", messages.COLUMNS)
+            columns = rollouts.move(exchange, messages.COLUMNS)
             rows = placement.held[session.rank]
             return ReceivedRows(columns, rollouts.move_images(exchange, rows, command.image_sizes))
 
