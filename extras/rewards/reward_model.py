@@ -26,9 +26,8 @@ from hybridengine.train.build import load_preparer, load_tokenizer
 from hybridengine.train.build_models import load_value_model
 from hybridengine.train.data import PromptSample
 from hybridengine.train.data.chats import ChatTemplate
-from hybridengine.train.exchange import RowExchange
+from hybridengine.train.exchange import RowExchange, split_micro_batches
 from hybridengine.train.rollouts import Rollouts, ScoredResponse
-from hybridengine.train.split import split_micro_batches
 from hybridengine.vision import EncodedImage, ImagePreparer, image_parts
 from hybridengine.vision.checks import find_conflicts
 

@@ -24,14 +24,10 @@ from hybridengine.run.all_ranks import broadcast_value, run_on_rank0
 from hybridengine.run.config import JobConfig, config_to_yaml
 from hybridengine.run.errors import ModelError
 from hybridengine.run.session import Session, run_rank
-from hybridengine.run.storage import atomic_file, remove_folder
+from hybridengine.run.storage import remove_folder
 from hybridengine.run.tracking.metrics import RunClock
 from hybridengine.run.tracking.trace import StepTrace
-from hybridengine.train.checkpoint import (
-    Checkpointer,
-    CheckpointError,
-    find_checkpoints,
-)
+from hybridengine.train.checkpoint import Checkpointer, CheckpointError, find_checkpoints
 from hybridengine.train.checkpoint.folders import archive_earlier_run
 from hybridengine.train.checkpoint.pretrained import save_model_files
 from hybridengine.train.checkpoint.tensors import RemotePart
@@ -142,9 +138,8 @@ class BaseTrainer(ABC, Generic[ConfigT]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the summary of a resumed run needs to know of the earlier part."""
-        parts = self.clock.seconds()
-        seconds = {"seconds": sum(parts.values()), "timing_s": parts}
-        return {**seconds, "updates": self.updates.state_dict()}
+        parts, updates = self.clock.seconds(), self.updates.state_dict()
+        return {"seconds": sum(parts.values()), "timing_s": parts, "updates": updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.clock.add(state.get("timing_s", {"other": state["seconds"]}))
@@ -157,8 +152,8 @@ class BaseTrainer(ABC, Generic[ConfigT]):
         states: Mapping[str, Stateful],
         remote: RemotePart | None = None,
     ) -> Checkpointer:
-        """models: by name, (model, optimizer). states: by name, whatever else has a state. remote:
-        a model on ranks of its own."""
+        """models: by name, (model, optimizer). states: of everything else, by name. remote: a model
+        on ranks of its own."""
         return Checkpointer(
             self.dir,
             models,
@@ -203,8 +198,7 @@ class BaseTrainer(ABC, Generic[ConfigT]):
             self.session.begin_run()
         self.report = Reporter(self.config, self.session, self.steps, self._first)
         if self.session.is_main:
-            with atomic_file(self.dir / "choices.json") as temporary:
-                temporary.write_text(self.choices.to_json())
+            self.choices.write(self.dir)
         for reason in self.checkpoints.skipped:
             self.report.print(f"warning: {reason}")
         if moved_to is not None:

@@ -24,10 +24,9 @@ from hybridengine.model.extensions import PartReader
 from hybridengine.model.parts import Part, PartSource
 from hybridengine.run.all_ranks import group_timeout
 from hybridengine.run.session import Session
-from hybridengine.train.exchange import RowExchange, RowLocations
+from hybridengine.train.exchange import RowExchange, RowLocations, split_micro_batches
 from hybridengine.train.outcomes import Outcomes
 from hybridengine.train.rollouts import ReceivedRows, Rollouts
-from hybridengine.train.split import split_micro_batches
 from hybridengine.vision import ImagePreparer, image_parts
 
 

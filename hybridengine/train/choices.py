@@ -11,6 +11,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ from hybridengine.run.config import (
 )
 from hybridengine.run.config.engine_checks import exactness_obstacle
 from hybridengine.run.errors import Faults
+from hybridengine.run.storage import atomic_file
 from hybridengine.sync.trainers import DeltaMode
 from hybridengine.train.algorithms import uses_critic
 from hybridengine.train.build import num_shards
@@ -73,13 +75,14 @@ class Choices:
     model: PretrainedConfig
     machine: Machine
 
-    def to_json(self) -> str:
-        """Return the choices and their reasons, as a run's folder keeps them."""
+    def write(self, folder: Path) -> None:
+        """Write the choices and their reasons to choices.json in a run's folder."""
         names = ("engine", "dtypes", "exact", "shares", "prefix", "delta")
         chosen = {name: {"choice": getattr(self, name)} for name in names}
         for name, entry in chosen.items():
             entry["reason"] = self.reasons[name]
-        return json.dumps(chosen, indent=2) + "\n"
+        with atomic_file(folder / "choices.json") as temporary:
+            temporary.write_text(json.dumps(chosen, indent=2) + "\n")
 
 
 def agree(config: ConfigT) -> tuple[ConfigT, Choices]:

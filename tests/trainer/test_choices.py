@@ -19,7 +19,9 @@ MACHINE = Machine(0, fast_bfloat16=True, has_vllm=True)
 AUTO = ("rollout.name=auto", "actor.fsdp_config.dtype=auto", "rollout.dtype=auto")
 
 
-def agreed(rank: int, world_size: int, job: list[str], machines: list[Machine]) -> dict[str, Any]:
+def agreed(
+    rank: int, world_size: int, job: list[str], machines: list[Machine], folder: Path
+) -> dict[str, Any]:
     """Agree as a rank on a machine of its own; return what is written, or the error."""
     from unittest.mock import patch
 
@@ -32,11 +34,13 @@ def agreed(rank: int, world_size: int, job: list[str], machines: list[Machine]) 
         except ConfigError as error:
             return {"error": str(error)}
     assert config.rollout.dtype == chosen.dtypes["engine"]
-    return dict(json.loads(chosen.to_json()))
+    (folder / str(rank)).mkdir(exist_ok=True)
+    chosen.write(folder / str(rank))
+    return dict(json.loads((folder / str(rank) / "choices.json").read_text()))
 
 
-def same(job: list[str], *machines: Machine) -> dict[str, Any]:
-    first, *others = run_ranks(agreed, len(machines), job, list(machines))
+def same(folder: Path, job: list[str], *machines: Machine) -> dict[str, Any]:
+    first, *others = run_ranks(agreed, len(machines), job, list(machines), folder)
     assert all(other == first for other in others)
     return dict(first)
 
@@ -50,16 +54,16 @@ def test_ranks_of_unlike_machines_fall_back_together(tmp_path: Path) -> None:
         "shares": "torch is 2.12",
     }
     other = replace(MACHINE, fast_bfloat16=False, obstacles=lacking)
-    alike = same(job, MACHINE, MACHINE)
+    alike = same(tmp_path, job, MACHINE, MACHINE)
     assert alike["dtypes"]["choice"] == dict.fromkeys(
         ("trainer", "engine", "saved weights"), "bfloat16"
     )
     assert all(alike[name]["choice"] for name in ("exact", "prefix", "shares"))
-    unlike = same(job, MACHINE, other)
+    unlike = same(tmp_path, job, MACHINE, other)
     assert set(unlike["dtypes"]["choice"].values()) == {"float32"}
     for name, reason in lacking.items():
         assert unlike[name] == {"choice": False, "reason": f"rank 1: {reason}"}
-    everywhere = same(job, other, other)
+    everywhere = same(tmp_path, job, other, other)
     assert everywhere["exact"]["reason"] == lacking["exact"]
 
 
@@ -76,7 +80,7 @@ def test_ranks_of_unlike_machines_fall_back_together(tmp_path: Path) -> None:
     ],
 )
 def test_machines_that_do_not_fit_together(tmp_path: Path, other: Machine, message: str) -> None:
-    error = same([*small_job(tmp_path), *AUTO], MACHINE, other)["error"]
+    error = same(tmp_path, [*small_job(tmp_path), *AUTO], MACHINE, other)["error"]
     assert error.startswith(message)
 
 
@@ -84,7 +88,7 @@ def test_machines_that_do_not_fit_together(tmp_path: Path, other: Machine, messa
 def test_what_one_rank_rules_out_is_refused_on_every_rank(tmp_path: Path) -> None:
     job = [*small_job(tmp_path), *AUTO, "rollout.exact=on", "actor.shared_prefix=on"]
     lacking = {"exact": "rms_norm has no C++ kernel here", "prefix": "no kernel for this GPU"}
-    error = same(job, MACHINE, replace(MACHINE, obstacles=lacking))["error"]
+    error = same(tmp_path, job, MACHINE, replace(MACHINE, obstacles=lacking))["error"]
     for key, name in (("rollout.exact", "exact"), ("actor.shared_prefix", "prefix")):
         assert re.search(rf"{key} is on, but rank 1: {re.escape(lacking[name])}; set", error)
 
@@ -95,7 +99,7 @@ def test_another_model_on_one_rank(tmp_path: Path) -> None:
     for rank, kind in enumerate(("llama", "qwen3")):
         save_tiny(kind, tmp_path / f"model{rank}")
     job = [*job, f"model.path={tmp_path}/modelRANK"]
-    first, second = (x["error"] for x in run_ranks(agreed, 2, job, [MACHINE] * 2))
+    first, second = (x["error"] for x in run_ranks(agreed, 2, job, [MACHINE] * 2, tmp_path))
     for error in (first, second):
         assert re.search(
             r"model.path '.*' is another model on rank 1, whose \w+ is .*, than", error

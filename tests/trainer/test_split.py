@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.train.split import split_micro_batches
+from hybridengine.train.exchange import split_micro_batches
 
 
 @pytest.mark.slow
