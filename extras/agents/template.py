@@ -1,9 +1,9 @@
-"""Tokens of new messages, as what a chat template adds after the tokens that are there already.
+"""Tokenise new messages: the text that a chat template adds after the existing tokens.
 
 The sampled tokens of a turn stay as they were sampled. The full chat is rendered with the new
-messages; the text after what the tokens so far stand for is encoded and appended. Where the
-template no longer begins with that text (it removes the thinking of earlier turns, say), the tokens
-so far cannot be continued as the template wants it: a new sequence begins, see `Extension`.
+messages; the text after that of the existing tokens is encoded and appended. Where the rendering no
+longer begins with the text of the existing tokens (the template removes the thinking of earlier
+turns, say), a new sequence begins, see `Extension`.
 
 Rendered and sampled text are compared without white space, which templates strip and the tokens
 keep. A turn of the model is written in the chat in the first of these forms in which the template

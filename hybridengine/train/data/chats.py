@@ -161,7 +161,7 @@ class ChatTemplate:
         first: the turn to begin with.
 
         All contents are marked at both ends, with digits, which templates do not escape. A template
-        that refuses the marked chat is taken to read it.
+        that refuses the marked chat counts as one that writes all of it.
         """
         places = [place for place in _text_ends(chat) if place[0] >= first]
         marked = self._attempt(where, _marked(chat, places), prompt) if places else ""

@@ -115,7 +115,7 @@ class _TurnEnds:
 
 
 def check_conversations(files: str | Sequence[str], data: SFTDataConfig) -> None:
-    """Raise DataError for what needs no tokenizer to be seen: faults of files and of their rows."""
+    """Raise DataError for a fault of a file or a row that is detected without a tokenizer."""
     for where, row in read_files(files):
         _chat(where, row, data)
 

@@ -80,7 +80,7 @@ class PromptDataset(CachedDataset[PromptSample]):
 
 
 def check_prompts(files: str | Sequence[str], data: DataConfig) -> None:
-    """Raise DataError for what needs no tokenizer to be seen: faults of files and of their rows."""
+    """Raise DataError for a fault of a file or a row that is detected without a tokenizer."""
     for where, row in read_files(files):
         _chat(where, _verl_row(row, data), data)
 

@@ -25,7 +25,8 @@ _PRIVATE = 0xF0000  # added to each character of a hidden special token
 class SpecialTokens:
     """The special tokens of a tokenizer.
 
-    policy: what those in data are: "text", "allow" (special tokens), or "error".
+    policy: how special tokens in data are treated: as "text", as special tokens ("allow"), or as
+      an "error".
 
     Attributes:
         ids, texts: of all special tokens, those that the tokenizer has names for and any other.
