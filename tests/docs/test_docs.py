@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.docs.blocks import BLOCKS, ROOT, Block, commands_of, pages_with
+from tests.docs.blocks import BLOCKS, PAGES, ROOT, Block, commands_of, pages_with
 from tests.docs.commands import check
 from tests.docs.python_blocks import faults_of, trains
 from tests.tiny_models import save_tiny
+
+CODE_BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s:]*?)(?:#([^)\s]+))?\)")  # of this repository
+PATH = re.compile(r"`((?:csrc|docs|extras|hybridengine|kernels|tests|tools)/[\w./]+)`")
+
+
+def prose_of(page: Path) -> str:
+    return CODE_BLOCK.sub("", page.read_text())
+
+
+def anchors_of(page: Path) -> Iterator[str]:
+    """Yield the anchors of the headings, as GitHub names them, and those set by hand."""
+    for heading in re.findall(r"^#+ (.*)$", prose_of(page), re.MULTILINE):
+        yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+    yield from re.findall(r'<a id="([^"]+)"', page.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_paths(page: str) -> None:
+    """What a page links to, and every path that it names, exists."""
+    text, folder = prose_of(ROOT / page), (ROOT / page).parent
+    for name, anchor in LINK.findall(text):
+        target = folder / name if name else ROOT / page
+        assert target.exists(), f"{page} links to {name}"
+        assert not anchor or anchor in anchors_of(target), f"{page} links to {name}#{anchor}"
+    missing = [path for path in PATH.findall(text) if not (ROOT / path).exists()]
+    assert missing == [], f"{page} names {missing}"
 
 
 def python_of(page: str) -> list[Block]:
