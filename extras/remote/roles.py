@@ -21,6 +21,8 @@ from hybridengine.run.messages import SignedStore, wait_until
 from hybridengine.run.restarts import connect_store
 from hybridengine.run.session import World
 
+SYNC_SHARE = 0.8  # of trainer.timeout_s: a sync gives up before the trainers' collectives do
+
 
 @dataclass(frozen=True)
 class Role:

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridengine.engine.interface import SamplingSpec
-from hybridengine.remote.critic.messages import Command, End, TrainStep
+from hybridengine.remote.critic.channel import Command, End, TrainStep
 from hybridengine.remote.overlap import queue
 from hybridengine.remote.overlap.queue import EngineQueue, TrainerQueue, WorkItem
 from hybridengine.remote.roles import RoleLink, Roles

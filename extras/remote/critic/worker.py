@@ -13,8 +13,19 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from hybridengine.model import Optimizer
-from hybridengine.remote.critic import messages
-from hybridengine.remote.critic.channel import CriticChannel
+from hybridengine.remote.critic.channel import (
+    COLUMNS,
+    Command,
+    CriticChannel,
+    End,
+    LoadTensors,
+    Ready,
+    SaveTensors,
+    Setup,
+    StepReport,
+    TrainStep,
+    saved_key,
+)
 from hybridengine.remote.roles import RoleLink
 from hybridengine.run.session import Session
 from hybridengine.train.build import import_external
@@ -39,7 +50,7 @@ class CriticWorker:
         self._session, self._link = session, link
         with session.phase("connect_critic"):
             self._channel = CriticChannel(self._link)
-            setup: messages.Setup = self._channel.from_actor(messages.Setup)
+            setup: Setup = self._channel.from_actor(Setup)
         self._config = config = setup.config  # with the same data types
         torch.manual_seed(config.seed)
         with session.phase("load_model"):
@@ -49,16 +60,16 @@ class CriticWorker:
             self._critic = build_critic(config, self._dp, setup.num_updates)
         model, optimizer = self._critic.model, self._critic.optimizer
         self._tensors = PartWriter(self._critic.name, model, optimizer, self._announce)
-        self._channel.from_critic(messages.Ready, messages.Ready(optimizer.state_dict()))
+        self._channel.from_critic(Ready, Ready(optimizer.state_dict()))
 
     def run(self) -> None:
         """Work until the policy's ranks end the run."""
         session = self._session
         session.let_steps_finish()
-        while not isinstance(command := self._next_command(), messages.End):
-            if isinstance(command, messages.TrainStep):
+        while not isinstance(command := self._next_command(), End):
+            if isinstance(command, TrainStep):
                 self._train(command)
-            elif isinstance(command, messages.SaveTensors):
+            elif isinstance(command, SaveTensors):
                 with session.phase("save_checkpoint"):
                     self._tensors.save(command.folder)
             else:
@@ -66,12 +77,12 @@ class CriticWorker:
         self._tensors.wait()
         session.was_stopped = command.how == "stopped"
 
-    def _next_command(self) -> messages.Command:
+    def _next_command(self) -> Command:
         with self._session.phase(_WAITING):
-            command: messages.Command = self._channel.from_actor(messages.Command)
+            command: Command = self._channel.from_actor(Command)
             return command
 
-    def _train(self, command: messages.TrainStep) -> None:
+    def _train(self, command: TrainStep) -> None:
         session, critic, config = self._session, self._critic, self._config
         session.step = command.step
         session.take_timings()
@@ -84,7 +95,7 @@ class CriticWorker:
         def receive(placement: RowLocations) -> ReceivedRows:
             self._channel.from_critic(RowLocations, placement)
             exchange = self._channel.to_critic(command.outcomes.ranks, placement)
-            columns = rollouts.move(exchange, messages.COLUMNS)
+            columns = rollouts.move(exchange, COLUMNS)
             rows = placement.held[session.rank]
             return ReceivedRows(columns, rollouts.move_images(exchange, rows, command.image_sizes))
 
@@ -105,8 +116,8 @@ class CriticWorker:
         optimizer, seconds = self._critic.optimizer, self._session.take_timings()
         del seconds[_WAITING]
         self._channel.from_critic(
-            messages.StepReport,
-            messages.StepReport(
+            StepReport,
+            StepReport(
                 metrics,
                 seconds,
                 optimizer.pop_skipped(),
@@ -116,7 +127,7 @@ class CriticWorker:
             ),
         )
 
-    def _load(self, command: messages.LoadTensors) -> None:
+    def _load(self, command: LoadTensors) -> None:
         with self._session.phase("resume"):
             self._tensors.load(command.folder)
             self._critic.optimizer.load_state_dict(dict(command.optimizer_state))
@@ -124,7 +135,7 @@ class CriticWorker:
     def _announce(self, folder: Path, answer: Mapping[str, list[int]] | str) -> None:
         """Tell the policy's first rank what is written, or why it is not."""
         if self._session.is_main:
-            self._link.store.set(messages.saved_key(folder), answer)
+            self._link.store.set(saved_key(folder), answer)
 
 
 class PartWriter:

@@ -3,9 +3,9 @@
 queue    WorkItem       prompts of a batch that one engine generates at once
          TrainerQueue   hands out items, receives their rollouts
          EngineQueue    claims items, announces and sends their rollouts
-worker   RolloutWorker  the loop of an engine rank
-servers  connect_servers  vLLM servers in place of an engine on that rank
+worker   RolloutWorker  the loop of an engine rank, or of one that leaves generation to servers
 source   OverlappedRollouts  what a trainer rank sees of all that
+metrics  Utilisation    how long both wait, and how old the weights are
 """
 
 from hybridengine.remote.overlap.source import OverlappedRollouts

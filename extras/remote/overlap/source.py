@@ -12,22 +12,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from hybridengine.engine.interface import SamplingSpec, derive_seed
-from hybridengine.remote.build import build_sender
+from hybridengine.model import adapter_shards, frozen_parameters, parameter_shards
+from hybridengine.remote.overlap.metrics import Utilisation, staleness_metrics
 from hybridengine.remote.overlap.queue import Finished, TrainerQueue, WorkItem
-from hybridengine.remote.overlap.staleness import staleness_metrics
-from hybridengine.remote.overlap.utilisation import Utilisation
-from hybridengine.remote.roles import RoleLink
+from hybridengine.remote.roles import SYNC_SHARE, RoleLink
+from hybridengine.remote.sync.sender import WeightSender
 from hybridengine.rewards.reward_model import RewardModel
 from hybridengine.run.all_ranks import all_gather_values, broadcast_value
 from hybridengine.run.config import RLConfig
 from hybridengine.run.messages import wait_until
 from hybridengine.run.session import Session
 from hybridengine.sync.resharder import SyncReport
+from hybridengine.sync.trainers import DeltaMode
 from hybridengine.train.build import RunData
 from hybridengine.train.choices import Choices
 from hybridengine.train.data import PromptLoader, PromptSample, Subset
@@ -295,3 +298,20 @@ class OverlappedRollouts(RolloutSource):
                 self._queue.end()
                 self._queue.wait_for_end()
             dist.barrier()
+
+
+def build_sender(config: RLConfig, actor: Actor, delta: DeltaMode, link: RoleLink) -> WeightSender:
+    """Build a trainer rank's side of the weight sync to engine ranks."""
+    mib, model = config.reshard.bucket_mib, cast(PreTrainedModel, actor.model)
+    return WeightSender(
+        partial(parameter_shards, actor.model),
+        link.store.substore("weights"),
+        num_engines=config.num_engines,
+        bucket_bytes=None if mib is None else mib << 20,
+        adapters=partial(adapter_shards, actor.model),
+        frozen=partial(frozen_parameters, actor.model),
+        merge=config.reshard.lora == "merged",
+        delta=delta,
+        config=model.config.to_dict(),
+        timeout_s=SYNC_SHARE * link.timeout_s,
+    )

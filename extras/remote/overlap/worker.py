@@ -8,21 +8,37 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from hybridengine.engine.interface import InFlightUpdate, RolloutEngine
-from hybridengine.remote.build import build_receiver
+from hybridengine.model.validation import check_model, long_rope_limit
 from hybridengine.remote.overlap.queue import EngineQueue, WorkItem, report_signal
-from hybridengine.remote.overlap.servers import connect_servers
-from hybridengine.remote.roles import RoleLink
-from hybridengine.remote.servers import NoServerError, ServerEngine, ServerReceiver
+from hybridengine.remote.roles import SYNC_SHARE, RoleLink
+from hybridengine.remote.servers import (
+    NoServerError,
+    ServerEngine,
+    ServerPool,
+    ServerReceiver,
+    TrainersStore,
+    VllmServer,
+)
+from hybridengine.remote.servers.network import address_for
 from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.run.config import RLConfig
 from hybridengine.run.messages import wait_until
 from hybridengine.run.session import Session
-from hybridengine.train.build import build_agents, build_engine, import_external, load_data
+from hybridengine.train.build import (
+    build_agents,
+    build_engine,
+    find_stop_token_ids,
+    import_external,
+    load_data,
+    load_preparer,
+)
 from hybridengine.train.choices import agree
 from hybridengine.train.rollout_source import RolloutGenerator
 from hybridengine.train.weights_checksum import WeightsChecksum
+from hybridengine.vision.checks import find_conflicts
 
 Action = WorkItem | Literal["update", "end"]
 
@@ -145,3 +161,46 @@ def _with_own_share_of_cores(config: RLConfig) -> RLConfig:
         1, len(os.sched_getaffinity(0)) // config.ranks_per_node
     )
     return replace(config, reward=replace(config.reward, num_workers=workers))
+
+
+def connect_servers(
+    config: RLConfig, tokenizer: PreTrainedTokenizerBase, link: RoleLink, *, exact: bool
+) -> tuple[ServerEngine, ServerReceiver]:
+    """Return this rank's share of `rollout.servers` as an engine, and what updates its weights.
+
+    exact: whether they must have the operators of the trained model. Waits until they have started.
+    Raises RolloutError where one cannot be used or does not come.
+    """
+    rollout, number = config.rollout, link.role.engine
+    servers = [VllmServer(url, i, link.timeout_s) for i, url in enumerate(rollout.servers)]
+    servers = servers[number :: link.roles.num_engines]
+    limit_s = SYNC_SHARE * link.timeout_s
+    model = config.model
+    limit = long_rope_limit(
+        check_model(model.path, model.trust_remote_code, model.config_overrides)
+    )
+
+    def join(server: VllmServer) -> None:
+        server.check_settings(config.max_model_len, limit)
+        if exact:
+            server.check_exact(config.actor.fsdp_config.dtype)
+        host, port = address_for(server.host, link.address)
+        server.join(TrainersStore(host, port, f"{link.store.name}/weights", limit_s))
+
+    most = rollout.max_num_seqs
+    pool = ServerPool(servers, join, max_sequences=most, timeout_s=limit_s)
+    engine = ServerEngine(
+        pool,
+        stop_token_ids=find_stop_token_ids(config.model.path, tokenizer),
+        max_sequences=most * len(servers),
+        preparer=None if find_conflicts(config) else load_preparer(config),
+    )
+    return engine, ServerReceiver(pool, link.store.substore("weights"))
+
+
+def build_receiver(engine: RolloutEngine, link: RoleLink) -> WeightReceiver:
+    """Build an engine rank's side of the weight sync."""
+    assert link.role.engine is not None
+    store = link.store.substore("weights")
+    timeout_s = SYNC_SHARE * link.timeout_s
+    return WeightReceiver(engine, store, index=link.role.engine, timeout_s=timeout_s)

@@ -2,8 +2,8 @@
 
 client    VllmServer    one server over HTTP
 pool      ServerPool    which servers have the newest weights, and which are lost
+          ServerReceiver  lets them take part in weight syncs
 engine    ServerEngine  generates on all of them
-receiver  ServerReceiver  lets them take part in weight syncs
 """
 
 from hybridengine.remote.servers.client import (
@@ -13,8 +13,7 @@ from hybridengine.remote.servers.client import (
     VllmServer,
 )
 from hybridengine.remote.servers.engine import ServerEngine
-from hybridengine.remote.servers.pool import NoServerError, ServerPool
-from hybridengine.remote.servers.receiver import ServerReceiver
+from hybridengine.remote.servers.pool import NoServerError, ServerPool, ServerReceiver
 
 __all__ = [
     "NoServerError",
