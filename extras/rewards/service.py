@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import time
 import urllib.error
 import urllib.parse
@@ -21,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hybridengine.rewards.workers import cores_of_rank
 from hybridengine.run.config import RewardConfig
 from hybridengine.run.errors import RewardError, shorten
 from hybridengine.train.rewards.calls import CallError, RewardFunction
@@ -47,8 +47,7 @@ class RewardService:
 
     def __init__(self, reward: RewardConfig) -> None:
         self._http, self._timeout_s = reward.http, reward.timeout_s
-        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        self._num_requests = reward.num_workers or max(1, cores)
+        self._num_requests = reward.num_workers or cores_of_rank()
 
     def load(
         self,

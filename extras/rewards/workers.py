@@ -48,6 +48,11 @@ _MAIN = (
 )
 
 
+def cores_of_rank() -> int:
+    """Return the share of this machine's cores that a rank has, at least 1."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
 class RewardWorkers:
     """Up to `num_workers` processes, each with every function loaded here.
 
@@ -59,8 +64,8 @@ class RewardWorkers:
     """
 
     def __init__(self, num_workers: int | None = None, timeout_s: float = 60.0) -> None:
-        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        self._num_workers, self._timeout_s = num_workers or max(1, cores), timeout_s
+        cores = cores_of_rank()
+        self._num_workers, self._timeout_s = num_workers or cores, timeout_s
         self._threads = max(1, cores // self._num_workers)
         self._requests: list[tuple[Any, ...]] = []  # to load in every worker
         self._workers: dict[int, Worker] = {}
