@@ -64,7 +64,7 @@ class SamplingSpec:
     temperature 0 is greedy; top_k -1 and top_p 1 disable truncation. stop: texts that end a
     response; the token that completes one is the response's last. record_kept: where sampling
     truncates, return the vocabulary entries that it kept with each completion. record_routes:
-    return the experts that the routers selected (`rollout.routes`).
+    return the experts that the routers selected.
     """
 
     n: int = 1
@@ -279,7 +279,7 @@ class RolloutEngine(ABC):
     def broadcast(self, value: Any, expected: Any) -> Any:
         """Return the `value` of the replica's first rank on each of its ranks. Collective.
 
-        expected: its type, as of `runtime.messages`.
+        expected: its type, as of `run.messages`.
         """
         return value
 

@@ -56,9 +56,9 @@ from hybridengine.sync.weight_target import WeightState, operation
 
 _POST_LOAD = "_hybridengine_post_load"  # attribute of a model that vLLM loaded for this backend
 _STATE = "_hybridengine_weight_state"  # attribute of an `LLMEngine`
-_WORKERS_STATE = "hybridengine_weights_state"  # of vLLM's workers; `rollout.server` calls it
+_WORKERS_STATE = "hybridengine_weights_state"  # of vLLM's workers; `server_worker` calls it
 
-_EXACT = "hybridengine_exact"  # of vLLM's additional_config; `rollout.server` asks for it
+_EXACT = "hybridengine_exact"  # of vLLM's additional_config; `server_worker` asks for it
 
 
 def register() -> None:

@@ -1,7 +1,7 @@
 """Conversations of SFT → token ids and a loss mask.
 
-A row is a chat under `messages_key`, or a prompt (text or a chat) and a response (`data.rows`). The
-full chat is rendered and tokenised at once, as `apply_chat_template` does.
+A row is a chat under `messages_key`, or a prompt (text or a chat) and a response, see
+`rows.read_chat`. The full chat is rendered and tokenised at once, as `apply_chat_template` does.
 
 The loss mask is 1 for tokens of assistant turns, tool calls included, up to and including the token
 that ends the turn, except for turns whose loss flag is 0. The end is the last special token of the

@@ -7,7 +7,7 @@ rollouts, may be columns of their own or keys of `extra_info`. Other columns are
 A row with neither `data_source` nor `reward_model` is one of TRL: `prompt`, and any other columns,
 which are the sample's `extra_info`.
 
-The chat, its images and its tools are read as in SFT (`data.rows`).
+The chat, its images and its tools are read as in SFT (`rows.read_chat`).
 """
 
 from __future__ import annotations

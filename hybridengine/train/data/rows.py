@@ -3,7 +3,7 @@
 messages      {"role", "content"}; ShareGPT's {"from", "value"} is converted
 tool calls    arguments as an object, also where the row has them as JSON text
 null          keys that Arrow filled are removed; the nulls of JSON text stay
-images        parts of a message, see `data.images`
+images        parts of a message, see `place_images`
 loss flags    `weight`, `loss_mask`, `trainable`, `train` or `loss` of a turn: 0 or 1
 tools         schemas in the column `data.tools_key`, shown to the model by the template
 thinking      the column `data.enable_thinking_key`, a variable of the template
