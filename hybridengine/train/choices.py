@@ -29,7 +29,7 @@ from hybridengine.run.config import (
     RLConfig,
     SFTConfig,
 )
-from hybridengine.run.config.engine_checks import exactness_obstacle
+from hybridengine.run.config.validation import exactness_obstacle
 from hybridengine.run.errors import Faults
 from hybridengine.run.storage import atomic_file
 from hybridengine.sync.trainers import DeltaMode

@@ -10,7 +10,7 @@ faults are one error. Nothing here imports torch.
     loading                        kinds of jobs; YAML and overrides → a checked configuration
     settings                       what YAML and overrides set, by key, and its faults
     names                          keys of other trainers, and misspelt ones
-    validation, engine_checks      keys checked against each other
+    validation                     keys checked against each other
     reference                      a configuration as YAML and as a command; the list of all keys
 """
 

@@ -6,14 +6,16 @@ machine, no file. What depends on the machine, the model files or the data is `p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
 from hybridengine.run.config.common import JobConfig, RateConfig
-from hybridengine.run.config.engine_checks import TP_SIZE, find_differences, find_engine_faults
 from hybridengine.run.config.rl import ActorConfig, KLControlConfig, RLConfig
 from hybridengine.run.config.sft import SFTConfig
+from hybridengine.run.plugins import plugins
 
+TP_SIZE = "rollout.tensor_model_parallel_size"
 _RANKS = "ranks (trainer.n_gpus_per_node * trainer.nnodes)"
 _MODES_OF_A_PATH = ("path", "resume_path")  # of trainer.resume_mode
 
@@ -21,38 +23,29 @@ _MODES_OF_A_PATH = ("path", "resume_path")  # of trainer.resume_mode
 def find_faults(config: JobConfig) -> Iterator[str]:
     """Yield a sentence for each setting that contradicts another.
 
-    A sentence contains the full names of its keys: `load_config` drops those about a key whose
-    value is already refused.
+    A sentence contains the full names of its keys: `load_job` drops those about a key whose value
+    is already refused. Extras register checks of their own in the group `hybridengine.checks`.
     """
-    for check in (_resume, _compile, _expert_adapters, _expert_parallel, _routers):
-        yield from check(config)
+    yield from _resume(config)
+    yield from _compile(config)
     if isinstance(config, SFTConfig):
         yield from _sft(config)
     elif isinstance(config, RLConfig):
         for group in ("actor", "critic"):
             yield from _warmup(f"{group}.optim", getattr(config, group).optim)
-        for check_rl in (
-            _ranks,
-            find_engine_faults,
-            _rewards,
-            _bypass,
-            _distillation,
-            _critic_ranks,
+        for check in (
+            *(_ranks, _lengths, _sampling, _exact, _multi_turn),
+            *(_rewards, _bypass, _distillation),
         ):
-            yield from check_rl(config)
+            yield from check(config)
+    for entry in plugins("checks").values():
+        yield from entry.load()(config)
 
 
 _KL_TERMS = (  # switch, coefficient, its default, schedule
+    ("actor.use_kl_loss", "actor.kl_loss_coef", ActorConfig.kl_loss_coef, "actor.kl_loss_ctrl"),
     (
-        "actor.use_kl_loss",
-        "actor.kl_loss_coef",
-        ActorConfig().kl_loss_coef,
-        "actor.kl_loss_ctrl",
-    ),
-    (
-        "algorithm.use_kl_in_reward",
-        "algorithm.kl_ctrl.kl_coef",
-        KLControlConfig().kl_coef,
+        *("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", KLControlConfig.kl_coef),
         "algorithm.kl_ctrl",
     ),
 )
@@ -106,59 +99,11 @@ def _compile(config: JobConfig) -> Iterator[str]:
         )
 
 
-def _expert_adapters(config: JobConfig) -> Iterator[str]:
-    key, model = "model.target_parameters", config.model
-    shared, size = model.share_expert_adapters, config.sharding.wrap_policy.min_num_params
-    if shared != "none" and not model.target_parameters:
-        yield (
-            f"model.share_expert_adapters is {shared}, but {key} is empty, so no experts have "
-            "adapters; name their weights there, such as experts.down_proj"
-        )
-    if not (model.lora_rank and model.target_parameters):
-        return
-    if size:
-        yield (
-            f"{config.policy_group}.fsdp_config.wrap_policy.min_num_params is {size}, but the "
-            f"adapters of experts ({key}) are read in the FSDP group of their layer; leave it 0"
-        )
-    if isinstance(config, RLConfig) and config.reshard.lora == "adapters":
-        yield (
-            f"reshard.lora is adapters, but those of experts ({key}) are not sent apart from "
-            "their weights; set reshard.lora=merged"
-        )
-
-
-def _expert_parallel(config: JobConfig) -> Iterator[str]:
-    sharding, group = config.sharding, f"{config.policy_group}.fsdp_config"
-    key = f"{group}.expert_parallel_size"
-    if (size := sharding.expert_parallel_size) == 1:
-        return
-    yield from _divisors(config, key)
-    others = {
-        f"{group}.fsdp_size": (sharding.fsdp_size, -1),
-        f"{group}.wrap_policy.min_num_params": (sharding.wrap_policy.min_num_params, 0),
-        "model.compile": (config.model.compile, False),
-        "model.target_parameters": (config.model.target_parameters, ()),
-    }
-    for other, (value, neutral) in others.items():
-        if value != neutral:
-            yield f"{key} is {size}, which {other} = {value} does not allow; leave it {neutral}"
-
-
-def _routers(config: JobConfig) -> Iterator[str]:
-    """Yield what LoRA, which leaves the weights of the model as they are, contradicts."""
-    group, rank = config.policy_group, config.model.lora_rank
-    for name in ("router_bias_update_rate", "freeze_moe_router"):
-        if rank and (value := getattr(config.policy, name)):
-            yield (
-                f"{group}.{name} is {value}, but with model.lora_rank {rank} only adapters change, "
-                "and routers have none; leave it out"
-            )
-
-
 def _sft(config: SFTConfig) -> Iterator[str]:
     data = config.data
-    yield from _divisors(config, "model.fsdp_config.fsdp_size", "ulysses_sequence_parallel_size")
+    yield from find_indivisible(
+        config, "model.fsdp_config.fsdp_size", "ulysses_sequence_parallel_size"
+    )
     if data.micro_batch_size_per_gpu is None and data.max_token_len_per_gpu < data.max_length:
         yield (
             f"data.max_token_len_per_gpu is {data.max_token_len_per_gpu}, less than the longest "
@@ -167,7 +112,7 @@ def _sft(config: SFTConfig) -> Iterator[str]:
     yield from _warmup("optim", config.optim)
 
 
-def _divisors(config: JobConfig, *keys: str) -> Iterator[str]:
+def find_indivisible(config: JobConfig, *keys: str) -> Iterator[str]:
     for key in keys:
         size = attrgetter(key)(config)
         if size == 0 or (size > 0 and config.world_size % size):
@@ -185,7 +130,7 @@ def _warmup(group: str, optim: RateConfig) -> Iterator[str]:
 def _ranks(config: RLConfig) -> Iterator[str]:
     batch, mini_batch = config.data.train_batch_size, config.ppo_mini_batch_size
     sizes = ("actor.fsdp_config.fsdp_size", "actor.ulysses_sequence_parallel_size")
-    yield from _divisors(config, *sizes, *(() if config.overlaps else (TP_SIZE,)))
+    yield from find_indivisible(config, *sizes, *(() if config.overlaps else (TP_SIZE,)))
     if batch % mini_batch:
         yield (
             f"actor.ppo_mini_batch_size is {mini_batch}, which does not divide "
@@ -196,27 +141,6 @@ def _ranks(config: RLConfig) -> Iterator[str]:
             f"one optimizer step has {mini_batch * config.rollout.n} responses "
             f"(actor.ppo_mini_batch_size * rollout.n) but {config.data_parallel_size} ranks need "
             "one each; raise one of the two"
-        )
-
-
-def _critic_ranks(config: RLConfig) -> Iterator[str]:
-    """Yield what does not fit the ranks of a critic apart from the policy."""
-    ranks = config.num_critic_ranks
-    if not ranks:
-        return
-    key = f"critic.n_gpus_per_node makes {ranks} ranks of the critic"
-    fsdp_size, sp_size = config.sharding.fsdp_size, config.sequence_parallel_size
-    for name, size in (
-        ("actor.fsdp_config.fsdp_size", min(fsdp_size, ranks)),
-        ("actor.ulysses_sequence_parallel_size", sp_size),
-    ):
-        if size > 0 and ranks % size:
-            yield f"{key}, which {name} {attrgetter(name)(config)} does not divide; change one"
-    responses = config.ppo_mini_batch_size * config.rollout.n
-    if responses < ranks // sp_size:
-        yield (
-            f"{key}, which need a response each, but one optimizer step has {responses} "
-            "(actor.ppo_mini_batch_size * rollout.n); raise one of the two"
         )
 
 
@@ -309,4 +233,145 @@ def _rewards(config: RLConfig) -> Iterator[str]:
         yield (
             f"reward.overlong_buffer.len is {buffer.len}, more than data.max_response_length "
             f"{limit}; lower it"
+        )
+
+
+def find_differences(
+    config: RLConfig, accepted: Mapping[str, object], reason: str
+) -> Iterator[str]:
+    """Yield a sentence for each key that has another value than the accepted one.
+
+    reason: why no other is, the part after "but".
+    """
+    for name, needed in accepted.items():
+        if (value := attrgetter(name)(config)) != needed:
+            yield f"{name} is {value}, but {reason}; leave it {json.dumps(needed)}"
+
+
+def _lengths(config: RLConfig) -> Iterator[str]:
+    rollout, sp_size = config.rollout, config.sequence_parallel_size
+    longest, max_tokens = config.max_sequence_length, config.actor.ppo_max_token_len_per_gpu
+    if max_tokens * sp_size < longest:
+        yield (
+            f"actor.ppo_max_token_len_per_gpu is {max_tokens} on each of {sp_size} ranks that "
+            "share a micro-batch (actor.ulysses_sequence_parallel_size), less than the longest "
+            f"sequence of {longest} tokens (data.max_prompt_length + data.max_response_length)"
+        )
+    if config.max_model_len < longest:
+        yield (
+            f"rollout.max_model_len is {config.max_model_len}, less than data.max_prompt_length + "
+            f"data.max_response_length = {longest}; raise it, or leave it null"
+        )
+    if not rollout.enable_chunked_prefill and config.max_num_batched_tokens < config.max_model_len:
+        yield (
+            f"rollout.max_num_batched_tokens is {config.max_num_batched_tokens}, less than the "
+            f"longest prompt ({config.max_model_len}, rollout.max_model_len), and "
+            "rollout.enable_chunked_prefill is false; raise it, or allow chunks"
+        )
+
+
+def _sampling(config: RLConfig) -> Iterator[str]:
+    sampling = config.rollout.val_kwargs
+    if config.reshard.lora == "adapters" and not config.model.lora_rank:
+        yield "reshard.lora is 'adapters', but no adapter is trained; set model.lora_rank"
+    if config.rollout.quantization and config.reshard.delta == "on":
+        yield (
+            f"rollout.quantization is {config.rollout.quantization} and reshard.delta is on, but "
+            "the scale of a block depends on all of it; set reshard.delta=auto, which sends all"
+        )
+    if sampling.do_sample and sampling.temperature == 0:
+        yield "rollout.val_kwargs.temperature is 0 with do_sample=true; give a temperature above 0"
+    if not sampling.do_sample and sampling.n > 1:
+        yield (
+            f"rollout.val_kwargs.n is {sampling.n}, but greedy responses are all equal; "
+            "set rollout.val_kwargs.do_sample=true, or n=1"
+        )
+    if config.algorithm.sampling_replay == "on" and not config.rollout.truncates:
+        yield (
+            "algorithm.sampling_replay is on, but rollout.top_p is 1 and rollout.top_k is "
+            f"{config.rollout.top_k}, which keep the full vocabulary; truncate with one of them, "
+            "or leave it auto"
+        )
+    try:
+        _ = config.algorithm.rollout_correction.is_bounds
+        _ = config.algorithm.rollout_correction.rejection
+    except ValueError as error:
+        yield (
+            f"algorithm.rollout_correction: {error}; rollout_is_threshold is a number or "
+            '"lower_upper", rollout_rs_threshold one of these per criterion of rollout_rs, '
+            "separated by commas"
+        )
+
+
+# What rollout.exact needs: only operators that both sides have.
+_NEEDED_BY_EXACT: dict[str, object] = {
+    "rollout.quantization": None,
+    "rollout.top_p": 1.0,
+    "rollout.top_k": -1,
+    "model.compile": False,
+    "model.use_fused_kernels": True,
+    "actor.ulysses_sequence_parallel_size": 1,
+}
+
+
+def exactness_obstacle(config: RLConfig) -> str | None:
+    """Return the first setting that cannot be combined with rollout.exact, as a clause."""
+    return next(_inexact_settings(config), None)
+
+
+def _exact(config: RLConfig) -> Iterator[str]:
+    if config.rollout.exact == "on":
+        for obstacle in _inexact_settings(config):
+            yield (
+                f"rollout.exact is on, but {obstacle}; change that setting, or set "
+                "rollout.exact=auto to train without exact log-probs"
+            )
+
+
+def _inexact_settings(config: RLConfig) -> Iterator[str]:
+    for name, needed in _NEEDED_BY_EXACT.items():
+        if (value := attrgetter(name)(config)) != needed:
+            yield f"{name} is {value}, and that has no exact form"
+    rank, targets = config.model.lora_rank, config.model.target_modules
+    if rank and config.reshard.lora == "merged":
+        yield (
+            f"model.lora_rank is {rank} and reshard.lora merged, and merged weights are rounded "
+            "elsewhere; set reshard.lora=adapters"
+        )
+    if rank and "lm_head" in ([targets] if isinstance(targets, str) else targets):
+        yield "model.target_modules names lm_head, and the head has no exact form with adapters"
+    if config.rollout.name == "hf":
+        yield "rollout.name is hf, and exact operators replace those of vLLM"
+    if config.overlaps and config.rollout.tensor_model_parallel_size > 1:
+        yield (
+            f"{TP_SIZE} is {config.rollout.tensor_model_parallel_size} and trainer.mode "
+            f"{config.trainer.mode}, and the trainer has to know which sums engine ranks add"
+        )
+    engine, trainer = config.rollout.dtype, config.actor.fsdp_config.dtype
+    if engine not in ("auto", trainer) or trainer == "float16":
+        yield (
+            f"rollout.dtype is {engine} and actor.fsdp_config.dtype is {trainer}: engine and "
+            "trainer need one type, float32 or bfloat16 (rollout.dtype=auto takes the trainer's)"
+        )
+
+
+def _multi_turn(config: RLConfig) -> Iterator[str]:
+    multi_turn = config.rollout.multi_turn
+    if not multi_turn.enable:
+        for key in ("tool_config_path", "function_tool_path"):
+            if getattr(multi_turn, key):
+                yield (
+                    f"rollout.multi_turn.{key} is given, but rollout.multi_turn.enable is false; "
+                    "set it to true, or remove the tools"
+                )
+        return
+    if config.data.truncation != "error":
+        yield (
+            f"data.truncation is {config.data.truncation}, but turns are appended to the full "
+            "prompt (rollout.multi_turn.enable); set data.filter_overlong_prompts=true"
+        )
+    if multi_turn.tool_timeout_s >= config.trainer.timeout_s:
+        yield (
+            f"rollout.multi_turn.tool_timeout_s is {multi_turn.tool_timeout_s}, not below "
+            f"trainer.timeout_s {config.trainer.timeout_s}, for which other ranks wait; lower it"
         )
