@@ -25,8 +25,7 @@ from hybridengine.run.config import JobConfig, config_to_yaml
 from hybridengine.run.errors import ModelError
 from hybridengine.run.session import Session, run_rank
 from hybridengine.run.storage import remove_folder
-from hybridengine.run.tracking.metrics import RunClock
-from hybridengine.run.tracking.trace import StepTrace
+from hybridengine.run.tracking import RunClock, StepTrace
 from hybridengine.train.checkpoint import Checkpointer, CheckpointError, find_checkpoints
 from hybridengine.train.checkpoint.folders import archive_earlier_run
 from hybridengine.train.checkpoint.pretrained import save_model_files

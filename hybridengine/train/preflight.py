@@ -26,7 +26,7 @@ from hybridengine.run.config import ConfigError, JobConfig, RLConfig, SFTConfig
 from hybridengine.run.errors import Faults, print_note
 from hybridengine.run.plugins import load_plugin
 from hybridengine.run.storage import check_disk_space
-from hybridengine.run.tracking.metrics import check_loggers
+from hybridengine.run.tracking import check_loggers
 from hybridengine.train.algorithms import NEEDS
 from hybridengine.train.build import (
     build_agents,

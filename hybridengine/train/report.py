@@ -22,11 +22,16 @@ from hybridengine.model import SkippedUpdate, on_device
 from hybridengine.run.all_ranks import broadcast_value
 from hybridengine.run.config import JobConfig, config_to_yaml
 from hybridengine.run.errors import CallbackError, ModelError
+from hybridengine.run.plugins import plugins
 from hybridengine.run.session import Session
 from hybridengine.run.storage import atomic_file
-from hybridengine.run.tracking.console import LINE_WIDTH, Progress
-from hybridengine.run.tracking.curves import plot_learning_curves
-from hybridengine.run.tracking.metrics import MetricsLogger, steps_of_summary, write_summary
+from hybridengine.run.tracking import (
+    LINE_WIDTH,
+    MetricsLogger,
+    Progress,
+    steps_of_summary,
+    write_summary,
+)
 from hybridengine.train.checkpoint import SavedCheckpoint, changed_settings
 from hybridengine.train.checkpoint.pretrained import save_adapter, save_pretrained
 
@@ -80,10 +85,11 @@ class Reporter(ExitStack):
             self._progress.finish_step()
 
     def draw(self) -> None:
-        """Draw curves.png from the metrics logged so far."""
+        """Let extras draw the metrics logged so far: the group `hybridengine.reports`."""
         if self.is_main:
             started = time.monotonic()
-            plot_learning_curves(self.logger.history, self.dir / "curves.png", title=self._title)
+            for entry in plugins("reports").values():
+                entry.load()(self.logger.history, self.dir, self._title)
             ended = time.monotonic()
             self._next_drawing = ended + (ended - started) / _DRAWING_SHARE
 

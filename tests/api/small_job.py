@@ -32,7 +32,7 @@ def alone() -> None:
         dist.destroy_process_group()
     for name in TORCHRUN:
         os.environ.pop(name, None)
-    report.plot_learning_curves = lambda *args, **options: None
+    report.plugins = lambda group: {}
 
 
 def _typed(text: str):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from hybridengine.model import SavedWork
 from hybridengine.run.errors import ConfigError
-from hybridengine.run.tracking.metrics import MetricsLogger, check_loggers
+from hybridengine.run.tracking import MetricsLogger, check_loggers
 from hybridengine.train.performance import FlopCounter, pair_cost, performance_metrics
 
 
@@ -22,7 +22,7 @@ def test_wandb_gets_every_metric_under_the_runs_names(tmp_path, monkeypatch):
     )
     fake = SimpleNamespace(init=lambda **kwargs: calls.append(kwargs) or run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr("hybridengine.run.tracking.metrics.find_spec", lambda name: fake)
+    monkeypatch.setattr("hybridengine.run.tracking.find_spec", lambda name: fake)
     names = {"project": "sums", "name": "first", "config": {"seed": 1}}
     with MetricsLogger(tmp_path, ["wandb"], Console(), total_steps=2, **names) as metrics:
         metrics.log(1, {"train/loss": 0.5})
@@ -52,7 +52,7 @@ def test_mlflow_gets_every_metric(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_missing_package_is_reported_before_the_run(name, monkeypatch):
-    monkeypatch.setattr("hybridengine.run.tracking.metrics.find_spec", lambda name: None)
+    monkeypatch.setattr("hybridengine.run.tracking.find_spec", lambda name: None)
     check_loggers(["console", "jsonl"])
     with pytest.raises(ConfigError, match=f"pip install {name}"):
         check_loggers(["console", name])

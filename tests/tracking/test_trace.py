@@ -10,7 +10,7 @@ import pytest
 
 from hybridengine.lab.diagnose.report import facts_of
 from hybridengine.lab.diagnose.runs import LoggedRun
-from hybridengine.run.tracking.trace import TraceSummary, summarize
+from hybridengine.lab.diagnose.trace import TraceSummary, summarize
 from tests.trainer.in_process import run_jobs, small_job
 
 

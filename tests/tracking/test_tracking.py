@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from hybridengine.lab.curves import draw_curves
+from hybridengine.run import tracking as console_lines
 from hybridengine.run.config import load_sft_config
 from hybridengine.run.storage import atomic_file
-from hybridengine.run.tracking import console as console_lines
-from hybridengine.run.tracking.console import LINE_WIDTH, Progress, StepLine
-from hybridengine.run.tracking.curves import plot_learning_curves
-from hybridengine.run.tracking.metrics import MetricsLogger, write_summary
+from hybridengine.run.tracking import LINE_WIDTH, MetricsLogger, Progress, StepLine, write_summary
 from hybridengine.train import report
 from hybridengine.train.data import PromptSample
 from hybridengine.train.metrics import accuracy_interval, gain_interval
@@ -238,20 +237,21 @@ CRITIC_RANKS = {"actor/idle_ratio": 0.2, "critic/idle_ratio": 0.3}
     ],
 )
 def test_curves_are_drawn(tmp_path, history):
-    plot_learning_curves(history, tmp_path / "c.png", title="t")
-    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    draw_curves(history, tmp_path, title="t")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_curves_are_redrawn_in_a_hundredth_of_the_time(tmp_path, monkeypatch):
     now, drawings = 0.0, []
 
-    def plot(*args, **options):
+    def plot(*args):
         nonlocal now
         now += 2.0
         drawings.append(now)
 
-    monkeypatch.setattr(report, "plot_learning_curves", plot)
+    drawing = SimpleNamespace(load=lambda: plot)
+    monkeypatch.setattr(report, "plugins", lambda group: {"curves": drawing})
     monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: now))
     job = ["model.path=m", "data.train_files=t.jsonl", f"trainer.default_local_dir={tmp_path}"]
     config = load_sft_config(None, [*job, "trainer.logger=[jsonl]"])

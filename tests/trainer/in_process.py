@@ -133,7 +133,7 @@ def _jobs(rank: int, world_size: int, folder: Path, jobs: Sequence[Sequence[str]
     from hybridengine.run.status import PhaseStatus
     from hybridengine.train import report
 
-    report.plot_learning_curves = lambda *args, **options: None
+    report.plugins = lambda group: {}
     results = []
     for overrides in jobs:
         if rank == 0:

@@ -50,13 +50,12 @@ def train_by_the_clock(rank: int, world_size: int, folder: Path) -> tuple[Any, A
     alone advance."""
     from types import SimpleNamespace
 
-    from hybridengine.run import session
-    from hybridengine.run.tracking import metrics
+    from hybridengine.run import session, tracking
     from hybridengine.train import base, report
 
     now = 0.0
     time = SimpleNamespace(perf_counter=lambda: now)
-    session.time = metrics.time = base.time = time
+    session.time = tracking.time = base.time = time
 
     def takes(owner: Any, name: str, seconds: float) -> None:
         call = getattr(owner, name)

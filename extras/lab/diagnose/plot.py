@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from hybridengine.lab.curves import decorate_axes, main_metrics
 from hybridengine.lab.diagnose.runs import LoggedRun
 from hybridengine.run.errors import ConfigError
 from hybridengine.run.storage import atomic_file
-from hybridengine.run.tracking.curves import decorate_axes, main_metrics
 
 __all__ = ["Curve", "curve_of", "plot_runs", "same_settings", "val_interval"]
 

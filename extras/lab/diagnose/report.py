@@ -9,7 +9,7 @@ from rich.console import Console
 
 from hybridengine.lab.diagnose.findings import find_problems, phase_table, phases_of
 from hybridengine.lab.diagnose.runs import LoggedRun
-from hybridengine.run.tracking.trace import TraceSummary, summarize
+from hybridengine.lab.diagnose.trace import TraceSummary, summarize
 
 __all__ = ["facts_of", "print_report"]
 

@@ -1,4 +1,4 @@
-"""A torch.profiler trace of one step, and how much of it was computation and communication."""
+"""How much of a recorded step was computation and communication."""
 
 from __future__ import annotations
 
@@ -9,40 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from torch.profiler import profile
 
 from hybridengine.run.session import PHASE
 
 _COMMUNICATION = ("nccl", "gloo:")  # names of kernels and of asynchronous operations
-
-
-class StepTrace:
-    """Records a step on this rank and writes `trace/step<N>_rank<R>.json.gz` in a run's folder.
-
-    Perfetto (ui.perfetto.dev) and chrome://tracing show the file; the phases of the step are ranges
-    in it.
-
-    step: the step to record; None for no trace.
-    """
-
-    def __init__(self, folder: Path, step: int | None, rank: int) -> None:
-        self._step = step
-        self._file = folder / "trace" / f"step{step}_rank{rank}.json.gz"
-        self._profile: profile | None = None
-
-    def begin(self, step: int) -> None:
-        """Begin to record if this is the step."""
-        if step == self._step:
-            self._profile = profile()
-            self._profile.start()
-
-    def end(self) -> None:
-        """Write what was recorded, if anything."""
-        if self._profile is not None:
-            self._profile.stop()
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._profile.export_chrome_trace(str(self._file))
-            self._profile = None
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,8 @@ _SFT_PANELS = {
 }
 
 
-def plot_learning_curves(history: History, path: str | Path, *, title: str = "") -> None:
-    """Draw the main metrics of an RL or an SFT run, and the time per step, to a PNG.
+def draw_curves(history: History, folder: Path, title: str) -> None:
+    """Draw the main metrics of an RL or an SFT run, and the time per step, to curves.png.
 
     history: the rows of `MetricsLogger.history`, each with "step"; a metric that the run did not
     log is left out.
@@ -92,7 +92,7 @@ def plot_learning_curves(history: History, path: str | Path, *, title: str = "")
     _plot_times(next(axes), history)
     for unused in axes:
         unused.remove()
-    with atomic_file(Path(path)) as temporary:
+    with atomic_file(folder / "curves.png") as temporary:
         figure.savefig(temporary)
 
 

@@ -1,1 +1,0 @@
-"""Metrics of a run: console, files, traces, curves."""
