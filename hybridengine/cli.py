@@ -1,4 +1,4 @@
-"""The `hybridengine` command: run a job, list its keys, export a checkpoint.
+"""The `hybridengine` command: run a job, list its keys.
 
 Commands import torch when they need it, after the configuration is checked, so that help, `keys`
 and `--print-config` answer at once. Installed extras add commands: the entry-point group
@@ -264,38 +264,6 @@ def check_and_plan(config: JobConfig, dry_run: bool, faults: Faults) -> Table:
             if row := entry.load()(config, checked.choices):
                 table.add_row(f"[bold]{name.replace('_', ' ')}", row)
     return table
-
-
-@app.command()
-def export(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="A checkpoint (also verl's) or a run's folder.")
-    ],
-    out: Annotated[Path, typer.Option(help="The Hugging Face folder to write.")],
-    dtype: Annotated[
-        str | None, typer.Option(help="bfloat16, float16 or float32; default: the run's.")
-    ] = None,
-    as_adapter: Annotated[bool, typer.Option(help="Write only the LoRA adapter.")] = False,
-    trust_remote_code: Annotated[bool, typer.Option()] = False,
-) -> None:
-    """Convert a checkpoint to a Hugging Face folder, on one CPU, and read it back."""
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
-    from hybridengine.train.checkpoint.export import export_checkpoint
-
-    disable_progress_bar()
-    with report_user_errors():
-        if dtype not in (None, "bfloat16", "float16", "float32"):
-            raise ConfigError(f"--dtype is {dtype!r}, expected bfloat16, float16 or float32")
-        source = export_checkpoint(
-            checkpoint.expanduser(),
-            out.expanduser(),
-            None if dtype is None else getattr(torch, dtype),
-            trust_remote_code,
-            as_adapter,
-        )
-    Console().print(f"{source} → {out}", soft_wrap=True)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Commands that look at a run, at a model alone, or at the installation, and that predict."""
+"""Commands that look at a run, export it, look at a model or the installation, or predict."""
 
 from __future__ import annotations
 
@@ -322,3 +322,35 @@ def reshard_plan(
     print_advice(advice, Console())
     if png is not None:
         draw_advice(advice, png.expanduser())
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint (also verl's) or a run's folder.")
+    ],
+    out: Annotated[Path, typer.Option(help="The Hugging Face folder to write.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16 or float32; default: the run's.")
+    ] = None,
+    as_adapter: Annotated[bool, typer.Option(help="Write only the LoRA adapter.")] = False,
+    trust_remote_code: Annotated[bool, typer.Option()] = False,
+) -> None:
+    """Convert a checkpoint to a Hugging Face folder, on one CPU, and read it back."""
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from hybridengine.lab.export import export_checkpoint
+
+    disable_progress_bar()
+    with report_user_errors():
+        if dtype not in (None, "bfloat16", "float16", "float32"):
+            raise ConfigError(f"--dtype is {dtype!r}, expected bfloat16, float16 or float32")
+        source = export_checkpoint(
+            checkpoint.expanduser(),
+            out.expanduser(),
+            None if dtype is None else getattr(torch, dtype),
+            trust_remote_code,
+            as_adapter,
+        )
+    Console().print(f"{source} → {out}", soft_wrap=True)

@@ -35,6 +35,7 @@ from hybridengine.train.build import (
     import_external,
     load_preparer,
     load_tokenizer,
+    multi_turn,
     tool_schemas,
 )
 from hybridengine.train.build_models import saved_states
@@ -54,8 +55,11 @@ from hybridengine.train.preflight_engine import (
     check_model_in_engine,
     check_sequence_length,
 )
-from hybridengine.train.rewards.build import build_reward_manager
-from hybridengine.train.rewards.check import check_reward, check_reward_files
+from hybridengine.train.rewards.build import (
+    build_reward_manager,
+    check_reward,
+    check_reward_files,
+)
 from hybridengine.vision.checks import check_images
 
 __all__ = ["check_grpo", "check_launch", "check_sft"]
@@ -129,7 +133,7 @@ def check_grpo(config: RLConfig, faults: Faults | None = None) -> Checked[Prompt
         with faults:
             limit = config.data.max_response_length
             reward = build_reward_manager(config.reward, limit, tokenizer)
-            check_reward(config, reward, (train, val))
+            check_reward(config, reward, (train, val), multi_turn(config))
     faults.report()
     assert train is not None and choices is not None
     return Checked(train, val, choices)

@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from hybridengine import cli
+from hybridengine.lab.export import export_checkpoint
 from hybridengine.model.parameters import parameter_shards, saved_dtypes
 from hybridengine.run.errors import ModelError
 from hybridengine.run.storage import write_manifest
 from hybridengine.train.checkpoint import CheckpointError
-from hybridengine.train.checkpoint.export import export_checkpoint
 from hybridengine.train.checkpoint.source import copy_files, copy_unread, unread_bytes
 from tests.architectures.catalogue import CATALOGUE
 from tests.checkpoint.hostile import hostile_metadata, replace_metadata

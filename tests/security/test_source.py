@@ -18,7 +18,7 @@ EXCEPTIONS = {
     ("extras/rewards/worker_main.py", "multiprocessing.connection"): _OWN_PIPE,
     ("extras/rewards/workers.py", "multiprocessing.connection"): _OWN_PIPE,
     ("extras/rewards/workers.py", "pickle"): "the type of an error of that pipe",
-    ("hybridengine/train/checkpoint/export.py", "pickle"): "the type of an error of torch.load",
+    ("extras/lab/export.py", "pickle"): "the type of an error of torch.load",
     (
         "hybridengine/train/checkpoint/tensors.py",
         "pickle",

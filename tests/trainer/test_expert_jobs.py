@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridengine.train.checkpoint.export import export_checkpoint
+from hybridengine.lab.export import export_checkpoint
 from tests.trainer.in_process import lines_of, moe_job, run_jobs
 
 DIVIDED = "actor.fsdp_config.expert_parallel_size=2"

@@ -165,7 +165,7 @@ def fail_to_export(rank: int, world_size: int, folder: Path) -> tuple[str, list[
 
 
 def test_a_failed_export_loses_no_training(tmp_path: Path) -> None:
-    from hybridengine.train.checkpoint.export import export_checkpoint
+    from hybridengine.lab.export import export_checkpoint
 
     [(message, left, not_asked_for)] = run_ranks(fail_to_export, 1, write_sft_job(tmp_path))
     saved, final = tmp_path / "run" / "global_step_2", tmp_path / "run" / "final"

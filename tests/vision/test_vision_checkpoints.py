@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridengine.train.checkpoint.export import export_checkpoint
+from hybridengine.lab.export import export_checkpoint
 from tests.ranks import run_ranks
 from tests.trainer.sft_job import save_checkpoint, start_run
 from tests.vision.tiny_vision import count_rows, save_tiny_vision
