@@ -9,6 +9,7 @@ M (1 - 1/N) in the float32 of the master weights.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from hybridengine.lab.trainer_layout import TrainerLayout
 from hybridengine.run.config import JobConfig, RLConfig
 from hybridengine.sync.layout import EngineLayout
 from hybridengine.sync.plan.planner import Planner, ReshardPlan
+from hybridengine.sync.plan.source_class import SourceClass
 from hybridengine.sync.shards import dim1_parameters, tp_groups
 from hybridengine.train.build import num_shards
 from hybridengine.train.choices import Choices
@@ -326,10 +328,26 @@ def draw_advice(advice: Advice, path: Path) -> None:
     figure.savefig(path)
 
 
+def traffic_matrix(plan: ReshardPlan) -> np.ndarray:
+    """Return the bytes from each sender to each receiver, int64 [N, N]; the diagonal is 0."""
+    itemsizes: dict[SourceClass, int] = defaultdict(int)  # summed over the sources of a class
+    for (_, dtype), source_class in plan.source_classes.items():
+        itemsizes[source_class] += dtype.itemsize
+    matrix = np.zeros((plan.world_size, plan.world_size), np.int64)
+    ranks = np.arange(plan.world_size)
+    for source_class, itemsize in itemsizes.items():
+        needed = source_class.num_needed
+        for shard in np.flatnonzero(needed.any(0)).tolist():
+            moved = needed[plan.layout_of, shard] * itemsize
+            matrix[source_class.senders.sender_of[shard], ranks] += moved
+    np.fill_diagonal(matrix, 0)
+    return matrix
+
+
 def _draw_traffic(axes: Axes, option: Option) -> None:
     from matplotlib.colors import LogNorm
 
-    mib = np.ma.masked_equal(option.plan.traffic(), 0) / _MIB
+    mib = np.ma.masked_equal(traffic_matrix(option.plan), 0) / _MIB
     image = axes.imshow(mib, norm=LogNorm() if mib.count() else None, cmap="viridis")
     title = f"Traffic between ranks, TP groups {option.grouping}"
     axes.set_title(title, loc="left", fontweight="bold")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from hybridengine.lab.advisor import traffic_matrix
 from hybridengine.sync.copies import Copy
 from hybridengine.sync.geometry import contiguous_strides
 from hybridengine.sync.layout import EngineLayout, TensorSpec
@@ -163,4 +164,4 @@ def assert_both_sides_agree(plan, itemsize: int = 2) -> None:
                 staged[receiver] += moved
         assert max(staged) <= plan.staging_bytes
     assert (sent, received) == (plan.bytes_sent, plan.bytes_received)
-    np.testing.assert_array_equal(plan.traffic(), traffic)
+    np.testing.assert_array_equal(traffic_matrix(plan), traffic)

@@ -71,7 +71,6 @@ def test_any_plan_sends_each_element_once(case: Case) -> None:
     bound = [2 * b for b in brute_force_bound(case.sources, case.layouts)]  # float32, not bfloat16
     assert plan.bytes_received == plan.lower_bound == bound
     crossing = [4 * n for n in brute_force_entering(case.sources, case.layouts, case.nodes)]
-    assert plan.crossing_bound() == crossing
     for number, least in zip(sorted(set(case.nodes)), crossing, strict=True):
         of_node = [b for b, n in zip(plan.bytes_crossing, case.nodes, strict=True) if n == number]
         assert max(of_node) <= least <= sum(of_node)

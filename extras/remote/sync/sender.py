@@ -185,8 +185,7 @@ class WeightSender:
                 dense_bytes = self._mover.dense.bytes_of(transfer.order.moves_densely)
                 infos = self._settle(some) + [info for info in infos if info not in some]
                 self._base = version
-            statuses = dict[int, EngineStatus]
-            self._engines = self._on_rank0(lambda c: c.close(), "ending", statuses)
+            self._engines = self._on_rank0(Coordinator.close, "ending", dict[int, EngineStatus])
         elapsed = (time.perf_counter() - started) * 1e3
         return SyncReport(version, received, sent, elapsed, is_delta, changed, dense_bytes)
 
@@ -245,8 +244,7 @@ class WeightSender:
             coordinator.begin(transfer)
             return some, transfer
 
-        expected = tuple[list[EngineInfo], Transfer]
-        return self._on_rank0(begin, "starting the transfer", expected)
+        return self._on_rank0(begin, "starting the transfer", tuple[list[EngineInfo], Transfer])
 
     def _transfer_on_all_ranks(
         self, infos: list[EngineInfo], transfer: Transfer, version: int, delta: Delta | None
@@ -353,9 +351,15 @@ class WeightSender:
 
     def _plan(self, layouts: dict[int, str], info: EngineInfo) -> None:
         def make(size: int, nodes: list[int]) -> ReshardPlan:
+            if info.device != self._device.type:
+                raise LayoutError(
+                    f"engine {info.index} has its weights on {info.device}, the trainers theirs "
+                    f"on {self._device.type}: use the same kind of device on both sides"
+                )
             rest = self._trained.unmerged, layouts, size, nodes
             self._inputs = PlanInputs.of(self._trainers.specs, *rest)
-            return self._make_plan(info)
+            differences = config_differences(self._config, info.model_config)
+            return make_plan(self._inputs, self._store, info.optional_parameters, differences)
 
         default = min(default_bucket_bytes(self._device), info.bucket_bytes)
         with self._guard.collective("planning"):
@@ -371,19 +375,9 @@ class WeightSender:
         with self._guard.collective("measuring rates"):
             is_far = len(machines) > 1
             self._finder = find_changes(self._trainers, self.plan, is_far=is_far, pulls=is_near)
-        publish = self._publish_plan
-        self._plan_number = self._on_rank0(lambda c: publish(), "publishing the plan", int)
+        self._plan_number = self._on_rank0(self._publish_plan, "publishing the plan", int)
 
-    def _make_plan(self, info: EngineInfo) -> ReshardPlan:
-        if info.device != self._device.type:
-            raise LayoutError(
-                f"engine {info.index} has its weights on {info.device}, the trainers theirs on "
-                f"{self._device.type}: use the same kind of device on both sides"
-            )
-        differences = config_differences(self._config, info.model_config)
-        return make_plan(self._inputs, self._store, info.optional_parameters, differences)
-
-    def _publish_plan(self) -> int:
+    def _publish_plan(self, coordinator: Coordinator) -> int:
         number = self._store.next_number("plans")
         self._store.set(f"plan/{number}", self._inputs)
         return number

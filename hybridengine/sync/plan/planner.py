@@ -91,34 +91,6 @@ class ReshardPlan:
             source_class = self.source_classes[name, bucket.engine_dtype]
             yield from ((name, slice_copy) for slice_copy in source_class.outgoing(chunk, rank))
 
-    def traffic(self) -> np.ndarray:
-        """Return the bytes from each sender to each receiver, int64 [N, N]; the diagonal is 0."""
-        itemsizes: dict[SourceClass, int] = defaultdict(int)  # summed over the sources of a class
-        for (_, dtype), source_class in self.source_classes.items():
-            itemsizes[source_class] += dtype.itemsize
-        matrix = np.zeros((self.world_size, self.world_size), np.int64)
-        ranks = np.arange(self.world_size)
-        for source_class, itemsize in itemsizes.items():
-            needed = source_class.num_needed
-            for shard in np.flatnonzero(needed.any(0)).tolist():
-                moved = needed[self.layout_of, shard] * itemsize
-                matrix[source_class.senders.sender_of[shard], ranks] += moved
-        np.fill_diagonal(matrix, 0)
-        return matrix
-
-    def crossing_bound(self) -> list[int]:
-        """Return the bytes that each node must receive from others, at the least.
-
-        What its ranks need and none of them holds, each element once however many of them need it.
-        Nodes are in the order of their numbers. A plan reaches it where every element comes from
-        the node (HSDP with a replica in each), or is needed by one rank of it; else an element
-        crosses once for each rank.
-        """
-        classes = [(cls, dtype.itemsize) for (_, dtype), cls in self.source_classes.items()]
-        entering = {cls: cls.num_entering() for cls in dict(classes)}
-        zeros = np.zeros(self.num_nodes, np.int64)
-        return sum((entering[cls] * size for cls, size in classes), zeros).tolist()
-
 
 def build_plan(
     sources: Mapping[str, ShardSpec],

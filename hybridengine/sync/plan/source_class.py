@@ -109,21 +109,6 @@ class SourceClass:
             rest = (axis.size for axis in block.axes if axis.dim not in spec.split_dims)
             total += grid_product(counts) * math.prod(rest)
 
-    def num_entering(self) -> np.ndarray:
-        """Return the elements that a node's ranks need and none holds, each once: int64 [nodes]."""
-        topology = self.senders.topology
-        known: dict[tuple[int, ...], np.ndarray] = {}
-        entering = np.zeros(topology.num_nodes, np.int64)
-        for node in range(topology.num_nodes):
-            layouts = tuple(np.unique(topology.layout_of[topology.node_of == node]).tolist())
-            if layouts not in known:
-                reads = [region[0][1].read for i in layouts for region in self.regions[i]]
-                known[layouts] = np.zeros(len(self.spec.holders), np.int64)
-                disjoint = (region[0][1] for region in disjoint_regions(reads))
-                self._count(known[layouts], disjoint)
-            entering[node] = known[layouts][~self.senders.held_in_node[:, node]].sum()
-        return entering
-
     @property
     def num_missing(self) -> np.ndarray:
         """Return how many elements each rank needs and does not hold, int64 [N]."""
