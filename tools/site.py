@@ -10,8 +10,8 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 import hybridengine.kernels
-import hybridengine.sync
-import hybridengine.train
+import hybridengine.reshard
+import hybridengine.train.api
 from hybridengine.run.config.reference import key_reference
 from tools.package_links import link_package
 
@@ -23,8 +23,8 @@ _PAGES = {
 }
 _REFERENCE = {
     "operators": ("Operators", hybridengine.kernels),
-    "sync": ("Weight sync", hybridengine.sync),
-    "trainer": ("Trainer", hybridengine.train),
+    "sync": ("Weight sync", hybridengine.reshard),
+    "trainer": ("Trainer", hybridengine.train.api),
 }
 
 
