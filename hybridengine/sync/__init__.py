@@ -1,13 +1,11 @@
 """Weight sync from FSDP2 shards to the tensor-parallel weights of engines, without redundancy.
 
-    record     EngineLayout   strided copies: trained parameter → engine tensor, as the engine loads
-    plan       ReshardPlan    who sends which slice to whom, in which bucket; the same on every rank
-    trainers   Trainers       what the training ranks read, and agree on
-    trained    TrainedTensors the trainer's shards, adapters merged
-    delta      ChangeFinder   what changed since the sync before
-    target     WeightTarget   an engine's tensors and what they are: version, partial, discarded
-    move       Mover          the straight line: source → payload → transport → target
-    resharder  Resharder      engine in the trainers' processes
+    record         EngineLayout   strided copies: trained parameter → engine tensor, as the engine loads
+    plan           ReshardPlan    who sends which slice to whom, in which bucket; equal on all ranks
+    trainers       Trainers       what the training ranks read and agree on: TrainedTensors
+    weight_target  WeightTarget   an engine's tensors and their state: version, partial, discarded
+    move           Mover          dense, FP8 or changed elements, over a transport, into the target
+    resharder      Resharder      engine in the trainers' processes
 
 `record` and `plan` run once, the rest at every sync. Users import `hybridengine.reshard`.
 """

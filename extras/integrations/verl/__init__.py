@@ -19,7 +19,7 @@ In every process of a verl job, Ray's workers included, by an environment variab
     vocab_parallel     vocab-parallel log-probs and entropies; needs Megatron
 
 `checkpoint_engine` syncs weights into a vLLM engine of the same process. Results, conventions and
-differences: docs/dropins.md.
+differences: docs/verl.md.
 """
 
 from __future__ import annotations
