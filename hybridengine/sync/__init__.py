@@ -1,6 +1,6 @@
 """Weight sync from FSDP2 shards to the tensor-parallel weights of engines, without redundancy.
 
-    record         EngineLayout   strided copies: trained parameter → engine tensor, as the engine loads
+    record         EngineLayout   strided copies, as the engine loads: parameter → engine tensor
     plan           ReshardPlan    who sends which slice to whom, in which bucket; equal on all ranks
     trainers       Trainers       what the training ranks read and agree on: TrainedTensors
     weight_target  WeightTarget   an engine's tensors and their state: version, partial, discarded
