@@ -6,7 +6,7 @@
             step.update(rollouts)
 
 It drives the trainers of the command line through the methods that their own loop calls
-(`trainer.base.BaseTrainer.train`), so checks, logs, checkpoints and resuming are the same.
+(`train.base.BaseTrainer.train`), so checks, logs, checkpoints and resuming are the same.
 """
 
 from __future__ import annotations
