@@ -160,7 +160,7 @@ class AgentRunner:
     async def _run(self, trajectory: Trajectory) -> None:
         name = trajectory.sample.extra_info.get("agent_name") or self.loop_name
         try:
-            await self._find(name)(self.context).run(trajectory)
+            await self.find(name)(self.context).run(trajectory)
             trajectory.tool_rewards = await trajectory.toolbox.close()
             trajectory.finish()
         except (Exception, SystemExit) as error:
@@ -168,7 +168,8 @@ class AgentRunner:
             reason = f"{error}" if isinstance(error, UserError) else repr(error)
             raise AgentError(f"agent loop {name!r}: {reason}; prompt {prompt!r}") from error
 
-    def _find(self, name: str) -> Callable[[LoopContext], AgentLoop]:
+    def find(self, name: str) -> Callable[[LoopContext], AgentLoop]:
+        """Return the loop that a row may name; raise AgentError for any other name."""
         if name != self.loop_name and name not in LOOPS:
             raise AgentError(
                 f"extra_info.agent_name of the row is {name!r}, expected one of "

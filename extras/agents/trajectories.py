@@ -12,7 +12,7 @@ from hybridengine.train.data import PromptSample
 from hybridengine.train.rewards.manager import ResponseTokens, RewardManager, score_checked
 from hybridengine.train.rollouts import ScoredResponse
 
-__all__ = ["TURN_REWARDS", "score_trajectories", "with_turns"]
+__all__ = ["TURN_REWARDS", "score_trajectories", "tokens_of", "with_turns"]
 
 TURN_REWARDS = "turn_rewards"  # the column, and the result that is its sum over a trajectory
 
@@ -30,7 +30,7 @@ def score_trajectories(
         return []
     rows = [(position, t) for position, group in trajectories.items() for t in group]
     texts = [_text(t, tokenizer) for _, t in rows]
-    tokens = [_tokens(t) for _, t in rows]
+    tokens = [tokens_of(t) for _, t in rows]
     samples = [with_turns(t.sample, t.turns, t.turn_rewards, t.tool_rewards) for _, t in rows]
     result = score_checked(reward, samples, texts, tokens)
     rollouts: list[ScoredResponse] = []
@@ -93,7 +93,8 @@ def _text(trajectory: Trajectory, tokenizer: Any) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
-def _tokens(trajectory: Trajectory) -> ResponseTokens:
+def tokens_of(trajectory: Trajectory) -> ResponseTokens:
+    """Return the tokens of a trajectory as rewards count them."""
     ids = [token for s in trajectory.sequences for token in s.ids]
     sampled = [int(x) for s in trajectory.sequences for x in s.response.per_token("sampled")]
     return ResponseTokens(ids, sampled, trajectory.num_tokens)

@@ -297,7 +297,7 @@ def test_a_row_cannot_name_code(tmp_path: Path) -> None:
     for given in (name, "os.system", "package.module.Class", "unknown"):
         agents = AgentRunner(context, "single_turn_agent", template, {})
         with pytest.raises(AgentError, match=r"expected one of single_turn_agent, tool_agent"):
-            agents._find(given)
+            agents.find(given)
         assert not ran.exists()
-    assert AgentRunner(context, name, template, {})._find("tool_agent")
-    assert AgentRunner(context, name, template, {})._find(name) and ran.exists()
+    assert AgentRunner(context, name, template, {}).find("tool_agent")
+    assert AgentRunner(context, name, template, {}).find(name) and ran.exists()

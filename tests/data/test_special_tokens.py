@@ -126,7 +126,12 @@ def test_a_tokenizer_that_cannot_is_an_error():
     assert special.encode(["a </s> b"])["input_ids"] == [[0, 1, 2]]
     with pytest.raises(DataError, match=r"cannot encode '</s>' in a message as text"):
         special.encode([special.hide("row", "a </s> b")])
-    slow = SimpleNamespace(
+
+    class Slow(SimpleNamespace):
+        def __call__(self, texts: list[str], **options: object) -> dict[str, list[list[int]]]:
+            return {"input_ids": [[] for _ in texts]}
+
+    slow = Slow(
         **{
             name: getattr(tokenizer, name)
             for name in ("all_special_ids", "added_tokens_decoder", "unk_token_id")
@@ -135,4 +140,4 @@ def test_a_tokenizer_that_cannot_is_an_error():
     )
     special = SpecialTokens(slow, "text")
     with pytest.raises(DataError, match="cannot encode"):
-        special._encode_hidden(special.hide("row", "a </s> b"))
+        special.encode([special.hide("row", "a </s> b")])

@@ -82,12 +82,12 @@ def test_more_than_plain_lora_is_refused(tmp_path: Path) -> None:
 def test_an_adapter_names_its_base_from_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hybridengine.train.checkpoint.pretrained import _base_name
+    from hybridengine.train.checkpoint.pretrained import base_name
 
     (tmp_path / "models" / "base").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "models")
-    assert _base_name("base") == _base_name("../models/base") == str(tmp_path / "models" / "base")
-    assert _base_name("HuggingFaceTB/SmolLM2-135M") == "HuggingFaceTB/SmolLM2-135M"
+    assert base_name("base") == base_name("../models/base") == str(tmp_path / "models" / "base")
+    assert base_name("HuggingFaceTB/SmolLM2-135M") == "HuggingFaceTB/SmolLM2-135M"
 
 
 def test_an_adapter_merged_by_peft_is_not_added_again(tmp_path: Path) -> None:

@@ -380,7 +380,7 @@ def test_statistics_count_trajectories_and_masks_cover_the_model_s_tokens() -> N
 
 
 def test_rewards_read_the_tokens_of_all_branches_and_the_length_that_is_limited() -> None:
-    from hybridengine.agents.trajectories import _tokens
+    from hybridengine.agents.trajectories import tokens_of
     from hybridengine.agents.trajectory import TokenSequence, Trajectory
     from hybridengine.engine.response import Response
     from hybridengine.run.config import RewardConfig
@@ -400,7 +400,7 @@ def test_rewards_read_the_tokens_of_all_branches_and_the_length_that_is_limited(
         sequence(None, [1, 0, 0, 0, 0, 1]),
         sequence([5, 6, 7, 8, 8], [1, 0, 1]),
     ]
-    tokens = _tokens(trajectory)  # of the sequences, 6 and 2 + 3 tokens follow the prompt of 3
+    tokens = tokens_of(trajectory)  # of the sequences, 6 and 2 + 3 tokens follow the prompt of 3
     assert tokens == ResponseTokens([9] * 9, [1, 0, 0, 0, 0, 1, 1, 0, 1], 6)
     # The limit is 10 tokens and the buffer its last 5: the 6th costs a fifth, and none costs more.
     buffer = OverlongBufferConfig(enable=True, len=5, penalty_factor=1.0)

@@ -254,7 +254,7 @@ def save_adapter(
     by_parameter = of_experts | renamed
     config.target_modules = sorted(n.removesuffix(".weight") for n in adapted.keys() - by_parameter)
     config.target_parameters = sorted(by_parameter) or None
-    config.base_model_name_or_path = _base_name(model.config.name_or_path or "")
+    config.base_model_name_or_path = base_name(model.config.name_or_path or "")
     config.inference_mode = True
 
     def write() -> None:
@@ -266,6 +266,6 @@ def save_adapter(
     run_on_rank0(write, f"saving the adapter to {str(out_dir)!r}", group)
 
 
-def _base_name(name: str) -> str:
+def base_name(name: str) -> str:
     """Return the absolute path of a local base model, or a hub name unchanged."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
