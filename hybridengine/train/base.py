@@ -10,6 +10,7 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -290,12 +291,14 @@ class BaseTrainer(ABC, Generic[ConfigT]):
 
     def start_save(self, step: int, score: float | None) -> None:
         """Start to save a checkpoint. Collective."""
-
-        def describe(folder: Path) -> None:
-            save_hf, group = self.config.trainer.save_hf_model, self.checkpoints.group
-            dtype = self.save_dtype
-            save_model_files(self.model, self.tokenizer, folder, dtype, save_hf, group)
-
+        describe = partial(
+            save_model_files,
+            self.model,
+            self.tokenizer,
+            dtype=self.save_dtype,
+            weights=self.config.trainer.save_hf_model,
+            group=self.checkpoints.group,
+        )
         with self.clock.inside("save_checkpoint"), self.session.writing("save_checkpoint"):
             self.checkpoints.save(step, score, describe)
 
@@ -369,7 +372,10 @@ class BaseTrainer(ABC, Generic[ConfigT]):
         wants_checkpoints = self.config.trainer.save_freq > 0
         is_first = broadcast_value(not find_checkpoints(self.dir), bool)
         try:
-            saved = self._save_last()
+            saved = self.wait_for_save(self.steps_done)
+            if not broadcast_value(saved.is_dir(), bool):
+                self.start_save(self.steps_done, None)
+                saved = self.wait_for_save(self.steps_done)
         except CheckpointError as error:
             if skipped is not None:
                 raise ModelError(f"{skipped}; {error}") from error
@@ -388,14 +394,6 @@ class BaseTrainer(ABC, Generic[ConfigT]):
             raise problem
         if saved is not None and is_first and not wants_checkpoints and self.session.is_main:
             remove_folder(saved)
-
-    def _save_last(self) -> Path:
-        """Bring the state after the last step to the disk; return its checkpoint."""
-        saved = self.wait_for_save(self.steps_done)
-        if not broadcast_value(saved.is_dir(), bool):
-            self.start_save(self.steps_done, None)
-            self.wait_for_save(self.steps_done)
-        return saved
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)

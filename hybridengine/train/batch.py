@@ -228,10 +228,7 @@ class DataParallel:
             response_mask=mask,
             rollout_log_probs=received.columns["log_probs"].to(device),
             mini_batches=self._pack(
-                rollouts,
-                index,
-                received,
-                [replicas[self.replica] for replicas in split],
+                rollouts, index, received, [replicas[self.replica] for replicas in split]
             ),
             mini_batch_of=mini_batch_of.to(device),
             placement=placement,

@@ -29,6 +29,7 @@ from hybridengine.train.build import checkpoint_layout, load_preparer, num_shard
 from hybridengine.train.choices import Choices
 from hybridengine.train.models import Actor
 from hybridengine.train.performance import pair_cost
+from hybridengine.train.rollout_source import RolloutSource
 from hybridengine.vision.checks import find_conflicts
 
 
@@ -146,31 +147,26 @@ def build_optimizer(
 
 def build_actor(
     config: RLConfig,
-    sliced_dims: Callable[[Mapping[str, tuple[int, ...]]], dict[str, int]],
+    choices: Choices,
+    source: RolloutSource,
     dp: DataParallel,
     updates: int,
     steps: int,
-    base_memory: Mapping[str, torch.Tensor] = MappingProxyType({}),
-    *,
-    exact: bool = False,
-    shares_unsharded: bool = False,
 ) -> Actor:
-    """Build the policy under FSDP2 over all ranks; updates: optimizer steps in all its steps.
+    """Build the policy under FSDP2 over all ranks.
 
-    sliced_dims: which dimensions an engine on these ranks slices (`EngineLayout.sliced_dims`).
-    base_memory: of the frozen base under LoRA, where it is the engine's (`shared_weights`).
-    exact: the engine has the operators of `use_exact_operators`.
-    shares_unsharded: FSDP2's unsharded parameters will be the engine's (`SharedParameters`).
+    source: its engine may have the weights that the policy is computed with.
+    updates: optimizer steps in all `steps`.
 
-    `dim1_parameters` are sharded in dim 1, so that a weight sync moves less; none if
-    `shares_unsharded`, as FSDP2's extensions need dim 0. The reference is a copy of the policy, or
-    under LoRA the policy without its adapters; a teacher is another model.
+    `dim1_parameters` are sharded in dim 1, so that a weight sync moves less; none where FSDP2's
+    unsharded parameters will be the engine's (`SharedParameters`), as its extensions need dim 0.
+    The reference is a copy of the policy, or under LoRA the policy without its adapters; a teacher
+    is another model.
     """
     shapes, optim = checkpoint_layout(config).parameters, config.actor.optim
-    sliced = sliced_dims(shapes)
-    columns = (
-        set[str]() if shares_unsharded else dim1_parameters(shapes, sliced, num_shards(config))
-    )
+    sliced, columns = source.sliced_dims(shapes), set[str]()
+    if source.shared.target is None:
+        columns = dim1_parameters(shapes, sliced, num_shards(config))
     tp_size = config.rollout.tensor_model_parallel_size
     splits = {name: tp_size for name, dim in sliced.items() if dim == 1 and tp_size > 1}
     load = partial(
@@ -178,13 +174,13 @@ def build_actor(
         config,
         dp.session,
         shard_dim1=columns.__contains__,
-        splits=splits if exact else None,
+        splits=splits if choices.exact else None,
         param_offload=config.actor.fsdp_config.param_offload,
     )
     reference: Any = None
     if config.uses_reference and not config.model.lora_rank:
         reference = partial(on_device, load().requires_grad_(False))
-    model = load(is_trained=True, base_memory=base_memory)
+    model = load(is_trained=True, base_memory=source.shared.base)
     if config.uses_reference and config.model.lora_rank:
         reference = partial(adapters_disabled, model)
     optimizer = build_optimizer(config, model, optim, optim, updates)

@@ -45,7 +45,7 @@ from hybridengine.train.metrics import (
     probs_diff,
 )
 from hybridengine.train.mode import Mode, mode_of
-from hybridengine.train.models import Actor, Learner, needs_old_log_probs
+from hybridengine.train.models import Learner, needs_old_log_probs
 from hybridengine.train.plan import plan_table
 from hybridengine.train.report import UpdateCounts
 from hybridengine.train.rollout_files import (
@@ -92,7 +92,9 @@ class RLTrainer(BaseTrainer[RLConfig]):
         external = mode.critic(config, session, num_updates)
         with session.phase("load_model"):
             self.dp = build_data_parallel(config, session, self.choices)
-            self.actor = self._build_actor(num_updates)
+            self.actor = build_actor(
+                config, self.choices, self.source, self.dp, num_updates, self.steps
+            )
             self.model = self.actor.model
             self.critic: StepCritic | None = external
             if external is None and uses_critic(config):
@@ -113,19 +115,6 @@ class RLTrainer(BaseTrainer[RLConfig]):
         self.rollout_dir = Path(config.trainer.rollout_data_dir or self.rollout_dir)
         self.printed_samples = False
         self._prepare_checkpoints(external)
-
-    def _build_actor(self, num_updates: int) -> Actor:
-        shared = self.source.shared
-        return build_actor(
-            self.config,
-            self.source.sliced_dims,
-            self.dp,
-            num_updates,
-            self.steps,
-            shared.base,
-            exact=self.choices.exact,
-            shares_unsharded=shared.target is not None,
-        )
 
     def _prepare_checkpoints(self, external: ExternalCritic | None) -> None:
         """Name what a checkpoint keeps: models with their optimizers, and every other state."""
