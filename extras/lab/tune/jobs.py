@@ -16,13 +16,13 @@ from hybridengine.run.config import RLConfig, SFTConfig
 from hybridengine.run.session import Session
 from hybridengine.train.batch import RolloutBatch
 from hybridengine.train.data import PromptSample, Subset
-from hybridengine.train.mode import Mode
 from hybridengine.train.models import Actor
 from hybridengine.train.rewards.manager import ResponseTokens, score_checked
 from hybridengine.train.rl import RLTrainer
 from hybridengine.train.rollout_source import ColocatedRollouts, gather_rollouts
 from hybridengine.train.rollouts import Rollouts, ScoredResponse
 from hybridengine.train.sft import SFTTrainer
+from hybridengine.train.start import Mode
 
 __all__ = ["RLJob", "SFTJob"]
 
