@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,7 @@ from hybridengine.model.exact import model_obstacle
 from hybridengine.model.packing_check import shared_prefix_obstacle
 from hybridengine.model.validation import check_model
 from hybridengine.run.all_ranks import all_gather_values
-from hybridengine.run.config import (
-    ConfigError,
-    JobConfig,
-    RLConfig,
-    SFTConfig,
-)
+from hybridengine.run.config import ConfigError, JobConfig, RLConfig, SFTConfig
 from hybridengine.run.config.validation import exactness_obstacle
 from hybridengine.run.errors import Faults
 from hybridengine.run.storage import atomic_file
@@ -105,7 +100,9 @@ def agree(config: ConfigT) -> tuple[ConfigT, Choices]:
                 f"is {here.get(name)!r}, than on rank 0, whose {name} is {first.get(name)!r}; copy "
                 "one folder to every machine"
             )
-    engine = config.rollout.name if isinstance(config, RLConfig) else ""
+    engine = ""
+    if isinstance(config, RLConfig) and not config.rollout.servers:
+        engine = config.rollout.name
     machine = Machine.common([machine for machine, _ in gathered], engine)
     config = resolve_dtypes(config, machine)
     return config, decide(config, model, machine)
@@ -134,8 +131,10 @@ def decide(
     config, faults = resolve_dtypes(config, machine), Faults()
     dtypes = {"trainer": config.sharding.dtype, "saved weights": config.trainer.save_dtype}
     no_prefix = faults.attempt(_no_prefix, config, model, machine)
-    engine, delta, inexact, unshared = "", "off", "SFT has no engine", "SFT has no engine"
-    reasons = dict.fromkeys(("engine", "delta"), "SFT has no engine")
+    engine, delta, no_engine = "", cast(DeltaMode, "off"), "SFT has no engine"
+    inexact: str | None = no_engine
+    unshared: str | None = no_engine
+    reasons = {"engine": no_engine, "delta": no_engine}
     prefix = "common prefixes are computed once"
     if isinstance(config, RLConfig):
         dtypes = {"trainer": dtypes["trainer"], "engine": config.rollout.dtype, **dtypes}

@@ -71,21 +71,21 @@ class Machine:
         return Machine(gpu_bytes, fast, vllm_available(), obstacles)
 
     @staticmethod
-    def common(machines: Sequence[Machine], engine: str = "auto") -> Machine:
+    def common(machines: Sequence[Machine], engine: str) -> Machine:
         """Return what the machines of all ranks have in common.
 
-        engine: `rollout.name`.
+        engine: `rollout.name`; "": the ranks need none.
 
         Raises ConfigError, naming the ranks, where ranks would take unlike engines, or only some
         have a GPU.
         """
         first = machines[0]
         for rank, machine in enumerate(machines):
-            if engine == "auto" and machine.has_vllm != first.has_vllm:
-                found = ["hf, for vllm is not installed", "vllm, for it is installed"]
+            if engine in ("auto", "vllm") and machine.has_vllm != first.has_vllm:
+                found = ["is not installed", "is installed"]
                 raise ConfigError(
-                    f"rollout.name is auto, which is {found[machine.has_vllm]} on rank {rank}, and "
-                    f"{found[first.has_vllm]} on rank 0; install the same packages on every "
+                    f"rollout.name is {engine}, and vllm {found[machine.has_vllm]} on rank {rank}, "
+                    f"but {found[first.has_vllm]} on rank 0; install the same packages on every "
                     "machine, or set rollout.name=hf"
                 )
             if bool(machine.gpu_bytes) != bool(first.gpu_bytes):

@@ -69,19 +69,23 @@ def test_ranks_of_unlike_machines_fall_back_together(tmp_path: Path) -> None:
 
 @pytest.mark.multirank
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("name", "other", "message"),
     [
         (
+            name,
             replace(MACHINE, has_vllm=False),
-            "rollout.name is auto, which is hf, for vllm is not installed on rank 1, and vllm, for "
-            "it is installed on rank 0; install",
-        ),
-        (replace(MACHINE, gpu_bytes=1 << 30), "rank 1 has a GPU, and rank 0 no GPU; run all"),
-    ],
+            f"rollout.name is {name}, and vllm is not installed on rank 1, but is installed on "
+            "rank 0; install",
+        )
+        for name in ("auto", "vllm")
+    ]
+    + [("hf", replace(MACHINE, gpu_bytes=1 << 30), "rank 1 has a GPU, and rank 0 no GPU; run all")],
 )
-def test_machines_that_do_not_fit_together(tmp_path: Path, other: Machine, message: str) -> None:
-    error = same(tmp_path, [*small_job(tmp_path), *AUTO], MACHINE, other)["error"]
-    assert error.startswith(message)
+def test_machines_that_do_not_fit_together(
+    tmp_path: Path, name: str, other: Machine, message: str
+) -> None:
+    job = [*small_job(tmp_path), f"rollout.name={name}"]
+    assert same(tmp_path, job, MACHINE, other)["error"].startswith(message)
 
 
 @pytest.mark.multirank
