@@ -108,7 +108,9 @@ class LocalFunctions:
         columns, source = copy.deepcopy(dict(columns)), function.source
         pending: list[int | None] = [None] if function.takes_lists else list(range(size))
         if function.takes_lists:
-            request = partial(Calls.batch, key=function.key, arguments=columns, size=size)
+            request: Callable[[Calls], None] = partial(
+                Calls.batch, key=function.key, arguments=columns, size=size
+            )
         else:
             rows = [{name: column[i] for name, column in columns.items()} for i in range(size)]
             request = partial(Calls.each, key=function.key, calls=rows)
@@ -131,10 +133,10 @@ class LocalFunctions:
                 outcomes[index] = outcome
                 if not source.is_async:  # async calls all started together
                     deadline = time.monotonic() + self._timeout_s
-        except CallError:  # late replies would be taken for those of the next call
-            thread.end()
-            self._thread = None
-            raise
+        finally:
+            if pending:  # late replies would be taken for those of the next call
+                thread.end()
+                self._thread = None
         return rows_of(outcomes[None]) if function.takes_lists else [outcomes[i] for i in order]
 
     def _late(self, source: FunctionSource, where: str, index: int | None) -> CallError:
