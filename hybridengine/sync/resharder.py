@@ -249,7 +249,7 @@ class Resharder:
             self._engine_state = EngineState.after(before, self.engine, self._mover.checksum_growth)
         elapsed = (time.perf_counter() - started) * 1e3
         changed = self._finder.changed if self._finder else None
-        densely = self._mover.dense.bytes_of(order.moves_densely)
+        densely = self._mover.bytes_of(order.moves_densely)
         received += found.num_bytes if found else 0
         return SyncReport(version, received, sent, elapsed, found is not None, changed, densely)
 
@@ -285,7 +285,7 @@ class Resharder:
     def _verify(self, version: int) -> None:
         """Raise ReshardError on every rank if an engine tensor differs from its source."""
         with self._guard.collective("verifying"):
-            own = find_mismatches(self._transport, self._mover.dense, self._weights)
+            own = find_mismatches(self._transport, self._mover, self._weights)
             mismatches = from_all_ranks(own, Mismatch)
             if self.plan.fallback:
                 loaded = self.engine.layout.by_loader & self._weights.keys()

@@ -20,7 +20,7 @@ from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.checksums import chunks, value_checksum
 from hybridengine.sync.geometry import Block
 from hybridengine.sync.layout import EngineLayout
-from hybridengine.sync.move.mover import Dense
+from hybridengine.sync.move.mover import Mover
 from hybridengine.sync.move.transport import Transport
 from hybridengine.sync.plan.buckets import Bucket
 from hybridengine.sync.plan.planner import ReshardPlan
@@ -32,14 +32,14 @@ _SUM_BYTES = 8
 
 
 def find_mismatches(
-    transport: Transport, dense: Dense, weights: Mapping[str, torch.Tensor]
+    transport: Transport, mover: Mover, weights: Mapping[str, torch.Tensor]
 ) -> list[Mismatch]:
     """Return all slices that differ in this rank's engine; collective.
 
-    dense: the payload that this rank has moved.
+    mover: what has moved the weights.
     weights: the tensors of this rank's engine; {} if it has no engine.
     """
-    plan, rank, source, device = dense.plan, dense.rank, dense.source, dense.scales.scale.device
+    plan, rank, source, device = mover.plan, mover.rank, mover.source, mover.scales.scale.device
     arriving: list[_Write] = []
     leaving: list[_Write] = []
     for bucket in plan.buckets:
@@ -55,7 +55,7 @@ def find_mismatches(
     if source is not None:
         with transport.guard.collective("gathering adapters to verify"):
             adapters = {name: adapter.full() for name, adapter in source.merged.items()}
-        blocks = (_expected(dense, source, write, adapters.get(write.name)) for write in leaving)
+        blocks = (_expected(mover, source, write, adapters.get(write.name)) for write in leaving)
         ours = _checksums(blocks, leaving, device).view(torch.uint8)
     sizes = (sent * _SUM_BYTES).tolist(), (received * _SUM_BYTES).tolist()
     arrived = transport.post("the checksums of all slices", ours, *sizes).wait()
@@ -93,15 +93,15 @@ def _slice_writes(
 
 
 def _expected(
-    dense: Dense, source: TrainedTensors, write: _Write, adapter: Adapter | None
+    mover: Mover, source: TrainedTensors, write: _Write, adapter: Adapter | None
 ) -> torch.Tensor:
     """Return what a write must leave in the receiver's engine, in plain PyTorch.
 
     adapter: the full adapter of a merged parameter.
     """
     name, slice_copy, destination, block, _ = write
-    values = source.slice(name, dense.plan.sources[name], slice_copy.shard, block, adapter)
-    return dense.scales.expected(values, slice_copy.receiver, destination, block)
+    values = source.slice(name, mover.plan.sources[name], slice_copy.shard, block, adapter)
+    return mover.scales.expected(values, slice_copy.receiver, destination, block)
 
 
 def find_unstable(

@@ -36,7 +36,7 @@ class Counted:
     what a pull reads of the memory of other ranks."""
 
     def __init__(self, resharder) -> None:
-        self.pulls = [e.unpack for e in resharder._mover.dense.exchanges]
+        self.pulls = [e.unpack for e in resharder._mover.exchanges]
         self.pulls *= isinstance(resharder._transport, Pull)
 
     def __enter__(self):
@@ -229,11 +229,11 @@ def overlap_body(rank: int, world_size: int) -> dict:
     waits: list[bool] = []
     start, copy = AllToAll.post_bucket, CopyTable.copy
     names = {}
-    for i, e in enumerate(resharder._mover.dense.exchanges):
+    for i, e in enumerate(resharder._mover.exchanges):
         names |= {id(e.pack): f"pack {i}", id(e.local): f"local {i}", id(e.unpack): f"unpack {i}"}
 
     def noted_start(transport, where, exchange, pack):
-        i = resharder._mover.dense.exchanges.index(exchange)
+        i = resharder._mover.exchanges.index(exchange)
         pending = start(transport, where, exchange, pack)
         log.append(f"send {i}")
         wait = pending.wait
@@ -260,7 +260,7 @@ def overlap_body(rank: int, world_size: int) -> dict:
     return {
         "log": log,
         "crossed_before_wait": waits,
-        "buckets": len(resharder._mover.dense.exchanges),
+        "buckets": len(resharder._mover.exchanges),
     }
 
 
@@ -306,7 +306,7 @@ def reuse_body(rank: int, world_size: int) -> list[bool]:
     """Ranks that pack, copy and unpack at different speeds, another in each bucket."""
     shapes = {f"r{i}": ("replicated", (64, 64)) for i in range(8)} | {"c": ("column", (8, 4))}
     engine, shards, resharder = build(shapes, 2, full=values(shapes))
-    assert len(resharder._mover.dense.exchanges) > 10
+    assert len(resharder._mover.exchanges) > 10
     copy, calls = CopyTable.copy, itertools.count(rank)
 
     def slow_copy(table, sources, destinations):

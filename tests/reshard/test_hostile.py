@@ -105,7 +105,7 @@ def corrupt_body(rank: int, world_size: int, transport: str) -> dict[str, str]:
     """Flip a bit of the data that rank 1 receives: in its receive buffer, or as it reads the first
     slice that another rank packed."""
     engine, _, resharder = build(SHAPES, 2, full=values(SHAPES), transport=transport)
-    unpack = resharder._mover.dense.exchanges[0].unpack
+    unpack = resharder._mover.exchanges[0].unpack
 
     class Damaging(type(unpack)):
         def copy(self, sources, destinations):
@@ -147,7 +147,7 @@ def failing_body(rank: int, world_size: int, how: str, transport: str) -> dict:
     resharder.sync(1)
     group = dist.distributed_c10d._get_default_group()
     group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=3))
-    pack = resharder._mover.dense.exchanges[0].pack
+    pack = resharder._mover.exchanges[0].pack
 
     class Failing(type(pack)):
         def copy(self, *tensors):
@@ -252,7 +252,7 @@ def stopped_body(rank: int, world_size: int, where: str, transport: str) -> list
     engine, shards, resharder = build(SHAPES, 2, full=values(SHAPES), transport=transport)
     resharder.sync(1)
     store = dist.distributed_c10d._get_default_store()
-    packing = resharder._mover.dense.exchanges[0].pack
+    packing = resharder._mover.exchanges[0].pack
 
     def stop_rank1() -> None:
         if rank == 1:

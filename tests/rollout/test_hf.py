@@ -147,7 +147,7 @@ def damaged_body(rank: int, world_size: int, path: str) -> list[str]:
 
     engine, resharder = build(path, world_size, [])
     resharder.sync(1, verify=True)
-    unpack = resharder._mover.dense.exchanges[0].unpack
+    unpack = resharder._mover.exchanges[0].unpack
 
     class Damaging(type(unpack)):
         def copy(self, sources, destinations):

@@ -272,7 +272,7 @@ class WeightReceiver:
         self._link = None
 
     def _verify(self, link: Link, weights: dict[str, torch.Tensor], version: int) -> None:
-        wrong = find_mismatches(self._transport, self._mover.dense, weights)
+        wrong = find_mismatches(self._transport, self._mover, weights)
         self._rank.activity.compared(version, wrong)
         if wrong:
             link.phase = "verifying"

@@ -182,7 +182,7 @@ class WeightSender:
                 moved = self._transfer_on_all_ranks(some, transfer, version, delta)
                 received, sent = received + moved[0], sent + moved[1]
                 is_delta &= transfer.order.base is not None
-                dense_bytes = self._mover.dense.bytes_of(transfer.order.moves_densely)
+                dense_bytes = self._mover.bytes_of(transfer.order.moves_densely)
                 infos = self._settle(some) + [info for info in infos if info not in some]
                 self._base = version
             self._engines = self._on_rank0(Coordinator.close, "ending", dict[int, EngineStatus])
@@ -299,7 +299,7 @@ class WeightSender:
         found = delta.found if delta else None
         moved = self._mover.move(transport, transfer.order, version, {}, found)
         if transfer.order.verify:
-            find_mismatches(transport, self._mover.dense, {})
+            find_mismatches(transport, self._mover, {})
             with self._guard.collective("looking for NaN"):
                 warn_of_nan(self._trained.shards)
         try:
@@ -369,7 +369,7 @@ class WeightSender:
         self._mover = Mover(self.plan, self.rank, self._device, self._trained, None)
         merges = bool(self._trained.merged)
         self._transport = TrainersEnd(self._guard, self.plan, self._device, merges)
-        self._transport.plan_for(self._mover.dense.exchanges)
+        self._transport.plan_for(self._mover.exchanges)
         machines = {machine_of(process) for process in (*self._processes, *info.processes)}
         is_near = feeders_of(self._processes, self._devices, [info]) is not None
         with self._guard.collective("measuring rates"):

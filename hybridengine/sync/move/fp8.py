@@ -40,6 +40,7 @@ from hybridengine.sync.geometry import (
 )
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.move.tables import Plain, Shape, SliceRows, slice_rows
+from hybridengine.sync.move.transport import Transport
 from hybridengine.sync.plan.planner import ReshardPlan
 from hybridengine.sync.plan.source_class import SliceCopy
 
@@ -199,6 +200,21 @@ class BlockScales(Plain):
     def of_rank(self, rank: int) -> torch.Tensor:
         """Return the part of `scale` for the engine of one rank of the plan."""
         return self._of_layout[self._plan.layout_of[rank]]
+
+    def deliver(self, transport: Transport, rank: int) -> None:
+        """Send the scales to ranks that hold an engine only, an equal part from each trainer."""
+        if not (receivers := transport.receivers):
+            return
+        where, trainers = "the scales of quantized weights", [*range(receivers.start)]
+        if rank in receivers:
+            scales = self.of_rank(rank)
+            received = [part.nbytes for part in scales.tensor_split(len(trainers))]
+            arrived = transport.post(where, None, (), received).wait()
+            scales.copy_(torch.cat(arrived).view(scales.dtype))
+            return
+        parts = [self.of_rank(r).tensor_split(len(trainers))[rank] for r in receivers]
+        sent = [0] * len(trainers) + [part.nbytes for part in parts]
+        transport.post(where, torch.cat(parts).view(torch.uint8), sent, ()).wait()
 
     def write(self, rank: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Write the scales for the engine of one rank of the plan to its tensors."""

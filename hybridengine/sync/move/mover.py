@@ -56,37 +56,85 @@ def _pack(exchange: Exchange, sources: Sequence[torch.Tensor], outgoing: torch.T
     exchange.pack.copy(sources, [outgoing])
 
 
-class Dense:
-    """The exchanges of one rank.
+class Mover:
+    """One rank's part in the transfers of a plan.
+
+    rank: the number of this rank in the plan.
+    source: the trained tensors of this rank; None on a rank that only holds an engine.
+    engine: the engine of this rank; None on a rank that only trains.
+    builder: the table builder of the transport.
 
     Attributes:
-        plan, rank: those of `builder`.
-        source: the tensors that this rank reads; None on a rank that only holds an engine.
-        exchanges: one per bucket, built once.
+        exchanges: the tables of each bucket, built once.
         scales: the scales of quantized tensors.
-        bytes_gathered: the bytes received to merge adapters in the last `run`.
+        checksum_growth: engine tensor → by how much a delta made its `bit_checksum` grow in the
+            last transfer; None for a dense transfer, and where it is not known.
     """
 
+    checksum_growth: Mapping[str, int] | None = None
+
     def __init__(
-        self, builder: ExchangeBuilder, scales: BlockScales, source: TrainedTensors | None
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        device: torch.device,
+        source: TrainedTensors | None,
+        engine: WeightTarget | None,
+        builder: type[ExchangeBuilder] = ExchangeBuilder,
     ) -> None:
-        self.plan, self.rank, self.source = builder.plan, builder.rank, source
-        self.scales = scales
-        self.exchanges = [builder.build(bucket) for bucket in builder.plan.buckets]
-        self.bytes_gathered = 0
+        self.plan, self.rank, self.source = plan, rank, source
+        self._device, self._engine = device, engine
+        self._placements = source.placements if source else {}
+        strides = {n: p.local_stride for n, p in self._placements.items()}
+        self.scales = BlockScales(plan, device)
+        self.builder = builder(plan, rank, strides, device, self.scales)
+        self.exchanges = [self.builder.build(bucket) for bucket in plan.buckets]
+        self._bytes_gathered = 0  # to merge adapters, in the last transfer
+
+    @cached_property
+    def _delta(self) -> Delta:
+        strides = {n: contiguous_strides(p.local_shape) for n, p in self._placements.items()}
+        return Delta(ExchangeBuilder(self.plan, self.rank, strides, self._device))
+
+    def move(
+        self,
+        transport: Transport,
+        order: Order,
+        version: int,
+        weights: Weights,
+        found: Found | None,
+    ) -> tuple[int, int]:
+        """Move everything; return (bytes received, bytes sent). Collective.
+
+        weights: the tensors of this rank's engine; {} if it has no engine.
+        found: the changes that were found in this rank's shards.
+        """
+        self.checksum_growth = None
+        if self._engine is not None and order.base is None and not order.skip_frozen:
+            write_constants(self._engine.layout, weights)
+        self.move_buckets(transport, weights, order.moves)
+        if order.base is not None:
+            versions = Versions(order.base, version)
+            changes = found and found.changes
+            self.checksum_growth = self._delta.run(
+                transport, weights, changes, versions, order.group_size
+            )
+        self.load_full(transport, order.skip_frozen)
+        transport.end()
+        return transport.bytes_received + self._bytes_gathered, transport.bytes_sent
 
     def bytes_of(self, moves: Moves) -> int:
-        """Return the bytes that `run` would receive and send, without those of adapters."""
+        """Return the bytes that these buckets take to receive and send, without adapters."""
         moving = [e for e in self.exchanges if moves(e.bucket)]
         return sum(sum(e.bytes_received) + sum(e.bytes_sent) for e in moving)
 
-    def run(self, transport: Transport, weights: Weights, moves: Moves) -> None:
+    def move_buckets(self, transport: Transport, weights: Weights, moves: Moves) -> None:
         """Move buckets into the engines' weights. Collective.
 
         weights: the tensors of this rank's engine; {} if it has no engine.
         moves: which buckets; those that are not frozen move together.
         """
-        self.bytes_gathered = 0
+        self._bytes_gathered = 0
         moving = [e for e in self.exchanges if moves(e.bucket)]
         if any(e.bucket.quantized for e in moving):
             self._update_scales(transport, weights, moving)
@@ -130,7 +178,7 @@ class Dense:
         if name not in source.merged:
             return source.shards[name]
         merged, num_bytes = source.merge(name, spec, self.rank, box, transport.guard)
-        self.bytes_gathered += num_bytes
+        self._bytes_gathered += num_bytes
         return merged
 
     def _update_scales(
@@ -149,88 +197,9 @@ class Dense:
                 scales.combine(guard)
             transport.bytes_received += scales.bytes_reduced
             transport.bytes_sent += scales.bytes_reduced
-        self._deliver_scales(transport)
+        scales.deliver(transport, self.rank)
         if weights:
             scales.write(self.rank, weights)
-
-    def _deliver_scales(self, transport: Transport) -> None:
-        """Send the scales to ranks that hold an engine only, an equal part from each trainer."""
-        if not (receivers := transport.receivers):
-            return
-        of_rank, rank = self.scales.of_rank, self.rank
-        where, trainers = "the scales of quantized weights", [*range(receivers.start)]
-        if rank in receivers:
-            scales = of_rank(rank)
-            received = [part.nbytes for part in scales.tensor_split(len(trainers))]
-            arrived = transport.post(where, None, (), received).wait()
-            scales.copy_(torch.cat(arrived).view(scales.dtype))
-            return
-        parts = [of_rank(r).tensor_split(len(trainers))[rank] for r in receivers]
-        sent = [0] * len(trainers) + [part.nbytes for part in parts]
-        transport.post(where, torch.cat(parts).view(torch.uint8), sent, ()).wait()
-
-
-class Mover:
-    """One rank's part in the transfers of a plan.
-
-    rank: the number of this rank in the plan.
-    source: the trained tensors of this rank; None on a rank that only holds an engine.
-    engine: the engine of this rank; None on a rank that only trains.
-    builder: the table builder of the transport.
-    checksum_growth: engine tensor → by how much a delta made its `bit_checksum` grow in the last
-      transfer; None for a dense transfer, and where it is not known.
-    """
-
-    checksum_growth: Mapping[str, int] | None = None
-
-    def __init__(
-        self,
-        plan: ReshardPlan,
-        rank: int,
-        device: torch.device,
-        source: TrainedTensors | None,
-        engine: WeightTarget | None,
-        builder: type[ExchangeBuilder] = ExchangeBuilder,
-    ) -> None:
-        self.plan, self._rank, self._device = plan, rank, device
-        self._source, self._engine = source, engine
-        self._placements = source.placements if source else {}
-        strides = {n: p.local_stride for n, p in self._placements.items()}
-        scales = BlockScales(plan, device)
-        self.builder = builder(plan, rank, strides, device, scales)
-        self.dense = Dense(self.builder, scales, source)
-
-    @cached_property
-    def _delta(self) -> Delta:
-        strides = {n: contiguous_strides(p.local_shape) for n, p in self._placements.items()}
-        return Delta(ExchangeBuilder(self.plan, self._rank, strides, self._device))
-
-    def move(
-        self,
-        transport: Transport,
-        order: Order,
-        version: int,
-        weights: Mapping[str, torch.Tensor],
-        found: Found | None,
-    ) -> tuple[int, int]:
-        """Move everything; return (bytes received, bytes sent). Collective.
-
-        weights: the tensors of this rank's engine; {} if it has no engine.
-        found: the changes that were found in this rank's shards.
-        """
-        self.checksum_growth = None
-        if self._engine is not None and order.base is None and not order.skip_frozen:
-            write_constants(self._engine.layout, weights)
-        self.dense.run(transport, weights, order.moves)
-        if order.base is not None:
-            versions = Versions(order.base, version)
-            changes = found and found.changes
-            self.checksum_growth = self._delta.run(
-                transport, weights, changes, versions, order.group_size
-            )
-        self.load_full(transport, order.skip_frozen)
-        transport.end()
-        return transport.bytes_received + self.dense.bytes_gathered, transport.bytes_sent
 
     def load_full(self, transport: Transport, skip_frozen: bool) -> None:
         """Gather the parameters that are no pure copies, one at a time, for the engines' loaders.
@@ -255,6 +224,6 @@ class Mover:
                 yield name, full
 
     def _unsharded(self, transport: Transport, name: str) -> torch.Tensor:
-        assert self._source is not None
+        assert self.source is not None
         with transport.guard.collective(f"gathering {name!r} in full"):
-            return self._source.unsharded(name)
+            return self.source.unsharded(name)
