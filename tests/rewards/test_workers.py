@@ -169,12 +169,15 @@ def test_a_file_that_hangs(tmp_path, monkeypatch):
         RewardWorkers(1, timeout_s=0.1).load(tmp_path / "reward.py")
 
 
-def test_workers_import_no_heavy_package_and_share_no_stdin(tmp_path):
+def test_workers_import_only_the_standard_library_and_share_no_stdin(tmp_path):
     (tmp_path / "reward.py").write_text(
         "import os, sys\n"
         f"def compute_score({ARGUMENTS}):\n"
-        "    heavy = {'torch', 'numpy', 'pydantic', 'transformers'} & set(sys.modules)\n"
-        "    return {'score': len(heavy), 'stdin': len(sys.stdin.read())}\n"
+        "    names = {name.partition('.')[0] for name in sys.modules}\n"
+        "    known = {'hybridengine', 'coverage', *sys.stdlib_module_names}\n"
+        "    others = sorted(n for n in names - known if not n.startswith('_'))\n"  # _: of site
+        "    assert not others, others\n"
+        "    return {'score': 0, 'stdin': len(sys.stdin.read())}\n"
     )
     result = score_responses(RewardWorkers().load(tmp_path / "reward.py"), samples(1), ["x"])
     assert result == type(result)([0.0], {"stdin": [0.0]})
