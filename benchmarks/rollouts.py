@@ -89,6 +89,7 @@ def worker(name: str, rank: int, world_size: int, folder: Path) -> list[float]:
 
 def _generate(rank: int, world_size: int) -> tuple[list[Any], list[Any]]:
     """Return all prompts, and the responses of every world_size-th of them."""
+    from hybridengine.engine.response import Response
     from hybridengine.train.data import PromptSample
     from hybridengine.train.rollouts import ScoredResponse
 
@@ -98,7 +99,7 @@ def _generate(rank: int, world_size: int) -> tuple[list[Any], list[Any]]:
     prompts = [PromptSample(i, own, "x" * 4 * len(own), "", "", {}) for i, own in enumerate(ids)]
     rollouts = [
         ScoredResponse(
-            array("i", [7] * n), array("f", [-0.5] * n), "stop", group=i, text="x" * 4 * n
+            Response(array("i", [7] * n), array("f", [-0.5] * n), "stop"), i, "x" * 4 * n
         )
         for i in range(rank, PROMPTS, world_size)
         for n in lengths[i]

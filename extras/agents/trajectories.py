@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from hybridengine.agents.trajectory import TokenSequence, Trajectory, Turn
+from hybridengine.engine.response import Response
 from hybridengine.train.data import PromptSample
 from hybridengine.train.rewards.manager import ResponseTokens, RewardManager, score_checked
-from hybridengine.train.rollouts import ScoredResponse
+from hybridengine.train.rollouts import MultiTurn, ScoredResponse
 
 __all__ = ["TURN_REWARDS", "score_trajectories", "tokens_of", "with_turns"]
 
@@ -35,36 +36,27 @@ def score_trajectories(
     result = score_checked(reward, samples, texts, tokens)
     rollouts: list[ScoredResponse] = []
     for k, (position, trajectory) in enumerate(rows):
-        earned = sum(trajectory.turn_rewards)
-        scored = result.fields_of(k)
-        fields = scored | {
-            "group": position,
-            "text": texts[k],
-            "score": scored["score"] + earned,
-            "extras": scored["extras"] | {TURN_REWARDS: earned},
-            "parts": scored["parts"] | {TURN_REWARDS: (1.0, earned)},
-            "finish_reason": "length" if trajectory.is_truncated else "stop",
-            "turns": [_turn_row(turn) for turn in trajectory.turns],
-            "turn_numbers": _numbers(trajectory),
-        }
-        *others, last = trajectory.sequences
-        rollouts += [_with_rewards(s, fields, is_last=False) for s in others]
-        rollouts.append(_with_rewards(last, fields, is_last=True))
+        earned = result.of(k).add(TURN_REWARDS, 1.0, sum(trajectory.turn_rewards))
+        reason = "length" if trajectory.is_truncated else "stop"
+        turns = [_turn_row(turn) for turn in trajectory.turns]
+        numbers = _numbers(trajectory)
+        for sequence in trajectory.sequences:
+            response = replace(_with_turn_rewards(sequence), finish_reason=reason)
+            context, is_last = (
+                array("i", sequence.context_ids or ()),
+                sequence is trajectory.sequences[-1],
+            )
+            place = MultiTurn(context, sequence.images, is_last, turns, numbers)
+            rollouts.append(ScoredResponse(response, position, texts[k], earned, place))
     return rollouts
 
 
-def _with_rewards(sequence: TokenSequence, fields: dict[str, Any], is_last: bool) -> ScoredResponse:
+def _with_turn_rewards(sequence: TokenSequence) -> Response:
     rewards = array("f", bytes(4 * len(sequence.ids)))
     for end, turn in sequence.turn_ends:
         rewards[end] += turn.reward
-    return ScoredResponse.of(
-        sequence.response,
-        columns={**sequence.response.columns, TURN_REWARDS: rewards},
-        context_ids=array("i", sequence.context_ids or ()),
-        images=sequence.images,
-        is_last=is_last,
-        **fields,
-    )
+    columns = {**sequence.response.columns, TURN_REWARDS: rewards}
+    return replace(sequence.response, columns=columns)
 
 
 def with_turns(
@@ -96,7 +88,7 @@ def _text(trajectory: Trajectory, tokenizer: Any) -> str:
 def tokens_of(trajectory: Trajectory) -> ResponseTokens:
     """Return the tokens of a trajectory as rewards count them."""
     ids = [token for s in trajectory.sequences for token in s.ids]
-    sampled = [int(x) for s in trajectory.sequences for x in s.response.per_token("sampled")]
+    sampled = [int(x) for s in trajectory.sequences for x in s.response.columns.get("sampled", ())]
     return ResponseTokens(ids, sampled, trajectory.num_tokens)
 
 

@@ -103,7 +103,7 @@ class TokenSequence:
     @property
     def is_sampled(self) -> bool:
         """Whether any of its tokens is the model's."""
-        return any(self.response.per_token("sampled"))
+        return any(self.response.columns.get("sampled", ()))
 
     def append(self, segment: Segment) -> None:
         """Append tokens that were not sampled."""

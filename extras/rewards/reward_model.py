@@ -114,10 +114,10 @@ class RewardModel:
         dist.all_reduce(scores)  # exact: one rank's value plus zeros
         return scores.cpu()
 
-    def _ids(self, sample: PromptSample, response: ScoredResponse) -> list[int]:
+    def _ids(self, sample: PromptSample, rollout: ScoredResponse) -> list[int]:
         if self.tokenizer is None:
-            return [*(response.context_ids or sample.prompt_ids), *response.token_ids]
-        answer = {"role": "assistant", "content": response.text}
+            return [*rollout.prompt_ids(sample), *rollout.response.token_ids]
+        answer = {"role": "assistant", "content": rollout.text}
         own = ChatTemplate(self.tokenizer, DataConfig())
         # A response cannot end its own turn.
         chat, tools = (

@@ -8,16 +8,13 @@ the rows of a micro-batch, and into rollout files.
 
 from __future__ import annotations
 
-import base64
-import zlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from math import prod
-from typing import Any, Self
+from typing import Any
 
-import numpy as np
 import torch
 
 ColumnValues = Mapping[str, Sequence[int | float]]  # by name, entries of all tokens end to end
@@ -125,17 +122,10 @@ def _fill(column: TokenColumn, num_tokens: int) -> list[float]:
 # (weight version, number of sampled tokens), in their order
 VersionRuns = Sequence[tuple[int, int]]
 
-_TOKEN_FIELDS = {"token_ids": torch.int32, "log_probs": torch.float32, "context_ids": torch.int32}
-
-
-def token_columns() -> dict[str, torch.dtype]:
-    """Return the types of a response's sequences of numbers, the declared columns included."""
-    return _TOKEN_FIELDS | {name: column.dtype for name, column in COLUMNS.items()}
-
 
 @dataclass(frozen=True)
 class Response:
-    """One response, without its prompt.
+    """One response as an engine has sampled it, without its prompt.
 
     log_probs: of the sampling distribution (after temperature, top-k, top-p), one per token.
     finish_reason: "stop" (end-of-sequence token or a text of SamplingSpec.stop; token_ids includes
@@ -143,7 +133,6 @@ class Response:
     versions: of the weights that sampled the tokens, those of tools and users left out; one run,
       unless they were updated in between.
     columns: further numbers of each token, by the names of `COLUMNS`.
-    context_ids: the prompt, where it is not that of the data; else empty.
     """
 
     token_ids: Sequence[int]
@@ -151,7 +140,6 @@ class Response:
     finish_reason: str
     versions: VersionRuns = ()
     columns: ColumnValues = field(default_factory=dict)
-    context_ids: Sequence[int] = ()
 
     def join(self, more: Response) -> Response:
         """Return `more` with the tokens of this response before its own."""
@@ -167,7 +155,7 @@ class Response:
             columns=columns,
         )
 
-    def first(self, count: int) -> Self:
+    def first(self, count: int) -> Response:
         """Return it cut to at most `count` tokens."""
         if len(self.token_ids) <= count:
             return self
@@ -185,33 +173,14 @@ class Response:
             columns=first_columns(self.columns, count),
         )
 
-    def compact(self) -> Self:
+    def compact(self) -> Response:
         """Return it with arrays in place of lists of numbers, which take 8 times the memory."""
-        fields: dict[str, Any] = {
-            name: array(ARRAY_CODES[dtype], values)
-            for name, dtype in _TOKEN_FIELDS.items()
-            if (values := getattr(self, name))
-        }
-        columns = {name: COLUMNS[name].pack(values) for name, values in self.columns.items()}
-        return replace(self, **fields, columns=columns)
-
-    def per_token(self, name: str) -> Sequence[int | float]:
-        """Return a column of `token_columns`, empty where there is none."""
-        values: Sequence[float] = (
-            getattr(self, name) if name in _TOKEN_FIELDS else self.columns.get(name, ())
+        return replace(
+            self,
+            token_ids=array("i", self.token_ids),
+            log_probs=array("f", self.log_probs),
+            columns={name: COLUMNS[name].pack(values) for name, values in self.columns.items()},
         )
-        return values
-
-    def columns_in_files(self) -> dict[str, Any]:
-        """Return the declared columns that rollout files have: an entry or a list per token, or
-        `_encode` of one whose tokens differ in their number of entries."""
-        return {
-            name: np.asarray(values).reshape(-1, *COLUMNS[name].shape).tolist()
-            if COLUMNS[name].counts is None
-            else _encode(values, COLUMNS[name].dtype)
-            for name, values in self.columns.items()
-            if COLUMNS[name].in_files
-        }
 
     @property
     def num_sampled(self) -> int:
@@ -223,12 +192,6 @@ class Response:
     def version(self) -> int:
         """The version of the weights that sampled the oldest token."""
         return min((version for version, _ in self.versions), default=0)
-
-
-def _encode(values: Sequence[int | float], dtype: torch.dtype) -> str:
-    """Return entries as rollout files have them: base64 of zlib of `dtype`, little-endian."""
-    entries = np.asarray(values, f"<{ARRAY_CODES[dtype]}")
-    return base64.b64encode(zlib.compress(entries.tobytes())).decode()
 
 
 def pack_kept(

@@ -1,20 +1,24 @@
-"""Rollout files: texts of responses on rank 0, with what the update computes per token.
+"""ScoredResponse files: texts of responses on rank 0, with what the update computes per token.
 
 Texts are made where the responses were generated, then moved in order.
 """
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridengine.engine.response import ARRAY_CODES, COLUMNS, Response
 from hybridengine.kernels import token_policy_loss
 from hybridengine.model import PackedBatch
 from hybridengine.run.storage import atomic_file
@@ -22,7 +26,7 @@ from hybridengine.train.advantages import LossOptions
 from hybridengine.train.batch import RolloutBatch
 from hybridengine.train.data import PromptSample
 from hybridengine.train.exchange import RowExchange
-from hybridengine.train.rollouts import Rollouts, ScoredResponse
+from hybridengine.train.rollouts import MultiTurn, Rollouts, ScoredResponse
 
 # Arguments of the loss that clipping depends on.
 _CLIPPING = (
@@ -135,41 +139,61 @@ def rollout_line(sample: PromptSample, r: ScoredResponse) -> str:
         "prompt": sample.prompt_text,
         "response": r.text,
         "ground_truth": _plain(sample.ground_truth),
-        "reward": r.score,
+        "reward": r.reward.score,
     }
+    sampled, turns, checksums = r.response, r.multi_turn.turns, r.weights_checksums
+    runs = sampled.versions
     response = {
         **({} if r.advantage is None else {"advantage": r.advantage}),
-        "finish_reason": r.finish_reason,
-        "weight_version": r.version,
-        **({"weights_checksum": r.weights_checksums[0]} if r.weights_checksums else {}),
-        **({"weight_versions": list(map(list, r.versions))} if len(r.versions) > 1 else {}),
-        **({"weights_checksums": list(of_runs)} if len(of_runs := r.weights_checksums) > 1 else {}),
-        "prompt_ids": list(r.context_ids or sample.prompt_ids),
-        "response_ids": list(r.token_ids),
-        **({"images": images} if (images := _image_names(sample, r)) else {}),
-        "log_probs": _engine_log_probs(r),
+        "finish_reason": sampled.finish_reason,
+        "weight_version": sampled.version,
+        **({"weights_checksum": checksums[0]} if checksums else {}),
+        **({"weight_versions": list(map(list, runs))} if len(runs) > 1 else {}),
+        **({"weights_checksums": list(checksums)} if len(checksums) > 1 else {}),
+        "prompt_ids": list(r.prompt_ids(sample)),
+        "response_ids": list(sampled.token_ids),
+        **({"images": images} if (images := _image_names(sample, r.multi_turn)) else {}),
+        "log_probs": _engine_log_probs(sampled),
         **r.trained,
-        **({"sampled": list(r.columns["sampled"]), "turns": list(r.turns)} if r.turns else {}),
-        **r.columns_in_files(),
+        **({"sampled": list(sampled.columns["sampled"]), "turns": list(turns)} if turns else {}),
+        **_columns(sampled),
     }
     taken = prompt.keys() | response.keys()
-    counted = {name: number for name, number in r.counts.items() if number}
+    counted = {name: number for name, number in r.reward.counts.items() if number}
     results = {
         f"reward/{name}" if name in taken else name: value
-        for name, value in {**r.extras, **r.texts, **counted}.items()
+        for name, value in {**r.reward.extras, **r.reward.texts, **counted}.items()
     }
     return json.dumps({**prompt, **results, **response}, ensure_ascii=False) + "\n"
 
 
-def _engine_log_probs(r: ScoredResponse) -> list[float | None]:
+def _engine_log_probs(response: Response) -> list[float | None]:
     """Return the log-probs of the engine, None for tokens that it has not sampled."""
-    sampled = r.columns.get("sampled") or [1] * len(r.token_ids)
-    return [float(x) if s else None for x, s in zip(r.log_probs, sampled, strict=True)]
+    sampled = response.columns.get("sampled") or [1] * len(response.token_ids)
+    return [float(x) if s else None for x, s in zip(response.log_probs, sampled, strict=True)]
 
 
-def _image_names(sample: PromptSample, r: ScoredResponse) -> list[str]:
+def _image_names(sample: PromptSample, r: MultiTurn) -> list[str]:
     """Return the images in the tokens of prompt and response, in their order."""
     return [image.name for image in (*(() if r.context_ids else sample.images), *r.images)]
+
+
+def _columns(response: Response) -> dict[str, Any]:
+    """Return the declared columns that files have: an entry or a list per token, or `_encode` of
+    one whose tokens differ in their number of entries."""
+    return {
+        name: np.asarray(values).reshape(-1, *COLUMNS[name].shape).tolist()
+        if COLUMNS[name].counts is None
+        else _encode(values, COLUMNS[name].dtype)
+        for name, values in response.columns.items()
+        if COLUMNS[name].in_files
+    }
+
+
+def _encode(values: Sequence[int | float], dtype: torch.dtype) -> str:
+    """Return base64 of zlib of the entries, little-endian in `dtype`."""
+    entries = np.asarray(values, f"<{ARRAY_CODES[dtype]}")
+    return base64.b64encode(zlib.compress(entries.tobytes())).decode()
 
 
 def _plain(value: Any) -> Any:

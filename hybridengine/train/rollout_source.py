@@ -312,7 +312,7 @@ class RolloutGenerator:
         if not (checksums := self.weights_checksum()):
             return responses
         return [
-            replace(r, weights_checksums=[checksums[version] for version, _ in r.versions])
+            replace(r, weights_checksums=[checksums[version] for version, _ in r.response.versions])
             for r in responses
         ]
 
@@ -336,6 +336,6 @@ class RolloutGenerator:
             tokens = list(map(ResponseTokens, ids))
             result = score_checked(self.reward, [samples[i] for i, _ in own], texts, tokens)
             return [
-                ScoredResponse.of(c.compact(), group=i, text=texts[k], **result.fields_of(k))
+                ScoredResponse(c.compact(), i, texts[k], result.of(k))
                 for k, (i, c) in enumerate(own)
             ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
@@ -12,13 +13,84 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.engine.response import Response, token_columns
+from hybridengine.engine.response import COLUMNS, Response
 from hybridengine.run.errors import RolloutError
 from hybridengine.run.messages import decode, encode
 from hybridengine.train.data import PromptSample, Subset
 from hybridengine.train.exchange import RowExchange
 from hybridengine.train.outcomes import Outcomes
+from hybridengine.train.rewards.manager import Reward
 from hybridengine.vision import EncodedImage
+
+
+@dataclass(frozen=True)
+class MultiTurn:
+    """What a response is in a trajectory of several turns.
+
+    context_ids: its prompt; empty: the sample's.
+    images: those in `context_ids` and the tokens; without `context_ids` they follow the sample's.
+    is_last: see `Outcomes`.
+    turns: all turns, as rollout files have them.
+    numbers: of the trajectory, by name; they become metrics.
+    """
+
+    context_ids: Sequence[int] = ()
+    images: Sequence[EncodedImage] = ()
+    is_last: bool = True
+    turns: Sequence[Mapping[str, Any]] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ScoredResponse:
+    """A response with its text and what is known about it.
+
+    response: as the engine has sampled it.
+    group: position of its prompt in the batch; responses to one prompt share it.
+    text: of the response.
+    reward: its results.
+    multi_turn: what agents add.
+    weights_checksums: of the engine's weights, one for each run of `versions`; (): not known.
+    advantage: mean over its tokens, where it is known.
+    trained: what training computed per token, by name, for rollout files; None: not computed.
+    """
+
+    response: Response
+    group: int = 0
+    text: str = ""
+    reward: Reward = field(default_factory=Reward)
+    multi_turn: MultiTurn = field(default_factory=MultiTurn)
+    weights_checksums: Sequence[str] = ()
+    advantage: float | None = None
+    trained: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+
+    def per_token(self, name: str) -> Sequence[int | float]:
+        """Return a column of `token_columns`, empty where there is none."""
+        if name == "context_ids":
+            return self.multi_turn.context_ids
+        numbers: Sequence[float] = (
+            getattr(self.response, name)
+            if name in _TOKEN_FIELDS
+            else self.response.columns.get(name, ())
+        )
+        return numbers
+
+    def compact(self) -> ScoredResponse:
+        """Return it with arrays in place of lists of tokens, as `Response.compact`."""
+        place = replace(self.multi_turn, context_ids=array("i", self.multi_turn.context_ids))
+        return replace(self, response=self.response.compact(), multi_turn=place)
+
+    def prompt_ids(self, sample: PromptSample) -> Sequence[int]:
+        """Return the tokens before the response to `sample`."""
+        return self.multi_turn.context_ids or sample.prompt_ids
+
+
+_TOKEN_FIELDS = {"token_ids": torch.int32, "log_probs": torch.float32, "context_ids": torch.int32}
+
+
+def token_columns() -> dict[str, torch.dtype]:
+    """Return the types of a rollout's sequences of numbers, the declared columns included."""
+    return _TOKEN_FIELDS | {name: column.dtype for name, column in COLUMNS.items()}
 
 
 class ReceivedRows(NamedTuple):
@@ -30,51 +102,6 @@ class ReceivedRows(NamedTuple):
 
     columns: Mapping[str, Tensor]
     images: Sequence[Sequence[EncodedImage]]
-
-
-@dataclass(frozen=True)
-class ScoredResponse(Response):
-    """A response with its text and what is known about it.
-
-    group: position of its prompt in the batch; responses of one prompt share it.
-    extras, texts: further numbers and texts of the reward, by name; counts: metrics alone.
-    parts: by name, (weight, score) of each reward; the score is their weighted sum.
-    advantage: mean over its tokens, where it is known.
-    trained: what training computed per token, by name, for rollout files; None: not computed.
-    weights_checksums: of the engine's weights, one for each run of `versions`; (): not known.
-
-    Of trajectories of several turns:
-
-    images: those in context_ids and token_ids; without context_ids they follow the sample's.
-    is_last: see `Outcomes`.
-    turns: all turns, as rollout files have them.
-    turn_numbers: numbers of the trajectory, by name.
-    """
-
-    group: int = 0
-    text: str = ""
-    score: float = 0.0
-    extras: Mapping[str, float] = field(default_factory=dict)
-    parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    texts: Mapping[str, str] = field(default_factory=dict)
-    counts: Mapping[str, float] = field(default_factory=dict)
-    advantage: float | None = None
-    trained: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
-    weights_checksums: Sequence[str] = ()
-    images: Sequence[EncodedImage] = ()
-    is_last: bool = True
-    turns: Sequence[Mapping[str, Any]] = ()
-    turn_numbers: Mapping[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, response: Response, **fields: Any) -> ScoredResponse:
-        """Return a response of an engine with further fields, or others."""
-        return cls(**{**vars(response), **fields})
-
-    @property
-    def pred(self) -> str | None:
-        """The answer that majority votes count, where the reward returns one."""
-        return self.texts.get("pred")
 
 
 @dataclass(frozen=True)
@@ -124,7 +151,7 @@ class Rollouts:
 
     def check_images(self, supported: bool) -> None:
         """Raise RolloutError for an image of a tool in a job that does not support images."""
-        image = next((image for r in self.own for image in r.images), None)
+        image = next((image for r in self.own for image in r.multi_turn.images), None)
         if image is not None and not supported:
             raise RolloutError(
                 f"{image.where} returned an image, which this job does not support: its model, "
@@ -139,7 +166,7 @@ class Rollouts:
         return self.gather_numbers([len(record) for record in self._image_records()]).long()
 
     def _image_records(self) -> list[bytes]:
-        return [encode(list(r.images)) if r.images else b"" for r in self.own]
+        return [encode([*images]) if (images := r.multi_turn.images) else b"" for r in self.own]
 
     def move_images(
         self, exchange: RowExchange, rows: Sequence[int], sizes: Tensor
@@ -181,12 +208,7 @@ class Rollouts:
         """Add a declared reward, float64 [N], to the scores."""
         own_scores = scores[self.outcomes.ranks == self.rank].tolist()
         own = [
-            replace(
-                r,
-                score=r.score + weight * score,
-                extras={**r.extras, name: score},
-                parts={**r.parts, name: (weight, score)},
-            )
+            replace(r, reward=r.reward.add(name, weight, score))
             for r, score in zip(self.own, own_scores, strict=True)
         ]
         return replace(self, outcomes=self.outcomes.add_reward(name, weight, scores), own=own)
@@ -239,38 +261,40 @@ def own_outcomes(
     prompts: Subset[PromptSample], own: Sequence[ScoredResponse], rank: int
 ) -> Outcomes:
     """Return the numbers of responses that `rank` generated."""
-    has_preds = any(r.pred is not None for r in own)
+    has_preds = any(r.reward.pred is not None for r in own)
     answers = dict[str | None, float]()  # numbered, for all responses of a group are here
     rows: list[dict[str, float]] = [
         {
             "group": r.group,
             "rank": rank,
-            "version": r.version,
-            "prompt_length": len(r.context_ids or sample.prompt_ids),
-            "num_sampled": r.num_sampled,
-            "is_truncated": r.finish_reason == "length",
-            "score": r.score,
+            "version": r.response.version,
+            "prompt_length": len(r.prompt_ids(sample)),
+            "num_sampled": r.response.num_sampled,
+            "is_truncated": r.response.finish_reason == "length",
+            "score": r.reward.score,
             **{f"size/{name}": len(r.per_token(name)) for name in token_columns()},
-            **{f"extra/{name}": r.extras[name] for name in sorted(r.extras)},
-            **{f"count/{name}": number for name, number in r.counts.items()},
-            **{f"part/{name}": score for name, (_, score) in r.parts.items()},
-            **{f"turn/{name}": number for name, number in r.turn_numbers.items()},
-            **({"pred": answers.setdefault(r.pred, len(answers))} if has_preds else {}),
-            **({"is_last": r.is_last} if r.turn_numbers else {}),
+            **{f"extra/{name}": r.reward.extras[name] for name in sorted(r.reward.extras)},
+            **{f"count/{name}": number for name, number in r.reward.counts.items()},
+            **{f"part/{name}": score for name, (_, score) in r.reward.parts.items()},
+            **{f"turn/{name}": number for name, number in r.multi_turn.numbers.items()},
+            **({"pred": answers.setdefault(r.reward.pred, len(answers))} if has_preds else {}),
+            **({"is_last": r.multi_turn.is_last} if r.multi_turn.numbers else {}),
         }
         for sample, r in _with_prompts(prompts, own)
     ]
     names = list(rows[0]) if rows else []
     numbers = [[float(row[name]) for row in rows] for name in names]
     values = torch.tensor(numbers, dtype=torch.float64).view(len(names), len(own))
-    weights = {name: weight for name, (weight, _) in own[0].parts.items()} if own else {}
+    weights = {name: weight for name, (weight, _) in own[0].reward.parts.items()} if own else {}
     return Outcomes(names, values, weights)
 
 
 def format_rollout(sample: PromptSample, r: ScoredResponse) -> str:
     """Format prompt, response and results for the console."""
-    numbers = [f"{name} {value:g}" for name, value in {"score": r.score, **r.extras}.items()]
-    results = ", ".join(numbers + [f"{name} {text[:100]!r}" for name, text in r.texts.items()])
+    reward = r.reward
+    named = {"score": reward.score, **reward.extras}
+    numbers = [f"{name} {value:g}" for name, value in named.items()]
+    results = ", ".join(numbers + [f"{name} {text[:100]!r}" for name, text in reward.texts.items()])
     return (
         f"scored sample: prompt {sample.prompt_text[-200:]!r}\n"
         f"  response {r.text[:300]!r}, ground truth {sample.ground_truth!r}\n"

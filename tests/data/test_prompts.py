@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hybridengine.engine.response import Response
 from hybridengine.run.config import DataConfig
 from hybridengine.train.data import DataError, PromptDataset
 from hybridengine.train.rollout_files import rollout_line
@@ -41,7 +42,7 @@ def test_any_ground_truth_reaches_the_reward_and_the_file_of_rollouts(tokenizer,
     pq.write_table(pa.Table.from_pylist([row("1", truth=truth)]), tmp_path / "a.parquet")
     [sample] = PromptDataset(str(tmp_path / "a.parquet"), tokenizer, DataConfig())
     assert sample.ground_truth == truth
-    response = ScoredResponse([5], [-0.5], "stop", text="2")
+    response = ScoredResponse(Response([5], [-0.5], "stop"), text="2")
     written = json.loads(rollout_line(sample, response))["ground_truth"]
     plain = truth is None or isinstance(truth, int | list | dict)
     assert written == (truth if plain else str(truth))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import zlib
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,14 @@ from hybridengine.engine.response import (
 )
 from hybridengine.engine.vllm.environment import vllm_available
 from hybridengine.moe.routes import decode_routes, pack_routes
+from hybridengine.train.data import PromptSample
+from hybridengine.train.rollout_files import rollout_line
+from hybridengine.train.rollouts import ScoredResponse
 from tests.engines import synced_engine
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
+SAMPLE = PromptSample(0, [5], "", "", None, {})
 LONG = [3 + i % 90 for i in range(70)]  # two full blocks of the cache
 PROMPTS = [[5, 9, 33], LONG, [*LONG[:66], 7, 8], [50 + i % 40 for i in range(30)]]
 
@@ -134,7 +139,7 @@ def test_missing_rows_are_refused_and_surplus_ones_dropped() -> None:
 def test_rollout_files_have_the_ids() -> None:
     rows = np.random.default_rng(0).integers(0, 512, (9, 3, 4)).astype(np.int16)
     response = Response([1, 2, 3, 4], [0.0] * 4, "length", columns=pack_routes(rows, 6, 4))
-    text = response.columns_in_files()["routed_experts"]
+    text = json.loads(rollout_line(SAMPLE, ScoredResponse(response)))["routed_experts"]
     assert np.array_equal(decode_routes(text, 3, 4), rows)
 
 
@@ -142,5 +147,6 @@ def test_files_have_ragged_entries_of_any_type(monkeypatch: pytest.MonkeyPatch) 
     column = TokenColumn("weights_of", torch.float32, counts="num_weights")
     monkeypatch.setitem(COLUMNS, "weights_of", column)
     response = Response([1, 2], [0.0] * 2, "stop", columns={"weights_of": [0.25, 70000.5]})
-    data = zlib.decompress(base64.b64decode(response.columns_in_files()["weights_of"]))
+    text = json.loads(rollout_line(SAMPLE, ScoredResponse(response)))["weights_of"]
+    data = zlib.decompress(base64.b64decode(text))
     assert np.frombuffer(data, "<f4").tolist() == [0.25, 70000.5]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from hybridengine.engine.response import Response
 from hybridengine.lab.curves import draw_curves
 from hybridengine.run import tracking as console_lines
 from hybridengine.run.config import load_sft_config
@@ -18,6 +19,7 @@ from hybridengine.train import report
 from hybridengine.train.data import PromptSample
 from hybridengine.train.metrics import accuracy_interval, gain_interval
 from hybridengine.train.report import Reporter
+from hybridengine.train.rewards.manager import Reward
 from hybridengine.train.rollout_files import rollout_line
 from hybridengine.train.rollouts import ScoredResponse
 
@@ -172,12 +174,13 @@ def test_progress_on_a_terminal_shows_phase_and_steps():
 SAMPLE = PromptSample(7, [5, 6], "1 + 1 =", "sums", "2", {})
 
 
-def response(**extras):
-    return ScoredResponse([9, 2], [-0.5, -0.25], "stop", text=" 2", score=1.0, extras=extras)
+def rollout(texts=(), versions=(), **extras):
+    response = Response([9, 2], [-0.5, -0.25], "stop", versions)
+    return ScoredResponse(response, text=" 2", reward=Reward(1.0, extras, texts=dict(texts)))
 
 
 def test_rollouts_keep_the_generated_ids():
-    [line] = rollout_line(SAMPLE, response(strict=1.0)).splitlines()
+    [line] = rollout_line(SAMPLE, rollout(strict=1.0)).splitlines()
     assert json.loads(line) == {
         "index": 7,
         "data_source": "sums",
@@ -195,14 +198,14 @@ def test_rollouts_keep_the_generated_ids():
 
 
 def test_rollouts_have_texts_of_the_reward_and_the_advantage():
-    told = replace(response(acc=1.0), texts={"pred": "2", "response": "a"}, advantage=-0.5)
+    told = replace(rollout({"pred": "2", "response": "a"}, acc=1.0), advantage=-0.5)
     row = json.loads(rollout_line(SAMPLE, told))
     assert (row["acc"], row["pred"], row["advantage"]) == (1.0, "2", -0.5)
     assert (row["response"], row["reward/response"]) == (" 2", "a")
 
 
 def test_rollouts_of_several_weight_versions_have_them_by_token():
-    [line] = rollout_line(SAMPLE, replace(response(), versions=[(4, 1), (5, 1)])).splitlines()
+    [line] = rollout_line(SAMPLE, rollout(versions=[(4, 1), (5, 1)])).splitlines()
     row = json.loads(line)
     assert (row["weight_version"], row["weight_versions"]) == (4, [[4, 1], [5, 1]])
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from hybridengine.engine.response import Response
 from hybridengine.train.data import PromptSample, Subset
+from hybridengine.train.rewards.manager import Reward
 from hybridengine.train.rollouts import Rollouts, ScoredResponse
 
 __all__ = ["make_rollouts", "share"]
@@ -25,9 +27,8 @@ def make_rollouts(
             prompts.append(PromptSample(i // 2, ids(3 + i // 2 % 4), "", "test", "", {}))
         tokens = ids(1 + (5 * i) % 9)
         log_probs = (-3 - torch.rand(len(tokens), generator=generator)).tolist()
-        responses.append(
-            ScoredResponse(tokens, log_probs, "length", group=i // 2, score=float(i % 3))
-        )
+        response = Response(tokens, log_probs, "length")
+        responses.append(ScoredResponse(response, i // 2, reward=Reward(float(i % 3))))
         advantages.append(torch.full((len(tokens),), (i % 5 - 2) / 2))
     return prompts, responses, advantages
 

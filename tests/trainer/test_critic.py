@@ -61,7 +61,7 @@ def body(rank: int, world_size: int, path: str, budget: int, sp_size: int, head:
     batch = dp.build_batch(share(prompts, responses, rank, world_size), 1, budget)
     values = critic.values(batch)
     assert all(isinstance(p, DTensor) for p in model.parameters())  # nothing stays gathered
-    lengths = [len(r.token_ids) for r in responses]
+    lengths = [len(r.response.token_ids) for r in responses]
     own = [
         torch.cat([x.split(lengths)[i] for i in batch.index.tolist()])
         for x in targets(sum(lengths))
@@ -84,7 +84,7 @@ def test_against_the_formula_however_it_is_split(tmp_path: Path) -> None:
     prompts, responses, _ = make_rollouts(101)
     for r in responses:
         prompt_ids = prompts[r.group].prompt_ids
-        ids = torch.tensor([[*prompt_ids, *r.token_ids]])
+        ids = torch.tensor([[*prompt_ids, *r.response.token_ids]])
         first = len(prompt_ids) - 1  # the state before the first response token
         wanted.append((base(ids).last_hidden_state[0] @ head[0])[first:-1])
     values = torch.cat(wanted)

@@ -19,6 +19,7 @@ from hybridengine.train.algorithms import (
     Responses,
     advantages,
 )
+from hybridengine.train.rewards.manager import Reward
 from tests.ranks import run_ranks
 from tests.trainer.rollout_cases import make_rollouts, share
 
@@ -29,10 +30,14 @@ WEIGHTS = (1.0, -0.5)
 KL_COEF = 0.25
 
 
+def parts_of(i: int) -> dict[str, tuple[float, float]]:
+    return {"a": (1.0, i % 3 / 3), "b": (-0.5, i % 5 / 7)}
+
+
 def rollouts_with_parts(count: int):
     prompts, responses, _ = make_rollouts(101, count)
     return prompts, [
-        replace(r, parts={"a": (1.0, i % 3 / 3), "b": (-0.5, i % 5 / 7)}, extras={"acc": i % 2})
+        replace(r, reward=Reward(r.reward.score, {"acc": i % 2}, parts_of(i)))
         for i, r in enumerate(responses)
     ]
 
@@ -55,7 +60,7 @@ def body(rank: int, world_size: int, folder: Path, count: int, sp_size: int) -> 
     from hybridengine.train.models import Actor
 
     prompts, rollouts = rollouts_with_parts(count)
-    lengths = [len(r.token_ids) for r in rollouts]
+    lengths = [len(r.response.token_ids) for r in rollouts]
     dp = DataParallel(Session(PhaseStatus(folder, rank)), sp_size)
     batch = dp.build_batch(share(prompts, rollouts, rank, world_size), 2, 30)
     own = {
@@ -100,10 +105,10 @@ def body(rank: int, world_size: int, folder: Path, count: int, sp_size: int) -> 
 def replicated(count: int) -> dict[str, Any]:
     """The same in one process from plain tensors of all responses."""
     _, rollouts = rollouts_with_parts(count)
-    lengths = torch.tensor([len(r.token_ids) for r in rollouts])
+    lengths = torch.tensor([len(r.response.token_ids) for r in rollouts])
     given = columns(lengths.tolist())
     ends = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
-    scores = torch.tensor([r.score for r in rollouts])
+    scores = torch.tensor([r.reward.score for r in rollouts])
     results: dict[str, Any] = {}
     for with_kl in (False, True):
         token_rewards = torch.zeros(int(ends[-1]))
@@ -113,7 +118,7 @@ def replicated(count: int) -> dict[str, Any]:
             kl = token_kl("kl", given["old_log_probs"], given["ref_log_probs"])
             token_rewards -= KL_COEF * kl
             rewards = scores - KL_COEF * torch.zeros(count).index_add(0, ids, kl)
-        parts = torch.tensor([[part[1] for part in r.parts.values()] for r in rollouts])
+        parts = torch.tensor([[part[1] for part in r.reward.parts.values()] for r in rollouts])
         responses = Responses(
             rewards=rewards,
             group_ids=torch.tensor([r.group for r in rollouts]),
@@ -130,7 +135,7 @@ def replicated(count: int) -> dict[str, Any]:
         results[f"rewards/{with_kl}"] = rewards
     adv, returns = results["grpo/False"][0], results["gae/False"][1]
     p = given["old_log_probs"].double().exp()
-    q = torch.tensor([x for r in rollouts for x in r.log_probs]).double().exp()
+    q = torch.tensor([x for r in rollouts for x in r.response.log_probs]).double().exp()
     results["metrics"] = {
         "critic/score/mean": float(scores.mean()),
         "critic/advantages/mean": float(adv.mean()),

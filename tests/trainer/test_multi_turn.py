@@ -214,28 +214,28 @@ def test_a_model_learns_to_use_a_tool(tmp_path: Path) -> None:
 
 def make_trajectories(rank: int, world_size: int) -> Any:
     """Advantages and tokens of two trajectories, one of which has two sequences."""
+    from hybridengine.engine.response import Response
     from hybridengine.run.config.rl import AlgorithmConfig
     from hybridengine.run.session import Session
     from hybridengine.run.status import PhaseStatus
     from hybridengine.train.advantages import compute_advantages, compute_rewards
     from hybridengine.train.batch import DataParallel
     from hybridengine.train.data import PromptSample, Subset
-    from hybridengine.train.rollouts import Rollouts, ScoredResponse
+    from hybridengine.train.rewards.manager import Reward
+    from hybridengine.train.rollouts import MultiTurn, Rollouts, ScoredResponse
 
     sample = PromptSample(0, [5, 6, 7], "", "toy", None, {})
 
     def rollout(ids: list[int], mask: list[int], score: float, **more: Any) -> ScoredResponse:
         rewards = array("f", [0.25, *[0.0] * (len(ids) - 1)])
-        return ScoredResponse(
+        response = Response(
             array("i", ids),
             array("f", [-1.0 * m for m in mask]),
             "stop",
-            score=score,
             columns={"sampled": array("b", mask), "turn_rewards": rewards},
-            turns=[{}],
-            turn_numbers={"num_turns": 3.0},
-            **more,
         )
+        place = MultiTurn(turns=[{}], numbers={"num_turns": 3.0}, **more)
+        return ScoredResponse(response, reward=Reward(score), multi_turn=place)
 
     own = [
         rollout([8, 9, 10, 11], [1, 0, 0, 1], 1.0, is_last=False),
@@ -259,6 +259,7 @@ def make_branched_groups(rank: int, world_size: int) -> Any:
     """Two groups of trajectories with tools and branches: (own rollouts, what is computed)."""
     from random import Random
 
+    from hybridengine.engine.response import Response
     from hybridengine.run.config.rl import AlgorithmConfig, KLControlConfig
     from hybridengine.run.session import Session
     from hybridengine.run.status import PhaseStatus
@@ -267,7 +268,8 @@ def make_branched_groups(rank: int, world_size: int) -> Any:
     from hybridengine.train.batch import DataParallel
     from hybridengine.train.data import PromptSample, Subset
     from hybridengine.train.metrics import batch_metrics
-    from hybridengine.train.rollouts import Rollouts, ScoredResponse
+    from hybridengine.train.rewards.manager import Reward
+    from hybridengine.train.rollouts import MultiTurn, Rollouts, ScoredResponse
 
     draw = Random(3)
     samples = [PromptSample(i, [5, 6, 7 + i], "", "toy", None, {}) for i in range(2)]
@@ -277,25 +279,24 @@ def make_branched_groups(rank: int, world_size: int) -> Any:
             score = draw.random()
             for k in range(branches):
                 mask = [1, *(draw.randrange(2) for _ in range(draw.randrange(9))), 1]
-                own.append(
-                    ScoredResponse(
-                        array("i", [draw.randrange(8, 90) for _ in mask]),
-                        array("f", [-draw.random() * m for m in mask]),
-                        "stop",
-                        group=group,
-                        score=score,
-                        columns={"sampled": array("b", mask)},
-                        context_ids=array("i", [5, 6, 7, 9, 10, 11, 12][: 7 if k else 0]),
-                        is_last=k == branches - 1,
-                        turns=[{}],
-                        turn_numbers={"num_turns": 3.0},
-                    )
+                response = Response(
+                    array("i", [draw.randrange(8, 90) for _ in mask]),
+                    array("f", [-draw.random() * m for m in mask]),
+                    "stop",
+                    columns={"sampled": array("b", mask)},
                 )
+                place = MultiTurn(
+                    array("i", [5, 6, 7, 9, 10, 11, 12][: 7 if k else 0]),
+                    is_last=k == branches - 1,
+                    turns=[{}],
+                    numbers={"num_turns": 3.0},
+                )
+                own.append(ScoredResponse(response, group, reward=Reward(score), multi_turn=place))
     rollouts = Rollouts.gather(Subset(samples, range(2)), own if rank == 0 else [], rank)
     dp = DataParallel(Session(PhaseStatus(Path("/nonexistent"), rank)), 1)
     batch = dp.build_batch(rollouts, 1, 64)
-    old = torch.linspace(-2, -0.1, sum(len(r.token_ids) for r in own))
-    lengths = [len(r.token_ids) for r in own]
+    old = torch.linspace(-2, -0.1, sum(len(r.response.token_ids) for r in own))
+    lengths = [len(r.response.token_ids) for r in own]
     here = torch.cat([old.split(lengths)[i] for i in batch.index.tolist()])
     batch = replace(batch, old_log_probs=here, ref_log_probs=torch.full_like(here, -1))
     found: dict[str, Any] = {}
@@ -320,12 +321,12 @@ def test_advantages_weigh_the_tokens_that_the_model_wrote_in_all_branches(world_
     of_row = []
     for r in own:
         if is_new:
-            trajectories.append({"group": r.group, "score": r.score, "tokens": 0, "kl": 0.0})
+            trajectories.append({"group": r.group, "score": r.reward.score, "tokens": 0, "kl": 0.0})
         of_row.append(len(trajectories) - 1)
-        for k, is_sampled in enumerate(r.columns["sampled"]):
+        for k, is_sampled in enumerate(r.response.columns["sampled"]):
             trajectories[-1]["tokens"] += is_sampled
             trajectories[-1]["kl"] += is_sampled * (old[position + k] + 1)  # log-prob - reference
-        position, is_new = position + len(r.token_ids), r.is_last
+        position, is_new = position + len(r.response.token_ids), r.multi_turn.is_last
     assert len(trajectories) == 8 < len(own)
 
     def advantage_of(name: str, coef: float, t: dict[str, Any]) -> float:
@@ -345,7 +346,7 @@ def test_advantages_weigh_the_tokens_that_the_model_wrote_in_all_branches(world_
             want = [
                 advantage_of(name, coef, trajectories[of_row[row]]) * is_sampled
                 for row in index
-                for is_sampled in own[row].columns["sampled"]
+                for is_sampled in own[row].response.columns["sampled"]
             ]
             assert advantages == pytest.approx(want, abs=1e-5), (name, coef)
             rewards = [t["score"] - coef * t["kl"] for t in trajectories]

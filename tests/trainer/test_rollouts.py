@@ -7,21 +7,24 @@ from statistics import fmean, stdev
 import pytest
 import torch
 
+from hybridengine.engine.response import Response
 from hybridengine.run.errors import RolloutError
 from hybridengine.train.data import PromptSample, Subset
 from hybridengine.train.metrics import expected_majority, problems_of
+from hybridengine.train.rewards.manager import Reward
 from hybridengine.train.rollout_files import rollout_line
 from hybridengine.train.rollouts import Rollouts, ScoredResponse, own_outcomes, select_groups
 from tests.ranks import run_ranks
 from tests.trainer.in_process import Result, run_jobs, small_job
 
+ONE_TOKEN = Response([1], [0.0], "stop")
 SAMPLES = [PromptSample(index, [1], "", "", "", {}) for index in range(23)]
 
 
 def group(number: int, index: int, scores: list[float], acc: list[float] | None = None):
     accs = acc or scores
     return [
-        (index, ScoredResponse([1], [0.0], "stop", group=number, score=score, extras={"acc": a}))
+        (index, ScoredResponse(ONE_TOKEN, number, reward=Reward(score, {"acc": a})))
         for score, a in zip(scores, accs, strict=True)
     ]
 
@@ -40,7 +43,7 @@ def chosen(batches, metric="score", wanted=3):
     rollouts, with_signal = select_groups(list(map(batch_of, batches)), metric, wanted)
     numbers = [i for i in range(wanted) for _ in range(2)]
     assert [r.group for r in rollouts.own] == rollouts.outcomes.groups.tolist() == numbers
-    assert [r.score for r in rollouts.own] == rollouts.outcomes.scores.tolist()
+    assert [r.reward.score for r in rollouts.own] == rollouts.outcomes.scores.tolist()
     indices = [sample.index for sample, _ in rollouts.with_prompts()][::2]
     assert indices == [prompt.index for prompt in rollouts.prompts]
     return indices, with_signal
@@ -142,7 +145,7 @@ def test_the_metric_may_be_a_further_result():
 
 def test_counts_are_no_results_of_validation_and_in_files_where_they_are_not_0():
     pairs = [
-        (index, ScoredResponse([1], [0.0], "stop", group=index, counts={"timed_out": number}))
+        (index, ScoredResponse(ONE_TOKEN, index, reward=Reward(counts={"timed_out": number})))
         for index, number in enumerate([0.0, 1.0])
     ]
     batch = batch_of(pairs)

@@ -58,15 +58,15 @@ def files_body(rank: int, world_size: int, folder: Path) -> tuple[bytes, str]:
     with rollout_file(folder / "rollouts.jsonl", rank == 0) as write:
         write(rollouts)
         write(rollouts)
-    some = b"".join(texts_on_rank0(rollouts, lambda _, r: f"{r.score} é\n", [1, 6]))
-    own = [replace(r, extras={f"of_rank_{rank}": 0.0}) for r in rollouts.own]
+    some = b"".join(texts_on_rank0(rollouts, lambda _, r: f"{r.reward.score} é\n", [1, 6]))
+    own = [replace(r, reward=r.reward.add(f"of_rank_{rank}", 0.0, 0.0)) for r in rollouts.own]
     return some, message_of(lambda: rollouts.gather(rollouts.prompts, own, rank))
 
 
 def test_files_and_texts_come_in_order_from_all_ranks(tmp_path: Path) -> None:
     results = run_ranks(files_body, 3, tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
-    want = [list(r.token_ids) for r in make_rollouts(101)[1]]
+    want = [list(r.response.token_ids) for r in make_rollouts(101)[1]]
     assert [row["response_ids"] for row in rows] == [*want, *want]
     assert [text for text, _ in results] == ["1.0 é\n0.0 é\n".encode(), b"", b""]
     for _, message in results:

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from hybridengine.engine.interface import SamplingSpec
+from hybridengine.engine.response import Response
 from hybridengine.remote.overlap.queue import Finished, WorkItem
 from hybridengine.remote.overlap.source import OverlappedRollouts
 from hybridengine.remote.roles import Role, RoleLink, Roles
@@ -17,6 +18,7 @@ from hybridengine.run.config import ConfigError, load_config
 from hybridengine.train.api_settings import check_ranks
 from hybridengine.train.data import PromptLoader, PromptSample
 from hybridengine.train.preflight import _check_baselines
+from hybridengine.train.rewards.manager import Reward
 from hybridengine.train.rollouts import ScoredResponse
 
 NEEDED = ["model.path=m", "data.train_files=t.jsonl", "rollout.n_gpus_per_node=3"]
@@ -49,7 +51,9 @@ class Engines:
     def receive(self, result: Finished) -> list[ScoredResponse]:
         self.received.append(result.number)
         return [
-            ScoredResponse([5], [-1.0], "stop", [(result.version, 1)], group=k, score=0.5)
+            ScoredResponse(
+                Response([5], [-1.0], "stop", [(result.version, 1)]), k, reward=Reward(0.5)
+            )
             for k in self.items[result.number].positions
         ]
 

@@ -34,7 +34,7 @@ def send_columns(rank: int, world_size: int) -> Any:
     from hybridengine.train.batch import DataParallel
     from hybridengine.train.data import PromptSample, Subset
     from hybridengine.train.rollout_files import rollout_line
-    from hybridengine.train.rollouts import Rollouts
+    from hybridengine.train.rollouts import Rollouts, ScoredResponse
 
     declare_column(TokenColumn("layer_numbers", torch.int16, SHAPE, fill=FILL))
     sample = PromptSample(0, [5, 6, 7], "", "toy", None, {})
@@ -52,7 +52,7 @@ def send_columns(rank: int, world_size: int) -> Any:
             if start == 0:
                 sequence.append(Segment("", [10 * k + 12, 10 * k + 13]))  # of a tool
         [received] = decode(encode([sequence.response]), list[Response], "a test")
-        own.append(received.compact())
+        own.append(ScoredResponse(received.compact()))
         lines.append(json.loads(rollout_line(sample, own[-1])))
     rollouts = Rollouts.gather(Subset([sample], [0]), own, rank)
     dp = DataParallel(Session(PhaseStatus(Path("/nonexistent"), rank)), 1, shared_prefix=True)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridengine.engine.response import Response
 from hybridengine.train.data import PromptSample, Subset
 from hybridengine.train.metrics import (
     ValidationHistory,
@@ -19,6 +20,7 @@ from hybridengine.train.metrics import (
     problems_of,
     source_metrics,
 )
+from hybridengine.train.rewards.manager import Reward
 from hybridengine.train.rollouts import Rollouts, ScoredResponse, own_outcomes
 
 
@@ -68,7 +70,9 @@ def rollout(
     index: int, source: str, score: float, **texts: str
 ) -> tuple[PromptSample, ScoredResponse]:
     sample = PromptSample(index, [5], "?", source, "2", {})
-    return sample, ScoredResponse([9], [-0.5], "stop", group=index, score=score, texts=texts)
+    return sample, ScoredResponse(
+        Response([9], [-0.5], "stop"), index, reward=Reward(score, texts=texts)
+    )
 
 
 def problems(rollouts: list[tuple[PromptSample, ScoredResponse]]):

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from hybridengine.engine.response import Response
 from hybridengine.run.errors import RolloutError
-from hybridengine.train.rollouts import Rollouts, ScoredResponse
+from hybridengine.train.rollouts import MultiTurn, Rollouts, ScoredResponse
 from hybridengine.vision import EncodedImage
 from tests.trainer.in_process import run_jobs
 from tests.vision.vision_jobs import NUM_TOKENS, check_steps, vision_job
@@ -51,7 +52,10 @@ def test_images_move_with_responses_to_other_ranks(tmp_path: Path) -> None:
 
 def test_a_job_of_text_refuses_images_of_tools() -> None:
     image = EncodedImage("tool 'look'", sha256="0")
-    rollouts = Rollouts(None, None, [ScoredResponse([5], [0.0], "stop", images=[image])])
+    response = Response([5], [0.0], "stop")
+    rollouts = Rollouts(
+        None, None, [ScoredResponse(response, multi_turn=MultiTurn(images=[image]))]
+    )
     rollouts.check_images(supported=True)
     with pytest.raises(RolloutError, match="tool 'look' returned an image"):
         rollouts.check_images(supported=False)

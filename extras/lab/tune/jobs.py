@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from hybridengine.agents.trajectories import with_turns
 from hybridengine.engine.interface import SamplingSpec
+from hybridengine.engine.response import Response
 from hybridengine.rewards.reward_model import RewardModel
 from hybridengine.run.config import RLConfig, SFTConfig
 from hybridengine.run.session import Session
 from hybridengine.train.batch import RolloutBatch
 from hybridengine.train.data import PromptSample, Subset
 from hybridengine.train.models import Actor
-from hybridengine.train.rewards.manager import ResponseTokens, score_checked
+from hybridengine.train.rewards.manager import ResponseTokens, Reward, score_checked
 from hybridengine.train.rl import RLTrainer
 from hybridengine.train.rollout_source import ColocatedRollouts, gather_rollouts
 from hybridengine.train.rollouts import Rollouts, ScoredResponse
@@ -37,7 +37,7 @@ class _FullLength(ColocatedRollouts):
     """
 
     num_prompts = 0
-    _results: Mapping[str, Any] | None = None
+    _results: Reward | None = None
 
     def connect(self, actor: Actor, reward_model: RewardModel | None) -> None:
         super().connect(actor, reward_model)
@@ -53,7 +53,7 @@ class _FullLength(ColocatedRollouts):
             turns = self._config.rollout.multi_turn.enable
             sample = with_turns(prompts[0]) if turns else prompts[0]
             scores = score_checked(self._reward, [sample], [""], [ResponseTokens([])])
-            self._results = scores.fields_of(0)
+            self._results = scores.of(0)
         mine = range(session.rank, len(prompts), session.world_size)
         own = [self._response(group, k, spec) for group in mine for k in range(spec.n)]
         return gather_rollouts(prompts, own, session, self._reward_model)
@@ -65,16 +65,18 @@ class _FullLength(ColocatedRollouts):
         """
         size, score = spec.max_tokens, float(number % 2)
         assert self._results is not None
-        return ScoredResponse(
+        response = Response(
             array("i", [number % 2]) * size,
             array("f", [0.0]) * size,
             "stop",  # none is masked as truncated
             versions=[(0, size)],
-            group=group,
-            score=score,
-            extras=dict.fromkeys(self._results["extras"], score),
-            parts={name: (weight, score) for name, (weight, _) in self._results["parts"].items()},
         )
+        reward = Reward(
+            score,
+            extras=dict.fromkeys(self._results.extras, score),
+            parts={name: (weight, score) for name, (weight, _) in self._results.parts.items()},
+        )
+        return ScoredResponse(response, group, reward=reward)
 
 
 class _FullLengthMode(Mode):

@@ -20,8 +20,8 @@ def staleness_metrics(version: int, rollouts: Rollouts) -> dict[str, float]:
     mean: of the responses, each the mean of its sampled tokens. max: of the oldest token. partial:
     responses whose tokens are of several versions.
     """
-    means = rollouts.gather_numbers([version - _mean_version(r) for r in rollouts.own])
-    newest = rollouts.gather_numbers([max(v for v, _ in r.versions) for r in rollouts.own])
+    means = rollouts.gather_numbers([version - _mean_version(r.response) for r in rollouts.own])
+    newest = rollouts.gather_numbers([max(v for v, _ in r.response.versions) for r in rollouts.own])
     oldest = rollouts.outcomes.versions
     spans = newest - oldest
     num_partial = int((spans > 0).sum())

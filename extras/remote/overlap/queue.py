@@ -98,8 +98,8 @@ class TrainerQueue(_Queue):
         self._store.set(f"received/{result.number}", True)
         what = f"the message of engine {result.engine}"
         message = verified(f"item/{result.number}", buffer.numpy().data, what, is_required=True)
-        responses = decode(message, list[ScoredResponse], what)
-        return [response.compact() for response in responses]
+        rollouts = decode(message, list[ScoredResponse], what)
+        return [rollout.compact() for rollout in rollouts]
 
     def wants_weights(self) -> bool:
         """Return whether an engine has lost its weights and waits for new ones."""

@@ -151,7 +151,7 @@ class RolloutWorker:
             self._queue.put_back(item)
             return
         if self._queue is not None:
-            version, seconds = min(r.version for r in responses), session.take_timings()
+            version, seconds = min(r.response.version for r in responses), session.take_timings()
             self._queue.send(item, responses, version, seconds)
 
 

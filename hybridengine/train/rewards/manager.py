@@ -13,7 +13,7 @@ a thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import Any, NamedTuple
@@ -49,6 +49,31 @@ class RewardPart(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Reward:
+    """The results of one response; see `RewardResult`. parts: (weight, score) by name."""
+
+    score: float = 0.0
+    extras: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def pred(self) -> str | None:
+        """The answer that majority votes count, where the reward returns one."""
+        return self.texts.get("pred")
+
+    def add(self, name: str, weight: float, score: float) -> Reward:
+        """Return it with a further reward in its score."""
+        return replace(
+            self,
+            score=self.score + weight * score,
+            extras={**self.extras, name: score},
+            parts={**self.parts, name: (weight, score)},
+        )
+
+
+@dataclass(frozen=True)
 class RewardResult:
     """Scores of N responses.
 
@@ -70,15 +95,15 @@ class RewardResult:
         texts = {name: column[k] for name, column in self.texts.items()}
         return {name: text for name, text in texts.items() if text is not None}
 
-    def fields_of(self, k: int) -> dict[str, Any]:
-        """Return the fields of a `ScoredResponse` that are results of response `k`, by name."""
-        return {
-            "score": self.scores[k],
-            "extras": {name: x[k] for name, x in self.extras.items()},
-            "parts": {name: (part.weight, part.scores[k]) for name, part in self.parts.items()},
-            "texts": self.texts_of(k),
-            "counts": {name: x[k] for name, x in self.counts.items()},
-        }
+    def of(self, k: int) -> Reward:
+        """Return the results of response `k`."""
+        return Reward(
+            self.scores[k],
+            {name: x[k] for name, x in self.extras.items()},
+            {name: (part.weight, part.scores[k]) for name, part in self.parts.items()},
+            self.texts_of(k),
+            {name: x[k] for name, x in self.counts.items()},
+        )
 
 
 def score_responses(
