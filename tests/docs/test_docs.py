@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +43,14 @@ def test_links_and_paths(page: str) -> None:
         assert not anchor or anchor in anchors_of(target), f"{page} links to {name}#{anchor}"
     missing = [path for path in PATH.findall(text) if not (ROOT / path).exists()]
     assert missing == [], f"{page} names {missing}"
+
+
+def test_entry_point_groups() -> None:
+    """The page has every group that the package itself registers in."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = {group for group in project["entry-points"] if group.startswith("hybridengine.")}
+    page = (ROOT / "docs" / "extending.md").read_text()
+    assert set(re.findall(r"^\| `(hybridengine\.\w+)` \|", page, re.MULTILINE)) == groups
 
 
 def python_of(page: str) -> list[Block]:
