@@ -230,8 +230,7 @@ def _is_first() -> bool:
 
 
 def _run(config: JobConfig, dry_run: bool, invalid: InvalidConfigError | None) -> None:
-    from hybridengine.train.preflight import check_launch
-    from hybridengine.train.start import launch, start_rank
+    from hybridengine.train.start import check_launch, launch, start_rank
 
     faults = Faults(invalid)
     if not dry_run:

@@ -237,7 +237,7 @@ def tune(
     with stop_before_start(), report_user_errors():
         config, invalid = load_checked(kind, settings or [])
         from hybridengine.lab.tune.run import launch_tuning
-        from hybridengine.train.preflight import check_launch
+        from hybridengine.train.start import check_launch
 
         faults = Faults(invalid)
         with faults:

@@ -29,21 +29,21 @@ from hybridengine.run.errors import UsageError
 from hybridengine.run.session import rank_session, script_session
 from hybridengine.run.status import run_lock
 from hybridengine.sync.resharder import SyncReport
-from hybridengine.train.api_settings import (
-    Config,
-    check_ranks,
-    load_settings,
-    path_of,
-    reward_functions,
-    save_initial_model,
-)
 from hybridengine.train.checkpoint.pretrained import save_pretrained
 from hybridengine.train.data import SFTSample
 from hybridengine.train.preflight import check_grpo, check_sft
 from hybridengine.train.report import Callbacks, MetricsCallback, SaveCallback
 from hybridengine.train.rewards.local import given_functions
 from hybridengine.train.rollouts import Rollouts
-from hybridengine.train.start import trainer_of
+from hybridengine.train.start import (
+    Config,
+    check_ranks,
+    load_settings,
+    path_of,
+    reward_functions,
+    save_initial_model,
+    trainer_of,
+)
 
 __all__ = ["Step", "Trainer"]
 

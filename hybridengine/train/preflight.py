@@ -8,7 +8,6 @@ provide the checks of their own files (`check_model`, `check_weights`, `check_re
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -60,9 +59,10 @@ from hybridengine.train.rewards.build import (
     check_reward,
     check_reward_files,
 )
+from hybridengine.train.start import rank_keys
 from hybridengine.vision.checks import check_images
 
-__all__ = ["check_grpo", "check_launch", "check_sft"]
+__all__ = ["check_grpo", "check_sft"]
 
 T = TypeVar("T")
 DatasetT = TypeVar("DatasetT")
@@ -175,43 +175,13 @@ def check_sft(config: SFTConfig, faults: Faults | None = None) -> Checked[SFTDat
     return Checked(train, val, choices)
 
 
-def check_launch(config: JobConfig) -> None:
-    """Check the number of ranks that torchrun started, and that several nodes use torchrun."""
-    started, ranks = os.environ.get("WORLD_SIZE"), config.ranks_per_node * config.trainer.nnodes
-    if started is not None and int(started) != ranks:
-        keys = list(_rank_keys(config))
-        if isinstance(config, RLConfig) and config.rollout.servers:
-            keys.append("1, for rollout.servers")
-        per_node = f"({' + '.join(keys)})" if len(keys) > 1 else keys[0]
-        raise ConfigError(
-            f"torchrun started {started} ranks but {per_node} * trainer.nnodes is {ranks}; make "
-            "them equal"
-        )
-    if started is None and config.trainer.nnodes > 1:
-        raise ConfigError(
-            f"trainer.nnodes is {config.trainer.nnodes}; start this command under torchrun "
-            "--nnodes on every node, so that the ranks can find each other"
-        )
-
-
-def _rank_keys(config: JobConfig) -> dict[str, int]:
-    """Return the keys that set the ranks with a device on a machine, each with its number."""
-    keys = {"trainer.n_gpus_per_node": config.trainer.n_gpus_per_node}
-    if isinstance(config, RLConfig):
-        if config.overlaps and not config.rollout.servers:
-            keys["rollout.n_gpus_per_node"] = config.rollout.n_gpus_per_node
-        if config.critic.n_gpus_per_node:
-            keys["critic.n_gpus_per_node"] = config.critic.n_gpus_per_node
-    return keys
-
-
 def _check_run(config: RLConfig | SFTConfig, faults: Faults) -> PretrainedConfig | None:
     """Check what every kind of training needs; return the model's configuration.
 
     None where it cannot be read, which is one of `faults`.
     """
     trainer, path, trust = config.trainer, config.model.path, config.model.trust_remote_code
-    ranks, devices = _rank_keys(config), torch.cuda.device_count()
+    ranks, devices = rank_keys(config), torch.cuda.device_count()
     with faults:
         if devices and sum(ranks.values()) > devices:
             keys = " and ".join(f"{key} is {n}" for key, n in ranks.items())

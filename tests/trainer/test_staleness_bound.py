@@ -15,11 +15,11 @@ from hybridengine.remote.overlap.queue import Finished, WorkItem
 from hybridengine.remote.overlap.source import OverlappedRollouts
 from hybridengine.remote.roles import Role, RoleLink, Roles
 from hybridengine.run.config import ConfigError, load_config
-from hybridengine.train.api_settings import check_ranks
 from hybridengine.train.data import PromptLoader, PromptSample
 from hybridengine.train.preflight import _check_baselines
 from hybridengine.train.rewards.manager import Reward
 from hybridengine.train.rollouts import ScoredResponse
+from hybridengine.train.start import check_ranks
 
 NEEDED = ["model.path=m", "data.train_files=t.jsonl", "rollout.n_gpus_per_node=3"]
 
