@@ -33,12 +33,11 @@ from hybridengine.lab.simulate.config import (
     WorkloadConfig,
 )
 from hybridengine.lab.simulate.generation import EngineModel
-from hybridengine.lab.simulate.layout import Layout, Workload
-from hybridengine.lab.simulate.memory import memory_of
-from hybridengine.lab.simulate.model import ModelShape
+from hybridengine.lab.simulate.model import Layout, ModelShape, Workload
 from hybridengine.lab.simulate.search import search
 from hybridengine.lab.simulate.step import simulate_step
 from hybridengine.lab.simulate.sync import estimate
+from hybridengine.lab.simulate.training import memory_of
 from hybridengine.model.checkpoint import checkpoint_layout_from_config
 
 DEMO = ROOT / "examples/demo/config.yaml"
@@ -195,7 +194,7 @@ def _plan_largest() -> dict[str, float]:
 
     import torch
 
-    from hybridengine.lab.engine_layouts import record_engine_layouts
+    from hybridengine.lab.layouts import record_engine_layouts
     from hybridengine.reshard import build_plan
     from hybridengine.sync.shards import ShardSpec
 

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hybridengine.lab.trainer_layout import TrainerLayout
+from hybridengine.lab.layouts import TrainerLayout
 from hybridengine.run.config import JobConfig, RLConfig
 from hybridengine.sync.layout import EngineLayout
 from hybridengine.sync.plan.planner import Planner, ReshardPlan
@@ -202,7 +202,7 @@ def sync_volume(config: JobConfig, choices: Choices) -> str | None:
     """Describe how much a weight sync will move, from the configuration alone; None of SFT."""
     if not isinstance(config, RLConfig):
         return None
-    from hybridengine.lab.engine_layouts import record_engine_layouts
+    from hybridengine.lab.layouts import record_engine_layouts
 
     per_weight = getattr(torch, config.rollout.dtype).itemsize
     if config.overlaps:

@@ -94,8 +94,8 @@ def plot(
 ) -> None:
     """Compare runs in one picture; runs that differ only in their seed are a line with a band."""
     with report_user_errors():
+        from hybridengine.lab.diagnose.findings import LoggedRun
         from hybridengine.lab.diagnose.plot import plot_runs
-        from hybridengine.lab.diagnose.runs import LoggedRun
 
         groups = plot_runs([LoggedRun(run.expanduser()) for run in runs], metric or [], out)
     print(f"{out}: {'; '.join(groups)}")
@@ -105,8 +105,8 @@ def plot(
 def diagnose(run: _Run) -> None:
     """Say in plain words where the time of a run goes, what is wrong, and the keys to change."""
     with report_user_errors():
+        from hybridengine.lab.diagnose.findings import LoggedRun
         from hybridengine.lab.diagnose.report import print_report
-        from hybridengine.lab.diagnose.runs import LoggedRun
 
         print_report(LoggedRun(run.expanduser()), Console())
 
@@ -260,7 +260,7 @@ def simulate(
         config = load_simulation_config(*split_settings(settings or []))
 
         from hybridengine.lab.simulate.report import as_dict, draw_timeline, print_simulation
-        from hybridengine.lab.simulate.run import simulate as run_simulation
+        from hybridengine.lab.simulate.report import simulate as run_simulation
 
         with warnings.catch_warnings(record=True) as notes:
             warnings.simplefilter("always", ConfigNote)
@@ -298,7 +298,7 @@ def reshard_plan(
 ) -> None:
     """Predict what a weight sync moves; needs no weights and no GPUs."""
     from hybridengine.lab.advisor import advise, draw_advice, print_advice
-    from hybridengine.lab.engine_layouts import record_engine_layouts
+    from hybridengine.lab.layouts import record_engine_layouts
 
     try:
         shapes, layouts = record_engine_layouts(

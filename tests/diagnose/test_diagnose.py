@@ -10,9 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from hybridengine.lab.diagnose.findings import THRESHOLDS, find_problems, phases_of
+from hybridengine.lab.diagnose.findings import THRESHOLDS, LoggedRun, find_problems, phases_of
 from hybridengine.lab.diagnose.plot import curve_of, same_settings, val_interval
-from hybridengine.lab.diagnose.runs import LoggedRun
 from hybridengine.run.config.reference import key_reference
 
 HEALTHY = {

@@ -101,9 +101,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recorded_once() -> Iterator[None]:
     """vLLM's loader is recorded once for each kind of model, not for each example."""
     pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
-    from hybridengine.lab import engine_layouts
+    from hybridengine.lab import layouts
 
-    original = engine_layouts.record_engine_layouts
+    original = layouts.record_engine_layouts
     cached: Callable[..., Any] = functools.cache(
         lambda content, path, tp_size, trust: original(path, tp_size, trust)
     )
@@ -114,7 +114,7 @@ def recorded_once() -> Iterator[None]:
         return cached(content, paths.setdefault(content, path), tp_size, trust)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_layouts, "record_engine_layouts", once)
+        patch.setattr(layouts, "record_engine_layouts", once)
         yield
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from hybridengine.lab.advisor import advise
-from hybridengine.lab.engine_layouts import record_dp_ranks
-from hybridengine.lab.trainer_layout import TrainerLayout
+from hybridengine.lab.layouts import TrainerLayout, record_dp_ranks
 from hybridengine.sync.copies import Copy
 from hybridengine.sync.layout import EngineLayout, TensorSpec
 from tests.ranks import run_ranks
@@ -91,7 +90,7 @@ def test_trainer_layouts_that_cannot_be() -> None:
 def recorded_body(rank: int, world_size: int, path: str) -> list[str]:
     import torch.distributed as dist
 
-    from hybridengine.lab.engine_layouts import record_engine_layouts
+    from hybridengine.lab.layouts import record_engine_layouts
 
     dist.destroy_process_group()  # the advisor makes a world of its own
     _, layouts = record_engine_layouts(path, 2, dp_size=2, expert_parallel=True)

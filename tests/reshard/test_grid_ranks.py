@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hybridengine.lab.trainer_layout import TrainerLayout
+from hybridengine.lab.layouts import TrainerLayout
 from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.resharder import Resharder
 from hybridengine.sync.shards import ShardSpec, unite_holders

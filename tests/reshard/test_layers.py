@@ -55,7 +55,7 @@ def record_both(rank: int, world_size: int, folder: str) -> dict[str, dict]:
     """Each model, at TP 2, recorded by class of layers and in full, in one process."""
     import torch.distributed as dist
 
-    from hybridengine.lab.engine_layouts import record_engine_layouts
+    from hybridengine.lab.layouts import record_engine_layouts
 
     dist.destroy_process_group()  # the advisor makes a world of its own
     by_class, some, loaded = loader._layer_classes, loader._samples, []

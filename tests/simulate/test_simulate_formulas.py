@@ -11,10 +11,8 @@ from transformers import DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
 from hybridengine.lab.simulate.cluster import Cluster
 from hybridengine.lab.simulate.config import ClusterConfig, EfficiencyConfig, WorkloadConfig
 from hybridengine.lab.simulate.generation import EngineModel, generate, prompt_per_response
-from hybridengine.lab.simulate.layout import Layout, Workload, truncated_exponential
-from hybridengine.lab.simulate.memory import memory_of
-from hybridengine.lab.simulate.model import ModelShape
-from hybridengine.lab.simulate.training import TrainingModel
+from hybridengine.lab.simulate.model import Layout, ModelShape, Workload, truncated_exponential
+from hybridengine.lab.simulate.training import TrainingModel, memory_of
 from hybridengine.model.checkpoint import checkpoint_layout_from_config
 
 IDEAL = EfficiencyConfig(

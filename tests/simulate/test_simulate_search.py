@@ -19,8 +19,7 @@ from hybridengine.lab.simulate.config import (
     WorkloadConfig,
     load_simulation_config,
 )
-from hybridengine.lab.simulate.layout import Workload
-from hybridengine.lab.simulate.model import ModelShape
+from hybridengine.lab.simulate.model import ModelShape, Workload
 from hybridengine.lab.simulate.search import Result, describe, search
 from hybridengine.lab.simulate.sync import split_plan
 from hybridengine.model.checkpoint import checkpoint_layout_from_config

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.lab.diagnose.report import facts_of
-from hybridengine.lab.diagnose.runs import LoggedRun
-from hybridengine.lab.diagnose.trace import TraceSummary, summarize
+from hybridengine.lab.diagnose.findings import LoggedRun
+from hybridengine.lab.diagnose.report import TraceSummary, facts_of, summarize
 from tests.trainer.in_process import run_jobs, small_job
 
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from hybridengine.engine.response import Response
-from hybridengine.lab.curves import draw_curves
+from hybridengine.lab.diagnose.plot import draw_curves
 from hybridengine.run import tracking as console_lines
 from hybridengine.run.config import load_sft_config
 from hybridengine.run.storage import atomic_file

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from hybridengine import cli
 from hybridengine.engine.vllm.environment import vllm_available
-from hybridengine.lab.tune.memory import PeakMemory
-from hybridengine.lab.tune.search import Probe, best_limit, probe_limits, smallest_fast
+from hybridengine.lab.tune.jobs import PeakMemory, Probe, best_limit, probe_limits, smallest_fast
 from hybridengine.run.config import load_config, load_sft_config
 from tests.forked import run_forked
 from tests.ranks import run_ranks

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForImageTextToText
 
-from hybridengine.lab.view.attention import compute_attention
+from hybridengine.lab.view.detail import compute_attention
 from hybridengine.model import pack_rollouts, packed_logits
 from hybridengine.model.attention import attention_of
 from hybridengine.run.errors import ConfigError

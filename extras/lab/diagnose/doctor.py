@@ -183,9 +183,11 @@ def _version(name: str) -> str:
 
 
 def vllm_names() -> set[tuple[str, str]]:
-    """Return (module, name) of every import from vLLM in the sources of the weight sync."""
-    package = Path(__file__).parents[1]
-    files = [f for part in ("rollout", "reshard") for f in sorted((package / part).rglob("*.py"))]
+    """Return (module, name) of every import from vLLM in the sources of engine and weight sync."""
+    parts = ("engine", "sync", "remote")
+    specs = [importlib.util.find_spec(f"hybridengine.{part}") for part in parts]
+    folders = [path for spec in specs if spec for path in spec.submodule_search_locations or ()]
+    files = [file for folder in folders for file in sorted(Path(folder).rglob("*.py"))]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     return {
         (node.module, alias.name)

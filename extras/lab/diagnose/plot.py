@@ -1,25 +1,168 @@
-"""Runs compared in one picture; runs that differ only in the seed are one line with a band.
+"""Pictures of metrics: the learning curves of a run, and runs compared.
 
-Validations have a mark where they were measured, and those of a single run the 95% interval of the
-mean over the problems, from its rollout files.
+Runs that differ only in the seed are one line with a band. Validations have a mark where they were
+measured, and those of a single run the 95% interval of the mean over the problems, from its rollout
+files.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from hybridengine.lab.curves import decorate_axes, main_metrics
-from hybridengine.lab.diagnose.runs import LoggedRun
+from hybridengine.lab.diagnose.findings import LoggedRun
 from hybridengine.run.errors import ConfigError
 from hybridengine.run.storage import atomic_file
 
 __all__ = ["Curve", "curve_of", "plot_runs", "same_settings", "val_interval"]
+
+History = Sequence[Mapping[str, float]]
+
+_PHASES = (
+    "gen",
+    "reward",
+    "old_log_prob",
+    "ref",
+    "values",
+    "adv",
+    "update_critic",
+    "update_actor",
+    "wait_for_critic",
+    "update_weights",
+)
+_CRITIC_PHASES = ("values", "update_critic")  # beside the others if the critic has its own ranks
+_HEALTHY, _PROBLEM = 0.005, 0.01  # rollout_probs_diff_mean, by verl's rule of thumb
+_VALIDATION = "val/"  # all metrics with this prefix
+_PROBS_DIFF = "training/rollout_probs_diff_mean"
+_SMOOTHED = ("critic/score/mean", "train/loss")
+
+_RL_PANELS = {
+    "Training reward": "critic/score/mean",
+    "Validation, held-out prompts": _VALIDATION,
+    "Response length, tokens": "response_length/mean",
+    "Entropy, mean over tokens, nats": "actor/entropy",
+    "Engine against trainer, mean |Δ probability|": _PROBS_DIFF,
+}
+_OVERLAP_PANELS = {  # of runs whose engines generate during training: several metrics in a panel
+    "Staleness of rollouts, updates": (
+        "fully_async/trajectory_staleness/mean",
+        "fully_async/trajectory_staleness/max",
+    ),
+    "Prompts: ready when a step begins, dropped": (
+        "fully_async/queue_size",
+        "fully_async/count/dropped_stale_samples",
+    ),
+    "Idle share of ranks": ("trainer/idle_ratio", "rollouter/idle_ratio"),
+}
+_CRITIC_PANELS = {  # of runs whose critic has ranks of its own
+    "Idle share of policy's, critic's ranks": ("actor/idle_ratio", "critic/idle_ratio")
+}
+_SFT_PANELS = {
+    "Training loss, nats per token": "train/loss",
+    "Validation loss, nats per token": _VALIDATION,
+    "Gradient norm": "train/grad_norm",
+    "Learning rate": "train/lr",
+    "Tokens per second and rank": "perf/throughput",
+}
+
+
+def draw_curves(history: History, folder: Path, title: str) -> None:
+    """Draw the main metrics of an RL or an SFT run, and the time per step, to curves.png.
+
+    history: the rows of `MetricsLogger.history`, each with "step"; a metric that the run did not
+    log is left out.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    logged = {name for row in history for name in row}
+    panels = _SFT_PANELS if "train/loss" in logged else _RL_PANELS
+    names: dict[str, tuple[str, ...]] = {panel: (metric,) for panel, metric in panels.items()}
+    if "trainer/idle_ratio" in logged:
+        names |= _OVERLAP_PANELS
+    if "critic/idle_ratio" in logged:
+        names |= _CRITIC_PANELS
+    num_rows = math.ceil((len(names) + 1) / 3)
+    figure = Figure(figsize=(13, 3.5 * num_rows), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=14, fontweight="bold")
+    validation = sorted(name for name in logged if name.startswith(_VALIDATION))
+    axes = iter(figure.subplots(num_rows, 3).flat)
+    for title, metrics in names.items():
+        ax = next(axes)
+        for name in validation if metrics == (_VALIDATION,) else metrics:
+            _plot_metric(ax, history, name)
+        if metrics == (_PROBS_DIFF,):
+            ax.axhline(_HEALTHY, color="C2", linestyle="--", label="healthy below")
+            ax.axhline(_PROBLEM, color="C3", linestyle="--", label="problem above")
+        decorate_axes(ax, title)
+    _plot_times(next(axes), history)
+    for unused in axes:
+        unused.remove()
+    with atomic_file(folder / "curves.png") as temporary:
+        figure.savefig(temporary)
+
+
+def _plot_metric(ax: Any, history: History, name: str) -> None:
+    rows = [row for row in history if math.isfinite(row.get(name, math.nan))]
+    steps, values = [row["step"] for row in rows], [row[name] for row in rows]
+    label = name.removeprefix("fully_async/")
+    label += f"  {_short(values[0])} → {_short(values[-1])}" if values else ""
+    ax.plot(steps, values, "o-", markersize=3, alpha=0.35 if name in _SMOOTHED else 1, label=label)
+    if name in _SMOOTHED:
+        window = max(1, len(values) // 8)
+        parts = [values[max(0, i - window + 1) : i + 1] for i in range(len(values))]
+        means = [sum(part) / len(part) for part in parts]
+        ax.plot(steps, means, color="C0", linewidth=2, label=f"mean of last {window}")
+
+
+def _short(value: float) -> str:
+    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.3f}"
+
+
+def _plot_times(ax: Any, history: History) -> None:
+    """Draw seconds per step: one bar per step, stacked by phase."""
+    rows = [row for row in history if "timing_s/step" in row]
+    bottom = [0.0] * len(rows)
+    apart = any("critic/idle_ratio" in row for row in rows)
+    for phase in _PHASES:
+        if apart and phase in _CRITIC_PHASES:
+            continue
+        heights = [row.get(f"timing_s/{phase}", 0.0) for row in rows]
+        if any(heights):
+            mean = sum(heights) / len(rows)
+            label = f"{phase}  {mean:.1f} s"
+            ax.bar([row["step"] for row in rows], heights, 0.85, bottom, label=label)
+            bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    decorate_axes(ax, "Seconds per step")
+
+
+def main_metrics(logged: Collection[str]) -> list[str]:
+    """Return the metrics that the curves of a run show, of those that it has logged."""
+    panels = _SFT_PANELS if "train/loss" in logged else _RL_PANELS
+    validation = sorted(name for name in logged if name.startswith(_VALIDATION))
+    names = [n for m in panels.values() for n in (validation if m == _VALIDATION else [m])]
+    return [name for name in (*names, "timing_s/step") if name in logged]
+
+
+def decorate_axes(ax: Any, title: str) -> None:
+    """Give a panel its title, grid, axes and legend."""
+    ax.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    ax.set_xlabel("step")
+    ax.grid(alpha=0.3)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    bottom, top = min(0.0, ax.get_ylim()[0]), ax.get_ylim()[1]
+    labels = len(ax.get_legend_handles_labels()[0])
+    ax.set_ylim(bottom, top + labels * 0.09 * (top - bottom))  # room for the legend
+    if labels:
+        ax.legend(frameon=False, fontsize=9, loc="upper left", labelspacing=0.25)
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,14 @@ from torch.distributed.tensor import DTensor
 from hybridengine.engine.vllm.record import record_engine_layout
 from hybridengine.lab.parity.causes import Case, cause_of, response_log_probs, sampling_cause
 from hybridengine.lab.parity.forced import ForcedForward
-from hybridengine.lab.parity.points import LOGITS, EngineRecord, engine_model, record_engine
-from hybridengine.lab.parity.weights import (
+from hybridengine.lab.parity.points import (
+    LOGITS,
+    EngineRecord,
     TrainedWeights,
     WeightFault,
+    engine_model,
     find_weight_faults,
+    record_engine,
     tied_head_faults,
 )
 from hybridengine.model import pack_rollouts, packed_logits

@@ -7,13 +7,11 @@ of a GPU and the work of a step. docs/lab.md has the formulas, their sources and
 
     config       its keys
     cluster      machines as numbers, and the time of a product, a copy, a collective
-    model        a model as numbers
-    layout       a layout of the ranks, and the work of a step
-    memory       bytes on a rank
-    training     forward, backward, optimizer
+    model        a model, the work of a step and a layout of the ranks, as numbers
+    training     forward, backward, optimizer; bytes on a rank
     generation   prefill and decode of an engine
     sync         the weight sync, by a closed form or by the reshard planner
     step         the phases of a step
     search       all layouts, the best, and why
-    report       tables, JSON, picture
+    report       `simulate`; tables, JSON, picture
 """

@@ -17,8 +17,7 @@ from functools import lru_cache
 import numpy as np
 
 from hybridengine.lab.simulate.cluster import Cluster
-from hybridengine.lab.simulate.layout import Workload
-from hybridengine.lab.simulate.model import ModelShape
+from hybridengine.lab.simulate.model import ModelShape, Workload
 
 
 @dataclass(frozen=True)

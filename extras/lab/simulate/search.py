@@ -9,8 +9,7 @@ from typing import Any
 
 from hybridengine.lab.simulate.cluster import Cluster
 from hybridengine.lab.simulate.config import LayoutConfig, Mode
-from hybridengine.lab.simulate.layout import Layout, Workload
-from hybridengine.lab.simulate.model import ModelShape
+from hybridengine.lab.simulate.model import Layout, ModelShape, Workload
 from hybridengine.lab.simulate.step import Shortage, SimulatedStep, simulate_step
 from hybridengine.run.config import ConfigError
 

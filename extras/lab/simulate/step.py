@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from hybridengine.lab.simulate import sync as syncs
 from hybridengine.lab.simulate.cluster import Cluster
 from hybridengine.lab.simulate.generation import Generation, generate
-from hybridengine.lab.simulate.layout import Layout, Workload
-from hybridengine.lab.simulate.memory import Memory, memory_of
-from hybridengine.lab.simulate.model import ModelShape
+from hybridengine.lab.simulate.model import Layout, ModelShape, Workload
 from hybridengine.lab.simulate.sync import Sync
-from hybridengine.lab.simulate.training import TrainingModel
+from hybridengine.lab.simulate.training import Memory, TrainingModel, memory_of
 
 GENERATE, SYNC = "generate", "update_weights"
 _CRITIC = "critic"  # the group of a critic's own ranks

@@ -16,8 +16,7 @@ from transformers import PretrainedConfig
 
 from hybridengine.lab.advisor import advise
 from hybridengine.lab.simulate.cluster import Cluster
-from hybridengine.lab.simulate.layout import Layout, Workload
-from hybridengine.lab.simulate.model import ModelShape
+from hybridengine.lab.simulate.model import Layout, ModelShape, Workload
 from hybridengine.sync.layout import EngineLayout
 from hybridengine.sync.plan.planner import Planner, ReshardPlan
 from hybridengine.sync.shards import ShardSpec
@@ -125,7 +124,7 @@ class SyncPlanner:
         )
 
     def _layouts(self, tp_size: int) -> tuple[Mapping[str, tuple[int, ...]], list[EngineLayout]]:
-        from hybridengine.lab.engine_layouts import record_engine_layouts
+        from hybridengine.lab.layouts import record_engine_layouts
 
         if tp_size not in self._recorded:
             with tempfile.TemporaryDirectory() as folder:

@@ -1,18 +1,27 @@
-"""The trainers of the probes: those of a run, with data of full length in place of the real one."""
+"""What is probed: trainers as those of a run, their peak memory, and the search of settings.
+
+Data of full length takes the place of the real one.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from array import array
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import psutil
+import torch
 
 from hybridengine.agents.trajectories import with_turns
 from hybridengine.engine.interface import SamplingSpec
 from hybridengine.engine.response import Response
 from hybridengine.rewards.reward_model import RewardModel
 from hybridengine.run.config import RLConfig, SFTConfig
+from hybridengine.run.host_memory import free_memory
 from hybridengine.run.session import Session
 from hybridengine.train.batch import RolloutBatch
 from hybridengine.train.data import PromptSample, Subset
@@ -24,7 +33,14 @@ from hybridengine.train.rollouts import Rollouts, ScoredResponse
 from hybridengine.train.sft import SFTTrainer
 from hybridengine.train.start import Mode
 
-__all__ = ["RLJob", "SFTJob"]
+__all__ = [
+    "Probe",
+    "RLJob",
+    "SFTJob",
+    "best_limit",
+    "probe_limits",
+    "smallest_fast",
+]
 
 _PASSES = 2  # micro-batches of a rank and optimizer step: the second one finds gradients in memory
 
@@ -151,3 +167,104 @@ class SFTJob(SFTTrainer):
         self.session.step += 1
         _, lengths = self.update(self.session.step, list(self._longest))
         return sum(lengths)
+
+
+_STEP = 256  # limits between two doublings are multiples of this
+_WORTH = 1.25  # a limit is tried if it is larger than the last one by this factor
+_SAME_SPEED = 0.97  # of the fastest rate: measurements differ by that much
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One measured size.
+
+    limit: the size, in tokens of a micro-batch or MiB of a bucket.
+    memory: bytes of the fullest rank at its peak.
+    rate: of work, larger is better: tokens per second, or bytes per second.
+    """
+
+    limit: int
+    memory: float
+    rate: float
+
+
+def probe_limits(
+    shortest: int, longest: int, allowed: float, measure: Callable[[int], Probe]
+) -> Iterator[Probe]:
+    """Yield probes of growing limits, from `shortest` to `longest`, as far as they fit.
+
+    The limit doubles. Where the memory of the next one, extrapolated from the last two, is above
+    `allowed` bytes, the largest limit that is predicted to fit is the last one.
+    """
+    probes, limit = list[Probe](), shortest
+    while True:
+        probes.append(measure(limit))
+        yield probes[-1]
+        if limit >= longest or probes[-1].memory > allowed:
+            return
+        doubled = min(2 * limit, longest)
+        fitting = _largest_fitting(probes, allowed)
+        following = doubled if doubled <= fitting else int(fitting) // _STEP * _STEP
+        if following < doubled and following < _WORTH * limit:
+            return
+        limit = following
+
+
+def _largest_fitting(probes: Sequence[Probe], allowed: float) -> float:
+    """Extrapolate the limit whose memory is `allowed`; from one probe as if all of it grew."""
+    last = probes[-1]
+    slope = last.memory / last.limit
+    if len(probes) > 1:
+        before = probes[-2]
+        slope = (last.memory - before.memory) / (last.limit - before.limit)
+    return last.limit + (allowed - last.memory) / slope if slope > 0 else float("inf")
+
+
+def best_limit(probes: Sequence[Probe], allowed: float) -> Probe | None:
+    """Return the smallest of the fastest probes that fit in `allowed` bytes; None if none fits."""
+    fitting = [probe for probe in probes if probe.memory <= allowed]
+    return smallest_fast(fitting) if fitting else None
+
+
+def smallest_fast(probes: Sequence[Probe]) -> Probe:
+    """Return the smallest limit whose rate is within 3% of the best."""
+    enough = _SAME_SPEED * max(probe.rate for probe in probes)
+    return min((p for p in probes if p.rate >= enough), key=lambda probe: probe.limit)
+
+
+_SHARE = 0.9  # of the memory: lengths of later steps and fragments need the rest
+_OWN = Path("/proc/self")
+
+
+class PeakMemory:
+    """Peaks of this rank, on its GPU or in its host's memory.
+
+    num_local: ranks that share the host's memory.
+
+    Attributes:
+        allowed: bytes that this rank may have at its peak: 0.9 of what it has and what is free,
+          without what the engine keeps on the same GPU while it sleeps.
+    """
+
+    def __init__(self, device: torch.device, num_local: int) -> None:
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            free, total = torch.cuda.mem_get_info(device)
+            self.allowed = _SHARE * total - (total - free - torch.cuda.memory_reserved(device))
+        else:
+            self.allowed = psutil.Process().memory_info().rss + _SHARE * free_memory() / num_local
+
+    def restart(self) -> None:
+        """Forget the peaks until now."""
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            (_OWN / "clear_refs").write_text("5")  # proc(5): resets the peak of the resident set
+
+    @property
+    def peak(self) -> float:
+        """Bytes at the peak since `restart`."""
+        if self._cuda:
+            return float(torch.cuda.max_memory_reserved())
+        lines = (_OWN / "status").read_text().splitlines()
+        return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))

@@ -18,9 +18,15 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from hybridengine.lab.tune.jobs import RLJob, SFTJob
-from hybridengine.lab.tune.memory import PeakMemory
-from hybridengine.lab.tune.search import Probe, best_limit, probe_limits, smallest_fast
+from hybridengine.lab.tune.jobs import (
+    PeakMemory,
+    Probe,
+    RLJob,
+    SFTJob,
+    best_limit,
+    probe_limits,
+    smallest_fast,
+)
 from hybridengine.model import on_device
 from hybridengine.run.config import ConfigError, JobConfig, RLConfig, SFTConfig
 from hybridengine.run.launch import temporary_folder

@@ -13,8 +13,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hybridengine.lab.view.attention import Attention, compute_attention
-from hybridengine.lab.view.detail import COLORS, Detail, detail_of, text_of_token
+from hybridengine.lab.view.detail import (
+    COLORS,
+    Attention,
+    Detail,
+    compute_attention,
+    detail_of,
+    text_of_token,
+)
 from hybridengine.lab.view.rollouts import Entry, RolloutIndex
 from hybridengine.run.config import load_config
 from hybridengine.run.errors import ConfigError
