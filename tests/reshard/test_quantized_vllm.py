@@ -29,7 +29,7 @@ def load_again(engine, checkpoint: dict[str, torch.Tensor]) -> None:
     with torch.no_grad(), torch.device("cpu"):
         initialize_layerwise_reload(model)
         model.load_weights(iter(checkpoint.items()))
-        finalize_layerwise_reload(model, engine._llm.llm_engine.model_config)
+        finalize_layerwise_reload(model, engine.llm.llm_engine.model_config)
 
 
 def unequal_to_vllms(engine, checkpoint: dict[str, torch.Tensor]) -> list[str]:

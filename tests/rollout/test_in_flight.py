@@ -97,7 +97,7 @@ def body(rank: int, world_size: int, paths: Sequence[str], kind: str) -> dict[st
                 engine_kwargs={"block_size": BLOCK},
                 stop_token_ids=[2],
             )
-        core = engine._llm.llm_engine.engine_core.engine_core
+        core = engine.llm.llm_engine.engine_core.engine_core
         assert (core.batch_queue is not None) == (kind == "vllm_async")
     updates, found = Updates(engine, paths), dict[str, Any]()
     for name in ("keep_kv", "recompute_kv"):

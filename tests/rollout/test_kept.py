@@ -51,7 +51,7 @@ def body(rank: int, world_size: int, path: str, kind: str) -> dict[str, Any]:
         spec = SamplingSpec(n=3, temperature=0.7, max_tokens=12, record_kept=True, **truncation)
         sampled.append(engine.generate(PROMPTS, spec, seed=1))
     if kind == "vllm":  # long responses, more than the cache holds at once
-        scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
+        scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
         preempt = scheduler._preempt_request
 
         def recording_preempt(request: Any, *args: Any, **options: Any) -> None:

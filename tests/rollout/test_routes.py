@@ -54,7 +54,7 @@ def body(rank: int, world_size: int, path: str) -> dict[str, Any]:
         stop_token_ids=[2],
         record_routes=True,
     )
-    scheduler, preempted = engine._llm.llm_engine.engine_core.engine_core.scheduler, []
+    scheduler, preempted = engine.llm.llm_engine.engine_core.engine_core.scheduler, []
     preempt = scheduler._preempt_request
 
     def recording_preempt(request: Any, *args: Any, **options: Any) -> None:

@@ -109,7 +109,7 @@ def test_synced_engine_generates_as_one_loaded_from_the_export(tmp_path: Path) -
 def sinks_body(rank: int, world_size: int, folder: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Per layer the sinks that the attention backend reads, and the trained ones."""
     engine, model, _ = train(folder, "gpt_oss", torch.float16)
-    cache = engine._llm.llm_engine.vllm_config.cache_config
+    cache = engine.llm.llm_engine.vllm_config.cache_config
     assert cache.block_size == CPU_BLOCK_SIZE  # vLLM's default is 128
     backends = [getattr(module, "impl", None) for module in engine._runner.get_model().modules()]
     used = [b.sinks.float() for b in backends if getattr(b, "sinks", None) is not None]

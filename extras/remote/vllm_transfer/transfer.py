@@ -36,7 +36,7 @@ from vllm.model_executor.model_loader import base_loader
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.gpu_worker import Worker
 
-from hybridengine.engine.exact.operators import exact_worker, use_exact_operators
+from hybridengine.engine.exact.operators import exact_engine, use_exact_operators
 from hybridengine.engine.vllm.environment import own_model_classes
 from hybridengine.engine.vllm.in_flight import drop_cached_prefixes
 from hybridengine.engine.vllm.post_load import PostLoadProcessing
@@ -49,6 +49,7 @@ from hybridengine.model.parameters import parameter_shards, unwrap_peft
 from hybridengine.remote.vllm_transfer.server_worker import ServerWorker, StoreInfo
 from hybridengine.remote.vllm_transfer.trainer import BACKEND, register_trainer
 from hybridengine.run.all_ranks import run_on_all_ranks
+from hybridengine.run.errors import ModelError
 from hybridengine.run.failures import CollectiveGuard
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.resharder import Resharder
@@ -111,7 +112,7 @@ def register() -> None:
             return
         more = config.additional_config
         exact = isinstance(more, dict) and bool(more.get(_EXACT))
-        with own_model_classes(), exact_worker(config) if exact else nullcontext():
+        with own_model_classes(), _exact_worker(config) if exact else nullcontext():
             load_model(self, *args, **kwargs)
         runner = self.model_runner
         if exact:
@@ -119,6 +120,22 @@ def register() -> None:
         fuse_sampler(runner, exact, ranks=True)
 
     Worker.load_model = load_and_fuse  # type: ignore[method-assign]
+
+
+@contextmanager
+def _exact_worker(config: Any) -> Iterator[None]:
+    """While open, a worker of a server loads its model with exact attention.
+
+    config: of the server. Raises ModelError where its options do not allow it.
+    """
+    with exact_engine() as options:
+        given = {
+            "enforce_eager": config.model_config.enforce_eager,
+            "attention_backend": getattr(config.attention_config.backend, "name", None),
+        }
+        if missing := {name: x for name, x in options.items() if given[name] != x}:
+            raise ModelError(f"an exact engine needs vLLM's options {missing}; start it with them")
+        yield
 
 
 def _weights_state(self: Worker) -> dict[str, Any]:

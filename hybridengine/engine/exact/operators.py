@@ -64,22 +64,6 @@ def exact_engine() -> Iterator[dict[str, Any]]:
         selector._cached_get_attn_backend.cache_clear()
 
 
-@contextmanager
-def exact_worker(config: Any) -> Iterator[None]:
-    """While open, a worker of a server loads its model with exact attention.
-
-    config: of the server. Raises ModelError where its options do not allow it.
-    """
-    with exact_engine() as options:
-        given = {
-            "enforce_eager": config.model_config.enforce_eager,
-            "attention_backend": getattr(config.attention_config.backend, "name", None),
-        }
-        if missing := {name: x for name, x in options.items() if given[name] != x}:
-            raise ModelError(f"an exact engine needs vLLM's options {missing}; start it with them")
-        yield
-
-
 def use_exact_operators(
     model: nn.Module, max_model_len: int, slot: AdapterSlot | None = None
 ) -> None:

@@ -309,26 +309,21 @@ def _completions(output: Any, vocab_size: int | None, routed: bool) -> list[Resp
     """
     completions = []
     for sample in output.outputs:
-        completion, columns = _completion(sample), dict[str, Any]()
-        ids = completion.token_ids
+        ids, log_probs = list(sample.token_ids), sample.logprobs.logprobs
+        if sample.logprobs.token_ids != ids:
+            raise RuntimeError(
+                f"vLLM returned {len(log_probs)} log-probs for a completion of {len(ids)} tokens, "
+                "expected one for each token"
+            )
+        versions = [(int(run.version), run.end - run.start) for run in sample.weight_versions]
+        columns = dict[str, Any]()
         if vocab_size is not None:
             mask = sample.sampling_mask.token_ids if sample.sampling_mask else []
             columns |= pack_kept(ids, mask, vocab_size)
         if routed:
             columns |= pack_routes(sample.routed_experts, len(output.prompt_token_ids), len(ids))
-        completions.append(replace(completion, columns=columns))
+        completions.append(Response(ids, log_probs, sample.finish_reason, versions, columns))
     return completions
-
-
-def _completion(output: Any) -> Response:
-    ids, log_probs = list(output.token_ids), output.logprobs.logprobs
-    if output.logprobs.token_ids != ids:
-        raise RuntimeError(
-            f"vLLM returned {len(log_probs)} log-probs for a completion of {len(ids)} tokens, "
-            "expected one for each token"
-        )
-    versions = [(int(run.version), run.end - run.start) for run in output.weight_versions]
-    return Response(ids, log_probs, output.finish_reason, versions=versions)
 
 
 class VllmStream(RequestStream):

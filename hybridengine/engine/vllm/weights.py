@@ -99,7 +99,7 @@ class ModelWeights(WeightTarget):
 
     def load_adapters(self, adapters: Iterable[tuple[str, Adapter]], version: int) -> None:
         if self.slot is None:
-            raise LayoutError("this engine was built without LoRA slots; give it lora_rank")
+            raise LayoutError("this engine was built without LoRA slots; give it adapter_rank")
         self.slot.fill(adapters, version, self.dtype)
 
     def _finish_update(self) -> None:
