@@ -1,7 +1,7 @@
 """Optional parts register themselves by entry points of an installed distribution.
 
     [project.entry-points."hybridengine.commands"]
-    lab = "hybridengine.lab.commands:add_commands"
+    mine = "my_package.commands:app"
 
 The core names a group and never a module. The groups are listed in docs/extending.md.
 """
