@@ -67,7 +67,8 @@ def causal_conv1d_backward(
     parents: Tensor | None,
     initial_state: Tensor | None,
     silu: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
 def gae(
     rewards: Tensor,
     values: Tensor | None,
@@ -191,7 +192,8 @@ def linear_recurrence_backward(
     scale: float,
     delta: bool,
     l2_norm: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]: ...
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]: ...
 def mixed_gemm(
     a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, accumulate: bool
 ) -> None: ...

@@ -127,10 +127,10 @@ def _(x: Tensor, *_: Any) -> Tensor:
 @custom_op(
     f"hybridengine::{OP}_backward",
     mutates_args=(),
-    schema=f"(Tensor grad_out, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad_out, {_ARGUMENTS}, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward_op(grad_out: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """The gradients of x, weight, bias and initial_state; empty for one that is None."""
+    """The gradients of x, weight, bias and initial_state; those not `wanted` are empty."""
     operands = map(_unit_inner_stride, (grad_out, x))
     grads = native().causal_conv1d_backward(*operands, *arguments)
     *first, grad_initial = (x.new_empty(0) if grad is None else grad for grad in grads)
@@ -139,9 +139,9 @@ def _backward_op(grad_out: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, 
 
 @_backward_op.register_fake
 def _(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    x, weight, bias, _, _, initial_state, _ = arguments
-    given = (x, weight, bias, initial_state)
-    return tuple(x.new_empty(0) if y is None else y.new_empty(y.shape) for y in given)
+    x, weight, bias, _, _, initial_state, _, wanted = arguments
+    given = zip((x, weight, bias, initial_state), wanted, strict=True)
+    return tuple(y.new_empty(y.shape) if want else x.new_empty(0) for y, want in given)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -151,11 +151,11 @@ def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 @check.differentiable_once(OP)
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    grad_x, grad_weight, grad_bias, grad_initial = _backward_op(grad_out, *tensors, ctx.silu)
-    grad_bias = None if tensors[2] is None else grad_bias
-    grad_initial = None if tensors[5] is None else grad_initial
-    return grad_x, grad_weight, grad_bias, None, None, grad_initial, None
+    *of_operands, _, _, of_state = ctx.needs_input_grad[:6]
+    wanted = [*of_operands, of_state]
+    grads = _backward_op(grad_out, *ctx.saved_tensors, ctx.silu, wanted)
+    *of_operands, of_state = (g if want else None for g, want in zip(grads, wanted, strict=True))
+    return *of_operands, None, None, of_state
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

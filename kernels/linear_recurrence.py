@@ -167,7 +167,8 @@ def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tenso
 
 @_forward_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    segments = arguments[2].shape[0] - 1 if arguments[-1] else 0
+    _, _, cu_seqlens, *_, wants_final = arguments
+    segments = cu_seqlens.shape[0] - 1 if wants_final else 0
     state = (v.shape[1], q.shape[2], v.shape[2])
     kept = torch.library.get_ctx().new_dynamic_size()
     final, states = (q.new_empty(n, *state, dtype=torch.float32) for n in (segments, kept))
@@ -177,25 +178,28 @@ def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor,
 @custom_op(
     f"hybridengine::{OP}_backward",
     mutates_args=(),
-    schema=f"(Tensor grad_out, Tensor? grad_final, {_OPERANDS}, Tensor states, {_OPTIONS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad_out, Tensor? grad_final, {_OPERANDS}, Tensor states, {_OPTIONS}, "
+    "bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward_op(
     grad_out: Tensor, grad_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v, g, beta and initial_state; empty for one that is None."""
+    """The gradients of q, k, v, g, beta and initial_state; those not `wanted` are empty."""
     grads = native().linear_recurrence_backward(
         _unit_inner_stride(grad_out), grad_final, *map(_unit_inner_stride, (q, k, v)), *arguments
     )
-    grad_q, grad_k = (grad.unflatten(1, (q.shape[1], -1)).sum(2).to(q.dtype) for grad in grads[:2])
-    return grad_q, grad_k, *(q.new_empty(0) if x is None else x for x in grads[2:])
+    of_heads = (  # of v, of which several share one of q and k
+        None if x is None else x.unflatten(1, (q.shape[1], -1)).sum(2).to(q.dtype)
+        for x in grads[:2]
+    )
+    return tuple(q.new_empty(0) if x is None else x for x in (*of_heads, *grads[2:]))
 
 
 @_backward_op.register_fake
 def _(grad_out: Tensor, grad_final: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    q, k, v, g, beta, _, _, initial_state, *_ = arguments
-    given = (q, k, v, g, beta, initial_state)
-    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in given)
+    q, k, v, g, beta, _, _, initial_state, *_, wanted = arguments
+    given = zip((q, k, v, g, beta, initial_state), wanted, strict=True)
+    return tuple(x.new_empty(x.shape) if want else q.new_empty(0) for x, want in given)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -209,19 +213,19 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _backward(
     ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None, _: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    *tensors, states = ctx.saved_tensors
-    v, beta, initial_state = tensors[2], tensors[4], tensors[7]
     if grad_out is None and grad_final is None:
-        return (None,) * 13
+        return ()
+    *tensors, states = ctx.saved_tensors
     if grad_out is None:
-        grad_out = torch.zeros_like(v)
+        grad_out = torch.zeros_like(tensors[2])  # of v
     if grad_final is not None:
         grad_final = grad_final.contiguous()
+    *of_tokens, _, _, of_state = ctx.needs_input_grad[:8]
+    wanted = [*of_tokens, of_state]
     options = (ctx.scale, ctx.delta_rule, ctx.l2_norm)
-    grads = _backward_op(grad_out, grad_final, *tensors, states, *options)
-    grad_beta = None if beta is None else grads[4]
-    grad_initial = None if initial_state is None else grads[5]
-    return *grads[:4], grad_beta, None, None, grad_initial, *(None,) * 5
+    grads = _backward_op(grad_out, grad_final, *tensors, states, *options, wanted)
+    *of_tokens, of_state = (g if want else None for g, want in zip(grads, wanted, strict=True))
+    return *of_tokens, None, None, of_state
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

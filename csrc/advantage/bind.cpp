@@ -13,11 +13,6 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-template <typename T>
-const T* optional_data(const OptionalTensor& tensor) {
-  return tensor ? tensor->data<T>() : nullptr;
-}
-
 // At least twice the number of rows, which keeps probes short.
 int64_t table_size_for(int64_t rows) {
   int64_t size = 16;
@@ -52,33 +47,22 @@ std::tuple<Tensor, Tensor> group_advantage(const Tensor& rewards, const Tensor& 
                                            const OptionalTensor& token_mask, int64_t num_tokens) {
   const int64_t rows = rewards.numel();
   const Device device = rewards.device();
-  check_same_device("group_advantage", {{"rewards", rewards},
-                                        {"group_ids", group_ids},
-                                        {"lengths", lengths},
-                                        {"cu_seqlens", cu_seqlens},
-                                        {"response_mask", token_mask}});
   const DeviceGuard guard(device);
-  check_vector(rewards, "rewards", kFloat, rows);
-  check_vector(group_ids, "group_ids", kLong, rows);
-  if (lengths) check_vector(*lengths, "lengths", kFloat, rows);
-  if (cu_seqlens) {
-    check_vector(*cu_seqlens, "cu_seqlens", kInt, rows + 1);
-    check_cu_seqlens(*cu_seqlens, num_tokens, "group_advantage");
-  }
+  const Arguments given("group_advantage", "rewards", rewards);
+  GroupAdvantageParams params{};
+  params.rewards = given.data<float>("rewards", rewards, {rows});
+  params.group_ids = given.data<int64_t>("group_ids", group_ids, {rows});
+  params.lengths = given.data<float>("lengths", lengths, {rows});
+  params.cu_seqlens = given.data<int32_t>("cu_seqlens", cu_seqlens, {rows + 1});
+  if (cu_seqlens) check_cu_seqlens(*cu_seqlens, num_tokens, "group_advantage");
   HE_CHECK_VALUE(cu_seqlens || num_tokens == 0, "group_advantage: num_tokens is ", num_tokens,
                  "; expected 0 without cu_seqlens");
   HE_CHECK_VALUE(estimator >= 0 && estimator <= static_cast<int64_t>(Estimator::grpo_loo),
                  "group_advantage: estimator is ", estimator, ", which does not exist");
-  if (token_mask) check_vector(*token_mask, "response_mask", kBool, num_tokens);
+  params.token_mask = given.data<bool>("response_mask", token_mask, {num_tokens});
   Tensor advantages = empty({rows}, kFloat, device);
   Tensor tokens = empty({num_tokens}, kFloat, device);
-  GroupAdvantageParams params{};
-  params.rewards = rewards.data<float>();
-  params.group_ids = group_ids.data<int64_t>();
-  params.lengths = optional_data<float>(lengths);
   params.advantages = advantages.data<float>();
-  params.cu_seqlens = optional_data<int32_t>(cu_seqlens);
-  params.token_mask = optional_data<bool>(token_mask);
   params.token_advantages = tokens.data<float>();
   params.num_rows = rows;
   params.num_tokens = num_tokens;
@@ -114,22 +98,16 @@ std::tuple<Tensor, Tensor> gae(const Tensor& rewards, const OptionalTensor& valu
                                double gamma, double lam) {
   const int64_t tokens = rewards.numel();
   const Device device = rewards.device();
-  check_same_device("gae", {{"rewards", rewards},
-                            {"values", values},
-                            {"cu_seqlens", cu_seqlens},
-                            {"response_mask", token_mask}});
   const DeviceGuard guard(device);
-  check_vector(rewards, "rewards", kFloat, tokens);
+  const Arguments given("gae", "rewards", rewards);
+  GaeParams params{};
+  params.rewards = given.data<float>("rewards", rewards, {tokens});
+  params.values = given.data<float>("values", values, {tokens});
+  params.token_mask = given.data<bool>("response_mask", token_mask, {tokens});
+  params.cu_seqlens = given.data<int32_t>("cu_seqlens", cu_seqlens, {cu_seqlens.numel()});
   check_cu_seqlens(cu_seqlens, tokens, "gae");
-  if (values) check_vector(*values, "values", kFloat, tokens);
-  if (token_mask) check_vector(*token_mask, "response_mask", kBool, tokens);
   Tensor advantages = empty({tokens}, kFloat, device);
   Tensor returns = empty({tokens}, kFloat, device);
-  GaeParams params{};
-  params.rewards = rewards.data<float>();
-  params.values = optional_data<float>(values);
-  params.token_mask = optional_data<bool>(token_mask);
-  params.cu_seqlens = cu_seqlens.data<int32_t>();
   params.advantages = advantages.data<float>();
   params.returns = returns.data<float>();
   params.num_tokens = tokens;

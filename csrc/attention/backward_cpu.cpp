@@ -122,8 +122,8 @@ void load_task(const AttentionBackward& p, const Forest& forest, const RowBlock&
     const int64_t token = r < rows.count ? slots.queries[rows.slot[r]] : -1;
     if (token < 0) continue;
     const int64_t head = kv_head * forest.group + (rows.first + r) % forest.group;
-    s.delta[r] =
-        dot(row_of<T>(p.grad_out, token, head), row_of<T>(p.out, token, head), p.value_dim);
+    s.delta[r] = dot(p.grad_out.template row<T>(token, head), p.out.template row<T>(token, head),
+                     p.value_dim);
     p.delta[head * p.tokens + token] = s.delta[r];
     s.lse[r] = p.lse[head * p.tokens + token] * kLog2E;
   }

@@ -10,25 +10,11 @@ namespace {
 
 const char* const kOp = "tree_attention";
 
-HeadRows head_rows(const Tensor& x, const char* name, const Tensor& like, int64_t heads,
-                   int64_t dim) {
-  HE_CHECK_VALUE(x.dim() == 3 && x.size(0) == like.size(0) && x.size(1) == heads &&
-                     x.size(2) == dim && x.scalar_type() == like.scalar_type() &&
-                     (x.numel() == 0 || dim == 1 || x.stride(2) == 1),
-                 kOp, ": ", name, " has shape ", x.sizes(), ", strides ", x.strides(),
-                 " and dtype ", x.scalar_type(), "; expected [", like.size(0), ", ", heads, ", ",
-                 dim, "] of ", like.scalar_type(), " with inner stride 1");
-  return {x.data(), x.stride(0), x.stride(1)};
-}
-
 void fill(Attention& p, const Tensor& query, const Tensor& key, const Tensor& value,
           const Tensor& subtree_ends, const std::optional<Tensor>& position_ids,
           double softmax_scale, std::optional<int64_t> window_size, std::optional<double> softcap) {
-  check_same_device(kOp, {{"query", query},
-                          {"key", key},
-                          {"value", value},
-                          {"subtree_ends", subtree_ends},
-                          {"position_ids", position_ids}});
+  check_same_device(kOp, {{"query", query}, {"key", key}, {"value", value}});
+  const Arguments given(kOp, "query", query);
   if (!query.device().is_cpu()) no_kernel_for(query.device(), kOp);
   p.dtype = float_dtype(query, "query");
   HE_CHECK_VALUE(p.dtype != DType::f64, kOp, ": query has dtype float64; use the reference");
@@ -38,15 +24,13 @@ void fill(Attention& p, const Tensor& query, const Tensor& key, const Tensor& va
                  value.sizes(), "; expected [T, H, D], [T, H_kv, D] and [T, H_kv, D_v]");
   p.tokens = query.size(0), p.heads = query.size(1), p.kv_heads = key.size(1);
   p.dim = query.size(2), p.value_dim = value.size(2);
-  p.query = head_rows(query, "query", query, p.heads, p.dim);
-  p.key = head_rows(key, "key", query, p.kv_heads, p.dim);
-  p.value = head_rows(value, "value", query, p.kv_heads, p.value_dim);
-  check_vector(subtree_ends, "subtree_ends", kInt, p.tokens);
-  p.ends = subtree_ends.data<int32_t>();
+  p.query = head_rows(kOp, "query", query, query, p.heads, p.dim);
+  p.key = head_rows(kOp, "key", key, query, p.kv_heads, p.dim);
+  p.value = head_rows(kOp, "value", value, query, p.kv_heads, p.value_dim);
+  p.ends = given.data<int32_t>("subtree_ends", subtree_ends, {p.tokens});
   if (window_size) {
     HE_CHECK_VALUE(position_ids, kOp, ": position_ids is None; window_size needs them");
-    check_vector(*position_ids, "position_ids", kInt, p.tokens);
-    p.positions = position_ids->data<int32_t>();
+    p.positions = given.data<int32_t>("position_ids", *position_ids, {p.tokens});
     const int32_t* negative = std::find_if(p.positions, p.positions + p.tokens,
                                            [](int32_t position) { return position < 0; });
     HE_CHECK_VALUE(negative == p.positions + p.tokens, kOp, ": position_ids[",
@@ -64,11 +48,7 @@ std::tuple<Tensor, Tensor> attention_forward(
     std::optional<int64_t> window_size, std::optional<double> softcap) {
   AttentionForward p{};
   fill(p, query, key, value, subtree_ends, position_ids, softmax_scale, window_size, softcap);
-  check_same_device(kOp, {{"query", query}, {"sinks", sinks}});
-  if (sinks) {
-    check_vector(*sinks, "sinks", kFloat, p.heads);
-    p.sinks = sinks->data<float>();
-  }
+  p.sinks = Arguments(kOp, "query", query).data<float>("sinks", sinks, {p.heads});
   Tensor out = empty({p.tokens, p.heads, p.value_dim}, query.scalar_type(), query.device());
   Tensor lse = empty({p.heads, p.tokens}, kFloat, query.device());
   p.out = out.data();
@@ -84,14 +64,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     std::optional<int64_t> window_size, std::optional<double> softcap) {
   AttentionBackward p{};
   fill(p, query, key, value, subtree_ends, position_ids, softmax_scale, window_size, softcap);
-  check_same_device(kOp, {{"query", query}, {"grad_out", grad_out}, {"out", out}, {"lse", lse}});
-  p.grad_out = head_rows(grad_out, "grad_out", query, p.heads, p.value_dim);
-  p.out = head_rows(out, "out", query, p.heads, p.value_dim);
-  HE_CHECK_VALUE(lse.sizes() == Sizes({p.heads, p.tokens}) && lse.scalar_type() == kFloat &&
-                     lse.is_contiguous(),
-                 kOp, ": lse has shape ", lse.sizes(), " and dtype ", lse.scalar_type(),
-                 "; expected a contiguous [", p.heads, ", ", p.tokens, "] tensor of float32");
-  p.lse = lse.data<float>();
+  check_same_device(kOp, {{"query", query}, {"grad_out", grad_out}, {"out", out}});
+  p.grad_out = head_rows(kOp, "grad_out", grad_out, query, p.heads, p.value_dim);
+  p.out = head_rows(kOp, "out", out, query, p.heads, p.value_dim);
+  p.lse = Arguments(kOp, "query", query).data<float>("lse", lse, {p.heads, p.tokens});
   Tensor grad_query = empty_like(query), grad_key = empty_like(key), grad_value = empty_like(value);
   Tensor delta = empty_like(lse);
   p.grad_query = grad_query.data();

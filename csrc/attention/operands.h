@@ -13,11 +13,6 @@ namespace hybridengine::HYBRIDENGINE_ISA {
 
 using Floats = Buffer<float>;
 
-template <typename T>
-const T* row_of(const HeadRows& rows, int64_t token, int64_t head) {
-  return static_cast<const T*>(rows.data) + token * rows.token_stride + head * rows.head_stride;
-}
-
 // The size of a row of an operand: complete vectors of steps.
 template <typename Step>
 int64_t padded(int64_t dim) {

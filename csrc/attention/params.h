@@ -19,19 +19,13 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/heads.h"
 #include "common/isa.h"
 
 namespace hybridengine {
 
 constexpr int64_t kBlock = 64;   // rows and keys of a tile
 constexpr int64_t kChain = 256;  // a multiple of kBlock
-
-// [tokens, heads, dim], inner stride 1.
-struct HeadRows {
-  const void* data;
-  int64_t token_stride;
-  int64_t head_stride;
-};
 
 struct Attention {
   HeadRows query, key, value;

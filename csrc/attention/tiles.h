@@ -45,8 +45,9 @@ struct Keys {
         keys.clear(row);
         values.clear(row);
       } else {
-        finite = load_row(row_of<T>(p.key, token, head), p.dim, keys.along_dim(row));
-        finite &= load_row(row_of<T>(p.value, token, head), p.value_dim, values.along_dim(row));
+        finite = load_row(p.key.template row<T>(token, head), p.dim, keys.along_dim(row));
+        finite &=
+            load_row(p.value.template row<T>(token, head), p.value_dim, values.along_dim(row));
       }
       poison[row] = finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
       all_finite &= finite;
@@ -78,7 +79,7 @@ bool load_rows(const Attention& p, const HeadRows& source, const Slots& slots, c
       continue;
     }
     const int64_t head = kv_head * group + (rows.first + r) % group;
-    if (load_row(row_of<T>(source, token, head), dim, out.along_dim(r))) continue;
+    if (load_row(source.template row<T>(token, head), dim, out.along_dim(r))) continue;
     all_finite = false;
     poison[r] = std::numeric_limits<float>::quiet_NaN();
   }

@@ -28,17 +28,23 @@ class Column {
         const VecF x = taps_.sum(rows), gate = sigmoid(x);
         grad *= gate * (1.0f + x * (1.0f - gate));
       }
-      for (int j = 0; j < width; ++j) sums[j] += grad * rows[j];
+      if (p_.grad_weight) {
+        for (int j = 0; j < width; ++j) sums[j] += grad * rows[j];
+      }
       bias += grad;
       for (int j = width - 1; j > 0; --j) grads_[j] = grads_[j - 1];
       grads_[0] = grad;
-      VecF total = tail(s, s.end - t);
-      for (int j = 0; j < width; ++j) total += taps_.of[j] * grads_[j];
-      channels_.store_to(static_cast<T*>(p_.grad_x) + t * p_.channels, total);
+      if (p_.grad_x) {
+        VecF total = tail(s, s.end - t);
+        for (int j = 0; j < width; ++j) total += taps_.of[j] * grads_[j];
+        channels_.store_to(static_cast<T*>(p_.grad_x) + t * p_.channels, total);
+      }
       for (int j = 0; j + 1 < width; ++j) rows[j] = rows[j + 1];
       if (t > begin) rows[width - 1] = load_row(s, t - 1, width - 1);
     }
-    for (int j = 0; j < width; ++j) add(p_.grad_weight + (width - 1 - j) * p_.channels, sums[j]);
+    for (int j = 0; p_.grad_weight && j < width; ++j) {
+      add(p_.grad_weight + (width - 1 - j) * p_.channels, sums[j]);
+    }
     if (p_.grad_bias) add(p_.grad_bias, bias);
   }
 
@@ -87,7 +93,7 @@ class Column {
 template <typename T, int width>
 void backward(const CausalConv1dBackward& p) {
   const int64_t strips = (p.channels + kTileChannels - 1) / kTileChannels;
-  std::fill_n(p.grad_weight, width * p.channels, 0.0f);
+  if (p.grad_weight) std::fill_n(p.grad_weight, width * p.channels, 0.0f);
   if (p.grad_bias) std::fill_n(p.grad_bias, p.channels, 0.0f);
   parallel_for(strips, 1, p.num_threads, [&](int64_t first, int64_t last) {
     for (int64_t strip = first; strip < last; ++strip) {

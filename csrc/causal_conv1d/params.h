@@ -42,14 +42,15 @@ struct CausalConv1dForward : CausalConv1d {
   void* out;  // [tokens, channels]
 };
 
+// Gradients that are null are not computed.
 struct CausalConv1dBackward : CausalConv1d {
   const void* grad_out;  // [tokens, channels], inner stride 1
   int64_t grad_stride;
   float* tails;         // [slots, width - 1, channels], nearest first: gradients of last rows
   void* grad_x;         // [tokens, channels]
   float* grad_weight;   // [width, channels]
-  float* grad_bias;     // [channels] or null
-  float* grad_initial;  // as initial; null where that is
+  float* grad_bias;     // [channels]
+  float* grad_initial;  // as initial
 };
 
 HE_CPU_KERNEL(causal_conv1d_cpu, CausalConv1dForward)

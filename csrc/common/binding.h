@@ -8,6 +8,7 @@
 
 #include "common/dtype.h"
 #include "common/graph.h"
+#include "common/heads.h"
 #include "common/tensor.h"
 
 namespace hybridengine {
@@ -34,6 +35,17 @@ inline void check_vector(const Tensor& tensor, const char* name, ScalarType dtyp
                  "; expected a contiguous [", size, "] tensor of ", dtype);
 }
 
+// Raises ValueError unless x is [tokens of like, heads, dim] of the type of `like`.
+inline HeadRows head_rows(const char* op, const char* name, const Tensor& x, const Tensor& like,
+                          int64_t heads, int64_t dim) {
+  HE_CHECK_VALUE(x.sizes() == Sizes({like.size(0), heads, dim}) &&
+                     x.scalar_type() == like.scalar_type() && x.has_unit_inner_stride(),
+                 op, ": ", name, " has shape ", x.sizes(), ", strides ", x.strides(), " and dtype ",
+                 x.scalar_type(), "; expected [", like.size(0), ", ", heads, ", ", dim, "] of ",
+                 like.scalar_type(), " with inner stride 1");
+  return {x.data(), x.stride(0), x.stride(1)};
+}
+
 // A tensor argument and its name; absent tensors are not checked.
 struct NamedTensor {
   NamedTensor(const char* name, const Tensor& tensor) : name(name), tensor(&tensor) {}
@@ -54,6 +66,36 @@ inline void check_same_device(const char* op, std::initializer_list<NamedTensor>
                    first->tensor->device(), "; move them to one device");
   }
 }
+
+// The tensors of a call: data() is where a tensor's elements are, if it is on the device of the
+// first one, contiguous and of this type and shape, else it raises ValueError. Absent tensors have
+// none.
+class Arguments {
+ public:
+  Arguments(const char* op, const char* first_name, const Tensor& first)
+      : op_(op), first_(first_name, first) {}
+
+  void* data(const char* name, const Tensor& tensor, ScalarType dtype, Sizes shape) const {
+    check_same_device(op_, {first_, {name, tensor}});
+    HE_CHECK_VALUE(
+        tensor.scalar_type() == dtype && tensor.sizes() == shape && tensor.is_contiguous(), op_,
+        ": ", name, " has shape ", tensor.sizes(), " and dtype ", tensor.scalar_type(),
+        "; expected a contiguous ", shape, " tensor of ", dtype);
+    return tensor.data();
+  }
+  template <typename T>
+  T* data(const char* name, const Tensor& tensor, Sizes shape) const {
+    return static_cast<T*>(data(name, tensor, scalar_type_of<T>(), shape));
+  }
+  template <typename T>
+  T* data(const char* name, const std::optional<Tensor>& tensor, Sizes shape) const {
+    return tensor ? data<T>(name, *tensor, shape) : nullptr;
+  }
+
+ private:
+  const char* op_;
+  NamedTensor first_;
+};
 
 // Calls kernel(params) with Python's lock released. params.*rows is the number of rows of its
 // operands: a graph that this thread captures calls it again, with fewer rows.

@@ -1,4 +1,4 @@
-// The check of cu_seqlens that all operators over packed sequences share.
+// The checks of cu_seqlens and parents that all operators over packed sequences share.
 #pragma once
 
 #include "common/binding.h"
@@ -20,6 +20,36 @@ inline void check_cu_seqlens(const Tensor& cu_seqlens, int64_t num_tokens, const
                    ", less than the one before it; expected ends in ascending order");
   HE_CHECK_VALUE(ends[count - 1] <= num_tokens, op, ": ", name, " ends at ", ends[count - 1],
                  ", but there are ", num_tokens, " ", tokens);
+}
+
+// Segments that continue earlier ones: a forest.
+struct SegmentBounds {
+  int64_t begin(int64_t i) const { return ends[i]; }
+  int64_t end(int64_t i) const { return ends[i + 1]; }
+  int64_t parent(int64_t i) const { return parents ? parents[i] : -1; }
+
+  int64_t count;
+  const int32_t* ends;     // [count + 1]
+  const int32_t* parents;  // [count], an earlier segment or -1; null: -1
+};
+
+// Of all tokens, on the CPU.
+inline SegmentBounds check_segments(const char* op, const Tensor& cu_seqlens,
+                                    const std::optional<Tensor>& parents, int64_t num_tokens) {
+  check_same_device(op, {{"cu_seqlens", cu_seqlens}, {"parents", parents}});
+  if (!cu_seqlens.is_cpu()) no_kernel_for(cu_seqlens.device(), op);
+  check_cu_seqlens(cu_seqlens, num_tokens, op);
+  const int64_t count = cu_seqlens.numel() - 1;
+  if (parents) check_vector(*parents, "parents", kInt, count);
+  const SegmentBounds bounds{count, cu_seqlens.data<int32_t>(),
+                             parents ? parents->data<int32_t>() : nullptr};
+  HE_CHECK_VALUE(bounds.ends[count] == num_tokens, op, ": cu_seqlens ends at ", bounds.ends[count],
+                 "; expected ", num_tokens);
+  for (int64_t i = 0; i < count; ++i) {
+    HE_CHECK_VALUE(-1 <= bounds.parent(i) && bounds.parent(i) < i, op, ": parents[", i, "] is ",
+                   bounds.parent(i), "; expected -1 or an earlier segment");
+  }
+  return bounds;
 }
 
 }  // namespace hybridengine

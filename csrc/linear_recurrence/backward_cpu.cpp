@@ -40,7 +40,7 @@ void add_row_sums(const VecF* rows, int64_t count, float* to) {
 }
 
 // A head of a tree.
-template <typename T, bool channels>
+template <typename T, bool channels, bool delta>
 class Walk {
  public:
   explicit Walk(const LinearRecurrenceBackward& p)
@@ -125,23 +125,23 @@ class Walk {
   // in the state after them, or with `keep` has each token's decayed state in history_.
   void replay(int64_t begin, int64_t first, int64_t count, const Block& block, bool keep) {
     Columns* to = keep ? &history_[0] : &state_[0];
-    Columns seen = decay_state<channels>(dim_, rows_.token(first), state_, to);
+    Columns seen = decay_state<channels, delta>(dim_, rows_.token(first), state_, to);
     for (int64_t t = 0; t < count; ++t) {
-      const Columns v = block.load_from(row_of<T>(p_.v, begin + first + t, head_));
-      updates_[t] = update_of(p_.delta, rows_.beta[first + t], v, seen);
+      const Columns v = block.load_from(p_.v.template row<T>(begin + first + t, head_));
+      updates_[t] = update_of<delta>(rows_.beta[first + t], v, seen);
       for (int j = 0; j < kVectors; ++j) {
-        errors_[t].part[j] = p_.delta ? v.part[j] - seen.part[j] : v.part[j];
+        errors_[t].part[j] = delta ? v.part[j] - seen.part[j] : v.part[j];
       }
       const Token token = rows_.token(first + t);
       const Columns* from = keep ? &history_[t * dim_] : &state_[0];
       Columns none;
       if (t + 1 < count) {
-        update_rows<channels, true, false>(dim_, token, rows_.token(first + t + 1), updates_[t],
-                                           from, keep ? &history_[(t + 1) * dim_] : &state_[0],
-                                           none, seen);
+        update_rows<channels, delta, true, false>(
+            dim_, token, rows_.token(first + t + 1), updates_[t], from,
+            keep ? &history_[(t + 1) * dim_] : &state_[0], none, seen);
       } else if (!keep) {
-        update_rows<channels, false, false>(dim_, token, token, updates_[t], from, state_, none,
-                                            seen);
+        update_rows<channels, delta, false, false>(dim_, token, token, updates_[t], from, state_,
+                                                   none, seen);
       }
     }
   }
@@ -150,7 +150,7 @@ class Walk {
   void step_back(int64_t begin, int64_t row, int64_t t, const Block& block, Columns* gradient) {
     const Token token = rows_.token(row);
     const Columns* state = &history_[t * dim_];
-    const Columns grad_out = block.load_from(row_of<T>(p_.grad_out, begin + row, head_));
+    const Columns grad_out = block.load_from(p_.grad_out.template row<T>(begin + row, head_));
     const Columns update = updates_[t];
     Sums sums{};
     for (int64_t i = 0; i < dim_; ++i) {
@@ -159,7 +159,7 @@ class Walk {
       for (int j = 0; j < kVectors; ++j) {
         const VecF d = gradient[i].part[j] + q * grad_out.part[j];
         sums.of[0].part[j] += d * k;
-        of_q += (state[i].part[j] + k * update.part[j]) * grad_out.part[j];
+        if (p_.grad_q) of_q += (state[i].part[j] + k * update.part[j]) * grad_out.part[j];
         gradient[i].part[j] = d;
       }
       q_rows_[i] = of_q;
@@ -170,7 +170,7 @@ class Walk {
     for (int j = 0; j < kVectors; ++j) {
       of_v.part[j] = of_update.part[j] * beta;
       of_beta.part[j] = of_update.part[j] * errors_[t].part[j];
-      if (p_.delta) of_seen.part[j] = -of_v.part[j];
+      if constexpr (delta) of_seen.part[j] = -of_v.part[j];
     }
     VecF of_g{};
     for (int64_t i = 0; i < dim_; ++i) {
@@ -178,10 +178,12 @@ class Walk {
       VecF of_k{}, of_channel{};
       for (int j = 0; j < kVectors; ++j) {
         const VecF d = gradient[i].part[j], s = state[i].part[j];
-        of_k += d * update.part[j];
-        of_k += s * of_seen.part[j];
-        const VecF before = d + k * of_seen.part[j];
-        of_channel += s * before;
+        if (p_.grad_k) {
+          of_k += d * update.part[j];
+          if constexpr (delta) of_k += s * of_seen.part[j];
+        }
+        const VecF before = delta ? d + k * of_seen.part[j] : d;
+        if (p_.grad_g) of_channel += s * before;
         gradient[i].part[j] = before * a;
       }
       k_rows_[i] = of_k;
@@ -191,15 +193,17 @@ class Walk {
         of_g += of_channel;
       }
     }
-    add_row_sums(q_rows_, dim_, &grad_q_[row * dim_]);
-    add_row_sums(k_rows_, dim_, &grad_k_[row * dim_]);
+    if (p_.grad_q) add_row_sums(q_rows_, dim_, &grad_q_[row * dim_]);
+    if (p_.grad_k) add_row_sums(k_rows_, dim_, &grad_k_[row * dim_]);
     if constexpr (channels) {
-      add_row_sums(g_rows_, dim_, &grad_g_[row * dim_]);
+      if (p_.grad_g) add_row_sums(g_rows_, dim_, &grad_g_[row * dim_]);
     } else {
       grad_g_[row] += static_cast<float>(sum(of_g));
     }
     grad_beta_[row] += static_cast<float>(sum(sum_columns(of_beta)));
-    block.store_to(static_cast<T*>(p_.grad_v) + index_of(begin + row) * p_.v_dim, of_v);
+    if (p_.grad_v) {
+      block.store_to(static_cast<T*>(p_.grad_v) + index_of(begin + row) * p_.v_dim, of_v);
+    }
   }
 
   // Writes the gradients of the tokens' rows, which now have the sums over all columns.
@@ -207,15 +211,17 @@ class Walk {
     for (int64_t t = 0; t < count; ++t) {
       const int64_t index = index_of(begin + t), width = channels ? dim_ : 1;
       write_row(&grad_q_[t * dim_], rows_.q(t), rows_.inverse_q[t], p_.scale,
-                p_.grad_q + index * dim_);
-      write_row(&grad_k_[t * dim_], rows_.k(t), rows_.inverse_k[t], 1.0f, p_.grad_k + index * dim_);
-      std::copy_n(&grad_g_[t * width], width, p_.grad_g + index * width);
+                at(p_.grad_q, index * dim_));
+      write_row(&grad_k_[t * dim_], rows_.k(t), rows_.inverse_k[t], 1.0f,
+                at(p_.grad_k, index * dim_));
+      if (p_.grad_g) std::copy_n(&grad_g_[t * width], width, p_.grad_g + index * width);
       if (p_.grad_beta) p_.grad_beta[index] = grad_beta_[t];
     }
   }
 
-  // row = scale x / |x|: the gradient of x, given that of the row.
+  // row = scale x / |x|: the gradient of x, given that of the row; none where `to` is null.
   void write_row(const float* gradient, const float* row, float inverse, float scale, float* to) {
+    if (!to) return;
     float along = 0.0f;
     if (p_.l2_norm) {
       VecF products{};
@@ -229,6 +235,8 @@ class Walk {
       store_first(to + i, (direct - load_first(row + i, count) * along) * inverse, count);
     });
   }
+
+  static float* at(float* rows, int64_t offset) { return rows ? rows + offset : nullptr; }
 
   int64_t index_of(int64_t token) const { return token * p_.v_heads + head_; }
 
@@ -254,25 +262,20 @@ class Walk {
   int64_t head_ = 0;
 };
 
-template <typename T, bool channels>
+template <typename T, bool channels, bool delta>
 void run(const LinearRecurrenceBackward& p) {
   const int64_t trees = std::ssize(p.plan->trees) - 1;
-  for_each_task<Walk<T, channels>>(p, trees * p.v_heads, [&](int64_t task, auto& walk) {
+  for_each_task<Walk<T, channels, delta>>(p, trees * p.v_heads, [&](int64_t task, auto& walk) {
     walk.run(task / p.v_heads, task % p.v_heads);
   });
-}
-
-template <typename T, typename Params>
-void backward(const Params& p) {
-  p.g_channels ? run<T, true>(p) : run<T, false>(p);
 }
 
 }  // namespace
 
 void linear_recurrence_backward_cpu(const LinearRecurrenceBackward& p) {
-  if (p.dtype == DType::f32) return backward<float>(p);
-  if (p.dtype == DType::bf16) return backward<bf16>(p);
-  backward<f16>(p);
+  with_options(p, [&](auto type, auto channels, auto delta) {
+    run<decltype(type), channels(), delta()>(p);
+  });
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

@@ -17,11 +17,6 @@ constexpr int kVectors = kWidth == 16 ? 2 : 4;
 constexpr int64_t kColumns = kVectors * kWidth;
 constexpr float kNormEps = 1e-6f;
 
-template <typename T>
-const T* row_of(const TokenRows& rows, int64_t token, int64_t head) {
-  return static_cast<const T*>(rows.data) + token * rows.token_stride + head * rows.head_stride;
-}
-
 // Calls body(begin, count) for the vectors of a row; the last one may have fewer elements.
 template <typename Body>
 HE_SIMD void for_vectors(int64_t size, const Body& body) {
@@ -133,10 +128,10 @@ class ChunkRows {
   float beta[kChunk], inverse_q[kChunk], inverse_k[kChunk];  // inverse norms; 1 without l2_norm
 
  private:
-  float load_row(const TokenRows& x, int64_t token, int64_t head, float* row, float scale) const {
-    if (p_.dtype == DType::f32) return convert_row(row_of<float>(x, token, head), row, scale);
-    if (p_.dtype == DType::bf16) return convert_row(row_of<bf16>(x, token, head), row, scale);
-    return convert_row(row_of<f16>(x, token, head), row, scale);
+  float load_row(const HeadRows& x, int64_t token, int64_t head, float* row, float scale) const {
+    if (p_.dtype == DType::f32) return convert_row(x.row<float>(token, head), row, scale);
+    if (p_.dtype == DType::bf16) return convert_row(x.row<bf16>(token, head), row, scale);
+    return convert_row(x.row<f16>(token, head), row, scale);
   }
 
   template <typename T>
@@ -176,15 +171,15 @@ struct Sums {
   }
 };
 
-// Decays the state for a token and returns state^T k.
-template <bool channels>
+// Decays the state for a token and returns state^T k, which only the delta rule reads.
+template <bool channels, bool delta>
 Columns decay_state(int64_t k_dim, const Token& next, const Columns* from, Columns* to) {
   Sums seen{};
   for (int64_t i = 0; i < k_dim; ++i) {
     const VecF a = decay_of<channels>(next, i), k = splat(next.k[i]);
     for (int j = 0; j < kVectors; ++j) {
       const VecF s = from[i].part[j] * a;
-      seen.of[i & 1].part[j] += s * k;
+      if constexpr (delta) seen.of[i & 1].part[j] += s * k;
       to[i].part[j] = s;
     }
   }
@@ -192,8 +187,9 @@ Columns decay_state(int64_t k_dim, const Token& next, const Columns* from, Colum
 }
 
 // Adds k update^T to the state, which is decayed already; out = state^T q if wanted. The state is
-// then decayed for the token `next`, if there is one, and seen = state^T k of that token.
-template <bool channels, bool with_next, bool with_out>
+// then decayed for the token `next`, if there is one, and for the delta rule seen = state^T k of
+// that token.
+template <bool channels, bool delta, bool with_next, bool with_out>
 HE_SIMD void update_rows(int64_t k_dim, const Token& token, const Token& next,
                          const Columns& update, const Columns* from, Columns* to, Columns& out,
                          Columns& seen) {
@@ -202,13 +198,13 @@ HE_SIMD void update_rows(int64_t k_dim, const Token& token, const Token& next,
                        Columns& seen_sum) __attribute__((always_inline)) {
     const VecF k = splat(token.k[i]), q = with_out ? splat(token.q[i]) : VecF{};
     const VecF a = with_next ? decay_of<channels>(next, i) : VecF{};
-    const VecF next_k = with_next ? splat(next.k[i]) : VecF{};
+    const VecF next_k = with_next && delta ? splat(next.k[i]) : VecF{};
     for (int j = 0; j < kVectors; ++j) {
       VecF s = from[i].part[j] + k * update.part[j];
       if constexpr (with_out) out_sum.part[j] += s * q;
       if constexpr (with_next) {
         s = s * a;
-        seen_sum.part[j] += s * next_k;
+        if constexpr (delta) seen_sum.part[j] += s * next_k;
       }
       to[i].part[j] = s;
     }
@@ -220,16 +216,33 @@ HE_SIMD void update_rows(int64_t k_dim, const Token& token, const Token& next,
   }
   if (i < k_dim) row(i, outs.of[0], seens.of[0]);
   if constexpr (with_out) out = outs.total();
-  if constexpr (with_next) seen = seens.total();
+  if constexpr (with_next && delta) seen = seens.total();
 }
 
 // beta (v - seen), or without the delta rule beta v.
-HE_SIMD Columns update_of(bool delta, float beta, const Columns& v, const Columns& seen) {
+template <bool delta>
+HE_SIMD Columns update_of(float beta, const Columns& v, const Columns& seen) {
   Columns c;
   for (int j = 0; j < kVectors; ++j) {
     c.part[j] = (delta ? v.part[j] - seen.part[j] : v.part[j]) * beta;
   }
   return c;
+}
+
+// Calls run(type, channels, delta) with the options of a recurrence as constants.
+template <typename Run>
+void with_options(const LinearRecurrence& p, const Run& run) {
+  const auto with_bool = [](bool value, const auto& body) {
+    value ? body(std::true_type{}) : body(std::false_type{});
+  };
+  const auto with_type = [&](auto type) {
+    with_bool(p.g_channels, [&](auto channels) {
+      with_bool(p.delta, [&](auto delta) { run(type, channels, delta); });
+    });
+  };
+  if (p.dtype == DType::f32) return with_type(float{});
+  if (p.dtype == DType::bf16) return with_type(bf16{});
+  with_type(f16{});
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "common/dtype.h"
+#include "common/heads.h"
 #include "common/isa.h"
 
 namespace hybridengine {
@@ -39,15 +40,9 @@ struct Segments {
   int64_t slots = 0;
 };
 
-// [tokens, heads, dim], inner stride 1.
-struct TokenRows {
-  const void* data;
-  int64_t token_stride, head_stride;
-};
-
 struct LinearRecurrence {
-  TokenRows q, k;  // [tokens, k_heads, k_dim]
-  TokenRows v;     // [tokens, v_heads, v_dim]; v_heads / k_heads of its heads share a head of q, k
+  HeadRows q, k;   // [tokens, k_heads, k_dim]
+  HeadRows v;      // [tokens, v_heads, v_dim]; v_heads / k_heads of its heads share a head of q, k
   DType dtype;     // of q, k, v and out: f32, bf16 or f16
   const float* g;  // [tokens, v_heads], or with g_channels [tokens, v_heads, k_dim]
   const float* beta;     // [tokens, v_heads] or null: 1
@@ -66,14 +61,15 @@ struct LinearRecurrenceForward : LinearRecurrence {
   float* final_states;  // [segments, v_heads, k_dim, v_dim] or null
 };
 
-// The forward's states are recomputed from its slots, which include those between chunks.
+// The forward's states are recomputed from its slots, which include those between chunks. Gradients
+// that are null are not computed.
 struct LinearRecurrenceBackward : LinearRecurrence {
-  TokenRows grad_out;         // as v
+  HeadRows grad_out;          // as v
   const float* grad_final;    // as final_states, or null
   float *grad_q, *grad_k;     // [tokens, v_heads, k_dim]: summed over shared heads elsewhere
   void* grad_v;               // [tokens, v_heads, v_dim]
-  float *grad_g, *grad_beta;  // as g and beta; the latter null where beta is
-  float* grad_initial;        // as initial; null where that is
+  float *grad_g, *grad_beta;  // as g and beta
+  float* grad_initial;        // as initial
 };
 
 HE_CPU_KERNEL(linear_recurrence_cpu, LinearRecurrenceForward)

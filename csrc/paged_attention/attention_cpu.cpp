@@ -107,8 +107,8 @@ class PagedRows {
   // The queries of a head, to the rows of the scratch from `row` on.
   void load_queries(const RowGroup& rows, int64_t head, int64_t row, Scratch<Step>& s) const {
     for (int64_t r = 0; r < rows.count; ++r)
-      s.finite[row + r] = load_row(row_of<T>(p_.query, rows.token(r), rows.head(head, r)), p_.dim,
-                                   s.query.along_dim(row + r));
+      s.finite[row + r] = load_row(p_.query.template row<T>(rows.token(r), rows.head(head, r)),
+                                   p_.dim, s.query.along_dim(row + r));
   }
 
   // Sums over the keys of one chain, for the heads [head, end_head), whose queries are loaded. A

@@ -27,7 +27,7 @@ void write(const PagedWrite& p) {
       const int64_t block = p.slot_mapping[t] / p.block_size;
       const int64_t offset = p.slot_mapping[t] % p.block_size;
       for (int64_t head = 0; head < p.kv_heads; ++head) {
-        const T *key = row_of<T>(p.key, t, head), *value = row_of<T>(p.value, t, head);
+        const T *key = p.key.template row<T>(t, head), *value = p.value.template row<T>(t, head);
         const bool finite = is_finite(key, p.dim) && is_finite(value, p.value_dim);
         T* keys = static_cast<T*>(p.data) + block * p.block_stride + head * p.head_stride;
         T* values = keys + p.block_size * p.dim;

@@ -13,18 +13,6 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-const float* optional_floats(const OptionalTensor& tensor, const char* name, int64_t size) {
-  if (!tensor) return nullptr;
-  check_vector(*tensor, name, kFloat, size);
-  return tensor->data<float>();
-}
-
-const bool* optional_bools(const OptionalTensor& tensor, const char* name, int64_t size) {
-  if (!tensor) return nullptr;
-  check_vector(*tensor, name, kBool, size);
-  return tensor->data<bool>();
-}
-
 void check_number(const char* name, int64_t value, int64_t last) {
   HE_CHECK_VALUE(value >= 0 && value <= last, "policy_loss: ", name, " is ", value,
                  "; expected 0 to ", last);
@@ -46,37 +34,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> policy_loss(
     bool wants_entropy_gradient) {
   const int64_t tokens = log_probs.numel();
   const Device device = log_probs.device();
-  check_same_device("policy_loss", {{"log_probs", log_probs},
-                                    {"old_log_probs", old_log_probs},
-                                    {"advantages", advantages},
-                                    {"response_mask", mask},
-                                    {"selected", selected},
-                                    {"ref_log_probs", ref_log_probs},
-                                    {"entropy", entropy},
-                                    {"rollout_is_weights", is_weights},
-                                    {"cu_seqlens", cu_seqlens},
-                                    {"seq_num_tokens", seq_num_tokens},
-                                    {"denominators", denominators}});
   const DeviceGuard guard(device);
-  check_vector(log_probs, "log_probs", kFloat, tokens);
-  check_vector(old_log_probs, "old_log_probs", kFloat, tokens);
-  check_vector(advantages, "advantages", kFloat, tokens);
-  if (denominators) check_vector(*denominators, "denominators", kDouble, 2);
+  const Arguments given("policy_loss", "log_probs", log_probs);
   PolicyLossParams params{};
-  params.log_probs = log_probs.data<float>();
-  params.old_log_probs = old_log_probs.data<float>();
-  params.advantages = advantages.data<float>();
-  params.mask = optional_bools(mask, "response_mask", tokens);
-  params.selected = optional_bools(selected, "selected", tokens);
-  params.ref_log_probs = optional_floats(ref_log_probs, "ref_log_probs", tokens);
-  params.entropy = optional_floats(entropy, "entropy", tokens);
-  params.is_weights = optional_floats(is_weights, "rollout_is_weights", tokens);
+  params.log_probs = given.data<float>("log_probs", log_probs, {tokens});
+  params.old_log_probs = given.data<float>("old_log_probs", old_log_probs, {tokens});
+  params.advantages = given.data<float>("advantages", advantages, {tokens});
+  params.mask = given.data<bool>("response_mask", mask, {tokens});
+  params.selected = given.data<bool>("selected", selected, {tokens});
+  params.ref_log_probs = given.data<float>("ref_log_probs", ref_log_probs, {tokens});
+  params.entropy = given.data<float>("entropy", entropy, {tokens});
+  params.is_weights = given.data<float>("rollout_is_weights", is_weights, {tokens});
+  params.global_counts = given.data<double>("denominators", denominators, {2});
   if (cu_seqlens) {
+    params.cu_seqlens = given.data<int32_t>("cu_seqlens", *cu_seqlens, {cu_seqlens->numel()});
     check_cu_seqlens(*cu_seqlens, tokens, "policy_loss");
-    params.cu_seqlens = cu_seqlens->data<int32_t>();
     params.num_sequences = cu_seqlens->numel() - 1;
   }
-  params.seq_num_tokens = optional_floats(seq_num_tokens, "seq_num_tokens", params.num_sequences);
+  params.seq_num_tokens =
+      given.data<float>("seq_num_tokens", seq_num_tokens, {params.num_sequences});
   params.num_tokens = tokens;
   check_number("mode", mode, static_cast<int64_t>(LossMode::value));
   check_number("agg_mode", agg_mode, static_cast<int64_t>(LossAggMode::seq_mean_token_sum_norm));
@@ -95,7 +71,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> policy_loss(
   params.loss_scale_factor = static_cast<float>(coefficients.at(2));
   params.global_num_tokens = coefficients.at(3);
   params.global_num_seqs = coefficients.at(4);
-  if (denominators) params.global_counts = denominators->data<double>();
   params.num_threads = get_num_threads();
 
   const int64_t chunk = device.is_cpu() ? kCpuChunk : kCudaChunk;

@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map
 
 from hybridengine import kernels as he
+from hybridengine.kernels._library import CustomOp
 from tests.kernels.contract_cases import CASES, OPERATORS, operator
 
 Arguments = dict[str, Any]
 EXACT = {"rtol": 0.0, "atol": 0.0}
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # another layout may run another product
+OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 CLOSE_16_BITS = {"rtol": 2**-6, "atol": 2**-6}
 
 
@@ -147,6 +150,100 @@ def assert_same(got: Any, expected: Any, **tolerance: float) -> None:
         if one.dtype == torch.float8_e4m3fn:
             one, other = one.view(torch.uint8), other.view(torch.uint8)
         torch.testing.assert_close(one, other, equal_nan=True, **tolerance)
+
+
+def check_compiled(name: str, backend: str | None, monkeypatch: Any) -> None:
+    """One graph of torch.compile has the bits of an eager call, and its gradients."""
+    expected = differentiated(name, copies(name), backend)
+    torch._dynamo.reset()
+    compiled = torch.compile(OPERATORS[name], fullgraph=True, backend="aot_eager")
+    monkeypatch.setitem(OPERATORS, name, compiled)
+    assert_same(differentiated(name, copies(name), backend), expected, **EXACT)
+
+
+def recorded_ops(name: str, backend: str | None, monkeypatch: Any) -> list[tuple[Any, tuple]]:
+    """Return the ops of torch.library that a call and its backward run, with arguments."""
+    ops: dict[str, tuple[Any, tuple]] = {}
+    run = CustomOp.__call__
+
+    def record(op: CustomOp, *arguments: Any) -> Any:
+        ops.setdefault(op._name, (op._op, tree_map(_cloned, arguments)))
+        return run(op, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CustomOp, "__call__", record)
+        differentiated(name, copies(name), backend)
+    return list(ops.values())
+
+
+def _cloned(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def check_ops(name: str, backend: str | None, monkeypatch: Any) -> None:
+    """Ops have the schema, the fake kernel and the autograd that torch.library expects."""
+    for op, arguments in recorded_ops(name, backend, monkeypatch):
+        torch.library.opcheck(op, arguments, test_utils=OPCHECKS)
+
+
+def check_single_gradients(name: str, backend: str | None) -> None:
+    """A gradient that is requested alone has the bits that it has among all others."""
+    expected = differentiated(name, copies(name), backend)
+    names = list(leaves(name, copies(name)))
+    for argument, gradient in zip(names, expected[len(expected) - len(names) :], strict=True):
+        arguments = changed(copies(name), lambda _, tensor: tensor.detach())
+        leaf = leaves(name, arguments)[argument].requires_grad_()
+        outputs = [o for o in call(name, arguments, backend) if isinstance(o, Tensor)]
+        total = weighted([o for o in outputs if o.requires_grad])
+        (got,) = torch.autograd.grad(total, leaf, allow_unused=True)
+        assert_same([got], [gradient], **EXACT)
+
+
+def check_threads(name: str, backend: str | None) -> None:
+    """The number of threads changes no bit."""
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append(differentiated(name, copies(name), backend))
+    finally:
+        torch.set_num_threads(before)
+    assert_same(*results, **EXACT)
+
+
+def check_float64(name: str) -> None:
+    """float64 is computed in float64: results have the dtype, and those of float32 are close."""
+    double = differentiated(name, copies(name, torch.float64), None)
+    single = differentiated(name, copies(name), None)
+    for wide, narrow in zip(double, single, strict=True):
+        if isinstance(narrow, Tensor) and narrow.dtype == torch.float32:
+            assert wide.dtype == torch.float64
+            torch.testing.assert_close(wide.float(), narrow, rtol=1e-4, atol=1e-4, equal_nan=True)
+    again = differentiated(name, changed(copies(name, torch.float64), lambda _, t: nudged(t)), None)
+    floats = [(a, b) for a, b in zip(double, again, strict=True) if isinstance(a, Tensor)]
+    assert any(not torch.equal(a, b) for a, b in floats if a.is_floating_point())
+
+
+def nudged(tensor: Tensor) -> Tensor:
+    """Change what float32 cannot hold."""
+    return tensor * (1 + 2.0**-40) if tensor.dtype == torch.float64 else tensor
+
+
+def check_rows(name: str, backend: str | None) -> None:
+    """A row has the bits that it has in a smaller batch, and a NaN stays in its row."""
+    rows = CASES[name].rows
+    expected = call(name, copies(name), backend)[0]
+    for begin, end in ((0, 1), (3, 8)):
+        part = changed(copies(name), lambda n, t: t[begin:end] if base(n) in rows else t)  # noqa: B023
+        assert_same([call(name, part, backend)[0]], [expected[begin:end]], **EXACT)
+    spoilt = copies(name)
+    first = spoilt[rows[0]]
+    first[2] = torch.nan
+    got = call(name, spoilt, backend)[0]
+    others = torch.arange(len(got)) != 2
+    assert_same([got[others]], [expected[others]], **EXACT)
 
 
 def check_autocast(name: str, backend: str | None) -> None:

@@ -376,13 +376,18 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "linear_cross_entropy, deterministic": {"deterministic": True},
     "linear_cross_entropy, none": {"reduction": "none"},
     "linear_distillation_loss, deterministic": {"deterministic": True},
+    "linear_recurrence, without the delta rule": {"delta_rule": False, "beta": None},
     "linear_token_log_probs, deterministic": {"deterministic": True},
     "linear_token_log_probs, small chunks": {"budget_bytes": 1},
+    "policy_loss, by sequence": {"loss_mode": "gspo"},
     "policy_loss, selected": {"loss_mode": "clip_cov", "selected": ~MASK},
     "policy_loss, weights": {"rollout_log_probs": None, "rollout_is_weights": WEIGHTS},
     "rms_norm, rounded": {"round_first": True, "offset": 1.0},
+    "rollout_correction, rejection alone": {"rollout_is": None},
     "rollout_correction, token": {"rollout_is": "token", "rollout_is_lower": 0.5},
+    "tree_attention, soft-cap": {"softcap": 2.0, "sinks": None, "window_size": None},
     "token_log_probs, entries": {"token_ids": torch.stack([IDS, (IDS + 1) % V], 1)},
+    "whiten, all": {"mask": None},
 }
 for _name, _options in _VARIANTS.items():
     _case = CASES[_name.partition(",")[0]]

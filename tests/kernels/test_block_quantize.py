@@ -151,11 +151,3 @@ def test_wrong_arguments_are_named() -> None:
         table.quantize([x], [x], torch.ones(4), torch.bfloat16)
     with pytest.raises(IndexError, match="reaches element 1"):
         table.quantize([x], [out[1:]], torch.ones(4), torch.bfloat16)
-
-
-def test_op_contract() -> None:
-    x = torch.randn(130, 70).bfloat16()
-    torch.library.opcheck(torch.ops.hybridengine.block_quantize.default, (x, None))
-    compiled = torch.compile(block_quantize, fullgraph=True, backend="eager")
-    for ours, expected in zip(compiled(x), block_quantize(x), strict=True):
-        assert same(ours, expected)

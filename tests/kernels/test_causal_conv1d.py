@@ -136,24 +136,6 @@ def test_strided_inputs():
             assert torch.equal(y, expected[name])
 
 
-def test_opcheck_and_compile():
-    inputs = make_inputs([20, 3], 10, 4, initial=True)
-    tensors = {name: x.requires_grad_() for name, x in inputs.items()}
-    options = segments([20, 3], [-1, 0])
-    ends, parents = (options[name].int() for name in ("cu_seqlens", "parents"))
-    weight = inputs["weight"].detach().t().contiguous().requires_grad_()
-    arguments = (tensors["x"], weight, tensors["bias"], ends, parents, tensors["initial_state"])
-    torch.library.opcheck(torch.ops.hybridengine.causal_conv1d.default, (*arguments, True))
-
-    def loss(tensors):
-        return causal_conv1d(**tensors, **options, activation="silu").square().sum()
-
-    expected = torch.autograd.grad(loss(tensors), list(tensors.values()))
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    got = torch.autograd.grad(compiled(tensors), list(tensors.values()))
-    assert all(map(torch.equal, got, expected))
-
-
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -30,6 +30,36 @@ def operators(names):
     return pytest.mark.parametrize(("name", "backend"), pairs)
 
 
+# Whose rows are independent, in the order of tokens.
+ROW_BY_ROW = (
+    "gated_activation",
+    "rms_norm",
+    "rms_norm, rounded",
+    "sample_tokens",
+    "token_entropy",
+    "token_kl",
+    "token_log_probs",
+    "token_log_probs, entries",
+)
+IN_FLOAT64 = [name for name, case in CASES.items() if case.gradients] + [
+    "gae",
+    "group_advantage",
+    "rollout_correction",
+    "vespo_weights",
+    "whiten",
+]
+# What the host reads to go on, and what only engines call, which do not compile it.
+NOT_COMPILED = {
+    "balance",
+    "balance_by_tokens",
+    "bit_checksum",
+    "imbalance",
+    "mark_changed_",
+    "pack_forest",
+    "paged_attention",
+    "take_changed",
+    "write_kv_cache",
+}
 EVERY = operators(CASES)
 DIFFERENTIABLE = operators([name for name, case in CASES.items() if case.gradients])
 
@@ -45,6 +75,36 @@ def test_a_row_has_every_argument(name):
     assert annotated(name, "float", "int") <= numbers
     given = {key for other in CASES if operator(other) == name for key in CASES[other].arguments}
     assert annotated(name, "Tensor") - LEFT_OUT <= given | numbers
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_COMPILED])
+def test_one_compiled_graph_changes_no_bit(name, monkeypatch):
+    contract.check_compiled(name, backends(name)[0], monkeypatch)
+
+
+@EVERY
+def test_ops_pass_opcheck(name, backend, monkeypatch):
+    contract.check_ops(name, backend, monkeypatch)
+
+
+@EVERY
+def test_threads_change_no_bit(name, backend):
+    contract.check_threads(name, backend)
+
+
+@DIFFERENTIABLE
+def test_a_single_gradient_has_the_bits_of_all(name, backend):
+    contract.check_single_gradients(name, backend)
+
+
+@pytest.mark.parametrize("name", ROW_BY_ROW)
+def test_a_row_depends_on_itself_alone(name):
+    contract.check_rows(name, backends(name)[0])
+
+
+@pytest.mark.parametrize("name", IN_FLOAT64)
+def test_float64_is_float64(name):
+    contract.check_float64(name)
 
 
 @EVERY

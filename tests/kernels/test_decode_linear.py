@@ -122,17 +122,6 @@ def test_reference_in_float64():
     torch.testing.assert_close(decode_linear(x, weight, bias), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", ("cpp", "reference"))
-def test_opcheck_and_compile(backend):
-    x, weight, bias = operands(4, 5, 36, torch.bfloat16)
-    op = torch.ops.hybridengine.decode_linear
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(op, (x, weight, bias, torch.float32, 2, backend), test_utils=tests)
-    call = lambda *t: decode_linear(*t, backend=backend)  # noqa: E731
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x, weight, bias), call(x, weight, bias))
-
-
 @pytest.mark.parametrize("dtype", (*DTYPES, torch.float16))
 def test_inference_linear_of_any_number_of_rows(dtype):
     x, weight, bias = operands(2 * MAX_ROWS, 40, 70, dtype)

@@ -139,20 +139,6 @@ def test_gradcheck_in_float64():
     assert torch.autograd.gradcheck(lambda *t: grouped_linear(*t, cu_counts), leaves)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_opcheck_and_compile(backend):
-    x, weight, cu_counts, grad = operands((3, 4), 8, 16, torch.float32, transposed=True)
-    leaves = (x.requires_grad_(), weight.requires_grad_())
-    op = torch.ops.hybridengine.grouped_linear
-    torch.library.opcheck(op, (*leaves, cu_counts.int(), backend))
-    call = lambda *t: grouped_linear(*t, cu_counts, backend=backend)  # noqa: E731
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    got, expected = compiled(*leaves), call(*leaves)
-    assert torch.equal(got, expected)
-    pairs = zip(*(torch.autograd.grad(t, leaves, grad) for t in (got, expected)), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
 @pytest.mark.parametrize(
     "change, message",
     (

@@ -68,29 +68,6 @@ def test_the_gradient_of_the_weight_does_not_depend_on_threads():
     assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
 
 
-@pytest.mark.parametrize("backend", ("cpp", "reference"))
-def test_compile(backend):
-    x, weight = draw(6, 40, torch.bfloat16), torch.ones(40).bfloat16()
-
-    def call(x, weight):
-        normed = rms_norm(x, weight, 1e-6, backend=backend)
-        return gated_activation(normed, x, backend=backend)
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-    assert torch.equal(compiled(*inputs), call(x, weight))
-    compiled(*inputs).sum().backward()
-    assert all(t.grad is not None for t in inputs)
-
-
-def test_opcheck():
-    x, weight = draw(6, 40, torch.float32), torch.ones(40)
-    ops = torch.ops.hybridengine
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ops.rms_norm, (x, weight, 1e-6, 0.0, True), test_utils=tests)
-    torch.library.opcheck(ops.gated_activation, (x, x, "silu"), test_utils=tests)
-
-
 def test_no_rows():
     empty, weight = torch.zeros(0, 4, requires_grad=True), torch.ones(4, requires_grad=True)
     out = gated_activation(rms_norm(empty, weight, 1e-6), empty)

@@ -252,29 +252,6 @@ def test_strided_inputs():
         assert torch.equal(x, expected[name])
 
 
-def test_opcheck_and_compile():
-    problem = make_problem([70, 5], [-1, 0], heads=(1, 2), initial=True)
-    tensors = {name: x.requires_grad_() for name, x in problem.tensors.items()}
-    arguments = (
-        *(tensors[name] for name in ("q", "k", "v", "g", "beta")),
-        problem.options["cu_seqlens"].int(),
-        problem.options["parents"].int(),
-        tensors["initial_state"],
-        *(0.5, True, True, True, True),
-    )
-    torch.library.opcheck(torch.ops.hybridengine.linear_recurrence.default, arguments)
-
-    def loss(tensors):
-        out, final = linear_recurrence(**tensors, **problem.options, output_final_state=True)
-        return out.square().sum() + final.square().sum()
-
-    inputs = list(tensors.values())
-    expected = torch.autograd.grad(loss(tensors), inputs)
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for got, want in zip(torch.autograd.grad(compiled(tensors), inputs), expected, strict=True):
-        assert torch.equal(got, want)
-
-
 @pytest.mark.parametrize(
     "change, message",
     [

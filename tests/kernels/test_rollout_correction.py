@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.library import opcheck
 
 from hybridengine.kernels import REJECTION_CRITERIA, rollout_correction, rollout_metrics
 from tests.kernels.batches import batch, sequences, split
@@ -233,25 +232,3 @@ def test_half_precision_is_computed_in_float32():
     inputs = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch([40]).items()}
     exact = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}
     assert torch.equal(run(inputs).weights, run(exact).weights)
-
-
-def test_it_compiles_full():
-    inputs = batch([6, 4])
-    arguments = [inputs[n] for n in ("old_log_probs", "ref_log_probs", "cu_seqlens")]
-
-    def step(old, rollout, ends):
-        options = {"rollout_is": "sequence", "rejection": {"token_k1": (0.5, 2.0)}}
-        return rollout_correction(old, rollout, cu_seqlens=ends, **options)[:2]
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for got, want in zip(compiled(*arguments), step(*arguments), strict=True):
-        assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("level", [None, "token", "sequence"])
-def test_it_passes_opcheck(level):
-    inputs = batch([6, 4])
-    tokens = [inputs[n] for n in ("old_log_probs", "ref_log_probs", "response_mask", "cu_seqlens")]
-    for criteria, bounds in (([], []), ([7], [-math.inf, 0.05])):
-        options = (None, math.nan, level, 2.0, 0.5, criteria, bounds, "reference")
-        opcheck(torch.ops.hybridengine.rollout_correction, (*tokens, *options))

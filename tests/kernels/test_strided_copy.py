@@ -241,11 +241,3 @@ def test_wrong_arguments_are_named():
         strided_copy([x], [y.to("meta")], table)
     with pytest.raises(ValueError, match=r"layout torch\.sparse_coo; expected a dense tensor"):
         strided_copy([x.to_sparse()], [y], table)
-
-
-def test_op_contract():
-    table = torch.tensor([row(0, 0, 0, 0, [3], [1], [1])])
-    torch.library.opcheck(
-        torch.ops.hybridengine.strided_copy.default,
-        ([torch.ones(3)], [torch.zeros(3)], table, None),
-    )

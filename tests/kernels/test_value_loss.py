@@ -215,15 +215,3 @@ def test_second_derivatives_and_forward_mode():
 
     assert torch.autograd.gradcheck(loss, values, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(loss, values)
-
-
-def test_it_compiles_as_a_full_graph():
-    inputs = batch([6, 4])
-    arguments = [inputs[n] for n in ("log_probs", "old_log_probs", "ref_log_probs", "cu_seqlens")]
-
-    def step(values, old, returns, ends):
-        options = {"loss_agg_mode": "seq-mean-token-mean", "global_num_seqs": 2}
-        return value_loss(values, old, returns, cu_seqlens=ends, **options)[0]
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(*arguments), step(*arguments))

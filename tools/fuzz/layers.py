@@ -112,7 +112,8 @@ def causal_conv1d(d: Draw) -> list:
 
 def causal_conv1d_backward(d: Draw) -> list:
     x, *others = causal_conv1d(d)
-    return [d.rows(d.floats(*x.shape, dtype=x.dtype)), x, *others]
+    wanted = [d.chance(0.8) for _ in range(4)]
+    return [d.rows(d.floats(*x.shape, dtype=x.dtype)), x, *others, wanted]
 
 
 def parents(d: Draw, segments: int) -> Tensor | None:
@@ -139,7 +140,7 @@ def linear_recurrence_backward(d: Draw) -> list:
     out, states, final = native().linear_recurrence(*tensors, *options, True, True)
     grad_final = d.maybe(lambda: d.floats(*final.shape))
     grad = d.rows(d.floats(*out.shape, dtype=out.dtype))
-    return [grad, grad_final, *tensors, states, *options]
+    return [grad, grad_final, *tensors, states, *options, [d.chance(0.8) for _ in range(6)]]
 
 
 def decode_linear(d: Draw) -> list:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.library import opcheck
 
 from hybridengine.kernels import GROUP_ESTIMATORS, gae, group_advantage, whiten
 from tests.kernels.batches import GROUPS, random_groups
@@ -259,18 +258,3 @@ def test_whiten_over_the_unmasked():
     torch.testing.assert_close(shifted, expected + unmasked.mean(), **ADVANTAGE)
     assert whiten(values, torch.zeros(50)).eq(0).all()
     assert whiten(torch.full((3,), 0.1)).eq(0).all()
-
-
-def test_operators_pass_opcheck():
-    rewards, ids = random_groups(12, 3, 0, False)
-    ends, mask = torch.arange(13, dtype=torch.int32), torch.ones(12, dtype=torch.bool)
-    opcheck(
-        torch.ops.hybridengine.group_advantage,
-        (rewards, ids, 0, True, 1e-6, None, ends, mask, "cpp"),
-    )
-    opcheck(torch.ops.hybridengine.gae, (rewards, rewards, ends, mask, 1.0, 0.9, "cpp"))
-    opcheck(torch.ops.hybridengine.whiten_moments, (rewards, mask, "reference"))
-    moments = torch.tensor([[5.0, 0.1, 2.0], [3.0, 0.2, 1.0]], dtype=torch.float64)
-    for maybe_mask in (mask, None):
-        arguments = (rewards, maybe_mask, moments, True, 1e-8, "reference")
-        opcheck(torch.ops.hybridengine.whiten_apply, arguments)

@@ -195,15 +195,3 @@ def test_whiten_of_masked_and_strided_values():
     single = torch.zeros_like(mask)
     single[1, 2] = True
     assert whiten(values, single).eq(0).all()
-
-
-def test_the_operators_compile_whole():
-    def step(rewards, values, ids, ends, mask):
-        grouped = group_advantage(rewards, ids, cu_seqlens=ends, response_mask=mask)
-        scanned, returns = gae(rewards, values, ends, gamma=0.9, response_mask=mask)
-        return grouped, whiten(scanned, mask), returns
-
-    arguments = (R, R + 1, IDS, ENDS, MASK)
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for got, want in zip(compiled(*arguments), step(*arguments), strict=True):
-        assert torch.equal(got, want)

@@ -171,22 +171,3 @@ def test_the_number_of_threads_changes_no_bit(threads, dtype):
         torch.set_num_threads(before)
     for got, expected in zip(several, one, strict=True):
         assert torch.equal(got, expected)
-
-
-def test_opcheck_and_compile():
-    case = problem(forest_of((9, [4, 5]), 3), 4, 2, sinks=True)
-    leaves = [x.clone().requires_grad_() for x in case.qkv]
-    sinks = case.sinks.clone().requires_grad_()
-    ends, positions = case.forest.subtree_ends, case.forest.position_ids.int()
-    for options in (
-        (None, ends, None, 0.4, None, None, None, False),
-        (sinks, ends, positions, 0.4, 5, 2.0, None, True),
-    ):
-        torch.library.opcheck(torch.ops.hybridengine.tree_attention.default, (*leaves, *options))
-
-    def call(q, k, v, sinks):
-        return tree_attention(q, k, v, ends, positions, sinks=sinks, window_size=5)
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for got, eager in zip(results(compiled, case), results(call, case), strict=True):
-        assert torch.equal(got, eager)

@@ -11,7 +11,7 @@ from hybridengine.kernels import cross_entropy, linear_cross_entropy
 from hybridengine.kernels.linear import chunks as linear_chunks
 from hybridengine.kernels.linear.chunks import Chunks
 from tests import tolerances
-from tests.kernels.linear.cases import DEVICES, OP_OPTIONS, assert_all_close, problem
+from tests.kernels.linear.cases import DEVICES, assert_all_close, problem
 from tests.ranks import run_ranks
 
 ROWS, WIDTH, VOCAB = 40, 16, 101
@@ -256,39 +256,6 @@ def test_adds_to_main_grad():
         assert weight.grad is None
         torch.testing.assert_close(main_grad - 1, expected[3], **tolerances.LINEAR)
         torch.testing.assert_close(hidden.grad, expected[2], **tolerances.LINEAR)
-
-
-@pytest.mark.parametrize("reduction", ("mean", "none"))
-def test_compiled_in_one_graph(reduction):
-    tensors, token_ids, _ = problem(ROWS, WIDTH, VOCAB)
-    labels = labels_of(token_ids)
-
-    def function(hidden, weight):
-        loss, z_loss = linear_cross_entropy(
-            hidden, weight, labels, reduction=reduction, **EXTRAS["both"]
-        )
-        return loss.sum() + z_loss.sum()
-
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    values = []
-    for call in (function, compiled):
-        leaves = [t.detach().requires_grad_() for t in tensors[:2]]
-        loss = call(*leaves)
-        values.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
-    assert_all_close(*values)
-
-
-@pytest.mark.parametrize("active_rows", (None, torch.tensor([0, 2, 5])))
-def test_op_contract(active_rows):
-    (hidden, weight, bias), labels, _ = problem(6, 8, 20)
-    leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
-    detached = [t.detach() for t in leaves]
-    for tensors, wanted in ((leaves, []), (detached, [True, False, True])):
-        loss = (torch.ones(6), 0.1, 0.01, active_rows, bool(wanted), wanted or [False] * 3, "cpp")
-        torch.library.opcheck(
-            torch.ops.hybridengine.linear_cross_entropy.default,
-            (*tensors, labels, *OP_OPTIONS, *loss),
-        )
 
 
 def test_a_second_derivative_is_an_error():

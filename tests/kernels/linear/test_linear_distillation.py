@@ -153,41 +153,6 @@ def test_only_gradients_that_are_needed_and_padded_batches():
     assert all(tensors[name].grad is None for name in tensors)
 
 
-def test_compiled_in_one_graph():
-    tensors, mask = problem()
-
-    def function(hidden):
-        given = tensors | {"student_hidden": hidden}
-        return linear_distillation_loss(**given, response_mask=mask)[0]
-
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    grads = []
-    for call in (function, compiled):
-        hidden = tensors["student_hidden"].detach().requires_grad_()
-        grads.append(torch.autograd.grad(call(hidden), hidden))
-    assert_all_close(*grads)
-
-
-@pytest.mark.parametrize("active_rows", (None, torch.tensor([0, 2])))
-def test_op_contract(active_rows):
-    tensors, mask = problem(rows=6, vocab=20)
-    torch.library.opcheck(
-        torch.ops.hybridengine.linear_distillation.default,
-        (
-            *tensors.values(),
-            mask,
-            torch.ones(6),
-            [1.0, 0.0, 1.0, 1.0, 2.0, 1.0, 0.5],
-            2**20,
-            False,
-            active_rows,
-            True,
-            [True, True, True],
-            "cpp",
-        ),
-    )
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

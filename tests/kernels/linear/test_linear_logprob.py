@@ -11,7 +11,6 @@ from hybridengine.kernels.linear.chunks import Chunks
 from tests import tolerances
 from tests.kernels.linear.cases import (
     DEVICES,
-    OP_OPTIONS,
     assert_all_close,
     fused,
     gradients,
@@ -215,32 +214,3 @@ def test_wrong_arguments_are_named():
         for call in both(**changed):
             with pytest.raises(error, match=named):
                 call()
-
-
-@pytest.mark.parametrize(("keep_logits", "want_stats"), [(False, False), (True, True)])
-def test_op_contracts(keep_logits, want_stats):
-    (hidden, weight, bias), token_ids, _ = problem(6, 8, 20)
-    leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
-    torch.library.opcheck(
-        torch.ops.hybridengine.linear_token_log_probs.default,
-        (*leaves, token_ids, *OP_OPTIONS, None, None, keep_logits, want_stats),
-    )
-
-
-@pytest.mark.parametrize("budget_bytes", (500, 2**20))
-def test_compiles_as_one_graph(budget_bytes):
-    (hidden, weight, _), token_ids, weights = problem(6, 8, 20)
-
-    def step(h, w):
-        log_probs, entropy = linear_token_log_probs(h, w, token_ids, budget_bytes=budget_bytes)
-        loss = linear_policy_loss(h, w, token_ids, advantages=weights[0], old_log_probs=weights[1])[
-            0
-        ]
-        return (log_probs + entropy).sum() + loss
-
-    results = []
-    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
-        value = function(*leaves)
-        results.append([value.detach(), *torch.autograd.grad(value, leaves)])
-    assert_all_close(results[1], results[0])

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.library import opcheck
 
 from hybridengine.kernels import pack, pack_sequences, unpack
 from hybridengine.kernels._backend import native
@@ -294,19 +293,3 @@ def test_the_native_operator_checks_its_arguments(changed, error, message):
     }
     with pytest.raises(error, match=message):
         native().move_rows(**{**given, **changed})
-
-
-def test_operators_pass_opcheck_and_compile():
-    mask = random_mask(3, 8, 0, "scattered")
-    hidden = torch.randn(3, 8, 4, requires_grad=True)
-    opcheck(torch.ops.hybridengine.pack_layout, (mask, 20, None))
-    packed = pack([], mask, capacity=20)
-    arguments = (packed.indices, packed.inverse, packed.position_ids, 2, [20], [0.0], [0], None)
-    opcheck(torch.ops.hybridengine.move_rows, ([hidden], *arguments))
-
-    def through(hidden, mask):
-        packed = pack([hidden], mask, capacity=20)
-        return unpack(packed.values[0] * 2, packed)
-
-    compiled = torch.compile(through, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(hidden, mask), through(hidden, mask))

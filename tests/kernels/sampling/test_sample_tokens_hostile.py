@@ -91,25 +91,6 @@ def test_float64_takes_the_reference():
     assert torch.equal(wide.kept_ids, narrow.kept_ids)
 
 
-@pytest.mark.parametrize("return_kept_ids", (False, True))
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_opcheck(backend, return_kept_ids):
-    numbers = [torch.ones(3), torch.full((3,), 4, dtype=torch.int32), torch.ones(3), torch.zeros(3)]
-    arguments = (random_logits(3, 60), *numbers, *keys(3), return_kept_ids, backend)
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.hybridengine.sample_tokens, arguments, test_utils=tests)
-
-
-def test_it_compiles():
-    def call(logits, seeds, positions):
-        return sample_tokens(logits, seeds, positions, top_k=5, top_p=0.9)[:3]
-
-    arguments = (random_logits(3, 60), *keys(3))
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for got, want in zip(compiled(*arguments), call(*arguments), strict=True):
-        assert torch.equal(got, want)
-
-
 @pytest.mark.parametrize(
     "change, message",
     (
