@@ -127,11 +127,11 @@ def _syncs(job: RLJob) -> Iterator[Probe]:
     """Yield the rate, syncs per second, of each bucket size."""
     for mib in _BUCKETS_MIB:
         config = job.config
-        config = replace(config, reshard=replace(config.reshard, bucket_mib=mib, delta="off"))
+        config = replace(config, reshard=replace(config.reshard, bucket_mib=mib))
         with on_device(job.model):
             job.source.sleep()
             resharder = build_resharder(
-                config, job.actor, job.source.engine, job.source.shared.base
+                config, job.actor, job.source.engine, "off", job.source.shared.base
             )
             times = list[float]()
             for _ in range(1 + _SYNCS):  # the first one allocates
