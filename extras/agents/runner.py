@@ -33,6 +33,7 @@ from hybridengine.engine.interface import (
     derive_seed,
 )
 from hybridengine.engine.response import Response
+from hybridengine.model.attachments import Attachment
 from hybridengine.run.config import RLConfig
 from hybridengine.run.errors import UserError, shorten
 from hybridengine.train.build import find_stop_token_ids, load_preparer
@@ -40,7 +41,6 @@ from hybridengine.train.data import PromptSample
 from hybridengine.train.data.chats import ChatTemplate
 from hybridengine.train.rollout_source import RolloutGenerator
 from hybridengine.train.rollouts import ScoredResponse
-from hybridengine.vision import EncodedImage
 
 __all__ = ["AgentRunner", "build_agents", "tool_schemas"]
 
@@ -124,7 +124,7 @@ class AgentRunner:
                 turns = count()
 
                 async def generate(
-                    ids: Sequence[int], max_tokens: int, images: Sequence[EncodedImage]
+                    ids: Sequence[int], max_tokens: int, images: Sequence[Attachment]
                 ) -> Response:
                     own = derive_seed(seed, position, k, next(turns))
                     return await queue.request(Request(number, ids, max_tokens, own, images))

@@ -27,13 +27,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridengine.model.attachments import Attachment
 from hybridengine.run.errors import DataError, shorten
 from hybridengine.train.data.chats import THOUGHTS, ChatTemplate, prefix_end
-from hybridengine.vision import EncodedImage
 
 __all__ = ["Extension", "ModelTurn", "Segment", "TurnTemplate", "images_of"]
 
-Message = Mapping[str, Any]  # a part of type image has its EncodedImage under "image"
+Message = Mapping[str, Any]  # a part of type image has its `Attachment` under "image"
 _WHERE = "a trajectory"  # in messages
 
 
@@ -46,7 +46,7 @@ class Segment:
 
     text: str
     ids: list[int]
-    images: Sequence[EncodedImage] = ()
+    images: Sequence[Attachment] = ()
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class TurnTemplate:
         ids = self.encode(self._expanded(text, images))
         return Segment(self._special.reveal(text), ids, images)
 
-    def _expanded(self, text: str, images: Sequence[EncodedImage]) -> str:
+    def _expanded(self, text: str, images: Sequence[Attachment]) -> str:
         return self._chats.expand(_WHERE, text, images)[0]
 
     def sampled_text(self, ids: Sequence[int]) -> str:
@@ -324,16 +324,16 @@ def _joined(before: Any, after: Any) -> Any:
     return [*parts[0], {"type": "text", "text": "\n"}, *parts[1]]
 
 
-def images_of(chat: Sequence[Entry]) -> list[EncodedImage]:
+def images_of(chat: Sequence[Entry]) -> list[Attachment]:
     """Return the images in the messages of a chat, in their order.
 
-    Raises DataError for a part of type image with anything else than an EncodedImage.
+    Raises DataError for a part of type image with anything else than an `Attachment`.
     """
     contents = [entry.get("content") for entry in chat if isinstance(entry, Mapping)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     images = [part.get("image") for part in parts if part.get("type") == "image"]
     for image in images:
-        if not isinstance(image, EncodedImage):
+        if not isinstance(image, Attachment):
             raise DataError(
                 f"a message has the image {shorten(repr(image), 80)}, expected an "
                 "EncodedImage.of_bytes or EncodedImage.of_file (hybridengine.vision)"

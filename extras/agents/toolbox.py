@@ -20,10 +20,11 @@ from typing import Any
 
 from hybridengine.agents.parsers import ToolCall
 from hybridengine.agents.tools import Tool
+from hybridengine.model.attachments import Attachment
 from hybridengine.run.config.rollout import MultiTurnConfig
 from hybridengine.run.errors import shorten
-from hybridengine.vision import EncodedImage
-from hybridengine.vision.rows import find_images
+from hybridengine.train.data.attachments import find_images
+from hybridengine.vision.decoding import decode_image
 
 __all__ = ["ToolResult", "Toolbox", "call"]
 
@@ -41,7 +42,7 @@ class ToolResult:
     text: str
     reward: float = 0.0
     error: bool = False
-    images: Sequence[EncodedImage] = ()
+    images: Sequence[Attachment] = ()
 
     @property
     def content(self) -> str | list[dict[str, Any]]:
@@ -168,7 +169,7 @@ def _result(name: str, value: Any) -> ToolResult:
     reward = 0.0
     if isinstance(value, tuple) and 1 <= len(value) <= 3:
         value, reward = value[0], float((value[1] if len(value) > 1 else None) or 0.0)
-    images = list[EncodedImage]()
+    images = list[Attachment]()
     if hasattr(value, "text") and not _is_pillow(value):  # verl's ToolResponse
         if getattr(value, "video", None):
             raise TypeError("it returned a video, and only text and images are supported")
@@ -186,7 +187,7 @@ def _result(name: str, value: Any) -> ToolResult:
         content, images = find_images(f"tool {name!r}", parts, Path.cwd())
         value = "".join(part.get("text", "") for part in content)
     for image in images:
-        image.decode()  # an error of this call, not of the run
+        decode_image(image)  # an error of this call, not of the run
     if not isinstance(value, str):
         try:
             value = json.dumps(value, ensure_ascii=False)
@@ -210,7 +211,7 @@ def _png(image: Any) -> bytes:
     return content.getvalue()
 
 
-def _encode(where: str, image: Any) -> EncodedImage:
+def _encode(where: str, image: Any) -> Attachment:
     """Return an image of Pillow, or in any form of data files."""
     part = {"type": "image", "image": _png(image) if _is_pillow(image) else image}
     _, [encoded] = find_images(where, [part], Path.cwd())

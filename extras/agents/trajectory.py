@@ -11,15 +11,15 @@ from hybridengine.agents.parsers import ToolCall
 from hybridengine.agents.template import Entry, ModelTurn, Segment, TurnTemplate
 from hybridengine.agents.toolbox import Toolbox, ToolResult
 from hybridengine.engine.response import Response
+from hybridengine.model.attachments import Attachment
 from hybridengine.run.errors import UserError
 from hybridengine.train.data import PromptSample
 from hybridengine.train.data.chats import text_of
-from hybridengine.vision import EncodedImage
 
 __all__ = ["AgentError", "TokenSequence", "Trajectory", "Turn"]
 
 # (prompt ids, maximum tokens, images of the prompt)
-Generate = Callable[[Sequence[int], int, Sequence[EncodedImage]], Awaitable[Response]]
+Generate = Callable[[Sequence[int], int, Sequence[Attachment]], Awaitable[Response]]
 
 
 class AgentError(UserError):
@@ -86,7 +86,7 @@ class TokenSequence:
         return self.response.token_ids
 
     @property
-    def images(self) -> list[EncodedImage]:
+    def images(self) -> list[Attachment]:
         """Those in the context, if it has one of its own, and in the tokens."""
         own = self.segments if self.context_ids is not None else self.segments[1:]
         return [image for segment in own for image in segment.images]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 
@@ -18,7 +18,9 @@ from hybridengine.model import (
     pack_rollouts,
     packed_values,
 )
+from hybridengine.model.attachments import Attachment, AttachmentPreparer
 from hybridengine.model.packing_check import check_packing
+from hybridengine.model.parts import PartSource
 from hybridengine.model.validation import check_model, check_weights
 from hybridengine.run.config import ConfigError, DataConfig, RLConfig
 from hybridengine.run.session import Session
@@ -28,7 +30,6 @@ from hybridengine.train.data import PromptSample
 from hybridengine.train.data.chats import ChatTemplate
 from hybridengine.train.exchange import RowExchange, split_micro_batches
 from hybridengine.train.rollouts import Rollouts, ScoredResponse
-from hybridengine.vision import EncodedImage, ImagePreparer, image_parts
 from hybridengine.vision.checks import find_conflicts
 
 
@@ -75,7 +76,7 @@ class RewardModel:
     session: Session
     max_tokens: int  # of a micro-batch
     weight: float  # of the score in a response's reward
-    preparer: ImagePreparer | None = None  # None: it reads text alone
+    preparer: AttachmentPreparer | None = None  # None: it reads text alone
 
     @torch.no_grad()
     def score(self, rollouts: Rollouts) -> Tensor:
@@ -94,17 +95,18 @@ class RewardModel:
         packed = torch.cat([torch.empty(0, dtype=torch.int32), *own_ids]).to(session.device)
         exchange, own_rows = RowExchange(rollouts.outcomes.ranks, wanted), wanted[session.rank]
         ids = iter(exchange(packed, lengths).cpu().split(lengths[own_rows].tolist()))
-        images: Iterator[Sequence[EncodedImage]] = repeat(())
+        images: Iterator[Sequence[Attachment]] = repeat(())
         if self.preparer is not None:
             images = iter(rollouts.move_images(exchange, own_rows, rollouts.image_sizes()))
         scores = torch.zeros(len(lengths), dtype=torch.float64, device=session.device)
         with on_device(self.model) as model:
             for rows in split[session.rank]:
                 pairs = [(next(ids), next(images)) for _ in rows or shortest]
+                parts: Mapping[str, PartSource] = {}
+                if self.preparer is not None:
+                    parts = self.preparer.parts([own for _, own in pairs])
                 batch = pack_rollouts(
-                    [(sequence, ()) for sequence, _ in pairs],
-                    session.device,
-                    **image_parts(self.preparer, [own for _, own in pairs]),
+                    [(sequence, ()) for sequence, _ in pairs], session.device, parts=parts
                 )
                 batch = replace(batch, logit_positions=batch.cu_seqlens[1:].long() - 1)
                 values = packed_values(model, batch)

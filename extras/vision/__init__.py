@@ -1,22 +1,15 @@
-"""Images on their way to a model: encoded, decoded, and prepared by the model's own processor.
+"""Images on their way to a model: decoded, and prepared by the model's own processor.
 
-encoded      an image as a data file has it
+checks       settings that images are not supported with
+decoding     the pixels of an image
+engine       prompts with images in vLLM
+extension    what the core asks for
+packed       images in a packed forward pass
 processor    transformers' processor of a checkpoint → the tokens and tensors of an image
 torchvision  what transformers and vLLM import of it where it is not installed
 """
 
-from hybridengine.vision.encoded import EncodedImage
-from hybridengine.vision.processor import (
-    ImagePreparer,
-    Replacement,
-    image_parts,
-    load_image_preparer,
-)
+from hybridengine.model.attachments import Attachment as EncodedImage
+from hybridengine.vision.processor import ImagePreparer, load_image_preparer
 
-__all__ = [
-    "EncodedImage",
-    "ImagePreparer",
-    "Replacement",
-    "image_parts",
-    "load_image_preparer",
-]
+__all__ = ["EncodedImage", "ImagePreparer", "load_image_preparer"]

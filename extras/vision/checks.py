@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 
-from hybridengine.run.config import ConfigError, RLConfig, SFTConfig
+from hybridengine.model.attachments import Conflict
+from hybridengine.run.config import JobConfig, RLConfig, SFTConfig
 from hybridengine.run.errors import ModelError
 from hybridengine.train.algorithms import uses_critic
 from hybridengine.train.build import load_preparer
 from hybridengine.train.choices import engine_name
-from hybridengine.train.data import PromptDataset, SFTDataset
 
-__all__ = ["check_images", "find_conflicts"]
-
-
-class Conflict(NamedTuple):
-    """A setting of a job that images are not supported with, and what to do."""
-
-    setting: str
-    remedy: str = "leave it out, or the images"
+__all__ = ["find_conflicts"]
 
 
-def find_conflicts(config: RLConfig | SFTConfig) -> list[Conflict]:
+def find_conflicts(config: JobConfig) -> list[Conflict]:
     """Return the settings of a job that images are not supported with."""
     group = "" if isinstance(config, SFTConfig) else "actor."
     found = list[Conflict]()
@@ -92,21 +84,3 @@ def _conflicts_of_engine(config: RLConfig) -> Iterator[Conflict]:
 
 def _runs_vllm_on_a_cpu(config: RLConfig) -> bool:
     return engine_name(config) == "vllm" and not torch.cuda.is_available()
-
-
-def check_images(
-    config: RLConfig | SFTConfig, parts: Sequence[PromptDataset | SFTDataset | None]
-) -> None:
-    """Check that a job whose data has images has no setting that excludes them.
-
-    parts: training and validation data. Raises ConfigError with the first image.
-    """
-    if not (found := find_conflicts(config)):
-        return
-    samples = (sample for part in parts for sample in part or ())
-    image = next((sample.images[0] for sample in samples if sample.images), None)
-    if image is not None:
-        raise ConfigError(
-            f"{image.where}: the data has images, which {found[0].setting} does not support; "
-            f"{found[0].remedy}"
-        )

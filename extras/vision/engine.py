@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from itertools import takewhile, zip_longest
+from itertools import takewhile
 from typing import Any
 
 import torch
 
+from hybridengine.model.attachments import Attachment
 from hybridengine.run.errors import RolloutError
-from hybridengine.vision import EncodedImage, ImagePreparer
+from hybridengine.vision.decoding import decode_image
+from hybridengine.vision.processor import ImagePreparer
 from hybridengine.vision.torchvision import has_torchvision, import_without_torchvision
 
-__all__ = ["PromptImages", "check_prompt", "image_options", "import_image_models", "prepare_images"]
+__all__ = ["PromptImages", "image_options", "import_image_models", "prepare_images"]
 
 _WITH_TORCHVISION = {"InternVLForConditionalGeneration"}  # vLLM builds a video processor for it
 
@@ -69,25 +71,22 @@ def image_options(preparer: ImagePreparer, limit: int | None) -> dict[str, Any]:
 class PromptImages:
     """Gives vLLM's processor prompts with all tokens of their images, and checks these.
 
-    preparer: None where the model takes no images.
     renderer: of vLLM's `LLMEngine`.
     """
 
-    def __init__(self, preparer: ImagePreparer | None, renderer: Any) -> None:
+    def __init__(self, preparer: ImagePreparer, renderer: Any) -> None:
         self._preparer = preparer
         self._names: dict[str, str] = {}  # of images, by their keys
-        if preparer is not None:
-            self._processor, self._token_id = renderer.get_mm_processor(), preparer.token_id
-            self._processor._maybe_apply_prompt_updates = self._find_placeholders
+        self._processor, self._token_id = renderer.get_mm_processor(), preparer.token_id
+        self._processor._maybe_apply_prompt_updates = self._find_placeholders
 
-    def prompt(self, ids: Sequence[int], images: Sequence[EncodedImage]) -> Any:
+    def prompt(self, ids: Sequence[int], images: Sequence[Attachment]) -> Any:
         """Return a prompt as vLLM takes it.
 
         Images have the trainer's keys, under which vLLM caches what it computes of them.
         """
         if not images:
             return {"prompt_token_ids": list(ids)}
-        assert self._preparer is not None, "RolloutEngine.takes_images"
         if self._preparer.image_format.is_bidirectional and not torch.cuda.is_available():
             raise RolloutError(
                 f"{images[0].where}: vLLM's attention on CPUs is causal, also among the tokens of "
@@ -98,7 +97,7 @@ class PromptImages:
         self._names |= {key: image.where for key, image in zip(keys, images, strict=True)}
         return {
             "prompt_token_ids": list(ids),
-            "multi_modal_data": {"image": [image.decode() for image in images]},
+            "multi_modal_data": {"image": [decode_image(image) for image in images]},
             "multi_modal_uuids": {"image": keys},
         }
 
@@ -136,20 +135,3 @@ class PromptImages:
             f"position {after + start} on. Engine and trainer need the same model folder, and "
             "versions of transformers and vLLM whose processors agree"
         )
-
-
-def check_prompt(engine: str, read: Sequence[int], ids: Sequence[int]) -> None:
-    """Raise RolloutError where the prompt that an engine has `read` is not `ids`.
-
-    engine: its name, for the message.
-    """
-    if list(read) == list(ids):
-        return
-    pairs = zip_longest(ids, read)
-    first = next(i for i, (ours, other) in enumerate(pairs) if ours != other)
-    raise RolloutError(
-        f"{engine} has read other tokens than the trainer's prompt of {len(ids)} tokens: the first "
-        f"difference is at position {first}, {list(ids[first : first + 3])} in the prompt and "
-        f"{list(read[first : first + 3])} in the engine. Both need the same model folder, and "
-        "versions of transformers and vLLM whose processors agree"
-    )

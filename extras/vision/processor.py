@@ -6,30 +6,37 @@ import hashlib
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor, nn
 
+from hybridengine.model.attachments import (
+    Attachment,
+    AttachmentPreparer,
+    Replacement,
+    VllmPrompt,
+)
 from hybridengine.model.parts import PartSource
 from hybridengine.run.errors import ConfigError, DataError, unreadable_part
-from hybridengine.vision.encoded import EncodedImage
+from hybridengine.vision.decoding import decode_image
 from hybridengine.vision.packed import (
     IMAGE_MODEL_TYPES,
     ImageFormat,
     ImageInputs,
+    PackedImages,
     SequenceImages,
+    placeholders_of,
 )
 from hybridengine.vision.torchvision import has_torchvision
 
 __all__ = [
     "ImagePreparer",
-    "Replacement",
-    "image_parts",
     "load_image_preparer",
     "load_processor",
 ]
@@ -44,20 +51,7 @@ _TOKEN_SETTINGS = (
 _CACHE_BYTES = 1 << 30  # of prepared images that a process keeps
 
 
-@dataclass(frozen=True)
-class Replacement:
-    """What an image's placeholder in a text was replaced by.
-
-    start, end: characters of the placeholder before.
-    length: of the text after.
-    """
-
-    start: int
-    end: int
-    length: int
-
-
-class ImagePreparer:
+class ImagePreparer(AttachmentPreparer):
     """Prepares images for a model, each once as long as it is in the cache.
 
     processor: transformers' processor of the model.
@@ -96,15 +90,15 @@ class ImagePreparer:
         template = self.processor.chat_template
         return template if isinstance(template, str) else None
 
-    def key(self, image: EncodedImage) -> str:
+    def key(self, image: Attachment) -> str:
         """Return the key of `image` prepared for this model."""
         return hashlib.sha256(f"{image.sha256}{self.settings}".encode()).hexdigest()[:32]
 
-    def inputs(self, image: EncodedImage) -> ImageInputs:
+    def inputs(self, image: Attachment) -> ImageInputs:
         """Return the image as an input of the model; DataError for one that it cannot take."""
         return self._get(image)[0]
 
-    def _get(self, image: EncodedImage) -> tuple[ImageInputs, str]:
+    def _get(self, image: Attachment) -> tuple[ImageInputs, str]:
         key = self.key(image)
         if key in self._prepared:
             self._prepared.move_to_end(key)
@@ -117,7 +111,7 @@ class ImagePreparer:
         return prepared
 
     def expand(
-        self, where: str, text: str, images: Sequence[EncodedImage]
+        self, where: str, text: str, images: Sequence[Attachment]
     ) -> tuple[str, list[Replacement]]:
         """Expand the placeholder of each image in a rendered text to the image's tokens.
 
@@ -138,8 +132,8 @@ class ImagePreparer:
         spans = [(*each["span"], len(each["replacement"])) for each in placed]
         return expanded, [Replacement(*span) for span in spans]
 
-    def _prepare(self, key: str, image: EncodedImage) -> tuple[ImageInputs, str]:
-        pixels = image.decode()
+    def _prepare(self, key: str, image: Attachment) -> tuple[ImageInputs, str]:
+        pixels = decode_image(image)
         try:
             merged = self.processor._merge_kwargs(
                 self.processor.valid_processor_kwargs, return_tensors="pt", **self.options
@@ -162,19 +156,43 @@ class ImagePreparer:
         tensors = {name: torch.as_tensor(value) for name, value in features.items()}
         return ImageInputs(key, len(runs[0]) // len(token), tensors), text
 
+    def parts(self, attachments: Sequence[Sequence[Attachment]]) -> dict[str, PartSource]:
+        """A batch without images has a dummy image, so that every rank runs the vision tower."""
+        inputs = [[self.inputs(image) for image in own] for own in attachments]
+        return {"images": SequenceImages(inputs, self.image_format)}
 
-def image_parts(
-    preparer: ImagePreparer | None, images: Sequence[Sequence[EncodedImage]]
-) -> dict[str, PartSource]:
-    """Return the `parts` of `pack_rollouts` for the images of sequences.
+    @contextmanager
+    def padded(
+        self,
+        model: nn.Module,
+        ids: Tensor,
+        mask: Tensor,
+        attachments: Sequence[Sequence[Attachment]],
+    ) -> Iterator[dict[str, Tensor]]:
+        if not any(attachments):
+            yield {}
+            return
+        is_image, inputs = torch.zeros_like(ids, dtype=torch.bool), list[ImageInputs]()
+        for row, own in enumerate(attachments):
+            prepared = [self.inputs(image) for image in own]
+            padding = ids.shape[1] - int(mask[row].sum())
+            tokens = ids[row, padding:].cpu()
+            is_image[row, padding:] = self.image_format.mark(tokens, prepared, row)
+            inputs += prepared
+        tensors = {name: x.to(ids.device) for name, x in self.image_format.join(inputs).items()}
+        with placeholders_of(model, PackedImages(tensors, is_image)):
+            yield tensors | self.image_format.token_types(is_image)
 
-    preparer: of the model; None: it takes no images. A batch without images has a dummy image, so
-      that every rank runs the vision tower.
-    """
-    if preparer is None:
-        return {}
-    inputs = [[preparer.inputs(image) for image in own] for own in images]
-    return {"images": SequenceImages(inputs, preparer.image_format)}
+    def vllm_arguments(self, architectures: Sequence[str], limit: int | None) -> dict[str, Any]:
+        from hybridengine.vision.engine import image_options, prepare_images
+
+        prepare_images(self, architectures)
+        return image_options(self, limit)
+
+    def vllm_prompt(self, renderer: Any) -> VllmPrompt:
+        from hybridengine.vision.engine import PromptImages
+
+        return PromptImages(self, renderer).prompt
 
 
 def load_image_preparer(

@@ -6,7 +6,7 @@ Each rank holds one full model (tensor-parallel size 1), which the reshard write
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MethodType
@@ -38,13 +38,12 @@ from hybridengine.engine.interface import (
 )
 from hybridengine.engine.response import Response, pack_kept
 from hybridengine.kernels import token_log_probs
+from hybridengine.model.attachments import Attachment
 from hybridengine.model.rotary import fix_rotary_length
 from hybridengine.model.validation import auto_class, long_rope_limit
 from hybridengine.sync.layout import CheckpointLayout, LayoutError, identity_layout
 from hybridengine.sync.plan.checks import config_differences, in_words, plain_values
 from hybridengine.sync.weight_target import WeightTarget
-from hybridengine.vision import EncodedImage
-from hybridengine.vision.packed import ImageInputs, PackedImages, placeholders_of
 
 
 class HfWeights(WeightTarget):
@@ -108,7 +107,7 @@ class HfEngine(RolloutEngine):
         self.tp_rank, self.tp_size = 0, 1
         self.replica, self.replicas = dist.get_rank(), dist.get_world_size()
         self.dtype, self.takes_images = options.dtype, options.preparer is not None
-        self._options, self._preparer = options, options.preparer
+        self._options = options
         self.target: HfWeights = HfWeights(self._model, config, options.checkpoint)
 
     def shutdown(self) -> None:
@@ -151,7 +150,7 @@ class HfEngine(RolloutEngine):
     def _sample(
         self,
         prompts: list[list[int]],
-        images: Sequence[Sequence[EncodedImage]],
+        images: Sequence[Sequence[Attachment]],
         num_new: int,
         spec: SamplingSpec,
     ) -> list[Response]:
@@ -164,7 +163,10 @@ class HfEngine(RolloutEngine):
         sampler = _Sampler(spec)
         stops = _StopTexts(self._options.tokenizer, spec.stop, ids.shape[1] - num_new)
         updates = _UpdatesBetweenSteps(self)
-        with self._images_of(ids, mask, images) as arguments:
+        opened: AbstractContextManager[dict[str, torch.Tensor]] = nullcontext({})
+        if (preparer := self._options.preparer) is not None:
+            opened = preparer.padded(self._model, ids, mask, images)
+        with opened as arguments:
             out = self._model.generate(
                 ids,
                 attention_mask=mask,
@@ -195,34 +197,6 @@ class HfEngine(RolloutEngine):
                 )
             )
         return sampler.with_kept(completions) if spec.records else completions
-
-    @contextmanager
-    def _images_of(
-        self,
-        ids: torch.Tensor,
-        mask: torch.Tensor,
-        images: Sequence[Sequence[EncodedImage]],
-    ) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield what the model reads of the images of a left-padded batch [B, L].
-
-        While open, image tokens that are not of these images, but sampled, are text.
-        """
-        if self._preparer is None or not any(images):
-            yield {}
-            return
-        image_format, is_image = (
-            self._preparer.image_format,
-            torch.zeros_like(ids, dtype=torch.bool),
-        )
-        inputs = list[ImageInputs]()
-        for row, own in enumerate(images):
-            prepared = [self._preparer.inputs(image) for image in own]
-            padding = ids.shape[1] - int(mask[row].sum())
-            is_image[row, padding:] = image_format.mark(ids[row, padding:].cpu(), prepared, row)
-            inputs += prepared
-        tensors = {name: x.to(ids.device) for name, x in image_format.join(inputs).items()}
-        with placeholders_of(self._model, PackedImages(tensors, is_image)):
-            yield tensors | image_format.token_types(is_image)
 
     def _end(self, ids: list[int], stopped: int) -> int | None:
         """Return how many tokens there are up to the one that ends the response, None without one.

@@ -5,20 +5,22 @@ from __future__ import annotations
 import hashlib
 import struct
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from hybridengine.engine.response import Response
+from hybridengine.model.attachments import Attachment, AttachmentPreparer
 from hybridengine.run.config.rl import ModelConfig
 from hybridengine.run.config.rollout import RolloutConfig
 from hybridengine.run.errors import RolloutError, UserError
 from hybridengine.sync.layout import CheckpointLayout
 from hybridengine.sync.weight_target import StaleWeightsError, WeightTarget
-from hybridengine.vision import EncodedImage, ImagePreparer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +50,7 @@ class EngineOptions:
     adapter_rank: int = 0
     exact: bool = False
     record_routes: bool = False
-    preparer: ImagePreparer | None = None
+    preparer: AttachmentPreparer | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -118,7 +120,23 @@ class Request:
     prompt_ids: Sequence[int]
     max_tokens: int
     seed: int
-    images: Sequence[EncodedImage] = ()
+    images: Sequence[Attachment] = ()
+
+
+class ColumnRecorder(ABC):
+    """Adds columns to the responses of vLLM; registered in the group `hybridengine.recorders`."""
+
+    @abstractmethod
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `vllm.LLM` under which it records."""
+
+    @abstractmethod
+    def attach(self, llm: Any, runner: Any) -> None:
+        """Prepare a built `vllm.LLM`; runner: its model runner."""
+
+    @abstractmethod
+    def columns(self, output: Any, prompt_length: int) -> dict[str, array[int]]:
+        """Return the columns of a `vllm.outputs.CompletionOutput`, see `TokenColumn`."""
 
 
 class RequestStream(ABC):
@@ -177,7 +195,24 @@ class Prompt(NamedTuple):
     """Token ids, and the images in them, in the order of their tokens."""
 
     ids: Sequence[int]
-    images: Sequence[EncodedImage] = ()
+    images: Sequence[Attachment] = ()
+
+
+def check_prompt(engine: str, read: Sequence[int], ids: Sequence[int]) -> None:
+    """Raise RolloutError where the prompt that an engine has `read` is not `ids`.
+
+    engine: its name, for the message.
+    """
+    if list(read) == list(ids):
+        return
+    pairs = zip_longest(ids, read)
+    first = next(i for i, (ours, other) in enumerate(pairs) if ours != other)
+    raise RolloutError(
+        f"{engine} has read other tokens than the trainer's prompt of {len(ids)} tokens: the first "
+        f"difference is at position {first}, {list(ids[first : first + 3])} in the prompt and "
+        f"{list(read[first : first + 3])} in the engine. Both need the same model folder, and "
+        "versions of transformers and vLLM whose processors agree"
+    )
 
 
 class RolloutEngine(ABC):
@@ -218,7 +253,7 @@ class RolloutEngine(ABC):
         prompts: Sequence[Sequence[int]],
         spec: SamplingSpec,
         seed: int,
-        images: Sequence[Sequence[EncodedImage]] | None = None,
+        images: Sequence[Sequence[Attachment]] | None = None,
     ) -> list[list[Response]]:
         """Return spec.n completions for each prompt of token ids, reproducible from `seed`.
 
@@ -238,7 +273,7 @@ class RolloutEngine(ABC):
         self._wake("weights", "kv_cache")
         return self._generate(pairs, spec, seed)
 
-    def check_images(self, images: Iterable[EncodedImage]) -> None:
+    def check_images(self, images: Iterable[Attachment]) -> None:
         """Raise RolloutError for an image where the engine takes none."""
         if not self.takes_images and (image := next(iter(images), None)) is not None:
             raise RolloutError(

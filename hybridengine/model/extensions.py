@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PretrainedConfig
 
+    from hybridengine.model.attachments import AttachmentPreparer, Conflict
     from hybridengine.model.packed import PackedBatch
     from hybridengine.model.parts import Part, PartSource
     from hybridengine.run.config import JobConfig
@@ -98,6 +99,23 @@ class ModelExtension:
 
     def attach(self, model: Any, config: JobConfig, *, is_trained: bool) -> None:
         """Add hooks to the policy that is loaded and sharded, or to its frozen reference."""
+
+    def load_preparer(
+        self,
+        model: PretrainedConfig,
+        path: str,
+        options: Mapping[str, Any],
+        trust_remote_code: bool,
+    ) -> AttachmentPreparer | None:
+        """Load what opens attachments for the model in the folder `path`; None: not this one.
+
+        options: `data.mm_processor_kwargs`.
+        """
+        return None
+
+    def conflicts(self, config: JobConfig) -> Sequence[Conflict]:
+        """Return the settings of a job that attachments are not supported with."""
+        return ()
 
     def part_readers(self, config: JobConfig) -> Mapping[str, PartReader]:
         """Return what makes parts of batches of the job, by the name of the part.

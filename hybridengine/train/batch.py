@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hybridengine.engine.response import COLUMNS
 from hybridengine.model import KeptIds, Optimizer, PackedBatch, SavedWork, pack_rollouts
+from hybridengine.model.attachments import AttachmentPreparer
 from hybridengine.model.extensions import PartReader
 from hybridengine.model.parts import Part, PartSource
 from hybridengine.run.all_ranks import group_timeout
@@ -27,7 +28,6 @@ from hybridengine.run.session import Session
 from hybridengine.train.exchange import RowExchange, RowLocations, split_micro_batches
 from hybridengine.train.outcomes import Outcomes
 from hybridengine.train.rollouts import ReceivedRows, Rollouts
-from hybridengine.vision import ImagePreparer, image_parts
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class DataParallel:
         shared_prefix: bool = False,
         pair_cost: float = 0.0,
         part_readers: Mapping[str, PartReader] = MappingProxyType({}),
-        preparer: ImagePreparer | None = None,
+        preparer: AttachmentPreparer | None = None,
     ) -> None:
         self.session, self.sp_size, self.part_readers = session, sp_size, part_readers
         self.preparer = preparer
@@ -311,6 +311,8 @@ class DataParallel:
             prompts = {g: torch.tensor(rollouts.prompts[g].prompt_ids) for g in set(groups)}
             tokens = torch.cat([token_index[k] for k in chosen])
             parts = {name: source.select(chosen, tokens) for name, source in sources.items()}
+            if self.preparer is not None:
+                parts |= self.preparer.parts([received.images[k] for k in chosen])
             packed = pack_rollouts(
                 [
                     (own_prompts[k] if own_prompts[k].numel() else prompts[g], response_ids[k])
@@ -318,7 +320,7 @@ class DataParallel:
                 ],
                 sequence_parallel=self.sp_group,
                 shared_prefix=self.shared_prefix,
-                parts=parts | image_parts(self.preparer, [received.images[k] for k in chosen]),
+                parts=parts,
             )
             packed = replace(packed, row_index=tokens).to(device)
             return packed if rows else packed.as_dummy()

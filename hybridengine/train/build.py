@@ -15,7 +15,9 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from hybridengine.engine.interface import EngineOptions, RolloutEngine
 from hybridengine.model import adapter_shards, frozen_parameters, parameter_shards
+from hybridengine.model.attachments import AttachmentPreparer, Conflict
 from hybridengine.model.checkpoint import checkpoint_layout_from_config
+from hybridengine.model.extensions import model_extensions
 from hybridengine.model.validation import check_model
 from hybridengine.run.config import ConfigError, JobConfig, RLConfig
 from hybridengine.run.errors import UserError, located, unreadable_part
@@ -30,7 +32,6 @@ from hybridengine.train.models import Actor
 from hybridengine.train.rewards.build import build_reward_manager
 from hybridengine.train.rewards.function import import_file
 from hybridengine.train.rewards.manager import RewardManager
-from hybridengine.vision import ImagePreparer, load_image_preparer
 
 
 class RunData(NamedTuple):
@@ -61,7 +62,7 @@ def load_tokenizer(config: JobConfig, path: str | None = None) -> PreTrainedToke
     return tokenizer
 
 
-def load_preparer(config: JobConfig, path: str | None = None) -> ImagePreparer | None:
+def load_preparer(config: JobConfig, path: str | None = None) -> AttachmentPreparer | None:
     """Load what prepares images for a model, None where it takes none.
 
     path: of the model; None: of the trained one.
@@ -75,9 +76,16 @@ def load_preparer(config: JobConfig, path: str | None = None) -> ImagePreparer |
 
 
 @cache
-def _load_preparer(path: str, trust_remote_code: bool, options: str) -> ImagePreparer | None:
+def _load_preparer(path: str, trust_remote_code: bool, options: str) -> AttachmentPreparer | None:
     model = check_model(path, trust_remote_code)
-    return load_image_preparer(model, path, json.loads(options), trust_remote_code)
+    arguments = model, path, json.loads(options), trust_remote_code
+    loaded = (extension.load_preparer(*arguments) for extension in model_extensions())
+    return next((preparer for preparer in loaded if preparer is not None), None)
+
+
+def attachment_conflicts(config: JobConfig) -> list[Conflict]:
+    """Return the settings of a job that attachments are not supported with."""
+    return [x for extension in model_extensions() for x in extension.conflicts(config)]
 
 
 def load_data(config: RLConfig) -> RunData:

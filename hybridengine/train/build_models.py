@@ -25,12 +25,16 @@ from hybridengine.run.session import Session
 from hybridengine.sync.shards import dim1_parameters
 from hybridengine.train.algorithms import uses_critic
 from hybridengine.train.batch import DataParallel
-from hybridengine.train.build import checkpoint_layout, load_preparer, num_shards
+from hybridengine.train.build import (
+    attachment_conflicts,
+    checkpoint_layout,
+    load_preparer,
+    num_shards,
+)
 from hybridengine.train.choices import Choices
 from hybridengine.train.models import Actor
 from hybridengine.train.performance import pair_cost
 from hybridengine.train.rollout_source import RolloutSource
-from hybridengine.vision.checks import find_conflicts
 
 
 def load_model(
@@ -123,7 +127,7 @@ def build_data_parallel(config: JobConfig, session: Session, choices: Choices) -
             for extension in model_extensions()
             for name, reader in extension.part_readers(config).items()
         },
-        preparer=None if find_conflicts(config) else load_preparer(config),
+        preparer=None if attachment_conflicts(config) else load_preparer(config),
     )
 
 

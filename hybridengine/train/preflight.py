@@ -28,6 +28,7 @@ from hybridengine.run.storage import check_disk_space
 from hybridengine.run.tracking import check_loggers
 from hybridengine.train.algorithms import NEEDS
 from hybridengine.train.build import (
+    attachment_conflicts,
     build_agents,
     check_algorithm,
     find_stop_token_ids,
@@ -60,7 +61,6 @@ from hybridengine.train.rewards.build import (
     check_reward_files,
 )
 from hybridengine.train.start import rank_keys
-from hybridengine.vision.checks import check_images
 
 __all__ = ["check_grpo", "check_sft"]
 
@@ -122,7 +122,7 @@ def check_grpo(config: RLConfig, faults: Faults | None = None) -> Checked[Prompt
     if tokenizer is not None and tools is not None:
         faults.attempt(build_agents, config, tokenizer)
     if model is not None:
-        faults.attempt(check_images, config, (train, val))
+        faults.attempt(_check_images, config, (train, val))
         prompts = (sample.prompt_ids for part in (train, val) for sample in part or ())
         faults.attempt(_check_tokens, model, prompts)
     if model is not None and train is not None:
@@ -161,7 +161,7 @@ def check_sft(config: SFTConfig, faults: Faults | None = None) -> Checked[SFTDat
         for files in (config.data.train_files, config.data.val_files)
     )
     if model is not None:
-        faults.attempt(check_images, config, (train, val))
+        faults.attempt(_check_images, config, (train, val))
         samples = [sample.ids for part in (train, val) for sample in part or ()]
         longest = max(map(len, samples), default=0)
         faults.attempt(_check_tokens, model, samples)
@@ -240,6 +240,24 @@ def _load_data(
     for name in files or ():
         faults.attempt(check, [name])
     return None
+
+
+def _check_images(
+    config: RLConfig | SFTConfig, parts: Sequence[PromptDataset | SFTDataset | None]
+) -> None:
+    """Check that a job whose data has images has no setting that excludes them.
+
+    parts: training and validation data. Raises ConfigError with the first image.
+    """
+    if not (found := attachment_conflicts(config)):
+        return
+    samples = (sample for part in parts for sample in part or ())
+    image = next((sample.images[0] for sample in samples if sample.images), None)
+    if image is not None:
+        raise ConfigError(
+            f"{image.where}: the data has images, which {found[0].setting} does not support; "
+            f"{found[0].remedy}"
+        )
 
 
 def _check_adapters(config: RLConfig | SFTConfig, model: PretrainedConfig) -> None:

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.engine.response import COLUMNS, Response
+from hybridengine.model.attachments import Attachment
 from hybridengine.run.errors import RolloutError
 from hybridengine.run.messages import decode, encode
 from hybridengine.train.data import PromptSample, Subset
 from hybridengine.train.exchange import RowExchange
 from hybridengine.train.outcomes import Outcomes
 from hybridengine.train.rewards.manager import Reward
-from hybridengine.vision import EncodedImage
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class MultiTurn:
     """
 
     context_ids: Sequence[int] = ()
-    images: Sequence[EncodedImage] = ()
+    images: Sequence[Attachment] = ()
     is_last: bool = True
     turns: Sequence[Mapping[str, Any]] = ()
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class ReceivedRows(NamedTuple):
     """
 
     columns: Mapping[str, Tensor]
-    images: Sequence[Sequence[EncodedImage]]
+    images: Sequence[Sequence[Attachment]]
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Rollouts:
 
     def move_images(
         self, exchange: RowExchange, rows: Sequence[int], sizes: Tensor
-    ) -> list[list[EncodedImage]]:
+    ) -> list[list[Attachment]]:
         """Return the images in the tokens of `rows`, those of their prompts first. Collective.
 
         Every rank reads those of prompts in its own dataset. Those of tools move as they are
@@ -190,10 +190,10 @@ class Rollouts:
             self.outcomes.sizes["context_ids"].tolist(),
         )
         of_prompts = {g: self.prompts[g].images for g in {groups[row] for row in rows}}
-        images = list[list[EncodedImage]]()
+        images = list[list[Attachment]]()
         for row, record in zip(rows, moved, strict=True):
             of_prompt = [] if contexts[row] else of_prompts[groups[row]]
-            of_tools = decode(record, list[EncodedImage], "images of a response") if record else []
+            of_tools = decode(record, list[Attachment], "images of a response") if record else []
             images.append([*of_prompt, *of_tools])
         return images
 

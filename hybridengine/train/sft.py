@@ -33,7 +33,6 @@ from hybridengine.train.build_models import build_data_parallel, build_optimizer
 from hybridengine.train.choices import agree
 from hybridengine.train.data import PromptLoader, SFTDataset, SFTSample
 from hybridengine.train.plan import sft_plan
-from hybridengine.vision import image_parts
 
 
 def load_sft_data(config: SFTConfig) -> tuple[Any, SFTDataset, SFTDataset | None]:
@@ -155,7 +154,7 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
                 self.session.device,
                 dp.sp_group,
                 shared_prefix=dp.shared_prefix,
-                parts=image_parts(dp.preparer, [s.images for s in chosen]),
+                parts={} if dp.preparer is None else dp.preparer.parts([s.images for s in chosen]),
             )
             yield packed if rows else packed.as_dummy()
 

@@ -14,10 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from hybridengine.model import attachments
 from hybridengine.run.errors import DataError
+from hybridengine.train.data.attachments import place_images
 from hybridengine.train.data.files import RowLocation, read_files
-from hybridengine.vision import EncodedImage, encoded
-from hybridengine.vision.rows import place_images
+from hybridengine.vision import EncodedImage, decoding
+from hybridengine.vision.decoding import decode_image
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
@@ -44,7 +46,7 @@ def user(content: Any) -> list[dict[str, Any]]:
 
 
 def colours(images: list[EncodedImage]) -> list[tuple[int, ...]]:
-    return [image.decode().getpixel((0, 0)) for image in images]  # type: ignore[misc]
+    return [decode_image(image).getpixel((0, 0)) for image in images]  # type: ignore[misc]
 
 
 URL = "data:image/png;base64," + base64.b64encode(png(RED)).decode()
@@ -123,7 +125,7 @@ def test_the_assistant_shows_no_images(folder: Path) -> None:
 
 def test_files_that_are_no_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def decode(data: bytes) -> Image.Image:
-        return EncodedImage.of_bytes("row 7", data).decode()
+        return decode_image(EncodedImage.of_bytes("row 7", data))
 
     postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"  # Pillow runs Ghostscript
     for data in (b"", b"text", postscript):
@@ -133,7 +135,7 @@ def test_files_that_are_no_images(folder: Path, monkeypatch: pytest.MonkeyPatch)
         decode(png(RED)[:45])
     assert decode(png((255, 0, 0, 0), "RGBA")).getpixel((0, 0)) == (255, 255, 255)
     assert decode(png((9,), "L")).getpixel((0, 0)) == (9, 9, 9)
-    monkeypatch.setattr(encoded, "MAX_PIXELS", 7)
+    monkeypatch.setattr(decoding, "MAX_PIXELS", 7)
     with pytest.raises(DataError, match=r"row 7: .* 4 x 2 pixels, more than 7; shrink it"):
         decode(png(RED))
 
@@ -150,7 +152,7 @@ def test_only_regular_files_of_a_bounded_size_are_read(
         file.truncate(1 << 40)  # without a block on the disk
     with pytest.raises(DataError, match="has 1,099,511,627,776 bytes, more than 268,435,456"):
         place(folder, user("a"), images=["huge.png"])
-    monkeypatch.setattr(encoded, "MAX_BYTES", 10)
+    monkeypatch.setattr(attachments, "MAX_BYTES", 10)
     with pytest.raises(DataError, match="bytes, more than 10; shrink it"):
         place(folder, user("a"), images=["red.png"])
 
@@ -160,7 +162,7 @@ def test_a_file_that_has_changed_is_refused(folder: Path) -> None:
     assert colours([image]) == [RED]
     (folder / "red.png").write_bytes(png(BLUE))
     with pytest.raises(DataError, match="has changed since the data was tokenised"):
-        image.decode()
+        decode_image(image)
 
 
 def test_parquet_and_jsonl_agree(folder: Path) -> None:

@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.moe.reordering import (
-    find_reordering,
-    reordered_layout,
-    undo_reordering,
-)
 from hybridengine.sync.copies import Copy
 from hybridengine.sync.geometry import contiguous_strides
 from hybridengine.sync.layout import EngineLayout, LayoutError, TensorSpec
 from hybridengine.sync.plan.checks import check_coverage
+from hybridengine.sync.record.reordering import (
+    find_reordering,
+    reordered_layout,
+    undo_reordering,
+)
 
 
 def swap_halves(w: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ def sync_body(rank: int, world_size: int, path: str, tp_size: int, freeze: bool)
     from hybridengine.engine.interface import SamplingSpec
     from hybridengine.model import pack_rollouts, packed_log_probs, parameter_shards
     from hybridengine.model.validation import check_model
-    from hybridengine.vision import image_parts, load_image_preparer
+    from hybridengine.vision import load_image_preparer
     from hybridengine.vision.packed import freeze_vision_tower
 
     adapt = freeze_vision_tower if freeze else None
@@ -57,7 +57,7 @@ def sync_body(rank: int, world_size: int, path: str, tp_size: int, freeze: bool)
         rows = [(p, r, i) for p, rs, i in zip(prompts, responses, images, strict=True) for r in rs]
         batch = pack_rollouts(
             [(prompt, response.token_ids) for prompt, response, _ in rows],
-            parts=image_parts(preparer, [own for _, _, own in rows]),
+            parts=preparer.parts([own for _, _, own in rows]),
             shared_prefix=True,
         )
         with torch.no_grad():

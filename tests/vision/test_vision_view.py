@@ -12,7 +12,7 @@ from hybridengine.lab.view.detail import compute_attention
 from hybridengine.model import pack_rollouts, packed_logits
 from hybridengine.model.attention import attention_of
 from hybridengine.run.errors import ConfigError
-from hybridengine.vision import EncodedImage, image_parts, load_image_preparer
+from hybridengine.vision import EncodedImage, load_image_preparer
 from tests.model.vision_models import IMAGE
 from tests.vision.tiny_vision import draw_squares, save_tiny_vision
 
@@ -33,7 +33,7 @@ def test_attention_and_entropies_are_those_of_the_images(tmp_path: Path, kind: s
 
     attention, entropies = compute_attention(row, Path(path))
 
-    batch = pack_rollouts([(prompt, response)], **image_parts(preparer, [[image]]))
+    batch = pack_rollouts([(prompt, response)], parts=preparer.parts([[image]]))
     log_probs = packed_logits(model, batch).log_softmax(-1)
     assert entropies == pytest.approx((-(log_probs.exp() * log_probs).sum(-1)).tolist(), abs=1e-4)
     shape = attention.layers, attention.heads, len(attention.token_ids), len(attention.token_ids)

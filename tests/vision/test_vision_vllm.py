@@ -88,7 +88,7 @@ def test_images_that_attend_in_both_directions_are_refused_on_a_cpu(
 
 
 def test_a_prompt_that_vllm_has_read_otherwise_is_refused() -> None:
-    from hybridengine.vision.engine import check_prompt
+    from hybridengine.engine.interface import check_prompt
 
     check_prompt("vLLM", [1, 2, 3], [1, 2, 3])
     for other, position in (([1, 4, 3], 1), ([1, 2, 3, 4], 3), ([1], 1)):

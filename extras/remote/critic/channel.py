@@ -20,13 +20,13 @@ from msgspec import Struct
 from torch import Tensor
 
 from hybridengine.model import SkippedUpdate
+from hybridengine.model.attachments import Attachment
 from hybridengine.remote.roles import Role, RoleLink
 from hybridengine.run.all_ranks import broadcast_value
 from hybridengine.run.config import RLConfig
 from hybridengine.run.messages import wait_until
 from hybridengine.train.exchange import RowExchange, RowLocations
 from hybridengine.train.outcomes import Outcomes
-from hybridengine.vision import EncodedImage
 
 COLUMNS = ("token_ids", "log_probs", "sampled", "context_ids")  # what a critic's batch needs
 
@@ -56,7 +56,7 @@ class TrainStep(Struct, tag=True):
     step: int
     outcomes: Outcomes
     prompts: Sequence[Sequence[int]]
-    images: Sequence[Sequence[EncodedImage]]
+    images: Sequence[Sequence[Attachment]]
     image_sizes: Tensor
     actor: RowLocations
 

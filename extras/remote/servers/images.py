@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from hybridengine.engine.interface import Prompt
+from hybridengine.engine.interface import Prompt, check_prompt
 from hybridengine.run.errors import RolloutError
 from hybridengine.vision import EncodedImage, ImagePreparer
-from hybridengine.vision.engine import check_prompt
+from hybridengine.vision.decoding import decode_image
 
 __all__ = ["ServerPrompt", "check_image_settings"]
 
@@ -107,5 +107,5 @@ def check_image_settings(
 def _as_url(image: EncodedImage) -> str:
     """Return the pixels that the trainer has decoded: other decoders may differ in a few."""
     content = BytesIO()
-    image.decode().save(content, "PNG", compress_level=1)
+    decode_image(image).save(content, "PNG", compress_level=1)
     return "data:image/png;base64," + base64.b64encode(content.getvalue()).decode()

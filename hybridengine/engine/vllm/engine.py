@@ -18,12 +18,14 @@ import torch.distributed as dist
 from hybridengine.engine.exact.operators import exact_engine, use_exact_operators, use_plain_head
 from hybridengine.engine.interface import (
     CacheSize,
+    ColumnRecorder,
     EngineOptions,
     Prompt,
     Request,
     RequestStream,
     RolloutEngine,
     SamplingSpec,
+    check_prompt,
     derive_seed,
     local_random_state,
 )
@@ -48,23 +50,16 @@ from hybridengine.engine.vllm.sampling import (
 )
 from hybridengine.engine.vllm.sleep import DONTNEED, HUGEPAGE, Level2Sleep, advise_pages
 from hybridengine.engine.vllm.weights import LoraSlot, VllmWeights, slot_options
+from hybridengine.model.attachments import Attachment, VllmPrompt, plain_prompt
 from hybridengine.model.shared.aliases import parameter_views
 from hybridengine.model.shared.dequantized import DequantizedWeights
 from hybridengine.model.shared.slices import Part, SlicedWeights, engine_parts
-from hybridengine.moe.engine_routes import RouteRecorder, recording_options
-from hybridengine.moe.routes import pack_routes
 from hybridengine.run.all_ranks import all_gather_values, broadcast_value, group_timeout
+from hybridengine.run.plugins import load_plugin
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.plan.senders import ranks_per_node
 from hybridengine.sync.shards import tp_groups
 from hybridengine.sync.weight_target import write_constants
-from hybridengine.vision import EncodedImage
-from hybridengine.vision.engine import (
-    PromptImages,
-    check_prompt,
-    image_options,
-    prepare_images,
-)
 
 
 class VllmEngine(RolloutEngine):
@@ -88,10 +83,12 @@ class VllmEngine(RolloutEngine):
         arguments = llm_options(options) | slot_options(options.adapter_rank, checkpoint.parameters)
         self.takes_images = options.preparer is not None
         if options.preparer is not None:
-            prepare_images(options.preparer, checkpoint.config.get("architectures") or ())
-            arguments |= image_options(options.preparer, rollout.limit_images)
+            architectures = checkpoint.config.get("architectures") or ()
+            arguments |= options.preparer.vllm_arguments(architectures, rollout.limit_images)
+        self._recorder: ColumnRecorder | None = None
         if options.record_routes:
-            arguments = recording_options(arguments)
+            self._recorder = load_plugin("recorders", "routes", "actor.router_replay")()
+            arguments |= self._recorder.arguments()
         with (
             unchanged_local_world_size(),
             models_inspected_here(),
@@ -106,9 +103,11 @@ class VllmEngine(RolloutEngine):
         self.target: EngineWeights = EngineWeights(self, self._llm, checkpoint, post_load)
         self.tp_rank, self.dtype = self.target.tp_rank, self.target.dtype
         self._runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        self._images = PromptImages(options.preparer, self._llm.llm_engine.renderer)
-        if options.record_routes and not on_gpu:
-            RouteRecorder(self._llm, self._runner)
+        self._prompt: VllmPrompt = plain_prompt
+        if options.preparer is not None:
+            self._prompt = options.preparer.vllm_prompt(self._llm.llm_engine.renderer)
+        if self._recorder is not None:
+            self._recorder.attach(self._llm, self._runner)
         self._slot = LoraSlot(self._runner) if options.adapter_rank else None
         self.target.slot = self._slot
         sleeps = self.free_cache and on_gpu
@@ -171,7 +170,7 @@ class VllmEngine(RolloutEngine):
     def _generate(
         self, prompts: Sequence[Prompt], spec: SamplingSpec, seed: int
     ) -> list[list[Response]]:
-        requests = [self._images.prompt(*prompt) for prompt in prompts]
+        requests = [self._prompt(*prompt) for prompt in prompts]
         seeds = [derive_seed(seed, i * self.replicas + self.replica) for i in range(len(prompts))]
         lora = self._slot.request if self._slot else None
         with self._sampling(spec, seeds[0]) as (sampling, convert):
@@ -213,14 +212,14 @@ class VllmEngine(RolloutEngine):
         # vLLM draws from torch's state as well, though it uses the numbers of no seeded request.
         with local_random_state(seed), request_generators(), recording, updating:
             vocab_size = self._llm.model_config.get_vocab_size() if record else None
-            routed = spec.record_routes and self.tp_rank == 0
-            yield sampling, partial(_completions, vocab_size=vocab_size, routed=routed)
+            recorder = self._recorder if spec.record_routes and self.tp_rank == 0 else None
+            yield sampling, partial(_completions, vocab_size=vocab_size, recorder=recorder)
 
     @contextmanager
     def _stream(self, spec: SamplingSpec, seed: int) -> Iterator[VllmStream]:
         with self._sampling(replace(spec, n=1), seed) as (sampling, convert):
             lora_request = self._slot and self._slot.request
-            engine, prompt = self._llm.llm_engine, self._images.prompt
+            engine, prompt = self._llm.llm_engine, self._prompt
             stream = VllmStream(engine, sampling, lora_request, prompt, convert)
             try:
                 yield stream
@@ -301,11 +300,13 @@ class EngineWeights(VllmWeights):
             refresh_caches(self._llm, self._engine.in_flight.keep_kv)
 
 
-def _completions(output: Any, vocab_size: int | None, routed: bool) -> list[Response]:
+def _completions(
+    output: Any, vocab_size: int | None, recorder: ColumnRecorder | None
+) -> list[Response]:
     """Convert the outputs of a `RequestOutput`.
 
     vocab_size: given where they have sampling masks.
-    routed: whether they have routed experts.
+    recorder: of further columns.
     """
     completions = []
     for sample in output.outputs:
@@ -320,8 +321,8 @@ def _completions(output: Any, vocab_size: int | None, routed: bool) -> list[Resp
         if vocab_size is not None:
             mask = sample.sampling_mask.token_ids if sample.sampling_mask else []
             columns |= pack_kept(ids, mask, vocab_size)
-        if routed:
-            columns |= pack_routes(sample.routed_experts, len(output.prompt_token_ids), len(ids))
+        if recorder is not None:
+            columns |= recorder.columns(sample, len(output.prompt_token_ids))
         completions.append(Response(ids, log_probs, sample.finish_reason, versions, columns))
     return completions
 
@@ -339,7 +340,7 @@ class VllmStream(RequestStream):
         engine: Any,
         sampling: Any,
         lora_request: Any,
-        prompt: Callable[[Sequence[int], Sequence[EncodedImage]], Any],
+        prompt: Callable[[Sequence[int], Sequence[Attachment]], Any],
         convert: Callable[[Any], list[Response]],
     ) -> None:
         from vllm.sampling_params import RequestOutputKind

@@ -19,15 +19,15 @@ import torch
 
 from hybridengine.engine.vllm.quantized import checked_quantization, quantized_layout
 from hybridengine.kernels.decode_linear import inference_linear
-from hybridengine.moe.reordering import (
-    find_reordering,
-    reordered_layout,
-    undo_reordering,
-)
 from hybridengine.sync.checksums import bit_checksums
 from hybridengine.sync.copies import Copy
 from hybridengine.sync.layout import EngineLayout, LayoutError, TensorSpec
 from hybridengine.sync.record.loader import engine_tensors
+from hybridengine.sync.record.reordering import (
+    find_reordering,
+    reordered_layout,
+    undo_reordering,
+)
 
 _State = tuple[TensorSpec, int]  # of a tensor as it was loaded: spec, checksum of the content
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from hybridengine.model.attachments import Attachment, AttachmentPreparer, Replacement
+from hybridengine.model.extensions import image_model_types
 from hybridengine.run.config.common import DatasetConfig
 from hybridengine.run.errors import DataError
 from hybridengine.run.host_memory import memory_limit
@@ -24,8 +26,6 @@ from hybridengine.train.data.rows import (
     with_text_arguments,
 )
 from hybridengine.train.data.template import SpecialTokens, find_template
-from hybridengine.vision import EncodedImage, ImagePreparer, Replacement
-from hybridengine.vision.packed import IMAGE_MODEL_TYPES
 
 __all__ = ["THOUGHTS", "ChatTemplate", "prefix_end", "text_of"]
 
@@ -55,7 +55,7 @@ class ChatTemplate:
         tokenizer: Any,
         data: DatasetConfig,
         tools: Sequence[Mapping[str, Any]] = (),
-        preparer: ImagePreparer | None = None,
+        preparer: AttachmentPreparer | None = None,
     ) -> None:
         self._tokenizer, self._preparer, self.tools = tokenizer, preparer, list(tools)
         self.special = SpecialTokens(tokenizer, data.special_tokens)
@@ -195,9 +195,9 @@ class ChatTemplate:
         return text
 
     def expand(
-        self, where: str, text: str, images: Sequence[EncodedImage]
+        self, where: str, text: str, images: Sequence[Attachment]
     ) -> tuple[str, list[Replacement]]:
-        """Expand the placeholders of images in a rendered text, as `ImagePreparer.expand`.
+        """Expand the placeholders of images in a rendered text, as `AttachmentPreparer.expand`.
 
         Raises DataError for images of a model that takes none.
         """
@@ -206,7 +206,7 @@ class ChatTemplate:
         if images:
             raise DataError(
                 f"{where} has {len(images)} images, but the model of model.path takes none: it is "
-                f"of none of the types {', '.join(IMAGE_MODEL_TYPES)}"
+                f"of none of the types {', '.join(image_model_types())}"
             )
         return text, []
 

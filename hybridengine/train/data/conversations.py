@@ -19,14 +19,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hybridengine.model.attachments import Attachment, AttachmentPreparer, Replacement
 from hybridengine.run.config import SFTDataConfig
 from hybridengine.run.errors import DataError, shorten, unexpected
+from hybridengine.train.data.attachments import image_settings
 from hybridengine.train.data.cache import CachedDataset, identify
 from hybridengine.train.data.chats import THOUGHTS, ChatTemplate, prefix_end
 from hybridengine.train.data.files import RowLocation, read_chunks, read_files, require_columns
 from hybridengine.train.data.rows import RowChat, parse_chat, read_chat, tool_names
-from hybridengine.vision import EncodedImage, ImagePreparer, Replacement
-from hybridengine.vision.rows import image_settings
 
 if TYPE_CHECKING:
     Ids = array[int]
@@ -44,7 +44,7 @@ _SWITCH = re.compile(r"(\w+) (?:is (?:not )?(?:un)?defined|\| *default)")
 class SFTSample:
     ids: Ids
     loss_mask: bytes  # 1 for each token that is trained on, else 0; as long as ids
-    images: Sequence[EncodedImage] = field(default_factory=list)  # in the order of their tokens
+    images: Sequence[Attachment] = field(default_factory=list)  # in the order of their tokens
 
     @property
     def num_loss_tokens(self) -> int:
@@ -56,7 +56,7 @@ class _Rendered:
     where: str
     text: str
     assistant_spans: list[Span]  # of the turns that are trained on
-    images: list[EncodedImage]
+    images: list[Attachment]
 
 
 class SFTDataset(CachedDataset[SFTSample]):
@@ -72,7 +72,7 @@ class SFTDataset(CachedDataset[SFTSample]):
         files: str | Sequence[str],
         tokenizer: Any,
         data: SFTDataConfig,
-        preparer: ImagePreparer | None = None,
+        preparer: AttachmentPreparer | None = None,
         stop_token_ids: Sequence[int] = (),
     ) -> None:
         if not tokenizer.is_fast:

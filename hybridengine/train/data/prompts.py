@@ -16,14 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridengine.model.attachments import Attachment, AttachmentPreparer
 from hybridengine.run.config import DataConfig
 from hybridengine.run.errors import DataError, unexpected
+from hybridengine.train.data.attachments import image_columns, image_settings
 from hybridengine.train.data.cache import CachedDataset, identify
 from hybridengine.train.data.chats import ChatTemplate
 from hybridengine.train.data.files import RowLocation, read_chunks, read_files, require_columns
 from hybridengine.train.data.rows import RowChat, parse_chat, read_chat
-from hybridengine.vision import EncodedImage, ImagePreparer
-from hybridengine.vision.rows import image_columns, image_settings
 
 _TURN_COLUMNS = ("tools_kwargs", "interaction_kwargs", "agent_name")  # moved to extra_info
 
@@ -37,7 +37,7 @@ class PromptSample:
     ground_truth: Any
     extra_info: Mapping[str, Any]
     chat: Sequence[Mapping[str, Any]] = ()  # as templates take it; images are parts without content
-    images: Sequence[EncodedImage] = field(default_factory=list)  # in the order of their places
+    images: Sequence[Attachment] = field(default_factory=list)  # in the order of their places
     tools: Sequence[Mapping[str, Any]] = field(default_factory=list)  # the row's own schemas
     template_options: Mapping[str, Any] = field(default_factory=dict)  # the row's own variables
 
@@ -61,7 +61,7 @@ class PromptDataset(CachedDataset[PromptSample]):
         tokenizer: Any,
         data: DataConfig,
         tools: Sequence[Mapping[str, Any]] = (),
-        preparer: ImagePreparer | None = None,
+        preparer: AttachmentPreparer | None = None,
     ) -> None:
         template = ChatTemplate(tokenizer, data, tools, preparer)
         settings = (

@@ -17,11 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from hybridengine.model.attachments import Attachment
 from hybridengine.run.config.common import DatasetConfig
 from hybridengine.run.errors import DataError, shorten, unexpected
+from hybridengine.train.data.attachments import place_images
 from hybridengine.train.data.files import JsonObject, NotJsonError, RowLocation, parse_json
-from hybridengine.vision import EncodedImage
-from hybridengine.vision.rows import place_images
 
 _SHAREGPT_ROLES = {
     "system": "system",
@@ -50,7 +50,7 @@ class RowChat:
 
     where: RowLocation
     messages: list[dict[str, Any]]
-    images: list[EncodedImage]
+    images: list[Attachment]
     tools: list[dict[str, Any]]
     options: dict[str, Any]
     is_trained: list[bool | None]

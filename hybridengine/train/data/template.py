@@ -15,9 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hybridengine.model.attachments import AttachmentPreparer
 from hybridengine.run.config.common import DatasetConfig
 from hybridengine.run.errors import DataError, shorten
-from hybridengine.vision import ImagePreparer
 
 _PRIVATE = 0xF0000  # added to each character of a hidden special token
 
@@ -147,7 +147,7 @@ def _moved(text: str, distance: int) -> str:
 
 
 def set_trained_template(
-    tokenizer: Any, data: DatasetConfig, preparer: ImagePreparer | None
+    tokenizer: Any, data: DatasetConfig, preparer: AttachmentPreparer | None
 ) -> None:
     """Replace the tokenizer's chat template by that of `ChatTemplate`, with its variables.
 

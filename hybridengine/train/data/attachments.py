@@ -17,15 +17,13 @@ import binascii
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from hybridengine.model.attachments import Attachment, AttachmentPreparer
 from hybridengine.run.config.common import DatasetConfig
 from hybridengine.run.errors import DataError, shorten, unexpected
-from hybridengine.vision import EncodedImage, ImagePreparer
-
-if TYPE_CHECKING:
-    from hybridengine.train.data.files import RowLocation
+from hybridengine.train.data.files import RowLocation, data_files
 
 __all__ = ["find_images", "image_columns", "image_settings", "place_images"]
 
@@ -47,11 +45,10 @@ def image_columns(key: str) -> tuple[str, ...]:
 
 
 def image_settings(
-    files: str | Sequence[str], data: DatasetConfig, preparer: ImagePreparer | None
+    files: str | Sequence[str], data: DatasetConfig, preparer: AttachmentPreparer | None
 ) -> tuple[str, ...]:
     """Return what the tokens of images depend on, besides the content of the data files."""
     from hybridengine.train.data.cache import content_hash
-    from hybridengine.train.data.files import data_files
 
     if preparer is None:
         return ()
@@ -65,7 +62,7 @@ def image_settings(
 
 def place_images(
     where: RowLocation, chat: Sequence[Mapping[str, Any]], row: Mapping[str, Any], key: str
-) -> tuple[list[_Message], list[EncodedImage]]:
+) -> tuple[list[_Message], list[Attachment]]:
     """Return the chat with its images as parts without content, and the images in their order.
 
     key: column of the row's images. A message without images has text as content.
@@ -95,14 +92,14 @@ def place_images(
     return [_plain(message) for message in messages], images
 
 
-def find_images(where: str, content: Any, folder: Path) -> tuple[Any, list[EncodedImage]]:
+def find_images(where: str, content: Any, folder: Path) -> tuple[Any, list[Attachment]]:
     """As `place_images`, for the content of one message whose parts have the images, if any."""
     message = _with_parts(where, {"role": "tool", "content": content}, False)
     images = list(_take_sources(where, [message], folder))
     return _plain(message)["content"], images
 
 
-def _take_sources(where: str, messages: Sequence[_Message], folder: Path) -> Iterator[EncodedImage]:
+def _take_sources(where: str, messages: Sequence[_Message], folder: Path) -> Iterator[Attachment]:
     """Yield the images of all parts, and leave the parts without them."""
     number = 0
     for message in messages:
@@ -156,10 +153,10 @@ def _plain(message: _Message) -> _Message:
     return {**message, "content": "".join(part["text"] for part in content)}
 
 
-def _encoded(where: str, source: Any, folder: Path) -> EncodedImage:
+def _encoded(where: str, source: Any, folder: Path) -> Attachment:
     """Return an image in any of the forms of data files."""
     if isinstance(source, bytes):
-        return EncodedImage.of_bytes(where, source)
+        return Attachment.of_bytes(where, source)
     if isinstance(source, str):
         return _of_text(where, source, folder)
     if isinstance(source, Mapping):
@@ -173,26 +170,26 @@ def _encoded(where: str, source: Any, folder: Path) -> EncodedImage:
                 "data.mm_processor_kwargs for all"
             )
         if name == "base64":
-            return EncodedImage.of_bytes(where, _from_base64(where, given[name]))
+            return Attachment.of_bytes(where, _from_base64(where, given[name]))
         if name is not None:
             return _encoded(where, given[name], folder)
     raise DataError(f"{where} is {shorten(repr(source), 80)}, expected {_FORMS}")
 
 
-def _of_text(where: str, text: str, folder: Path) -> EncodedImage:
+def _of_text(where: str, text: str, folder: Path) -> Attachment:
     scheme = urlsplit(text).scheme if ":" in text[:16] else ""
     if scheme == "data":
         head, _, content = text.partition(",")
         if not head.endswith(";base64"):
             raise DataError(f"{where}: a data: URL begins with {head[:40]!r}, expected …;base64")
-        return EncodedImage.of_bytes(where, _from_base64(where, content))
+        return Attachment.of_bytes(where, _from_base64(where, content))
     if scheme in ("http", "https", "ftp", "s3", "gs", "hf"):
         raise DataError(
             f"{where} is {shorten(repr(text), 80)}, and nothing is downloaded; download the images "
             "first, and give their paths, relative to the folder of the data file"
         )
     path = Path(unquote(urlsplit(text).path) if scheme == "file" else text).expanduser()
-    return EncodedImage.of_file(where, folder / path)
+    return Attachment.of_file(where, folder / path)
 
 
 def _from_base64(where: str, text: Any) -> bytes:
