@@ -15,6 +15,7 @@ from hybridengine.engine.interface import Prompt
 from hybridengine.remote.servers.images import ServerPrompt, check_image_settings
 from hybridengine.run.errors import RolloutError
 from hybridengine.vision import EncodedImage, ImagePreparer, load_image_preparer
+from hybridengine.vision.decoding import decode_image
 from tests.model.vision_models import IMAGE
 from tests.rollout.vllm_server import START_S, serving
 from tests.trainer.overlapped import run_overlapped
@@ -61,7 +62,7 @@ def test_a_server_gets_one_placeholder_and_the_pixels_of_each_image(
     assert request["token_ids"] == [5, IMAGE, 6, IMAGE, 7] and request["return_token_ids"]
     for part, image in zip(request["content_parts"], images, strict=True):
         data = base64.b64decode(part["url"].removeprefix("data:image/png;base64,"))
-        assert Image.open(BytesIO(data)).tobytes() == image.decode().tobytes()
+        assert Image.open(BytesIO(data)).tobytes() == decode_image(image).tobytes()
         assert part["uuid"] == preparer.key(image)
     assert ServerPrompt.of(Prompt([5, 6]), preparer).request() == {"token_ids": [5, 6]}
     with pytest.raises(RolloutError, match="row 2: the model has sampled the image token 100"):
