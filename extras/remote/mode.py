@@ -13,8 +13,8 @@ from hybridengine.train.build import RunData
 from hybridengine.train.choices import Choices
 from hybridengine.train.critic import ExternalCritic
 from hybridengine.train.data import PromptLoader
+from hybridengine.train.modes import Mode
 from hybridengine.train.rollout_source import RolloutSource
-from hybridengine.train.start import Mode
 
 
 class RoleMode(Mode):

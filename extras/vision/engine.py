@@ -17,7 +17,6 @@ import torch
 from hybridengine.model.attachments import Attachment
 from hybridengine.run.errors import RolloutError
 from hybridengine.vision.decoding import decode_image
-from hybridengine.vision.processor import ImagePreparer
 from hybridengine.vision.torchvision import has_torchvision, import_without_torchvision
 
 __all__ = ["PromptImages", "image_options", "import_image_models", "prepare_images"]
@@ -25,7 +24,7 @@ __all__ = ["PromptImages", "image_options", "import_image_models", "prepare_imag
 _WITH_TORCHVISION = {"InternVLForConditionalGeneration"}  # vLLM builds a video processor for it
 
 
-def prepare_images(preparer: ImagePreparer, architectures: Sequence[str]) -> None:
+def prepare_images(preparer: Any, architectures: Sequence[str]) -> None:
     """Let vLLM load models that take images where torchvision, which it imports, is missing.
 
     architectures: of the model's config. The processor is then the trainer's.
@@ -53,7 +52,7 @@ def import_image_models(architectures: Sequence[str]) -> None:
     registry._run_in_subprocess = lambda inspect: inspect()
 
 
-def image_options(preparer: ImagePreparer, limit: int | None) -> dict[str, Any]:
+def image_options(preparer: Any, limit: int | None) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM` for prompts with up to `limit` images, None: vLLM's."""
     limits = {"video": 0, "audio": 0} | ({} if limit is None else {"image": limit})
     return {
@@ -74,7 +73,7 @@ class PromptImages:
     renderer: of vLLM's `LLMEngine`.
     """
 
-    def __init__(self, preparer: ImagePreparer, renderer: Any) -> None:
+    def __init__(self, preparer: Any, renderer: Any) -> None:
         self._preparer = preparer
         self._names: dict[str, str] = {}  # of images, by their keys
         self._processor, self._token_id = renderer.get_mm_processor(), preparer.token_id

@@ -223,3 +223,8 @@ def pack_kept(
         "num_kept": array("i", map(len, truncated)),
         "kept_ids": array("i", chain.from_iterable(truncated)),
     }
+
+
+def token_ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the ranks of tokens, int64 [B], from 1, among the entries of logits [B, V]."""
+    return (logits >= logits.gather(1, tokens.unsqueeze(1))).sum(1)

@@ -45,6 +45,7 @@ from hybridengine.train.metrics import (
     probs_diff,
 )
 from hybridengine.train.models import Learner, needs_old_log_probs
+from hybridengine.train.modes import Mode, mode_of
 from hybridengine.train.plan import plan_table
 from hybridengine.train.report import UpdateCounts
 from hybridengine.train.rollout_files import (
@@ -55,7 +56,6 @@ from hybridengine.train.rollout_files import (
 )
 from hybridengine.train.rollout_source import sampling_of, val_sampling_of
 from hybridengine.train.rollouts import Rollouts, format_rollout, select_groups
-from hybridengine.train.start import Mode, mode_of
 
 _NUM_PRINTED = 3  # scored samples on the screen
 

@@ -1,9 +1,7 @@
 """Start a job: on all ranks of this machine, as one rank of torchrun, or from a script.
 
-`python -m hybridengine.train.start KIND CONFIG` is one rank of `launch`. A `Mode` says what the
-ranks do: everything on all of them, or what it assigns to each. Other modes register themselves in
-the entry-point group `hybridengine.modes`, each under the value of `trainer.mode`, or under
-`servers` or `critic_ranks`. `load_settings` reads the arguments of `hybridengine.Trainer`.
+`python -m hybridengine.train.start KIND CONFIG` is one rank of `launch`. `load_settings` reads the
+arguments of `hybridengine.Trainer`.
 """
 
 from __future__ import annotations
@@ -32,80 +30,17 @@ from hybridengine.run.config import (
     parse_overrides,
 )
 from hybridengine.run.launch import launch_ranks
-from hybridengine.run.plugins import load_plugin
-from hybridengine.run.session import Session, run_rank
 from hybridengine.run.status import clear_status, run_lock
 from hybridengine.run.storage import atomic_file
 from hybridengine.train.checkpoint.folders import find_checkpoints
+from hybridengine.train.modes import mode_of
 
 if TYPE_CHECKING:  # the launcher, which needs only an address, does not load a trainer
-    from hybridengine.engine.interface import SamplingSpec
     from hybridengine.train.base import BaseTrainer
-    from hybridengine.train.build import RunData
-    from hybridengine.train.choices import Choices
-    from hybridengine.train.critic import ExternalCritic
-    from hybridengine.train.data import PromptLoader
-    from hybridengine.train.rollout_source import RolloutSource
 
 Config = str | Path | Mapping[str, Any] | RLConfig | SFTConfig
 
 _INITIAL_MODEL = "initial_model"  # folder in the run's, of a model that was given loaded
-
-
-class Mode:
-    """Every rank trains and generates. Other modes override these methods."""
-
-    def __init__(self, config: JobConfig) -> None:
-        self.config = config
-
-    def prepare_network(self) -> str:
-        """Prepare the network of this process; return the address of the ranks' store.
-
-        "" is every address of this machine.
-        """
-        return "127.0.0.1"
-
-    def run(self, train: Callable[[Session], None]) -> int:
-        """Run one rank and return its exit code, see `run_rank`. train: runs a trainer rank."""
-        trainer = self.config.trainer
-        return run_rank(train, trainer.default_local_dir, trainer.timeout_s)
-
-    def rollouts(
-        self,
-        config: RLConfig,
-        choices: Choices,
-        session: Session,
-        data: RunData,
-        loader: PromptLoader,
-        sampling: SamplingSpec,
-    ) -> RolloutSource:
-        """Return where a trainer rank gets its rollouts from. config: with resolved dtypes."""
-        from hybridengine.train.rollout_source import ColocatedRollouts
-
-        return ColocatedRollouts(config, choices, session, data, loader, sampling)
-
-    def critic(self, config: RLConfig, session: Session, num_updates: int) -> ExternalCritic | None:
-        """Return the critic that is on other ranks; None: the trainer ranks have it, if any.
-
-        config: with resolved dtypes.
-        num_updates: the critic's optimizer steps in the whole run.
-        """
-        return None
-
-
-def mode_of(config: JobConfig) -> Mode:
-    """Return the mode of a run; ConfigError if no installed package registers it."""
-    if not isinstance(config, RLConfig):
-        return Mode(config)
-    name, key = config.trainer.mode, "trainer.mode"
-    if name == "sync" and config.rollout.servers:
-        name, key = "servers", "rollout.servers"
-    elif name == "sync" and config.num_critic_ranks:
-        name, key = "critic_ranks", "critic.n_gpus_per_node"
-    if name == "sync":
-        return Mode(config)
-    mode: Mode = load_plugin("modes", name, key)(config)
-    return mode
 
 
 def launch(config: JobConfig, module: str = "hybridengine.train.start") -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from hybridengine.run.config import load_config
 from hybridengine.run.errors import ConfigError
-from hybridengine.train.start import Mode, mode_of
+from hybridengine.train.modes import Mode, mode_of
 
 NEEDED = ("model.path=m", "data.train_files=f")
 OTHERS = {

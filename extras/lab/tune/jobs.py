@@ -26,12 +26,12 @@ from hybridengine.run.session import Session
 from hybridengine.train.batch import RolloutBatch
 from hybridengine.train.data import PromptSample, Subset
 from hybridengine.train.models import Actor
+from hybridengine.train.modes import Mode
 from hybridengine.train.rewards.manager import ResponseTokens, Reward, score_checked
 from hybridengine.train.rl import RLTrainer
 from hybridengine.train.rollout_source import ColocatedRollouts, gather_rollouts
 from hybridengine.train.rollouts import Rollouts, ScoredResponse
 from hybridengine.train.sft import SFTTrainer
-from hybridengine.train.start import Mode
 
 __all__ = [
     "Probe",

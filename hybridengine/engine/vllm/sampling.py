@@ -32,6 +32,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from hybridengine.engine.response import token_ranks
 from hybridengine.kernels import sample_tokens, token_log_probs
 
 
@@ -126,11 +127,6 @@ def _min_p(metadata: Any) -> float | Tensor:
         if processor.min_p_count:
             return processor.min_p.squeeze(1)
     return 0.0
-
-
-def token_ranks(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the ranks of tokens, int64 [B], from 1, among the entries of logits [B, V]."""
-    return (logits >= logits.gather(1, tokens.unsqueeze(1))).sum(1)
 
 
 def _seeds(generators: dict[int, torch.Generator], logits: Tensor) -> Tensor:

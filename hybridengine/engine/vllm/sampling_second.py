@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from hybridengine.engine.vllm.sampling import token_ranks
+from hybridengine.engine.response import token_ranks
 from hybridengine.kernels import sample_tokens, token_log_probs
 
 __all__ = ["FusedSecondSampler"]

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as is_type
 
 from hybridengine.run.errors import DataError, reason_of
-from hybridengine.train.data.files import parse_json
+from hybridengine.train.data.json_text import parse_json
 
 __all__ = ["arrow_rows"]
 

@@ -21,7 +21,8 @@ from hybridengine.model.attachments import Attachment
 from hybridengine.run.config.common import DatasetConfig
 from hybridengine.run.errors import DataError, shorten, unexpected
 from hybridengine.train.data.attachments import place_images
-from hybridengine.train.data.files import JsonObject, NotJsonError, RowLocation, parse_json
+from hybridengine.train.data.files import RowLocation
+from hybridengine.train.data.json_text import JsonObject, NotJsonError, parse_json
 
 _SHAREGPT_ROLES = {
     "system": "system",
