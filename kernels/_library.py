@@ -115,6 +115,12 @@ def custom_op(
     """
 
     def decorate(function: Callable) -> CustomOp:
+        namespace, _, op = name.partition("::")
+        if hasattr(getattr(torch.ops, namespace), op):  # torch would invalidate the ops in use
+            raise RuntimeError(
+                f"{name} is registered already, and now again by the module {function.__module__}: "
+                "the operators are imported as hybridengine.kernels alone, and once per process"
+            )
         run = without_autocast(function)
         signature = schema or torch.library.infer_schema(function, mutates_args=mutates_args)
         definition = torch.library.custom_op(name, run, mutates_args=mutates_args, schema=signature)

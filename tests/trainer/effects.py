@@ -185,7 +185,7 @@ def effect(kind: JobKind, folder: Path, overrides: Sequence[str], recorder: Reco
     from hybridengine.run.errors import UserError
     from hybridengine.run.session import Session
     from hybridengine.run.status import PhaseStatus
-    from hybridengine.train import base
+    from hybridengine.train import base, modes
 
     for name in ("run", "elsewhere"):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -200,7 +200,7 @@ def effect(kind: JobKind, folder: Path, overrides: Sequence[str], recorder: Reco
         with contextlib.redirect_stdout(out), contextlib.suppress(Stopped):
             plan, train = kind.load(overrides)
             recorder.records += [str(list(column.cells)) for column in plan.columns]
-            base.run_rank = run_rank
+            base.run_rank = modes.run_rank = run_rank
             train()
     except UserError as error:
         return f"refused: {error}"
