@@ -17,7 +17,7 @@ def main(config="examples/demo/config.yaml", **overrides):
     with Trainer(config, reward=reward, overrides={**one_rank, **overrides}) as trainer:
         for step in trainer:
             rollouts = step.collect()
-            best = max(rollouts.own, key=lambda response: response.score)
+            best = max(rollouts.own, key=lambda response: response.reward.score)
             metrics = step.update(rollouts)
             print(f"{step}: score {metrics['critic/score/mean']:.2f}, {best.text!r}")
     return metrics

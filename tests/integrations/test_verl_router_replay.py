@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,7 +108,8 @@ def expected_log_probs(model: Any, routes: list[torch.Tensor] | None) -> torch.T
         if routes is not None:
             own = routes[i].clone()
             own[-1] = -1
-        with torch.no_grad(), replay.of_batch(own):
+        replayed = nullcontext() if own is None else replay.replay(own)
+        with torch.no_grad(), replayed:
             logits = model(input_ids=sequence[None], use_cache=False).logits[0]
         results.append(logits.log_softmax(-1).gather(1, label[:, None])[:, 0])
     return torch.cat(results)
