@@ -1,4 +1,4 @@
-"""`kernels/` is found as a package of its own from a clone's folder, where transformers looks it up."""
+"""transformers looks for a package `kernels`, and finds that folder from a clone of this one."""
 
 import subprocess
 import sys
