@@ -59,8 +59,8 @@ lint: setup ## ruff, clang-format, mypy and import-linter, changing nothing
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
+	@tools/lint_package.sh
 	@$(BIN)/mypy
-	@tools/lint_imports.sh
 
 check: lint ## lint, types and the fast tests, in under three minutes
 	@$(TEST) -m "not multirank and not slow and not exhaustive"

@@ -131,7 +131,7 @@ def _rank(
             print(f"# {way} {share:.1%}: {[round(t) for t in times]} ms", flush=True)
 
     def make(**options: object) -> Resharder:
-        return Resharder(lambda: model.shards, engine, **options)  # type: ignore[arg-type]
+        return Resharder(lambda: model.shards, engine, **options)
 
     measure("dense", 1.0, make(delta="off"))
     with mock.patch.object(module, "share_memory", lambda *args: None):

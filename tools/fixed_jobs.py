@@ -17,8 +17,8 @@ from pathlib import Path
 from tests.tiny_models import save_tiny
 from tests.trainer.toy import toy_job
 
-HF = {"rollout.name": "hf"}
-VLLM = {"rollout.name": "vllm", "rollout.kv_cache_gib": 0.01}
+HF: dict[str, object] = {"rollout.name": "hf"}
+VLLM: dict[str, object] = {"rollout.name": "vllm", "rollout.kv_cache_gib": 0.01}
 TIMES = ("timing_s/", "perf/", "reshard/", "reward/")
 JOBS: dict[str, dict[str, object]] = {
     "grpo": VLLM,

@@ -251,7 +251,8 @@ class RouterReplay(ModelHook):
 
     @contextmanager
     def _recording(self) -> Iterator[list[Part]]:
-        self._recorded = recorded = []
+        recorded: list[Part] = []
+        self._recorded = recorded
         try:
             yield recorded
         finally:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 
 from hybridengine.model.attachments import Conflict
 from hybridengine.run.config import JobConfig, RLConfig, SFTConfig
 from hybridengine.run.errors import ModelError
+from hybridengine.train import build
 from hybridengine.train.algorithms import uses_critic
-from hybridengine.train.build import load_preparer
 from hybridengine.train.choices import engine_name
+from hybridengine.vision.processor import ImagePreparer
 
 __all__ = ["find_conflicts"]
 
@@ -26,6 +28,11 @@ def find_conflicts(config: JobConfig) -> list[Conflict]:
         found += _conflicts_of_models(config)
         found += _conflicts_of_engine(config)
     return found
+
+
+def load_preparer(config: JobConfig, path: str | None = None) -> ImagePreparer | None:
+    """Return the preparer of `build.load_preparer`, which is this package's."""
+    return cast("ImagePreparer | None", build.load_preparer(config, path))
 
 
 def _conflicts_of_models(config: RLConfig) -> Iterator[Conflict]:

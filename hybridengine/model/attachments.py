@@ -152,7 +152,7 @@ class Conflict(NamedTuple):
 class VllmPrompt(Protocol):
     """Makes vLLM's form of a prompt of token ids and attachments."""
 
-    def __call__(self, ids: Sequence[int], attachments: Sequence[Attachment]) -> Any: ...
+    def __call__(self, ids: Sequence[int], attachments: Sequence[Attachment], /) -> Any: ...
 
 
 def plain_prompt(ids: Sequence[int], attachments: Sequence[Attachment]) -> Any:

@@ -91,7 +91,7 @@ def _replace_forward(name: str, module: Any, splits: Mapping[str, int]) -> None:
 
         forward = linear
     elif kind.endswith("RMSNorm"):
-        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         options = _norm_options(name, module, eps)
 
         def norm(self: Any, x: Tensor) -> Tensor:

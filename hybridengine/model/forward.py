@@ -155,7 +155,7 @@ def packed_cross_entropy(
         return -log_probs.sum() / num_items
 
     def head(rows: torch.Tensor, weight: torch.Tensor, **transform: Any) -> tuple[Any, ...]:
-        scales = {"num_items_in_batch": num_items, "grad_scale": grad_scale}
+        scales: dict[str, Any] = {"num_items_in_batch": num_items, "grad_scale": grad_scale}
         return linear_cross_entropy(rows, weight, batch.target_ids, **scales, **transform)
 
     loss, _ = packed_head(model, batch, head)
@@ -169,7 +169,7 @@ def packed_distillation_loss(
     *,
     response_mask: torch.Tensor,
     num_items: torch.Tensor,
-    **arguments: float,
+    **arguments: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (loss of this rank's rows, divergences [R] of the full batch).
 

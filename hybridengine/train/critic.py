@@ -89,10 +89,12 @@ class Critic(Learner, StepCritic):
         self, batch: RolloutBatch, micro_batch: PackedBatch, num_tokens: Tensor, num_seqs: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         values = packed_values(self.model, micro_batch)
+        old_values, returns = (micro_batch.take(x) for x in (batch.values, batch.returns))
+        assert old_values is not None and returns is not None
         loss, metrics = value_loss(
             values,
-            micro_batch.take(batch.values),
-            micro_batch.take(batch.returns),
+            old_values,
+            returns,
             response_mask=batch.mask_of(micro_batch),
             cliprange_value=self._config.critic.cliprange_value,
             loss_agg_mode=self._config.actor.loss_agg_mode,

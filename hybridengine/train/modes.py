@@ -69,7 +69,8 @@ def mode_of(config: JobConfig) -> Mode:
     """Return the mode of a run; ConfigError if no installed package registers it."""
     if not isinstance(config, RLConfig):
         return Mode(config)
-    name, key = config.trainer.mode, "trainer.mode"
+    name: str = config.trainer.mode
+    key = "trainer.mode"
     if name == "sync" and config.rollout.servers:
         name, key = "servers", "rollout.servers"
     elif name == "sync" and config.num_critic_ranks:

@@ -157,7 +157,7 @@ def load_settings(
     if model != "":
         return loaded
     folder = Path(loaded.trainer.default_local_dir) / _INITIAL_MODEL
-    return replace(loaded, model=replace(loaded.model, path=str(folder)))  # type: ignore[type-var]
+    return replace(loaded, model=replace(loaded.model, path=str(folder)))
 
 
 def check_ranks(config: JobConfig) -> None:

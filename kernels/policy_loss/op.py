@@ -301,11 +301,20 @@ def kernel_arguments(
     coefficients = LossCoefficients(
         settings.kl_coef, settings.entropy_coeff, settings.loss_scale_factor or 1.0, *numbers
     )
+    old, advantages, mask, selected, ref, weights = kernel_tensors(
+        tokens,
+        *("old_log_probs", "advantages", "response_mask", "selected"),
+        *("ref_log_probs", "rollout_is_weights"),
+    )
     return LossArguments(
         log_probs.float().contiguous(),
         None if entropy is None else entropy.float().contiguous(),
-        *kernel_tensors(tokens, "old_log_probs", "advantages", "response_mask", "selected"),
-        *kernel_tensors(tokens, "ref_log_probs", "rollout_is_weights"),
+        old,
+        advantages,
+        mask,
+        selected,
+        ref,
+        weights,
         cu_seqlens,
         None if seq_num_tokens is None else seq_num_tokens.float().contiguous(),
         denominators,

@@ -93,7 +93,10 @@ def compute_value_loss(
     """Return (clipped value loss, fraction of the unmasked tokens that are clipped)."""
     sizes = BatchSizes(dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
     aggregation = aggregation_arguments(response_mask, loss_agg_mode, sizes)
-    options = {"response_mask": response_mask, "cliprange_value": cliprange_value}
+    options: dict[str, Any] = {
+        "response_mask": response_mask,
+        "cliprange_value": cliprange_value,
+    }
     loss, metrics = value_loss(vpreds, values, returns, **options, **aggregation)
     clipped = local_mean(metrics["vf_clipfrac"], response_mask, batch_num_tokens)
     return loss * dp_size, clipped

@@ -19,7 +19,6 @@ import torch
 from hybridengine.agents.trajectories import with_turns
 from hybridengine.engine.interface import SamplingSpec
 from hybridengine.engine.response import Response
-from hybridengine.rewards.reward_model import RewardModel
 from hybridengine.run.config import RLConfig, SFTConfig
 from hybridengine.run.host_memory import free_memory
 from hybridengine.run.session import Session
@@ -29,7 +28,7 @@ from hybridengine.train.models import Actor
 from hybridengine.train.modes import Mode
 from hybridengine.train.rewards.manager import ResponseTokens, Reward, score_checked
 from hybridengine.train.rl import RLTrainer
-from hybridengine.train.rollout_source import ColocatedRollouts, gather_rollouts
+from hybridengine.train.rollout_source import ColocatedRollouts, RewardModel, gather_rollouts
 from hybridengine.train.rollouts import Rollouts, ScoredResponse
 from hybridengine.train.sft import SFTTrainer
 

@@ -24,7 +24,6 @@ from hybridengine.remote.overlap.metrics import Utilisation, staleness_metrics
 from hybridengine.remote.overlap.queue import Finished, TrainerQueue, WorkItem
 from hybridengine.remote.roles import SYNC_SHARE, RoleLink
 from hybridengine.remote.sync.sender import WeightSender
-from hybridengine.rewards.reward_model import RewardModel
 from hybridengine.run.all_ranks import all_gather_values, broadcast_value
 from hybridengine.run.config import RLConfig
 from hybridengine.run.messages import wait_until
@@ -35,7 +34,7 @@ from hybridengine.train.build import RunData
 from hybridengine.train.choices import Choices
 from hybridengine.train.data import PromptLoader, PromptSample, Subset
 from hybridengine.train.models import Actor
-from hybridengine.train.rollout_source import RolloutSource, gather_rollouts
+from hybridengine.train.rollout_source import RewardModel, RolloutSource, gather_rollouts
 from hybridengine.train.rollouts import Rollouts
 
 

@@ -33,12 +33,11 @@ from hybridengine.train.build import (
     find_stop_token_ids,
     import_external,
     load_data,
-    load_preparer,
 )
 from hybridengine.train.choices import agree
 from hybridengine.train.rollout_source import RolloutGenerator
 from hybridengine.train.weights_checksum import WeightsChecksum
-from hybridengine.vision.checks import find_conflicts
+from hybridengine.vision.checks import find_conflicts, load_preparer
 
 Action = WorkItem | Literal["update", "end"]
 

@@ -222,11 +222,13 @@ def _normed(module: Any, x: Tensor, residual: Tensor | None, **options: Any) -> 
 
 
 def _silu_and_mul(self: Any, x: Tensor) -> Tensor:
-    return gated_activation(*x.chunk(2, -1))
+    gate, up = x.chunk(2, -1)
+    return gated_activation(gate, up)
 
 
 def _gelu_and_mul(self: Any, x: Tensor) -> Tensor:
-    return gated_activation(*x.chunk(2, -1), "gelu_tanh")
+    gate, up = x.chunk(2, -1)
+    return gated_activation(gate, up, "gelu_tanh")
 
 
 def _rotary(module: Any, max_model_len: int) -> Any:

@@ -7,7 +7,7 @@ prompts. The weights start uninitialised (`load_format="dummy"`); only the resha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -89,6 +89,9 @@ class VllmEngine(RolloutEngine):
         if options.record_routes:
             self._recorder = load_plugin("recorders", "routes", "actor.router_replay")()
             arguments |= self._recorder.arguments()
+        way: AbstractContextManager[dict[str, Any]] = nullcontext({})
+        if options.exact:
+            way = exact_engine()
         with (
             unchanged_local_world_size(),
             models_inspected_here(),
@@ -97,7 +100,7 @@ class VllmEngine(RolloutEngine):
             strided_groups(groups),
             writable_weights() as post_load,
             unique_shared_memory(),
-            exact_engine() if options.exact else nullcontext({}) as required,
+            way as required,
         ):
             self._llm = LLM(**arguments | required)
         self.target: EngineWeights = EngineWeights(self, self._llm, checkpoint, post_load)

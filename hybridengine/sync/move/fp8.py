@@ -263,8 +263,10 @@ class QuantizingTable:
 
 def _block_table(rows: np.ndarray, device: torch.device) -> BlockTable:
     table, block = np.split(rows, [TABLE_COLUMNS], axis=1)
-    parts = (torch.from_numpy(np.ascontiguousarray(part)) for part in (table, block.reshape(-1)))
-    return BlockTable(*parts, device)
+    slices, blocks = (
+        torch.from_numpy(np.ascontiguousarray(part)) for part in (table, block.reshape(-1))
+    )
+    return BlockTable(slices, blocks, device)
 
 
 @lru_cache(maxsize=1 << 12)

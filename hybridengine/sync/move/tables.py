@@ -237,10 +237,10 @@ class ExchangeBuilder:
                 table[:, 1] = 0 if way == "pack" else to[table[:, 1]]
                 parts[way].append(rows._replace(table=table))
         pack, local, unpack = (joined(parts[way]) for way in ("pack", "local", "unpack"))
-        counts = [rows.elements_by_rank(self.plan.world_size) for rows in (pack, unpack)]
+        sent, received = (x.elements_by_rank(self.plan.world_size) for x in (pack, unpack))
         packing, unpacking = self._place(bucket, pack, unpack)
         tables = packing, local.table, unpacking
-        return Exchange(bucket, sources, list(destination_index), *tables, *counts)
+        return Exchange(bucket, sources, list(destination_index), *tables, sent, received)
 
     def _place(
         self, bucket: Bucket, pack: SliceRows, unpack: SliceRows
