@@ -20,8 +20,19 @@ __all__ = ["load_plugin", "plugins"]
 
 @cache
 def plugins(group: str) -> Mapping[str, EntryPoint]:
-    """Return what is registered in the group `hybridengine.<group>`, by name, not yet imported."""
-    return {x.name: x for x in sorted(entry_points(group=f"hybridengine.{group}"))}
+    """Return what is registered in the group `hybridengine.<group>`, by name, not yet imported.
+
+    Raises ConfigError where two packages register unlike parts under one name.
+    """
+    found = dict[str, EntryPoint]()
+    for entry in entry_points(group=f"hybridengine.{group}"):
+        other = found.setdefault(entry.name, entry)
+        if other.value != entry.value:
+            raise ConfigError(
+                f"two installed packages register `{entry.name}` in the entry-point group "
+                f"hybridengine.{group}: {other.value} and {entry.value}; uninstall one of them"
+            )
+    return dict(sorted(found.items()))
 
 
 def load_plugin(group: str, name: str, key: str) -> Any:
