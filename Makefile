@@ -39,7 +39,7 @@ test-exhaustive: setup ## The long tests that `make test` leaves out: each has a
 	@$(TEST) -m "hypothesis and not exhaustive" --hypothesis-profile=new --hypothesis-seed=$(HYPOTHESIS_SEED)
 
 test-security: setup ## What every process of a run listens on, and what it does with others' bytes
-	@$(TEST) tests/security tests/rollout/test_vllm_server.py::test_what_a_server_listens_on_and_answers
+	@$(TEST) tests/run/security tests/extras/remote/test_vllm_server.py::test_what_a_server_listens_on_and_answers
 
 CALLS := 1000000
 test-sanitized: setup ## Tests and random calls of the extension under sanitizers (CALLS=20000: fewer)

@@ -36,7 +36,7 @@ from benchmarks._bench import OURS, Bench, status_kib
 from hybridengine.run.messages import SECRET, new_secret
 from hybridengine.sync.checksums import bit_checksums
 from tests.ranks import Ranks
-from tests.reshard.vllm_engines import build_engine
+from tests.sync.vllm_engines import build_engine
 
 CASES = ((2, 1), (4, 2))  # trainers, TP size of the engine
 ROUNDS = 5

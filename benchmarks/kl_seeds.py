@@ -19,7 +19,7 @@ from benchmarks._bench import OURS, Bench
 from benchmarks._learning import train
 from benchmarks.end_to_end.data import job_of
 from tests.tiny_models import save_tiny
-from tests.trainer.toy import REWARD
+from tests.train.toy import REWARD
 
 SEEDS, STEPS, PROMPTS, N = 8, 24, 16, 8
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from benchmarks import _reshard_ipc
 from benchmarks._bench import OURS, ROOT, Bench
 from tests.ranks import run_ranks
-from tests.reshard.vllm_engines import build_engine
+from tests.sync.vllm_engines import build_engine
 
 CASES = ((2, 2), (4, 2), (8, 2), (4, 4))
 BASELINES = ("gather_bf16", "verl")

@@ -43,7 +43,7 @@ from hybridengine.kernels import has_fast_products
 from hybridengine.model.collectives import DirectAllGather
 from hybridengine.model.shared.slices import SlicedWeights
 from tests.ranks import run_ranks
-from tests.reshard.vllm_engines import build_engine
+from tests.sync.vllm_engines import build_engine
 
 RANKS, RANK_OF_LORA = (2, 4), 16
 UPDATES = 3

@@ -21,7 +21,8 @@ os.environ["HYBRIDENGINE_CACHE"] = _CACHE.name
 os.environ["HYBRIDENGINE_SECRET"] = "the secret of all processes of the tests"
 
 
-_LONGEST_FIRST = ("trainer", "checkpoint")  # a long test at the end leaves other workers idle
+# A long test at the end leaves other workers idle.
+_LONGEST_FIRST = {"train", "checkpoint", "remote"}
 
 
 def pytest_collection_modifyitems(config, items):

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from tests.tiny_models import save_tiny
-from tests.trainer.toy import toy_job
+from tests.train.toy import toy_job
 
 HF: dict[str, object] = {"rollout.name": "hf"}
 VLLM: dict[str, object] = {"rollout.name": "vllm", "rollout.kv_cache_gib": 0.01}

@@ -162,7 +162,7 @@ def imports() -> None:
 
 
 def collect() -> None:
-    folders = ("tests/kernels", "tests/model", "tests/reshard")
+    folders = ("tests/kernels", "tests/model", "tests/sync")
     call(PYTHON, *("-m", "pytest", "-q", "--collect-only", "-qm", "gpu"), *folders, PYTHONPATH=TREE)
 
 

@@ -5,7 +5,7 @@
     build     the extension, for this GPU only
     kernels   every operator against its baselines, the most important ones first
     vllm      syncs into a real vLLM engine, through sleep, compared with the trainer
-    tests     the GPU tests of kernels, model and reshard
+    tests     the GPU tests of kernels, model and sync
     profile   the kernels that have goals under Nsight Compute
     step      GRPO steps of a random model of 0.5B parameters, by phase
     reshard   weight syncs between ranks

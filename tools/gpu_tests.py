@@ -29,7 +29,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("tests/kernels", "tests/model", "tests/reshard")
+FOLDERS = ("tests/kernels", "tests/model", "tests/sync")
 DEVICES = ("cuda", "cpu")
 LIMITS_S = {"cuda": 120, "cpu": 300}  # of a test
 MESSAGE_CHARS = 6000  # the traceback of a rank follows that of the test
@@ -37,14 +37,14 @@ MESSAGE_CHARS = 6000  # the traceback of a rank follows that of the test
 WORKERS = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
 # Without a GPU also these, which start ranks.
 RANKS = (
-    *("tests/checkpoint/test_checkpointer.py", "tests/model/test_sharded.py"),
-    *("tests/model/test_fsdp_options.py", "tests/reshard/test_exchange.py"),
-    *("tests/rollout/test_hf.py", "tests/trainer/test_loss_forms.py", "tests/trainer/test_sft.py"),
+    *("tests/train/checkpoint/test_checkpointer.py", "tests/model/test_sharded.py"),
+    *("tests/model/test_fsdp_options.py", "tests/sync/test_exchange.py"),
+    *("tests/engine/test_hf.py", "tests/train/test_loss_forms.py", "tests/train/test_sft.py"),
 )
 # Tests of C++ and Python that call nothing of torch but tensors, and more inputs of operators that
 # other tests run. `make test` has them.
 SAME_CODE = (
-    *("*_hostile.py", "*_cuda_on_cpu.py", "test_against_*.py", "test_advisor.py"),
+    *("*_hostile.py", "*_cuda_on_cpu.py", "test_against_*.py"),
     *("test_balance.py", "test_buckets.py", "test_coverage.py", "test_forest.py"),
     *("test_group_slots.py", "test_instruction_sets.py", "test_large_models.py"),
     *("test_layers.py", "test_plan.py", "test_policy_loss_terms.py", "test_regions.py"),

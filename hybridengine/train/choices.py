@@ -37,7 +37,7 @@ __all__ = ["Choices", "agree", "decide", "engine_name", "refuse_shared"]
 
 ConfigT = TypeVar("ConfigT", bound=JobConfig)
 
-# Compared bit for bit with vLLM's models: tests/rollout/test_exact.py.
+# Compared bit for bit with vLLM's models: tests/engine/test_exact.py.
 _COMPARED = ("gemma", "llama", "mistral", "qwen2", "qwen3")
 _MASTER_BYTES = 4  # of a weight in the trainer's shards
 _USABLE = 0.9  # of a GPU's memory; the rest is context and fragments

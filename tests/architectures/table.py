@@ -53,7 +53,7 @@ def render(results: Mapping[int, Mapping[str, Sequence[Outcome]]]) -> str:
         "A type that vLLM serves by its Transformers backend (olmo2, olmo3, smollm3, seed_oss, "
         "glm, phi, gpt_neox, starcoder2 and others) trains as the others do: the engine derives a "
         "class of its own from that of transformers, and the trained model has the original one "
-        "(`tests/rollout/test_transformers_backend.py`).",
+        "(`tests/engine/test_transformers_backend.py`).",
         "",
         f"| architecture | transformers class | {' | '.join(f'TP {tp}' for tp in sizes)} | notes |",
         f"|---|---|{'---|' * len(sizes)}---|",

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from hybridengine import cli
 from hybridengine.run.config import JOBS, load_job
 from tests.docs.blocks import ROOT, Command
-from tests.rollout.vllm_server import ENTRY as SERVER
-from tests.rollout.vllm_server import serving_options
+from tests.extras.remote.vllm_server import ENTRY as SERVER
+from tests.extras.remote.vllm_server import serving_options
 
 __all__ = ["check", "runs_here"]
 

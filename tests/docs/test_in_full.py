@@ -17,10 +17,10 @@ from hybridengine.remote.servers import VllmServer
 from tests.docs.blocks import BLOCKS, ROOT, Block, Command, blocks_of, commands_of, pages_with
 from tests.docs.commands import check, runs_here
 from tests.docs.python_blocks import trains
+from tests.extras.remote.vllm_server import ENTRY as SERVER
+from tests.extras.remote.vllm_server import START_S
 from tests.ports import free_port
 from tests.ranks import message_of
-from tests.rollout.vllm_server import ENTRY as SERVER
-from tests.rollout.vllm_server import START_S
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(3 * 3600)]
 

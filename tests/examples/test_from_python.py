@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.small_job import alone, settings_of
 from tests.ranks import run_ranks
-from tests.trainer.in_process import small_job
+from tests.train.api.small_job import alone, settings_of
+from tests.train.in_process import small_job
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "from_python.py"
 

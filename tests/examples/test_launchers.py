@@ -19,7 +19,7 @@ import yaml
 
 from hybridengine.run.config import load_config
 from tests.ports import free_port
-from tests.trainer.in_process import small_job
+from tests.train.in_process import small_job
 
 EXAMPLE = Path("examples/launch")
 HOST = str(EXAMPLE / "host.sh")

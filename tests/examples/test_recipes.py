@@ -11,7 +11,7 @@ import pytest
 
 from hybridengine.run.config import load_config
 from tests.tiny_models import save_classifier
-from tests.trainer.in_process import Result, run_jobs, small_job
+from tests.train.in_process import Result, run_jobs, small_job
 
 pytestmark = pytest.mark.multirank
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
-from tests.trainer.sft_job import write_sft_job
+from tests.train.sft_job import write_sft_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "sft"
 

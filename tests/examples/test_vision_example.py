@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
-from tests.trainer.in_process import run_jobs
+from tests.train.in_process import run_jobs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vision"
 

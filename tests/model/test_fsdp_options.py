@@ -121,7 +121,7 @@ def test_options_change_memory_and_traffic_but_no_result(
 def offload_policy_body(rank: int, world_size: int, folder: Path) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    from tests.trainer.sft_job import start_run
+    from tests.train.sft_job import start_run
 
     def steps(offload: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
         run = start_run(rank, world_size, folder, **{"model.fsdp_config.offload_policy": offload})
@@ -138,7 +138,7 @@ def offload_policy_body(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_sft_with_offload_policy_loads_and_steps(tmp_path: Path) -> None:
-    from tests.trainer.sft_job import write_sft_job
+    from tests.train.sft_job import write_sft_job
 
     run_ranks(offload_policy_body, 2, write_sft_job(tmp_path))
 

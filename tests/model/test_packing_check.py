@@ -14,9 +14,9 @@ from hybridengine.model.validation import check_model, packing_obstacle, takes_i
 from hybridengine.run.errors import ModelError
 from hybridengine.vision.packed import IMAGE_MODEL_TYPES
 from tests.architectures.catalogue import CATALOGUE
+from tests.extras.vision.vision_models import vision_config
 from tests.model.own_code import DROPS_ARGUMENTS, UNCHANGED, save_own_code
 from tests.model.rotary_configs import DYNAMIC, LONG_ROPE
-from tests.model.vision_models import vision_config
 from tests.tiny_models import tiny_config
 
 # They are found by their packed forward alone.

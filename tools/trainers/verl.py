@@ -337,7 +337,7 @@ def check_weights(run: Path, inputs: Path, tp_size: int, from_step: int = 0) -> 
     """
     import torch
 
-    from tests.rollout.vllm_server import expected_digests
+    from tests.extras.remote.vllm_server import expected_digests
 
     compared = 0
     for step, found in digests(run).items():

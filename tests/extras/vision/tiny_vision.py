@@ -1,0 +1,165 @@
+"""Tiny vision-language models on disk, and the toy task of counting squares.
+
+A tokenizer of one character per token, an image processor of 4 x 4 pixels per patch and 2 x 2
+patches per token, and random weights, as `save_pretrained` writes them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from tests.extras.vision.vision_models import IMAGE, VIDEO, build
+from tests.tiny_models import VOCAB
+
+__all__ = ["FAMILIES", "SIDE", "count_rows", "draw_squares", "save_tiny_vision", "write_image_rows"]
+
+SIDE = 24  # pixels of an image, 9 tokens
+_SPECIAL = {
+    "<|endoftext|>": 0,
+    "<|im_start|>": 1,
+    "<|im_end|>": 2,
+    "<|vision_start|>": VIDEO - 2,
+    "<|vision_end|>": VIDEO - 1,
+    "<|video_pad|>": VIDEO,
+    "<|image_pad|>": IMAGE,
+}
+_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}IMAGE"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+_QWEN = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 64, "longest_edge": 4096},
+}
+_TILES = {"size": {"height": 16, "width": 16}}
+# preprocessor_config.json and processor_config.json
+_PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": (_QWEN, {}),
+    "qwen2_5_vl": (_QWEN, {}),
+    "qwen3_vl": (_QWEN, {}),
+    "qwen3_vl_moe": (_QWEN, {}),
+    "llava_onevision": (
+        {
+            **_TILES,
+            "image_processor_type": "LlavaOnevisionImageProcessor",
+            "image_grid_pinpoints": [[16, 16], [16, 32], [32, 16], [32, 32]],
+        },
+        {"num_image_tokens": 16, "vision_feature_select_strategy": "full"}
+        | {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+    ),
+    "internvl": (
+        {**_TILES, "image_processor_type": "GotOcr2ImageProcessor", "crop_to_patches": True}
+        | {"min_patches": 1, "max_patches": 4},
+        {"image_seq_length": 4},
+    ),
+    "gemma3": (
+        {**_TILES, "image_processor_type": "Gemma3ImageProcessor"},
+        {"image_seq_length": 4},
+    ),
+}
+FAMILIES = tuple(_PROCESSORS)
+
+
+def save_tiny_vision(kind: str, folder: Path, seed: int = 0) -> str:
+    """Write the tiny model of `kind` to `folder` and return it."""
+    model = build(kind, "eager", seed)
+    model.config.vision_start_token_id = _SPECIAL["<|vision_start|>"]
+    model.config.vision_end_token_id = _SPECIAL["<|vision_end|>"]
+    if kind.startswith("qwen3"):  # what transformers' model always does, and vLLM's by the config
+        model.config.text_config.rope_parameters["mrope_interleaved"] = True
+    model.save_pretrained(folder)
+    tokenizer(kind).save_pretrained(folder)
+    for name, content in zip(("preprocessor", "processor"), _PROCESSORS[kind], strict=True):
+        if content:
+            (folder / f"{name}_config.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+def tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    """One token for each printable character of ASCII but for three."""
+    # Gemma's template writes the token that begins an image, and its processor all others.
+    place = "<|vision_start|>" + ("" if kind == "gemma3" else "<|image_pad|><|vision_end|>")
+    free = [i for i in range(VOCAB) if i not in _SPECIAL.values()]
+    characters = [chr(c) for c in (*range(97, 123), *range(48, 58), *range(32, 48), *range(58, 97))]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    shown = [byte_level.pre_tokenize_str(c)[0][0] for c in characters]
+    vocab = _SPECIAL | dict(zip(shown, free, strict=False))
+    state = Tokenizer(BPE(vocab, []))
+    state.pre_tokenizer, state.decoder = byte_level, decoders.ByteLevel()
+    state.add_special_tokens(list(_SPECIAL))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=state,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        chat_template=_TEMPLATE.replace("IMAGE", place),
+        extra_special_tokens={  # of the processors of Gemma 3 and InternVL
+            "boi_token": "<|vision_start|>",
+            "eoi_token": "<|vision_end|>",
+            "image_token": "<|image_pad|>",
+            "start_image_token": "<|vision_start|>",
+            "end_image_token": "<|vision_end|>",
+            "context_image_token": "<|image_pad|>",
+            "video_token": "<|video_pad|>",
+        },
+    )
+
+
+def write_image_rows(folder: Path) -> None:
+    """Write `vision/`, a model, and `images.jsonl` for small GRPO and SFT jobs about text."""
+    save_tiny_vision("qwen2_vl", folder / "vision")
+    rows = [
+        {**row, "response": "1", "reward_model": {"ground_truth": [3, 43]}}
+        for row in count_rows(folder, num_rows=8)
+    ]
+    (folder / "images.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def draw_squares(count: int, seed: int = 0) -> Image.Image:
+    """Draw `count` white squares at random places of a 3 x 3 grid on black."""
+    generator = torch.Generator().manual_seed(seed)
+    image, cell = Image.new("RGB", (SIDE, SIDE)), SIDE // 3
+    draw = ImageDraw.Draw(image)
+    for place in torch.randperm(9, generator=generator)[:count].tolist():
+        x, y = place % 3 * cell, place // 3 * cell
+        draw.rectangle((x + 1, y + 1, x + cell - 2, y + cell - 2), "white")
+    return image
+
+
+def count_rows(folder: Path, num_rows: int, num_texts: int = 0) -> list[dict[str, Any]]:
+    """Write images to `folder`; return rows about them in verl's schema, and rows of text alone."""
+    rows: list[dict[str, Any]] = []
+    for k in range(num_rows):
+        count = 1 + k % 4
+        draw_squares(count, k).save(folder / f"{k}.png")
+        rows.append(
+            {
+                "data_source": "squares",
+                "prompt": [{"role": "user", "content": "<image>?"}],
+                "images": [{"path": f"{k}.png"}],
+                "reward_model": {"ground_truth": str(count)},
+            }
+        )
+    for k in range(num_texts):
+        rows.append(
+            {
+                "data_source": "text",
+                "prompt": [{"role": "user", "content": f"say {1 + k % 4}"}],
+                "images": None,
+                "reward_model": {"ground_truth": str(1 + k % 4)},
+            }
+        )
+    return rows

@@ -1,0 +1,209 @@
+"""rollout.exact in jobs: no token's probability differs between engine and trainer."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from hybridengine.engine.vllm.environment import vllm_available
+from hybridengine.run.config import ConfigError, load_config
+from hybridengine.run.errors import RolloutError
+from hybridengine.train.choices import Choices, decide
+from hybridengine.train.machine import Machine
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+from tests.train.in_process import lines_of, small_job
+
+pytestmark = [
+    pytest.mark.multirank,
+    pytest.mark.skipif(not vllm_available(), reason="the rollout engine; `make setup` installs it"),
+]
+
+
+VLLM = ("rollout.name=vllm", "rollout.kv_cache_gib=0.01", "rollout.dtype=auto")
+
+
+def train(rank: int, world_size: int, folder: Path, job: list[str]) -> tuple[int, list[bool]]:
+    """Run the job; return how many decoding steps were replayed, and what has to be true.
+
+    Of every parameter and optimizer step: the gradients of passes that are run twice are equal.
+    """
+    from hybridengine.kernels.graph import Graph
+    from hybridengine.run.session import Session
+    from hybridengine.run.status import PhaseStatus
+    from hybridengine.train.preflight import check_grpo
+    from hybridengine.train.rl import RLTrainer
+
+    config = load_config(None, job)
+    check_grpo(config)
+    run = RLTrainer(config, Session(PhaseStatus(folder / "run", rank)))
+    actor, optimizer = run.actor, run.actor.optimizer
+    loss_of, take = actor.micro_batch_loss, optimizer.step
+    calls: list[Any] = []
+    holds: list[bool] = []
+
+    def recorded_loss(*micro_batch: Any) -> Any:
+        calls.append(micro_batch)
+        return loss_of(*micro_batch)
+
+    def repeated_step(max_norm: float) -> Any:
+        trained = [p for p in actor.model.parameters() if p.grad is not None]
+        before = [p.grad.to_local().clone() for p in trained]
+        for parameter in trained:
+            parameter.grad = None
+        for micro_batch in calls:
+            loss, _, output = loss_of(*micro_batch)
+            run.dp.backward(loss, optimizer, output)
+        calls.clear()
+        grads = [p.grad.to_local() for p in trained]
+        holds.extend(torch.equal(x, y) for x, y in zip(before, grads, strict=True))
+        return take(max_norm)
+
+    with (
+        patch.object(Graph, "replay", autospec=True, side_effect=Graph.replay) as replay,
+        patch.object(actor, "micro_batch_loss", recorded_loss),
+        patch.object(optimizer, "step", repeated_step),
+    ):
+        run.train()
+    return replay.call_count, holds
+
+
+def one_token_differs(rank: int, world_size: int) -> None:
+    from hybridengine.train.metrics import probs_diff
+
+    ours = torch.tensor([-0.5, -1.5, -2.5])
+    theirs = ours.clone()
+    batch: Any = SimpleNamespace(
+        old_log_probs=ours,
+        rollout_log_probs=theirs,
+        response_mask=torch.tensor([True, True, False]),
+    )
+    theirs[2] = -3.0  # masked
+    assert probs_diff(batch, None, exact=True)["training/rollout_probs_diff_max"] == 0.0
+    if rank == 1:
+        theirs[1] = torch.nextafter(theirs[1], theirs[0])
+    assert 0 < probs_diff(batch, None)["training/rollout_probs_diff_max"] < 1e-6
+    with pytest.raises(RolloutError, match=r"not of the trained weights.*hybridengine parity"):
+        probs_diff(batch, None, exact=True)
+    theirs[1] = torch.nan if rank == 0 else ours[1]
+    with pytest.raises(RolloutError):
+        probs_diff(batch, None, exact=True)
+
+
+def test_a_token_of_other_weights_is_an_error_on_every_rank() -> None:
+    run_ranks(one_token_differs, 2)
+
+
+def choose(*job: str, machine: Machine | None = None) -> Choices:
+    return decide(load_config(None, job), machine=machine)
+
+
+def inexact_reason(*job: str, machine: Machine | None = None) -> str:
+    choices = choose(*job, machine=machine)
+    assert not choices.exact
+    return choices.reasons["exact"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("rollout.top_p=0.9",), "rollout.top_p is 0.9"),
+        (("model.lora_rank=2",), "reshard.lora merged"),
+        (
+            ("model.lora_rank=2", "reshard.lora=adapters", "model.target_modules=[q_proj,lm_head]"),
+            "model.target_modules names lm_head",
+        ),
+        (("rollout.dtype=bfloat16",), "rollout.dtype is bfloat16"),
+        (("rollout.name=hf",), "rollout.name is hf"),
+    ],
+)
+def test_auto_names_what_is_not_exact(
+    tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    job = [*small_job(tmp_path), *VLLM]
+    assert choose(*job).exact
+    assert message in inexact_reason(*job, *overrides)
+    assert inexact_reason(*job, "rollout.exact=off") == "rollout.exact is off"
+
+
+def test_a_missing_kernel_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, message = [*small_job(tmp_path), *VLLM], r"decode_linear has no C\+\+ kernel"
+    monkeypatch.setenv("HYBRIDENGINE_BACKEND", "reference")
+    assert re.match(message, inexact_reason(*job))
+    with pytest.raises(ConfigError, match=f"rollout.exact is on, but {message}"):
+        choose(*job, "rollout.exact=on")
+
+
+def test_on_a_gpu_it_is_on_only_where_it_is_set(tmp_path: Path) -> None:
+    job = [*small_job(tmp_path), *VLLM]
+    gpu = Machine(80 << 30, fast_bfloat16=True, has_vllm=True)
+    assert "not compared bit for bit on a GPU" in inexact_reason(*job, machine=gpu)
+    with pytest.warns(UserWarning, match="on GPUs nobody has compared engine and trainer"):
+        assert choose(*job, "rollout.exact=on", machine=gpu).exact
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("gemma2", "soft-capped logits"),
+        ("qwen3_moe", r"layers.0.mlp.experts .*has parameters of its own"),
+    ],
+)
+def test_a_model_without_exact_operators(tmp_path: Path, kind: str, message: str) -> None:
+    job = [*small_job(tmp_path), *VLLM, f"model.path={save_tiny(kind, tmp_path / kind)}"]
+    assert f"{kind} were not compared" in inexact_reason(*job)
+    with pytest.raises(ConfigError, match=f"rollout.exact is on, but .*{message}"):
+        choose(*job, "rollout.exact=on")
+
+
+# Of ranks that vLLM's slots have and have not; the scale of 1.5 is no power of two.
+ADAPTERS = {
+    "all": ("model.lora_rank=4", "model.lora_alpha=6"),
+    "some": ("model.lora_rank=8", "model.lora_alpha=12", "model.target_modules=[v_proj,o_proj]"),
+}
+
+
+LONG = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    "tp_size, dtype, adapters",
+    [
+        *((1, "float32", ""), (1, "bfloat16", "some"), (2, "bfloat16", "all")),
+        *(pytest.param(2, dtype, "", marks=LONG) for dtype in ("float32", "bfloat16")),
+        pytest.param(2, "float32", "all", marks=LONG),
+    ],
+)
+def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
+    tmp_path: Path, tp_size: int, dtype: str, adapters: str
+) -> None:
+    """Two steps with shared prompts, recomputed layers, and old log-probs of their own."""
+    job = [
+        *small_job(tmp_path),
+        *VLLM,
+        f"rollout.tensor_model_parallel_size={tp_size}",
+        f"rollout.dtype={dtype}",
+        f"actor.fsdp_config.dtype={dtype}",
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=2",
+        "data.max_response_length=16",
+        "actor.ppo_max_token_len_per_gpu=128",
+        "model.enable_gradient_checkpointing=true",
+    ]
+    if adapters:
+        job += [*ADAPTERS[adapters], "reshard.lora=adapters", "actor.optim.lr=0.01"]
+    for replayed, holds in run_ranks(train, 2, tmp_path, job, timeout_s=500):
+        assert holds and all(holds)
+        assert replayed > 0 if tp_size == 1 else replayed == 0
+    rows = [row for row in lines_of(tmp_path / "run" / "metrics.jsonl") if "actor/grad_norm" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["training/rollout_probs_diff_max"] == 0.0
+        assert row["rollout_corr/rollout_is_max"] == row["training/rollout_ratio_mean"] == 1.0
+        assert row["actor/grad_norm"] > 0
