@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from benchmarks._bench import OURS, Bench, status_kib
 from hybridengine.run.messages import SECRET, new_secret
-from hybridengine.sync.checksums import bit_checksums
+from hybridengine.sync.weight_target import bit_checksums
 from tests.ranks import Ranks
 from tests.sync.vllm_engines import build_engine
 

@@ -15,11 +15,10 @@ from torch import Tensor
 from benchmarks._bench import OURS, Bench
 from hybridengine.kernels.strided_copy import CopyTable, strided_copy
 from hybridengine.reshard import build_plan
-from hybridengine.sync.copies import Copy
-from hybridengine.sync.geometry import contiguous_strides
-from hybridengine.sync.layout import EngineLayout, TensorSpec
-from hybridengine.sync.move.tables import Exchange, ExchangeBuilder
+from hybridengine.sync.blocks import contiguous_strides
+from hybridengine.sync.layout import Copy, EngineLayout, TensorSpec
 from hybridengine.sync.shards import ShardSpec
+from hybridengine.sync.tables import Exchange, ExchangeBuilder
 
 RANKS, TP, RANK = 8, 4, 1
 Shape = tuple[int, int]
@@ -47,7 +46,7 @@ def run(bench: Bench) -> None:
     local = {n: local_shape(spec) for n, spec in sources.items()}
     strides = {n: contiguous_strides(shape) for n, shape in local.items()}
     builder = ExchangeBuilder(plan, RANK, strides, bench.device)
-    with mock.patch("hybridengine.sync.move.tables.CopyTable", _WithRows):
+    with mock.patch("hybridengine.sync.tables.CopyTable", _WithRows):
         exchanges = [builder.build(bucket) for bucket in plan.buckets]
     # Random bits would be NaNs; zeros would be one page of memory.
     shards = {n: torch.randn(shape, device=bench.device) for n, shape in local.items()}

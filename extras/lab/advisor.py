@@ -23,9 +23,9 @@ from rich.table import Table
 from hybridengine.lab.layouts import TrainerLayout
 from hybridengine.run.config import JobConfig, RLConfig
 from hybridengine.sync.layout import EngineLayout
-from hybridengine.sync.plan.planner import Planner, ReshardPlan
-from hybridengine.sync.plan.source_class import SourceClass
+from hybridengine.sync.planner import Planner, ReshardPlan
 from hybridengine.sync.shards import dim1_parameters, tp_groups
+from hybridengine.sync.source_class import SourceClass
 from hybridengine.train.build import num_shards
 from hybridengine.train.choices import Choices
 from hybridengine.train.performance import num_parameters

@@ -28,8 +28,7 @@ from hybridengine.engine.vllm.environment import (
 )
 from hybridengine.engine.vllm.record import record_engine_layout
 from hybridengine.model.checkpoint import checkpoint_layout_from_config
-from hybridengine.sync.copies import Copy
-from hybridengine.sync.layout import EngineLayout
+from hybridengine.sync.layout import Copy, EngineLayout
 from hybridengine.sync.shards import Holders, ShardSpec, Split
 from hybridengine.vision.engine import import_image_models
 from hybridengine.vision.packed import IMAGE_MODEL_TYPES

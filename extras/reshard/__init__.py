@@ -3,8 +3,8 @@
 from hybridengine.remote.sync.coordinator import EngineStatus
 from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.remote.sync.sender import WeightSender
-from hybridengine.sync.plan.planner import ReshardPlan, build_plan
-from hybridengine.sync.record.loader import record_checkpoint, record_layout
+from hybridengine.sync.loader import record_checkpoint, record_layout
+from hybridengine.sync.planner import ReshardPlan, build_plan
 from hybridengine.sync.resharder import Resharder, SyncReport
 from hybridengine.sync.weight_target import PlanOutdatedError, RankFailedError, ReshardError
 

@@ -41,8 +41,8 @@ from hybridengine.kernels import token_log_probs
 from hybridengine.model.attachments import Attachment
 from hybridengine.model.rotary import fix_rotary_length
 from hybridengine.model.validation import auto_class, long_rope_limit
+from hybridengine.sync.checks import config_differences, in_words, plain_values
 from hybridengine.sync.layout import CheckpointLayout, LayoutError, identity_layout
-from hybridengine.sync.plan.checks import config_differences, in_words, plain_values
 from hybridengine.sync.weight_target import WeightTarget
 
 

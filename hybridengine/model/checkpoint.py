@@ -17,7 +17,7 @@ from hybridengine.model.parameters import (
 from hybridengine.model.validation import auto_class
 from hybridengine.run.errors import ModelError
 from hybridengine.sync.layout import CheckpointLayout, LayoutError
-from hybridengine.sync.record.loader import record_checkpoint
+from hybridengine.sync.loader import record_checkpoint
 
 _layouts: dict[tuple[type[PretrainedConfig], str, bool], CheckpointLayout] = {}
 

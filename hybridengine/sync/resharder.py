@@ -17,17 +17,16 @@ from hybridengine.run.all_ranks import all_gather_values, broadcast_value, run_o
 from hybridengine.run.device import DeviceProgress
 from hybridengine.run.failures import machine_id
 from hybridengine.sync.adapter import Adapter, adapters_of_factors
-from hybridengine.sync.checksums import EngineState
+from hybridengine.sync.buckets import default_bucket_bytes
+from hybridengine.sync.changes import ChangeFinder, find_changes
+from hybridengine.sync.checks import check_fit
+from hybridengine.sync.delta import group_size
 from hybridengine.sync.layout import EngineLayout, LayoutError
-from hybridengine.sync.move.changes import ChangeFinder, find_changes
-from hybridengine.sync.move.delta import group_size
-from hybridengine.sync.move.in_world import AllToAll, Pull, pull_bytes, raise_if_any, share_memory
-from hybridengine.sync.move.mover import Mover, Order
-from hybridengine.sync.move.tables import PullBuilder
-from hybridengine.sync.plan.buckets import default_bucket_bytes
-from hybridengine.sync.plan.checks import check_fit
-from hybridengine.sync.plan.planner import ReshardPlan, build_plan
+from hybridengine.sync.mover import Mover, Order
+from hybridengine.sync.planner import ReshardPlan, build_plan
+from hybridengine.sync.tables import PullBuilder
 from hybridengine.sync.trainers import DeltaMode, Parameters, Trainers
+from hybridengine.sync.transport import AllToAll, Pull, pull_bytes, raise_if_any, share_memory
 from hybridengine.sync.verify import (
     Mismatch,
     find_mismatches,
@@ -36,6 +35,7 @@ from hybridengine.sync.verify import (
     warn_of_nan,
 )
 from hybridengine.sync.weight_target import (
+    EngineState,
     HasTarget,
     ReshardError,
     WeightTarget,

@@ -21,11 +21,10 @@ from hybridengine.run.all_ranks import (
 from hybridengine.run.device import Guard
 from hybridengine.run.failures import CollectiveGuard
 from hybridengine.sync.adapter import Adapter, ExpertAdapter, adapter_factors
-from hybridengine.sync.checksums import bit_checksums
-from hybridengine.sync.geometry import Block, reach
+from hybridengine.sync.blocks import Block, reach
 from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.plan.planner import ReshardPlan
-from hybridengine.sync.plan.senders import ranks_per_node
+from hybridengine.sync.planner import ReshardPlan
+from hybridengine.sync.senders import ranks_per_node
 from hybridengine.sync.shards import (
     Box,
     RowRange,
@@ -34,7 +33,7 @@ from hybridengine.sync.shards import (
     local_shard,
     unite_holders,
 )
-from hybridengine.sync.weight_target import PlanOutdatedError, ReshardError
+from hybridengine.sync.weight_target import PlanOutdatedError, ReshardError, bit_checksums
 
 DeltaMode = Literal["auto", "on", "off"]
 Parameters = Mapping[str, torch.Tensor]

@@ -15,17 +15,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hybridengine.kernels import bit_checksum
 from hybridengine.run.all_ranks import all_gather_values
 from hybridengine.sync.adapter import Adapter
-from hybridengine.sync.checksums import chunks, value_checksum
-from hybridengine.sync.geometry import Block
+from hybridengine.sync.blocks import Block
+from hybridengine.sync.buckets import Bucket
 from hybridengine.sync.layout import EngineLayout
-from hybridengine.sync.move.mover import Mover
-from hybridengine.sync.move.transport import Transport
-from hybridengine.sync.plan.buckets import Bucket
-from hybridengine.sync.plan.planner import ReshardPlan
-from hybridengine.sync.plan.source_class import SliceCopy
+from hybridengine.sync.mover import Mover
+from hybridengine.sync.planner import ReshardPlan
+from hybridengine.sync.source_class import SliceCopy
 from hybridengine.sync.trainers import TrainedTensors
+from hybridengine.sync.transport import Transport
+
+# Elements that `value_checksum` converts at a time, which take a few MiB. The same on all devices:
+# the sum depends on it, and those that are compared may be of a CPU and of a GPU.
+_CHUNK = 1 << 18
+
 
 Mismatch = tuple[int, str, str]  # receiving rank, engine tensor, trained parameter
 _SUM_BYTES = 8
@@ -157,3 +162,32 @@ def _checksums(
     """Return the checksum of each block in its engine's dtype, int64 [number of blocks]."""
     sums = [value_checksum(b, w.dtype) for b, w in zip(blocks, writes, strict=True)]
     return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=device)
+
+
+def value_checksum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a checksum (int64 scalar on the same device) of `values`, any strides, as `dtype`.
+
+    It depends on the order of the elements, not on their strides. All NaNs count as one: their
+    payload has no meaning, and casts do not keep it.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    start = 0
+    for part in chunks(values):
+        part = part.to(dtype).contiguous()
+        if part.is_floating_point():
+            if part.itemsize == 1:
+                part = part.half()  # exact; float8 has few operations
+            part = part.masked_fill(part.isnan(), float("nan"))
+        total += bit_checksum(part) * (2 * start + 1)
+        start += part.numel()
+    return total
+
+
+def chunks(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield views of at most 2^18 elements, in an order that depends on the shape alone."""
+    if values.numel() <= _CHUNK:
+        yield values
+        return
+    dim = next(d for d, size in enumerate(values.shape) if size > 1)
+    for part in values.split(max(1, values.shape[dim] * _CHUNK // values.numel()), dim):
+        yield from chunks(part)

@@ -1,17 +1,20 @@
-"""The interface through which a sync writes one rank's engine weights, and a sync's errors."""
+"""One rank's engine weights as a sync writes them, the checksums of their bits, a sync's errors."""
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from hybridengine.kernels import bit_checksum
 from hybridengine.run.failures import CollectiveError, CollectiveGuard
 from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.layout import EngineLayout, LayoutError, TensorSpec
@@ -224,3 +227,88 @@ def write_constants(layout: EngineLayout, weights: Mapping[str, torch.Tensor]) -
     for name, offset, sizes, strides, value in layout.constants:
         weight = weights[name]
         weight.as_strided(sizes, strides, weight.storage_offset() + offset).fill_(value)
+
+
+def bit_checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return `bit_checksum` of each tensor.
+
+    It detects writes to a frozen parameter, which version counters do not: optimizers and
+    checkpoint loaders bypass those.
+    """
+    return torch.stack([bit_checksum(t) for t in tensors]).tolist() if tensors else []
+
+
+def combined_checksum(parts: Iterable[str]) -> str:
+    """Return one checksum, 16 hexadecimal digits, of texts in their order."""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def without_aliases(weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Yield the tensors whose storage no other one uses, as tied weights do."""
+    uses = Counter(tensor.untyped_storage().data_ptr() for tensor in weights.values())
+    for name, tensor in weights.items():
+        if uses[tensor.untyped_storage().data_ptr()] == 1:
+            yield name
+
+
+def _int64(value: int) -> int:
+    """Return the signed number of 64 bits that is equal modulo 2^64."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+class EngineState(NamedTuple):
+    """What an engine held when a sync was complete.
+
+    version: its weight version.
+    updates_begun: see `WeightTarget.updates_begun`.
+    checksums: of the bits of its tensors and of its adapters. Versions of tensors do not show what
+      a loader writes through `.data`.
+    """
+
+    version: int | None
+    updates_begun: int
+    checksums: Mapping[str, int]
+
+    @classmethod
+    def of(
+        cls, engine: WeightTarget, known: Mapping[str, int] = MappingProxyType({})
+    ) -> EngineState:
+        """Return the current state of an engine. known: checksums that are not read."""
+        adapters = engine.adapter_weights()
+        weights = engine.weights() | adapters
+        names = (engine.layout.destinations | engine.layout.scales | adapters).keys()
+        read = [name for name in names if name not in known]
+        checksums = dict(zip(read, bit_checksums([weights[name] for name in read]), strict=True))
+        return cls(engine.weight_version, engine.updates_begun, {**checksums, **known})
+
+    @classmethod
+    def after(
+        cls, before: EngineState | None, engine: WeightTarget, growth: Mapping[str, int] | None
+    ) -> EngineState:
+        """Return the state of an engine after a sync.
+
+        before: its state before the sync.
+        growth: engine tensor → by how much a delta made its checksum grow; None after a dense sync.
+        The tensors that a delta has written are not read: if anything else has written to them
+        meanwhile, the next comparison shows it.
+        """
+        if before is None or growth is None:
+            return cls.of(engine)
+        weights = engine.weights()
+        known = {
+            name: _int64(before.checksums[name] + growth[name])
+            for name in without_aliases(weights)
+            if name in growth and weights[name].is_contiguous()
+        }
+        return cls.of(engine, known)
+
+    @property
+    def checksum(self) -> str:
+        """One checksum of all tensors, 16 hexadecimal digits: equal for equal slices."""
+        return combined_checksum(f"{name}: {x}" for name, x in sorted(self.checksums.items()))
+
+    def is_kept_by(self, engine: WeightTarget) -> bool:
+        """Return whether nothing has written to the engine's tensors, or discarded them, since."""
+        if engine.discarded or self[:2] != (engine.weight_version, engine.updates_begun):
+            return False
+        return self.checksums == EngineState.of(engine).checksums

@@ -8,8 +8,7 @@ from typing import Protocol
 from hybridengine.engine.interface import RolloutEngine
 from hybridengine.run.config import RLConfig
 from hybridengine.run.errors import RolloutError
-from hybridengine.sync.checksums import EngineState
-from hybridengine.sync.weight_target import target_of
+from hybridengine.sync.weight_target import EngineState, target_of
 
 _ENGINE = "the engine"  # of this process
 

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 
 from hybridengine.lab.advisor import traffic_matrix
-from hybridengine.sync.copies import Copy
-from hybridengine.sync.geometry import contiguous_strides
-from hybridengine.sync.layout import EngineLayout, TensorSpec
-from hybridengine.sync.plan.source_class import SliceCopy
+from hybridengine.sync.blocks import contiguous_strides
+from hybridengine.sync.layout import Copy, EngineLayout, TensorSpec
+from hybridengine.sync.source_class import SliceCopy
 
 __all__ = [
     "arrivals",

@@ -17,9 +17,9 @@ from hybridengine.engine.interface import RolloutEngine
 from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE, block_quantize
 from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.layout import EngineLayout, Quantized
-from hybridengine.sync.move.in_world import Pull
 from hybridengine.sync.resharder import Resharder
 from hybridengine.sync.shards import tp_groups
+from hybridengine.sync.transport import Pull
 from hybridengine.sync.weight_target import WeightTarget
 from tests.sync.brute_force import fused_layout
 

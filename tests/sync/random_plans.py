@@ -9,12 +9,11 @@ from typing import NamedTuple
 import torch
 from hypothesis import strategies as st
 
-from hybridengine.sync.copies import Copy
-from hybridengine.sync.geometry import Axis, Block, contiguous_strides
-from hybridengine.sync.layout import EngineLayout, TensorSpec
-from hybridengine.sync.move.tables import Exchange, ExchangeBuilder, PullBuilder
-from hybridengine.sync.plan.planner import ReshardPlan
+from hybridengine.sync.blocks import Axis, Block, contiguous_strides
+from hybridengine.sync.layout import Copy, EngineLayout, TensorSpec
+from hybridengine.sync.planner import ReshardPlan
 from hybridengine.sync.shards import Box, ShardSpec, Split
+from hybridengine.sync.tables import Exchange, ExchangeBuilder, PullBuilder
 
 __all__ = [
     "Case",

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from hybridengine.sync.adapter import Adapter
-from hybridengine.sync.copies import Copy
-from hybridengine.sync.geometry import contiguous_strides
-from hybridengine.sync.layout import EngineLayout, TensorSpec
+from hybridengine.sync.blocks import contiguous_strides
+from hybridengine.sync.layout import Copy, EngineLayout, TensorSpec
 from tests.sync.memory_engine import MemoryEngine, expected, shapes_of, values
 from tests.sync.training import train
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hybridengine.model.shared.aliases import parameter_views
-from hybridengine.sync.copies import Copy
-from hybridengine.sync.layout import EngineLayout, LayoutError, Quantized, TensorSpec
+from hybridengine.sync.layout import Copy, EngineLayout, LayoutError, Quantized, TensorSpec
 
 SHAPES = {"q": (6, 4), "k": (1, 4), "norm": (4,), "embed": (5, 4)}
 WEIGHTS = {

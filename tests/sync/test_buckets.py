@@ -10,11 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.sync.copies import Copy
-from hybridengine.sync.geometry import contiguous_strides
-from hybridengine.sync.layout import EngineLayout, TensorSpec
-from hybridengine.sync.plan.buckets import divide
-from hybridengine.sync.plan.planner import ReshardPlan, build_plan
+from hybridengine.sync.blocks import contiguous_strides
+from hybridengine.sync.buckets import divide
+from hybridengine.sync.layout import Copy, EngineLayout, TensorSpec
+from hybridengine.sync.planner import ReshardPlan, build_plan
 from hybridengine.sync.shards import ShardSpec, dim1_parameters, tp_groups
 from tests.sync.brute_force import (
     arrivals,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridengine.sync.checksums import bit_checksums, value_checksum
+from hybridengine.sync.verify import value_checksum
+from hybridengine.sync.weight_target import bit_checksums
 
 SIZES = [0, 1, 7, 1024, 8 * 1024 + 3, 300_000]
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from hybridengine.run.messages import decode, encode
-from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.plan.checks import (
+from hybridengine.sync.checks import (
     check_configuration,
     config_differences,
     in_words,
     plain_values,
 )
+from hybridengine.sync.layout import LayoutError
 from tests.tiny_models import TINY, tiny_config
 
 

@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.sync.copies import Copy
-from hybridengine.sync.geometry import contiguous_strides
-from hybridengine.sync.layout import EngineLayout, LayoutError
-from hybridengine.sync.plan.checks import check_sources
+from hybridengine.sync.blocks import contiguous_strides
+from hybridengine.sync.checks import check_sources
+from hybridengine.sync.layout import Copy, EngineLayout, LayoutError
 
 
 def reading(name: str, view: torch.Tensor) -> Copy:

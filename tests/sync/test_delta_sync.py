@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hybridengine.engine.interface import SamplingSpec
+from hybridengine.sync import changes
+from hybridengine.sync import delta as group_module
 from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.move import changes
-from hybridengine.sync.move import delta as group_module
 from hybridengine.sync.resharder import Resharder
 from hybridengine.sync.shards import local_shard
 from tests.ranks import message_of, run_ranks

@@ -10,8 +10,7 @@ import torch
 
 from hybridengine.lab.advisor import advise
 from hybridengine.lab.layouts import TrainerLayout, record_dp_ranks
-from hybridengine.sync.copies import Copy
-from hybridengine.sync.layout import EngineLayout, TensorSpec
+from hybridengine.sync.layout import Copy, EngineLayout, TensorSpec
 from tests.ranks import run_ranks
 from tests.sync.vllm_engines import unequal, vllm_model
 from tests.tiny_models import save_tiny

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.kernels.strided_copy import CopyTable
-from hybridengine.sync.move import in_world
-from hybridengine.sync.move.in_world import Pull
 from hybridengine.sync.resharder import Resharder
+from hybridengine.sync.transport import HostMemory, Pull
 from tests.ranks import run_ranks
 from tests.sync.memory_engine import Shapes, build, expected, shapes_of, values
 
@@ -222,7 +221,7 @@ def test_peak_memory_is_two_buckets() -> None:
 
 
 def overlap_body(rank: int, world_size: int) -> dict:
-    from hybridengine.sync.move.in_world import AllToAll
+    from hybridengine.sync.transport import AllToAll
 
     _, _, resharder = build(BIG, 2, full=values(BIG), bucket_bytes=1 << 20, transport="all-to-all")
     log: list[str] = []
@@ -280,7 +279,7 @@ def unshared_body(rank: int, world_size: int) -> dict:
     """Rank 1 cannot map the memory of the others."""
     full = values(UNEVEN)
     engine, shards, _ = build(UNEVEN, 2, full=full)
-    fails = mock.patch.object(in_world.HostMemory, "map", side_effect=OSError("no /proc"))
+    fails = mock.patch.object(HostMemory, "map", side_effect=OSError("no /proc"))
     with fails if rank == 1 else nullcontext(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         resharder = Resharder(lambda: shards, engine, 4096)
@@ -330,9 +329,7 @@ def test_a_send_buffer_is_not_reused_before_all_ranks_read_it() -> None:
 
 
 def planless_body(rank: int, world_size: int) -> int:
-    from hybridengine.sync import resharder
-    from hybridengine.sync.move import tables
-    from hybridengine.sync.plan import planner, source_class
+    from hybridengine.sync import planner, resharder, source_class, tables
 
     engine, _, made = build(UNEVEN, 2, full=values(UNEVEN))
     made.sync(1)

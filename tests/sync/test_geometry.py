@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.sync.geometry import (
+from hybridengine.sync.blocks import (
     NotABlock,
     contiguous_strides,
     count_below,

@@ -30,9 +30,9 @@ from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.remote.sync.sender import WeightSender
 from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.layout import EngineLayout
-from hybridengine.sync.move.in_world import Pull
 from hybridengine.sync.resharder import Resharder
 from hybridengine.sync.shards import local_shard, tp_groups
+from hybridengine.sync.transport import Pull
 from tests.extras.remote.worlds import TIMEOUT_S, link_store, worlds
 from tests.ranks import run_ranks
 from tests.sync.memory_engine import MemoryEngine, pulling, quantize

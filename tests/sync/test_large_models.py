@@ -16,8 +16,8 @@ pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it
 def plan_one(folder: str, config, world_size: int, tp_size: int) -> dict[str, object]:
     """The layers that recording one model loaded, and its plan at `world_size` ranks."""
     from hybridengine.lab.layouts import record_engine_layouts
-    from hybridengine.sync.plan.planner import build_plan
-    from hybridengine.sync.record import loader
+    from hybridengine.sync import loader
+    from hybridengine.sync.planner import build_plan
     from hybridengine.sync.shards import ShardSpec
 
     path = Path(folder) / type(config).__name__

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridengine.sync import loader
 from hybridengine.sync.layout import EngineLayout
-from hybridengine.sync.record import loader
-from hybridengine.sync.record.loader import record_checkpoint
+from hybridengine.sync.loader import record_checkpoint
 from tests.architectures.catalogue import CATALOGUE, Entry
 from tests.ranks import run_ranks
 

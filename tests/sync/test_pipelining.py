@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hybridengine.sync.move.transport import run_transfers
+from hybridengine.sync.transport import run_transfers
 
 
 @pytest.mark.parametrize("count", (0, 1, 3))

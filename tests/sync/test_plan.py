@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.sync.copies import Copy
-from hybridengine.sync.layout import EngineLayout, LayoutError, TensorSpec
-from hybridengine.sync.plan.planner import build_plan
+from hybridengine.sync.layout import Copy, EngineLayout, LayoutError, TensorSpec
+from hybridengine.sync.planner import build_plan
 from hybridengine.sync.shards import ShardSpec
 from tests.sync.brute_force import (
     arrivals,

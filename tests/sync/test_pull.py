@@ -6,9 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from hybridengine.sync.copies import Copy
-from hybridengine.sync.layout import EngineLayout, TensorSpec
-from hybridengine.sync.plan.planner import build_plan
+from hybridengine.sync.layout import Copy, EngineLayout, TensorSpec
+from hybridengine.sync.planner import build_plan
 from hybridengine.sync.shards import ShardSpec
 from tests.sync.random_plans import (
     Case,

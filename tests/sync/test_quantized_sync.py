@@ -16,10 +16,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hybridengine.kernels.block_quantize import block_quantize
 from hybridengine.sync.adapter import Adapter
-from hybridengine.sync.copies import Copy
-from hybridengine.sync.geometry import contiguous_strides
-from hybridengine.sync.layout import EngineLayout, LayoutError, TensorSpec
-from hybridengine.sync.move.fp8 import BlockScales
+from hybridengine.sync.blocks import contiguous_strides
+from hybridengine.sync.fp8 import BlockScales
+from hybridengine.sync.layout import Copy, EngineLayout, LayoutError, TensorSpec
 from hybridengine.sync.resharder import Resharder
 from hybridengine.sync.weight_target import StaleWeightsError
 from tests.ranks import message_of, run_ranks

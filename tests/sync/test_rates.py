@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridengine.sync.move.changes import Rates, max_share, measure, share_of
-from hybridengine.sync.move.in_world import AllToAll
+from hybridengine.sync.changes import Rates, max_share, measure, share_of
+from hybridengine.sync.transport import AllToAll
 from tests.ranks import run_ranks
 
 GB = 10**9

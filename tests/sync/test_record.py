@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.model.checkpoint import checkpoint_layout_from_config
-from hybridengine.sync.copies import Copy, compose, merge
-from hybridengine.sync.geometry import NotABlock, contiguous_strides
-from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.record.loader import (
+from hybridengine.sync.blocks import NotABlock, contiguous_strides
+from hybridengine.sync.layout import Copy, LayoutError, compose, merge
+from hybridengine.sync.loader import (
     compose_with_checkpoint,
     record_checkpoint,
     record_layout,

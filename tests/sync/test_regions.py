@@ -7,10 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.sync.copies import Copy, disjoint_regions
-from hybridengine.sync.geometry import Block, contiguous_strides
-from hybridengine.sync.layout import EngineLayout, TensorSpec
-from hybridengine.sync.plan.planner import build_plan
+from hybridengine.sync.blocks import Block, contiguous_strides, disjoint_regions
+from hybridengine.sync.layout import Copy, EngineLayout, TensorSpec
+from hybridengine.sync.planner import build_plan
 from hybridengine.sync.shards import ShardSpec
 from tests.sync.brute_force import (
     arrivals,

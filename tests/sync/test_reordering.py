@@ -9,11 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.sync.copies import Copy
-from hybridengine.sync.geometry import contiguous_strides
-from hybridengine.sync.layout import EngineLayout, LayoutError, TensorSpec
-from hybridengine.sync.plan.checks import check_coverage
-from hybridengine.sync.record.reordering import (
+from hybridengine.sync.blocks import contiguous_strides
+from hybridengine.sync.checks import check_coverage
+from hybridengine.sync.layout import Copy, EngineLayout, LayoutError, TensorSpec
+from hybridengine.sync.reordering import (
     find_reordering,
     reordered_layout,
     undo_reordering,

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.model.shared.slices import SlicedWeights, engine_parts
-from hybridengine.sync.copies import Copy
-from hybridengine.sync.layout import EngineLayout, LayoutError, TensorSpec
+from hybridengine.sync.layout import Copy, EngineLayout, LayoutError, TensorSpec
 from tests.ranks import message_of, run_ranks
 
 SHAPES = {"down": (3, 4), "k": (2, 4), "embed": (5, 2), "norm": (4,)}

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hybridengine.model.optim import Optimizer
-from hybridengine.sync.checksums import EngineState, bit_checksums, without_aliases
 from hybridengine.sync.resharder import Resharder
 from hybridengine.sync.shards import full_tensor, local_shard
+from hybridengine.sync.weight_target import EngineState, bit_checksums, without_aliases
 from tests.sync.memory_engine import MemoryEngine, Shapes, build, expected, values
 
 SHAPES: Shapes = {

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.remote.sync.sender import WeightSender
-from hybridengine.sync.move.mover import Mover
+from hybridengine.sync.mover import Mover
 from tests.extras.remote.worlds import TIMEOUT_S, link_store, worlds
 from tests.ranks import run_ranks
 from tests.sync.brute_force import fused_layout

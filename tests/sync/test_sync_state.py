@@ -14,15 +14,19 @@ from hybridengine.remote.sync.coordinator import Coordinator
 from hybridengine.remote.sync.records import SyncStore
 from hybridengine.run.activity import Activity
 from hybridengine.run.device import DeviceProgress
+from hybridengine.sync import buckets
 from hybridengine.sync.adapter import Adapter
-from hybridengine.sync.checksums import bit_checksums
+from hybridengine.sync.checks import config_differences
 from hybridengine.sync.layout import LayoutError, identity_layout
-from hybridengine.sync.plan import buckets
-from hybridengine.sync.plan.checks import config_differences
-from hybridengine.sync.plan.planner import build_plan
+from hybridengine.sync.planner import build_plan
 from hybridengine.sync.resharder import Resharder
 from hybridengine.sync.shards import RowRange
-from hybridengine.sync.weight_target import PlanOutdatedError, ReshardError, StaleWeightsError
+from hybridengine.sync.weight_target import (
+    PlanOutdatedError,
+    ReshardError,
+    StaleWeightsError,
+    bit_checksums,
+)
 from tests.sync.memory_engine import Shapes, build, expected, values
 
 SHAPES: Shapes = {

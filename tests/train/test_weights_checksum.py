@@ -8,8 +8,8 @@ import torch
 from hybridengine.engine.interface import InFlightUpdate
 from hybridengine.run.config import load_config
 from hybridengine.run.errors import RolloutError
-from hybridengine.sync.checksums import EngineState
 from hybridengine.sync.layout import EngineLayout, TensorSpec
+from hybridengine.sync.weight_target import EngineState
 from hybridengine.train import weights_checksum
 from hybridengine.train.weights_checksum import WeightsChecksum
 from tests.sync.memory_engine import MemoryEngine

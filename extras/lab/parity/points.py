@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from hybridengine.kernels import block_quantize
 from hybridengine.model import adapter_shards, parameter_shards
-from hybridengine.sync.copies import Copy, Region
-from hybridengine.sync.layout import EngineLayout
+from hybridengine.sync.layout import Copy, EngineLayout, Region
 from hybridengine.sync.shards import full_tensor
 
 LOGITS = "lm_head"

@@ -18,7 +18,7 @@ from hybridengine.lab.advisor import advise
 from hybridengine.lab.simulate.cluster import Cluster
 from hybridengine.lab.simulate.model import Layout, ModelShape, Workload
 from hybridengine.sync.layout import EngineLayout
-from hybridengine.sync.plan.planner import Planner, ReshardPlan
+from hybridengine.sync.planner import Planner, ReshardPlan
 from hybridengine.sync.shards import ShardSpec
 
 _BUCKET_LATENCY_S = 100e-6  # of an all-to-all and its launches, as in the advisor

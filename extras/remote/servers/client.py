@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from hybridengine.engine.response import Response
 from hybridengine.remote.servers.images import ServerPrompt, check_image_settings
 from hybridengine.run.errors import RolloutError, shorten
-from hybridengine.sync.checksums import combined_checksum
+from hybridengine.sync.weight_target import combined_checksum
 
 BACKEND = "hybridengine"  # of vLLM's weight transfer
 EXACT = "hybridengine_exact"  # key of vLLM's additional_config, which the plug-in reads

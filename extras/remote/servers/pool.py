@@ -18,7 +18,7 @@ from hybridengine.engine.interface import InFlightUpdate
 from hybridengine.remote.servers.client import ServerLostError, ServerWeights, VllmServer
 from hybridengine.remote.sync.records import EngineInfo, SyncState, SyncStore
 from hybridengine.run.errors import RolloutError, UserError, print_note
-from hybridengine.sync.checksums import EngineState
+from hybridengine.sync.weight_target import EngineState
 
 _CHECK_S = 2.0  # between two health checks of a server
 _REPORT_S = 15.0  # between two notes about servers that have not come yet

@@ -21,8 +21,10 @@ from hybridengine.kernels import bit_checksum
 from hybridengine.remote.sync.link import Link
 from hybridengine.run.all_ranks import all_gather_values
 from hybridengine.run.device import DeviceProgress, Guard
-from hybridengine.sync.move.tables import Exchange
-from hybridengine.sync.move.transport import (
+from hybridengine.sync.planner import ReshardPlan
+from hybridengine.sync.shards import ShardSpec
+from hybridengine.sync.tables import Exchange
+from hybridengine.sync.transport import (
     HEADER_BYTES,
     Gather,
     Header,
@@ -31,8 +33,6 @@ from hybridengine.sync.move.transport import (
     Sizes,
     Transport,
 )
-from hybridengine.sync.plan.planner import ReshardPlan
-from hybridengine.sync.shards import ShardSpec
 from hybridengine.sync.weight_target import LinkError
 
 _CHECKSUM_BYTES = 8

@@ -24,8 +24,8 @@ from hybridengine.remote.sync.records import (
 )
 from hybridengine.run.activity import Activity
 from hybridengine.run.messages import wait_for
+from hybridengine.sync.checks import check_configuration, config_differences
 from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.plan.checks import check_configuration, config_differences
 from hybridengine.sync.weight_target import ReshardError
 
 BEAT_S = 1.0

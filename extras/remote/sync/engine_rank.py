@@ -26,8 +26,8 @@ from hybridengine.run.failures import (
     this_process,
 )
 from hybridengine.run.messages import wait_for
+from hybridengine.sync.buckets import default_bucket_bytes
 from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.plan.buckets import default_bucket_bytes
 from hybridengine.sync.weight_target import RankFailedError, ReshardError, WeightTarget
 
 T = TypeVar("T")

@@ -28,8 +28,8 @@ from hybridengine.run.failures import (
     one_line,
     process_state,
 )
-from hybridengine.sync.move.tables import ALIGNMENT
-from hybridengine.sync.move.transport import Buffers, Pending
+from hybridengine.sync.tables import ALIGNMENT
+from hybridengine.sync.transport import Buffers, Pending
 from hybridengine.sync.weight_target import LinkError
 
 _TRANSFER = "transfer", ""  # of all ranks of a link

@@ -32,8 +32,8 @@ from hybridengine.remote.sync.offered_memory import MemoryOffer, map_memory, off
 from hybridengine.remote.sync.records import SyncStore
 from hybridengine.run.failures import CollectiveGuard, one_line
 from hybridengine.run.messages import wait_for
-from hybridengine.sync.move.tables import ALIGNMENT
-from hybridengine.sync.move.transport import Pending
+from hybridengine.sync.tables import ALIGNMENT
+from hybridengine.sync.transport import Pending
 from hybridengine.sync.weight_target import LinkError, ReshardError
 
 _SLOTS = 2

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from hybridengine.sync.move.in_world import HostMemory
+from hybridengine.sync.transport import HostMemory
 
 _IpcHandle = tuple[bytes, int, int, bytes, int, bytes, bool]
 

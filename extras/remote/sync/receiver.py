@@ -26,13 +26,13 @@ from hybridengine.remote.sync.records import (
 from hybridengine.run.device import DeviceProgress
 from hybridengine.run.failures import one_line
 from hybridengine.sync.adapter import adapters_of_factors
-from hybridengine.sync.checksums import EngineState
 from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.move.mover import Mover
+from hybridengine.sync.mover import Mover
 from hybridengine.sync.resharder import SyncReport
 from hybridengine.sync.verify import find_mismatches
 from hybridengine.sync.weight_target import (
     CorruptDeltaError,
+    EngineState,
     HasTarget,
     LinkError,
     RankFailedError,

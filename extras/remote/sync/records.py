@@ -27,10 +27,10 @@ import torch.distributed as dist
 from hybridengine.run.failures import STORE_GONE, one_line, process_state, stopped_ranks
 from hybridengine.run.messages import MessageError, SignedStore
 from hybridengine.sync.adapter import Adapter, adapter_factors
+from hybridengine.sync.checks import check_fit
 from hybridengine.sync.layout import EngineLayout, TensorSpec
-from hybridengine.sync.move.mover import Order
-from hybridengine.sync.plan.checks import check_fit
-from hybridengine.sync.plan.planner import ReshardPlan, build_plan
+from hybridengine.sync.mover import Order
+from hybridengine.sync.planner import ReshardPlan, build_plan
 from hybridengine.sync.shards import Holders, ShardSpec
 from hybridengine.sync.weight_target import RankFailedError
 

@@ -38,13 +38,13 @@ from hybridengine.run.failures import (
     this_process,
 )
 from hybridengine.sync.adapter import Adapter
+from hybridengine.sync.buckets import default_bucket_bytes
+from hybridengine.sync.changes import ChangeFinder, Found, find_changes
+from hybridengine.sync.checks import config_differences
+from hybridengine.sync.delta import group_size
 from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.move.changes import ChangeFinder, Found, find_changes
-from hybridengine.sync.move.delta import group_size
-from hybridengine.sync.move.mover import Mover, Order
-from hybridengine.sync.plan.buckets import default_bucket_bytes
-from hybridengine.sync.plan.checks import config_differences
-from hybridengine.sync.plan.planner import ReshardPlan
+from hybridengine.sync.mover import Mover, Order
+from hybridengine.sync.planner import ReshardPlan
 from hybridengine.sync.resharder import SyncReport
 from hybridengine.sync.trainers import DeltaMode, Parameters, Trainers
 from hybridengine.sync.verify import find_mismatches, warn_of_nan

@@ -26,9 +26,8 @@ from hybridengine.engine.vllm.sleep import weights_sleep
 from hybridengine.engine.vllm.weights import ModelWeights
 from hybridengine.model.checkpoint import checkpoint_layout_from_config
 from hybridengine.remote.sync.receiver import WeightReceiver
-from hybridengine.sync.checksums import EngineState
 from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.weight_target import ReshardError
+from hybridengine.sync.weight_target import EngineState, ReshardError
 
 _CONNECT_TIMEOUT = timedelta(seconds=30)
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from hybridengine.model.lora import adapter_shards
 from hybridengine.model.parameters import parameter_shards, unwrap_peft
 from hybridengine.sync.adapter import Adapter
-from hybridengine.sync.geometry import contiguous_strides
+from hybridengine.sync.blocks import contiguous_strides
 from hybridengine.sync.layout import LayoutError
 
 __all__ = ["SenderArguments", "module_arguments", "sender_arguments"]

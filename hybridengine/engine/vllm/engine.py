@@ -57,7 +57,7 @@ from hybridengine.model.shared.slices import Part, SlicedWeights, engine_parts
 from hybridengine.run.all_ranks import all_gather_values, broadcast_value, group_timeout
 from hybridengine.run.plugins import load_plugin
 from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.plan.senders import ranks_per_node
+from hybridengine.sync.senders import ranks_per_node
 from hybridengine.sync.shards import tp_groups
 from hybridengine.sync.weight_target import write_constants
 

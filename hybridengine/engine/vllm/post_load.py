@@ -19,15 +19,14 @@ import torch
 
 from hybridengine.engine.vllm.quantized import checked_quantization, quantized_layout
 from hybridengine.kernels.decode_linear import inference_linear
-from hybridengine.sync.checksums import bit_checksums
-from hybridengine.sync.copies import Copy
-from hybridengine.sync.layout import EngineLayout, LayoutError, TensorSpec
-from hybridengine.sync.record.loader import engine_tensors
-from hybridengine.sync.record.reordering import (
+from hybridengine.sync.layout import Copy, EngineLayout, LayoutError, TensorSpec
+from hybridengine.sync.loader import engine_tensors
+from hybridengine.sync.reordering import (
     find_reordering,
     reordered_layout,
     undo_reordering,
 )
+from hybridengine.sync.weight_target import bit_checksums
 
 _State = tuple[TensorSpec, int]  # of a tensor as it was loaded: spec, checksum of the content
 

@@ -13,7 +13,7 @@ from hybridengine.engine.vllm.environment import (
     own_model_classes,
 )
 from hybridengine.sync.layout import CheckpointLayout, EngineLayout
-from hybridengine.sync.record.loader import record_layout_by_layer
+from hybridengine.sync.loader import record_layout_by_layer
 
 
 def record_engine_layout(

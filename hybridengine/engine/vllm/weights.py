@@ -11,8 +11,8 @@ from hybridengine.engine.vllm.post_load import PostLoadProcessing
 from hybridengine.engine.vllm.quantized import VLLM_NAME, quantizes_at_load
 from hybridengine.engine.vllm.record import record_engine_layout
 from hybridengine.sync.adapter import Adapter
+from hybridengine.sync.checks import config_differences, in_words, plain_values
 from hybridengine.sync.layout import CheckpointLayout, LayoutError
-from hybridengine.sync.plan.checks import config_differences, in_words, plain_values
 from hybridengine.sync.weight_target import ReshardError, WeightTarget
 
 

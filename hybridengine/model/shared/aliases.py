@@ -8,9 +8,8 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from hybridengine.sync.copies import Copy
-from hybridengine.sync.geometry import contiguous_strides
-from hybridengine.sync.layout import EngineLayout, LayoutError, Shape
+from hybridengine.sync.blocks import contiguous_strides
+from hybridengine.sync.layout import Copy, EngineLayout, LayoutError, Shape
 
 
 def parameter_views(

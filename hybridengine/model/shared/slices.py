@@ -13,8 +13,7 @@ from torch import Tensor
 
 from hybridengine.model.shared.aliases import copies_of, parameter_views
 from hybridengine.model.shared.layered import LayeredWeights
-from hybridengine.sync.copies import Region
-from hybridengine.sync.layout import EngineLayout, LayoutError, Shape
+from hybridengine.sync.layout import EngineLayout, LayoutError, Region, Shape
 
 Part = tuple[str, Region]  # parameter, a part of it
 

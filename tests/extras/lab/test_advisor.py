@@ -13,9 +13,8 @@ import torch
 from rich.console import Console
 
 from hybridengine.lab.advisor import advise, draw_advice, print_advice, traffic_matrix
-from hybridengine.sync.copies import Copy
-from hybridengine.sync.geometry import contiguous_strides
-from hybridengine.sync.layout import EngineLayout, TensorSpec
+from hybridengine.sync.blocks import contiguous_strides
+from hybridengine.sync.layout import Copy, EngineLayout, TensorSpec
 from hybridengine.sync.shards import dim1_parameters
 from tests.extras.vision.tiny_vision import save_tiny_vision
 from tests.forked import run_forked

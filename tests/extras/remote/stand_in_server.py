@@ -82,7 +82,7 @@ def serve_model(port: int, model: str, delay_s: float) -> None:
     from hybridengine.engine.interface import SamplingSpec
     from hybridengine.remote.servers.client import WEIGHTS_STATE
     from hybridengine.remote.sync.receiver import WeightReceiver
-    from hybridengine.sync.checksums import EngineState
+    from hybridengine.sync.weight_target import EngineState
 
     engine = build_engine("hf", model, stop_token_ids=[2])
     engine.target.weight_version = -1

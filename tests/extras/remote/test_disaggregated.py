@@ -14,7 +14,7 @@ from hybridengine.remote.sync.link import divide
 from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.remote.sync.records import SyncState, SyncStore
 from hybridengine.remote.sync.sender import WeightSender
-from hybridengine.sync.plan.checks import plain_values
+from hybridengine.sync.checks import plain_values
 from tests.extras.remote.worlds import (
     FACTORS,
     TIMEOUT_S,

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from hybridengine.kernels import Changed, bit_checksum, change_mask, mark_changed_, take_changed
 from hybridengine.run.all_ranks import all_gather_values, host_device
 from hybridengine.run.failures import CollectiveGuard
+from hybridengine.sync.buckets import Bucket
 from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.plan.buckets import Bucket
-from hybridengine.sync.plan.planner import ReshardPlan
+from hybridengine.sync.planner import ReshardPlan
 from hybridengine.sync.shards import Box
 from hybridengine.sync.trainers import TrainedTensors, Trainers
 

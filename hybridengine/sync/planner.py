@@ -20,16 +20,16 @@ import numpy as np
 import torch
 
 from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE
-from hybridengine.sync.geometry import Block
-from hybridengine.sync.layout import EngineLayout, LayoutError
-from hybridengine.sync.plan.buckets import Bucket, ChunkTable, Source, fill_buckets
-from hybridengine.sync.plan.checks import (
+from hybridengine.sync.blocks import Block
+from hybridengine.sync.buckets import Bucket, ChunkTable, Source, fill_buckets
+from hybridengine.sync.checks import (
     check_casts,
     check_coverage,
 )
-from hybridengine.sync.plan.senders import Senders, Topology
-from hybridengine.sync.plan.source_class import SliceCopy, SourceClass
+from hybridengine.sync.layout import EngineLayout, LayoutError
+from hybridengine.sync.senders import Senders, Topology
 from hybridengine.sync.shards import ShardSpec
+from hybridengine.sync.source_class import SliceCopy, SourceClass
 
 
 @dataclass

@@ -21,9 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridengine.sync.copies import Writes, disjoint_regions
-from hybridengine.sync.geometry import Axis, Block, count_below, cut, narrow
-from hybridengine.sync.plan.senders import Senders
+from hybridengine.sync.blocks import Axis, Block, Writes, count_below, cut, disjoint_regions, narrow
+from hybridengine.sync.senders import Senders
 from hybridengine.sync.shards import ShardSpec, grid_product
 
 _Pair = tuple[int, int]  # shard, receiver

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from hybridengine.sync.copies import Copy, Region
-from hybridengine.sync.geometry import contiguous_strides, reach
-from hybridengine.sync.layout import EngineLayout, LayoutError, TensorSpec
-from hybridengine.sync.plan.buckets import Bucket
+from hybridengine.sync.blocks import contiguous_strides, reach
+from hybridengine.sync.buckets import Bucket
+from hybridengine.sync.layout import Copy, EngineLayout, LayoutError, Region, TensorSpec
 from hybridengine.sync.shards import ShardSpec
 
 

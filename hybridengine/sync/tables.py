@@ -16,11 +16,11 @@ import torch
 
 from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE, BlockTable
 from hybridengine.kernels.strided_copy import TABLE_COLUMNS, CopyTable
-from hybridengine.sync.geometry import Block, contiguous_strides
-from hybridengine.sync.plan.buckets import Bucket
-from hybridengine.sync.plan.planner import ReshardPlan
-from hybridengine.sync.plan.source_class import Chunk, SliceCopy, SourceClass
+from hybridengine.sync.blocks import Block, contiguous_strides
+from hybridengine.sync.buckets import Bucket
+from hybridengine.sync.planner import ReshardPlan
 from hybridengine.sync.shards import Box
+from hybridengine.sync.source_class import Chunk, SliceCopy, SourceClass
 
 _MAX_AXES = 4  # axes of one row of the strided_copy table
 Shape = tuple[int, ...]

@@ -16,15 +16,12 @@ import torch
 
 from hybridengine.kernels import Changed
 from hybridengine.kernels.delta import ChangeTable, decode_gaps, encode_gaps
-from hybridengine.sync.checksums import bit_checksums
-from hybridengine.sync.move.changes import Part, covers
-from hybridengine.sync.move.tables import ExchangeBuilder
-from hybridengine.sync.move.transport import Header, Transport, run_transfers
-from hybridengine.sync.plan.buckets import Bucket
-from hybridengine.sync.plan.source_class import Chunk
-from hybridengine.sync.weight_target import CorruptDeltaError
-
-_ALIGNMENT = 8  # bytes of a message: the next one is aligned for its values and its checksum
+from hybridengine.sync.buckets import Bucket
+from hybridengine.sync.changes import Part, covers
+from hybridengine.sync.source_class import Chunk
+from hybridengine.sync.tables import ExchangeBuilder
+from hybridengine.sync.transport import Header, Transport, run_transfers
+from hybridengine.sync.weight_target import CorruptDeltaError, bit_checksums
 
 
 class Versions(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 
 from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE
 from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.plan.source_class import Chunk, SourceClass
+from hybridengine.sync.source_class import Chunk, SourceClass
 
 _MIN_BYTES, _MAX_BYTES = 64 << 20, 1 << 30
 _SHARE_OF_FREE = 16  # two buffers are in use, so an eighth of the free memory in all

@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from hybridengine.sync.copies import Copy, compose, merge
-from hybridengine.sync.geometry import NotABlock, contiguous_strides
-from hybridengine.sync.layout import EngineLayout, LayoutError
+from hybridengine.sync.blocks import NotABlock, contiguous_strides
+from hybridengine.sync.layout import Copy, EngineLayout, LayoutError, compose, merge
 
 # Element size → (integer type, lowest pattern, number of patterns). All patterns are normal,
 # positive, finite numbers in every floating-point type of that size, so copies preserve them.

@@ -16,16 +16,18 @@ from dataclasses import replace
 
 import torch
 
-from hybridengine.sync.copies import Copy, compose, merge
-from hybridengine.sync.geometry import NotABlock
+from hybridengine.sync.blocks import NotABlock
 from hybridengine.sync.layout import (
     CheckpointLayout,
+    Copy,
     EngineLayout,
     LayoutError,
     Shape,
     TensorSpec,
+    compose,
+    merge,
 )
-from hybridengine.sync.record.recorder import CopyRecorder, StorageContents
+from hybridengine.sync.recorder import CopyRecorder, StorageContents
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 

@@ -9,16 +9,16 @@ from typing import NamedTuple
 import torch
 
 from hybridengine.run.failures import CollectiveGuard
-from hybridengine.sync.geometry import contiguous_strides
-from hybridengine.sync.move.changes import Found, covers
-from hybridengine.sync.move.delta import Delta, Versions
-from hybridengine.sync.move.fp8 import BlockScales
-from hybridengine.sync.move.tables import Exchange, ExchangeBuilder
-from hybridengine.sync.move.transport import Transport, run_transfers
-from hybridengine.sync.plan.buckets import Bucket
-from hybridengine.sync.plan.planner import ReshardPlan
+from hybridengine.sync.blocks import contiguous_strides
+from hybridengine.sync.buckets import Bucket
+from hybridengine.sync.changes import Found, covers
+from hybridengine.sync.delta import Delta, Versions
+from hybridengine.sync.fp8 import BlockScales
+from hybridengine.sync.planner import ReshardPlan
 from hybridengine.sync.shards import Box
+from hybridengine.sync.tables import Exchange, ExchangeBuilder
 from hybridengine.sync.trainers import TrainedTensors
+from hybridengine.sync.transport import Transport, run_transfers
 from hybridengine.sync.weight_target import WeightTarget, write_constants
 
 

@@ -17,8 +17,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hybridengine.sync.copies import Copy, Region, compose
-from hybridengine.sync.geometry import NotABlock, contiguous_strides
+from hybridengine.sync.blocks import NotABlock, contiguous_strides
+from hybridengine.sync.layout import Copy, Region, compose
 
 _aten = torch.ops.aten
 _CLONES = {_aten.clone, _aten._to_copy, _aten._pin_memory}

@@ -29,7 +29,7 @@ from hybridengine.kernels.block_quantize import (
 )
 from hybridengine.kernels.strided_copy import TABLE_COLUMNS
 from hybridengine.run.failures import CollectiveGuard
-from hybridengine.sync.geometry import (
+from hybridengine.sync.blocks import (
     Block,
     NotABlock,
     contiguous_strides,
@@ -39,10 +39,10 @@ from hybridengine.sync.geometry import (
     reach,
 )
 from hybridengine.sync.layout import LayoutError
-from hybridengine.sync.move.tables import Plain, Shape, SliceRows, slice_rows
-from hybridengine.sync.move.transport import Transport
-from hybridengine.sync.plan.planner import ReshardPlan
-from hybridengine.sync.plan.source_class import SliceCopy
+from hybridengine.sync.planner import ReshardPlan
+from hybridengine.sync.source_class import SliceCopy
+from hybridengine.sync.tables import Plain, Shape, SliceRows, slice_rows
+from hybridengine.sync.transport import Transport
 
 BLOCK_COLUMN = TABLE_COLUMNS  # of the tables of this module: the number of the block of a row
 _MAX_AXES = 4  # of a row

@@ -1,1 +1,0 @@
-"""Who sends which slice to whom, in which bucket."""

@@ -1,1 +1,0 @@
-"""How an engine loads a checkpoint, recorded as strided copies."""
