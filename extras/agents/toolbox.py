@@ -23,8 +23,8 @@ from hybridengine.agents.tools import Tool
 from hybridengine.model.attachments import Attachment
 from hybridengine.run.config.rollout import MultiTurnConfig
 from hybridengine.run.errors import shorten
-from hybridengine.train.data.attachments import find_images
 from hybridengine.vision.decoding import decode_image
+from hybridengine.vision.rows import find_images
 
 __all__ = ["ToolResult", "Toolbox", "call"]
 

@@ -14,7 +14,6 @@ from hybridengine.engine.response import Response
 from hybridengine.model.attachments import Attachment
 from hybridengine.run.errors import UserError
 from hybridengine.train.data import PromptSample
-from hybridengine.train.data.chats import text_of
 
 __all__ = ["AgentError", "TokenSequence", "Trajectory", "Turn"]
 
@@ -264,7 +263,9 @@ class Trajectory:
         """Record turns of others; they share `num_tokens`, which are the first one's."""
         for entry in entries:
             if not isinstance(entry, ModelTurn):
-                text = text_of(entry["content"])
+                content = entry["content"]
+                parts = content if isinstance(content, list) else [{"text": str(content or "")}]
+                text = "".join(part.get("text", "") for part in parts)
                 self.turns.append(Turn(str(entry["role"]), text, num_tokens))
                 num_tokens = 0
 

@@ -6,6 +6,7 @@ engine       prompts with images in vLLM
 extension    what the core asks for
 packed       images in a packed forward pass
 processor    transformers' processor of a checkpoint → the tokens and tensors of an image
+rows         the images of a row, and their places in its chat
 torchvision  what transformers and vLLM import of it where it is not installed
 """
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from hybridengine.model.attachments import Conflict
+from hybridengine.model.attachments import Attachment, Conflict
 from hybridengine.model.extensions import ModelExtension
 from hybridengine.run.config import JobConfig
 from hybridengine.vision.packed import (
@@ -16,6 +17,7 @@ from hybridengine.vision.packed import (
     freeze_vision_tower,
 )
 from hybridengine.vision.processor import ImagePreparer, load_image_preparer
+from hybridengine.vision.rows import place_images
 
 __all__ = ["VisionTowers", "extension"]
 
@@ -37,6 +39,16 @@ class VisionTowers(ModelExtension):
         trust_remote_code: bool,
     ) -> ImagePreparer | None:
         return load_image_preparer(model, path, options, trust_remote_code)
+
+    def place_attachments(
+        self,
+        where: str,
+        folder: Path,
+        chat: Sequence[Mapping[str, Any]],
+        row: Mapping[str, Any],
+        columns: Sequence[str],
+    ) -> tuple[list[dict[str, Any]], list[Attachment]]:
+        return place_images(where, folder, chat, row, columns)
 
     def conflicts(self, config: JobConfig) -> Sequence[Conflict]:
         from hybridengine.vision.checks import find_conflicts  # it asks the trainer

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
@@ -76,7 +77,9 @@ class ImagePreparer(AttachmentPreparer):
     @cached_property
     def settings(self) -> str:
         """Hash of all that the preparation of an image depends on, besides the image."""
+        code = sorted(Path(__file__).parent.glob("*.py"))
         state = {
+            "code": [hashlib.sha256(file.read_bytes()).hexdigest() for file in code],
             "classes": [type(x).__name__ for x in (self.processor, self.processor.image_processor)],
             "image_processor": json.loads(self.processor.image_processor.to_json_string()),
             "options": self.options,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PretrainedConfig
 
-    from hybridengine.model.attachments import AttachmentPreparer, Conflict
+    from hybridengine.model.attachments import Attachment, AttachmentPreparer, Conflict
     from hybridengine.model.packed import PackedBatch
     from hybridengine.model.parts import Part, PartSource
     from hybridengine.run.config import JobConfig
@@ -112,6 +113,25 @@ class ModelExtension:
         options: `data.mm_processor_kwargs`.
         """
         return None
+
+    def place_attachments(
+        self,
+        where: str,
+        folder: Path,
+        chat: Sequence[Mapping[str, Any]],
+        row: Mapping[str, Any],
+        columns: Sequence[str],
+    ) -> tuple[list[dict[str, Any]], list[Attachment]]:
+        """Return the chat of a row, and its attachments in the order of their parts in it.
+
+        Their parts are left without content. A message without attachments has text as content.
+
+        where: the row, for errors.
+        folder: that paths are relative to.
+        columns: names of the columns that may have the attachments.
+        Raises DataError for attachments that cannot be read, or that have no place.
+        """
+        raise NotImplementedError
 
     def conflicts(self, config: JobConfig) -> Sequence[Conflict]:
         """Return the settings of a job that attachments are not supported with."""

@@ -1,6 +1,6 @@
 """Read data files, tokenise them with the chat template, and iterate over batches.
 
-files, arrow     parquet, Arrow and JSON files → rows
+files            parquet, Arrow and JSON files → rows
 rows             the chat of a row in one form, with its images, tools and loss flags
 template         the text of the chat template, and its special tokens
 chats            a chat → text, by the chat template

@@ -33,7 +33,9 @@ from uuid import UUID
 import msgspec
 from msgspec.msgpack import Ext
 
+from hybridengine.run.config.common import DatasetConfig
 from hybridengine.run.errors import DataError
+from hybridengine.train.data.chats import ChatTemplate
 from hybridengine.train.data.files import data_files
 from hybridengine.train.data.template import SpecialTokens
 
@@ -70,9 +72,21 @@ def content_hash(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def identify(files: str | Sequence[str], tokenizer: Any, *settings: Any) -> tuple[str, str]:
-    """Return the hash of the data files' contents, and the key of their tokenised samples."""
-    content = content_hash(data_files(files))
+def identify(
+    files: str | Sequence[str],
+    tokenizer: Any,
+    template: ChatTemplate,
+    data: DatasetConfig,
+    *settings: Any,
+) -> tuple[str, str]:
+    """Return the hash of the data files' contents, and the key of their tokenised samples.
+
+    settings: what samples depend on besides files, tokenizer, template and images.
+    """
+    paths = data_files(files)
+    folders = [str(f.parent.resolve()) for f in paths] if template.preparer else []  # of images
+    content = content_hash(paths)
+    settings = (*settings, template.inputs, data.image_key, folders)
     return content, fingerprint(tokenizer, content, *settings)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import signal
 import threading
@@ -18,16 +19,10 @@ from hybridengine.run.config.common import DatasetConfig
 from hybridengine.run.errors import DataError
 from hybridengine.run.host_memory import memory_limit
 from hybridengine.run.restarts import run_start
-from hybridengine.train.data.rows import (
-    RowChat,
-    check_tools_shown,
-    tool_name,
-    tool_names,
-    with_text_arguments,
-)
+from hybridengine.train.data.rows import RowChat, tool_name, tool_names
 from hybridengine.train.data.template import SpecialTokens, find_template
 
-__all__ = ["THOUGHTS", "ChatTemplate", "prefix_end", "text_of"]
+__all__ = ["THOUGHTS", "ChatTemplate", "prefix_end"]
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message, by template
 # Keys that hold what a model says; those of a data set (a language, a time) are left alone.
@@ -57,7 +52,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         preparer: AttachmentPreparer | None = None,
     ) -> None:
-        self._tokenizer, self._preparer, self.tools = tokenizer, preparer, list(tools)
+        self._tokenizer, self.preparer, self.tools = tokenizer, preparer, list(tools)
         self.special = SpecialTokens(tokenizer, data.special_tokens)
         self.options = dict(data.apply_chat_template_kwargs)
         own = None if preparer is None else preparer.chat_template
@@ -71,8 +66,9 @@ class ChatTemplate:
         dates = list(map(self._start.strftime, formats))
         if len(re.findall(r"strftime_now\s*\(", self.text)) > len(formats):
             dates.append(self._start.isoformat())  # in a format that the template computes
-        options = sorted(self.options.items())
-        return self.text, options, list(map(str, self.tools)), self.special.policy, dates
+        images = None if self.preparer is None else self.preparer.settings
+        options, tools = sorted(self.options.items()), list(map(str, self.tools))
+        return self.text, options, tools, self.special.policy, dates, images
 
     def of_row(
         self, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
@@ -101,7 +97,12 @@ class ChatTemplate:
             )
         own = self.of_row(tools or self.tools, row.options)
         text = own.render(where, chat, prompt)
-        check_tools_shown(where, tools, text)
+        if missing := [tool_name(tool) for tool in tools if tool_name(tool) not in text]:
+            raise DataError(
+                f"{where}: the chat template does not write the tool {missing[0]!r}; give a "
+                "data.chat_template that knows tools, or set data.tools_key to a column without "
+                "them"
+            )
         if not text:
             return own, chat, text
         for turn in range(len(chat)):
@@ -201,8 +202,8 @@ class ChatTemplate:
 
         Raises DataError for images of a model that takes none.
         """
-        if self._preparer is not None:
-            return self._preparer.expand(where, text, images)
+        if self.preparer is not None:
+            return self.preparer.expand(where, text, images)
         if images:
             raise DataError(
                 f"{where} has {len(images)} images, but the model of model.path takes none: it is "
@@ -219,7 +220,7 @@ class ChatTemplate:
         except DataError:
             if any(message.get("tool_calls") for message in chat):
                 with suppress(DataError):
-                    return self._render_once(where, with_text_arguments(chat), tools, prompt)
+                    return self._render_once(where, _with_text_arguments(chat), tools, prompt)
             raise
 
     def _render_once(
@@ -251,11 +252,14 @@ class ChatTemplate:
         return str(text)
 
 
-def text_of(content: Any) -> str:
-    """Return the text in the content of a message, text itself or a list of parts."""
-    if not isinstance(content, list):
-        return "" if content is None else str(content)
-    return "".join(part.get("text", "") for part in content)
+def _with_text_arguments(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat whose calls have their arguments as JSON text, as a few templates take them."""
+    chat = copy.deepcopy([dict(message) for message in chat])
+    for function in (call["function"] for m in chat for call in m.get("tool_calls") or ()):
+        arguments = function.get("arguments", {})
+        if not isinstance(arguments, str):
+            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    return chat
 
 
 def _text_ends(chat: Sequence[Mapping[str, Any]]) -> Iterator[_TextEnd]:

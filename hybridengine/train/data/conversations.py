@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any
 from hybridengine.model.attachments import Attachment, AttachmentPreparer, Replacement
 from hybridengine.run.config import SFTDataConfig
 from hybridengine.run.errors import DataError, shorten, unexpected
-from hybridengine.train.data.attachments import image_settings
 from hybridengine.train.data.cache import CachedDataset, identify
 from hybridengine.train.data.chats import THOUGHTS, ChatTemplate, prefix_end
 from hybridengine.train.data.files import RowLocation, read_chunks, read_files, require_columns
-from hybridengine.train.data.rows import RowChat, parse_chat, read_chat, tool_names
+from hybridengine.train.data.rows import RowChat, read_chat, tool_names
 
 if TYPE_CHECKING:
     Ids = array[int]
@@ -85,11 +84,9 @@ class SFTDataset(CachedDataset[SFTSample]):
             *(data.messages_key, data.prompt_key, data.response_key, data.max_length),
             *(data.tools_key, data.enable_thinking_key, data.filter_overlong_prompts),
             *(data.prompt_dict_keys, data.response_dict_keys, data.truncation),
-            *template.inputs,
-            *image_settings(files, data, preparer),
             sorted(ends.stops),
         )
-        self.content, key = identify(files, tokenizer, "sft", *settings)
+        self.content, key = identify(files, tokenizer, template, data, "sft", *settings)
         super().__init__(key, lambda: _samples(files, template, ends, data), SFTSample)
         if not self:
             raise DataError(
@@ -174,8 +171,7 @@ def _chat(where: RowLocation, row: Mapping[str, Any], data: SFTDataConfig) -> Ro
     """Check the columns of a row and return its chat."""
     if data.messages_key:
         require_columns(where, row, data.messages_key)
-        messages = parse_chat(where, data.messages_key, row[data.messages_key])
-        return read_chat(where, row, messages, data)
+        return read_chat(where, row, data.messages_key, row[data.messages_key], data)
     chats = [name for name, value in row.items() if name != data.prompt_key and _is_chat(value)]
     if chats and not {data.prompt_key, data.response_key} <= row.keys():
         raise DataError(
@@ -189,8 +185,9 @@ def _chat(where: RowLocation, row: Mapping[str, Any], data: SFTDataConfig) -> Ro
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(response, str):
         raise unexpected(where, data.response_key, response, "text")
-    messages = parse_chat(where, data.prompt_key, prompt)
-    return read_chat(where, row, [*messages, {"role": "assistant", "content": response}], data)
+    if isinstance(prompt, list) and prompt:
+        prompt = [*prompt, {"role": "assistant", "content": response}]
+    return read_chat(where, row, data.prompt_key, prompt, data)
 
 
 def _is_chat(value: Any) -> bool:

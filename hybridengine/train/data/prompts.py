@@ -14,16 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from hybridengine.model.attachments import Attachment, AttachmentPreparer
 from hybridengine.run.config import DataConfig
 from hybridengine.run.errors import DataError, unexpected
-from hybridengine.train.data.attachments import image_columns, image_settings
 from hybridengine.train.data.cache import CachedDataset, identify
 from hybridengine.train.data.chats import ChatTemplate
 from hybridengine.train.data.files import RowLocation, read_chunks, read_files, require_columns
-from hybridengine.train.data.rows import RowChat, parse_chat, read_chat
+from hybridengine.train.data.rows import RowChat, image_columns, read_chat
 
 _TURN_COLUMNS = ("tools_kwargs", "interaction_kwargs", "agent_name")  # moved to extra_info
 
@@ -67,10 +67,8 @@ class PromptDataset(CachedDataset[PromptSample]):
         settings = (
             *(data.prompt_key, data.reward_fn_key, data.max_prompt_length, data.truncation),
             *(data.filter_overlong_prompts, data.tools_key, data.enable_thinking_key),
-            *template.inputs,
-            *image_settings(files, data, preparer),
         )
-        self.content, key = identify(files, tokenizer, "prompts", *settings)
+        self.content, key = identify(files, tokenizer, template, data, "prompts", *settings)
         super().__init__(key, lambda: _samples(files, tokenizer, template, data), PromptSample)
         if not self:
             raise DataError(
@@ -89,19 +87,17 @@ def _samples(
     files: str | Sequence[str], tokenizer: Any, template: ChatTemplate, data: DataConfig
 ) -> Iterator[PromptSample | None]:
     """Yield a sample for each row, None for one that is dropped."""
-    index = -1
+    numbers = count()
     for chunk in read_chunks(files):
         rows = [(where, _verl_row(row, data)) for where, row in chunk]
         chats = [_chat(where, row, data) for where, row in rows]
         texts = [template.show(chat, True)[2] for chat in chats]
-        expanded = [
-            template.expand(chat.where, text, chat.images)[0]
-            for chat, text in zip(chats, texts, strict=True)
-        ]
+        pairs = zip(chats, texts, strict=True)
+        expanded = [template.expand(chat.where, text, chat.images)[0] for chat, text in pairs]
         # The template has already written the special tokens.
         encoded = template.special.encode(expanded)["input_ids"]
         for (where, row), chat, text, ids in zip(rows, chats, texts, encoded, strict=True):
-            index += 1
+            index = next(numbers)
             if len(ids) > data.max_prompt_length:
                 if data.filter_overlong_prompts:
                     yield None
@@ -128,7 +124,7 @@ def _verl_row(row: dict[str, Any], data: DataConfig) -> dict[str, Any]:
     """Return a row of TRL in verl's schema, any other as it is."""
     if data.reward_fn_key in row or "reward_model" in row or data.prompt_key not in row:
         return row
-    own = [name for name in (data.prompt_key, *image_columns(data.image_key)) if name in row]
+    own = [name for name in (data.prompt_key, *image_columns(data)) if name in row]
     columns = {name: value for name, value in row.items() if name not in own}
     return {
         **{name: row[name] for name in own},
@@ -152,13 +148,13 @@ def _chat(where: RowLocation, row: Mapping[str, Any], data: DataConfig) -> RowCh
     if not isinstance(tools_kwargs, Mapping):
         expected = "an object with the names of tools"
         raise unexpected(where, "tools_kwargs", tools_kwargs, expected)
-    messages = parse_chat(where, data.prompt_key, row[data.prompt_key])
-    if messages[-1]["role"] == "assistant":
+    chat = read_chat(where, row, data.prompt_key, row[data.prompt_key], data)
+    if chat.messages[-1]["role"] == "assistant":
         raise DataError(
             f"{where}: {data.prompt_key} ends with a turn of the assistant, after which the model "
             "would begin another one; remove the turn, or train on it by `hybridengine sft`"
         )
-    return read_chat(where, row, messages, data)
+    return chat
 
 
 def _extra_info(row: Mapping[str, Any]) -> Mapping[str, Any]:

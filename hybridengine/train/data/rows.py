@@ -3,7 +3,7 @@
 messages      {"role", "content"}; ShareGPT's {"from", "value"} is converted
 tool calls    arguments as an object, also where the row has them as JSON text
 null          keys that Arrow filled are removed; the nulls of JSON text stay
-images        parts of a message, see `place_images`
+images        parts of a message, see `ModelExtension.place_attachments`
 loss flags    `weight`, `loss_mask`, `trainable`, `train` or `loss` of a turn: 0 or 1
 tools         schemas in the column `data.tools_key`, shown to the model by the template
 thinking      the column `data.enable_thinking_key`, a variable of the template
@@ -11,8 +11,7 @@ thinking      the column `data.enable_thinking_key`, a variable of the template
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +19,8 @@ from typing import Any
 from hybridengine.model.attachments import Attachment
 from hybridengine.run.config.common import DatasetConfig
 from hybridengine.run.errors import DataError, shorten, unexpected
-from hybridengine.train.data.attachments import place_images
-from hybridengine.train.data.files import RowLocation
-from hybridengine.train.data.json_text import JsonObject, NotJsonError, parse_json
+from hybridengine.run.plugins import load_plugin
+from hybridengine.train.data.files import JsonObject, NotJsonError, RowLocation, parse_json
 
 _SHAREGPT_ROLES = {
     "system": "system",
@@ -35,6 +33,7 @@ _SHAREGPT_ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
+_IMAGE_COLUMN = "image"  # TRL's, of rows with one image each
 _LOSS_FLAGS = ("weight", "loss_mask", "trainable", "train", "loss")
 
 
@@ -58,47 +57,45 @@ class RowChat:
 
 
 def read_chat(
-    where: RowLocation,
-    row: Mapping[str, Any],
-    messages: Sequence[Mapping[str, Any]],
-    data: DatasetConfig,
+    where: RowLocation, row: Mapping[str, Any], key: str, chat: Any, data: DatasetConfig
 ) -> RowChat:
-    """Return `messages`, from `parse_chat`, with what else the row gives to a template.
+    """Return `chat`, that of column `key`, with what else the row gives to a template.
 
-    Raises DataError for images, tool calls, tools and flags that cannot be used.
+    It is [{"role", "content"}, …], with text or parts as content, or ShareGPT's
+    [{"from", "value"}, …].
+
+    Raises DataError for any other chat, and for images, tool calls, tools and flags that cannot be
+    used.
     """
-    flags = [_loss_flag(f"{where}, turn {n}", message) for n, message in enumerate(messages)]
-    bare = [
-        {name: value for name, value in message.items() if name not in _LOSS_FLAGS}
-        for message in messages
-    ]
-    placed, images = place_images(where, bare, row, data.image_key)
+    messages = [_message(turn) for turn in chat] if isinstance(chat, list) else []
+    faults = (f"turn {n}: {x}" for n, message in enumerate(messages) if (x := _fault(message)))
+    if fault := next(faults, "" if messages else "it is no list of messages"):
+        form = '[{"role": "user", "content": "…"}]'
+        raise unexpected(where, key, chat, f"a chat, a list like {form}; {fault}")
+    flags = [_take_loss_flag(f"{where}, turn {n}", message) for n, message in enumerate(messages)]
+    images: list[Attachment] = []
+    columns = image_columns(data)
+    if any(row.get(name) is not None for name in columns) or any(
+        isinstance(message.get("content"), list) for message in messages
+    ):
+        plug = load_plugin("models", "images", "data.image_key")
+        messages, images = plug.place_attachments(where, where.folder, messages, row, columns)
     thinking = row.get(data.enable_thinking_key)
     if thinking is not None and not isinstance(thinking, bool):
         raise unexpected(where, data.enable_thinking_key, thinking, "true or false")
     return RowChat(
         where,
-        [plain_tool_calls(where, message) for message in placed],
+        [_plain_tool_calls(where, message) for message in messages],
         images,
-        parse_tools(where, row, data.tools_key),
+        _tools(where, row, data.tools_key),
         {} if thinking is None else {"enable_thinking": thinking},
         flags,
     )
 
 
-def parse_chat(where: str, key: str, chat: Any) -> list[dict[str, Any]]:
-    """Return the chat of column `key` as [{"role", "content"}, …], with text or parts as content.
-
-    ShareGPT's [{"from", "value"}, …] is converted. Raises DataError for anything else.
-    """
-    fault = "" if isinstance(chat, list) and chat else "it is no list of messages"
-    messages = [_message(turn) for turn in chat] if not fault else []
-    for turn, message in enumerate(messages):
-        fault = fault or (_fault(message) and f"turn {turn}: {_fault(message)}")
-    if fault:
-        form = '[{"role": "user", "content": "…"}]'
-        raise unexpected(where, key, chat, f"a chat, a list like {form}; {fault}")
-    return messages
+def image_columns(data: DatasetConfig) -> tuple[str, str]:
+    """Return the names of columns that may have the images of a row."""
+    return data.image_key, _IMAGE_COLUMN
 
 
 def _message(turn: Any) -> Any:
@@ -129,9 +126,9 @@ def _fault(message: Any) -> str:
     return f"content is {shorten(repr(content), 80)}, not text"
 
 
-def _loss_flag(where: str, message: Mapping[str, Any]) -> bool | None:
-    """Return whether a turn is to be trained on, None where it does not say."""
-    given = {name: message[name] for name in _LOSS_FLAGS if name in message}
+def _take_loss_flag(where: str, message: dict[str, Any]) -> bool | None:
+    """Remove the loss flags of a turn; return whether to train on it, None where it has none."""
+    given = {name: message.pop(name) for name in _LOSS_FLAGS if name in message}
     for name, value in given.items():
         if value not in (0, 1):
             raise DataError(
@@ -149,40 +146,34 @@ def _loss_flag(where: str, message: Mapping[str, Any]) -> bool | None:
     return values.pop() if values else None
 
 
-def parse_tools(where: str, row: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+def _tools(where: str, row: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     """Return the tool schemas in column `key`: a list of objects or of JSON texts, or JSON of it.
 
-    Empty where the row has no such column. Raises DataError for anything else.
+    Empty where the row has no such column.
     """
-    given = row.get(key)
-    tools = _parsed(f"{where}: {key}", given)
-    if tools is None or tools == "":
+    given, own = row.get(key), f"{where}: {key}"
+    if (tools := _parsed(own, given)) in (None, ""):
         return []
-    tools = (
-        [_parsed(f"{where}: {key}", tool) for tool in tools] if isinstance(tools, list) else tools
-    )
-    if not isinstance(tools, list) or not all(map(tool_name, tools)):
+    tools = [_parsed(own, tool) for tool in tools] if isinstance(tools, list) else [None]
+    if not all(map(tool_name, tools)):
         form = '[{"type": "function", "function": {"name": "…", "parameters": {…}}}]'
         raise unexpected(where, key, given, f"a list of tool schemas like {form}, or JSON of it")
     return [_without_null(tool) for tool in tools]
 
 
-def plain_tool_calls(where: str, message: dict[str, Any]) -> dict[str, Any]:
+def _plain_tool_calls(where: str, message: dict[str, Any]) -> dict[str, Any]:
     """Return a message whose tool calls have their arguments as an object, as templates take them.
 
     OpenAI's form has them as JSON text; ShareGPT's is one JSON text of a call or a list.
-
-    Raises DataError for a call without a name.
     """
-    calls = message.get("tool_calls")
+    calls = message.pop("tool_calls", None)
     if not calls:
-        return {name: value for name, value in message.items() if name != "tool_calls"}
+        return message
     own = f"{where}: tool_calls"
     listed = _parsed(own, calls)
-    if isinstance(calls, str) and not isinstance(listed, list):
-        listed = [listed]
+    listed = [listed] if isinstance(calls, str) and not isinstance(listed, list) else listed
     given = [_parsed(own, call) for call in listed] if isinstance(listed, list) else []
-    if not given or not all(tool_name(call) for call in given):
+    if not given or not all(map(tool_name, given)):
         form = '[{"type": "function", "function": {"name": "…", "arguments": {…}}}]'
         raise unexpected(where, "tool_calls", calls, f"a list like {form}")
     return {**message, "tool_calls": [_plain_call(own, call) for call in given]}
@@ -197,22 +188,6 @@ def _plain_call(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return call if "function" in call else {"type": "function", "function": call}
 
 
-def with_text_arguments(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat whose calls have their arguments as JSON text, as a few templates take them."""
-    return [
-        {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else dict(message)
-        for message in chat
-    ]
-
-
-def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = call["function"].get("arguments", {})
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": text}}
-
-
 def tool_names(message: Mapping[str, Any]) -> list[str]:
     """Return the names of the functions that a message calls."""
     return [tool_name(call) for call in message.get("tool_calls") or ()]
@@ -223,15 +198,6 @@ def tool_name(schema: Any) -> str:
     own = schema.get("function", schema) if isinstance(schema, Mapping) else {}
     name = own.get("name") if isinstance(own, Mapping) else None
     return name if isinstance(name, str) else ""
-
-
-def check_tools_shown(where: str, tools: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Raise DataError where the template did not write the names of the row's tools."""
-    if missing := [tool_name(tool) for tool in tools if tool_name(tool) not in text]:
-        raise DataError(
-            f"{where}: the chat template does not write the tool {missing[0]!r}; give a "
-            "data.chat_template that knows tools, or set data.tools_key to a column without them"
-        )
 
 
 def _parsed(where: str, value: Any) -> Any:

@@ -16,11 +16,12 @@ from PIL import Image
 
 from hybridengine.model import attachments
 from hybridengine.run.errors import DataError
-from hybridengine.train.data.attachments import place_images
-from hybridengine.train.data.files import RowLocation, read_files
+from hybridengine.train.data.files import read_files
 from hybridengine.vision import EncodedImage, decoding
 from hybridengine.vision.decoding import decode_image
+from hybridengine.vision.rows import place_images
 
+COLUMNS = ("images", "image")
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
 
@@ -38,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def place(folder: Path, chat: list[Any], **row: Any) -> tuple[list[Any], list[EncodedImage]]:
-    return place_images(RowLocation(folder / "rows.jsonl", "line 3"), chat, row, "images")
+    return place_images(f"{folder}/rows.jsonl, line 3", folder, chat, row, COLUMNS)
 
 
 def user(content: Any) -> list[dict[str, Any]]:
@@ -175,7 +176,7 @@ def test_parquet_and_jsonl_agree(folder: Path) -> None:
     (folder / "b.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for name in ("a.parquet", "b.jsonl"):
         read = [
-            place_images(where, row["chat"], row, "images")
+            place_images(where, where.folder, row["chat"], row, COLUMNS)
             for where, row in read_files(str(folder / name))
         ]
         assert [chat for chat, _ in read] == [user([IMAGE, A]), user("b")]

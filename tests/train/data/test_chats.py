@@ -4,6 +4,7 @@ import os
 import resource
 import time
 from datetime import datetime
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,13 +16,14 @@ from hybridengine.run.restarts import agree_on_run_start, run_start
 from hybridengine.train.data import DataError, PromptDataset, chats
 from hybridengine.train.data.chats import ChatTemplate
 from hybridengine.train.data.conversations import SFTDataset
-from hybridengine.train.data.files import read_files
-from hybridengine.train.data.rows import parse_chat
+from hybridengine.train.data.files import RowLocation, read_files
+from hybridengine.train.data.rows import read_chat
 from tests.train.data.rows import TEMPLATE, row, write_jsonl
 
 
 def chat(value):
-    return parse_chat("here", "c", value)
+    where = RowLocation(Path("rows.jsonl"), "line 1")
+    return read_chat(where, {}, "c", value, DataConfig()).messages
 
 
 def test_sharegpt_is_a_chat():
@@ -54,7 +56,10 @@ def test_nulls_of_parquet_are_dropped(tmp_path):
     ]
     pq.write_table(pa.Table.from_pylist([{"c": given}]), tmp_path / "a.parquet")
     [(_, parsed)] = read_files(str(tmp_path / "a.parquet"))
-    assert chat(parsed["c"]) == chat(given) == given
+    plain = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    assert (
+        chat(parsed["c"]) == chat(given) == [given[0], given[1] | {"tool_calls": plain}, given[2]]
+    )
 
 
 @pytest.mark.parametrize(

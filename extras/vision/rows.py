@@ -20,15 +20,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from hybridengine.model.attachments import Attachment, AttachmentPreparer
-from hybridengine.run.config.common import DatasetConfig
+from hybridengine.model.attachments import Attachment
 from hybridengine.run.errors import DataError, shorten, unexpected
-from hybridengine.train.data.files import RowLocation, data_files
 
-__all__ = ["find_images", "image_columns", "image_settings", "place_images"]
+__all__ = ["find_images", "place_images"]
 
 _MARKER = "<image>"
-_COLUMN_OF_ONE = "image"  # TRL's, of rows with one image each
 _IMAGE_TYPES = ("image", "image_url", "input_image")
 _TEXT_TYPES = ("text", "input_text")
 _SOURCES = ("bytes", "image", "image_url", "url", "path", "base64")  # the first one that is given
@@ -39,41 +36,24 @@ _FORMS = (
 _Message = dict[str, Any]
 
 
-def image_columns(key: str) -> tuple[str, ...]:
-    """Return the names of columns that may have the images of a row."""
-    return key, _COLUMN_OF_ONE
-
-
-def image_settings(
-    files: str | Sequence[str], data: DatasetConfig, preparer: AttachmentPreparer | None
-) -> tuple[str, ...]:
-    """Return what the tokens of images depend on, besides the content of the data files."""
-    from hybridengine.train.data.cache import content_hash
-
-    if preparer is None:
-        return ()
-    return (
-        data.image_key,
-        preparer.settings,
-        content_hash(sorted(Path(__file__).parent.glob("*.py"))),
-        *(str(file.parent.resolve()) for file in data_files(files)),
-    )
-
-
 def place_images(
-    where: RowLocation, chat: Sequence[Mapping[str, Any]], row: Mapping[str, Any], key: str
+    where: str,
+    folder: Path,
+    chat: Sequence[Mapping[str, Any]],
+    row: Mapping[str, Any],
+    columns: Sequence[str],
 ) -> tuple[list[_Message], list[Attachment]]:
     """Return the chat with its images as parts without content, and the images in their order.
 
-    key: column of the row's images. A message without images has text as content.
+    folder: that paths are relative to.
+    columns: names of the columns that may have the images; the first one that is there has them.
+    A message without images has text as content.
 
     Raises DataError for images that cannot be read, or that have no place, and places without one.
     """
-    key = next((name for name in image_columns(key) if row.get(name) is not None), key)
+    key = next((name for name in columns if row.get(name) is not None), columns[0])
     given = row.get(key)
-    if given is not None and not isinstance(given, list):
-        given = [given]
-    column = list(given or ())
+    column = given if isinstance(given, list) else [given] if given is not None else []
     messages = [_with_parts(where, message, given is not None) for message in chat]
     parts = list(chain.from_iterable(m.get("content") or () for m in messages))
     places = [part for part in parts if part["type"] == "image" and "source" not in part]
@@ -88,7 +68,7 @@ def place_images(
         )
     for place, source in zip(places, column, strict=True):
         place["source"] = source
-    images = list(_take_sources(where, messages, where.folder))
+    images = list(_take_sources(where, messages, folder))
     return [_plain(message) for message in messages], images
 
 
@@ -125,10 +105,9 @@ def _with_parts(where: str, message: Mapping[str, Any], has_column: bool) -> _Me
     if not isinstance(content, str):
         return {**message, "content": [_part(where, part) for part in content]}
     parts: list[_Message] = []
-    for number, text in enumerate(content.split(_MARKER) if has_column else [content]):
-        parts += [{"type": "image"}] if number else []
-        parts += [{"type": "text", "text": text}] if text else []
-    return {**message, "content": parts}
+    for text in content.split(_MARKER) if has_column else [content]:
+        parts += [{"type": "image"}, *([{"type": "text", "text": text}] if text else [])]
+    return {**message, "content": parts[1:]}
 
 
 def _part(where: str, part: Any) -> _Message:
@@ -163,8 +142,8 @@ def _encoded(where: str, source: Any, folder: Path) -> Attachment:
         given = {name: value for name, value in source.items() if value is not None}
         name = next((name for name in _SOURCES if name in given), None)
         # Hugging Face datasets store the name of the file beside the bytes.
-        others = given.keys() - {name, "type", *(("path",) if name == "bytes" else ())}
-        if others - {"detail"}:
+        others = given.keys() - {name, "type", "detail", "path" if name == "bytes" else name}
+        if others:
             raise DataError(
                 f"{where} has {sorted(others)[0]!r}, which is not supported for one image; set "
                 "data.mm_processor_kwargs for all"
