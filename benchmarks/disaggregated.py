@@ -135,7 +135,7 @@ def _engine(
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hybridengine.model.checkpoint import checkpoint_layout
+    from hybridengine.model.parameters import checkpoint_layout
     from hybridengine.reshard import WeightReceiver
 
     with torch.device("meta"):

@@ -40,8 +40,8 @@ import torch.distributed as dist
 from benchmarks._bench import OURS, Bench, short, status_kib
 from benchmarks._models import smollm2_135m
 from hybridengine.kernels import has_fast_products
-from hybridengine.model.collectives import DirectAllGather
-from hybridengine.model.shared.slices import SlicedWeights
+from hybridengine.model.fsdp import DirectAllGather
+from hybridengine.model.shared_weights import SlicedWeights
 from tests.ranks import run_ranks
 from tests.sync.vllm_engines import build_engine
 

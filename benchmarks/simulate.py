@@ -38,7 +38,7 @@ from hybridengine.lab.simulate.search import search
 from hybridengine.lab.simulate.step import simulate_step
 from hybridengine.lab.simulate.sync import estimate
 from hybridengine.lab.simulate.training import memory_of
-from hybridengine.model.checkpoint import checkpoint_layout_from_config
+from hybridengine.model.parameters import checkpoint_layout_from_config
 
 DEMO = ROOT / "examples/demo/config.yaml"
 MEMORY = ROOT / "benchmarks/results/memory_cpu.json"

@@ -14,7 +14,7 @@ def engine_options(path: str, **settings: Any) -> Any:
     settings: fields of `EngineOptions`, and keys of the group rollout.
     """
     from hybridengine.engine.interface import EngineOptions
-    from hybridengine.model.checkpoint import checkpoint_layout_from_config
+    from hybridengine.model.parameters import checkpoint_layout_from_config
     from hybridengine.model.validation import check_model
     from hybridengine.run.config.rl import ModelConfig
     from hybridengine.run.config.rollout import EngineKwargsConfig, RolloutConfig

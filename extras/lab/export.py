@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from hybridengine.model.parameters import parameter_shards, saved_dtypes
-from hybridengine.model.validation import auto_class
+from hybridengine.model.validation import auto_class, meta_model
 from hybridengine.run import storage
 from hybridengine.run.errors import CheckpointError, ModelError, reason_of
 from hybridengine.train.checkpoint.folders import CONFIG, open_checkpoint, resume_plan
@@ -130,8 +130,7 @@ def _export_model(
         raise CheckpointError(f"checkpoint {folder} has no huggingface/config.json")
     config = AutoConfig.from_pretrained(hf_folder, trust_remote_code=trust_remote_code)
     dtype = dtype or config.dtype or torch.bfloat16
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    model = meta_model(config, trust_remote_code)
     expected, dtypes, source = parameter_shards(model), saved_dtypes(model, dtype), _source(folder)
     num_bytes = sum(x.numel() * dtypes[name].itemsize for name, x in expected.items())
     storage.check_disk_space(out, num_bytes + unread_bytes(model, source))

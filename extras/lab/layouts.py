@@ -27,7 +27,7 @@ from hybridengine.engine.vllm.environment import (
     vllm_available,
 )
 from hybridengine.engine.vllm.record import record_engine_layout
-from hybridengine.model.checkpoint import checkpoint_layout_from_config
+from hybridengine.model.parameters import checkpoint_layout_from_config
 from hybridengine.sync.layout import Copy, EngineLayout
 from hybridengine.sync.shards import Holders, ShardSpec, Split
 from hybridengine.vision.engine import import_image_models

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from hybridengine.model.extensions import MixtureExtension, PartReader
-from hybridengine.model.validation import auto_class, check_model
+from hybridengine.model.validation import check_model, meta_model
 from hybridengine.moe.expert_lora import check_targets, use_grouped_adapters
 from hybridengine.moe.expert_parallel import EXPERT_DIM, distribute_experts
 from hybridengine.moe.experts import EXPERTS
@@ -37,10 +36,7 @@ class Mixtures(MixtureExtension):
         losses = policy.router_aux_loss_coef, policy.router_z_loss_coef
         rate, freezes = policy.router_bias_update_rate, policy.freeze_moe_router
         if any(losses) or rate or freezes:
-            with torch.device("meta"):
-                built = auto_class(model).from_config(
-                    model, trust_remote_code=config.model.trust_remote_code
-                )
+            built = meta_model(model, config.model.trust_remote_code)
             balance_routers(built, *losses, rate)
             if freezes:
                 prepare_routers(built, freeze=True)

@@ -26,9 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridengine.model.extensions import ModelHook, add_hook, hooks_of
-from hybridengine.model.packed import PackedBatch
-from hybridengine.model.parts import Part
-from hybridengine.model.validation import auto_class
+from hybridengine.model.packed import PackedBatch, Part
+from hybridengine.model.validation import meta_model
 from hybridengine.moe.routers import Router, SelectedExperts, find_routers
 from hybridengine.run.errors import ModelError
 
@@ -106,8 +105,7 @@ def route_shape(config: Any, trust_remote_code: bool = False) -> tuple[int, int]
 
     Raises ModelError as `find_routers`.
     """
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    model = meta_model(config, trust_remote_code)
     return _shape(model, find_routers(model))
 
 

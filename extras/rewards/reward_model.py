@@ -19,8 +19,8 @@ from hybridengine.model import (
     packed_values,
 )
 from hybridengine.model.attachments import Attachment, AttachmentPreparer
+from hybridengine.model.packed import PartSource
 from hybridengine.model.packing_check import check_packing
-from hybridengine.model.parts import PartSource
 from hybridengine.model.validation import check_model, check_weights
 from hybridengine.run.config import ConfigError, DataConfig, RLConfig
 from hybridengine.run.session import Session

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from hybridengine.model.attention import BidirectionalSpan
-from hybridengine.model.parts import Part
+from hybridengine.model.packed import Part
 from hybridengine.run.errors import ModelError
 from hybridengine.vision.bidirectional import find_spans
 

@@ -23,7 +23,7 @@ from hybridengine.model.attachments import (
     Replacement,
     VllmPrompt,
 )
-from hybridengine.model.parts import PartSource
+from hybridengine.model.packed import PartSource
 from hybridengine.run.errors import ConfigError, DataError, unreadable_part
 from hybridengine.vision.decoding import decode_image
 from hybridengine.vision.packed import (

@@ -9,15 +9,14 @@ from hybridengine.model.forward import (
     packed_policy_loss,
     packed_values,
 )
-from hybridengine.model.head import accepts_head_function
-from hybridengine.model.loading import is_sequence_classifier, load_causal_lm, sharding_mesh
+from hybridengine.model.fsdp import on_device, sharding_mesh
+from hybridengine.model.head import KeptIds, accepts_head_function
+from hybridengine.model.loading import is_sequence_classifier, load_causal_lm
 from hybridengine.model.lora import adapter_shards, adapters_disabled, apply_lora, check_lora
-from hybridengine.model.offload import on_device
 from hybridengine.model.optim import Optimizer, SkippedUpdate
 from hybridengine.model.packed import PackedBatch, SavedWork, pack_batch, pack_rollouts
 from hybridengine.model.parameters import free_gathered, frozen_parameters, parameter_shards
-from hybridengine.model.parts import KeptIds
-from hybridengine.model.shared.shared_parameters import SharedParameters
+from hybridengine.model.shared_parameters import SharedParameters
 from hybridengine.model.validation import check_sequence_parallel
 
 __all__ = [

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from hybridengine.model.parts import PartSource
+from hybridengine.model.packed import PartSource
 from hybridengine.run.errors import DataError
 
 __all__ = [

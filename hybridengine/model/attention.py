@@ -15,6 +15,7 @@ to another sequence, and no mask is built.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,18 +23,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.masking_utils import sdpa_mask
 
 from hybridengine.kernels import tree_attention
 from hybridengine.model.exact import has_exact_operators
 from hybridengine.model.flash_attention import flash_kernel
-from hybridengine.model.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
 from hybridengine.run.errors import ModelError
 
 ATTENTION = "hybridengine_varlen"
-
-_QUERY_BLOCK = 256  # query rows per SDPA call where an explicit mask is needed
 
 # Tensors and numbers that models pass on to attention and that do not change its result.
 _IGNORED = {
@@ -124,29 +123,47 @@ def varlen_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = _ScoreOptions(scaling, sliding_window, softcap, s_aux)
     if cu_seq_lens_q is None:
-        out = _unpacked_attention(module, query, key, value, attention_mask, position_ids, options)
-        return out.transpose(1, 2).contiguous(), None
-    one_row = query.shape[0] == 1 and query.shape[2] == key.shape[2]
-    # Not described unless they are wrong: a compiled graph would be of these lengths only.
-    shapes = "" if one_row else f"packed query {tuple(query.shape)} with key {tuple(key.shape)}"
-    same_lengths = (
-        cu_seq_lens_k is None
-        or cu_seq_lens_k is cu_seq_lens_q
-        or torch.equal(cu_seq_lens_k, cu_seq_lens_q)
-    )
-    masked = attention_mask is not None
-    _raise_if_unsupported(
-        module,
-        (masked, "an attention_mask together with cu_seq_lens_q", "pass one of the two"),
-        (not one_row, shapes, "pack into one row [1, T], with use_cache=False"),
-        (not same_lengths, "different cu_seq_lens_k and cu_seq_lens_q", "pass the same tensor"),
-        (
-            subtree_ends is not None and sliding_window and tree_position_ids is None,
-            "subtree_ends and a sliding window without tree_position_ids",
-            "pass the depth of every token",
-        ),
-    )
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        if attention_mask is not None:  # [B, 1, L, L_kv], with padding, cache offset and window
+            out = _masked_attention(query, key, value, attention_mask, options)
+            return out.transpose(1, 2).contiguous(), None
+        restarts = position_ids is not None and bool((position_ids.diff(dim=-1) != 1).any())
+        _raise_if_unsupported(
+            module,
+            (
+                query.shape[2] != key.shape[2],
+                "a KV cache without a mask",
+                "call the model through generate()",
+            ),
+            (
+                restarts,
+                "position_ids that restart, without cu_seq_lens_q",
+                "pass cu_seq_lens_q, cu_seq_lens_k and max_length_q for packed sequences",
+            ),
+        )
+        rows = torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device)
+        cu_seq_lens_q, max_length_q = rows * query.shape[2], query.shape[2]
+    else:
+        one_row = query.shape[0] == 1 and query.shape[2] == key.shape[2]
+        # Not described unless they are wrong: a compiled graph would be of these lengths only.
+        shapes = "" if one_row else f"packed query {tuple(query.shape)} with key {tuple(key.shape)}"
+        same_lengths = (
+            cu_seq_lens_k is None
+            or cu_seq_lens_k is cu_seq_lens_q
+            or torch.equal(cu_seq_lens_k, cu_seq_lens_q)
+        )
+        masked = attention_mask is not None
+        _raise_if_unsupported(
+            module,
+            (masked, "an attention_mask together with cu_seq_lens_q", "pass one of the two"),
+            (not one_row, shapes, "pack into one row [1, T], with use_cache=False"),
+            (not same_lengths, "different cu_seq_lens_k and cu_seq_lens_q", "pass the same tensor"),
+            (
+                subtree_ends is not None and sliding_window and tree_position_ids is None,
+                "subtree_ends and a sliding window without tree_position_ids",
+                "pass the depth of every token",
+            ),
+        )
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if sequence_parallel is not None:
         q, k, v = gather_seq_scatter_heads(q, k, v, sequence_parallel)
         if s_aux is not None:
@@ -177,7 +194,48 @@ def varlen_attention(
         out = _attend_in_spans(out, q, k, v, bidirectional_spans, options)
     if sequence_parallel is not None:
         out = gather_heads_scatter_seq(out, sequence_parallel)
-    return out.unsqueeze(0), None
+    return out.unflatten(0, (query.shape[0], -1)), None
+
+
+def gather_seq_scatter_heads(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Exchange T / s tokens of all heads for all T tokens of H / s heads.
+
+    Ulysses sequence parallelism (Jacobs et al. 2023, arXiv 2309.14509): each of the s ranks of a
+    group runs the model on T / s tokens of one packed micro-batch, and only attention needs full
+    sequences. `gather_heads_scatter_seq` is the way back. The gradients of the ranks sum to that of
+    the full micro-batch; FSDP2 reduces them as for data parallelism.
+
+    q: [T/s, H, D], k and v: [T/s, H_kv, D*]; H is a multiple of H_kv and of s. Return [T, H/s, D]
+    and [T, H_kv', D*]; key-value heads are repeated if s does not divide their number.
+    """
+    size = group.size()
+    if q.shape[1] % size:
+        raise ModelError(
+            f"an attention layer has {q.shape[1]} heads, which {size} ranks "
+            "(ulysses_sequence_parallel_size) cannot split evenly; choose a divisor"
+        )
+    repeats = size // math.gcd(k.shape[1], size)
+    k, v = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
+    parts = [x.unflatten(1, (size, -1)) for x in (q, k, v)]
+    shapes = [part.shape[2:] for part in parts]
+    widths = [shape.numel() for shape in shapes]
+    sent = torch.cat([part.flatten(2) for part in parts], dim=-1).transpose(0, 1)
+    received = _exchange(sent, group).flatten(0, 1)
+    q, k, v = (x.unflatten(1, s) for x, s in zip(received.split(widths, -1), shapes, strict=True))
+    return q, k, v
+
+
+def gather_heads_scatter_seq(out: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Exchange all T tokens of H / s heads for T / s tokens of all heads: -> [T/s, H, D]."""
+    sent = out.unflatten(0, (group.size(), -1))
+    return _exchange(sent, group).transpose(0, 1).flatten(1, 2)
+
+
+def _exchange(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-to-all of [s, ...], differentiable: send entry i to rank i, receive entry i from it."""
+    return all_to_all_single_autograd(sent.contiguous(), None, None, group)
 
 
 def _raise_if_unsupported(module: nn.Module, *cases: tuple[Any, str, str]) -> None:
@@ -202,32 +260,6 @@ def _attention_mask(use_vmap: bool = False, **kwargs: Any) -> Tensor | None:
         return None
     may_skip = kwargs.get("allow_is_causal_skip", True) and no_cache
     return sdpa_mask(**kwargs | {"allow_is_causal_skip": may_skip})
-
-
-def _unpacked_attention(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    position_ids: Tensor | None,
-    options: _ScoreOptions,
-) -> Tensor:
-    """Attention with one sequence per row: [B, H, L, D] -> [B, H, L, D_v].
-
-    mask: [B, 1, L, L_kv], with padding, cache offset and window; None: causal.
-    """
-    if mask is not None:
-        return _masked_attention(q, k, v, mask, options)
-    restarts = position_ids is not None and bool((position_ids.diff(dim=-1) != 1).any())
-    cached = q.shape[2] != k.shape[2]
-    lengths = "pass cu_seq_lens_q, cu_seq_lens_k and max_length_q for packed sequences"
-    _raise_if_unsupported(
-        module,
-        (cached, "a KV cache without a mask", "call the model through generate()"),
-        (restarts, "position_ids that restart, without cu_seq_lens_q", lengths),
-    )
-    return _causal_attention(q, k, v, options)
 
 
 def _attend_in_spans(
@@ -279,26 +311,6 @@ def _masked_attention(
         scores = torch.cat([scores, column.expand(*scores.shape[:-1], 1)], -1)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
     return (weights[..., :length].to(q.dtype) @ v.unsqueeze(2)).flatten(1, 2)
-
-
-def _causal_attention(q: Tensor, k: Tensor, v: Tensor, options: _ScoreOptions) -> Tensor:
-    """Causal attention of n sequences of length L: [n, H, L, D] -> [n, H, L, D_v]."""
-    length, window = q.shape[2], options.window_size or q.shape[2]
-    if options.softcap is None and options.sinks is None and window >= length:
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=options.softmax_scale, enable_gqa=True
-        )
-    positions = torch.arange(length, device=q.device)
-    blocks = []
-    for start in range(0, length, _QUERY_BLOCK):
-        stop = min(start + _QUERY_BLOCK, length)
-        keys = slice(max(0, start - window + 1), stop)
-        distance = positions[start:stop, None] - positions[keys]
-        mask = ((distance >= 0) & (distance < window))[None, None]
-        blocks.append(
-            _masked_attention(q[:, :, start:stop], k[:, :, keys], v[:, :, keys], mask, options)
-        )
-    return torch.cat(blocks, dim=2)
 
 
 @torch.library.custom_op(

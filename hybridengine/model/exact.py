@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridengine.kernels import decode_linear, gated_activation, rms_norm
 from hybridengine.kernels.rotary import RotaryTable
-from hybridengine.model.validation import auto_class, head_size, takes_images
+from hybridengine.model.validation import head_size, meta_model, takes_images
 from hybridengine.run.errors import ModelError
 
 _EXACT = "has_exact_operators"
@@ -65,9 +65,7 @@ def model_obstacle(config: PretrainedConfig, trust_remote_code: bool = False) ->
     key = type(config), config.to_json_string(use_diff=False), trust_remote_code
     if key not in _obstacles:
         try:
-            with torch.device("meta"):
-                model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-            use_exact_operators(model, {})
+            use_exact_operators(meta_model(config, trust_remote_code), {})
             _obstacles[key] = None
         except ModelError as error:
             _obstacles[key] = f"{config.model_type}: {error}"

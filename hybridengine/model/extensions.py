@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from hybridengine.model.attachments import Attachment, AttachmentPreparer, Conflict
-    from hybridengine.model.packed import PackedBatch
-    from hybridengine.model.parts import Part, PartSource
+    from hybridengine.model.packed import PackedBatch, Part, PartSource
     from hybridengine.run.config import JobConfig
 
 SharedFactors = Literal["none", "outer", "all"]  # of adapters of experts, see `apply_lora`

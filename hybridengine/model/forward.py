@@ -11,14 +11,21 @@ from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from hybridengine.kernels import (
+    linear_cross_entropy,
+    linear_distillation_loss,
+    linear_policy_loss,
+    linear_token_log_probs,
+    sparse_linear_token_log_probs,
+    token_log_probs,
+)
 from hybridengine.model.exact import has_exact_operators
 from hybridengine.model.extensions import hooks_of
-from hybridengine.model.head import HeadFunction, accepts_head_function, log_prob_head
-from hybridengine.model.packed import PackedBatch
-from hybridengine.model.parts import KeptIds
-from hybridengine.model.ulysses import gather_rows
+from hybridengine.model.head import HeadFunction, KeptIds, accepts_head_function
+from hybridengine.model.packed import PackedBatch, SequenceShard
 from hybridengine.run.errors import ModelError
 
 
@@ -88,6 +95,21 @@ def packed_head(
     return _forward(model, batch, head_function=at_positions, **keep)
 
 
+def gather_rows(*rows: torch.Tensor, shard: SequenceShard) -> tuple[torch.Tensor, ...]:
+    """Gather per-row results [R_local] of all ranks to [R] each, on every rank.
+
+    Differentiable: every rank computes the same loss, and receives the gradient of its own rows.
+    """
+    full = rows[0].new_zeros(len(rows), shard.num_rows)
+    index = shard.rows.to(full.device)
+    full[:, index] = torch.stack(rows).detach()
+    dist.all_reduce(full, group=shard.group)  # exact: one rank's value plus zeros
+    gathered = tuple(row.clone() for row in full)
+    for out, row in zip(gathered, rows, strict=True):
+        out[index] = row  # the same values, with their gradient
+    return gathered
+
+
 def packed_log_probs(
     model: nn.Module, batch: PackedBatch, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,12 +119,18 @@ def packed_log_probs(
     the batch has it, differentiable, and of the full batch on every rank of a sequence-parallel
     group. With `accepts_head_function` the full logits never exist.
     """
-    from hybridengine.kernels import token_log_probs
-
     kept = cast("KeptIds | None", batch.parts.get("kept"))
+
+    def head(rows: torch.Tensor, weight: torch.Tensor, **transform: Any) -> tuple[Any, ...]:
+        given = rows, weight, batch.target_ids
+        if kept is None:
+            exact = has_exact_operators(model)
+            return linear_token_log_probs(*given, temperature, deterministic=exact, **transform)
+        entries = kept.filled(weight.shape[0])
+        of_row = entries.ids, entries.cu_kept.to(rows.device)
+        return sparse_linear_token_log_probs(*given, *of_row, temperature, **transform)
+
     if accepts_head_function(model):
-        exact = has_exact_operators(model)
-        head = log_prob_head(batch.target_ids, temperature, kept, exact)
         log_probs, entropy = packed_head(model, batch, head)
     else:
         logits = packed_logits(model, batch)  # no other reader: the gradient may overwrite them
@@ -126,8 +154,6 @@ def packed_policy_loss(
 
     arguments: the keyword arguments of `linear_policy_loss`; per-token tensors are [R].
     """
-    from hybridengine.kernels import linear_policy_loss
-
     arguments |= {"active_rows": batch.active_rows, "deterministic": has_exact_operators(model)}
 
     def head(rows: torch.Tensor, weight: torch.Tensor, **transform: Any) -> tuple[Any, ...]:
@@ -147,8 +173,6 @@ def packed_cross_entropy(
     Its gradients are computed in the forward where `accepts_head_function(model)`. grad_scale: as
     in `linear_cross_entropy`.
     """
-    from hybridengine.kernels import linear_cross_entropy, token_log_probs
-
     if not accepts_head_function(model):
         logits = packed_logits(model, batch)
         log_probs, _ = token_log_probs(logits, batch.target_ids, inplace_backward=True)
@@ -180,8 +204,6 @@ def packed_distillation_loss(
     response_mask: bool [R], of the full batch.
     arguments: of `linear_distillation_loss`.
     """
-    from hybridengine.kernels import linear_distillation_loss
-
     mask = response_mask
     if batch.shard is not None:
         mask = mask[batch.shard.rows.to(mask.device)]

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 from unittest.mock import patch
@@ -24,8 +25,78 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from hybridengine.kernels.gemm import mixed_gemm
-from hybridengine.model.parts import KeptIds
+from hybridengine.model.packed import Part
 from hybridengine.model.validation import takes_images
+
+
+@dataclass(frozen=True)
+class KeptIds(Part):
+    """The vocabulary entries that truncated sampling kept for each of R tokens, end to end.
+
+    A token without entries was sampled from the full vocabulary. The ends are on the CPU: sizes of
+    results are known without waiting for a device.
+    """
+
+    ids: Tensor  # int32 [K], ascending for each token
+    cu_kept: Tensor  # int64 [R + 1], on the CPU: token r has ids[cu_kept[r]:cu_kept[r + 1]]
+
+    @staticmethod
+    def from_counts(ids: Tensor, counts: Tensor) -> KeptIds:
+        """counts: [R] on the CPU, the number of entries of each token."""
+        return KeptIds(ids, _ends(counts.long()))
+
+    def take(self, rows: Tensor) -> KeptIds:
+        """Select the entries of the tokens `rows`, int64 [r] on the CPU, in any order."""
+        counts = self.cu_kept.diff()[rows]
+        cu_kept = _ends(counts)
+        shift = self.cu_kept[rows] - cu_kept[:-1]
+        index = self._per_entry(shift, counts)
+        index += torch.arange(index.numel(), device=index.device)
+        return KeptIds(self.ids[index], cu_kept)
+
+    def select(self, sequences: Sequence[int], rows: Tensor) -> KeptIds:
+        return self.take(rows)
+
+    def place(self, input_ids: Tensor, cu_seqlens: Tensor) -> KeptIds:
+        return self
+
+    def local(self, tokens: slice, rows: Tensor) -> KeptIds:
+        return self.take(rows)
+
+    def to(self, device: torch.device | str) -> KeptIds:
+        return KeptIds(self.ids.to(device), self.cu_kept)
+
+    def filled(self, vocab_size: int) -> KeptIds:
+        """Give tokens without entries all `vocab_size` of them."""
+        counts = self.cu_kept.diff()
+        if (counts > 0).all():
+            return self
+        full = torch.arange(vocab_size, dtype=self.ids.dtype, device=self.ids.device)
+        both = KeptIds(
+            torch.cat([self.ids, full]), torch.cat([self.cu_kept, self.cu_kept[-1:] + vocab_size])
+        )
+        rows = torch.arange(counts.numel())
+        return both.take(rows.where(counts > 0, counts.numel()))
+
+    def vocab_mask(self, vocab_size: int) -> Tensor:
+        """Return bool [R, vocab_size], True for the entries of each token."""
+        kept = self.filled(vocab_size)
+        num_tokens = kept.cu_kept.numel() - 1
+        mask = torch.zeros(num_tokens, vocab_size, dtype=torch.bool, device=kept.ids.device)
+        rows = kept._per_entry(torch.arange(num_tokens), kept.cu_kept.diff())
+        mask[rows, kept.ids.long()] = True
+        return mask
+
+    def _per_entry(self, per_token: Tensor, counts: Tensor) -> Tensor:
+        """Repeat a number per token for each of its entries, on the device: [R] -> [K]."""
+        size, device = int(counts.sum()), self.ids.device
+        return per_token.to(device).repeat_interleave(counts.to(device), output_size=size)
+
+
+def _ends(counts: Tensor) -> Tensor:
+    """[R] -> [R + 1], from 0."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
 
 # (rows [R, H] of the head's input, weight [V, H], bias=[V] or None, logit_scale=, softcap= or None)
 # -> the results of the model's forward. Only tensors in them that require a gradient get FSDP2's
@@ -63,30 +134,6 @@ def patch_head(model: PreTrainedModel, use_fused_kernels: bool = True) -> None:
 def accepts_head_function(model: nn.Module) -> bool:
     """Return whether the model's forward accepts a `head_function`."""
     return getattr(model.forward, "accepts_head_function", False)
-
-
-def log_prob_head(
-    target_ids: Tensor, temperature: float, kept: KeptIds | None, exact: bool = False
-) -> HeadFunction:
-    """Return a head function that computes (log_probs [R], entropy [R]) of `target_ids` [R].
-
-    kept: the entries of each row's distribution; None: the full vocabulary.
-    exact: the engine computes the same bits (`hybridengine.model.exact`).
-    """
-    from hybridengine.kernels import linear_token_log_probs, sparse_linear_token_log_probs
-
-    def head(rows: Tensor, weight: Tensor, **transform: Any) -> tuple[Tensor, Tensor]:
-        if kept is None:
-            return linear_token_log_probs(
-                rows, weight, target_ids, temperature, deterministic=exact, **transform
-            )
-        entries = kept.filled(weight.shape[0])
-        parts = entries.ids, entries.cu_kept.to(rows.device)
-        return sparse_linear_token_log_probs(
-            rows, weight, target_ids, *parts, temperature, **transform
-        )
-
-    return head
 
 
 def detect_logit_transform(

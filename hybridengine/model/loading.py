@@ -7,18 +7,18 @@ broadcasts it parameter by parameter, so the other ranks hold at most one unshar
 from __future__ import annotations
 
 import functools
+import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed import fsdp
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_iter
 from transformers import (
     AutoModelForSequenceClassification,
     GenerationConfig,
@@ -27,46 +27,18 @@ from transformers import (
 )
 
 from hybridengine.model.attention import attention_of
-from hybridengine.model.collectives import use_direct_collectives
-from hybridengine.model.compile import compile_layers
 from hybridengine.model.extensions import experts_implementation, mixture_extension
 from hybridengine.model.flash_attention import choose_flash_kernel
+from hybridengine.model.frozen_base import GatheredBase, base_parameters, fill_base, place_base
+from hybridengine.model.fsdp import Offloader, mesh_2d, modules_of_size, shard_model
 from hybridengine.model.head import patch_head
-from hybridengine.model.lora import columns_of
-from hybridengine.model.offload import Offloader
 from hybridengine.model.packing_check import check_packing
 from hybridengine.model.parameters import is_finite, parameter_shards
 from hybridengine.model.rotary import fix_rotary_length
-from hybridengine.model.shared.frozen_base import (
-    GatheredBase,
-    base_parameters,
-    fill_base,
-    place_base,
-)
-from hybridengine.model.shared.layered import LayeredWeights
-from hybridengine.model.validation import auto_class, check_model
-from hybridengine.run.all_ranks import broadcast_value, group_timeout, run_on_rank0
+from hybridengine.model.shared_weights import LayeredWeights
+from hybridengine.model.validation import auto_class, check_model, meta_model
+from hybridengine.run.all_ranks import broadcast_value, run_on_rank0
 from hybridengine.run.errors import ModelError
-
-
-def sharding_mesh(device_type: str, world_size: int, fsdp_size: int = -1) -> DeviceMesh:
-    """Return a 1-D mesh of all ranks, or an HSDP mesh of replicas of `fsdp_size` ranks each.
-
-    Every replica holds the full model, so all-gathers stay among its ranks, at world_size /
-    fsdp_size times the memory; gradients are reduced over all ranks.
-    """
-    if fsdp_size in (-1, world_size):
-        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
-    return _mesh_2d(device_type, world_size, fsdp_size, ("replica", "shard"))
-
-
-def _mesh_2d(device_type: str, world_size: int, size: int, names: tuple[str, str]) -> DeviceMesh:
-    """Return a mesh of `size` consecutive ranks by all others."""
-    ranks, timeout = torch.arange(world_size).view(-1, size), group_timeout()
-    groups = [
-        dist.new_subgroups_by_enumeration(lists.tolist(), timeout)[0] for lists in (ranks.T, ranks)
-    ]
-    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
 
 def load_causal_lm(
@@ -89,7 +61,7 @@ def load_causal_lm(
     deterministic: bool = False,
     config_overrides: Mapping[str, Any] = MappingProxyType({}),
     expert_parallel_size: int = 1,
-    base_memory: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    base_memory: Mapping[str, Tensor] = MappingProxyType({}),
     max_model_len: int | None = None,
 ) -> PreTrainedModel:
     """Load the model at `path` (folder or hub name) onto `mesh` (`sharding_mesh`); collective.
@@ -112,7 +84,7 @@ def load_causal_lm(
         value_head: logits are one value per position (a linear head [1, H]); `path` may be a
             sequence classifier.
         use_fused_kernels: compute log-probs from hidden states (`hybridengine.model.head`).
-        compile: compile the decoder layers (`hybridengine.model.compile`); not with min_num_params.
+        compile: compile the decoder layers (`compile_layers`); not with min_num_params.
         cpu_offload: keep shards and gradients in host memory, where the optimizer then steps.
         param_offload: keep weights in host memory outside `on_device(model)`.
         deterministic: a GPU adds gradients in a fixed order (`choose_flash_kernel`).
@@ -121,7 +93,7 @@ def load_causal_lm(
             a `MixtureExtension`; a 1-D mesh of all ranks, and no min_num_params.
         base_memory: frozen parameter, by its name without adapters → the tensor, in `param_dtype`,
             that holds it unsharded on every rank, or `LayeredWeights`, which are gathered layer by
-            layer (`hybridengine.model.shared.frozen_base`).
+            layer (`hybridengine.model.frozen_base`).
         max_model_len: the longest sequence of the run, in tokens (`fix_rotary_length`).
 
     Raises:
@@ -137,7 +109,15 @@ def load_causal_lm(
     weights = run_on_rank0(read, f"loading model {path!r}")
     grouped = mesh.device_type == "cpu" or expert_parallel_size > 1
     implementation = experts_implementation() if grouped else None  # None: transformers' choice
-    model = _build_model(path, config, trust_remote_code, value_head, implementation)
+    model: PreTrainedModel = meta_model(
+        config,
+        trust_remote_code,
+        dtype=torch.float32,
+        attn_implementation=attention_of(config),
+        experts_implementation=implementation,
+    )
+    if value_head:
+        _set_value_head(model)
     if model.can_generate() and not value_head:
         own_settings = weights.generation_config if weights is not None else None
         plain = None if own_settings is None else own_settings.to_dict()
@@ -152,25 +132,22 @@ def load_causal_lm(
     if compile:
         decoder = set(model.get_decoder().modules())
         compile_layers([layer for layer in layers if layer in decoder])
-    groups = _modules_of_size(model, min_num_params) if min_num_params else layers
+    groups = modules_of_size(model, min_num_params) if min_num_params else layers
     experts, expert_mesh = _divide_experts(model, mesh, expert_parallel_size)
     base = base_parameters(model, base_memory)
-    _shard(
+    shard_model(
         model,
         groups,
         mesh,
-        shard_dim1,
-        param_dtype,
-        cpu_offload,
-        reshard_after_forward,
-        experts,
-        expert_mesh,
-        set(base.values()),
+        shard_dim1=shard_dim1,
+        param_dtype=param_dtype,
+        cpu_offload=cpu_offload,
+        reshard_after_forward=reshard_after_forward,
+        forward_prefetch=forward_prefetch,
+        ignored=set(base.values()),
+        experts=experts,
+        expert_mesh=expert_mesh,
     )
-    if forward_prefetch:
-        for group, following in pairwise(groups):
-            assert isinstance(group, fsdp.FSDPModule) and isinstance(following, fsdp.FSDPModule)
-            group.set_modules_to_forward_prefetch([following])
     place_base(model, base, base_memory)
     _load_weights(model, weights, mesh, cpu_offload, base_memory)
     fix_rotary_length(model, max_model_len)
@@ -180,7 +157,7 @@ def load_causal_lm(
         for layer in layers:
             layer.training = True
 
-    def shards() -> list[torch.Tensor]:
+    def shards() -> list[Tensor]:
         return [x for name, x in parameter_shards(model).items() if name not in base_memory]
 
     if isinstance(base_memory, LayeredWeights):
@@ -234,48 +211,6 @@ def _read_weights(
     return model
 
 
-def _build_model(
-    path: str,
-    config: PretrainedConfig,
-    trust_remote_code: bool,
-    value_head: bool,
-    experts: str | None,
-) -> PreTrainedModel:
-    """Build the model on the meta device; `experts` names the implementation of a mixture's."""
-    with torch.device("meta"):
-        model = auto_class(config).from_config(
-            config,
-            dtype=torch.float32,
-            attn_implementation=attention_of(config),
-            experts_implementation=experts,
-            trust_remote_code=trust_remote_code,
-        )
-    if not model._supports_attention_backend:
-        raise ModelError(f"model {path!r} ({type(model).__name__}) cannot run packed")
-    if value_head:
-        _set_value_head(model)
-    return model
-
-
-def _modules_of_size(model: PreTrainedModel, min_num_params: int) -> list[nn.Module]:
-    """Return the smallest modules with `min_num_params` parameters, not counting nested groups."""
-    embeddings = {model.get_input_embeddings(), model.get_output_embeddings()}  # may be tied
-    chosen: set[nn.Module] = set()
-
-    def visit(module: nn.Module) -> int:
-        """Return the number of parameters of `module` that are in no group yet."""
-        num_params = sum(p.numel() for p in module.parameters(recurse=False))
-        num_params += sum(visit(child) for child in module.children())
-        is_called = not isinstance(module, nn.ModuleList | nn.ModuleDict)  # FSDP2 hooks forward
-        if num_params < min_num_params or not is_called or embeddings & set(module.modules()):
-            return num_params
-        chosen.add(module)
-        return 0
-
-    visit(model)
-    return [module for module in model.modules() if module in chosen]
-
-
 def _set_value_head(model: PreTrainedModel) -> None:
     """Replace the output head of a causal LM by a zero Linear(H, 1) on the same device."""
     old = model.get_output_embeddings()
@@ -293,9 +228,7 @@ def _set_value_head(model: PreTrainedModel) -> None:
 
 def _move_score_to_output_head(model: PreTrainedModel, trust_remote_code: bool = False) -> None:
     """Move the `score` head of a sequence classifier to where its causal LM has the output head."""
-    loader = auto_class(model.config)
-    with torch.device("meta"):
-        causal = loader.from_config(model.config, trust_remote_code=trust_remote_code)
+    causal = meta_model(model.config, trust_remote_code)
     head = causal.get_output_embeddings()
     name = next(n for n, module in causal.named_modules() if module is head)
     model.set_submodule(name, model.get_submodule("score"))
@@ -312,56 +245,9 @@ def _divide_experts(
     if size == 1:
         return [], None
     mixture = mixture_extension("actor.fsdp_config.expert_parallel_size")
-    divided = _mesh_2d(mesh.device_type, mesh.size(), size, mixture.mesh_dims)
+    divided = mesh_2d(mesh.device_type, mesh.size(), size, mixture.mesh_dims)
     divided._flatten()  # so that DTensor reduces a norm over both dimensions at once
     return mixture.distribute(model, divided), divided[mixture.mesh_dims[0]]
-
-
-def _shard(
-    model: nn.Module,
-    groups: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    shard_dim1: Callable[[str], bool],
-    param_dtype: torch.dtype,
-    cpu_offload: bool,
-    reshard_after_forward: bool,
-    experts: Sequence[nn.Module],
-    expert_mesh: DeviceMesh | None,
-    ignored: set[nn.Parameter],
-) -> None:
-    """Apply FSDP2 to each of `groups` and to the rest of `model`, in place.
-
-    experts: modules that are divided over ranks; each part is sharded over `expert_mesh`.
-    ignored: parameters that are not sharded.
-    """
-    names = {id(p): columns_of(name) for name, p in model.named_parameters()}
-    shard_size = mesh.size(mesh.ndim - 1)
-
-    def placement(param: nn.Parameter) -> Shard | None:
-        divides = param.ndim > 1 and param.shape[1] % shard_size == 0
-        return Shard(1) if divides and shard_dim1(names[id(param)]) else None
-
-    pinned = torch.cuda.is_available()
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32),
-        "shard_placement_fn": placement,
-        "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned)
-        if cpu_offload
-        else fsdp.OffloadPolicy(),
-        "ignored_params": ignored,
-    }
-    for module in experts:  # FSDP2 requires inner modules first
-        own = {"mesh": expert_mesh, "shard_placement_fn": lambda param: Shard(1)}
-        fsdp.fully_shard(module, reshard_after_forward=reshard_after_forward, **options | own)
-    for group in reversed(groups):
-        fsdp.fully_shard(group, reshard_after_forward=reshard_after_forward, **options)
-    # FSDP2 does not reshard the root after forward: backward begins with its parameters.
-    fsdp.fully_shard(model, **options)
-    if mesh.device_type == "cpu":
-        for module in (*experts, *groups, model):
-            assert isinstance(module, fsdp.FSDPModule)
-            use_direct_collectives(module)
 
 
 def _load_weights(
@@ -369,7 +255,7 @@ def _load_weights(
     weights: nn.Module | None,
     mesh: DeviceMesh,
     cpu_offload: bool,
-    base_memory: Mapping[str, torch.Tensor],
+    base_memory: Mapping[str, Tensor],
 ) -> None:
     """Materialize the sharded meta `model` from `weights`, the full model on rank 0."""
     device = torch.device(mesh.device_type)
@@ -390,8 +276,71 @@ def _load_weights(
     )
     # Computed buffers (rotary frequencies) are not in the state dict. Buffers are not offloaded.
     own = None if weights is None else dict(weights.named_buffers())
-    buffers = broadcast_value(own, dict[str, torch.Tensor])
+    buffers = broadcast_value(own, dict[str, Tensor])
     for name, buffer in buffers.items():
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, buffer.to(device))
     dist.barrier()
+
+
+# Integers that differ in every micro-batch; torch.compile expects others to stay as they are.
+_LENGTHS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")
+
+# Graphs of one layer class: with and without gradients, kinds of attention, shared prefixes,
+# adapters, and models of the same class. torch's own limit is 8, and an error beyond it.
+_MAX_GRAPHS = 64
+
+
+def check_compiler() -> None:
+    """Raise ModelError if there is no compiler for the code that torch.compile generates."""
+    on_gpu = torch.cuda.is_available()  # Triton's choice there, Inductor's on a CPU
+    variable, names = ("CC", ["gcc", "clang"]) if on_gpu else ("CXX", ["g++"])
+    candidates = [chosen] if (chosen := os.environ.get(variable)) else names
+    if not any(map(shutil.which, candidates)):
+        raise ModelError(
+            f"model.compile is true, but this machine has no compiler {' or '.join(candidates)}, "
+            f"which torch.compile needs; install one, set {variable}, or set model.compile=false"
+        )
+
+
+def compile_layers(layers: Sequence[nn.Module]) -> None:
+    """Replace the forward of each layer by its compiled form, one graph, in place.
+
+    What wraps a layer stays outside of it, and eager: FSDP2's hooks and transformers' gradient
+    checkpointing, which is then a second call of the compiled forward. So FSDP2 must not shard a
+    module inside of a layer on its own. Layers of one class have one code object, and their weights
+    are inputs of the graph, so all of them share its compilation; it holds for every number of
+    tokens and sequences. Attention is an operator that is not traced further.
+
+    Raises:
+        ModelError: there is no compiler. A compiled forward raises it for a layer that is not one
+            graph, such as one with data-dependent control flow.
+    """
+    check_compiler()
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
+    known = torch.compiler.config.dynamic_sources.split(",")
+    torch.compiler.config.dynamic_sources = ",".join(dict.fromkeys([*known, *_LENGTHS]))
+    for layer in layers:
+        layer.forward = _compiled(layer.forward, type(layer).__name__)
+
+
+def _compiled(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+    compiled = torch.compile(forward, fullgraph=True)
+
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for value in tree_iter((args, kwargs)):
+            if isinstance(value, Tensor) and value.ndim:  # tokens or sequences: [1, T, ...] or [T]
+                torch._dynamo.maybe_mark_dynamic(value, min(value.ndim - 1, 1))
+        try:
+            return compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ModelError(
+                f"model.compile is true, but {name} does not compile to one graph "
+                f"({type(error).__name__}: {reason}); set model.compile=false"
+            ) from error
+
+    return call

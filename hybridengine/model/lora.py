@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hybridengine.model.extensions import SharedFactors, mixture_extension
 from hybridengine.model.parameters import is_finite, unwrapped_name
-from hybridengine.model.validation import auto_class, takes_images
+from hybridengine.model.validation import meta_model, takes_images
 from hybridengine.run.errors import ModelError
 from hybridengine.sync.adapter import Adapter, ExpertAdapter
 
@@ -130,8 +130,7 @@ def check_lora(
     share_expert_adapters: SharedFactors = "none",
 ) -> None:
     """Raise the ModelError of `apply_lora` for the causal LM of `config`; reads no weights."""
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    model = meta_model(config, trust_remote_code)
     experts = target_parameters, share_expert_adapters
     apply_lora(model, rank, 1.0, target_modules, None, *experts)
     if adapter_path is not None:
@@ -267,11 +266,6 @@ def adapter_shards(model: nn.Module) -> dict[str, Adapter]:
             left, right = right.t(), left.t()
         adapters[f"{name}.weight"] = Adapter(left, right, layer.scaling[key])
     return adapters
-
-
-def columns_of(name: str) -> str:
-    """Return the parameter, by its name without adapters, whose columns parameter `name` has."""
-    return unwrapped_name(name).replace(".lora_A.default.", ".")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import get_scheduler
 
-from hybridengine.model.offload import Offloader
+from hybridengine.model.fsdp import Offloader
 from hybridengine.run.errors import ModelError
 from hybridengine.sync.shards import full_tensor, local_shard
 

@@ -3,19 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn import functional
 
-from hybridengine.model.parts import Part, PartSource
-from hybridengine.model.ulysses import SequenceShard
+from hybridengine.kernels import pack_forest, pack_sequences
 from hybridengine.run.errors import ModelError
 
-TokenIds = Sequence[int] | torch.Tensor  # a list, or integers [l] on the CPU
+TokenIds = Sequence[int] | Tensor  # a list, or integers [l] on the CPU
+
+
+class Part:
+    """Values for the tokens, or for the result rows, of a packed batch.
+
+    A part follows its batch while it is packed: `share`, `pad`, `finish`, `local`, `to`. Values
+    with an entry per token override `share`, `pad` and `local`. In the forward pass of the batch,
+    the model gets `arguments` inside of `context`.
+    """
+
+    def distinct_ids(self, input_ids: Tensor) -> Tensor:
+        """Return token ids [T], other ones where equal tokens differ in this part."""
+        return input_ids
+
+    def share(self, token_index: Tensor, num_tokens: int) -> Part:
+        """Return the part of a batch whose common prefixes are packed once.
+
+        token_index: int32 [T], of each token among `num_tokens` packed ones.
+        """
+        return self
+
+    def filler(self) -> tuple[int, int] | None:
+        """Return (token id, number) of tokens of no sequence that the part needs; None: none."""
+        return None
+
+    def pad(self, padding: int) -> Part:
+        """Append values for `padding` tokens of no sequence."""
+        return self
+
+    def finish(self, cu_seqlens: Tensor, subtree_ends: Tensor | None) -> Part:
+        """Compute what depends on the packed sequences, after `share` and `pad`."""
+        return self
+
+    def local(self, tokens: slice, rows: Tensor) -> Part:
+        """Return the values of a rank that has these of the batch's tokens and result rows."""
+        return self
+
+    def as_dummy(self) -> Part | None:
+        """Return the part of a batch that counts for nothing; None: it has none."""
+        return self
+
+    def to(self, device: torch.device | str) -> Part:
+        """Move the tensors that the model reads."""
+        return self
+
+    def arguments(self, position_ids: Tensor) -> Mapping[str, Any]:
+        """Return keyword arguments of the model; position_ids: int64 [1, T]."""
+        return {}
+
+    def context(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Return what is open while `model` computes the batch."""
+        return nullcontext()
+
+
+class PartSource(Protocol):
+    """Values for sequences from which `pack_rollouts` and `pack_batch` make a part."""
+
+    def select(self, sequences: Sequence[int], rows: Tensor) -> PartSource:
+        """Select the values of some sequences, whose result rows are `rows`."""
+
+    def place(self, input_ids: Tensor, cu_seqlens: Tensor) -> Part:
+        """Return the part of sequences that are end to end in input_ids [T]."""
+
+
+@dataclass(frozen=True)
+class SequenceShard:
+    """This rank's result rows of a packed micro-batch of `num_rows`, in ascending order."""
+
+    group: dist.ProcessGroup
+    rows: Tensor  # int64 [R_local], on the CPU
+    num_rows: int
 
 
 class SavedWork(NamedTuple):
@@ -45,28 +117,28 @@ class PackedBatch:
     active_rows: int64, ascending, the rows that may have a gradient; None: all may.
     """
 
-    input_ids: torch.Tensor  # int64 [T]
-    position_ids: torch.Tensor  # int64 [T], of the token in its sequence, from 0
-    cu_seqlens: torch.Tensor  # int32 [N + 1]
+    input_ids: Tensor  # int64 [T]
+    position_ids: Tensor  # int64 [T], of the token in its sequence, from 0
+    cu_seqlens: Tensor  # int32 [N + 1]
     max_seqlen: int
-    logit_positions: torch.Tensor  # int64 [R], token_index of the row that predicts target_ids
-    target_ids: torch.Tensor  # int64 [R]
-    row_index: torch.Tensor  # int64 [R], of each row in the batch that this is a part of
-    cu_rows: torch.Tensor  # int32 [sequences + 1], the rows of each sequence
+    logit_positions: Tensor  # int64 [R], token_index of the row that predicts target_ids
+    target_ids: Tensor  # int64 [R]
+    row_index: Tensor  # int64 [R], of each row in the batch that this is a part of
+    cu_rows: Tensor  # int32 [sequences + 1], the rows of each sequence
     shard: SequenceShard | None = None
-    subtree_ends: torch.Tensor | None = None  # int32 [T] of all ranks; None: plain packing
-    tree_position_ids: torch.Tensor | None = None  # with subtree_ends: position_ids of all ranks
+    subtree_ends: Tensor | None = None  # int32 [T] of all ranks; None: plain packing
+    tree_position_ids: Tensor | None = None  # with subtree_ends: position_ids of all ranks
     saved: SavedWork = _NOTHING_SAVED  # over all ranks that share the batch
     parts: Mapping[str, Part] = field(default_factory=dict)  # such as the `KeptIds` "kept"
     padding: int = 0  # the last tokens here that are of no sequence
     is_dummy: bool = False
-    active_rows: torch.Tensor | None = None
+    active_rows: Tensor | None = None
 
     @overload
-    def take(self, per_row: torch.Tensor) -> torch.Tensor: ...
+    def take(self, per_row: Tensor) -> Tensor: ...
     @overload
     def take(self, per_row: None) -> None: ...
-    def take(self, per_row: torch.Tensor | None) -> torch.Tensor | None:
+    def take(self, per_row: Tensor | None) -> Tensor | None:
         """Select the rows of a column of the batch that this is a part of: [all rows] -> [R]."""
         return None if per_row is None else per_row[self.row_index]
 
@@ -80,7 +152,7 @@ class PackedBatch:
         """Move the tensors; `shard` stays on the CPU."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {
-            n: x.to(device) for n, x in values.items() if isinstance(x, torch.Tensor)
+            n: x.to(device) for n, x in values.items() if isinstance(x, Tensor)
         }
         moved["parts"] = {name: part.to(device) for name, part in self.parts.items()}
         return replace(self, **moved)
@@ -111,8 +183,6 @@ def pack_rollouts(
     """
     if empty := [i for i, (prompt, _) in enumerate(rollouts) if not len(prompt)]:
         raise ModelError(f"rollout {empty[0]} has no prompt tokens; a prompt needs at least one")
-    from hybridengine.kernels import pack_sequences
-
     ids = [torch.as_tensor(x, dtype=torch.int64) for pair in rollouts for x in pair]
     packed = pack_sequences(ids)
     is_response = torch.arange(len(ids)) % 2 == 1
@@ -147,8 +217,6 @@ def pack_batch(
     Raises:
         ModelError: a part that does not fit the tokens.
     """
-    from hybridengine.kernels import pack_sequences
-
     packed = pack_sequences(sequences, loss_mask)
     input_ids, is_target = packed.values
     batch = _pack(input_ids, packed.cu_seqlens, is_target, sequence_parallel, shared_prefix, parts)
@@ -156,9 +224,9 @@ def pack_batch(
 
 
 def _pack(
-    input_ids: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    is_target: torch.Tensor,
+    input_ids: Tensor,
+    cu_seqlens: Tensor,
+    is_target: Tensor,
     sequence_parallel: dist.ProcessGroup | None,
     shared_prefix: bool,
     parts: Mapping[str, PartSource],
@@ -193,8 +261,6 @@ def _pack(
 
 def _share_prefixes(batch: PackedBatch) -> PackedBatch:
     """Pack the common prefixes of plainly packed sequences once, with the parts in them."""
-    from hybridengine.kernels import pack_forest
-
     ids = batch.input_ids
     for part in batch.parts.values():
         ids = part.distinct_ids(ids)

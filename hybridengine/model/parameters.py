@@ -1,23 +1,29 @@
-"""The sharded parameters of a model, their names, and the names its checkpoint gives them."""
+"""The sharded parameters of a model, their names, and how its checkpoint is made of them."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
     Transpose,
     WeightConverter,
     build_glob_alternation,
+    revert_weight_conversion,
 )
 
+from hybridengine.model.validation import meta_model
+from hybridengine.run.errors import ModelError
+from hybridengine.sync.layout import CheckpointLayout, LayoutError
+from hybridengine.sync.loader import record_checkpoint
 from hybridengine.sync.shards import local_shard
 
 
@@ -130,3 +136,40 @@ def _with_transpose(conversion: Any) -> Any:
             for op in conversion.operations
         ]
     return conversion
+
+
+_layouts: dict[tuple[type[PretrainedConfig], str, bool], CheckpointLayout] = {}
+
+
+def checkpoint_layout_from_config(
+    config: PretrainedConfig, trust_remote_code: bool = False
+) -> CheckpointLayout:
+    """Return the checkpoint layout of the causal LM of `config`; reads no weights.
+
+    The same object for equal configurations; it takes seconds where there are many experts.
+
+    Raises:
+        ModelError: a checkpoint tensor that is computed from parameters rather than copied.
+    """
+    key = type(config), config.to_json_string(use_diff=False), trust_remote_code
+    if key not in _layouts:
+        _layouts[key] = checkpoint_layout(meta_model(config, trust_remote_code))
+    return _layouts[key]
+
+
+def checkpoint_layout(model: PreTrainedModel) -> CheckpointLayout:
+    """Return how transformers' own conversion makes the tensors that `save_pretrained` writes.
+
+    Most checkpoint tensors are one parameter; an expert of a fused weight is a slice of one.
+
+    Raises:
+        ModelError: a checkpoint tensor that is computed from parameters rather than copied.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in parameter_shards(model).items()}
+    use_checkpoint_names(model)
+    try:
+        layout = record_checkpoint(shapes, lambda full: revert_weight_conversion(model, full))
+    except LayoutError as error:
+        raise ModelError(f"{original_class(model).__name__} cannot be resharded: {error}") from None
+    buffers = shapes.keys() & {unwrapped_name(name) for name, _ in model.named_buffers()}
+    return replace(layout, buffers=frozenset(buffers), config=model.config.to_dict())

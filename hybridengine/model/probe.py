@@ -24,8 +24,8 @@ from hybridengine.model.attention import attention_of
 from hybridengine.model.extensions import experts_implementation
 from hybridengine.model.rotary import fix_rotary_length
 from hybridengine.model.validation import (
-    auto_class,
     longest_sequence,
+    meta_model,
     rotary_parameters,
     takes_images,
 )
@@ -142,14 +142,13 @@ class Probe:
 
 
 def _on_meta(config: PretrainedConfig, attention: Any, trust_remote_code: bool) -> Any:
-    with torch.device("meta"):
-        model = auto_class(config).from_config(
-            config,
-            dtype=torch.float32,
-            attn_implementation=attention,
-            experts_implementation=experts_implementation(),
-            trust_remote_code=trust_remote_code,
-        )
+    model = meta_model(
+        config,
+        trust_remote_code,
+        dtype=torch.float32,
+        attn_implementation=attention,
+        experts_implementation=experts_implementation(),
+    )
     if not model._supports_attention_backend:
         raise ModelError(
             f"{type(model).__name__} does not call its attention through transformers' "

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridengine.model.validation import (
-    auto_class,
     long_rope_limit,
     longest_sequence,
+    meta_model,
     rotary_parameters,
 )
 from hybridengine.run.errors import ModelError
@@ -55,8 +55,7 @@ def check_rotary(
     """
     if long_rope_limit(config) is None:
         return
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    model = meta_model(config, trust_remote_code)
     for module in _rotary_modules(model):
         module.to_empty(device="cpu")
         model._init_weights(module)  # computes its frequencies

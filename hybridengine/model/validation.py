@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
@@ -47,6 +48,14 @@ def takes_images(config: PretrainedConfig) -> bool:
 def auto_class(config: PretrainedConfig) -> Any:
     """Return the class of transformers that loads the model of `config`, as by its config.json."""
     return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
+
+
+def meta_model(config: PretrainedConfig, trust_remote_code: bool = False, **options: Any) -> Any:
+    """Build the model of `config` on the meta device; options: of `from_config`."""
+    with torch.device("meta"):
+        return auto_class(config).from_config(
+            config, trust_remote_code=trust_remote_code, **options
+        )
 
 
 def check_model(

@@ -22,7 +22,7 @@ from hybridengine.engine.response import COLUMNS
 from hybridengine.model import KeptIds, Optimizer, PackedBatch, SavedWork, pack_rollouts
 from hybridengine.model.attachments import AttachmentPreparer
 from hybridengine.model.extensions import PartReader
-from hybridengine.model.parts import Part, PartSource
+from hybridengine.model.packed import Part, PartSource
 from hybridengine.run.all_ranks import group_timeout
 from hybridengine.run.session import Session
 from hybridengine.train.exchange import RowExchange, RowLocations, split_micro_batches

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from hybridengine.engine.interface import EngineOptions, RolloutEngine
 from hybridengine.model import adapter_shards, frozen_parameters, parameter_shards
 from hybridengine.model.attachments import AttachmentPreparer, Conflict
-from hybridengine.model.checkpoint import checkpoint_layout_from_config
 from hybridengine.model.extensions import model_extensions
+from hybridengine.model.parameters import checkpoint_layout_from_config
 from hybridengine.model.validation import check_model
 from hybridengine.run.config import ConfigError, JobConfig, RLConfig
 from hybridengine.run.errors import UserError, located, unreadable_part

@@ -15,7 +15,7 @@ import torch
 
 from hybridengine.engine.vllm.environment import vllm_available
 from hybridengine.kernels import choose_backend, has_fast_products
-from hybridengine.model.shared.shared_parameters import untested_torch
+from hybridengine.model.shared_parameters import untested_torch
 from hybridengine.run.config import ConfigError, Dtype, JobConfig, keys_of
 
 __all__ = ["Machine", "describe_precision", "resolve_dtypes"]

@@ -29,7 +29,7 @@ from hybridengine.model import (
     packed_policy_loss,
 )
 from hybridengine.model.extensions import hooks_of, pop_metrics, recorded_parts
-from hybridengine.model.parts import Part
+from hybridengine.model.packed import Part
 from hybridengine.run.config import RLConfig
 from hybridengine.train.advantages import LossOptions, correct, correct_batch
 from hybridengine.train.algorithms import KLController

@@ -15,10 +15,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hybridengine.model import check_lora, check_sequence_parallel, is_sequence_classifier
-from hybridengine.model.checkpoint import checkpoint_layout_from_config
-from hybridengine.model.compile import check_compiler
 from hybridengine.model.extensions import model_extensions
+from hybridengine.model.loading import check_compiler
 from hybridengine.model.packing_check import check_packing
+from hybridengine.model.parameters import checkpoint_layout_from_config
 from hybridengine.model.rotary import check_rotary
 from hybridengine.model.validation import check_model, check_weights
 from hybridengine.run.config import ConfigError, JobConfig, RLConfig, SFTConfig

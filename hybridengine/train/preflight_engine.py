@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from hybridengine.engine.vllm.environment import CPU_HEAD_SIZES, prepare_environment
 from hybridengine.engine.vllm.options import check_engine_options, check_plugins
-from hybridengine.model.checkpoint import checkpoint_layout_from_config
+from hybridengine.model.parameters import checkpoint_layout_from_config
 from hybridengine.model.validation import head_size, longest_sequence
 from hybridengine.run.config import ConfigError, RLConfig
 from hybridengine.run.errors import UserError

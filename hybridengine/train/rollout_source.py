@@ -17,8 +17,8 @@ from torch import Tensor
 
 from hybridengine.engine.interface import RolloutEngine, SamplingSpec, derive_seed
 from hybridengine.model import SharedParameters
-from hybridengine.model.shared.dequantized import DequantizedWeights
-from hybridengine.model.shared.slices import SlicedWeights
+from hybridengine.model.dequantized import DequantizedWeights
+from hybridengine.model.shared_weights import SlicedWeights
 from hybridengine.run.all_ranks import all_gather_values
 from hybridengine.run.config import RLConfig
 from hybridengine.run.session import Session

@@ -158,7 +158,7 @@ class _Case:
     def configure(self) -> None:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-        from hybridengine.model.checkpoint import checkpoint_layout
+        from hybridengine.model.parameters import checkpoint_layout
 
         config = CATALOGUE[self.outcome.architecture].config()
         causal = type(config) in AutoModelForCausalLM._model_mapping

@@ -54,7 +54,7 @@ def body(rank: int, world_size: int, path: str) -> None:
 
     from hybridengine.engine.interface import SamplingSpec
     from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
-    from hybridengine.model.offload import Offloader
+    from hybridengine.model.fsdp import Offloader
     from hybridengine.sync.resharder import Resharder
 
     engine = build_engine("vllm", path, tensor_model_parallel_size=2)

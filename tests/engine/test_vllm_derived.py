@@ -26,7 +26,7 @@ def train(folder: str, kind: str, dtype: torch.dtype):
 
     from hybridengine.engine.interface import SamplingSpec
     from hybridengine.model import parameter_shards
-    from hybridengine.model.checkpoint import checkpoint_layout
+    from hybridengine.model.parameters import checkpoint_layout
     from hybridengine.sync.resharder import Resharder
 
     torch.manual_seed(0)

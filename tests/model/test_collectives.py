@@ -16,7 +16,7 @@ def chunk(rank: int, size: int, dtype: torch.dtype = torch.float32) -> torch.Ten
 
 
 def body(rank: int, world_size: int) -> None:
-    from hybridengine.model.collectives import DirectAllGather, DirectReduceScatter
+    from hybridengine.model.fsdp import DirectAllGather, DirectReduceScatter
 
     pairs, _ = dist.new_subgroups(2)
     gather, reduce = DirectAllGather(), DirectReduceScatter()
@@ -47,7 +47,7 @@ def test_direct_collectives_in_the_world_and_in_pairs() -> None:
 
 
 def overlapped(rank: int, world_size: int) -> None:
-    from hybridengine.model.collectives import DirectAllGather
+    from hybridengine.model.fsdp import DirectAllGather
 
     out = torch.empty(world_size * 5)
     work = DirectAllGather()(out, chunk(rank, 5), dist.group.WORLD, async_op=True)

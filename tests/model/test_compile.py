@@ -16,8 +16,8 @@ from hybridengine.model import (
     pack_rollouts,
     packed_log_probs,
 )
-from hybridengine.model.compile import check_compiler, compile_layers
 from hybridengine.model.head import patch_head
+from hybridengine.model.loading import check_compiler, compile_layers
 from hybridengine.run.errors import ModelError
 from tests.model.cases import GRADIENTS, LOGITS, models, rollouts
 from tests.model.forests import group_pairs

@@ -145,7 +145,7 @@ def test_sft_with_offload_policy_loads_and_steps(tmp_path: Path) -> None:
 
 def offload_body(rank: int, world_size: int, path: str) -> None:
     from hybridengine.model import Optimizer, parameter_shards
-    from hybridengine.model.offload import Offloader
+    from hybridengine.model.fsdp import Offloader
 
     pairs = cases.pairs_of_rank(cases.rollouts(cases.SIZES), rank, world_size)
 
@@ -184,7 +184,7 @@ def test_offloading_empties_the_device_and_changes_no_bit(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_views_of_offloaded_tensors_are_restored(device: str) -> None:
-    from hybridengine.model.offload import Offloader
+    from hybridengine.model.fsdp import Offloader
 
     flat = torch.arange(1 << 20, dtype=torch.float32, device=device)
     view, expected = flat[7:].view(-1)[::2], flat[7:].clone()[::2]

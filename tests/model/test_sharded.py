@@ -74,7 +74,7 @@ def step_body(rank: int, world_size: int, path: str) -> dict:
 def test_ranks_equal_one_process(tmp_path: Path, kind: str, world_size: int) -> None:
     from safetensors import safe_open
 
-    from hybridengine.model.checkpoint import checkpoint_layout_from_config
+    from hybridengine.model.parameters import checkpoint_layout_from_config
     from hybridengine.model.validation import check_model
 
     path = save_tiny(kind, tmp_path)

@@ -93,7 +93,7 @@ def test_split_sequences_equal_one_process(tmp_path: Path, world_size: int, sp_s
 def heads_body(rank: int, world_size: int, dtype: torch.dtype) -> None:
     import torch.distributed as dist
 
-    from hybridengine.model.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
+    from hybridengine.model.attention import gather_heads_scatter_seq, gather_seq_scatter_heads
     from hybridengine.run.errors import ModelError
 
     tokens, heads, kv_heads = 5, 12, 3

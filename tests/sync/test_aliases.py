@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridengine.model.shared.aliases import parameter_views
+from hybridengine.model.shared_weights import parameter_views
 from hybridengine.sync.layout import Copy, EngineLayout, LayoutError, Quantized, TensorSpec
 
 SHAPES = {"q": (6, 4), "k": (1, 4), "norm": (4,), "embed": (5, 4)}

@@ -104,7 +104,7 @@ def engine_body(rank: int, world_size: int, path: str) -> dict:
     from transformers import AutoModelForCausalLM
 
     from hybridengine.model import parameter_shards
-    from hybridengine.model.checkpoint import checkpoint_layout
+    from hybridengine.model.parameters import checkpoint_layout
     from hybridengine.sync.resharder import Resharder
     from tests.sync.memory_engine import MemoryEngine
 

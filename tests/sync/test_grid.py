@@ -136,7 +136,7 @@ def steps_of(path: str, source: str, count: int) -> Iterator[tuple[int, Weights]
 
 def load_body(rank: int, tp_size: int, path: str, folder: Path) -> EngineLayout:
     """Save what vLLM's model of this TP rank holds after each step; return how it is laid out."""
-    from hybridengine.model.checkpoint import checkpoint_layout_from_config
+    from hybridengine.model.parameters import checkpoint_layout_from_config
     from hybridengine.model.validation import check_model
 
     checkpoint = checkpoint_layout_from_config(check_model(path))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.model.checkpoint import checkpoint_layout_from_config
+from hybridengine.model.parameters import checkpoint_layout_from_config
 from hybridengine.sync.blocks import NotABlock, contiguous_strides
 from hybridengine.sync.layout import Copy, LayoutError, compose, merge
 from hybridengine.sync.loader import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.model.shared.slices import SlicedWeights, engine_parts
+from hybridengine.model.shared_weights import SlicedWeights, engine_parts
 from hybridengine.sync.layout import Copy, EngineLayout, LayoutError, TensorSpec
 from tests.ranks import message_of, run_ranks
 

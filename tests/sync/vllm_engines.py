@@ -73,7 +73,7 @@ def build_engine(
     from transformers import AutoConfig
 
     from hybridengine.engine.vllm.engine import VllmEngine
-    from hybridengine.model.checkpoint import checkpoint_layout_from_config
+    from hybridengine.model.parameters import checkpoint_layout_from_config
     from hybridengine.vision import load_image_preparer
 
     config = AutoConfig.from_pretrained(path)

@@ -89,7 +89,7 @@ def body(rank: int, world_size: int, path: str, every: bool) -> tuple[list[bool]
 
 
 def permitted(setup: Setup) -> list[bool]:
-    from hybridengine.model.ulysses import SequenceShard
+    from hybridengine.model.packed import SequenceShard
 
     [micro_batch] = setup.batch.micro_batches
     own = replace(setup.batch, old_log_probs=None)

@@ -25,7 +25,7 @@ from hybridengine.lab.parity.points import (
 )
 from hybridengine.model import pack_rollouts, packed_logits
 from hybridengine.model.attention import ATTENTION
-from hybridengine.model.checkpoint import checkpoint_layout_from_config
+from hybridengine.model.parameters import checkpoint_layout_from_config
 from hybridengine.sync.layout import EngineLayout
 
 # The largest relative difference of a token that rounding explains, by the engine's dtype.

@@ -18,7 +18,7 @@ from hybridengine.lab.simulate.model import ModelShape, Workload
 from hybridengine.lab.simulate.search import Result, describe, search
 from hybridengine.lab.simulate.step import SimulatedStep
 from hybridengine.lab.simulate.sync import SyncPlanner
-from hybridengine.model.checkpoint import checkpoint_layout_from_config
+from hybridengine.model.parameters import checkpoint_layout_from_config
 from hybridengine.run.errors import ConfigNote, ModelError, reason_of
 
 

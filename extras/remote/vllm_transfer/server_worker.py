@@ -24,7 +24,7 @@ from hybridengine.engine.vllm.post_load import PostLoadProcessing
 from hybridengine.engine.vllm.sampling import request_generators
 from hybridengine.engine.vllm.sleep import weights_sleep
 from hybridengine.engine.vllm.weights import ModelWeights
-from hybridengine.model.checkpoint import checkpoint_layout_from_config
+from hybridengine.model.parameters import checkpoint_layout_from_config
 from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.weight_target import EngineState, ReshardError

@@ -43,9 +43,8 @@ from hybridengine.engine.vllm.post_load import PostLoadProcessing
 from hybridengine.engine.vllm.quantized import check_quantization
 from hybridengine.engine.vllm.sampling import fuse_sampler
 from hybridengine.engine.vllm.weights import VllmWeights
-from hybridengine.model.checkpoint import checkpoint_layout
 from hybridengine.model.lora import adapter_shards
-from hybridengine.model.parameters import parameter_shards, unwrap_peft
+from hybridengine.model.parameters import checkpoint_layout, parameter_shards, unwrap_peft
 from hybridengine.remote.vllm_transfer.server_worker import ServerWorker, StoreInfo
 from hybridengine.remote.vllm_transfer.trainer import BACKEND, register_trainer
 from hybridengine.run.all_ranks import run_on_all_ranks

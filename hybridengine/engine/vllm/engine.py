@@ -51,9 +51,8 @@ from hybridengine.engine.vllm.sampling import (
 from hybridengine.engine.vllm.sleep import DONTNEED, HUGEPAGE, Level2Sleep, advise_pages
 from hybridengine.engine.vllm.weights import LoraSlot, VllmWeights, slot_options
 from hybridengine.model.attachments import Attachment, VllmPrompt, plain_prompt
-from hybridengine.model.shared.aliases import parameter_views
-from hybridengine.model.shared.dequantized import DequantizedWeights
-from hybridengine.model.shared.slices import Part, SlicedWeights, engine_parts
+from hybridengine.model.dequantized import DequantizedWeights
+from hybridengine.model.shared_weights import Part, SlicedWeights, engine_parts, parameter_views
 from hybridengine.run.all_ranks import all_gather_values, broadcast_value, group_timeout
 from hybridengine.run.plugins import load_plugin
 from hybridengine.sync.layout import LayoutError

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 from transformers.utils.logging import set_tqdm_hook
 
+from hybridengine.model.frozen_base import full_base
 from hybridengine.model.lora import adapter_shards, has_experts, peft_factors
 from hybridengine.model.parameters import (
     meta_copy,
@@ -22,7 +23,6 @@ from hybridengine.model.parameters import (
     saved_dtypes,
     use_checkpoint_names,
 )
-from hybridengine.model.shared.frozen_base import full_base
 from hybridengine.run.all_ranks import run_on_rank0
 from hybridengine.run.errors import ModelError
 from hybridengine.run.storage import atomic_folder, check_disk_space, note_progress, writing_to

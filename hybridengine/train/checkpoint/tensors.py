@@ -33,7 +33,7 @@ from torch.distributed.checkpoint import FileSystemReader, Metadata, filesystem,
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from hybridengine.model.offload import on_device
+from hybridengine.model.fsdp import on_device
 from hybridengine.model.optim import Optimizer
 from hybridengine.model.parameters import frozen_parameters, is_finite, parameter_shards
 from hybridengine.run import all_ranks

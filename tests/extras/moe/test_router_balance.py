@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hybridengine.model import PackedBatch, pack_rollouts, packed_log_probs
-from hybridengine.model.compile import compile_layers
+from hybridengine.model.loading import compile_layers
 from hybridengine.moe.experts import EXPERTS
 from hybridengine.moe.router_balance import RouterBalance, balance_routers, prepare_routers
 from hybridengine.moe.router_replay import RouterReplay

@@ -22,7 +22,7 @@ from hybridengine.model import (
     packed_values,
     parameter_shards,
 )
-from hybridengine.model.compile import compile_layers
+from hybridengine.model.loading import compile_layers
 from hybridengine.moe.router_replay import RouterReplay, SequenceRoutes
 from hybridengine.run.errors import ModelError
 from hybridengine.vision.packed import ImageFormat, SequenceImages, freeze_vision_tower

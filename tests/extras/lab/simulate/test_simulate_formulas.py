@@ -13,7 +13,7 @@ from hybridengine.lab.simulate.config import ClusterConfig, EfficiencyConfig, Wo
 from hybridengine.lab.simulate.generation import EngineModel, generate, prompt_per_response
 from hybridengine.lab.simulate.model import Layout, ModelShape, Workload, truncated_exponential
 from hybridengine.lab.simulate.training import TrainingModel, memory_of
-from hybridengine.model.checkpoint import checkpoint_layout_from_config
+from hybridengine.model.parameters import checkpoint_layout_from_config
 
 IDEAL = EfficiencyConfig(
     gemm=1.0,

@@ -22,7 +22,7 @@ from hybridengine.lab.simulate.config import (
 from hybridengine.lab.simulate.model import ModelShape, Workload
 from hybridengine.lab.simulate.search import Result, describe, search
 from hybridengine.lab.simulate.sync import split_plan
-from hybridengine.model.checkpoint import checkpoint_layout_from_config
+from hybridengine.model.parameters import checkpoint_layout_from_config
 from hybridengine.run.config import ConfigError
 from tests.sync.brute_force import fused_layout
 

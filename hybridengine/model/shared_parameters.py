@@ -22,9 +22,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hybridengine.model.offload import on_device
+from hybridengine.model.fsdp import on_device
 from hybridengine.model.parameters import unwrapped_name
-from hybridengine.model.shared.slices import SlicedWeights
+from hybridengine.model.shared_weights import SlicedWeights
 from hybridengine.run.errors import ModelError
 from hybridengine.sync.shards import ShardSpec
 from hybridengine.sync.weight_target import StaleWeightsError, WeightTarget

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from hybridengine.model.parameters import unwrapped_name
-from hybridengine.model.shared.layered import LayeredWeights
+from hybridengine.model.shared_weights import LayeredWeights
 from hybridengine.run.errors import ModelError
 
 

@@ -1,21 +1,150 @@
-"""Parameters of which an engine rank holds a part, joined by its tensor-parallel group."""
+"""The trained parameters as full tensors made of an engine's own, where it holds their values.
+
+Of a parameter that every rank of the engine holds in full this is a view. One of which each rank
+holds a part is joined by the tensor-parallel group.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.model.shared.aliases import copies_of, parameter_views
-from hybridengine.model.shared.layered import LayeredWeights
-from hybridengine.sync.layout import EngineLayout, LayoutError, Region, Shape
+from hybridengine.sync.blocks import contiguous_strides
+from hybridengine.sync.layout import Copy, EngineLayout, LayoutError, Region, Shape
 
 Part = tuple[str, Region]  # parameter, a part of it
+
+
+def parameter_views(
+    layout: EngineLayout,
+    weights: Mapping[str, Tensor],
+    shapes: Mapping[str, Shape],
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """Return every parameter as a contiguous view of the engine's tensors.
+
+    A part of a fused tensor (q, k and v; gate and up) is such a view if its rows are together.
+
+    weights: the engine's tensors by the names of the layout.
+    shapes: of the parameters.
+    dtype: of the computation.
+
+    Raises LayoutError for a parameter that the engine holds in another form.
+    """
+    copies = copies_of(layout, weights, shapes, dtype)
+    return {
+        name: _view(name, shape, weights[copies[name][0].destination], copies[name])
+        for name, shape in shapes.items()
+    }
+
+
+def copies_of(
+    layout: EngineLayout,
+    weights: Mapping[str, Tensor],
+    sources: Collection[str],
+    dtype: torch.dtype,
+) -> dict[str, list[Copy]]:
+    """Return for each of the parameters `sources` the copies that write it into the engine, once.
+
+    Raises LayoutError for a parameter whose values the engine does not have in `dtype`, or twice.
+    """
+    parts: dict[str, dict[str, list[Copy]]] = {name: defaultdict(list) for name in sources}
+    for copy in layout.copies:
+        if copy.source in parts:
+            parts[copy.source][copy.destination].append(copy)
+    found = {}
+    for name, by_destination in parts.items():
+        if (
+            name in layout.fallback
+            or not by_destination
+            or by_destination.keys() & layout.quantized
+        ):
+            raise LayoutError(f"the engine does not hold the values of {name!r}")
+        first, *others = by_destination
+        if other := {weights[destination].dtype for destination in by_destination} - {dtype}:
+            raise LayoutError(
+                f"the engine holds {name!r} in {other.pop()}, and the trainer computes in {dtype}"
+            )
+        found[name] = by_destination[first]
+        written = {(weights[first].data_ptr(), c.read, c.written) for c in found[name]}
+        for destination in others:
+            own = by_destination[destination]
+            if {(weights[destination].data_ptr(), c.read, c.written) for c in own} != written:
+                raise LayoutError(f"the engine holds {name!r} {len(by_destination)} times")
+    return found
+
+
+def _view(name: str, shape: Shape, tensor: Tensor, copies: list[Copy]) -> Tensor:
+    """Return the view of an engine's tensor into which `copies` write a parameter."""
+    # Element i of the parameter has to be element i + offset of the tensor.
+    offsets = {copy.destination_offset - copy.source_offset for copy in copies}
+    is_complete = sum(copy.numel for copy in copies) == math.prod(shape)
+    if len(offsets) > 1 or not is_complete or not all(map(_keeps_distances, copies)):
+        raise LayoutError(f"the engine holds {name!r} in another order, or not all of it")
+    offset = tensor.storage_offset() + offsets.pop()
+    return tensor.as_strided(shape, contiguous_strides(shape), offset)
+
+
+def _keeps_distances(copy: Copy) -> bool:
+    steps = zip(copy.sizes, copy.source_strides, copy.destination_strides, strict=True)
+    return all(size == 1 or source == destination for size, source, destination in steps)
+
+
+class LayeredWeights(Mapping[str, Tensor]):
+    """Full parameters by name, of which some have memory from `gather` to `free` only.
+
+    Their memory is not always at the same address. Versions of tensors, by which autograd finds
+    changes, stay as they are: a gather restores the same bits.
+    """
+
+    _tensors: dict[str, Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @property
+    @abstractmethod
+    def sliced(self) -> frozenset[str]:
+        """The parameters that are gathered."""
+
+    @abstractmethod
+    def start(self, names: Iterable[str]) -> None:
+        """Begin to gather those of the parameters that have no memory."""
+
+    @abstractmethod
+    def gather(self, names: Iterable[str]) -> None:
+        """Fill those of the parameters that have no memory."""
+
+    @abstractmethod
+    def writing(self, name: str) -> AbstractContextManager[Tensor]:
+        """Yield memory for a full parameter, and write it into the engine after."""
+
+    def free(self, names: Iterable[str]) -> None:
+        """Free the memory of those of the parameters that are gathered."""
+        for name in self.sliced.intersection(names):
+            self._tensors[name].untyped_storage().resize_(0)
+
+    def _allocate(self, name: str) -> Tensor:
+        """Return an alias, with a version counter of its own, of a parameter's new memory."""
+        tensor = self._tensors[name]
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor.untyped_storage().resize_(tensor.nbytes)
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride())
 
 
 class _Started(NamedTuple):

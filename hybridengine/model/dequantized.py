@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.kernels.block_quantize import BLOCK, block_quantize
-from hybridengine.model.shared.aliases import parameter_views
-from hybridengine.model.shared.layered import LayeredWeights
+from hybridengine.model.shared_weights import LayeredWeights, parameter_views
 from hybridengine.sync.layout import EngineLayout, LayoutError, Shape
 
 

@@ -1,0 +1,244 @@
+"""FSDP2 of a model: mesh, groups, collectives over gloo, and weights offloaded to host memory.
+
+Gloo's own all-gather receives into a temporary buffer of the full size and copies it; its
+reduce-scatter all-reduces a copy of the full input, which is twice the traffic. Here every rank
+sends each other rank exactly its chunk, from and into the tensors themselves. Buffers and gradients
+are reused from step to step: clearing new pages for them costs more than filling them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
+from torch.distributed.tensor import Shard
+from transformers import PreTrainedModel
+
+from hybridengine.kernels import empty_from_pool
+from hybridengine.model.parameters import unwrapped_name
+from hybridengine.run.all_ranks import group_timeout
+from hybridengine.sync.shards import local_shard
+
+
+def sharding_mesh(device_type: str, world_size: int, fsdp_size: int = -1) -> DeviceMesh:
+    """Return a 1-D mesh of all ranks, or an HSDP mesh of replicas of `fsdp_size` ranks each.
+
+    Every replica holds the full model, so all-gathers stay among its ranks, at world_size /
+    fsdp_size times the memory; gradients are reduced over all ranks.
+    """
+    if fsdp_size in (-1, world_size):
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    return mesh_2d(device_type, world_size, fsdp_size, ("replica", "shard"))
+
+
+def mesh_2d(device_type: str, world_size: int, size: int, names: tuple[str, str]) -> DeviceMesh:
+    """Return a mesh of `size` consecutive ranks by all others."""
+    ranks, timeout = torch.arange(world_size).view(-1, size), group_timeout()
+    groups = [
+        dist.new_subgroups_by_enumeration(lists.tolist(), timeout)[0] for lists in (ranks.T, ranks)
+    ]
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
+
+
+def shard_model(
+    model: nn.Module,
+    groups: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    shard_dim1: Callable[[str], bool],
+    param_dtype: torch.dtype,
+    cpu_offload: bool = False,
+    reshard_after_forward: bool = True,
+    forward_prefetch: bool = False,
+    ignored: set[nn.Parameter],
+    experts: Sequence[nn.Module] = (),
+    expert_mesh: DeviceMesh | None = None,
+) -> None:
+    """Apply FSDP2 to each of `groups` and to the rest of `model`, in place.
+
+    ignored: parameters that are not sharded.
+    experts: modules that are divided over ranks; each part is sharded over `expert_mesh`.
+    Others: see `load_causal_lm`.
+    """
+    # An adapter's A has the columns of its weight.
+    names = {
+        id(p): unwrapped_name(name).replace(".lora_A.default.", ".")
+        for name, p in model.named_parameters()
+    }
+    shard_size, pinned = mesh.size(mesh.ndim - 1), torch.cuda.is_available()
+
+    def placement(param: nn.Parameter) -> Shard | None:
+        divides = param.ndim > 1 and param.shape[1] % shard_size == 0
+        return Shard(1) if divides and shard_dim1(names[id(param)]) else None
+
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32),
+        "shard_placement_fn": placement,
+        "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned)
+        if cpu_offload
+        else fsdp.OffloadPolicy(),
+        "ignored_params": ignored,
+    }
+    for module in experts:  # FSDP2 requires inner modules first
+        own = {"mesh": expert_mesh, "shard_placement_fn": lambda param: Shard(1)}
+        fsdp.fully_shard(module, reshard_after_forward=reshard_after_forward, **options | own)
+    for group in reversed(groups):
+        fsdp.fully_shard(group, reshard_after_forward=reshard_after_forward, **options)
+    # FSDP2 does not reshard the root after forward: backward begins with its parameters.
+    fsdp.fully_shard(model, **options)
+    for module in (*experts, *groups, model) if mesh.device_type == "cpu" else ():
+        assert isinstance(module, fsdp.FSDPModule)
+        module.set_custom_all_gather(DirectAllGather())
+        module.set_custom_reduce_scatter(DirectReduceScatter())
+    for group, following in pairwise(groups) if forward_prefetch else ():
+        assert isinstance(group, fsdp.FSDPModule) and isinstance(following, fsdp.FSDPModule)
+        group.set_modules_to_forward_prefetch([following])
+
+
+def modules_of_size(model: PreTrainedModel, min_num_params: int) -> list[nn.Module]:
+    """Return the smallest modules with `min_num_params` parameters, not counting nested groups."""
+    embeddings = {model.get_input_embeddings(), model.get_output_embeddings()}  # may be tied
+    chosen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> int:
+        """Return the number of parameters of `module` that are in no group yet."""
+        num_params = sum(p.numel() for p in module.parameters(recurse=False))
+        num_params += sum(visit(child) for child in module.children())
+        is_called = not isinstance(module, nn.ModuleList | nn.ModuleDict)  # FSDP2 hooks forward
+        if num_params < min_num_params or not is_called or embeddings & set(module.modules()):
+            return num_params
+        chosen.add(module)
+        return 0
+
+    visit(model)
+    return [module for module in model.modules() if module in chosen]
+
+
+class _PooledMemory(Comm):
+    """Take buffers, and with them the sharded gradients, from the pool of the last step's."""
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return empty_from_pool(size, dtype, device)
+
+
+class DirectAllGather(_PooledMemory, AllGather):
+    """Gather one chunk of every rank, in place: the input may be this rank's part of the output."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if async_op:
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op=True)
+        chunks = list(output_tensor.view(group.size(), -1))
+        own = chunks[group.rank()]
+        if own.data_ptr() != input_tensor.data_ptr():
+            own.copy_(input_tensor)
+        _exchange([own] * group.size(), chunks, group)
+        return None
+
+
+class DirectReduceScatter(_PooledMemory, ReduceScatter):
+    """Add one chunk of every rank, in the order of the ranks."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if async_op or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            return dist.reduce_scatter_tensor(
+                output_tensor, input_tensor, op, group, async_op=async_op
+            )
+        sent = list(input_tensor.view(group.size(), -1))
+        received = [self.allocate(x.shape, dtype=x.dtype, device=x.device) for x in sent[1:]]
+        received.insert(group.rank(), sent[group.rank()])
+        _exchange(sent, received, group)
+        first, *others = received
+        total = output_tensor.copy_(first) if not others else first
+        for other in others:
+            total = torch.add(total, other, out=output_tensor)
+        if op == dist.ReduceOp.AVG:
+            output_tensor /= group.size()
+        return None
+
+
+def _exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Send sent[r] to rank r and receive received[r] from it, for all ranks r but this one."""
+    others = [r for r in range(group.size()) if r != group.rank()]
+    works = [dist.irecv(received[r], group=group, group_src=r) for r in others]
+    works += [dist.isend(sent[r], group=group, group_dst=r) for r in others]
+    for work in works:
+        assert work is not None  # this rank is in the group
+        work.wait()
+
+
+class Offloader:
+    """Tensors that are on their device inside `on_device()` only, and empty outside of it.
+
+    FSDP2's `CPUOffloadPolicy` streams every all-gather from host memory and steps there; this moves
+    all tensors once per phase. Storages are resized to zero and back, not replaced, so the views
+    and references that FSDP2, the optimizer and the reshard hold stay valid. Do not read, write or
+    save an offloaded tensor.
+
+    tensors: called at every offload, so that optimizer state may be created later.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], enabled: bool = True) -> None:
+        self._tensors, self._enabled = tensors, enabled
+        self._depth = 0
+        self._offloaded: list[tuple[torch.UntypedStorage, Tensor]] = []
+        if enabled:
+            self._offload()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Onload the tensors; offload them again at the end of the outermost block."""
+        self._depth += 1
+        for storage, host in self._offloaded:
+            storage.resize_(host.numel())
+            _bytes_of(storage).copy_(host, non_blocking=True)
+        self._offloaded.clear()
+        yield
+        self._depth -= 1
+        if self._enabled and not self._depth:
+            self._offload()
+
+    def _offload(self) -> None:
+        all_storages = (local_shard(tensor).untyped_storage() for tensor in self._tensors())
+        storages = {s.data_ptr(): s for s in all_storages if s.nbytes()}
+        for storage in storages.values():
+            device_bytes = _bytes_of(storage)
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device_bytes.is_cuda)
+            self._offloaded.append((storage, host.copy_(device_bytes, non_blocking=True)))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # finish the copies before their sources are freed
+        for storage in storages.values():
+            storage.resize_(0)
+        torch.cuda.empty_cache()  # the engine has an allocator of its own
+
+
+@contextmanager
+def on_device(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield `model` (of `load_causal_lm`) with its weights onloaded."""
+    with model.offloader.on_device():  # type: ignore[operator, union-attr]
+        yield model
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,1 +1,0 @@
-"""Training from the engine's own weights."""
