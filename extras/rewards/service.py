@@ -23,10 +23,12 @@ from typing import Any
 from hybridengine.rewards.workers import cores_of_rank
 from hybridengine.run.config import RewardConfig
 from hybridengine.run.errors import RewardError, shorten
-from hybridengine.train.rewards.calls import CallError, RewardFunction
 from hybridengine.train.rewards.function import (
     LIST_ARGUMENTS,
+    CallError,
     FunctionSource,
+    Results,
+    RewardFunction,
     to_results,
     to_rows,
 )
@@ -70,9 +72,7 @@ class RewardService:
         source = _ServiceSource(Path(), own, 1, own, url=str(path))
         return RewardFunction(source, 0, self, LIST_ARGUMENTS)
 
-    def call(
-        self, function: RewardFunction, columns: _Columns, size: int
-    ) -> list[dict[str, float | str]]:
+    def call(self, function: RewardFunction, columns: _Columns, size: int) -> list[Results]:
         """Score `size` responses; raise CallError for a request without valid scores."""
         score = partial(self._score, str(function.source), columns)
         threads = ThreadPoolExecutor(self._num_requests, "reward-service")
@@ -83,7 +83,7 @@ class RewardService:
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _score(self, url: str, columns: _Columns, start: int) -> list[dict[str, float | str]]:
+    def _score(self, url: str, columns: _Columns, start: int) -> list[Results]:
         """Score the batch whose first response is number `start`."""
         rows = slice(start, start + self._http.batch_size)
         batch = {name: column[rows] for name, column in columns.items()}

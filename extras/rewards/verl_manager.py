@@ -16,17 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridengine.rewards.functions import import_reward_function
 from hybridengine.run.config import RewardConfig
 from hybridengine.run.errors import ConfigError, RewardError
 from hybridengine.train.data import PromptSample
-from hybridengine.train.rewards.build import caller_name
-from hybridengine.train.rewards.function import import_reward_function, to_text
+from hybridengine.train.rewards.function import to_text
 from hybridengine.train.rewards.local import given_function
 from hybridengine.train.rewards.manager import (
     ResponseTokens,
     RewardManager,
     RewardPart,
     RewardResult,
+    caller_name,
 )
 
 
@@ -171,7 +172,7 @@ def _compute_score(reward: RewardConfig) -> Any:
     [(path, name)] = reward.functions
     if caller_name(path) == "python":
         return given_function(path)
-    return import_reward_function(path, name, None)[0]
+    return import_reward_function(path, name, ())[0]
 
 
 def _padded(rows: Sequence[Sequence[int]], pad: int, *, left: bool) -> Tensor:

@@ -2,9 +2,9 @@
 
 Requests arrive pickled over one connection:
 
-    ("load", key, path, name, arguments)    → FunctionSource or Failure
-    ("call", key, kwargs of N calls)        → (i, seconds, Outcome) when each call ends
-    ("batch", key, kwargs with lists, N)    → (0, seconds, list of Outcome, or Failure)
+    ("load", key, path, name, arguments)            → FunctionSource or Failure
+    ("call", key, columns, number of responses,
+        whether one call gets lists)                → (i, seconds, outcome) of each, see `Calls`
 
 The process ends when the connection is closed. With it, and when the rank ends, all processes end
 that it has started.
@@ -31,17 +31,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from hybridengine.rewards.functions import import_reward_function
 from hybridengine.run.errors import RewardError
 from hybridengine.run.host_memory import memory_limit
-from hybridengine.train.rewards.calls import Calls, Failure
 from hybridengine.train.rewards.function import (
-    CPU_LIMIT_S,
     TIMED_OUT,
+    Calls,
+    Failure,
     FunctionSource,
-    import_reward_function,
+    Results,
 )
 
-GIVEN_UP: dict[str, float | str] = {"score": 0.0, TIMED_OUT: 1.0}
+GIVEN_UP: Results = {"score": 0.0, TIMED_OUT: 1.0}
+CPU_LIMIT_S = 5.0  # of a call of a built-in rule
 
 _EXTRA_BYTES = 2 << 30  # that a call with a limit of its own may allocate
 _PR_SET_PDEATHSIG = 1
@@ -73,25 +75,21 @@ def _serve(connection: Connection) -> None:
         connection.send(message)
 
     functions = dict[int, tuple[Callable[..., Any], FunctionSource]]()
-    calls = Calls(functions, send)
+    calls = Calls(send)
     while True:
         kind, key, *request = connection.recv()
         if kind == "call":
-            calls.each(key, *request)
-        elif kind == "batch":
-            calls.batch(key, *request)
-        else:
-            try:
-                function, source = import_reward_function(*request)
-            except RewardError as error:
-                send(Failure(str(error)))
-                continue
-            if source.rule:
-                function = partial(_limited, function)
-            functions[key] = function, source
-            if source.is_async:
-                _ = calls.event_loop  # so that importing asyncio is no part of a call's time
-            send(source)
+            calls.run(*functions[key], *request)
+            continue
+        try:
+            function, source = import_reward_function(*request)
+        except RewardError as error:
+            send(Failure(str(error)))
+            continue
+        functions[key] = partial(_limited, function) if source.rule else function, source
+        if source.is_async:
+            _ = calls.event_loop  # so that importing asyncio is no part of a call's time
+        send(source)
 
 
 def _limited(function: Callable[..., Any], **arguments: Any) -> Any:

@@ -18,28 +18,37 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import islice
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from hybridengine.rewards.worker_main import GIVEN_UP
+from hybridengine.rewards.functions import BUILT_IN, CHECK, reward_file
+from hybridengine.rewards.worker_main import CPU_LIMIT_S, GIVEN_UP
 from hybridengine.run.config import RewardConfig
-from hybridengine.run.errors import RewardError
-from hybridengine.train.rewards.calls import CallError, Failure, RewardFunction, rows_of
+from hybridengine.run.errors import RewardError, shorten
+from hybridengine.train.data import PromptSample
 from hybridengine.train.rewards.function import (
     ARGUMENTS,
     TIMED_OUT,
+    CallError,
+    Failure,
     FunctionSource,
-    reward_file,
+    Results,
+    RewardFunction,
 )
+from hybridengine.train.rewards.manager import score_responses
 
 _LOAD_S = 60.0  # at least, to start a worker and import the user's file
 _POLL_S = 0.5  # between checks whether a worker still runs
 _STACK_S = 1.0  # limit for a worker to write its stack
 _STOP_S = 2.0  # limit for workers to end by themselves
 _KILL_S = 10.0  # limit for a guard to end all processes of its worker
+_CHECKED_AT_ONCE = 1000  # ground truths
 # Of a rule: too much CPU time, recursion or memory.
 _LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT)
 _MAIN = (
@@ -93,29 +102,43 @@ class RewardWorkers:
         except RewardError:
             self._requests.pop()
             raise
-        return RewardFunction(self._workers[0].loaded[key], key, self, arguments)
+        function = RewardFunction(self._workers[0].loaded[key], key, self, arguments)
+        if not hasattr(BUILT_IN.get(str(path)), CHECK):
+            return function
+        return replace(function, check_rows=partial(self._check_ground_truths, str(path)))
 
     def call(
         self, function: RewardFunction, columns: Mapping[str, Sequence[Any]], size: int
-    ) -> list[dict[str, float | str]]:
+    ) -> list[Results]:
         """Call `function` on `size` responses; return its results (`to_results`).
 
         columns: its arguments, a value for each response. Raises CallError for a call that raises,
         exceeds `timeout_s`, ends its process or has no valid result. A built-in rule that exceeds
         `timeout_s` or limits of its own has the score 0, and TIMED_OUT is 1.
         """
-        if function.takes_lists:
-            request = ("batch", function.key, columns, size)
-            return rows_of(self._run(function, {0: [None]}, lambda _: request)[None])
-        used = 1 if function.source.is_async else min(self._num_workers, size)
-        work = {k: range(k, size, used) for k in range(used)}
-        calls = [{name: column[i] for name, column in columns.items()} for i in range(size)]
-        results = self._run(
-            function, work, lambda indices: ("call", function.key, [calls[i] for i in indices])
-        )
-        if not function.source.rule:
-            return [results[i] for i in range(size)]
-        return [{TIMED_OUT: 0.0, **results[i]} for i in range(size)]
+        is_one_call = function.takes_lists or function.source.is_async
+        used = 1 if is_one_call else min(self._num_workers, size)
+        results = self._run(function, columns, {k: range(k, size, used) for k in range(used)})
+        counts: Results = {TIMED_OUT: 0.0} if function.source.rule else {}
+        return [{**counts, **results[i]} for i in range(size)]
+
+    def _check_ground_truths(self, rule: str, samples: Iterable[PromptSample]) -> None:
+        """Raise RewardError for a ground truth for which no response can be right.
+
+        Every different one is checked once.
+        """
+        check = self.load(rule, CHECK)
+        different = iter({(s.data_source, repr(s.ground_truth)): s for s in samples}.values())
+        while chunk := list(islice(different, _CHECKED_AT_ONCE)):
+            result = score_responses(check, chunk, [""] * len(chunk))
+            late = [s for s, x in zip(chunk, result.counts[TIMED_OUT], strict=True) if x]
+            if late:
+                raise RewardError(
+                    f"reward_model.ground_truth is {shorten(repr(late[0].ground_truth), 300)} in "
+                    f"row {late[0].index} of the data (from 0), for which its rule needs more than "
+                    f"{CPU_LIMIT_S:g} s of CPU time or 2 GiB of memory: no response could be "
+                    "right. Correct the row"
+                )
 
     def close(self) -> None:
         """End all workers."""
@@ -155,38 +178,38 @@ class RewardWorkers:
     def _run(
         self,
         function: RewardFunction,
-        work: Mapping[int, Sequence[int | None]],
-        request_of: Callable[[Sequence[Any]], tuple[Any, ...]],
-    ) -> dict[int | None, Any]:
-        """Return the outcome of every index of `work`, which is by worker.
-
-        work: None is the call with lists.
-        request_of: returns the request for indices.
-        """
+        columns: Mapping[str, Sequence[Any]],
+        work: Mapping[int, Sequence[int]],
+    ) -> dict[int, Results]:
+        """Return the results of all responses; work: by worker, the numbers of its responses."""
         self._start(work)
-        source, limit, results = function.source, self._timeout_s, dict[int | None, Any]()
-        name, line = f"reward function {source.name}", f"{source.file}:{source.line}"
-        late = f"{name} returned no result within reward.timeout_s = {limit:g} s at"
-        sent, pending = dict[Worker, Sequence[int | None]](), dict[Worker, list[int | None]]()
+        source, limit, results = function.source, self._timeout_s, dict[int, Results]()
+        line = f"{source.file}:{source.line}"
+        sent, pending = dict[Worker, Sequence[int]](), dict[Worker, list[int]]()
         worker: Worker | None = None
+
+        def send(worker: Worker, indices: Sequence[int]) -> None:
+            sent[worker], pending[worker] = indices, list(indices)
+            own = {name: [column[i] for i in indices] for name, column in columns.items()}
+            worker.send(("call", function.key, own, len(indices), function.takes_lists), limit)
+
         try:
             for k, indices in work.items():
                 worker = self._workers[k]
-                sent[worker], pending[worker] = indices, list(indices)
-                worker.send(request_of(indices), limit)
+                send(worker, indices)
             while pending:
                 soonest = min(w.deadline for w in pending) - time.monotonic()
                 wait([w.connection for w in pending], min(_POLL_S, max(0.0, soonest)))
                 for worker in list(pending):
                     try:
-                        while pending[worker] and (message := worker.poll(source.file)) is not None:
-                            number, seconds, outcome = message
-                            index = sent[worker][number]
-                            pending[worker].remove(index)
+                        while pending[worker] and (reply := worker.poll(source.file)) is not None:
+                            number, seconds, outcome = reply
+                            index = None if number is None else sent[worker][number]
                             if seconds > limit and not source.rule:
-                                raise CallError(f"{late} {line}", index)
+                                raise function.late(limit, line, index)
                             if isinstance(outcome, Failure):
                                 raise CallError(outcome.message, index)
+                            pending[worker].remove(index)
                             results[index] = outcome
                             if not source.is_async:  # async calls all started together
                                 worker.set_deadline(limit)
@@ -199,15 +222,17 @@ class RewardWorkers:
                         if rest:
                             self._start([k])
                             worker = self._workers[k]
-                            sent[worker], pending[worker] = rest, list(rest)
-                            worker.send(request_of(rest), limit)
+                            send(worker, rest)
                     else:
                         if not pending[worker]:
                             del pending[worker]
         except WorkerError as error:
             assert worker is not None
-            what = late if error.timed_out else f"{name} {error.reason} at"
-            raise CallError(f"{what} {error.where or line}", pending[worker][0]) from None
+            where, index = error.where or line, pending[worker][0]
+            if error.timed_out:
+                raise function.late(limit, where, index) from None
+            what = f"reward function {source.name} {error.reason} at {where}"
+            raise CallError(what, None if function.takes_lists else index) from None
         finally:
             if pending:  # late replies would be taken for those of the next call
                 self._kill()

@@ -29,9 +29,8 @@ from hybridengine.train.algorithms import check_estimator, uses_critic
 from hybridengine.train.data import PromptDataset
 from hybridengine.train.data.template import set_trained_template
 from hybridengine.train.models import Actor
-from hybridengine.train.rewards.build import build_reward_manager
 from hybridengine.train.rewards.function import import_file
-from hybridengine.train.rewards.manager import RewardManager
+from hybridengine.train.rewards.manager import RewardManager, build_reward_manager
 
 
 class RunData(NamedTuple):

@@ -55,7 +55,7 @@ from hybridengine.train.preflight_engine import (
     check_model_in_engine,
     check_sequence_length,
 )
-from hybridengine.train.rewards.build import (
+from hybridengine.train.rewards.manager import (
     build_reward_manager,
     check_reward,
     check_reward_files,

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from hybridengine.train.rewards.function import import_reward_function
+from hybridengine.rewards.functions import import_reward_function
 
 ROOT = Path(__file__).parents[2]
 DEMO, LONG = ROOT / "examples" / "demo", ROOT / "examples" / "demo_long"

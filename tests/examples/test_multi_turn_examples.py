@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hybridengine.run.config import load_config
-from tests.train.rewards.rules import score
+from tests.extras.rewards.rules import score
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PREPARE = runpy.run_path(str(EXAMPLES / "multi_turn" / "prepare.py"))

@@ -1,6 +1,8 @@
-"""Import a `compute_score` function, with verl's signature; convert what it returns.
+"""Call reward functions on responses, and convert what they return.
 
-Reward workers import this module: it needs only the standard library.
+A `Caller` loads functions and calls them: in a thread of this process (`LocalFunctions`), or in
+another one (optional packages). Reward workers import this module: it needs only the standard
+library.
 """
 
 from __future__ import annotations
@@ -9,24 +11,23 @@ import importlib.util
 import inspect
 import math
 import sys
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Real
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from hybridengine.run.errors import RewardError, shorten
-from hybridengine.train.rewards import rules
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 LIST_ARGUMENTS = (*BATCH_ARGUMENTS, "prompts")
-
-CPU_LIMIT_S = 5.0  # of a call of a built-in rule
 TIMED_OUT = "timed_out"  # result of a built-in rule: 1 for a response that it gave up on
+
+Results = dict[str, float | str]  # of a response, see `to_results`
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,8 @@ class FunctionSource:
 
     is_async: whether it is a coroutine function.
     columns: of a function in TRL's form, the arguments that it takes, ("*",) for all; else None.
-    rule: the name of a built-in rule, whose score is 0 for a call above CPU_LIMIT_S; "": the only
+    rule: the name of a built-in rule, whose score is 0 for a call that takes too long; "": the only
       limit is reward.timeout_s, which ends the run.
-    checks_ground_truth: whether it is a built-in rule that has `rules.CHECK`.
     label: the name of its score among those of several functions.
     """
 
@@ -48,69 +48,254 @@ class FunctionSource:
     is_async: bool = False
     columns: tuple[str, ...] | None = None
     rule: str = ""
-    checks_ground_truth: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} ({self.file}:{self.line})"
 
 
-def reward_file(path: str | Path) -> Path:
-    """Return the file of `path`, a Python file or the name of a built-in rule.
+@dataclass(frozen=True)
+class RewardFunction:
+    """A reward function, loaded by `caller`, and the names of the arguments it is called with.
 
-    Raises RewardError where it does not exist.
+    check_rows: takes samples; raises RewardError for one to which no response can be right.
     """
-    if str(path) in rules.BUILT_IN:
-        return Path(rules.__file__)
-    file = Path(path).expanduser().resolve()
-    if file.is_dir():
-        raise RewardError(
-            f"reward file {file} is a folder; name the Python file in "
-            "reward.custom_reward_function.path"
-        )
-    if not file.is_file():
-        raise RewardError(
-            f"reward file {file} does not exist; check reward.custom_reward_function.path"
-        )
-    return file
+
+    source: FunctionSource
+    key: int
+    caller: Caller = field(repr=False)
+    arguments: Sequence[str] = ARGUMENTS
+    check_rows: Callable[[Iterable[Any]], None] = field(default=lambda samples: None, repr=False)
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether one call scores all responses, as in verl's batch manager and in TRL."""
+        return self.source.columns is not None or any(x in LIST_ARGUMENTS for x in self.arguments)
+
+    def late(self, limit_s: float, where: str, index: int | None) -> CallError:
+        """Return the error of the call for response `index`, which takes too long at `where`."""
+        limit = f"reward.timeout_s = {limit_s:g} s"
+        what = f"reward function {self.source.name} returned no result within {limit} at {where}"
+        return CallError(what, None if self.takes_lists else index)
 
 
-def import_reward_function(
-    path: str | Path, name: str = "compute_score", arguments: Sequence[str] | None = ARGUMENTS
-) -> tuple[Callable[..., Any], FunctionSource]:
-    """Import `name` from the file `path` into this process, and check that it takes `arguments`.
+class Caller(Protocol):
+    """Loads reward functions and calls them on responses."""
 
-    path: a Python file, or the name of a built-in rule.
-    arguments: None does not check the signature.
+    def load(
+        self, path: str | Path, name: str = "compute_score", arguments: Sequence[str] = ARGUMENTS
+    ) -> RewardFunction:
+        """Load the function `name` of `path`, which takes `arguments` by name.
 
-    Raises RewardError for a missing file, a file that fails to import, a missing function, and a
-    signature that does not take the arguments by name.
+        arguments: () does not check what it takes.
+        Raises RewardError where it cannot be loaded.
+        """
+        ...
+
+    def call(
+        self, function: RewardFunction, columns: Mapping[str, Sequence[Any]], size: int
+    ) -> list[Results]:
+        """Call `function` on `size` responses; return its results.
+
+        columns: its arguments, a value for each response.
+        Raises CallError for a call without a valid result.
+        """
+        ...
+
+
+class CallError(RewardError):
+    """Call number `index` of a function (None: the call with lists) has no result."""
+
+    def __init__(self, message: str, index: int | None) -> None:
+        super().__init__(message)
+        self.index = index
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a function could not be loaded, or a call has no result."""
+
+    message: str
+
+
+class Calls:
+    """Calls functions in this thread.
+
+    send: takes (index, seconds, outcome) as soon as a response is scored; the outcome is `Results`
+      or a Failure, and its index is None where it is that of a call with lists.
     """
-    rule = rules.BUILT_IN.get(str(path))
-    file = reward_file(path)
-    module = rule() if rule else _module(file)
-    call = getattr(module, name, None)
-    if not callable(call):
-        given = vars(module if isinstance(module, ModuleType) else type(module))
-        functions = [n for n, v in given.items() if inspect.isfunction(v)]
-        raise RewardError(
-            f"reward file {file} has no function {name!r}; functions there: "
-            f"{', '.join(functions) or 'none'} (reward.custom_reward_function.name)"
-        )
-    columns = trl_columns(call)
-    if arguments is not None and columns is None:
-        _check_signature(call, name, file, arguments)
-    code = getattr(inspect.unwrap(call), "__code__", None)
-    label = getattr(module, "label", file.stem) if rule else file.stem
-    return call, FunctionSource(
-        file,
-        name,
-        code.co_firstlineno if code else 1,
-        label if name == "compute_score" else name,
-        is_async=inspect.iscoroutinefunction(call),
-        columns=columns,
-        rule=str(path) if rule else "",
-        checks_ground_truth=rule is not None and hasattr(module, rules.CHECK),
-    )
+
+    def __init__(self, send: Callable[[tuple[int | None, float, Any]], None]) -> None:
+        self._send = send
+
+    def run(
+        self,
+        call: Callable[..., Any],
+        source: FunctionSource,
+        columns: Mapping[str, Sequence[Any]],
+        size: int,
+        takes_lists: bool,
+    ) -> None:
+        """Call a function on `size` responses: once with lists, or once for each.
+
+        Calls of a coroutine function run together.
+        """
+        started = time.perf_counter()
+        if takes_lists:
+            outcomes = _outcomes(self._result(call, source, columns), source, size)
+            for index, outcome in outcomes.items():
+                self._send((index, time.perf_counter() - started, outcome))
+            return
+        rows = [{name: column[i] for name, column in columns.items()} for i in range(size)]
+        if source.is_async:
+            self.event_loop.run_until_complete(self._run_together(call, source, rows))
+            return
+        for i, row in enumerate(rows):
+            started = time.perf_counter()
+            outcome = _outcome(self._result(call, source, row), source)
+            self._send((i, time.perf_counter() - started, outcome))
+
+    @cached_property
+    def event_loop(self) -> Any:
+        """One event loop for all calls, for clients that functions keep."""
+        import asyncio  # takes longer than the rest of a worker's imports
+
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        return loop
+
+    def _result(
+        self, call: Callable[..., Any], source: FunctionSource, arguments: Mapping[str, Any]
+    ) -> Any:
+        """Return what the function returns, awaited; a Failure where it raises."""
+        try:
+            value = call(**arguments)
+            is_awaitable = hasattr(value, "__await__")
+            return self.event_loop.run_until_complete(value) if is_awaitable else value
+        except BaseException as error:  # also SystemExit, which would end the worker
+            return _raised(error, source)
+
+    async def _run_together(
+        self, call: Callable[..., Any], source: FunctionSource, rows: Sequence[Mapping[str, Any]]
+    ) -> None:
+        import asyncio
+
+        started = time.perf_counter()
+
+        async def run(i: int, row: Mapping[str, Any]) -> None:
+            try:
+                result = await call(**row)
+            except BaseException as error:
+                result = _raised(error, source)
+            self._send((i, time.perf_counter() - started, _outcome(result, source)))
+
+        await asyncio.gather(*map(run, range(len(rows)), rows))
+
+
+def _outcomes(
+    results: Any, source: FunctionSource, size: int
+) -> Mapping[int | None, Results | Failure]:
+    """Return the outcome of each response of a call with lists, by its number."""
+    if isinstance(results, Failure):
+        return {None: results}
+    try:
+        return {i: _outcome(x, source) for i, x in enumerate(to_rows(results, size))}
+    except ValueError as error:
+        return {None: Failure(f"reward function {source}: {error}")}
+
+
+def _outcome(result: Any, source: FunctionSource) -> Results | Failure:
+    try:
+        return result if isinstance(result, Failure) else to_results(result)
+    except ValueError as error:
+        return Failure(f"reward function {source}: {error}")
+
+
+def _raised(error: BaseException, source: FunctionSource) -> Failure:
+    if isinstance(error, RewardError):  # of a built-in rule, already a full message
+        return Failure(str(error))
+    try:
+        text = str(error)
+    except Exception:
+        text = _show(error)
+    where = error_line(error, source.file, source.line)
+    what = f"{type(error).__name__}: {shorten(text, 1000)}"
+    return Failure(f"reward function {source.name} raised {what} at {where}")
+
+
+def error_line(error: BaseException, file: Path, default: int) -> str:
+    """`file:line` of the deepest frame of `file` in the traceback of `error`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(file)]
+    return f"{file}:{lines[-1] if lines else default}"
+
+
+def to_rows(results: Any, size: int) -> list[Any]:
+    """Return the results of one call with lists of `size` responses as a list.
+
+    Raises ValueError for anything but a sequence with one result for each.
+    """
+    if hasattr(results, "tolist"):
+        results = results.tolist()  # an array or a tensor
+    is_list = isinstance(results, Sequence) and not isinstance(results, str | bytes)
+    if not is_list or len(results) != size:
+        given = f"{len(results)} results" if is_list else f"{type(results)}"
+        raise ValueError(f"returned {given} for {size} responses; expected a list with one each")
+    return list(results)
+
+
+def to_results(result: Any) -> Results:
+    """Return "score", a number, and the further numbers and texts of one result, by name.
+
+    "pred", the answer that majority votes count, is always a text.
+
+    result: a number (NumPy scalars and tensors of one element, too), or a mapping with "score".
+
+    Raises ValueError for anything that is neither a finite number nor a text.
+    """
+    given = result if isinstance(result, Mapping) else {"score": result}
+    if "score" not in given:
+        raise ValueError(f"returned a dict without 'score' (keys {sorted(map(str, given))})")
+    results: Results = {}
+    for name, value in given.items():
+        number = _finite(value)
+        if isinstance(value, str) and name != "score":
+            results[str(name)] = to_text(value)
+        elif name == "pred" and (number is not None or value is None):
+            results["pred"] = to_text(number)
+        elif number is not None:
+            results[str(name)] = number
+        else:
+            what = repr(name) if given is result else "its result"
+            kind = type(value).__name__
+            raise ValueError(f"{what} is {_show(value)} ({kind}), expected a finite number")
+    return results
+
+
+def to_text(value: str | float | None) -> str:
+    """Return a text that can be encoded; 42.0 as 42."""
+    text = value if isinstance(value, str) else str(value).removesuffix(".0")
+    return text.encode(errors="backslashreplace").decode()  # half surrogate pairs
+
+
+def _finite(value: Any) -> float | None:
+    if not isinstance(value, Real) and getattr(value, "size", None) is not None:
+        try:
+            value = value.item()  # a NumPy scalar, or an array or tensor with one element
+        except (TypeError, ValueError, RuntimeError, AttributeError):
+            return None
+    try:
+        number = float(value) if isinstance(value, Real) else math.nan
+    except (OverflowError, ValueError):  # an integer above 1.8e308
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _show(value: Any) -> str:
+    """Return repr(value), cut in the middle; its type where repr fails (an int of 5,000 digits)."""
+    try:
+        return shorten(repr(value), 200)
+    except Exception as error:
+        return f"<{type(value).__name__}: {type(error).__name__}>"
 
 
 def trl_columns(call: Callable[..., Any]) -> tuple[str, ...] | None:
@@ -128,26 +313,6 @@ def trl_columns(call: Callable[..., Any]) -> tuple[str, ...] | None:
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return ("*",)
     return tuple(parameters)
-
-
-def _check_signature(
-    call: Callable[..., Any], name: str, file: Path, arguments: Sequence[str]
-) -> None:
-    signature: inspect.Signature | str = "(?)"
-    try:
-        signature = inspect.signature(call)
-        signature.bind(**dict.fromkeys(arguments))
-    except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
-        raise RewardError(
-            f"reward function {name} in {file} must accept {', '.join(arguments)} by name, "
-            f"but its signature is {name}{signature}: {error}"
-        ) from None
-
-
-@cache
-def _module(file: Path) -> Any:
-    """Import the module of `file` once for all functions in it."""
-    return import_file(file)
 
 
 def import_file(file: Path) -> Any:
@@ -174,79 +339,3 @@ def import_file(file: Path) -> Any:
             f"file {where} fails to import: {type(error).__name__}: {error}"
         ) from error
     return module
-
-
-def error_line(error: BaseException, file: Path, default: int) -> str:
-    """`file:line` of the deepest frame of `file` in the traceback of `error`."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(file)]
-    return f"{file}:{lines[-1] if lines else default}"
-
-
-def to_rows(results: Any, size: int) -> list[Any]:
-    """Return the results of one call with lists of `size` responses as a list.
-
-    Raises ValueError for anything but a sequence with one result for each.
-    """
-    if hasattr(results, "tolist"):
-        results = results.tolist()  # an array or a tensor
-    is_list = isinstance(results, Sequence) and not isinstance(results, str | bytes)
-    if not is_list or len(results) != size:
-        given = f"{len(results)} results" if is_list else f"{type(results)}"
-        raise ValueError(f"returned {given} for {size} responses; expected a list with one each")
-    return list(results)
-
-
-def to_results(result: Any) -> dict[str, float | str]:
-    """Return "score", a number, and the further numbers and texts of one result, by name.
-
-    "pred", the answer that majority votes count, is always a text.
-
-    result: a number (NumPy scalars and tensors of one element, too), or a mapping with "score".
-
-    Raises ValueError for anything that is neither a finite number nor a text.
-    """
-    given = result if isinstance(result, Mapping) else {"score": result}
-    if "score" not in given:
-        raise ValueError(f"returned a dict without 'score' (keys {sorted(map(str, given))})")
-    results: dict[str, float | str] = {}
-    for name, value in given.items():
-        number = _finite(value)
-        if isinstance(value, str) and name != "score":
-            results[str(name)] = to_text(value)
-        elif name == "pred" and (number is not None or value is None):
-            results["pred"] = to_text(number)
-        elif number is not None:
-            results[str(name)] = number
-        else:
-            what = repr(name) if given is result else "its result"
-            kind = type(value).__name__
-            raise ValueError(f"{what} is {show(value)} ({kind}), expected a finite number")
-    return results
-
-
-def to_text(value: str | float | None) -> str:
-    """Return a text that can be encoded; 42.0 as 42."""
-    text = value if isinstance(value, str) else str(value).removesuffix(".0")
-    return text.encode(errors="backslashreplace").decode()  # half surrogate pairs
-
-
-def _finite(value: Any) -> float | None:
-    if not isinstance(value, Real) and getattr(value, "size", None) is not None:
-        try:
-            value = value.item()  # a NumPy scalar, or an array or tensor with one element
-        except (TypeError, ValueError, RuntimeError, AttributeError):
-            return None
-    try:
-        number = float(value) if isinstance(value, Real) else math.nan
-    except (OverflowError, ValueError):  # an integer above 1.8e308
-        return None
-    return number if math.isfinite(number) else None
-
-
-def show(value: Any) -> str:
-    """Return repr(value), cut in the middle; its type where repr fails (an int of 5,000 digits)."""
-    try:
-        return shorten(repr(value), 200)
-    except Exception as error:
-        return f"<{type(value).__name__}: {type(error).__name__}>"

@@ -25,11 +25,15 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from hybridengine.run.errors import RewardError
-from hybridengine.train.rewards.calls import CallError, Calls, Failure, RewardFunction, rows_of
 from hybridengine.train.rewards.function import (
     ARGUMENTS,
     BATCH_ARGUMENTS,
+    CallError,
+    Calls,
+    Failure,
     FunctionSource,
+    Results,
+    RewardFunction,
     trl_columns,
 )
 
@@ -78,7 +82,7 @@ class LocalFunctions:
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         self._timeout_s = timeout_s
-        self._functions: dict[int, tuple[Callable[..., Any], FunctionSource]] = {}
+        self._functions: list[Callable[..., Any]] = []  # by the key of a `RewardFunction`
         self._thread: _Thread | None = None
 
     def load(
@@ -92,72 +96,59 @@ class LocalFunctions:
         source = _source_of(function, str(path).removeprefix(PREFIX))
         if source.columns is None:
             arguments = _accepted(function, source.name, tuple(arguments))
-        key = len(self._functions)
-        self._functions[key] = (function, source)
-        return RewardFunction(source, key, self, arguments)
+        self._functions.append(function)
+        return RewardFunction(source, len(self._functions) - 1, self, arguments)
 
     def call(
         self, function: RewardFunction, columns: Mapping[str, Sequence[Any]], size: int
-    ) -> list[dict[str, float | str]]:
+    ) -> list[Results]:
         """Call `function` on `size` responses; columns: its arguments, which it gets a copy of.
 
         Raises CallError for a call that raises, takes longer than the time-out or has no valid
         result.
         """
-        thread = self._thread = self._thread or _Thread(self._functions)
-        columns, source = copy.deepcopy(dict(columns)), function.source
-        pending: list[int | None] = [None] if function.takes_lists else list(range(size))
-        if function.takes_lists:
-            request: Callable[[Calls], None] = partial(
-                Calls.batch, key=function.key, arguments=columns, size=size
-            )
-        else:
-            rows = [{name: column[i] for name, column in columns.items()} for i in range(size)]
-            request = partial(Calls.each, key=function.key, calls=rows)
-        thread.requests.put(request)
-        order, outcomes = list(pending), dict[int | None, Any]()
-        deadline = time.monotonic() + self._timeout_s
+        thread = self._thread = self._thread or _Thread()
+        source, limit = function.source, self._timeout_s
+        own = copy.deepcopy(dict(columns))
+        thread.requests.put(
+            (self._functions[function.key], source, own, size, function.takes_lists)
+        )
+        results: dict[int, Results] = {}
+        deadline = time.monotonic() + limit
         try:
-            while pending:
+            while len(results) < size:
                 try:
-                    reply = thread.replies.get(timeout=max(0.0, deadline - time.monotonic()))
+                    wait_s = max(0.0, deadline - time.monotonic())
+                    index, seconds, outcome = thread.replies.get(timeout=wait_s)
                 except Empty:
-                    raise self._late(source, thread.running_line(source), pending[0]) from None
-                number, seconds, outcome = reply
-                index = order[number]
-                pending.remove(index)
-                if seconds > self._timeout_s:
-                    raise self._late(source, f"{source.file}:{source.line}", index)
+                    missing = next(i for i in range(size) if i not in results)
+                    raise function.late(limit, thread.running_line(source), missing) from None
+                if seconds > limit:
+                    raise function.late(limit, f"{source.file}:{source.line}", index)
                 if isinstance(outcome, Failure):
                     raise CallError(outcome.message, index)
-                outcomes[index] = outcome
+                results[index] = outcome
                 if not source.is_async:  # async calls all started together
-                    deadline = time.monotonic() + self._timeout_s
+                    deadline = time.monotonic() + limit
         finally:
-            if pending:  # late replies would be taken for those of the next call
+            if len(results) < size:  # late replies would be taken for those of the next call
                 thread.end()
                 self._thread = None
-        return rows_of(outcomes[None]) if function.takes_lists else [outcomes[i] for i in order]
-
-    def _late(self, source: FunctionSource, where: str, index: int | None) -> CallError:
-        limit = f"reward.timeout_s = {self._timeout_s:g} s"
-        what = f"reward function {source.name} returned no result within {limit} at {where}"
-        return CallError(what, index)
+        return [results[i] for i in range(size)]
 
 
 class _Thread:
     """A thread that makes calls, one request after the other.
 
-    requests: called with the `Calls` of the thread; None ends it, after the call that it is in.
-    replies: (number, seconds, outcome) of each call.
+    requests: arguments of `Calls.run`; None ends it, after the call that it is in.
+    replies: (index, seconds, outcome), see `Calls`.
     """
 
-    def __init__(self, functions: dict[int, tuple[Callable[..., Any], FunctionSource]]) -> None:
-        self.requests: SimpleQueue[Callable[[Calls], None] | None] = SimpleQueue()
-        self.replies: SimpleQueue[tuple[int, float, Any]] = SimpleQueue()
-        arguments = self.requests, Calls(functions, self.replies.put)
+    def __init__(self) -> None:
+        self.requests, self.replies = SimpleQueue[Any](), SimpleQueue[Any]()
+        queues = self.requests, self.replies
         self._thread = threading.Thread(
-            target=_serve, args=arguments, name="reward-functions", daemon=True
+            target=_serve, args=queues, name="reward-functions", daemon=True
         )
         self._thread.start()
         self.end = weakref.finalize(self, self.requests.put, None)
@@ -165,15 +156,14 @@ class _Thread:
     def running_line(self, source: FunctionSource) -> str:
         """Return `file:line` of the running call, of the function where it is elsewhere."""
         frame = sys._current_frames().get(self._thread.ident or 0)
-        for call in reversed(traceback.extract_stack(frame) if frame else []):
-            if call.filename == str(source.file):
-                return f"{source.file}:{call.lineno}"
-        return f"{source.file}:{source.line}"
+        lines = [x.lineno for x in traceback.extract_stack(frame) if x.filename == str(source.file)]
+        return f"{source.file}:{lines[-1] if frame and lines else source.line}"
 
 
-def _serve(requests: SimpleQueue[Callable[[Calls], None] | None], calls: Calls) -> None:
+def _serve(requests: SimpleQueue[Any], replies: SimpleQueue[Any]) -> None:
+    calls = Calls(replies.put)
     while (request := requests.get()) is not None:
-        request(calls)
+        calls.run(*request)
 
 
 def _accepted(

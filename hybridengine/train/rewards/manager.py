@@ -6,25 +6,42 @@
 
 Select it with `reward.reward_manager.name=mine` and its file in `model.external_lib`, or, without
 registering it, with `reward.reward_manager.name=package.module.Mine`. A manager runs in the rank;
-the functions that it calls by `score_responses` run in worker processes, those given from Python in
-a thread.
+the functions that it calls by `score_responses` run where their caller runs them.
+
+Entry points of the group hybridengine.rewards take part in it: `processes` and the schemes of URLs
+(`http`) build a `Caller` from the group `reward`, `verl_manager` adapts a class of verl.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+import pkgutil
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybridengine.run.config import RewardConfig
-from hybridengine.run.errors import RewardError, shorten
-from hybridengine.train.data import PromptSample
-from hybridengine.train.rewards.calls import CallError, RewardFunction
-from hybridengine.train.rewards.function import TIMED_OUT, to_text
+from hybridengine.run.config import RewardConfig, RLConfig
+from hybridengine.run.errors import ConfigError, Faults, RewardError, shorten
+from hybridengine.run.plugins import load_plugin
+from hybridengine.train.algorithms import NEEDS
+from hybridengine.train.data import PromptDataset, PromptSample
+from hybridengine.train.outcomes import SCORE_NAMES
+from hybridengine.train.rewards.function import (
+    ARGUMENTS,
+    BATCH_ARGUMENTS,
+    TIMED_OUT,
+    Caller,
+    CallError,
+    RewardFunction,
+    import_file,
+    to_text,
+)
+from hybridengine.train.rewards.local import PREFIX, LocalFunctions
 
 MANAGERS: dict[str, type[RewardManager]] = {}
+_PROBED_ROWS = 3  # whose empty answer is scored, besides the first row of each data_source
 
 
 class ResponseTokens(NamedTuple):
@@ -126,10 +143,10 @@ def score_responses(
         first = f"first of {len(samples)}: " if error.index is None else ""
         where = _describe(samples[error.index or 0], responses[error.index or 0])
         raise RewardError(f"{error}; {first}{where}") from None
-    given = [{n for n, x in row.items() if isinstance(x, float) or n == "pred"} for row in rows]
-    for sample, response, own in zip(samples, responses, given, strict=True):
-        if own != given[0]:
-            now, before = (sorted(n - {"score"}) for n in (own, given[0]))
+    required = [{n for n, x in row.items() if isinstance(x, float) or n == "pred"} for row in rows]
+    for sample, response, own in zip(samples, responses, required, strict=True):
+        if own != required[0]:
+            now, before = (sorted(n - {"score"}) for n in (own, required[0]))
             raise RewardError(
                 f"reward function {function.source}: extra results {now} where an earlier response "
                 f"had {before}; {_describe(sample, response)}"
@@ -137,8 +154,9 @@ def score_responses(
     results: dict[str, list[Any]] = {
         name: [row.get(name) for row in rows] for name in dict.fromkeys(chain(*rows))
     }
-    extras = {name: x for name, x in results.items() if isinstance(x[0], float)}
-    texts = {name: x for name, x in results.items() if name not in extras}
+    numbers = required[0] - {"pred"}
+    extras = {name: x for name, x in results.items() if name in numbers}
+    texts = {name: x for name, x in results.items() if name not in numbers}
     counts = {TIMED_OUT: extras.pop(TIMED_OUT)} if function.source.rule else {}
     return RewardResult(extras.pop("score"), extras, texts=texts, counts=counts)
 
@@ -216,27 +234,22 @@ class RewardManager:
         The score of each function is in `parts` under its label, and with several functions in
         `extras` too.
         """
-        results = [score_responses(f, samples, responses) for f in self.functions]
-        weights = self.reward.all_weights[: len(results)]
-        scores = [0.0] * len(samples)
-        extras: dict[str, list[float]] = {}
-        counts: dict[str, list[float]] = {}
-        parts: dict[str, RewardPart] = {}
-        for function, result, weight in zip(self.functions, results, weights, strict=True):
-            label = function.source.label
-            scores = [s + weight * r for s, r in zip(scores, result.scores, strict=True)]
+        results = [(f.source.label, score_responses(f, samples, responses)) for f in self.functions]
+        total = RewardResult([0.0] * len(samples), {})
+        extras, counts, texts = total.extras, total.counts, total.texts
+        for (label, result), weight in zip(results, self.reward.all_weights, strict=False):
+            total.scores[:] = [
+                s + weight * r for s, r in zip(total.scores, result.scores, strict=True)
+            ]
             own = {label: result.scores} if len(results) > 1 else {}
-            for name, values in {**result.extras, **own}.items():
-                extras[_unused(name, label, extras.keys() | counts.keys())] = values
-            for name, values in result.counts.items():
-                counts[_unused(name, label, extras.keys() | counts.keys())] = values
-            parts[_unused(label, label, parts)] = RewardPart(weight, result.scores)
-        texts: dict[str, list[str | None]] = {}
-        for function, result in zip(self.functions, results, strict=True):
+            for kind, columns in ((extras, {**result.extras, **own}), (counts, result.counts)):
+                for name, values in columns.items():
+                    kind[_unused(name, label, extras.keys() | counts.keys())] = values
+            total.parts[_unused(label, label, total.parts)] = RewardPart(weight, result.scores)
+        for label, result in results:
             for name, column in result.texts.items():
-                taken = extras.keys() | texts.keys()
-                texts[_unused(name, function.source.label, taken)] = column
-        return RewardResult(scores, extras, parts, texts, counts)
+                texts[_unused(name, label, extras.keys() | texts.keys())] = column
+        return total
 
     def score_tokens(
         self,
@@ -306,11 +319,10 @@ def score_checked(
     for name, column in result.texts.items():
         _check(name, column, len(samples), _is_text, "a text or None")
     extras = {name: x for name, x in result.extras.items() if name != "pred"}
-    given: dict[str, list[Any]] = {**result.extras, **result.texts}
+    answers = {name: x for name, x in result.extras.items() if name == "pred"}
     texts = {
         name: [x if x is None else to_text(x) for x in column]
-        for name, column in given.items()
-        if name not in extras
+        for name, column in {**result.texts, **answers}.items()
     }
     return replace(result, extras=extras, texts=texts)
 
@@ -338,3 +350,136 @@ def _unused(name: str, label: str, taken: Container[str]) -> str:
     """Return the first of name, label/name, label/name_2, … that is not in `taken`."""
     numbered = (f"{label}/{name}_{k}" for k in count(2))
     return next(n for n in chain((name, f"{label}/{name}"), numbered) if n not in taken)
+
+
+def build_reward_manager(
+    reward: RewardConfig, max_response_length: int, tokenizer: Any = None
+) -> RewardManager:
+    """Build the manager `reward.reward_manager.name` with the reward functions of the run.
+
+    A class that is no RewardManager, but takes verl's arguments, is adapted; tokenizer: for it.
+
+    Raises ConfigError for a name that is neither registered nor a class; RewardError for a function
+    that cannot be loaded.
+    """
+    manager = _find_manager(reward.reward_manager.name, reward.reward_manager.module.path)
+    if not issubclass(manager, RewardManager):
+        adapt = load_plugin("rewards", "verl_manager", "reward.reward_manager.name")
+        return adapt(manager, reward, max_response_length, tokenizer)
+    callers: dict[str, Caller] = {}
+    functions = []
+    for path, name in reward.functions:
+        kind = caller_name(path)
+        if kind not in callers:
+            callers[kind] = _build_caller(kind, reward)
+        arguments = BATCH_ARGUMENTS if manager.batched else ARGUMENTS
+        functions.append(callers[kind].load(path, name, arguments))
+    return manager(functions, reward, max_response_length)
+
+
+def caller_name(path: str) -> str:
+    """Return what calls the function `path`: `python`, a URL's scheme, or `processes`."""
+    scheme, _, rest = path.partition("://")
+    return "python" if path.startswith(PREFIX) else scheme if rest else "processes"
+
+
+def _build_caller(kind: str, reward: RewardConfig) -> Caller:
+    """Build what calls functions: in this process, in worker processes, or a service."""
+    if kind == "python":
+        return LocalFunctions(reward.timeout_s)
+    caller: Caller = load_plugin("rewards", kind, "reward.custom_reward_function.path")(reward)
+    return caller
+
+
+def _find_manager(name: str, file: str | None) -> type:
+    """Return a RewardManager, or a class that is called as verl's."""
+    if not file and name in MANAGERS:
+        return MANAGERS[name]
+    manager = None
+    if file:
+        path = Path(file).expanduser().resolve()
+        if not path.is_file():
+            raise ConfigError(f"reward.reward_manager.module.path {file!r} does not exist")
+        module = import_file(path)
+        manager = getattr(module, name, None)
+        if not isinstance(manager, type):
+            classes = [n for n, value in vars(module).items() if isinstance(value, type)]
+            raise ConfigError(
+                f"reward.reward_manager.name is {name!r}, which is no class in {path}; classes "
+                f"there: {', '.join(classes) or 'none'}"
+            )
+    elif "." in name:
+        try:
+            manager = pkgutil.resolve_name(name)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"reward.reward_manager.name {name!r} cannot be imported: {error}"
+            ) from error
+    is_class = isinstance(manager, type)
+    if is_class and (issubclass(manager, RewardManager) or "__call__" in dir(manager)):
+        return manager
+    raise ConfigError(
+        f"reward.reward_manager.name is {name!r}, expected one of {', '.join(MANAGERS)}, or a "
+        "class (package.module.Class, or one in the file reward.reward_manager.module.path) that "
+        "is a RewardManager or has verl's __call__(self, data, return_dict)"
+    )
+
+
+def check_reward_files(config: RLConfig, faults: Faults) -> None:
+    """Load the reward functions, but those of this process, without the manager of the run."""
+    for path, name in config.reward.functions:
+        with faults:
+            if (kind := caller_name(path)) != "python":
+                _build_caller(kind, config.reward).load(path, name, ())
+
+
+def check_reward(
+    config: RLConfig,
+    reward: RewardManager,
+    datasets: Iterable[PromptDataset | None],
+    turns: Any = None,
+) -> None:
+    """Score an empty answer to some prompts of each dataset, to detect a broken function.
+
+    Functions that can check rows, such as the built-in rules, check all.
+
+    turns: the entry point of rollouts of several turns, see `multi_turn`; None: of single turns.
+    """
+    for dataset in filter(None, datasets):
+        for function in reward.functions:
+            function.check_rows(dataset)
+        firsts = {sample.data_source: sample for sample in reversed(dataset)}
+        probed = [*dataset[:_PROBED_ROWS], *firsts.values()]
+        if turns is not None:
+            probed = [turns.with_turns(sample) for sample in probed]
+        tokens = [ResponseTokens(())] * len(probed)
+        _check_reward_names(config, score_checked(reward, probed, [""] * len(probed), tokens))
+
+
+def _check_reward_names(config: RLConfig, result: RewardResult) -> None:
+    """Check that the reward returns the results, besides the score, that the algorithm needs."""
+    algorithm = config.algorithm
+    model = ["reward_model"] if config.reward.reward_model.enable else []
+    turns = ["turn_rewards"] if config.rollout.multi_turn.enable else []
+    declared = [*result.parts, *turns, *model]
+    returned = ["score", *result.extras, *turns, *model]
+    metric = algorithm.filter_groups.metric
+    if algorithm.filter_groups.enable and metric not in {*returned, *SCORE_NAMES}:
+        raise ConfigError(
+            f"algorithm.filter_groups.metric names {metric!r}, which the reward does not return; "
+            f"it returns {', '.join(returned)}"
+        )
+    if "reward_parts" in NEEDS[algorithm.adv_estimator]:
+        keys = algorithm.gdpo_reward_keys
+        if missing := sorted(set(keys) - set(declared)):
+            raise ConfigError(
+                f"algorithm.gdpo_reward_keys names {missing[0]!r}, which is not a declared reward; "
+                f"the rewards of this run are {', '.join(declared)} (functions of "
+                "reward.custom_reward_function.path and the reward model, with reward.weights)"
+            )
+        if len(keys or declared) < 2:
+            raise ConfigError(
+                f"algorithm.adv_estimator is {algorithm.adv_estimator!r}, which normalises several "
+                f"rewards separately, and there is one ({', '.join(keys or declared)}); give "
+                "several functions in reward.custom_reward_function.path"
+            )

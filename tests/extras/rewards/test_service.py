@@ -16,7 +16,7 @@ from hybridengine.run.config.rollout import (
 )
 from hybridengine.run.errors import RewardError
 from hybridengine.train.data import PromptSample
-from hybridengine.train.rewards.build import build_reward_manager
+from hybridengine.train.rewards.manager import build_reward_manager
 
 CHAT = ({"role": "user", "content": "hi"},)
 SAMPLES = [PromptSample(i, [1], f"prompt {i}", "sums", {"n": i}, {"i": i}, CHAT) for i in range(5)]

@@ -19,10 +19,10 @@ from hybridengine.run.config.rollout import (
 )
 from hybridengine.run.errors import RewardError
 from hybridengine.train.data import PromptSample
-from hybridengine.train.rewards.build import build_reward_manager
 from hybridengine.train.rewards.manager import (
     ResponseTokens,
     RewardManager,
+    build_reward_manager,
     score_checked,
 )
 from tests.tiny_models import save_tiny

@@ -10,12 +10,12 @@ import time
 import pytest
 
 from hybridengine.rewards import workers
+from hybridengine.rewards.functions import BUILT_IN
 from hybridengine.rewards.workers import RewardWorkers
 from hybridengine.run.errors import RewardError
 from hybridengine.train.data import PromptSample
 from hybridengine.train.rewards.function import import_file
 from hybridengine.train.rewards.manager import score_responses
-from hybridengine.train.rewards.rules import BUILT_IN
 from tests.ranks import Ranks
 
 ARGUMENTS = "data_source, solution_str, ground_truth, extra_info"
@@ -234,8 +234,8 @@ def test_a_built_in_rule_gives_up_on_too_much_memory(tmp_path, monkeypatch) -> N
     file = tmp_path / "greedy.py"
     file.write_text(GREEDY)
     register = (
-        "from hybridengine.train.rewards import function, rules; from pathlib import Path\n"
-        f"rules.BUILT_IN['greedy'] = lambda: function.import_file(Path({str(file)!r}))\n"
+        "from hybridengine.rewards import functions; from pathlib import Path\n"
+        f"functions.BUILT_IN['greedy'] = lambda: functions.import_file(Path({str(file)!r}))\n"
     )
     program = workers._MAIN.replace("from ", register.replace("{", "{{") + "from ", 1)
     monkeypatch.setattr(workers, "_MAIN", program)

@@ -8,10 +8,9 @@ from hybridengine.run import plugins
 from hybridengine.run.config import ConfigError, RewardConfig
 from hybridengine.run.config.rollout import CustomRewardConfig, RewardManagerConfig
 from hybridengine.train.data import PromptSample
-from hybridengine.train.rewards.build import build_reward_manager
-from hybridengine.train.rewards.calls import RewardFunction
-from hybridengine.train.rewards.function import FunctionSource
+from hybridengine.train.rewards.function import FunctionSource, RewardFunction
 from hybridengine.train.rewards.local import given_functions
+from hybridengine.train.rewards.manager import build_reward_manager
 
 SAMPLES = [PromptSample(i, [1], "", "sums", str(i), {}) for i in range(2)]
 

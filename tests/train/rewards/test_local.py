@@ -12,8 +12,8 @@ from hybridengine.run.config import RewardConfig
 from hybridengine.run.config.rollout import CustomRewardConfig, RewardManagerConfig
 from hybridengine.run.errors import RewardError
 from hybridengine.train.data import PromptSample
-from hybridengine.train.rewards.build import build_reward_manager
 from hybridengine.train.rewards.local import given_functions
+from hybridengine.train.rewards.manager import build_reward_manager
 
 CHAT = ({"role": "user", "content": "hi"},)
 SAMPLES = [PromptSample(i, [1, 2], f"prompt {i}", "sums", str(i), {}, CHAT) for i in range(3)]

@@ -12,11 +12,11 @@ from hybridengine.run.config.rollout import (
 )
 from hybridengine.run.errors import RewardError
 from hybridengine.train.data import PromptSample
-from hybridengine.train.rewards.build import build_reward_manager
 from hybridengine.train.rewards.manager import (
     ResponseTokens,
     RewardManager,
     RewardResult,
+    build_reward_manager,
     register_manager,
     score_checked,
 )

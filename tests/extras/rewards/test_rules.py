@@ -4,10 +4,9 @@ import time
 
 import pytest
 
+from hybridengine.rewards.functions import BUILT_IN, CHECK, is_plain
 from hybridengine.run.errors import RewardError
-from hybridengine.train.rewards.function import import_reward_function
-from hybridengine.train.rewards.rules import BUILT_IN, is_plain
-from tests.train.rewards.rules import score
+from tests.extras.rewards.rules import score
 
 
 @pytest.mark.parametrize(
@@ -29,11 +28,10 @@ def test_math(response, truth, expected):
 @pytest.mark.parametrize("truth", ["", " ", "}", "$$", r"\text{}", ["34"], [3, 43], None, {}])
 def test_math_refuses_a_ground_truth_that_no_answer_can_equal(truth):
     for function in ("compute_score", "check_ground_truth"):
-        rule, _ = import_reward_function("math_verify", function)
         with pytest.raises(
             RewardError, match=r"ground_truth is .*the rule math_verify needs a num"
         ):
-            rule("math", r"\boxed{3}", truth, None)
+            score("math_verify", "math", r"\boxed{3}", truth, function)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +39,7 @@ def test_math_refuses_a_ground_truth_that_no_answer_can_equal(truth):
     ["7", 7, 0.5, "(1, 2)", r"(-\infty, 2]", "1 < x < 2", r"\frac{1}{2}", "blue", "A", "10%"],
 )
 def test_math_accepts_ground_truths_that_equal_themselves(truth):
-    check, _ = import_reward_function("math_verify", "check_ground_truth")
-    assert check("math", "", truth, None) == 1
+    assert score("math_verify", "math", "", truth, CHECK) == 1
     assert score("math_verify", "math", f"\\boxed{{{truth}}}", truth) == 1
 
 
@@ -53,7 +50,7 @@ def test_a_long_ground_truth_is_looked_at_in_linear_time():
 
 
 def test_the_rules_that_check_ground_truths():
-    checked = {name for name in BUILT_IN if import_reward_function(name)[1].checks_ground_truth}
+    checked = {name for name in BUILT_IN if hasattr(BUILT_IN[name], CHECK)}
     assert checked == {"math_verify", "gsm8k", "data_source"}
 
 

@@ -1,18 +1,28 @@
-"""The built-in reward rules: objects with the functions of a user's reward file.
+"""Reward functions by their names: in a Python file, or built-in rules.
 
-Reward workers import this module: it needs only the standard library.
+A rule is an object with the functions of a user's reward file. Reward workers import this module:
+it needs only the standard library.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hybridengine.run.errors import RewardError
+from hybridengine.train.rewards.function import (
+    ARGUMENTS,
+    FunctionSource,
+    import_file,
+    trl_columns,
+)
 
 CHECK = "check_ground_truth"  # of some rules: called as the rule is, before a run
 
@@ -51,9 +61,7 @@ class MathVerify:
         # It warns at every call without a limit.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-    def compute_score(
-        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any
-    ) -> float:
+    def compute_score(self, *, solution_str: str, ground_truth: Any, **_: Any) -> float:
         """Compare the last answer in `solution_str` (boxed, LaTeX or plain) with `ground_truth`.
 
         Raises RewardError for a ground truth that is not text or a number, or that cannot be
@@ -68,14 +76,12 @@ class MathVerify:
         answer = self._parse(solution_str, parsing_timeout=None)
         return float(self._verify(gold, answer, timeout_seconds=None))
 
-    def check_ground_truth(
-        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any
-    ) -> float:
+    def check_ground_truth(self, *, ground_truth: Any, **_: Any) -> float:
         """Return 1 where a response can be right; raise RewardError where none can."""
         if isinstance(ground_truth, str) and is_plain(ground_truth):
             return 1.0
         answer = f"\\boxed{{{ground_truth}}}"
-        if not self.compute_score(data_source, answer, ground_truth, extra_info):
+        if not self.compute_score(solution_str=answer, ground_truth=ground_truth):
             raise _unusable(ground_truth, "not equal to itself for math_verify")
         return 1.0
 
@@ -99,9 +105,7 @@ class Gsm8k:
 
     label = "gsm8k"
 
-    def compute_score(
-        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any
-    ) -> float:
+    def compute_score(self, *, solution_str: str, ground_truth: Any, **_: Any) -> float:
         """Compare the number after the last "####" with `ground_truth`, as in GSM8K's answers.
 
         An answer in any other form is wrong.
@@ -112,9 +116,7 @@ class Gsm8k:
         answers = _GSM8K_ANSWER.findall(solution_str)
         return float(bool(answers) and _number(answers[-1]) == truth)
 
-    def check_ground_truth(
-        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any
-    ) -> float:
+    def check_ground_truth(self, *, ground_truth: Any, **_: Any) -> float:
         """Return 1; raise RewardError for a ground truth that is not a number."""
         self._truth(ground_truth)
         return 1.0
@@ -141,9 +143,7 @@ class TurnRewards:
 
     label = "turn_rewards"
 
-    def compute_score(
-        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any
-    ) -> float:
+    def compute_score(self, **_: Any) -> float:
         return 0.0
 
 
@@ -152,21 +152,16 @@ class ByDataSource:
 
     label = "by_data_source"
 
-    def compute_score(
-        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any
-    ) -> float:
+    def compute_score(self, *, data_source: str, **others: Any) -> float:
         """Score by the rule of `data_source`; RewardError for a source that has none."""
-        rule = _rule_of(data_source)
-        return float(rule.compute_score(data_source, solution_str, ground_truth, extra_info))
+        return float(_rule_of(data_source).compute_score(**others))
 
-    def check_ground_truth(
-        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any
-    ) -> float:
+    def check_ground_truth(self, *, data_source: str, **others: Any) -> float:
         """Return 1; raise RewardError where the rule of `data_source` can give no response 1."""
-        rule = _rule_of(data_source)
-        return float(rule.check_ground_truth(data_source, solution_str, ground_truth, extra_info))
+        return float(_rule_of(data_source).check_ground_truth(**others))
 
 
+@cache
 def _rule_of(data_source: str) -> Any:
     is_math = data_source.startswith(_MATH_PREFIXES)
     rule = "math_verify" if is_math else _BY_SOURCE.get(data_source)
@@ -177,11 +172,6 @@ def _rule_of(data_source: str) -> Any:
             f"(there is one for {known}); set "
             "reward.custom_reward_function.path to a Python file with your own, or to math_verify"
         )
-    return _built(rule)
-
-
-@cache
-def _built(rule: str) -> Any:
     return BUILT_IN[rule]()
 
 
@@ -191,3 +181,78 @@ BUILT_IN: dict[str, Callable[[], Any]] = {
     "turn_rewards": TurnRewards,
     "data_source": ByDataSource,
 }
+
+
+def reward_file(path: str | Path) -> Path:
+    """Return the file of `path`, a Python file or the name of a built-in rule.
+
+    Raises RewardError where it does not exist.
+    """
+    if str(path) in BUILT_IN:
+        return Path(__file__)
+    file = Path(path).expanduser().resolve()
+    if file.is_dir():
+        raise RewardError(
+            f"reward file {file} is a folder; name the Python file in "
+            "reward.custom_reward_function.path"
+        )
+    if not file.is_file():
+        raise RewardError(
+            f"reward file {file} does not exist; check reward.custom_reward_function.path"
+        )
+    return file
+
+
+def import_reward_function(
+    path: str | Path, name: str = "compute_score", arguments: Sequence[str] = ARGUMENTS
+) -> tuple[Callable[..., Any], FunctionSource]:
+    """Import `name` from the file `path` into this process, and check that it takes `arguments`.
+
+    path: a Python file, or the name of a built-in rule.
+    arguments: () does not check the signature.
+
+    Raises RewardError for a missing file, a file that fails to import, a missing function, and a
+    signature that does not take the arguments by name.
+    """
+    rule = BUILT_IN.get(str(path))
+    file = reward_file(path)
+    module = rule() if rule else _import_once(file)
+    call = getattr(module, name, None)
+    if not callable(call):
+        given = vars(module if isinstance(module, ModuleType) else type(module))
+        functions = [n for n, v in given.items() if inspect.isfunction(v)]
+        raise RewardError(
+            f"reward file {file} has no function {name!r}; functions there: "
+            f"{', '.join(functions) or 'none'} (reward.custom_reward_function.name)"
+        )
+    columns = trl_columns(call)
+    if arguments and columns is None:
+        _check_signature(call, name, file, arguments)
+    code = getattr(inspect.unwrap(call), "__code__", None)
+    label = getattr(module, "label", file.stem) if rule else file.stem
+    return call, FunctionSource(
+        file,
+        name,
+        code.co_firstlineno if code else 1,
+        label if name == "compute_score" else name,
+        is_async=inspect.iscoroutinefunction(call),
+        columns=columns,
+        rule=str(path) if rule else "",
+    )
+
+
+def _check_signature(
+    call: Callable[..., Any], name: str, file: Path, arguments: Sequence[str]
+) -> None:
+    signature: inspect.Signature | str = "(?)"
+    try:
+        signature = inspect.signature(call)
+        signature.bind(**dict.fromkeys(arguments))
+    except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
+        raise RewardError(
+            f"reward function {name} in {file} must accept {', '.join(arguments)} by name, "
+            f"but its signature is {name}{signature}: {error}"
+        ) from None
+
+
+_import_once = cache(import_file)  # for all functions of a file
