@@ -86,12 +86,17 @@ class ModelExtension:
     """What a package adds to the models of a job; by default nothing.
 
     image_model_types: transformers' types of the models with a vision tower that can run packed.
+    stateful_model_types: those with a state along the sequence that can, after `prepare`.
     """
 
     image_model_types: tuple[str, ...] = ()
+    stateful_model_types: tuple[str, ...] = ()
 
     def check(self, config: JobConfig, model: PretrainedConfig) -> None:
         """Raise an error of the user for settings that the trained model does not support."""
+
+    def prepare(self, model: Any) -> None:
+        """Change what `model`, which has just been built, needs to run packed; on every rank."""
 
     def changes(self, config: JobConfig) -> Iterable[Callable[[Any], object]]:
         """Return changes of the trained model before it is sharded, the same on every rank."""
@@ -173,6 +178,17 @@ def model_extensions() -> tuple[ModelExtension, ...]:
 def image_model_types() -> tuple[str, ...]:
     """Return the types of all models with a vision tower that can run packed."""
     return tuple(kind for x in model_extensions() for kind in x.image_model_types)
+
+
+def stateful_model_types() -> tuple[str, ...]:
+    """Return the types of all models with a state along the sequence that can run packed."""
+    return tuple(kind for x in model_extensions() for kind in x.stateful_model_types)
+
+
+def prepare_model(model: Any) -> None:
+    """Let each registered extension change a model that has just been built, so it runs packed."""
+    for extension in model_extensions():
+        extension.prepare(model)
 
 
 def mixture_extension(key: str) -> MixtureExtension:

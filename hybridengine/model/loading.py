@@ -27,7 +27,11 @@ from transformers import (
 )
 
 from hybridengine.model.attention import attention_of
-from hybridengine.model.extensions import experts_implementation, mixture_extension
+from hybridengine.model.extensions import (
+    experts_implementation,
+    mixture_extension,
+    prepare_model,
+)
 from hybridengine.model.flash_attention import choose_flash_kernel
 from hybridengine.model.frozen_base import GatheredBase, base_parameters, fill_base, place_base
 from hybridengine.model.fsdp import Offloader, mesh_2d, modules_of_size, shard_model
@@ -116,6 +120,7 @@ def load_causal_lm(
         attn_implementation=attention_of(config),
         experts_implementation=implementation,
     )
+    prepare_model(model)
     if value_head:
         _set_value_head(model)
     if model.can_generate() and not value_head:

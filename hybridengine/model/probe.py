@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from hybridengine.model.attention import attention_of
-from hybridengine.model.extensions import experts_implementation
+from hybridengine.model.extensions import experts_implementation, prepare_model
 from hybridengine.model.rotary import fix_rotary_length
 from hybridengine.model.validation import (
     longest_sequence,
@@ -149,6 +149,7 @@ def _on_meta(config: PretrainedConfig, attention: Any, trust_remote_code: bool) 
         attn_implementation=attention,
         experts_implementation=experts_implementation(),
     )
+    prepare_model(model)
     if not model._supports_attention_backend:
         raise ModelError(
             f"{type(model).__name__} does not call its attention through transformers' "

@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging
 
-from hybridengine.model.extensions import image_model_types
+from hybridengine.model.extensions import image_model_types, stateful_model_types
 from hybridengine.run.errors import ModelError, located, reason_of
 
 _HUB_SECONDS = 8.0
@@ -164,20 +164,31 @@ def is_own_code(config: PretrainedConfig, trust_remote_code: bool) -> bool:
     )
 
 
-def packing_obstacle(config: PretrainedConfig, trust_remote_code: bool = False) -> str | None:
-    """Return why the configuration or the class of a model cannot run packed; None if they can."""
+def carried_state(config: PretrainedConfig) -> str | None:
+    """Return which layers of transformers' model carry a state along the sequence, or None."""
     layers = getattr(config.get_text_config(), "layer_types", None)
     if others := set(layers or ()) - _PACKABLE:
         return (
             f"its layers of type {sorted(others)} read the sequence in packed order; supported "
             f"are {sorted(_PACKABLE)}"
         )
-    model_class = None if is_own_code(config, trust_remote_code) else _model_class(config)
-    if model_class is None:  # seen when it is built
-        return None
-    if model_class._is_stateful and layers is None:
+    model_class = _model_class(config)
+    if model_class is not None and model_class._is_stateful and layers is None:
         return f"{model_class.__name__} carries a state along the sequence"
-    if not model_class._supports_attention_backend:
+    return None
+
+
+def packing_obstacle(config: PretrainedConfig, trust_remote_code: bool = False) -> str | None:
+    """Return why the configuration or the class of a model cannot run packed; None if they can."""
+    if is_own_code(config, trust_remote_code):  # seen when it is built
+        layers = getattr(config.get_text_config(), "layer_types", None)
+        return carried_state(config) if layers is not None else None
+    if config.get_text_config().model_type in stateful_model_types():
+        return None
+    if (state := carried_state(config)) is not None:
+        return state
+    model_class = _model_class(config)
+    if model_class is not None and not model_class._supports_attention_backend:
         return (
             f"{model_class.__name__} does not call its attention through transformers' "
             "AttentionInterface"

@@ -10,7 +10,7 @@ from transformers import (
     FalconConfig,
     PaliGemmaConfig,
     Phi4MultimodalConfig,
-    Qwen3NextConfig,
+    RwkvConfig,
     T5Config,
 )
 
@@ -106,7 +106,7 @@ def test_broken_config(folder, tmp_path):
     [
         (T5Config(), r"\(t5\) is not a causal language model"),
         (FalconConfig(), r"\(falcon\) cannot run packed: FalconForCausalLM does not call its"),
-        (Qwen3NextConfig(), r"layers of type \['linear_attention'\]"),
+        (RwkvConfig(), r"RwkvForCausalLM carries a state along the sequence"),
         (PaliGemmaConfig(), r"\(paligemma\) also takes images, .* such as one of type 'gemma'"),
         (Phi4MultimodalConfig(), r"\(phi4_multimodal\) also takes images, .* 'qwen3'"),
     ],
@@ -132,27 +132,22 @@ def test_models_that_share_prefixes(kind):
     assert shared_prefix_obstacle(tiny_config(kind)) is None
 
 
-def test_layers_decide_what_a_hybrid_class_can(folder, tmp_path):
+@pytest.mark.parametrize("layers", [["attention"] * 2, ["mamba", "attention"]])
+def test_a_hybrid_class_with_and_without_linear_attention(folder, tmp_path, layers):
     """Granite 4 Micro is of the hybrid class, and has attention layers alone."""
     entry = CATALOGUE["granitemoehybrid"]
-    for layers, refused in ((["attention"] * 2, False), (["mamba", "attention"], True)):
-        config = AutoConfig.for_model(entry.model_type, **entry.overrides | {"layer_types": layers})
-        copy_of(folder, tmp_path, "model.safetensors")
-        config.save_pretrained(tmp_path)
-        if refused:
-            with pytest.raises(ModelError, match=r"its layers of type \['linear_attention'\]"):
-                check_model(str(tmp_path))
-        else:
-            checked = check_model(str(tmp_path))
-            check_packing(str(tmp_path), checked)
-            assert shared_prefix_obstacle(checked) is None
+    config = AutoConfig.for_model(entry.model_type, **entry.overrides | {"layer_types": layers})
+    copy_of(folder, tmp_path, "model.safetensors")
+    config.save_pretrained(tmp_path)
+    checked = check_model(str(tmp_path))
+    check_packing(str(tmp_path), checked)
+    assert shared_prefix_obstacle(checked) is None
 
 
 @pytest.mark.parametrize(
     ("model_type", "layers", "reason"),
     [
-        ("qwen3_next", ["linear_attention", "full_attention"], "['linear_attention']"),
-        ("lfm2", ["conv", "full_attention"], "['conv']"),
+        ("zamba2", None, "['hybrid', 'linear_attention']"),
         ("llama4_text", ["chunked_attention"], "['chunked_attention']"),
         ("mamba", None, "['linear_attention']"),
         ("recurrent_gemma", None, "RecurrentGemmaForCausalLM carries a state"),
