@@ -24,6 +24,7 @@ from benchmarks._bench import OURS, Bench, short
 from benchmarks.step import write_model
 from hybridengine.engine.vllm.environment import vllm_available
 from tests.engines import build_engine
+from tests.loading import load_sharded
 from tests.ranks import run_ranks
 
 Pairs = list[tuple[list[int], list[int]]]  # prompt, response
@@ -114,7 +115,6 @@ def _rank(
     """
     from hybridengine.engine.interface import SamplingSpec
     from hybridengine.model import (
-        load_causal_lm,
         parameter_shards,
         sharding_mesh,
         use_exact_operators,
@@ -148,7 +148,7 @@ def _rank(
     )
     sliced = engine.target.layout.sliced_dims(engine.checkpoint.parameters)
     splits = {name: tp_size for name, dim in sliced.items() if dim == 1}
-    model = load_causal_lm(
+    model = load_sharded(
         path,
         mesh=sharding_mesh(device, world_size),
         param_dtype=dtype,

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from benchmarks._bench import OURS, ROOT, Bench, status_kib
 from hybridengine.kernels import has_fast_products
+from tests.loading import load_sharded
 
 MODEL = ROOT / ".cache/demo/smollm2-135m-instruct"
 SEQUENCES, SHORTEST, LONGEST = 12, 32, 384
@@ -29,7 +30,7 @@ SEQUENCES, SHORTEST, LONGEST = 12, 32, 384
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 ROWS: dict[str, dict] = {  # differences from the first row
     "default": {},
-    "gradient checkpointing": {"load": {"gradient_checkpointing": True}},
+    "gradient checkpointing": {"load": {"enable_gradient_checkpointing": True}},
     "LoRA rank 16": {"lora_rank": 16},
     "param offload": {"load": {"param_offload": True}},
     "optimizer offload": {"offload": True},
@@ -73,7 +74,7 @@ def worker(device: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return values of a row (`ms_p50`: of the second step), and the tokens of the micro-batch.
 
     options:
-        load: options of `load_causal_lm`.
+        load: options of `load_sharded`.
         lora_rank: train adapters of this rank only.
         offload: offload the optimizer.
         padded: fill every response up to the longest sequence.
@@ -82,7 +83,6 @@ def worker(device: str, options: dict[str, Any]) -> dict[str, Any]:
     from hybridengine.model import (
         Optimizer,
         apply_lora,
-        load_causal_lm,
         on_device,
         pack_rollouts,
         packed_log_probs,
@@ -97,10 +97,9 @@ def worker(device: str, options: dict[str, Any]) -> dict[str, Any]:
     if not has_fast_products(dtype, torch.device(device)):
         dtype = torch.float32
     before = status_kib("VmRSS")
-    model = load_causal_lm(
+    model = load_sharded(
         str(MODEL),
         mesh=sharding_mesh(device, 1),
-        shard_dim1=lambda _: False,
         param_dtype=dtype,
         adapt=(lambda plain: apply_lora(plain, rank, rank)) if rank else None,
         **model_options,

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from benchmarks._bench import OURS, Bench
 from tests.engines import build_engine
+from tests.loading import load_sharded
 from tests.ranks import run_ranks
 from tests.tiny_models import VOCAB, save_tiny
 
@@ -92,7 +93,6 @@ def _rank(
         adapter_shards,
         apply_lora,
         frozen_parameters,
-        load_causal_lm,
         pack_rollouts,
         packed_log_probs,
         parameter_shards,
@@ -123,10 +123,9 @@ def _rank(
         if exact:
             use_exact_operators(unsharded, splits)
 
-    model = load_causal_lm(
+    model = load_sharded(
         path,
         mesh=sharding_mesh("cpu", world_size),
-        shard_dim1=lambda name: False,
         param_dtype=torch.float32,
         adapt=adapt,
     )

@@ -42,6 +42,7 @@ from benchmarks._models import smollm2_135m
 from hybridengine.kernels import has_fast_products
 from hybridengine.model.fsdp import DirectAllGather
 from hybridengine.model.shared_weights import SlicedWeights
+from tests.loading import load_sharded
 from tests.ranks import run_ranks
 from tests.sync.vllm_engines import build_engine
 
@@ -213,13 +214,12 @@ Parts = tuple[Any, Callable[[], None], Callable[[], object]]
 
 def _with_all(engine: Any, shares: bool, path: str, ids: torch.Tensor, dtype: torch.dtype) -> Parts:
     """Return our model, all of whose parameters are trained. shares: with `engine`'s weights."""
-    from hybridengine.model import SharedParameters, load_causal_lm, parameter_shards, sharding_mesh
+    from hybridengine.model import SharedParameters, parameter_shards, sharding_mesh
     from hybridengine.reshard import Resharder
 
-    model = load_causal_lm(
+    model = load_sharded(
         path,
         mesh=sharding_mesh(_device().type, dist.get_world_size()),
-        shard_dim1=lambda name: False,
         param_dtype=dtype,
     )
     if shares:
@@ -252,12 +252,11 @@ def _training(model: Any, ids: torch.Tensor) -> tuple[Callable[[], None], Callab
 
 def _with_adapters(engine: Any, path: str, ids: torch.Tensor, dtype: torch.dtype) -> Parts:
     """Return our model with adapters. engine: whose weights are the base."""
-    from hybridengine.model import apply_lora, load_causal_lm, sharding_mesh
+    from hybridengine.model import apply_lora, sharding_mesh
 
-    model = load_causal_lm(
+    model = load_sharded(
         path,
         mesh=sharding_mesh(_device().type, dist.get_world_size()),
-        shard_dim1=lambda name: False,
         param_dtype=dtype,
         adapt=lambda plain: apply_lora(plain, RANK_OF_LORA, RANK_OF_LORA),
         base_memory=engine.share_weights(dtype) if engine is not None else {},

@@ -29,8 +29,6 @@ from typer.core import TyperGroup
 from hybridengine import __version__
 from hybridengine.run.config import (
     JobConfig,
-    RLConfig,
-    SFTConfig,
     config_to_yaml,
     load_job,
     overrides_of,
@@ -246,17 +244,12 @@ def _run(config: JobConfig, dry_run: bool, invalid: InvalidConfigError | None) -
 
 def check_and_plan(config: JobConfig, dry_run: bool, faults: Faults) -> Table:
     from hybridengine.train.machine import Machine, resolve_dtypes
-    from hybridengine.train.plan import plan_table, sft_plan, start_of
-    from hybridengine.train.preflight import check_grpo, check_sft
+    from hybridengine.train.plan import plan_table, start_of
+    from hybridengine.train.preflight import check_job
 
     config = resolve_dtypes(config, Machine.here())
-    if isinstance(config, SFTConfig):
-        checked: Any = check_sft(config, faults)
-        table = sft_plan(config, *checked)
-    else:
-        assert isinstance(config, RLConfig)
-        checked = check_grpo(config, faults)
-        table = plan_table(config, *checked)
+    checked = check_job(config, faults)
+    table = plan_table(config, *checked)
     if dry_run:  # a run prints these itself, when they are known
         table.add_row("[bold]start", start_of(config, len(checked.train)))
         for name, entry in plugins("plan").items():

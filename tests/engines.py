@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from tests.loading import load_sharded
+
 __all__ = ["build_engine", "engine_options", "synced_engine"]
 
 
@@ -43,11 +45,11 @@ def synced_engine(kind: str, path: str, **settings: Any) -> Any:
     """Return an engine with the weights of the model in `path`, sharded over all ranks."""
     import torch.distributed as dist
 
-    from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
+    from hybridengine.model import parameter_shards, sharding_mesh
     from hybridengine.sync.resharder import Resharder
 
     engine = build_engine(kind, path, **settings)
     mesh = sharding_mesh("cpu", dist.get_world_size())
-    model = load_causal_lm(path, mesh=mesh, shard_dim1=lambda name: False)
+    model = load_sharded(path, mesh=mesh)
     Resharder(lambda: parameter_shards(model), engine, 1 << 20).sync(1)
     return engine

@@ -12,17 +12,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tests.loading import load_sharded
+
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     from hybridengine.kernels import group_advantage, policy_loss
-    from hybridengine.model import load_causal_lm, pack_rollouts, packed_log_probs, sharding_mesh
+    from hybridengine.model import pack_rollouts, packed_log_probs, sharding_mesh
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model = load_causal_lm(
+    model = load_sharded(
         job["model"],
         mesh=sharding_mesh("cpu", 1, -1),
-        shard_dim1=lambda _: False,
         param_dtype=torch.float32,
     )
     lengths = [len(completion) for _, completion in job["pairs"]]

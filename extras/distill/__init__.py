@@ -26,14 +26,13 @@ from hybridengine.model import (
 from hybridengine.model.extensions import pop_metrics
 from hybridengine.model.packing_check import check_packing
 from hybridengine.model.rotary import check_rotary
-from hybridengine.model.validation import check_model, check_weights
+from hybridengine.model.validation import check_weights, config_of
 from hybridengine.run.config import ConfigError, RLConfig
 from hybridengine.run.errors import ModelError
 from hybridengine.train.batch import DataParallel, RolloutBatch
-from hybridengine.train.build import load_tokenizer
-from hybridengine.train.build_models import load_model
+from hybridengine.train.build import load_model, load_tokenizer
 from hybridengine.train.models import Actor
-from hybridengine.train.preflight_engine import check_length
+from hybridengine.train.preflight import check_length
 
 __all__ = ["Student", "build_actor", "check"]
 
@@ -45,7 +44,7 @@ def check(config: RLConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """
     path, trust = config.algorithm.distill.teacher_path, config.model.trust_remote_code
     assert path is not None
-    teacher = check_model(path, trust)
+    teacher = config_of(config.model.at(path))
     check_weights(path, teacher, trust)
     check_packing(path, teacher, trust)
     check_sequence_parallel(teacher, config.actor.ulysses_sequence_parallel_size)
@@ -73,9 +72,9 @@ def build_actor(config: RLConfig, model: Any, optimizer: Optimizer, dp: DataPara
 
     Raises ModelError where a model computes its logits with more than its head's product.
     """
-    path, offload = config.algorithm.distill.teacher_path, config.actor.fsdp_config.param_offload
+    path = config.algorithm.distill.teacher_path
     assert path is not None
-    teacher = load_model(config, dp.session, path, param_offload=offload).requires_grad_(False)
+    teacher = load_model(config, dp.session, path).requires_grad_(False)
     for one, name in ((model, config.model.path), (teacher, path)):
         if not accepts_head_function(one):
             raise ModelError(

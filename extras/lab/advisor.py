@@ -26,7 +26,6 @@ from hybridengine.sync.layout import EngineLayout
 from hybridengine.sync.planner import Planner, ReshardPlan
 from hybridengine.sync.shards import dim1_parameters, tp_groups
 from hybridengine.sync.source_class import SourceClass
-from hybridengine.train.build import num_shards
 from hybridengine.train.choices import Choices
 from hybridengine.train.performance import num_parameters
 
@@ -216,7 +215,7 @@ def sync_volume(config: JobConfig, choices: Choices) -> str | None:
             config.rollout.tensor_model_parallel_size,
             config.model.trust_remote_code,
         )
-        nodes, fsdp_size = config.trainer.nnodes, num_shards(config)
+        nodes, fsdp_size = config.trainer.nnodes, config.num_shards()
         advice = advise(shapes, layouts, config.world_size, nodes=nodes, fsdp_size=fsdp_size)
         best = advice.options[0]
         scale = per_weight / torch.bfloat16.itemsize  # advise plans bfloat16

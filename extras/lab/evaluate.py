@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from hybridengine.engine.interface import RolloutEngine
 from hybridengine.model import parameter_shards
-from hybridengine.model.validation import auto_class, check_model, longest_sequence
+from hybridengine.model.validation import auto_class, config_of, longest_sequence
 from hybridengine.run.config import ConfigError, RLConfig, load_config, load_sft_config
 from hybridengine.run.config.common import DatasetConfig
 from hybridengine.run.config.loading import read_settings
@@ -123,7 +123,7 @@ def open_engine(
         engine = build_engine(config, tokenizer, engine_name(config))
         try:
             path, trust = config.model.path, config.model.trust_remote_code
-            model: Any = auto_class(check_model(path, trust)).from_pretrained(
+            model: Any = auto_class(config_of(config.model)).from_pretrained(
                 path, dtype=getattr(torch, config.rollout.dtype), trust_remote_code=trust
             )
             model = model.to(session.device)
@@ -194,8 +194,7 @@ def open_chat(config: RLConfig) -> Iterator[Callable[[str], str]]:
 def _with_room_for_prompts(config: RLConfig) -> RLConfig:
     """Return the configuration with a longer data.max_prompt_length, as far as the model has it."""
     model, rollout, data = config.model, config.rollout, config.data
-    checked = check_model(model.path, model.trust_remote_code, model.config_overrides)
-    limits = [longest_sequence(checked), rollout.max_model_len]
+    limits = [longest_sequence(config_of(model)), rollout.max_model_len]
     if not rollout.enable_chunked_prefill:
         limits.append(rollout.max_num_batched_tokens)
     left = min([limit for limit in limits if limit], default=math.inf) - data.max_response_length

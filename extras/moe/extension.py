@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from hybridengine.model.extensions import MixtureExtension, PartReader
-from hybridengine.model.validation import check_model, meta_model
+from hybridengine.model.validation import config_of, meta_model
 from hybridengine.moe.expert_lora import check_targets, use_grouped_adapters
 from hybridengine.moe.expert_parallel import EXPERT_DIM, distribute_experts
 from hybridengine.moe.experts import EXPERTS
@@ -69,9 +69,7 @@ def config_route_shape(config: JobConfig) -> tuple[int, int] | None:
     """
     if not isinstance(config, RLConfig) or config.actor.router_replay == "off":
         return None
-    model = config.model
-    config_of_model = check_model(model.path, model.trust_remote_code, model.config_overrides)
-    return route_shape(config_of_model, model.trust_remote_code)
+    return route_shape(config_of(config.model), config.model.trust_remote_code)
 
 
 def read_routes(

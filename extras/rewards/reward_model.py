@@ -21,11 +21,10 @@ from hybridengine.model import (
 from hybridengine.model.attachments import Attachment, AttachmentPreparer
 from hybridengine.model.packed import PartSource
 from hybridengine.model.packing_check import check_packing
-from hybridengine.model.validation import check_model, check_weights
+from hybridengine.model.validation import check_weights, config_of
 from hybridengine.run.config import ConfigError, DataConfig, RLConfig
 from hybridengine.run.session import Session
-from hybridengine.train.build import load_preparer, load_tokenizer
-from hybridengine.train.build_models import load_value_model
+from hybridengine.train.build import load_model, load_preparer, load_tokenizer
 from hybridengine.train.data import PromptSample
 from hybridengine.train.data.chats import ChatTemplate
 from hybridengine.train.exchange import RowExchange, split_micro_batches
@@ -36,7 +35,7 @@ from hybridengine.vision.checks import find_conflicts
 def check(config: RLConfig) -> None:
     """Check the files of the model; raise ConfigError where it is no sequence classifier."""
     path, trust = config.reward.reward_model.model_path, config.model.trust_remote_code
-    model = check_model(path, trust)
+    model = config_of(config.model.at(path))
     if not is_sequence_classifier(model):
         raise ConfigError(
             f"reward.reward_model.model_path {path!r} is not a sequence classifier; give a model "
@@ -51,7 +50,7 @@ def build(config: RLConfig, tokenizer: PreTrainedTokenizerBase, session: Session
     path = config.reward.reward_model.model_path
     own_tokenizer = load_tokenizer(config, path)
     return RewardModel(
-        load_value_model(config, session, path).requires_grad_(False),
+        load_model(config, session, path, value_head=True).requires_grad_(False),
         None if own_tokenizer.get_vocab() == tokenizer.get_vocab() else own_tokenizer,
         session,
         config.actor.ppo_max_token_len_per_gpu,

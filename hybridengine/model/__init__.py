@@ -11,7 +11,7 @@ from hybridengine.model.forward import (
 )
 from hybridengine.model.fsdp import on_device, sharding_mesh
 from hybridengine.model.head import KeptIds, accepts_head_function
-from hybridengine.model.loading import is_sequence_classifier, load_causal_lm
+from hybridengine.model.loading import LoadOptions, is_sequence_classifier, load_causal_lm
 from hybridengine.model.lora import adapter_shards, adapters_disabled, apply_lora, check_lora
 from hybridengine.model.optim import Optimizer, SkippedUpdate
 from hybridengine.model.packed import PackedBatch, SavedWork, pack_batch, pack_rollouts
@@ -21,6 +21,7 @@ from hybridengine.model.validation import check_sequence_parallel
 
 __all__ = [
     "KeptIds",
+    "LoadOptions",
     "Optimizer",
     "PackedBatch",
     "SavedWork",

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from hybridengine.kernels import empty_from_pool
 from hybridengine.model.parameters import unwrapped_name
 from hybridengine.run.all_ranks import group_timeout
+from hybridengine.run.config.common import ShardingConfig
 from hybridengine.sync.shards import local_shard
 
 
@@ -52,12 +53,9 @@ def shard_model(
     model: nn.Module,
     groups: Sequence[nn.Module],
     mesh: DeviceMesh,
+    sharding: ShardingConfig,
     *,
     shard_dim1: Callable[[str], bool],
-    param_dtype: torch.dtype,
-    cpu_offload: bool = False,
-    reshard_after_forward: bool = True,
-    forward_prefetch: bool = False,
     ignored: set[nn.Parameter],
     experts: Sequence[nn.Module] = (),
     expert_mesh: DeviceMesh | None = None,
@@ -66,7 +64,7 @@ def shard_model(
 
     ignored: parameters that are not sharded.
     experts: modules that are divided over ranks; each part is sharded over `expert_mesh`.
-    Others: see `load_causal_lm`.
+    Others: see `LoadOptions`.
     """
     # An adapter's A has the columns of its weight.
     names = {
@@ -81,25 +79,26 @@ def shard_model(
 
     options: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32),
+        "mp_policy": fsdp.MixedPrecisionPolicy(getattr(torch, sharding.dtype), torch.float32),
         "shard_placement_fn": placement,
         "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned)
-        if cpu_offload
+        if sharding.offload_policy
         else fsdp.OffloadPolicy(),
         "ignored_params": ignored,
     }
+    inner = options | {"reshard_after_forward": sharding.reshard_after_forward}
     for module in experts:  # FSDP2 requires inner modules first
         own = {"mesh": expert_mesh, "shard_placement_fn": lambda param: Shard(1)}
-        fsdp.fully_shard(module, reshard_after_forward=reshard_after_forward, **options | own)
+        fsdp.fully_shard(module, **inner | own)
     for group in reversed(groups):
-        fsdp.fully_shard(group, reshard_after_forward=reshard_after_forward, **options)
+        fsdp.fully_shard(group, **inner)
     # FSDP2 does not reshard the root after forward: backward begins with its parameters.
     fsdp.fully_shard(model, **options)
     for module in (*experts, *groups, model) if mesh.device_type == "cpu" else ():
         assert isinstance(module, fsdp.FSDPModule)
         module.set_custom_all_gather(DirectAllGather())
         module.set_custom_reduce_scatter(DirectReduceScatter())
-    for group, following in pairwise(groups) if forward_prefetch else ():
+    for group, following in pairwise(groups) if sharding.forward_prefetch else ():
         assert isinstance(group, fsdp.FSDPModule) and isinstance(following, fsdp.FSDPModule)
         group.set_modules_to_forward_prefetch([following])
 

@@ -10,7 +10,7 @@ import functools
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,90 +40,77 @@ from hybridengine.model.packing_check import check_packing
 from hybridengine.model.parameters import is_finite, parameter_shards
 from hybridengine.model.rotary import fix_rotary_length
 from hybridengine.model.shared_weights import LayeredWeights
-from hybridengine.model.validation import auto_class, check_model, meta_model
+from hybridengine.model.validation import auto_class, config_of, meta_model
 from hybridengine.run.all_ranks import broadcast_value, run_on_rank0
+from hybridengine.run.config.common import ShardingConfig, TrainedModelConfig
 from hybridengine.run.errors import ModelError
 
 
-def load_causal_lm(
-    path: str,
-    *,
-    mesh: DeviceMesh,
-    shard_dim1: Callable[[str], bool],
-    param_dtype: torch.dtype = torch.bfloat16,
-    gradient_checkpointing: bool = False,
-    trust_remote_code: bool = False,
-    reshard_after_forward: bool = True,
-    adapt: Callable[[PreTrainedModel], object] | None = None,
-    forward_prefetch: bool = False,
-    min_num_params: int = 0,
-    value_head: bool = False,
-    use_fused_kernels: bool = True,
-    compile: bool = False,
-    cpu_offload: bool = False,
-    param_offload: bool = False,
-    deterministic: bool = False,
-    config_overrides: Mapping[str, Any] = MappingProxyType({}),
-    expert_parallel_size: int = 1,
-    base_memory: Mapping[str, Tensor] = MappingProxyType({}),
-    max_model_len: int | None = None,
-) -> PreTrainedModel:
-    """Load the model at `path` (folder or hub name) onto `mesh` (`sharding_mesh`); collective.
-
-    Master weights, gradients and logits are float32; the rest runs in `param_dtype`. Attention is
-    `hybridengine.model.attention`, so the model takes packed input; on a CPU the experts of a
-    mixture are those of the `MixtureExtension`. It is returned in eval mode, that is without
-    dropout; `model.train()` turns the configured dropout on.
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is read, changed and sharded; `sharding.dtype` is not auto.
 
     Args:
+        model: `path` is a folder or a hub name; adapters are left to `adapt`.
+        sharding: weights, gradients and the optimizer's state. Experts are divided by a
+            `MixtureExtension`, over a 1-D mesh of all ranks and with no min_num_params.
         shard_dim1: names of parameters to shard on dim 1 where the mesh divides it evenly; all
             others are sharded on dim 0.
-        gradient_checkpointing: recompute decoder layers in backward. Only these layers are then in
-            train mode, which transformers' checkpointing requires.
-        reshard_after_forward: free unsharded weights after the forward.
         adapt: modifies the model before it is sharded (`apply_lora`), the same way on every rank.
-        forward_prefetch: start the next group's all-gather before this group's forward.
-        min_num_params: shard the smallest modules with that many parameters as a group each; 0: a
-            group per decoder layer. The remaining parameters (such as embeddings) are the root's.
-        value_head: logits are one value per position (a linear head [1, H]); `path` may be a
+        value_head: logits are one value per position (a linear head [1, H]); the model may be a
             sequence classifier.
-        use_fused_kernels: compute log-probs from hidden states (`hybridengine.model.head`).
-        compile: compile the decoder layers (`compile_layers`); not with min_num_params.
-        cpu_offload: keep shards and gradients in host memory, where the optimizer then steps.
-        param_offload: keep weights in host memory outside `on_device(model)`.
         deterministic: a GPU adds gradients in a fixed order (`choose_flash_kernel`).
-        config_overrides: entries of config.json → other values (`check_model`).
-        expert_parallel_size: consecutive ranks over which the experts of a mixture are divided, by
-            a `MixtureExtension`; a 1-D mesh of all ranks, and no min_num_params.
-        base_memory: frozen parameter, by its name without adapters → the tensor, in `param_dtype`,
-            that holds it unsharded on every rank, or `LayeredWeights`, which are gathered layer by
-            layer (`hybridengine.model.frozen_base`).
+        base_memory: frozen parameter, by its name without adapters → the tensor, in the compute
+            type, that holds it unsharded on every rank, or `LayeredWeights`, which are gathered
+            layer by layer (`hybridengine.model.frozen_base`).
         max_model_len: the longest sequence of the run, in tokens (`fix_rotary_length`).
+    """
+
+    model: TrainedModelConfig
+    sharding: ShardingConfig
+    shard_dim1: Callable[[str], bool] = lambda name: False
+    adapt: Callable[[PreTrainedModel], object] | None = None
+    value_head: bool = False
+    deterministic: bool = False
+    base_memory: Mapping[str, Tensor] = field(default_factory=dict)
+    max_model_len: int | None = None
+
+
+def load_causal_lm(options: LoadOptions, mesh: DeviceMesh) -> PreTrainedModel:
+    """Load the model of `options` onto `mesh` (`sharding_mesh`); collective.
+
+    Master weights, gradients and logits are float32; the rest runs in `sharding.dtype`. Attention
+    is `hybridengine.model.attention`, so the model takes packed input; on a CPU the experts of a
+    mixture are those of the `MixtureExtension`. It is returned in eval mode, that is without
+    dropout; `model.train()` turns the configured dropout on. With gradient checkpointing, only
+    the decoder layers are in train mode, which transformers' checkpointing requires.
 
     Raises:
         ModelError: on every rank, also if only rank 0 fails (unreadable or missing weights).
     """
-    config = check_model(path, trust_remote_code, config_overrides)
-    choose_flash_kernel(torch.device(mesh.device_type), deterministic)
+    path, trust = options.model.path, options.model.trust_remote_code
+    adapt, sharding, base_memory = options.adapt, options.sharding, options.base_memory
+    config = config_of(options.model)
+    choose_flash_kernel(torch.device(mesh.device_type), options.deterministic)
 
     def read() -> PreTrainedModel:
-        check_packing(path, config, trust_remote_code)
-        return _read_weights(path, config, trust_remote_code, value_head, config_overrides)
+        check_packing(path, config, trust)
+        return _read_weights(options, config)
 
     weights = run_on_rank0(read, f"loading model {path!r}")
-    grouped = mesh.device_type == "cpu" or expert_parallel_size > 1
+    grouped = mesh.device_type == "cpu" or sharding.expert_parallel_size > 1
     implementation = experts_implementation() if grouped else None  # None: transformers' choice
     model: PreTrainedModel = meta_model(
         config,
-        trust_remote_code,
+        trust,
         dtype=torch.float32,
         attn_implementation=attention_of(config),
         experts_implementation=implementation,
     )
     prepare_model(model)
-    if value_head:
+    if options.value_head:
         _set_value_head(model)
-    if model.can_generate() and not value_head:
+    elif model.can_generate():
         own_settings = weights.generation_config if weights is not None else None
         plain = None if own_settings is None else own_settings.to_dict()
         settings: Any = broadcast_value(plain, dict[str, Any] | None)
@@ -131,33 +118,31 @@ def load_causal_lm(
     if adapt is not None:
         adapt(model)
         run_on_rank0(functools.partial(adapt, weights), "adapting the model")  # type: ignore[arg-type]
-    patch_head(model, use_fused_kernels)
+    patch_head(model, options.model.use_fused_kernels)
     layer_types = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in layer_types]
-    if compile:
+    if options.model.compile:
         decoder = set(model.get_decoder().modules())
         compile_layers([layer for layer in layers if layer in decoder])
+    min_num_params = sharding.wrap_policy.min_num_params
     groups = modules_of_size(model, min_num_params) if min_num_params else layers
-    experts, expert_mesh = _divide_experts(model, mesh, expert_parallel_size)
+    experts, expert_mesh = _divide_experts(model, mesh, sharding.expert_parallel_size)
     base = base_parameters(model, base_memory)
     shard_model(
         model,
         groups,
         mesh,
-        shard_dim1=shard_dim1,
-        param_dtype=param_dtype,
-        cpu_offload=cpu_offload,
-        reshard_after_forward=reshard_after_forward,
-        forward_prefetch=forward_prefetch,
+        sharding,
+        shard_dim1=options.shard_dim1,
         ignored=set(base.values()),
         experts=experts,
         expert_mesh=expert_mesh,
     )
     place_base(model, base, base_memory)
-    _load_weights(model, weights, mesh, cpu_offload, base_memory)
-    fix_rotary_length(model, max_model_len)
+    _load_weights(model, weights, mesh, options)
+    fix_rotary_length(model, options.max_model_len)
     model.eval()
-    if gradient_checkpointing:
+    if options.model.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in layers:
             layer.training = True
@@ -167,8 +152,7 @@ def load_causal_lm(
 
     if isinstance(base_memory, LayeredWeights):
         model.gathered_base = GatheredBase(model, layers, base_memory)  # type: ignore[assignment]
-    offloader = Offloader(shards, param_offload)
-    model.offloader = offloader  # type: ignore[assignment]
+    model.offloader = Offloader(shards, sharding.param_offload)  # type: ignore[assignment]
     return model
 
 
@@ -177,15 +161,10 @@ def is_sequence_classifier(config: PretrainedConfig) -> bool:
     return any("SequenceClassification" in name for name in config.architectures or ())
 
 
-def _read_weights(
-    path: str,
-    config: PretrainedConfig,
-    trust_remote_code: bool,
-    value_head: bool,
-    overrides: Mapping[str, Any],
-) -> PreTrainedModel:
-    """Read the full causal LM at `path` in float32, with a value head if `value_head`."""
-    classifier = value_head and is_sequence_classifier(config)
+def _read_weights(options: LoadOptions, config: PretrainedConfig) -> PreTrainedModel:
+    """Read the full causal LM in float32, with its value head if it has one."""
+    path, trust = options.model.path, options.model.trust_remote_code
+    classifier = options.value_head and is_sequence_classifier(config)
     loader = AutoModelForSequenceClassification if classifier else auto_class(config)
     if classifier and config.num_labels != 1:
         raise ModelError(
@@ -193,14 +172,14 @@ def _read_weights(
         )
     model, report = loader.from_pretrained(
         path,
+        config=config,
         dtype=torch.float32,
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=trust,
         output_loading_info=True,
-        **overrides,
     )
     if classifier:
-        _move_score_to_output_head(model, trust_remote_code)
-    elif value_head:
+        _move_score_to_output_head(model, trust)
+    elif options.value_head:
         _set_value_head(model)
     parameters = dict(model.named_parameters())
     if missing := sorted(parameters.keys() & set(report["missing_keys"])):
@@ -259,12 +238,11 @@ def _load_weights(
     model: nn.Module,
     weights: nn.Module | None,
     mesh: DeviceMesh,
-    cpu_offload: bool,
-    base_memory: Mapping[str, Tensor],
+    options: LoadOptions,
 ) -> None:
     """Materialize the sharded meta `model` from `weights`, the full model on rank 0."""
-    device = torch.device(mesh.device_type)
-    home = torch.device("cpu") if cpu_offload else device
+    device, base_memory = torch.device(mesh.device_type), options.base_memory
+    home = torch.device("cpu") if options.sharding.offload_policy else device
     # As `to_empty`, which would also replace the memory of the base.
     model._apply(lambda x: torch.empty_like(x, device=home) if x.device.type == "meta" else x)
     fill_base(base_memory, weights)

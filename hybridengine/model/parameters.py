@@ -20,7 +20,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from hybridengine.model.validation import meta_model
+from hybridengine.model.validation import config_of, meta_model
+from hybridengine.run.config.common import TrainedModelConfig
 from hybridengine.run.errors import ModelError
 from hybridengine.sync.layout import CheckpointLayout, LayoutError
 from hybridengine.sync.loader import record_checkpoint
@@ -155,6 +156,11 @@ def checkpoint_layout_from_config(
     if key not in _layouts:
         _layouts[key] = checkpoint_layout(meta_model(config, trust_remote_code))
     return _layouts[key]
+
+
+def layout_of(model: TrainedModelConfig) -> CheckpointLayout:
+    """Return the checkpoint layout of a job's model, see `checkpoint_layout_from_config`."""
+    return checkpoint_layout_from_config(config_of(model), model.trust_remote_code)
 
 
 def checkpoint_layout(model: PreTrainedModel) -> CheckpointLayout:

@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging
 
 from hybridengine.model.extensions import image_model_types, stateful_model_types
+from hybridengine.run.config.common import TrainedModelConfig
 from hybridengine.run.errors import ModelError, located, reason_of
 
 _HUB_SECONDS = 8.0
@@ -83,6 +84,11 @@ def check_model(
     _check_overrides(path, config, overrides)
     _check_config(path, config, trust_remote_code)
     return config
+
+
+def config_of(model: TrainedModelConfig) -> PretrainedConfig:
+    """Return the configuration of a job's model, see `check_model`."""
+    return check_model(model.path, model.trust_remote_code, model.config_overrides)
 
 
 def check_weights(

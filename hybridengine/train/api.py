@@ -24,14 +24,14 @@ import torch.distributed as dist
 
 from hybridengine.model import on_device
 from hybridengine.run.all_ranks import broadcast_value
-from hybridengine.run.config import ConfigError, RLConfig, SFTConfig
+from hybridengine.run.config import ConfigError, SFTConfig
 from hybridengine.run.errors import UsageError
 from hybridengine.run.session import rank_session, script_session
 from hybridengine.run.status import run_lock
 from hybridengine.sync.resharder import SyncReport
 from hybridengine.train.checkpoint.pretrained import save_pretrained
 from hybridengine.train.data import SFTSample
-from hybridengine.train.preflight import check_grpo, check_sft
+from hybridengine.train.preflight import check_job
 from hybridengine.train.report import Callbacks, MetricsCallback, SaveCallback
 from hybridengine.train.rewards.local import given_functions
 from hybridengine.train.rollouts import Rollouts
@@ -156,10 +156,7 @@ class Trainer:
             self._stack.enter_context(run_lock(folder))
             if not isinstance(model, str | Path | None):
                 save_initial_model(model, tokenizer, config.model.path)
-            if isinstance(config, SFTConfig):
-                check_sft(config)
-            elif isinstance(config, RLConfig):
-                check_grpo(config)
+            check_job(config)
         session = self._stack.enter_context(
             rank_session(folder, config.trainer.timeout_s) if is_ours else script_session(folder)
         )

@@ -1,36 +1,62 @@
-"""Build what a run consists of from its configuration: data, engine, weight sync."""
+"""Build what a run consists of from its configuration: data, engine, models, weight sync."""
 
 from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from hybridengine.engine.interface import EngineOptions, RolloutEngine
-from hybridengine.model import adapter_shards, frozen_parameters, parameter_shards
+from hybridengine.model import (
+    LoadOptions,
+    Optimizer,
+    adapter_shards,
+    adapters_disabled,
+    apply_lora,
+    frozen_parameters,
+    load_causal_lm,
+    on_device,
+    parameter_shards,
+    sharding_mesh,
+    use_exact_operators,
+)
 from hybridengine.model.attachments import AttachmentPreparer, Conflict
 from hybridengine.model.extensions import model_extensions
-from hybridengine.model.parameters import checkpoint_layout_from_config
+from hybridengine.model.parameters import layout_of
 from hybridengine.model.validation import check_model
-from hybridengine.run.config import ConfigError, JobConfig, RLConfig
+from hybridengine.run.config import (
+    ConfigError,
+    JobConfig,
+    OptimConfig,
+    RateConfig,
+    RLConfig,
+    SFTConfig,
+)
 from hybridengine.run.errors import UserError, located, unreadable_part
 from hybridengine.run.plugins import load_plugin
-from hybridengine.sync.layout import CheckpointLayout
+from hybridengine.run.session import Session
 from hybridengine.sync.resharder import Resharder
+from hybridengine.sync.shards import dim1_parameters
 from hybridengine.sync.trainers import DeltaMode
-from hybridengine.train.algorithms import check_estimator, uses_critic
-from hybridengine.train.data import PromptDataset
+from hybridengine.train.batch import DataParallel
+from hybridengine.train.choices import Choices
+from hybridengine.train.data import PromptDataset, SFTDataset
 from hybridengine.train.data.template import set_trained_template
 from hybridengine.train.models import Actor
+from hybridengine.train.performance import pair_cost
 from hybridengine.train.rewards.function import import_file
 from hybridengine.train.rewards.manager import RewardManager, build_reward_manager
+
+if TYPE_CHECKING:
+    from hybridengine.train.rollout_source import RolloutSource
 
 
 class RunData(NamedTuple):
@@ -87,22 +113,29 @@ def attachment_conflicts(config: JobConfig) -> list[Conflict]:
     return [x for extension in model_extensions() for x in extension.conflicts(config)]
 
 
+def load_dataset(
+    config: JobConfig, tokenizer: PreTrainedTokenizerBase, files: Sequence[str]
+) -> Any:
+    """Load the prompts or, for SFT, the conversations of `files`.
+
+    Raises DataError for any fault of a file, a row or the template.
+    """
+    if isinstance(config, SFTConfig):
+        stops = find_stop_token_ids(config.model.path, tokenizer)
+        return SFTDataset(files, tokenizer, config.data, load_preparer(config), stops)
+    assert isinstance(config, RLConfig)
+    tools = tool_schemas(config)
+    return PromptDataset(files, tokenizer, config.data, tools, load_preparer(config))
+
+
 def load_data(config: RLConfig) -> RunData:
     """Load tokenizer, training prompts, validation prompts (or None) and reward.
 
-    Imports `model.external_lib` first: it may register the estimator or the reward manager.
+    `model.external_lib`, which may register the reward manager, is imported before.
     """
-    import_external(config)
-    check_algorithm(config)
-    tokenizer, data, tools = load_tokenizer(config), config.data, tool_schemas(config)
-    dataset = partial(
-        PromptDataset,
-        tokenizer=tokenizer,
-        data=data,
-        tools=tools,
-        preparer=load_preparer(config),
-    )
-    train, val = dataset(data.train_files), dataset(data.val_files) if data.val_files else None
+    tokenizer, data = load_tokenizer(config), config.data
+    train = load_dataset(config, tokenizer, data.train_files)
+    val = load_dataset(config, tokenizer, data.val_files) if data.val_files else None
     build_agents(config, tokenizer)  # its errors, before a model is loaded
     reward = build_reward_manager(config.reward, data.max_response_length, tokenizer)
     return RunData(tokenizer, train, val, reward)
@@ -132,20 +165,6 @@ def build_agents(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
     """
     turns = multi_turn(config)
     return None if turns is None else turns.build_agents(config, tokenizer)
-
-
-def check_algorithm(config: RLConfig) -> None:
-    """Raise ConfigError for an unknown estimator, and for ranks of a critic that it has not."""
-    estimator = config.algorithm.adv_estimator
-    try:
-        check_estimator(estimator)
-    except ValueError as error:
-        raise ConfigError(f"algorithm.adv_estimator: {error}") from None
-    if config.num_critic_ranks and not uses_critic(config):
-        raise ConfigError(
-            f"critic.n_gpus_per_node is {config.critic.n_gpus_per_node}, but "
-            f"algorithm.adv_estimator {estimator!r} needs no critic; set it to 0, or take gae"
-        )
 
 
 def import_external(config: RLConfig) -> None:
@@ -183,7 +202,7 @@ def build_engine(
             max_model_len=config.max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens,
         ),
-        checkpoint=checkpoint_layout(config),
+        checkpoint=layout_of(config.model),
         stop_token_ids=find_stop_token_ids(config.model.path, tokenizer),
         tokenizer=tokenizer,
         seed=config.seed,
@@ -210,19 +229,6 @@ def build_engine(
         ) from error
 
 
-def checkpoint_layout(config: JobConfig, path: str = "") -> CheckpointLayout:
-    """Return the layout of the checkpoint at `path`, by default model.path, from its config."""
-    trust, overrides = config.model.trust_remote_code, {} if path else config.model.config_overrides
-    model = check_model(path or config.model.path, trust, overrides)
-    return checkpoint_layout_from_config(model, trust)
-
-
-def num_shards(config: JobConfig, ranks: int | None = None) -> int:
-    """Return how many of `ranks` ranks, by default the policy's, hold one copy of a model."""
-    ranks, size = ranks or config.world_size, config.sharding.fsdp_size
-    return ranks if size == -1 else min(size, ranks)
-
-
 def find_stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the EOS tokens of the tokenizer and of the generation config."""
     try:
@@ -231,6 +237,146 @@ def find_stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) ->
         eos = None
     tokens = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
     return sorted(token for token in tokens if token is not None)
+
+
+def load_model(
+    config: JobConfig,
+    session: Session,
+    path: str | None = None,
+    *,
+    is_trained: bool = False,
+    value_head: bool = False,
+    splits: Mapping[str, int] | None = None,
+    shard_dim1: Callable[[str], bool] = lambda name: False,
+    base_memory: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> Any:
+    """Load one model of the run, sharded by `config.sharding`.
+
+    path: of the weights; None: model.path.
+    is_trained: it is the policy, or the model of SFT: it gets adapters and the settings of routers.
+    splits: of the policy, where it has the engine's operators, see `use_exact_operators`.
+    value_head, shard_dim1, base_memory: of `LoadOptions`.
+    """
+    model, sharding = config.model.at(path), config.sharding
+    is_policy = model.path == config.model.path and not value_head
+    changes = list[Callable[[Any], object]]()
+    if is_trained and model.lora_rank:
+        changes.append(
+            partial(
+                apply_lora,
+                rank=model.lora_rank,
+                alpha=model.lora_alpha,
+                target_modules=model.target_modules,
+                adapter_path=model.lora_adapter_path,
+                target_parameters=model.target_parameters,
+                share_expert_adapters=model.share_expert_adapters,
+            )
+        )
+    if is_trained:
+        changes += [x for extension in model_extensions() for x in extension.changes(config)]
+    if splits is not None and is_policy:
+        changes.append(partial(use_exact_operators, splits=splits))
+
+    def adapt(unsharded: Any) -> None:
+        for change in changes:
+            change(unsharded)
+
+    options = LoadOptions(
+        model,
+        sharding if is_policy else replace(sharding, expert_parallel_size=1),
+        shard_dim1,
+        adapt if changes else None,
+        value_head,
+        config.deterministic,
+        base_memory,
+        config.max_model_len,
+    )
+    ranks = session.world_size
+    mesh = sharding_mesh(session.device.type, ranks, config.num_shards(ranks))
+    loaded = load_causal_lm(options, mesh)
+    if is_policy and (is_trained or not path):
+        for extension in model_extensions():
+            extension.attach(loaded, config, is_trained=is_trained)
+    return loaded
+
+
+def build_data_parallel(config: JobConfig, session: Session, choices: Choices) -> DataParallel:
+    """Build the replicas, which share prefixes where that was chosen."""
+    return DataParallel(
+        session,
+        config.sequence_parallel_size,
+        shared_prefix=choices.prefix,
+        pair_cost=pair_cost(choices.model, layout_of(config.model).parameters),
+        part_readers={
+            name: reader
+            for extension in model_extensions()
+            for name, reader in extension.part_readers(config).items()
+        },
+        preparer=None if attachment_conflicts(config) else load_preparer(config),
+    )
+
+
+def build_optimizer(
+    config: JobConfig, model: Any, optim: OptimConfig, rate: RateConfig, steps: int
+) -> Optimizer:
+    """Build AdamW with the options of `optim`, the learning rate and warm-up of `rate`."""
+    return Optimizer(
+        model,
+        lr=rate.lr,
+        betas=optim.betas,
+        weight_decay=optim.weight_decay,
+        schedule=optim.lr_scheduler_type,
+        min_lr_ratio=optim.min_lr_ratio,
+        warmup_steps=rate.warmup_steps(steps),
+        total_steps=steps,
+        param_dtype=getattr(torch, config.sharding.dtype),
+        offload=config.sharding.optimizer_offload,
+    )
+
+
+def build_actor(
+    config: RLConfig,
+    choices: Choices,
+    source: RolloutSource,
+    dp: DataParallel,
+    updates: int,
+    steps: int,
+) -> Actor:
+    """Build the policy under FSDP2 over all ranks.
+
+    source: its engine may have the weights that the policy is computed with.
+    updates: optimizer steps in all `steps`.
+
+    `dim1_parameters` are sharded in dim 1, so that a weight sync moves less; none where FSDP2's
+    unsharded parameters will be the engine's (`SharedParameters`), as its extensions need dim 0.
+    The reference is a copy of the policy, or under LoRA the policy without its adapters; a teacher
+    is another model.
+    """
+    shapes, optim = layout_of(config.model).parameters, config.actor.optim
+    sliced, columns = source.sliced_dims(shapes), set[str]()
+    if source.shared.target is None:
+        columns = dim1_parameters(shapes, sliced, config.num_shards())
+    tp_size = config.rollout.tensor_model_parallel_size
+    splits = {name: tp_size for name, dim in sliced.items() if dim == 1 and tp_size > 1}
+    load = partial(
+        load_model,
+        config,
+        dp.session,
+        shard_dim1=columns.__contains__,
+        splits=splits if choices.exact else None,
+    )
+    reference: Any = None
+    if config.uses_reference and not config.model.lora_rank:
+        reference = partial(on_device, load().requires_grad_(False))
+    model = load(is_trained=True, base_memory=source.shared.base)
+    if config.uses_reference and config.model.lora_rank:
+        reference = partial(adapters_disabled, model)
+    optimizer = build_optimizer(config, model, optim, optim, updates)
+    if config.distills:
+        loss = load_plugin("losses", "distill", "algorithm.distill.teacher_path")
+        student: Actor = loss.build_actor(config, model, optimizer, dp)
+        return student
+    return Actor(config, model, reference, optimizer, dp, steps)
 
 
 def build_resharder(

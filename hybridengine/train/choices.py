@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from hybridengine.engine.vllm.environment import vllm_available
 from hybridengine.model.exact import model_obstacle
 from hybridengine.model.packing_check import shared_prefix_obstacle
-from hybridengine.model.validation import check_model
+from hybridengine.model.validation import config_of
 from hybridengine.run.all_ranks import all_gather_values
 from hybridengine.run.config import ConfigError, JobConfig, RLConfig, SFTConfig
 from hybridengine.run.config.validation import exactness_obstacle
@@ -29,7 +29,6 @@ from hybridengine.run.errors import Faults
 from hybridengine.run.storage import atomic_file
 from hybridengine.sync.trainers import DeltaMode
 from hybridengine.train.algorithms import uses_critic
-from hybridengine.train.build import num_shards
 from hybridengine.train.machine import Machine, describe_precision, resolve_dtypes
 from hybridengine.train.performance import GIB, memory_gib
 
@@ -86,8 +85,7 @@ def agree(config: ConfigT) -> tuple[ConfigT, Choices]:
     Raises ConfigError, on every rank, where machines or model folders of the ranks do not fit
     together, and where the configuration demands what is impossible.
     """
-    trust, overrides = config.model.trust_remote_code, config.model.config_overrides
-    model = check_model(config.model.path, trust, overrides)
+    model = config_of(config.model)
     settings = json.dumps(_settings_of(model), sort_keys=True, default=str)
     own = (Machine.here(), settings)
     gathered = all_gather_values(own, tuple[Machine, str]) if dist.is_initialized() else [own]
@@ -118,16 +116,14 @@ def decide(
 ) -> Choices:
     """Decide what a run computes with.
 
-    model: of `check_model`; None: it is read from model.path.
+    model: of `config_of`; None: it is read from model.path.
     machine: None: that of this process.
 
     Raises ConfigError, with every fault, where the configuration demands what is impossible.
     """
     assert isinstance(config, RLConfig | SFTConfig)
     machine = Machine.here() if machine is None else machine
-    if model is None:
-        trust, overrides = config.model.trust_remote_code, config.model.config_overrides
-        model = check_model(config.model.path, trust, overrides)
+    model = config_of(config.model) if model is None else model
     config, faults = resolve_dtypes(config, machine), Faults()
     dtypes = {"trainer": config.sharding.dtype, "saved weights": config.trainer.save_dtype}
     no_prefix = faults.attempt(_no_prefix, config, model, machine)
@@ -197,7 +193,7 @@ def _no_prefix(
         critic = config.critic.model.path if uses_critic(config) else None
         for path in (critic, config.algorithm.distill.teacher_path):
             if path and path not in models and chosen != "off":
-                models[path] = check_model(path, trust)
+                models[path] = config_of(config.model.at(path))
     if chosen == "off":
         return f"{key} is off"
     obstacle = machine.obstacles.get("prefix")
@@ -331,7 +327,7 @@ def _cost(config: RLConfig, engine: str, model: PretrainedConfig, machine: Machi
     shared; shards are in float32.
     """
     tp_size, lora = config.rollout.tensor_model_parallel_size, config.model.lora_rank > 0
-    if not lora and 1 < tp_size >= num_shards(config):
+    if not lora and 1 < tp_size >= config.num_shards():
         return (
             f"the engine's {tp_size} ranks have all shards among them, so that as much would be "
             f"received; set {_SHARE}=true to join it all the same"
@@ -349,7 +345,7 @@ def _cost(config: RLConfig, engine: str, model: PretrainedConfig, machine: Machi
             "gather nothing"
         )
     itemsize = getattr(torch, config.rollout.dtype).itemsize / tp_size
-    shard = _MASTER_BYTES / num_shards(config)
+    shard = _MASTER_BYTES / config.num_shards()
     if itemsize <= shard:
         return None
     return (

@@ -11,7 +11,7 @@ from hybridengine.kernels import value_loss
 from hybridengine.model import PackedBatch, free_gathered, on_device, packed_values
 from hybridengine.run.config import RLConfig
 from hybridengine.train.batch import DataParallel, RolloutBatch
-from hybridengine.train.build_models import build_optimizer, load_value_model
+from hybridengine.train.build import build_optimizer, load_model
 from hybridengine.train.checkpoint.tensors import RemotePart
 from hybridengine.train.metrics import explained_variance
 from hybridengine.train.models import Learner
@@ -109,6 +109,6 @@ class Critic(Learner, StepCritic):
 def build_critic(config: RLConfig, dp: DataParallel, steps: int) -> Critic:
     """Build the value model with an FSDP2 group of its own over the ranks of `dp`."""
     path = config.critic.model.path or config.model.path
-    model = load_value_model(config, dp.session, path)
+    model = load_model(config, dp.session, path, value_head=True)
     optimizer = build_optimizer(config, model, config.actor.optim, config.critic.optim, steps)
     return Critic(config, model, optimizer, dp)

@@ -14,10 +14,10 @@ import torch
 from transformers import PretrainedConfig
 
 from hybridengine.model import SavedWork
+from hybridengine.model.parameters import layout_of
 from hybridengine.model.validation import takes_images
 from hybridengine.run.config import JobConfig, RLConfig
 from hybridengine.train.algorithms import uses_critic
-from hybridengine.train.build import checkpoint_layout, num_shards
 
 # Dense bfloat16 TFLOP/s of the data sheets; the first entry that the device name contains applies.
 _PEAK_TFLOPS = {
@@ -202,9 +202,9 @@ def _peak_flops(device: torch.device) -> float:
     return 2 * 1024**3 / fastest
 
 
-def num_parameters(config: JobConfig, path: str = "") -> int:
+def num_parameters(config: JobConfig, path: str | None = None) -> int:
     """Return the parameters of the model at `path`, by default model.path."""
-    return sum(map(math.prod, checkpoint_layout(config, path).parameters.values()))
+    return sum(map(math.prod, layout_of(config.model.at(path)).parameters.values()))
 
 
 def memory_gib(
@@ -216,9 +216,9 @@ def memory_gib(
     recomputed, the input of every layer is kept, and the activations of one.
     shares_base: the base of LoRA is the engine's weights.
     """
-    shapes = checkpoint_layout(config).parameters
+    shapes = layout_of(config.model).parameters
     shape, numel = LayerShape.of(model, shapes), sum(map(math.prod, shapes.values()))
-    shards, per_token = num_shards(config), shape.saved_elements * shape.num_layers
+    shards, per_token = config.num_shards(), shape.saved_elements * shape.num_layers
     if config.model.enable_gradient_checkpointing:
         per_token = shape.hidden_size * shape.num_layers + shape.saved_elements
     tokens = max(

@@ -8,53 +8,41 @@ provide the checks of their own files (`check_model`, `check_weights`, `check_re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from hybridengine.engine.vllm.environment import CPU_HEAD_SIZES, prepare_environment
+from hybridengine.engine.vllm.options import check_engine_options, check_plugins
 from hybridengine.model import check_lora, check_sequence_parallel, is_sequence_classifier
 from hybridengine.model.extensions import model_extensions
 from hybridengine.model.loading import check_compiler
 from hybridengine.model.packing_check import check_packing
 from hybridengine.model.parameters import checkpoint_layout_from_config
 from hybridengine.model.rotary import check_rotary
-from hybridengine.model.validation import check_model, check_weights
+from hybridengine.model.validation import check_weights, config_of, head_size, longest_sequence
 from hybridengine.run.config import ConfigError, JobConfig, RLConfig, SFTConfig
-from hybridengine.run.errors import Faults, print_note
+from hybridengine.run.config.common import TrainedModelConfig
+from hybridengine.run.errors import Faults, UserError, print_note
+from hybridengine.run.host_memory import total_memory
 from hybridengine.run.plugins import load_plugin
 from hybridengine.run.storage import check_disk_space
 from hybridengine.run.tracking import check_loggers
-from hybridengine.train.algorithms import NEEDS
+from hybridengine.train.algorithms import NEEDS, check_estimator, uses_critic
 from hybridengine.train.build import (
     attachment_conflicts,
     build_agents,
-    check_algorithm,
-    find_stop_token_ids,
     import_external,
-    load_preparer,
+    load_dataset,
     load_tokenizer,
     multi_turn,
-    tool_schemas,
 )
-from hybridengine.train.build_models import saved_states
 from hybridengine.train.checkpoint import check_resume
 from hybridengine.train.choices import Choices, decide, engine_name
-from hybridengine.train.data import (
-    PromptDataset,
-    PromptLoader,
-    SFTDataset,
-    check_conversations,
-    check_prompts,
-)
-from hybridengine.train.preflight_engine import (
-    check_engine,
-    check_heads,
-    check_length,
-    check_model_in_engine,
-    check_sequence_length,
-)
+from hybridengine.train.data import PromptLoader, check_conversations, check_prompts
+from hybridengine.train.performance import GIB
 from hybridengine.train.rewards.manager import (
     build_reward_manager,
     check_reward,
@@ -62,21 +50,18 @@ from hybridengine.train.rewards.manager import (
 )
 from hybridengine.train.start import rank_keys
 
-__all__ = ["check_grpo", "check_sft"]
-
-T = TypeVar("T")
-DatasetT = TypeVar("DatasetT")
+_MASTER, _MOMENTS = 4, 8  # bytes of a weight and of its state in AdamW, float32
 
 
-class Checked(NamedTuple, Generic[DatasetT]):
+class Checked(NamedTuple):
     """What the checks of a job have read: training data, validation data, choices of this rank."""
 
-    train: DatasetT
-    val: DatasetT | None
+    train: Any
+    val: Any
     choices: Choices
 
 
-def check_grpo(config: RLConfig, faults: Faults | None = None) -> Checked[PromptDataset]:
+def check_job(config: JobConfig, faults: Faults | None = None) -> Checked:
     """Check devices, model, disk, data and reward; load no weights.
 
     faults: the faults that are already known; None: none.
@@ -84,92 +69,38 @@ def check_grpo(config: RLConfig, faults: Faults | None = None) -> Checked[Prompt
     Raises ConfigError, ModelError, DataError or RewardError for one fault, and a ConfigError with a
     line for each of several.
     """
+    assert isinstance(config, RLConfig | SFTConfig)
     faults = Faults() if faults is None else faults
     model = _check_run(config, faults)
-    is_registered = False  # what external_lib registers, the estimator among it
-    with faults:
-        import_external(config)
-        check_algorithm(config)
-        _note_groups_of_one(config)
-        is_registered = True
-    engine, choices = faults.attempt(engine_name, config), None
-    if engine is not None:
-        faults.attempt(check_engine, config, engine)
-    for check in (_check_critic, _check_reward_model, _check_baselines):
-        faults.attempt(check, config)
-    if model is not None:
-        for fits in (check_heads, check_sequence_length):
-            faults.attempt(fits, config, model)
-    if model is not None and engine is not None:
-        choices = faults.attempt(decide, config, model)
-        shares = choices is not None and choices.shares
-        faults.attempt(check_model_in_engine, config, model, engine, shares)
-    tokenizer = _load_tokenizer(config, model, faults)
-    faults.attempt(_check_teacher, config, tokenizer)
-    tools = faults.attempt(tool_schemas, config)
-    train, val = (
-        _load_data(
-            files,
-            lambda names: PromptDataset(
-                names, tokenizer, config.data, tools or (), load_preparer(config)
-            ),
-            lambda names: check_prompts(names, config.data),
-            faults,
-            is_readable=tokenizer is not None and tools is not None,
-        )
-        for files in (config.data.train_files, config.data.val_files)
-    )
-    if tokenizer is not None and tools is not None:
-        faults.attempt(build_agents, config, tokenizer)
-    if model is not None:
-        faults.attempt(_check_images, config, (train, val))
-        prompts = (sample.prompt_ids for part in (train, val) for sample in part or ())
-        faults.attempt(_check_tokens, model, prompts)
-    if model is not None and train is not None:
-        faults.attempt(_check_resume, config, train, model)
-    if tokenizer is None or not is_registered:
-        check_reward_files(config, faults)
+    if isinstance(config, RLConfig):
+        is_registered = _check_models(config, faults)
+        choices = _check_engine(config, model, faults)
     else:
-        with faults:
-            limit = config.data.max_response_length
-            reward = build_reward_manager(config.reward, limit, tokenizer)
-            check_reward(config, reward, (train, val), multi_turn(config))
-    faults.report()
-    assert train is not None and choices is not None
-    return Checked(train, val, choices)
-
-
-def check_sft(config: SFTConfig, faults: Faults | None = None) -> Checked[SFTDataset]:
-    """As `check_grpo`, for SFT."""
-    faults = Faults() if faults is None else faults
-    model = _check_run(config, faults)
-    tokenizer = _load_tokenizer(config, model, faults)
+        choices = None if model is None else faults.attempt(decide, config, model)
+    tokenizer = None if model is None else faults.attempt(load_tokenizer, config)
     train, val = (
-        _load_data(
-            files,
-            lambda names: SFTDataset(
-                names,
-                tokenizer,
-                config.data,
-                load_preparer(config),
-                find_stop_token_ids(config.model.path, cast(Any, tokenizer)),
-            ),
-            lambda names: check_conversations(names, config.data),
-            faults,
-            is_readable=tokenizer is not None,
-        )
+        _load_data(config, files, tokenizer, faults)
         for files in (config.data.train_files, config.data.val_files)
     )
     if model is not None:
         faults.attempt(_check_images, config, (train, val))
-        samples = [sample.ids for part in (train, val) for sample in part or ()]
-        longest = max(map(len, samples), default=0)
-        faults.attempt(_check_tokens, model, samples)
-        what, key = "the longest conversation", "data.max_length"
-        faults.attempt(check_length, model, longest, what, key)
-    if model is not None and train is not None:
-        faults.attempt(_check_resume, config, train, model)
-    choices = None if model is None else faults.attempt(decide, config, model)
+        faults.attempt(_check_tokens, config, model, (train, val), faults)
+        if train is not None:
+            faults.attempt(_check_resume, config, train, model)
+    if isinstance(config, RLConfig):
+        with faults:
+            if config.distills:
+                key = "algorithm.distill.teacher_path"
+                load_plugin("losses", "distill", key).check(config, tokenizer)
+        if tokenizer is not None:
+            faults.attempt(build_agents, config, tokenizer)
+        if tokenizer is None or not is_registered:
+            check_reward_files(config, faults)
+        else:
+            with faults:
+                limit = config.data.max_response_length
+                reward = build_reward_manager(config.reward, limit, tokenizer)
+                check_reward(config, reward, (train, val), multi_turn(config))
     faults.report()
     assert train is not None and choices is not None
     return Checked(train, val, choices)
@@ -193,10 +124,7 @@ def _check_run(config: RLConfig | SFTConfig, faults: Faults) -> PretrainedConfig
         with faults:
             if not value:
                 raise ConfigError(f"{key} is required and was not given; set it in the config")
-    overrides, model = config.model.config_overrides, None
-    if path:
-        model = faults.attempt(check_model, path, trust, overrides)
-    num_bytes = 0
+    model, num_bytes = faults.attempt(config_of, config.model) if path else None, 0
     if model is not None:
         faults.attempt(check_weights, path, model, trust)
         faults.attempt(check_packing, path, model, trust)
@@ -214,37 +142,89 @@ def _check_run(config: RLConfig | SFTConfig, faults: Faults) -> PretrainedConfig
     return model
 
 
-def _load_tokenizer(
-    config: JobConfig, model: PretrainedConfig | None, faults: Faults
-) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of a model that can be read."""
-    return None if model is None else faults.attempt(load_tokenizer, config)
+def _check_adapters(config: JobConfig, model: PretrainedConfig) -> None:
+    given = config.model
+    if given.lora_rank:
+        check_lora(
+            model,
+            given.lora_rank,
+            given.target_modules,
+            given.lora_adapter_path,
+            given.trust_remote_code,
+            given.target_parameters,
+            given.share_expert_adapters,
+        )
+
+
+def _check_models(config: RLConfig, faults: Faults) -> bool:
+    """Check estimator, critic and reward model; return whether external_lib has registered all."""
+    is_registered = False
+    with faults:
+        import_external(config)
+        check_algorithm(config)
+        is_registered = True
+    if path := config.critic.model.path:
+        faults.attempt(_check_critic, config.model.at(path))
+    with faults:
+        if config.reward.reward_model.model_path:
+            key = "reward.reward_model.model_path"
+            load_plugin("rewards", "reward_model", key).check(config)
+    return is_registered
+
+
+def check_algorithm(config: RLConfig) -> None:
+    """Check that the estimator is there, and what it needs; note a group of one response."""
+    name = config.algorithm.adv_estimator
+    try:
+        check_estimator(name)
+    except ValueError as error:
+        raise ConfigError(f"algorithm.adv_estimator: {error}") from None
+    if config.num_critic_ranks and not uses_critic(config):
+        raise ConfigError(
+            f"critic.n_gpus_per_node is {config.critic.n_gpus_per_node}, but "
+            f"algorithm.adv_estimator {name!r} needs no critic; set it to 0, or take gae"
+        )
+    if config.overlaps and "reward_baselines" in NEEDS[name]:
+        raise ConfigError(
+            f"algorithm.adv_estimator is {name!r}, whose baseline is a greedy response of the "
+            f"same weights, and trainer.mode is {config.trainer.mode}, in which these are older, "
+            "or rollout.servers are set; set trainer.mode=sync without servers, or another "
+            "estimator"
+        )
+    if config.rollout.n == 1 and "group_ids" in NEEDS[name] and not config.distills:
+        print_note(
+            f"rollout.n is 1, and algorithm.adv_estimator {name} compares the responses of a "
+            "group: with one, its advantage is its score or 0; set rollout.n to 2 or more, or "
+            "adv_estimator=reinforce_plus_plus"
+        )
+
+
+def _check_critic(model: TrainedModelConfig) -> None:
+    path, trust, critic = model.path, model.trust_remote_code, config_of(model)
+    check_weights(path, critic, trust, is_sequence_classifier(critic))
+    check_packing(path, critic, trust)
 
 
 def _load_data(
+    config: RLConfig | SFTConfig,
     files: Sequence[str] | None,
-    load: Callable[[Sequence[str]], T],
-    check: Callable[[Sequence[str]], None],
+    tokenizer: PreTrainedTokenizerBase | None,
     faults: Faults,
-    *,
-    is_readable: bool,
-) -> T | None:
-    """Return the result of `load(files)`; None if there are no files or one of them is faulty.
+) -> Any:
+    """Return the dataset of `files`; None if there are none, or one of them is faulty.
 
-    check: checks the files alone; it is called with each file if they cannot be loaded.
-    is_readable: whether everything else that `load` needs is there.
+    Each file is checked alone if they cannot be loaded, or there is no tokenizer.
     """
-    if files and is_readable:
+    if files and tokenizer is not None:
         with faults:
-            return load(files)
+            return load_dataset(config, tokenizer, files)
+    check: Any = check_conversations if isinstance(config, SFTConfig) else check_prompts
     for name in files or ():
-        faults.attempt(check, [name])
+        faults.attempt(check, [name], config.data)
     return None
 
 
-def _check_images(
-    config: RLConfig | SFTConfig, parts: Sequence[PromptDataset | SFTDataset | None]
-) -> None:
+def _check_images(config: JobConfig, parts: Sequence[Any]) -> None:
     """Check that a job whose data has images has no setting that excludes them.
 
     parts: training and validation data. Raises ConfigError with the first image.
@@ -260,24 +240,17 @@ def _check_images(
         )
 
 
-def _check_adapters(config: RLConfig | SFTConfig, model: PretrainedConfig) -> None:
-    given = config.model
-    if given.lora_rank:
-        check_lora(
-            model,
-            given.lora_rank,
-            given.target_modules,
-            given.lora_adapter_path,
-            given.trust_remote_code,
-            given.target_parameters,
-            given.share_expert_adapters,
-        )
-
-
-def _check_tokens(model: PretrainedConfig, sequences: Iterable[Sequence[int]]) -> None:
-    """Check that every token id has a row in the embedding."""
-    rows = model.get_text_config().vocab_size
-    largest = max((max(ids) for ids in sequences if len(ids)), default=0)
+def _check_tokens(
+    config: JobConfig, model: PretrainedConfig, parts: Sequence[Any], faults: Faults
+) -> None:
+    """Check that every token id has a row in the embedding, and the length of conversations."""
+    is_sft, rows = isinstance(config, SFTConfig), model.get_text_config().vocab_size
+    largest = longest = 0
+    for ids in (x.ids if is_sft else x.prompt_ids for part in parts for x in part or ()):
+        largest, longest = max(largest, max(ids, default=0)), max(longest, len(ids))
+    if is_sft:
+        what, key = "the longest conversation", "data.max_length"
+        faults.attempt(check_length, model, longest, what, key)
     if largest >= rows:
         raise ConfigError(
             f"the tokenizer makes token id {largest}, but the model's vocabulary has {rows} "
@@ -285,54 +258,188 @@ def _check_tokens(model: PretrainedConfig, sequences: Iterable[Sequence[int]]) -
         )
 
 
-def _check_resume(
-    config: RLConfig | SFTConfig, train: PromptDataset | SFTDataset, model: PretrainedConfig
-) -> None:
+def _check_resume(config: RLConfig | SFTConfig, train: Any, model: PretrainedConfig) -> None:
     """Check that the checkpoint to resume from fits the data and the model."""
-    data = config.data
+    data, states = config.data, ["actor.optimizer"]
+    if isinstance(config, RLConfig):
+        states += ["kl"] if config.algorithm.use_kl_in_reward else []
+        states += ["kl_loss"] if config.schedules_kl_loss else []
+        states += ["critic.optimizer"] if uses_critic(config) else []
     loader = PromptLoader(train, data.train_batch_size, seed=config.seed, shuffle=data.shuffle)
     layout = checkpoint_layout_from_config(model, config.model.trust_remote_code)
-    check_resume(config, loader, layout.parameters, saved_states(config))
+    check_resume(config, loader, layout.parameters, states)
 
 
-def _note_groups_of_one(config: RLConfig) -> None:
-    """Print a note where the estimator compares responses that there are not."""
-    estimator = config.algorithm.adv_estimator
-    if config.rollout.n == 1 and "group_ids" in NEEDS[estimator] and not config.distills:
-        print_note(
-            f"rollout.n is 1, and algorithm.adv_estimator {estimator} compares the responses of a "
-            "group: with one, its advantage is its score or 0; set rollout.n to 2 or more, or "
-            "adv_estimator=reinforce_plus_plus"
+def _check_engine(
+    config: RLConfig, model: PretrainedConfig | None, faults: Faults
+) -> Choices | None:
+    """Check the rollout engine against the machine and the model; return the run's choices."""
+    engine, choices = faults.attempt(engine_name, config), None
+    if engine is not None:
+        faults.attempt(check_engine, config, engine)
+    if model is not None:
+        faults.attempt(_check_heads, config, model)
+        lengths = "data.max_prompt_length or data.max_response_length"
+        key = "rollout.max_model_len" if config.rollout.max_model_len else lengths
+        faults.attempt(check_length, model, config.max_model_len, "the longest sequence", key)
+    if model is not None and engine is not None:
+        choices = faults.attempt(decide, config, model)
+        shares = choices is not None and choices.shares
+        faults.attempt(check_model_in_engine, config, model, engine, shares)
+    return choices
+
+
+def check_engine(config: RLConfig, name: str) -> None:
+    """Check what needs no model: what the engine `name` can do and be given.
+
+    Raises ConfigError with every fault.
+    """
+    if config.rollout.servers:
+        return
+    faults = [*(_plain_generate(config) if name == "hf" else _vllm(config))]
+    if faults:
+        raise ConfigError(*faults)
+
+
+def _plain_generate(config: RLConfig) -> Iterator[str]:
+    """Yield what only vLLM can do."""
+    rollout, advice = config.rollout, "but the engine is plain generate; set rollout.name=vllm"
+    if rollout.tensor_model_parallel_size > 1:
+        yield (
+            f"rollout.tensor_model_parallel_size is {rollout.tensor_model_parallel_size}, {advice} "
+            "(`make setup` installs it), or 1"
         )
+    if config.reshard.lora == "adapters":
+        yield f"reshard.lora is adapters, {advice} (`make setup` installs it), or merged"
+    if rollout.engine_kwargs.vllm:
+        options = dict(rollout.engine_kwargs.vllm)
+        yield f"rollout.engine_kwargs.vllm is {options}, {advice}, or remove it"
+    if rollout.quantization:
+        yield f"rollout.quantization is {rollout.quantization}, {advice}, or remove it"
 
 
-def _check_baselines(config: RLConfig) -> None:
-    """Check that the estimator needs no responses of the weights that are trained now."""
-    estimator = config.algorithm.adv_estimator
-    if config.overlaps and "reward_baselines" in NEEDS.get(estimator, ()):
+def _vllm(config: RLConfig) -> Iterator[str]:
+    """Yield what vLLM cannot be given."""
+    rollout = config.rollout
+    if rollout.quantization and rollout.dtype == "float32":
+        yield (
+            f"rollout.quantization is {rollout.quantization} and rollout.dtype is float32, but "
+            "vLLM quantizes 16-bit weights; set rollout.dtype=bfloat16"
+        )
+    ranks = rollout.n_gpus_per_node if config.overlaps else config.trainer.n_gpus_per_node
+    total, memory = rollout.kv_cache_gib * ranks, total_memory() / GIB
+    if not torch.cuda.is_available() and total > memory:
+        yield (
+            f"rollout.kv_cache_gib is {rollout.kv_cache_gib:g} on each of {ranks} ranks, "
+            f"{total:.1f} GiB in all, but this machine has {memory:.1f} GiB of memory; lower it"
+        )
+    for check in (prepare_environment, check_plugins):
+        try:
+            check()
+        except UserError as error:
+            yield str(error)
+    if rollout.engine_kwargs.vllm:
+        try:
+            check_engine_options(rollout.engine_kwargs.vllm)
+        except UserError:  # of the environment, as above
+            pass
+        except ValueError as error:
+            yield f"rollout.engine_kwargs.vllm: {error}"
+
+
+def check_model_in_engine(
+    config: RLConfig, model: PretrainedConfig, name: str, shares: bool
+) -> None:
+    """Check that vLLM's attention on a CPU fits the model, or that a GPU holds the weights.
+
+    shares: the trainer computes with the engine's weights.
+    """
+    if not config.rollout.servers and name == "vllm":
+        if torch.cuda.is_available():
+            memory = torch.cuda.get_device_properties(0).total_memory
+            check_device_memory(config, model, memory, shares)
+        else:
+            check_head_size(model)
+
+
+def _check_heads(config: RLConfig, model: PretrainedConfig) -> None:
+    """Check the tensor-parallel size against attention heads and key-value heads."""
+    text, tp_size = model.get_text_config(), config.rollout.tensor_model_parallel_size
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+
+    def fits(size: int) -> bool:  # fewer key-value heads than ranks are replicated evenly
+        return heads % size == 0 and max(kv_heads, size) % min(kv_heads, size) == 0
+
+    if not fits(tp_size):
+        fitting = [size for size in range(1, heads + 1) if fits(size)]
         raise ConfigError(
-            f"algorithm.adv_estimator is {estimator!r}, whose baseline is a greedy response of the "
-            f"same weights, and trainer.mode is {config.trainer.mode}, in which these are older, "
-            "or rollout.servers are set; set trainer.mode=sync without servers, or another "
-            "estimator"
+            f"rollout.tensor_model_parallel_size is {tp_size}, which does not divide the model's "
+            f"{heads} attention heads ({kv_heads} key-value heads); choose one of {fitting}"
         )
 
 
-def _check_critic(config: RLConfig) -> None:
-    path, trust = config.critic.model.path, config.model.trust_remote_code
-    if path:
-        critic = check_model(path, trust)
-        check_weights(path, critic, trust, is_sequence_classifier(critic))
-        check_packing(path, critic, trust)
+def check_head_size(model: PretrainedConfig) -> None:
+    """Check that vLLM's attention on a CPU has heads of the model's size."""
+    text = model.get_text_config()
+    size = head_size(model)
+    latent = getattr(text, "kv_lora_rank", None)  # attention over latent vectors has other sizes
+    if latent is None and size not in CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"rollout.name is vllm, whose attention on a CPU has no heads of size {size}, the "
+            f"model's head_dim (it has {', '.join(map(str, CPU_HEAD_SIZES))}); set rollout.name=hf,"
+            " or use a GPU"
+        )
 
 
-def _check_reward_model(config: RLConfig) -> None:
-    if config.reward.reward_model.model_path:
-        key = "reward.reward_model.model_path"
-        load_plugin("rewards", "reward_model", key).check(config)
+def check_device_memory(
+    config: RLConfig, model: PretrainedConfig, memory: float, shares: bool
+) -> None:
+    """Check that the engine's share of a GPU holds its weights and leaves room for the trainer's.
+
+    memory: bytes of the GPU.
+    shares: the trainer computes with the engine's weights.
+    """
+    rollout = config.rollout
+    shapes = checkpoint_layout_from_config(model, config.model.trust_remote_code).parameters
+    numel = sum(map(math.prod, shapes.values()))
+    weights = numel / rollout.tensor_model_parallel_size * getattr(torch, rollout.dtype).itemsize
+    share = rollout.gpu_memory_utilization
+    shown = f"rollout.gpu_memory_utilization is {share:g} of {memory / GIB:.1f} GiB"
+    if weights > share * memory:
+        raise ConfigError(
+            f"{shown}, less than the engine's weights of {weights / GIB:.1f} GiB per rank; "
+            "raise it, or rollout.tensor_model_parallel_size"
+        )
+    resident = 0.0 if config.overlaps else resident_bytes(config, numel, shares)
+    if share * memory + resident > memory:
+        raise ConfigError(
+            f"{shown}, but the trainer keeps {resident / GIB:.1f} GiB per rank on the same GPU "
+            "while the engine generates; lower it, set actor.fsdp_config.param_offload or "
+            "actor.fsdp_config.optimizer_offload, or use more ranks"
+        )
 
 
-def _check_teacher(config: RLConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Check the teacher's files; tokenizer: the student's, None where there is none."""
-    if config.distills:
-        load_plugin("losses", "distill", "algorithm.distill.teacher_path").check(config, tokenizer)
+def resident_bytes(config: RLConfig, numel: int, shares: bool) -> float:
+    """Return the least that the trainer's shards take on a rank's GPU while an engine generates.
+
+    numel: weights of the policy; the critic is taken to be as large.
+    shares: the trainer computes with the engine's weights.
+    """
+    fsdp, is_full = config.actor.fsdp_config, not config.model.lora_rank
+    critics = uses_critic(config) and not config.num_critic_ranks
+    frozen = config.uses_reference and is_full
+    own = is_full or not shares  # no base in the engine's weights
+    of_weight = 0 if fsdp.param_offload else _MASTER * (own + frozen + critics)
+    of_weight += 0 if fsdp.optimizer_offload else _MOMENTS * (is_full + critics)
+    return of_weight * numel / config.num_shards()
+
+
+def check_length(model: PretrainedConfig, length: int, what: str, key: str) -> None:
+    """Check a number of tokens, of `what` and limited by `key`, against the model's positions."""
+    limit = longest_sequence(model)
+    if limit is not None and length > limit:
+        raise ConfigError(
+            f"{what} has {length} tokens, but the model was made for {limit} "
+            f"(max_position_embeddings); lower {key}"
+        )

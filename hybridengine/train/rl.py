@@ -32,8 +32,12 @@ from hybridengine.train.advantages import compute_advantages, compute_rewards
 from hybridengine.train.algorithms import NEEDS, KLController, uses_critic
 from hybridengine.train.base import BaseTrainer
 from hybridengine.train.batch import RolloutBatch
-from hybridengine.train.build import import_external, load_data
-from hybridengine.train.build_models import build_actor, build_data_parallel
+from hybridengine.train.build import (
+    build_actor,
+    build_data_parallel,
+    import_external,
+    load_data,
+)
 from hybridengine.train.choices import agree
 from hybridengine.train.critic import ExternalCritic, StepCritic, build_critic
 from hybridengine.train.data import PromptDataset, PromptLoader, Subset

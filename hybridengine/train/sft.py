@@ -9,7 +9,6 @@ section 3.5), whatever the number of ranks and the split into micro-batches.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,52 +27,47 @@ from hybridengine.model.extensions import hooks_of
 from hybridengine.run.config import SFTConfig
 from hybridengine.run.session import Session
 from hybridengine.train.base import BaseTrainer
-from hybridengine.train.build import find_stop_token_ids, load_preparer, load_tokenizer
-from hybridengine.train.build_models import build_data_parallel, build_optimizer, load_model
+from hybridengine.train.build import (
+    build_data_parallel,
+    build_optimizer,
+    load_dataset,
+    load_model,
+    load_tokenizer,
+)
 from hybridengine.train.choices import agree
 from hybridengine.train.data import PromptLoader, SFTDataset, SFTSample
-from hybridengine.train.plan import sft_plan
-
-
-def load_sft_data(config: SFTConfig) -> tuple[Any, SFTDataset, SFTDataset | None]:
-    """Load tokenizer, training conversations and validation conversations (or None)."""
-    tokenizer, data = load_tokenizer(config), config.data
-    dataset = partial(
-        SFTDataset,
-        tokenizer=tokenizer,
-        data=data,
-        preparer=load_preparer(config),
-        stop_token_ids=find_stop_token_ids(config.model.path, tokenizer),
-    )
-    val = dataset(data.val_files) if data.val_files else None
-    return tokenizer, dataset(data.train_files), val
+from hybridengine.train.plan import plan_table
 
 
 class SFTTrainer(BaseTrainer[SFTConfig]):
     """One rank of an SFT run."""
 
+    data: SFTDataset
     val: SFTDataset | None
 
     def __init__(self, config: SFTConfig, session: Session) -> None:
         config, self.choices = agree(config)
         super().__init__(config, session)
-        data, fsdp, optim = config.data, config.model.fsdp_config, config.optim
+        data, optim = config.data, config.optim
         torch.manual_seed(config.seed + session.rank)  # dropout differs between the ranks
         with session.phase("load_data"):
-            self.tokenizer, self.data, self.val = load_sft_data(config)
+            self.tokenizer = load_tokenizer(config)
+            self.data, self.val = (
+                load_dataset(config, self.tokenizer, files) if files else None
+                for files in (data.train_files, data.val_files)
+            )
             self.loader = PromptLoader(
                 self.data, data.train_batch_size, seed=config.seed, shuffle=data.shuffle
             )
         self.dp = build_data_parallel(config, session, self.choices)
         with session.phase("load_model"):
-            offload = fsdp.offload_policy
-            self.model = load_model(config, session, is_trained=True, cpu_offload=offload)
+            self.model = load_model(config, session, is_trained=True)
             self.optimizer = build_optimizer(config, self.model, optim, optim, self.steps)
         self.optimizers = {"train": self.optimizer}
         self.checkpoints = self.build_checkpoints({"actor": (self.model, self.optimizer)}, {})
 
     def plan(self) -> Table:
-        return sft_plan(self.config, self.data, self.val, self.choices)
+        return plan_table(self.config, self.data, self.val, self.choices)
 
     def collect(self, step: int) -> list[SFTSample]:
         """Return the conversations of one optimizer step, of all ranks."""

@@ -14,7 +14,7 @@ from hybridengine.model.validation import check_model, check_weights, longest_se
 from hybridengine.run.config import ConfigError, load_config, load_sft_config
 from hybridengine.train.checkpoint.folders import partial_folder, publish
 from hybridengine.train.plan import start_of
-from hybridengine.train.preflight_engine import (
+from hybridengine.train.preflight import (
     check_device_memory,
     check_head_size,
     check_model_in_engine,

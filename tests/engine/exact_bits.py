@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 
 from tests.engines import build_engine
+from tests.loading import load_sharded
 
 __all__ = ["KINDS", "LARGE", "SMALL", "Load", "compare", "save_model"]
 
@@ -113,7 +114,6 @@ def compare(
 
     from hybridengine.engine.interface import SamplingSpec
     from hybridengine.model import (
-        load_causal_lm,
         pack_rollouts,
         packed_log_probs,
         parameter_shards,
@@ -134,10 +134,9 @@ def compare(
         max_num_seqs=32,
         max_num_batched_tokens=load.budget,
     )
-    model = load_causal_lm(
+    model = load_sharded(
         path,
         mesh=sharding_mesh(device, world_size),
-        shard_dim1=lambda name: False,
         param_dtype=dtype,
         adapt=partial(use_exact_operators, splits={}),
     )

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engines import build_engine
+from tests.loading import load_sharded
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -21,11 +22,11 @@ PROMPTS = [[5, 9, 33], [7, 8, 9, 10, 11, 12, 13], [3] * 12]
 def build(path: str, world_size: int, stop_token_ids: list[int]):
     from torch.distributed.device_mesh import init_device_mesh
 
-    from hybridengine.model import load_causal_lm, parameter_shards
+    from hybridengine.model import parameter_shards
     from hybridengine.sync.resharder import Resharder
 
     engine = build_engine("hf", path, stop_token_ids=stop_token_ids, max_num_seqs=2)
-    model = load_causal_lm(
+    model = load_sharded(
         path, mesh=init_device_mesh("cpu", (world_size,)), shard_dim1=lambda name: False
     )
     return engine, Resharder(lambda: parameter_shards(model), engine, bucket_bytes=1 << 16)

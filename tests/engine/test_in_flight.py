@@ -19,6 +19,7 @@ from hybridengine.engine.response import Response
 from hybridengine.engine.vllm.environment import vllm_available
 from tests.engine.version_oracle import logits_by_version
 from tests.engines import build_engine
+from tests.loading import load_sharded
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -33,12 +34,12 @@ class Updates:
     """Updates an engine to versions from 1 on, whose weights are those of `paths` in turn."""
 
     def __init__(self, engine: Any, paths: Sequence[str]) -> None:
-        from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
+        from hybridengine.model import parameter_shards, sharding_mesh
         from hybridengine.sync.resharder import Resharder
 
         mesh = sharding_mesh("cpu", torch.distributed.get_world_size())
         self._engine, self._version = engine, 0
-        models = [load_causal_lm(p, mesh=mesh, shard_dim1=lambda name: False) for p in paths]
+        models = [load_sharded(p, mesh=mesh) for p in paths]
         self._resharders = [
             Resharder(partial(parameter_shards, model), engine, 1 << 20, delta="off")
             for model in models

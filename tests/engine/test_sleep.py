@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.engines import build_engine
+from tests.loading import load_sharded
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -53,13 +54,13 @@ def body(rank: int, world_size: int, path: str) -> None:
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
     from hybridengine.engine.interface import SamplingSpec
-    from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
+    from hybridengine.model import parameter_shards, sharding_mesh
     from hybridengine.model.fsdp import Offloader
     from hybridengine.sync.resharder import Resharder
 
     engine = build_engine("vllm", path, tensor_model_parallel_size=2)
     sliced = engine.target.layout.sliced_dims(engine.checkpoint.parameters)
-    model = load_causal_lm(
+    model = load_sharded(
         path,
         mesh=sharding_mesh("cpu", world_size, fsdp_size=1),
         shard_dim1=lambda name: sliced.get(name) == 1,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from tests.loading import load_sharded
 from tests.model.rotary_configs import LONG_ROPE, tiny
 from tests.ranks import run_ranks
 from tests.sync.vllm_engines import PROMPTS, build, unequal
@@ -54,7 +55,6 @@ def engine_between_policies(rank: int, world_size: int, path: str) -> dict[str, 
     """One policy is loaded before the engine, one after it; both train, the later one is synced."""
     from hybridengine.engine.interface import SamplingSpec
     from hybridengine.model import (
-        load_causal_lm,
         pack_rollouts,
         packed_log_probs,
         parameter_shards,
@@ -63,7 +63,7 @@ def engine_between_policies(rank: int, world_size: int, path: str) -> dict[str, 
 
     options = {"param_dtype": torch.float32, "max_model_len": 64}  # the engine's
     mesh = sharding_mesh("cpu", 1)
-    earlier = load_causal_lm(path, mesh=mesh, shard_dim1=lambda name: False, **options)
+    earlier = load_sharded(path, mesh=mesh, **options)
     before = members()
     engine, later, resharder = build(path, 1, torch.float32, 1 << 20, **options)
     after = members()

@@ -19,11 +19,11 @@ def _sft(rank: int, world_size: int, overrides: list[str]) -> None:
     from hybridengine.run.config import load_sft_config
     from hybridengine.run.session import Session
     from hybridengine.run.status import PhaseStatus
-    from hybridengine.train.preflight import check_sft
+    from hybridengine.train.preflight import check_job
     from hybridengine.train.sft import SFTTrainer
 
     config = load_sft_config(EXAMPLE / "sft.yaml", overrides)
-    check_sft(config)
+    check_job(config)
     SFTTrainer(config, Session(PhaseStatus(config.trainer.default_local_dir, rank))).train()
 
 

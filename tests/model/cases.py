@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridengine.model.attention import ATTENTION
+from tests.loading import load_sharded
 from tests.tiny_models import VOCAB, tiny_config
 
 # float32, two layers of width 128: sums of at most a few hundred terms in another order, so about
@@ -69,9 +70,9 @@ def load(
     device: str = "cpu",
     **options,
 ):
-    from hybridengine.model import load_causal_lm, sharding_mesh
+    from hybridengine.model import sharding_mesh
 
-    return load_causal_lm(
+    return load_sharded(
         path,
         mesh=sharding_mesh(device, world_size, fsdp_size),
         shard_dim1=lambda name: name.endswith(COLUMNS),

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.loading import load_sharded
+
 IDS = torch.tensor([[5, 9, 33, 2, 7, 7, 61]])
 EXPERT_WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")
 
@@ -26,16 +28,15 @@ def load_adapted(
     path: str, world_size: int, dtype: torch.dtype, checkpointing: bool, **options: Any
 ) -> Any:
     """Shard the model in `path` over the ranks, with the same adapters of rank 3 each time."""
-    from hybridengine.model import apply_lora, load_causal_lm, sharding_mesh
+    from hybridengine.model import apply_lora, sharding_mesh
 
     torch.manual_seed(0)
-    return load_causal_lm(
+    return load_sharded(
         path,
         mesh=sharding_mesh("cpu", world_size),
-        shard_dim1=lambda name: False,
         param_dtype=dtype,
         adapt=lambda model: apply_lora(model, 3, 6.0),
-        gradient_checkpointing=checkpointing,
+        enable_gradient_checkpointing=checkpointing,
         **options,
     )
 
@@ -79,19 +80,18 @@ def train_and_save(rank: int, world_size: int, path: str, out: str, targets: tup
     from hybridengine.model import (
         adapters_disabled,
         apply_lora,
-        load_causal_lm,
         pack_rollouts,
         packed_log_probs,
         packed_logits,
     )
     from hybridengine.train.checkpoint.pretrained import save_adapter, save_pretrained
 
-    model = load_causal_lm(
+    model = load_sharded(
         path,
         mesh=init_device_mesh("cpu", (world_size,)),
         shard_dim1=lambda name: "o_proj" in name or "down_proj" in name,
         param_dtype=torch.float32,
-        gradient_checkpointing=True,
+        enable_gradient_checkpointing=True,
         adapt=lambda m: apply_lora(m, 3, 5.0, *targets),
     )
     placed = {n: p.placements[0].dim for n, p in model.named_parameters() if "layers.0" in n}

@@ -54,15 +54,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "hsdp": {"fsdp_size": 2},
     "keep": {"reshard_after_forward": False},
     "prefetch": {"forward_prefetch": True},
-    "cpu_offload": {"cpu_offload": True},
-    "attention_alone": {"min_num_params": 40_000, "gradient_checkpointing": True},
+    "cpu_offload": {"offload_policy": True},
+    "attention_alone": {"min_num_params": 40_000, "enable_gradient_checkpointing": True},
 }
 # Other tests run on ranks without options, and with compiled layers; the others have siblings.
 MORE_VARIANTS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "replicated": {"fsdp_size": 1},
     "attention_and_mlp": {"min_num_params": 30_000, "fsdp_size": 2},
-    "compiled": {"compile": True, "gradient_checkpointing": True},
+    "compiled": {"compile": True, "enable_gradient_checkpointing": True},
 }
 GROUPS = {
     "attention_alone": ["", *(f"{layer}.self_attn" for layer in LAYERS[1:])],

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridengine.model import adapter_shards, apply_lora, check_lora
 from hybridengine.run.errors import ModelError
+from tests.loading import load_sharded
 from tests.model.lora_shared import IDS, float64_update, reload, train_and_save, write_adapter
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny, word_tokenizer
@@ -104,16 +105,15 @@ def test_an_adapter_merged_by_peft_is_not_added_again(tmp_path: Path) -> None:
 def load_adapted(rank: int, world_size: int, path: str, adapter: str, out: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from hybridengine.model import load_causal_lm
     from hybridengine.train.checkpoint.pretrained import save_adapter
 
-    model = load_causal_lm(
+    model = load_sharded(
         path,
         mesh=init_device_mesh("cpu", (world_size,)),
         shard_dim1=lambda name: "o_proj" in name,
         param_dtype=torch.float32,
         adapt=lambda m: apply_lora(m, 3, 5.0, ["q_proj", "o_proj"], adapter),
-        config_overrides={"max_position_embeddings": 77},
+        max_position_embeddings=77,
     )
     assert model.config.max_position_embeddings == 77
     save_adapter(model, word_tokenizer(), out)

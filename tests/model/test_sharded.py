@@ -94,7 +94,7 @@ def export_body(rank: int, world_size: int, path: str, out: str) -> dict:
     from hybridengine.run.errors import ModelError
     from hybridengine.train.checkpoint.pretrained import save_pretrained
 
-    model = load(path, world_size, torch.bfloat16, gradient_checkpointing=True)
+    model = load(path, world_size, torch.bfloat16, enable_gradient_checkpointing=True)
     computed = []
     hook = model.model.norm.register_forward_hook(lambda m, i, out: computed.append(out.dtype))
     logits = backward(model, rollouts(SIZES), world_size)
@@ -143,7 +143,7 @@ def test_export_is_what_transformers_loads(tmp_path: Path, kind: str, world_size
 def checkpointing_body(rank: int, world_size: int, path: str) -> None:
     results = []
     for checkpointing in (False, True):
-        model = load(path, world_size, torch.bfloat16, gradient_checkpointing=checkpointing)
+        model = load(path, world_size, torch.bfloat16, enable_gradient_checkpointing=checkpointing)
         recomputed = []
         model.model.layers[0].self_attn.register_forward_hook(lambda *_, r=recomputed: r.append(1))
         logits = backward(model, pairs_of_rank(rollouts(SIZES), rank, world_size), world_size)

@@ -33,7 +33,7 @@ def body(rank: int, world_size: int, path: str, kind: str) -> int:
     model = load(
         path,
         world_size,
-        gradient_checkpointing=True,
+        enable_gradient_checkpointing=True,
         value_head=kind == "critic",
         adapt=(lambda m: apply_lora(m, 3, 5.0, "all-linear")) if kind == "lora" else None,
     )

@@ -56,7 +56,7 @@ def body(rank: int, world_size: int, paths: list[str], sp_size: int) -> list[int
         model = load(
             path,
             world_size,
-            gradient_checkpointing=True,
+            enable_gradient_checkpointing=True,
             compile=path.endswith("one_kv_head"),
         )
         batch = pack_rollouts(pairs, sequence_parallel=group)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from tests.loading import load_sharded
 from tests.ranks import RankFailure, run_ranks
 from tests.tiny_models import save_classifier, save_tiny, tiny_config
 
@@ -21,12 +22,10 @@ def values_body(rank: int, world_size: int, path: str, head: torch.Tensor | None
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
-    from hybridengine.model import load_causal_lm, pack_rollouts, packed_values
+    from hybridengine.model import pack_rollouts, packed_values
 
     mesh = init_device_mesh("cpu", (world_size,))
-    model = load_causal_lm(
-        path, mesh=mesh, shard_dim1=lambda name: False, param_dtype=torch.float32, value_head=True
-    )
+    model = load_sharded(path, mesh, torch.float32, value_head=True)
     weight = model.get_output_embeddings().weight
     if head is not None:
         with torch.no_grad():

@@ -34,6 +34,7 @@ from hybridengine.sync.resharder import Resharder
 from hybridengine.sync.shards import local_shard, tp_groups
 from hybridengine.sync.transport import Pull
 from tests.extras.remote.worlds import TIMEOUT_S, link_store, worlds
+from tests.loading import load_sharded
 from tests.ranks import run_ranks
 from tests.sync.memory_engine import MemoryEngine, pulling, quantize
 from tests.sync.quantized_cases import save
@@ -190,13 +191,13 @@ class Trainer:
     """The sharded model of one source on this rank."""
 
     def __init__(self, given: Recorded, source: str) -> None:
-        from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
+        from hybridengine.model import parameter_shards, sharding_mesh
         from hybridengine.model.lora import adapter_shards, apply_lora
 
         _, first = next(steps_of(given.path, source, 1))
         shapes = {name: tensor.shape for name, tensor in first.full.items()}
         sliced = given.layouts[2, 0].sliced_dims(shapes)
-        model = load_causal_lm(
+        model = load_sharded(
             given.path,
             mesh=sharding_mesh("cpu", TRAINERS, TRAINERS // 2 if source == "hsdp" else -1),
             shard_dim1=lambda name: sliced.get(name) == 1,

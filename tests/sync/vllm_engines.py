@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engines import engine_options
+from tests.loading import load_sharded
 
 __all__ = [
     "PROMPTS",
@@ -34,12 +35,11 @@ def build(
     quantization: str | None = None,
     **options: Any,
 ) -> tuple:
-    """Return (VllmEngine, sharded model, Resharder). options: of `load_causal_lm`."""
+    """Return (VllmEngine, sharded model, Resharder). options: of `load_sharded`."""
     import torch.distributed as dist
 
     from hybridengine.model import (
         frozen_parameters,
-        load_causal_lm,
         parameter_shards,
         sharding_mesh,
     )
@@ -48,7 +48,7 @@ def build(
 
     engine, checkpoint = build_engine(path, tp_size, dtype, lora_rank, quantization)
     sliced = engine.target.layout.sliced_dims(checkpoint.parameters)
-    model = load_causal_lm(
+    model = load_sharded(
         path,
         mesh=sharding_mesh("cpu", dist.get_world_size(), fsdp_size),
         shard_dim1=lambda name: sliced.get(name) == 1,

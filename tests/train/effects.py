@@ -14,7 +14,7 @@ import sys
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from functools import reduce
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -122,17 +122,13 @@ class Recorder:
     def __init__(self) -> None:
         from hybridengine.engine.vllm import engine as vllm
         from hybridengine.model import loading
-        from hybridengine.train import base, build, build_models, report
+        from hybridengine.train import base, build, report
 
         self.records: list[str] = []
-        watched = [
-            (build, "Resharder"),
-            (build_models, "load_causal_lm"),
-            (build_models, "Optimizer"),
-            (build_models, "sharding_mesh"),
-        ]
-        for module, name in watched:
-            self._record_calls(module, name)
+        for name in ("Resharder", "Optimizer", "sharding_mesh"):
+            self._record_calls(build, name)
+        self._load = build.load_causal_lm
+        build.load_causal_lm = self._note_load
         loading.compile_layers = self._replacement("compile_layers")
         report.plugins = Mock(return_value={})  # called when time has passed
         base.save_pretrained = self._replacement("save_pretrained")
@@ -149,6 +145,14 @@ class Recorder:
             return real(*args, **options)
 
         setattr(module, name, noted)
+
+    def _note_load(self, options: Any, mesh: Any) -> Any:
+        """Load a model, and note what is read of its options."""
+        read: dict[str, Any] = {}
+        try:
+            return self._load(Reads(options, read), mesh)
+        finally:
+            self.note("load_causal_lm", (), read)
 
     def _replacement(self, name: str, error: type[Exception] | None = None) -> Any:
         def noted(*args: Any, **options: Any) -> Mock:
@@ -172,6 +176,20 @@ class Recorder:
     def note(self, name: str, args: Any, options: Any) -> None:
         given = {str(i): arg for i, arg in enumerate(args)} | options
         self.records.append(f"{name} { {k: v for k, v in given.items() if is_plain(v)} }")
+
+
+class Reads:
+    """A dataclass whose plain attributes are noted in `read` when they are read."""
+
+    def __init__(self, value: Any, read: dict[str, Any], prefix: str = "") -> None:
+        self._value, self._read, self._prefix = value, read, prefix
+
+    def __getattr__(self, name: str) -> Any:
+        value, key = getattr(self._value, name), f"{self._prefix}{name}"
+        if is_dataclass(value):
+            return Reads(value, self._read, f"{key}.")
+        self._read[key] = value
+        return value
 
 
 def is_plain(value: Any) -> bool:

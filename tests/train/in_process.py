@@ -151,13 +151,13 @@ def _jobs(rank: int, world_size: int, folder: Path, jobs: Sequence[Sequence[str]
 def _run(overrides: Sequence[str], session: Any) -> str:
     from hybridengine.run.config import load_config
     from hybridengine.run.errors import UserError
-    from hybridengine.train.preflight import check_grpo
+    from hybridengine.train.preflight import check_job
     from hybridengine.train.rl import RLTrainer
 
     file = next((o for o in overrides if "=" not in o), None)
     try:
         config = load_config(file, [o for o in overrides if "=" in o])
-        check_grpo(config)
+        check_job(config)
         RLTrainer(config, session).train()
     except UserError as error:
         return str(error)

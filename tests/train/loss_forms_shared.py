@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hybridengine.run.config import RLConfig
+from tests.loading import load_sharded
 from tests.train.rollout_cases import make_rollouts, share
 
 
@@ -19,16 +20,15 @@ class Setup:
     """
 
     def __init__(self, rank: int, world_size: int, path: str) -> None:
-        from hybridengine.model import Optimizer, load_causal_lm, sharding_mesh
+        from hybridengine.model import Optimizer, sharding_mesh
         from hybridengine.run.session import Session
         from hybridengine.run.status import PhaseStatus
         from hybridengine.train.batch import DataParallel
 
         session = Session(PhaseStatus(Path(path) / "run", rank))
-        self.model = load_causal_lm(
+        self.model = load_sharded(
             path,
             mesh=sharding_mesh("cpu", world_size),
-            shard_dim1=lambda name: False,
             param_dtype=torch.float32,
         )
         self.optimizer = Optimizer(self.model, lr=0.0, total_steps=1)

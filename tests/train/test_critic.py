@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.loading import load_sharded
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 from tests.train.rollout_cases import make_rollouts, share
@@ -28,7 +29,7 @@ def body(rank: int, world_size: int, path: str, budget: int, sp_size: int, head:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    from hybridengine.model import Optimizer, load_causal_lm
+    from hybridengine.model import Optimizer
     from hybridengine.run.config import RLConfig
     from hybridengine.run.config import rl as schema
     from hybridengine.run.session import Session
@@ -41,9 +42,7 @@ def body(rank: int, world_size: int, path: str, budget: int, sp_size: int, head:
     )
     config = RLConfig(actor=actor, critic=schema.CriticConfig(cliprange_value=CLIP))
     mesh = init_device_mesh("cpu", (world_size,))
-    model = load_causal_lm(
-        path, mesh=mesh, shard_dim1=lambda name: False, param_dtype=torch.float32, value_head=True
-    )
+    model = load_sharded(path, mesh, torch.float32, value_head=True)
     weight = model.get_output_embeddings().weight
     with torch.no_grad():
         weight.copy_(distribute_tensor(head, mesh, weight.placements))

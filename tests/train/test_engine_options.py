@@ -11,7 +11,7 @@ from hybridengine.engine.vllm import options
 from hybridengine.engine.vllm.options import check_engine_options, check_plugins, llm_options
 from hybridengine.run.config import ConfigError, load_config
 from hybridengine.train.build import build_engine
-from hybridengine.train.preflight_engine import check_engine
+from hybridengine.train.preflight import check_engine
 from tests.tiny_models import save_tiny
 
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")

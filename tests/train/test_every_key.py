@@ -77,11 +77,11 @@ def load_grpo(overrides: Sequence[str]):
     """Return (plan, what trains)."""
     from hybridengine.run.config import load_config
     from hybridengine.train.plan import plan_table
-    from hybridengine.train.preflight import check_grpo
+    from hybridengine.train.preflight import check_job
     from hybridengine.train.rl import RLTrainer
 
     config = load_config(None, overrides)
-    return plan_table(config, *check_grpo(config)), lambda: RLTrainer.run(config)
+    return plan_table(config, *check_job(config)), lambda: RLTrainer.run(config)
 
 
 def prepare_sft(folder: Path) -> list[str]:
@@ -117,12 +117,12 @@ def prepare_sft(folder: Path) -> list[str]:
 
 def load_sft(overrides: Sequence[str]):
     from hybridengine.run.config import load_sft_config
-    from hybridengine.train.plan import sft_plan
-    from hybridengine.train.preflight import check_sft
+    from hybridengine.train.plan import plan_table
+    from hybridengine.train.preflight import check_job
     from hybridengine.train.sft import SFTTrainer
 
     config = load_sft_config(None, overrides)
-    return sft_plan(config, *check_sft(config)), lambda: SFTTrainer.run(config)
+    return plan_table(config, *check_job(config)), lambda: SFTTrainer.run(config)
 
 
 GRPO = JobKind(RLConfig, FLIPS, prepare, load_grpo, GRPO_CONTEXTS)

@@ -37,11 +37,11 @@ def train(rank: int, world_size: int, folder: Path, job: list[str]) -> tuple[int
     from hybridengine.kernels.graph import Graph
     from hybridengine.run.session import Session
     from hybridengine.run.status import PhaseStatus
-    from hybridengine.train.preflight import check_grpo
+    from hybridengine.train.preflight import check_job
     from hybridengine.train.rl import RLTrainer
 
     config = load_config(None, job)
-    check_grpo(config)
+    check_job(config)
     run = RLTrainer(config, Session(PhaseStatus(folder / "run", rank)))
     actor, optimizer = run.actor, run.actor.optimizer
     loss_of, take = actor.micro_batch_loss, optimizer.step

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.loading import load_sharded
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 from tests.train.rollout_cases import make_rollouts, share
@@ -31,7 +32,7 @@ def body(
     """Return (unsharded float32 gradients per optimizer step, metrics) of one update."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from hybridengine.model import Optimizer, load_causal_lm
+    from hybridengine.model import Optimizer
     from hybridengine.run.config import RLConfig
     from hybridengine.run.config import rl as schema
     from hybridengine.run.config.rl import PolicyLossConfig
@@ -56,9 +57,7 @@ def body(
     mesh = init_device_mesh("cpu", (world_size,))
 
     def load(seed_shift: float) -> torch.nn.Module:
-        model = load_causal_lm(
-            path, mesh=mesh, shard_dim1=lambda name: False, param_dtype=torch.float32
-        )
+        model = load_sharded(path, mesh, torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1 + seed_shift)

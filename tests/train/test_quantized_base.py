@@ -141,13 +141,13 @@ def test_log_probs_and_gradients_are_those_of_dequantized_weights(
 def job_body(rank: int, world_size: int, folder: Path, overrides: list[str]) -> None:
     from hybridengine.run.session import Session
     from hybridengine.run.status import PhaseStatus
-    from hybridengine.train.preflight import check_grpo
+    from hybridengine.train.preflight import check_job
     from hybridengine.train.rl import RLTrainer
 
     register_kernel()
     torch.compiler.set_stance("force_eager")
     config = load_config(None, overrides)
-    check_grpo(config)
+    check_job(config)
     RLTrainer(config, Session(PhaseStatus(folder, rank))).train()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.loading import load_sharded
 from tests.ranks import run_ranks
 from tests.sync.vllm_engines import PROMPTS, build_engine
 from tests.tiny_models import save_tiny
@@ -18,14 +19,13 @@ STEPS = 4
 
 
 def load(path: str, world_size: int, dtype: torch.dtype, fsdp_size: int = -1) -> Any:
-    from hybridengine.model import load_causal_lm, sharding_mesh
+    from hybridengine.model import sharding_mesh
 
-    return load_causal_lm(
+    return load_sharded(
         path,
         mesh=sharding_mesh("cpu", world_size, fsdp_size),
-        shard_dim1=lambda name: False,
         param_dtype=dtype,
-        gradient_checkpointing=world_size == 2,
+        enable_gradient_checkpointing=world_size == 2,
         forward_prefetch=world_size == 2,
         param_offload=world_size == 2,
     )

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from hybridengine.run.config import ConfigError, load_config
 from hybridengine.train.machine import Machine
+from tests.loading import load_sharded
 from tests.model.lora_shared import load_adapted
 from tests.ranks import run_ranks
 from tests.sync.vllm_engines import PROMPTS, build_engine
@@ -193,7 +194,6 @@ def rollout_body(rank: int, world_size: int, path: str, tp_size: int) -> dict[st
     from hybridengine.model import (
         adapter_shards,
         apply_lora,
-        load_causal_lm,
         pack_rollouts,
         packed_log_probs,
         sharding_mesh,
@@ -203,10 +203,9 @@ def rollout_body(rank: int, world_size: int, path: str, tp_size: int) -> dict[st
     engine, _ = build_engine(path, tp_size, torch.float32, lora_rank=3)
     memory = engine.share_weights(torch.float32)
     engine.sleep()
-    model = load_causal_lm(
+    model = load_sharded(
         path,
         mesh=sharding_mesh("cpu", world_size),
-        shard_dim1=lambda name: False,
         param_dtype=torch.float32,
         adapt=lambda m: apply_lora(m, 3, 6.0),
         base_memory=memory,

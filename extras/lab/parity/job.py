@@ -7,11 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-import torch
-
 from hybridengine.lab.parity import Parity, Report
-from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
-from hybridengine.run.config import ConfigError, RLConfig
+from hybridengine.model import LoadOptions, load_causal_lm, parameter_shards, sharding_mesh
+from hybridengine.run.config import ConfigError, RLConfig, ShardingConfig
+from hybridengine.run.config.common import TrainedModelConfig
 from hybridengine.run.session import script_session
 from hybridengine.sync.resharder import Resharder
 from hybridengine.train.build import (
@@ -50,15 +49,14 @@ def compare_job(config: RLConfig) -> Report:
         engine = build_engine(config, tokenizer, choices.engine, exact=choices.exact)
         engine = cast(VllmEngine, engine)
         try:
-            model = load_causal_lm(
+            plain = TrainedModelConfig(
                 config.model.path,
-                mesh=sharding_mesh(session.device.type, 1),
-                shard_dim1=lambda name: False,
-                param_dtype=getattr(torch, config.actor.fsdp_config.dtype),
-                trust_remote_code=config.model.trust_remote_code,
-                config_overrides=config.model.config_overrides,
-                max_model_len=config.max_model_len,
+                config.model.trust_remote_code,
+                override_config=config.model.override_config,
             )
+            sharding = ShardingConfig(dtype=config.sharding.dtype)
+            options = LoadOptions(plain, sharding, max_model_len=config.max_model_len)
+            model = load_causal_lm(options, sharding_mesh(session.device.type, 1))
             Resharder(partial(parameter_shards, model), engine, delta="off").sync(0)
             parity = Parity(
                 model, engine.llm, layout=engine.target.layout, tensors=engine.target.weights

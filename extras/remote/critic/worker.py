@@ -28,8 +28,7 @@ from hybridengine.remote.critic.channel import (
 )
 from hybridengine.remote.roles import RoleLink
 from hybridengine.run.session import Session
-from hybridengine.train.build import import_external
-from hybridengine.train.build_models import build_data_parallel
+from hybridengine.train.build import build_data_parallel, import_external
 from hybridengine.train.checkpoint.tensors import TensorFiles, reason_of, remote_folder
 from hybridengine.train.choices import agree
 from hybridengine.train.critic import build_critic

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybridengine.engine.interface import InFlightUpdate, RolloutEngine
-from hybridengine.model.validation import check_model, long_rope_limit
+from hybridengine.model.validation import config_of, long_rope_limit
 from hybridengine.remote.overlap.queue import EngineQueue, WorkItem, report_signal
 from hybridengine.remote.roles import SYNC_SHARE, RoleLink
 from hybridengine.remote.servers import (
@@ -174,10 +174,7 @@ def connect_servers(
     servers = [VllmServer(url, i, link.timeout_s) for i, url in enumerate(rollout.servers)]
     servers = servers[number :: link.roles.num_engines]
     limit_s = SYNC_SHARE * link.timeout_s
-    model = config.model
-    limit = long_rope_limit(
-        check_model(model.path, model.trust_remote_code, model.config_overrides)
-    )
+    limit = long_rope_limit(config_of(config.model))
 
     def join(server: VllmServer) -> None:
         server.check_settings(config.max_model_len, limit)

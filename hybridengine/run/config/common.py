@@ -17,9 +17,9 @@ import re
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, StrictBool
 
@@ -160,6 +160,15 @@ class TrainedModelConfig:
         """Return the entries of config.json that have other values."""
         return {name: value for name, value in asdict(self.override_config).items() if value}
 
+    def at(self, path: str | None) -> Self:
+        """Return the group for another model of the job, which has its own config.json.
+
+        path: of that model; None or empty: this one.
+        """
+        if path in (None, "", self.path):
+            return self
+        return replace(self, path=path, override_config=OverrideConfig())
+
 
 @dataclass(frozen=True)
 class DatasetConfig:
@@ -211,6 +220,9 @@ class ShardingConfig:
     reshard_after_forward: StrictBool = True  # false: keep gathered weights until backward
     forward_prefetch: StrictBool = False  # gather the next layer's weights early
     wrap_policy: WrapPolicyConfig = WrapPolicyConfig()
+
+    param_offload: ClassVar[bool] = False  # a key of RL alone
+    offload_policy: ClassVar[bool] = False  # a key of SFT alone
 
 
 @dataclass(frozen=True)
@@ -304,3 +316,8 @@ class JobConfig(ABC):
     def data_parallel_size(self) -> int:
         """The number of micro-batches at once; ranks of one Ulysses group share one."""
         return self.world_size // self.sequence_parallel_size
+
+    def num_shards(self, ranks: int | None = None) -> int:
+        """Return how many of `ranks` ranks, by default the policy's, hold one copy of a model."""
+        ranks, size = ranks or self.world_size, self.sharding.fsdp_size
+        return ranks if size == -1 else min(size, ranks)

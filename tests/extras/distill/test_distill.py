@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests import tolerances
 from tests.kernels.linear.distillation_cases import divergence_terms
+from tests.loading import load_sharded
 from tests.ranks import run_ranks
 from tests.tiny_models import VOCAB, save_tiny, tiny_config
 from tests.train.in_process import run_jobs, small_job
@@ -27,12 +28,11 @@ BETA = 0.3
 
 def load(path: str, world_size: int) -> Any:
     """Load a model of float32 under FSDP2 over all ranks."""
-    from hybridengine.model import load_causal_lm, sharding_mesh
+    from hybridengine.model import sharding_mesh
 
-    return load_causal_lm(
+    return load_sharded(
         path,
         mesh=sharding_mesh("cpu", world_size),
-        shard_dim1=lambda name: False,
         param_dtype=torch.float32,
     )
 

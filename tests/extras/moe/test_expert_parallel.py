@@ -13,19 +13,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hybridengine.moe.experts import EXPERTS
 from hybridengine.run.errors import ModelError
 from tests.extras.moe.moe_models import ARCHITECTURES, tiny_moe
+from tests.loading import load_sharded
 from tests.model.cases import LOGITS
 from tests.ranks import message_of, run_ranks
 from tests.tiny_models import save_tiny
 
 LENGTHS = (24, 1, 7, 16)  # of each rank's sequence
-LOAD = dict(shard_dim1=lambda name: "o_proj" in name, gradient_checkpointing=True)
+LOAD = dict(shard_dim1=lambda name: "o_proj" in name, enable_gradient_checkpointing=True)
 
 
 def load_divided(path: str, world_size: int, size: int, **options: Any) -> Any:
-    from hybridengine.model import load_causal_lm, sharding_mesh
+    from hybridengine.model import sharding_mesh
 
     mesh = sharding_mesh("cpu", world_size)
-    return load_causal_lm(path, mesh=mesh, expert_parallel_size=size, **LOAD | options)
+    return load_sharded(path, mesh=mesh, expert_parallel_size=size, **LOAD | options)
 
 
 def step(model: Any, ids: torch.Tensor, max_norm: float) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def test_gradient_checkpointing_and_compiled_layers() -> None:
 
 def loaded_body(rank: int, world_size: int, path: str, out: str) -> tuple[str, bool, list[Any]]:
     """Implementation, whether ours ran, and (logits, gradient norms) of it and of eager."""
-    model = load(path, world_size, gradient_checkpointing=True)
+    model = load(path, world_size, enable_gradient_checkpointing=True)
     chosen = model.config._experts_implementation
     ids, results = torch.arange(3, 3 + LENGTH)[None], []
     with mock.patch.object(experts, "grouped_linear", wraps=experts.grouped_linear) as product:

@@ -254,7 +254,7 @@ def ranks_body(rank: int, world_size: int, path: str, sp_size: int) -> list[Any]
     """(gradients, metrics) under FSDP2, with and without shared prefixes."""
     import torch.distributed as dist
 
-    model = load(path, world_size, gradient_checkpointing=True)
+    model = load(path, world_size, enable_gradient_checkpointing=True)
     balance = RouterBalance(model, AUX, Z)
     group = dist.group.WORLD if sp_size > 1 else None
     pairs = cases() if sp_size > 1 else cases()[rank::world_size]

@@ -14,6 +14,7 @@ from hybridengine.moe.router_replay import RouterReplay, Routes, SequenceRoutes,
 from hybridengine.moe.routers import find_routers
 from hybridengine.run.errors import ModelError
 from tests.extras.moe.moe_models import ARCHITECTURES, NUM_EXPERTS, TOP_K, tiny_moe
+from tests.loading import load_sharded
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -185,14 +186,13 @@ def ranks_body(rank: int, world_size: int, path: str, sp_size: int) -> dict[str,
     """Log-probs and gradients of a pack with shared prefixes and forced routes, under FSDP2."""
     import torch.distributed as dist
 
-    from hybridengine.model import load_causal_lm, pack_rollouts, packed_log_probs, sharding_mesh
+    from hybridengine.model import pack_rollouts, packed_log_probs, sharding_mesh
 
-    model = load_causal_lm(
+    model = load_sharded(
         path,
         mesh=sharding_mesh("cpu", world_size),
-        shard_dim1=lambda name: False,
         param_dtype=torch.float32,
-        gradient_checkpointing=True,
+        enable_gradient_checkpointing=True,
     )
     replay = RouterReplay(model)
     pairs, routes = cases()

@@ -25,11 +25,11 @@ def run_with_vllm(rank: int, world_size: int, folder: Path, job: list[str]) -> N
     from hybridengine.run.config import load_config
     from hybridengine.run.session import Session
     from hybridengine.run.status import PhaseStatus
-    from hybridengine.train.preflight import check_grpo
+    from hybridengine.train.preflight import check_job
     from hybridengine.train.rl import RLTrainer
 
     config = load_config(None, job)
-    check_grpo(config)
+    check_job(config)
     RLTrainer(config, Session(PhaseStatus(folder / "run", rank))).train()
 
 

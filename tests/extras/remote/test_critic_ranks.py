@@ -12,7 +12,7 @@ from hybridengine.remote.roles import Role, Roles
 from hybridengine.run.config import ConfigError, load_config
 from hybridengine.run.session import EXIT_STOPPED
 from hybridengine.run.status import read_status
-from hybridengine.train.preflight import check_grpo
+from hybridengine.train.preflight import check_job
 from tests.extras.remote.overlapped import MULTI_TURN, overrides_of, run_named, run_overlapped
 from tests.ranks import Ranks, message_of, run_ranks
 from tests.train.in_process import Result, small_job
@@ -277,7 +277,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         return load_config(None, overrides_of(tmp_path, base, "run", more))
 
     with pytest.raises(ConfigError, match=r"critic\.n_gpus_per_node is 1, but .*'grpo'.*no critic"):
-        check_grpo(load("critic.n_gpus_per_node=1"))
+        check_job(load("critic.n_gpus_per_node=1"))
     for more, words in (
         (
             (

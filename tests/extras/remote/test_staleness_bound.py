@@ -16,7 +16,7 @@ from hybridengine.remote.overlap.source import OverlappedRollouts
 from hybridengine.remote.roles import Role, RoleLink, Roles
 from hybridengine.run.config import ConfigError, load_config
 from hybridengine.train.data import PromptLoader, PromptSample
-from hybridengine.train.preflight import _check_baselines
+from hybridengine.train.preflight import check_algorithm
 from hybridengine.train.rewards.manager import Reward
 from hybridengine.train.rollouts import ScoredResponse
 from hybridengine.train.start import check_ranks
@@ -183,6 +183,6 @@ def test_roles_of_the_ranks_of_two_machines() -> None:
 def test_what_else_needs_the_newest_weights_or_trains_on_every_rank() -> None:
     config = load_config(None, [*NEEDED, "trainer.mode=async", "algorithm.adv_estimator=remax"])
     with pytest.raises(ConfigError, match="'remax', whose baseline is a greedy response of the"):
-        _check_baselines(config)
+        check_algorithm(config)
     with pytest.raises(ConfigError, match=r"trainer.mode is async, but every process of a script"):
         check_ranks(config)

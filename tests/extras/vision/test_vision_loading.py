@@ -136,7 +136,7 @@ def test_compiled_layers_are_those_of_the_language_model(monkeypatch: pytest.Mon
 
 def options_body(rank: int, world_size: int, path: str, kind: str) -> None:
     """A teacher that reads the same images; a compiled student; the images of a frozen model."""
-    student = load(path, world_size, compile=True, gradient_checkpointing=True)
+    student = load(path, world_size, compile=True, enable_gradient_checkpointing=True)
     teacher = load(path, world_size).requires_grad_(False)
     batch = batch_of(student, kind)
     mask = torch.ones_like(batch.target_ids, dtype=torch.bool)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, Gemma3ForSequenceClassification
 
 from hybridengine.run.config import ConfigError, load_config
-from hybridengine.train.preflight import check_grpo
+from hybridengine.train.preflight import check_job
 from hybridengine.vision import EncodedImage, load_image_preparer
 from tests.extras.remote.overlapped import run_named
 from tests.extras.vision.tiny_vision import save_tiny_vision
@@ -129,7 +129,7 @@ def test_settings_that_images_exclude(
     if overrides[0].startswith("rollout.servers"):
         job.append("rollout.name=auto")
     with pytest.raises(ConfigError, match=f"line 1, image 0: the data has images.*{message}"):
-        check_grpo(load_config(None, job))
+        check_job(load_config(None, job))
 
 
 def test_models_that_prepare_images_otherwise_are_refused(tmp_path: Path) -> None:

@@ -78,9 +78,9 @@ def full_tensors_of_gradients(model) -> dict[str, torch.Tensor]:
     ("kind", "options"),
     [
         ("qwen2_vl", {}),
-        ("qwen3_vl", {"gradient_checkpointing": True, "forward_prefetch": True}),
-        ("llava_onevision", {"gradient_checkpointing": True}),
-        ("gemma3", {"gradient_checkpointing": True}),
+        ("qwen3_vl", {"enable_gradient_checkpointing": True, "forward_prefetch": True}),
+        ("llava_onevision", {"enable_gradient_checkpointing": True}),
+        ("gemma3", {"enable_gradient_checkpointing": True}),
     ],
 )
 def test_a_rank_with_images_and_a_rank_of_text(tmp_path: Path, kind: str, options: dict) -> None:

@@ -20,7 +20,7 @@ def _sft(
     from hybridengine.run.config import load_sft_config
     from hybridengine.run.session import Session
     from hybridengine.run.status import PhaseStatus
-    from hybridengine.train.preflight import check_sft
+    from hybridengine.train.preflight import check_job
     from hybridengine.train.sft import SFTTrainer
 
     settings = {
@@ -39,7 +39,7 @@ def _sft(
         **overrides,
     }
     config = load_sft_config(None, [f"{key}={value}" for key, value in settings.items()])
-    check_sft(config)
+    check_job(config)
     SFTTrainer(config, Session(PhaseStatus(folder / "run", rank))).train()
     return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
 

@@ -46,7 +46,7 @@ def sync_body(rank: int, world_size: int, path: str, tp_size: int, freeze: bool)
     from hybridengine.vision.packed import freeze_vision_tower
 
     adapt = freeze_vision_tower if freeze else None
-    options = dict(param_dtype=torch.float32, gradient_checkpointing=True)
+    options = dict(param_dtype=torch.float32, enable_gradient_checkpointing=True)
     engine, model, resharder = build(path, tp_size, torch.float32, 1 << 16, adapt, **options)
     preparer = load_image_preparer(check_model(path), path, {})
     prompts, images = prompts_of(preparer)
