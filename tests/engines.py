@@ -18,8 +18,7 @@ def engine_options(path: str, **settings: Any) -> Any:
     from hybridengine.engine.interface import EngineOptions
     from hybridengine.model.parameters import checkpoint_layout_from_config
     from hybridengine.model.validation import check_model
-    from hybridengine.run.config.rl import ModelConfig
-    from hybridengine.run.config.rollout import EngineKwargsConfig, RolloutConfig
+    from hybridengine.run.config.rl import EngineKwargsConfig, ModelConfig, RolloutConfig
 
     keys = {field.name for field in fields(RolloutConfig)}
     rollout = {"dtype": "float32", "max_model_len": 64, "kv_cache_gib": 8 / 1024} | {

@@ -23,7 +23,7 @@ from hybridengine.agents.parsers import ToolParser
 from hybridengine.agents.toolbox import call
 from hybridengine.agents.tools import import_object
 from hybridengine.agents.trajectory import AgentError, Trajectory
-from hybridengine.run.config.rollout import MultiTurnConfig
+from hybridengine.run.config.rl import MultiTurnConfig
 from hybridengine.run.errors import ConfigError
 
 __all__ = [

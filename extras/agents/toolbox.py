@@ -21,7 +21,7 @@ from typing import Any
 from hybridengine.agents.parsers import ToolCall
 from hybridengine.agents.tools import Tool
 from hybridengine.model.attachments import Attachment
-from hybridengine.run.config.rollout import MultiTurnConfig
+from hybridengine.run.config.rl import MultiTurnConfig
 from hybridengine.run.errors import shorten
 from hybridengine.vision.decoding import decode_image
 from hybridengine.vision.rows import find_images

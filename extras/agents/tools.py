@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridengine.run.config.rollout import MultiTurnConfig
+from hybridengine.run.config.rl import MultiTurnConfig
 from hybridengine.run.errors import ConfigError, UserError
 from hybridengine.train.rewards.function import import_file
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridengine.run.config.names import ForeignKeys
+from hybridengine.run.config.settings import ForeignKeys
 
 __all__ = ["TRL_KEYS", "TRL_NAMES"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridengine.run.config.names import ForeignKeys
+from hybridengine.run.config.settings import ForeignKeys
 
 __all__ = ["VERL_KEYS"]
 

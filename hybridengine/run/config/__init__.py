@@ -6,12 +6,11 @@ Every key changes what a run does. An unknown key is an error, with a suggestion
 keys of other trainers are accepted, renamed or refused by the tables of installed extras. All
 faults are one error. Nothing here imports torch.
 
-    common, rollout, rl, sft       every key: type, range, default, meaning
-    loading                        kinds of jobs; YAML and overrides → a checked configuration
-    settings                       what YAML and overrides set, by key, and its faults
-    names                          keys of other trainers, and misspelt ones
-    validation                     keys checked against each other
-    reference                      a configuration as YAML and as a command; the list of all keys
+    common, rl, sft    every key: type, range, default, meaning
+    loading            kinds of jobs; YAML and overrides → a checked configuration, and back
+    settings           what YAML and overrides set, by key; keys of other trainers, misspelt ones
+    validation         keys checked against each other
+    reference          the list of all keys
 """
 
 from hybridengine.run.config.common import (
@@ -24,14 +23,14 @@ from hybridengine.run.config.common import (
 )
 from hybridengine.run.config.loading import (
     JOBS,
+    config_to_yaml,
     load_config,
     load_job,
     load_sft_config,
+    overrides_of,
     parse_overrides,
 )
-from hybridengine.run.config.reference import config_to_yaml, overrides_of
-from hybridengine.run.config.rl import DataConfig, RLConfig
-from hybridengine.run.config.rollout import RewardConfig
+from hybridengine.run.config.rl import DataConfig, RewardConfig, RLConfig
 from hybridengine.run.config.sft import SFTConfig, SFTDataConfig
 from hybridengine.run.errors import ConfigError, ConfigNote
 

@@ -1,6 +1,6 @@
-"""YAML and overrides → a checked configuration.
+"""YAML and overrides → a checked configuration, and back.
 
-Keys are flattened, renamed to native ones (`config.names`), checked by pydantic one by one and by
+Keys are flattened, renamed to native ones (`ForeignKeys`), checked by pydantic one by one and by
 `config.validation` against each other. All faults are raised as one ConfigError.
 """
 
@@ -9,19 +9,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import os
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import getitem
+from dataclasses import asdict, dataclass, field
+from operator import attrgetter, getitem
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
+from omegaconf._utils import get_omega_conf_dumper
 from omegaconf.errors import OmegaConfBaseException
 
+from hybridengine.run.config.common import JobConfig, keys_of
 from hybridengine.run.config.rl import RLConfig
 from hybridengine.run.config.settings import GivenSettings
 from hybridengine.run.config.sft import SFTConfig
@@ -141,6 +144,36 @@ def parse_overrides(overrides: Sequence[str]) -> Mapping[str, Any]:
 def read_settings(file: Path) -> Mapping[str, Any]:
     """Return the content of a YAML file of settings. Raises ConfigError if it cannot be read."""
     return _read(lambda: OmegaConf.load(file), f"config file {located(file)}")
+
+
+def config_to_yaml(config: JobConfig) -> str:
+    """Return the resolved configuration as YAML; `load_config` reads it back to an equal one."""
+    # As `OmegaConf.to_yaml`, without a node for each value, which takes ten times as long.
+    content, dumper = asdict(typing.cast("Any", config)), get_omega_conf_dumper()
+    text: str = yaml.dump(content, Dumper=dumper, allow_unicode=True, sort_keys=False)
+    return text
+
+
+def overrides_of(kind: str, config: JobConfig) -> list[str]:
+    """Return the `key=value` that mean `config`: the required keys, and those with no default."""
+    values = {key: attrgetter(key)(config) for key, _ in keys_of(type(config))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigNote)
+        default = load_job(kind, None, [f"{key}={_written(values[key])}" for key in REQUIRED])
+    return [
+        f"{key}={_written(value)}"
+        for key, value in values.items()
+        if value != attrgetter(key)(default) or key in REQUIRED
+    ]
+
+
+def _written(value: Any) -> str:
+    """Return the value as it is written behind `key=`: a plain text if it is read back as such."""
+    if isinstance(value, str) and "\n" not in value:
+        read = OmegaConf.to_container(OmegaConf.from_dotlist([f"key={value}"]))
+        if read == {"key": value}:
+            return value
+    return json.dumps(value)
 
 
 def _read_overrides(overrides: Sequence[str], faults: list[str]) -> dict[str, Any]:

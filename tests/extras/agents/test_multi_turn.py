@@ -385,7 +385,7 @@ def test_rewards_read_the_tokens_of_all_branches_and_the_length_that_is_limited(
     from hybridengine.agents.trajectory import TokenSequence, Trajectory
     from hybridengine.engine.response import Response
     from hybridengine.run.config import RewardConfig
-    from hybridengine.run.config.rollout import OverlongBufferConfig
+    from hybridengine.run.config.rl import OverlongBufferConfig
     from hybridengine.train.data import PromptSample
     from hybridengine.train.rewards.manager import DapoRewardManager, ResponseTokens, score_checked
 

@@ -24,7 +24,7 @@ from hybridengine.agents import (
 from hybridengine.agents.tools import FunctionTool, Tool
 from hybridengine.engine.interface import InFlightUpdate, Request, RequestStream, SamplingSpec
 from hybridengine.engine.response import Response
-from hybridengine.run.config.rollout import MultiTurnConfig
+from hybridengine.run.config.rl import MultiTurnConfig
 from hybridengine.run.errors import ConfigError
 from hybridengine.train.data import PromptSample
 from tests.extras.agents.families import CHATML, byte_tokenizer, turn_template

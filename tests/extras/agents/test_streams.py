@@ -74,7 +74,7 @@ def trajectories_body(rank: int, world_size: int, path: str) -> Any:
     from hybridengine.agents import AgentLoop, AgentRunner, LoopContext, TurnTemplate
     from hybridengine.engine.interface import SamplingSpec
     from hybridengine.run.config import DataConfig
-    from hybridengine.run.config.rollout import MultiTurnConfig
+    from hybridengine.run.config.rl import MultiTurnConfig
     from hybridengine.train.data import PromptSample
     from hybridengine.train.data.chats import ChatTemplate
 

@@ -15,7 +15,7 @@ import pytest
 from hybridengine.agents import BaseTool, ToolCall, load_tools
 from hybridengine.agents.toolbox import Toolbox
 from hybridengine.agents.tools import FunctionTool, Tool
-from hybridengine.run.config.rollout import MultiTurnConfig
+from hybridengine.run.config.rl import MultiTurnConfig
 from hybridengine.run.errors import ConfigError
 
 SCHEMA = {"type": "function", "function": {"name": "counter", "description": "Count."}}

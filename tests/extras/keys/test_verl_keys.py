@@ -22,7 +22,7 @@ from hybridengine.run.config import (
     overrides_of,
     parse_overrides,
 )
-from hybridengine.run.config.names import foreign_keys
+from hybridengine.run.config.settings import foreign_keys
 
 # Settings of verl's example commands, one of each set of keys, with what is refused of each.
 COMMANDS = json.loads((Path(__file__).parent / "verl_commands.json").read_text())

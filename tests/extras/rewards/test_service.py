@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from hybridengine.run.config import RewardConfig
-from hybridengine.run.config.rollout import (
+from hybridengine.run.config.rl import (
     CustomRewardConfig,
     RewardHttpConfig,
     RewardManagerConfig,

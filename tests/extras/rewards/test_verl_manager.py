@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybridengine.rewards.verl_manager import VerlData, VerlRewardManager
 from hybridengine.run.config import ConfigError, RewardConfig
-from hybridengine.run.config.rollout import (
+from hybridengine.run.config.rl import (
     CustomRewardConfig,
     OverlongBufferConfig,
     RewardManagerConfig,

@@ -6,7 +6,7 @@ import pytest
 
 from hybridengine.run import plugins
 from hybridengine.run.config import ConfigError, RewardConfig
-from hybridengine.run.config.rollout import CustomRewardConfig, RewardManagerConfig
+from hybridengine.run.config.rl import CustomRewardConfig, RewardManagerConfig
 from hybridengine.train.data import PromptSample
 from hybridengine.train.rewards.function import FunctionSource, RewardFunction
 from hybridengine.train.rewards.local import given_functions

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from hybridengine.run.config import RewardConfig
-from hybridengine.run.config.rollout import CustomRewardConfig, RewardManagerConfig
+from hybridengine.run.config.rl import CustomRewardConfig, RewardManagerConfig
 from hybridengine.run.errors import RewardError
 from hybridengine.train.data import PromptSample
 from hybridengine.train.rewards.local import given_functions

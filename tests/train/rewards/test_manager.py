@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from hybridengine.run.config import ConfigError, RewardConfig
-from hybridengine.run.config.rollout import (
+from hybridengine.run.config.rl import (
     CustomRewardConfig,
     OverlongBufferConfig,
     RewardManagerConfig,
