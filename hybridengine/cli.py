@@ -33,6 +33,7 @@ from hybridengine.run.config import (
     load_job,
     overrides_of,
 )
+from hybridengine.run.config.loading import key_table
 from hybridengine.run.errors import (
     EXIT_STOPPED,
     EXIT_USER_ERROR,
@@ -146,8 +147,6 @@ def keys(
     containing: Annotated[str, typer.Argument(help="Only keys that contain this text.")] = "",
 ) -> None:
     """List every key of a job: type, default and meaning."""
-    from hybridengine.run.config.reference import key_table
-
     with report_user_errors():
         table = key_table(kind, containing)
     Console(width=None if sys.stdout.isatty() else 200).print(table)
@@ -243,17 +242,15 @@ def _run(config: JobConfig, dry_run: bool, invalid: InvalidConfigError | None) -
 
 
 def check_and_plan(config: JobConfig, dry_run: bool, faults: Faults) -> Table:
-    from hybridengine.train.machine import Machine, resolve_dtypes
     from hybridengine.train.plan import plan_table, start_of
     from hybridengine.train.preflight import check_job
 
-    config = resolve_dtypes(config, Machine.here())
     checked = check_job(config, faults)
-    table = plan_table(config, *checked)
+    table = plan_table(*checked)
     if dry_run:  # a run prints these itself, when they are known
-        table.add_row("[bold]start", start_of(config, len(checked.train)))
+        table.add_row("[bold]start", start_of(checked.config, len(checked.train)))
         for name, entry in plugins("plan").items():
-            if row := entry.load()(config, checked.choices):
+            if row := entry.load()(checked.config, checked.choices):
                 table.add_row(f"[bold]{name.replace('_', ' ')}", row)
     return table
 

@@ -19,9 +19,13 @@ def load_sharded(
     wrap_policy.
     """
     from hybridengine.model import LoadOptions, load_causal_lm
-    from hybridengine.run.config.common import OverrideConfig, TrainedModelConfig, WrapPolicyConfig
+    from hybridengine.run.config.common import (
+        OverrideConfig,
+        SFTFsdpConfig,
+        TrainedModelConfig,
+        WrapPolicyConfig,
+    )
     from hybridengine.run.config.rl import FsdpConfig
-    from hybridengine.run.config.sft import SFTFsdpConfig
 
     def take(schema: Any) -> Any:
         """Return a group of the settings that are its keys."""

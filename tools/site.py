@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 import hybridengine.kernels
 import hybridengine.reshard
 import hybridengine.train.api
-from hybridengine.run.config.reference import key_reference
+from hybridengine.run.config.loading import key_reference
 from tools.package_links import link_package
 
 _ROOT = Path(__file__).parents[1]

@@ -34,10 +34,9 @@ from hybridengine.train.build import (
     load_tokenizer,
     tool_schemas,
 )
-from hybridengine.train.choices import engine_name
+from hybridengine.train.choices import Machine, engine_name, resolve_dtypes
 from hybridengine.train.data import DataError, PromptDataset, Subset
 from hybridengine.train.data.chats import ChatTemplate
-from hybridengine.train.machine import Machine, resolve_dtypes
 from hybridengine.train.metrics import Problem, gain_interval, problems_of
 from hybridengine.train.rewards.manager import build_reward_manager
 from hybridengine.train.rollout_source import RolloutGenerator, sampling_of, val_sampling_of

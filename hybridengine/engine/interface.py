@@ -16,8 +16,7 @@ import torch
 
 from hybridengine.engine.response import Response
 from hybridengine.model.attachments import Attachment, AttachmentPreparer
-from hybridengine.run.config.rl import ModelConfig
-from hybridengine.run.config.rl import RolloutConfig
+from hybridengine.run.config.rl import ModelConfig, RolloutConfig
 from hybridengine.run.errors import RolloutError, UserError
 from hybridengine.sync.layout import CheckpointLayout
 from hybridengine.sync.weight_target import StaleWeightsError, WeightTarget

@@ -100,9 +100,8 @@ def _describe_sft(
     }
 
 
-def start_of(config: JobConfig, num_samples: int) -> str:
+def start_of(config: RLConfig | SFTConfig, num_samples: int) -> str:
     """Describe where the run starts: anew, after the step of a checkpoint, or not at all."""
-    assert isinstance(config, RLConfig | SFTConfig)
     trainer = config.trainer
     plan = resume_plan(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
     steps = trainer.steps(num_samples // config.data.train_batch_size)

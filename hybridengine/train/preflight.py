@@ -40,7 +40,7 @@ from hybridengine.train.build import (
     multi_turn,
 )
 from hybridengine.train.checkpoint import check_resume
-from hybridengine.train.choices import Choices, decide, engine_name
+from hybridengine.train.choices import Choices, Machine, decide, engine_name, resolve_dtypes
 from hybridengine.train.data import PromptLoader, check_conversations, check_prompts
 from hybridengine.train.performance import GIB
 from hybridengine.train.rewards.manager import (
@@ -54,8 +54,14 @@ _MASTER, _MOMENTS = 4, 8  # bytes of a weight and of its state in AdamW, float32
 
 
 class Checked(NamedTuple):
-    """What the checks of a job have read: training data, validation data, choices of this rank."""
+    """What the checks of a job have read and decided.
 
+    config: with a type in place of every `auto`.
+    train, val: the datasets; val: None without data.
+    choices: of this rank.
+    """
+
+    config: RLConfig | SFTConfig
     train: Any
     val: Any
     choices: Choices
@@ -69,14 +75,15 @@ def check_job(config: JobConfig, faults: Faults | None = None) -> Checked:
     Raises ConfigError, ModelError, DataError or RewardError for one fault, and a ConfigError with a
     line for each of several.
     """
+    machine, faults = Machine.here(), Faults() if faults is None else faults
+    config = resolve_dtypes(config, machine)
     assert isinstance(config, RLConfig | SFTConfig)
-    faults = Faults() if faults is None else faults
     model = _check_run(config, faults)
     if isinstance(config, RLConfig):
         is_registered = _check_models(config, faults)
-        choices = _check_engine(config, model, faults)
+        choices = _check_engine(config, model, machine, faults)
     else:
-        choices = None if model is None else faults.attempt(decide, config, model)
+        choices = None if model is None else faults.attempt(decide, config, model, machine)
     tokenizer = None if model is None else faults.attempt(load_tokenizer, config)
     train, val = (
         _load_data(config, files, tokenizer, faults)
@@ -103,7 +110,7 @@ def check_job(config: JobConfig, faults: Faults | None = None) -> Checked:
                 check_reward(config, reward, (train, val), multi_turn(config))
     faults.report()
     assert train is not None and choices is not None
-    return Checked(train, val, choices)
+    return Checked(config, train, val, choices)
 
 
 def _check_run(config: RLConfig | SFTConfig, faults: Faults) -> PretrainedConfig | None:
@@ -135,9 +142,7 @@ def _check_run(config: RLConfig | SFTConfig, faults: Faults) -> PretrainedConfig
         faults.attempt(_check_adapters, config, model)
         with faults:
             shapes = checkpoint_layout_from_config(model, trust).tensors.values()
-            # Not resolve_dtypes, a collective, for a type that the caller left auto.
-            dtype = "float32" if trainer.save_dtype == "auto" else trainer.save_dtype
-            num_bytes = sum(map(math.prod, shapes)) * getattr(torch, dtype).itemsize
+            num_bytes = sum(map(math.prod, shapes)) * getattr(torch, trainer.save_dtype).itemsize
     faults.attempt(check_disk_space, trainer.default_local_dir, num_bytes)
     return model
 
@@ -271,10 +276,10 @@ def _check_resume(config: RLConfig | SFTConfig, train: Any, model: PretrainedCon
 
 
 def _check_engine(
-    config: RLConfig, model: PretrainedConfig | None, faults: Faults
+    config: RLConfig, model: PretrainedConfig | None, machine: Machine, faults: Faults
 ) -> Choices | None:
     """Check the rollout engine against the machine and the model; return the run's choices."""
-    engine, choices = faults.attempt(engine_name, config), None
+    engine, choices = faults.attempt(engine_name, config, machine), None
     if engine is not None:
         faults.attempt(check_engine, config, engine)
     if model is not None:
@@ -283,7 +288,7 @@ def _check_engine(
         key = "rollout.max_model_len" if config.rollout.max_model_len else lengths
         faults.attempt(check_length, model, config.max_model_len, "the longest sequence", key)
     if model is not None and engine is not None:
-        choices = faults.attempt(decide, config, model)
+        choices = faults.attempt(decide, config, model, machine)
         shares = choices is not None and choices.shares
         faults.attempt(check_model_in_engine, config, model, engine, shares)
     return choices

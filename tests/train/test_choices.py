@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from hybridengine.run.config import ConfigError, load_config
-from hybridengine.train.choices import Choices, decide
-from hybridengine.train.machine import Machine
+from hybridengine.train.choices import Choices, Machine, decide
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 from tests.train.in_process import small_job

@@ -81,7 +81,7 @@ def load_grpo(overrides: Sequence[str]):
     from hybridengine.train.rl import RLTrainer
 
     config = load_config(None, overrides)
-    return plan_table(config, *check_job(config)), lambda: RLTrainer.run(config)
+    return plan_table(*check_job(config)), lambda: RLTrainer.run(config)
 
 
 def prepare_sft(folder: Path) -> list[str]:
@@ -122,7 +122,7 @@ def load_sft(overrides: Sequence[str]):
     from hybridengine.train.sft import SFTTrainer
 
     config = load_sft_config(None, overrides)
-    return plan_table(config, *check_job(config)), lambda: SFTTrainer.run(config)
+    return plan_table(*check_job(config)), lambda: SFTTrainer.run(config)
 
 
 GRPO = JobKind(RLConfig, FLIPS, prepare, load_grpo, GRPO_CONTEXTS)

@@ -14,8 +14,7 @@ import torch
 from hybridengine.engine.vllm.environment import vllm_available
 from hybridengine.run.config import ConfigError, load_config
 from hybridengine.run.errors import RolloutError
-from hybridengine.train.choices import Choices, decide
-from hybridengine.train.machine import Machine
+from hybridengine.train.choices import Choices, Machine, decide
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 from tests.train.in_process import lines_of, small_job

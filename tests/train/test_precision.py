@@ -7,7 +7,7 @@ from hybridengine.model import Optimizer
 from hybridengine.run.config import config_to_yaml, load_config, load_sft_config
 from hybridengine.train.checkpoint import changed_settings
 from hybridengine.train.checkpoint.folders import CONFIG, SavedCheckpoint
-from hybridengine.train.machine import Machine, describe_precision, resolve_dtypes
+from hybridengine.train.choices import Machine, describe_precision, resolve_dtypes
 
 REQUIRED = ["model.path=m", "data.train_files=f"]
 GRPO = [*REQUIRED, "reward.custom_reward_function.path=r.py"]

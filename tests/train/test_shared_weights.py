@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from hybridengine.run.config import ConfigError, load_config
-from hybridengine.train.machine import Machine
+from hybridengine.train.choices import Machine
 from tests.loading import load_sharded
 from tests.model.lora_shared import load_adapted
 from tests.ranks import run_ranks

@@ -6,11 +6,10 @@ Every key changes what a run does. An unknown key is an error, with a suggestion
 keys of other trainers are accepted, renamed or refused by the tables of installed extras. All
 faults are one error. Nothing here imports torch.
 
-    common, rl, sft    every key: type, range, default, meaning
-    loading            kinds of jobs; YAML and overrides → a checked configuration, and back
-    settings           what YAML and overrides set, by key; keys of other trainers, misspelt ones
-    validation         keys checked against each other
-    reference          the list of all keys
+    common, rl    every key: type, range, default, meaning
+    loading       kinds of jobs; YAML and overrides → a checked configuration, and back; all keys
+    settings      what YAML and overrides set, by key; keys of other trainers, misspelt ones
+    validation    keys checked against each other
 """
 
 from hybridengine.run.config.common import (
@@ -18,6 +17,8 @@ from hybridengine.run.config.common import (
     JobConfig,
     OptimConfig,
     RateConfig,
+    SFTConfig,
+    SFTDataConfig,
     ShardingConfig,
     keys_of,
 )
@@ -31,7 +32,6 @@ from hybridengine.run.config.loading import (
     parse_overrides,
 )
 from hybridengine.run.config.rl import DataConfig, RewardConfig, RLConfig
-from hybridengine.run.config.sft import SFTConfig, SFTDataConfig
 from hybridengine.run.errors import ConfigError, ConfigNote
 
 __all__ = [

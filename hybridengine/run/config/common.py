@@ -1,6 +1,6 @@
-"""Types of settings, and the groups of keys that every kind of job has.
+"""Types of settings, the groups of keys that every kind of job has, and those of SFT.
 
-The comment after a key is its meaning: `hybridengine keys` prints it (`config.reference`).
+The comment after a key is its meaning: `hybridengine keys` prints it.
 
 A group whose defaults differ from its base class's is a class of its own: the default of a field
 that holds a group is always that group's class without arguments. Otherwise setting one key of the
@@ -321,3 +321,58 @@ class JobConfig(ABC):
         """Return how many of `ranks` ranks, by default the policy's, hold one copy of a model."""
         ranks, size = ranks or self.world_size, self.sharding.fsdp_size
         return ranks if size == -1 else min(size, ranks)
+
+
+@dataclass(frozen=True)
+class SFTFsdpConfig(ShardingConfig):
+    offload_policy: StrictBool = False  # weights, gradients, optimizer in host memory
+
+
+@dataclass(frozen=True)
+class SFTModelConfig(PolicyConfig, TrainedModelConfig):
+    fsdp_config: SFTFsdpConfig = SFTFsdpConfig()
+
+
+@dataclass(frozen=True)
+class SFTDataConfig(DatasetConfig):
+    messages_key: str | None = None  # column of chats; null: prompt_key and response_key
+    prompt_key: str = "prompt"  # column of a text or a chat
+    prompt_dict_keys: Texts | None = None  # names that lead to the prompt inside its column
+    response_key: str = "response"  # column of the text that is trained on
+    response_dict_keys: Texts | None = None  # names that lead to the response inside its column
+    max_length: PositiveInt = 1024  # of a conversation, in tokens
+    train_batch_size: PositiveInt = 256  # conversations per optimizer step, over all ranks
+    micro_batch_size_per_gpu: PositiveInt | None = None  # null: by max_token_len_per_gpu
+    max_token_len_per_gpu: PositiveInt = 8192  # tokens in one micro-batch
+
+
+@dataclass(frozen=True)
+class SFTOptimConfig(OptimConfig):
+    lr: PositiveFloat = 1e-5  # learning rate of AdamW
+    clip_grad: PositiveFloat = 1.0  # maximum global gradient norm
+
+
+@dataclass(frozen=True)
+class SFTTrainerConfig(RunConfig):
+    default_local_dir: PathText = "runs/sft"  # the run's folder
+    experiment_name: str = "sft"  # run in wandb, MLflow
+
+
+@dataclass(frozen=True)
+class SFTConfig(JobConfig):
+    model: SFTModelConfig = SFTModelConfig()
+    data: SFTDataConfig = SFTDataConfig()
+    optim: SFTOptimConfig = SFTOptimConfig()
+    trainer: SFTTrainerConfig = SFTTrainerConfig()
+    ulysses_sequence_parallel_size: PositiveInt = 1  # ranks that share a micro-batch
+    seed: Seed = 1  # of data order, dropout and initial adapters
+
+    kind, policy_group = "sft", "model"
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        return self.ulysses_sequence_parallel_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self.data.max_length

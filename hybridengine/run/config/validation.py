@@ -10,9 +10,8 @@ import json
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
-from hybridengine.run.config.common import JobConfig, RateConfig
+from hybridengine.run.config.common import JobConfig, RateConfig, SFTConfig
 from hybridengine.run.config.rl import ActorConfig, KLControlConfig, RLConfig
-from hybridengine.run.config.sft import SFTConfig
 from hybridengine.run.plugins import plugins
 
 TP_SIZE = "rollout.tensor_model_parallel_size"

@@ -16,7 +16,7 @@ from hybridengine.run.config import (
     load_job,
     load_sft_config,
 )
-from hybridengine.run.config.reference import key_reference
+from hybridengine.run.config.loading import key_reference
 
 NEEDED = ["model.path=model", "data.train_files=train.jsonl"]
 # Values that the type does not determine; None: keys that need other keys too.
