@@ -28,8 +28,7 @@ import torch.distributed as dist
 from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 from torch import Tensor
 
-from hybridengine.remote.vllm_transfer.engine_sender import EngineSender
-from hybridengine.remote.vllm_transfer.source import module_arguments
+from hybridengine.remote.vllm_transfer.engine_sender import EngineSender, module_arguments
 from hybridengine.run.all_ranks import broadcast_value
 from hybridengine.sync.layout import LayoutError
 

@@ -60,6 +60,25 @@ def broadcast_value(value: T | None, expected: Any, source: int = 0, group: Any 
     return received
 
 
+def from_rank0(fn: Callable[[], T], expected: Any, error_type: type[Exception]) -> T:
+    """Return on every rank what `fn` returns on rank 0; if it fails, raise `error_type` on all.
+
+    Collective: one broadcast; rank 0 does not wait for the others. expected: see
+    `all_gather_values`.
+    """
+    value, error = None, None
+    if dist.get_rank() == 0:
+        try:
+            value = fn()
+        except Exception as caught:
+            error = caught
+    text = None if error is None else _text(error, error_type)
+    value, text = broadcast_value((value, text), tuple[expected | None, str | None])
+    if text is not None:
+        raise error_type(f"on rank 0: {text}") from error
+    return value
+
+
 def _read(kind: str, rank: int, signed: memoryview, expected: Any) -> Any:
     what = f"the message of rank {rank}"
     return decode(verified(f"{kind}/{rank}", signed, what), expected, what)

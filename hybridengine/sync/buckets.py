@@ -192,19 +192,8 @@ def fill_buckets(
     The four channels are those of `SourceClass.loads`. tables: known chunks by (class, bytes of an
     element); new ones are added. sent_once: see `ReshardPlan`.
     """
-    buckets: list[Bucket] = []
-    total, max_staged = np.zeros((4, world_size), np.int64), 0
-    filling: dict[tuple, _Filling] = {}  # by treatment
-
-    def close(treatment: tuple) -> None:
-        nonlocal total, max_staged
-        closed = filling.pop(treatment)
-        received_sent = closed.moved.reshape(2, 2, -1)  # inside the node, across nodes
-        bucket = closed.bucket
-        bucket.intra_bytes, bucket.inter_bytes = received_sent.max((0, 2)).tolist()
-        total += closed.moved
-        max_staged = max(max_staged, int(closed.staged.max()))
-
+    fillings: list[_Filling] = []
+    latest: dict[tuple, _Filling] = {}  # by treatment
     for (name, dtype), source_class in classes.items():
         spec, key = source_class.spec, (source_class, dtype.itemsize)
         if key not in tables:
@@ -212,18 +201,22 @@ def fill_buckets(
         table, first = tables[key], 0
         treatment = (spec.dtype, dtype, (name, dtype) in sent_once, spec.merged)
         while first < len(table.chunks):
-            if treatment not in filling:
-                filling[treatment] = _Filling(Bucket(*treatment), world_size)
-                buckets.append(filling[treatment].bucket)
-            into = filling[treatment]
-            end = table.end_of_fit(first, into.staged, bucket_bytes)
-            if end == first:
-                close(treatment)
+            into, end = latest.get(treatment), first
+            if into is not None:
+                end = table.end_of_fit(first, into.staged, bucket_bytes)
+            if into is None or end == first:
+                latest[treatment] = _Filling(Bucket(*treatment), world_size)
+                fillings.append(latest[treatment])
                 continue
             into.bucket.chunks += [(name, chunk) for chunk in table.chunks[first:end]]
             into.staged += table.staged_before[end] - table.staged_before[first]
             into.moved += table.loads[first:end].sum(0, dtype=np.int64) * dtype.itemsize
             first = end
-    for treatment in list(filling):
-        close(treatment)
-    return buckets, total, max_staged
+    total, max_staged = np.zeros((4, world_size), np.int64), 0
+    for filled in fillings:
+        received_sent = filled.moved.reshape(2, 2, -1)  # inside the node, across nodes
+        bucket = filled.bucket
+        bucket.intra_bytes, bucket.inter_bytes = received_sent.max((0, 2)).tolist()
+        total += filled.moved
+        max_staged = max(max_staged, int(filled.staged.max()))
+    return [filled.bucket for filled in fillings], total, max_staged

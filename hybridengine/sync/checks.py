@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from hybridengine.sync.blocks import contiguous_strides, reach
-from hybridengine.sync.buckets import Bucket
-from hybridengine.sync.layout import Copy, EngineLayout, LayoutError, Region, TensorSpec
+from hybridengine.sync.layout import Copy, EngineLayout, LayoutError, Region
 from hybridengine.sync.shards import ShardSpec
 
 
@@ -34,32 +33,34 @@ def check_coverage(layout: EngineLayout) -> None:
         case = (spec.shape, spec.stride, tuple(copies[name]), tuple(constants[name]))
         if name in layout.by_loader or case in checked or math.prod(spec.shape) == 0:
             continue
-        _check_tensor(name, spec, copies[name], constants[name])
+        full = (0, spec.shape, spec.stride)
+        missing, twice = _count_unwritten(full, copies[name], constants[name])
+        if twice:
+            raise LayoutError(f"engine tensor {name!r}: some elements would be written twice")
+        if missing:
+            raise LayoutError(
+                f"engine tensor {name!r}: {missing} of {math.prod(spec.shape)} elements are "
+                "written by no checkpoint tensor"
+            )
         checked.add(case)
 
 
-def _check_tensor(
-    name: str, spec: TensorSpec, copies: Sequence[Region], constants: Sequence[Region]
-) -> None:
-    """Check one tensor, counting in runs of `grain` elements, which no region cuts."""
-    full = (0, spec.shape, spec.stride)
-    grain = math.gcd(*(n for region in (full, *copies, *constants) for n in _run_lengths(region)))
-    last = sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True))
-    count = np.zeros(last // grain + 1, np.uint8)
+def _count_unwritten(
+    full: Region, once: Sequence[Region], more: Iterable[Region]
+) -> tuple[int, bool]:
+    """Return how many elements of `full` are in no region, and whether two of `once` overlap.
 
-    for region in copies:
+    Counts in runs of `grain` elements, which no region cuts. more: regions that may overlap.
+    """
+    grain = math.gcd(*(n for region in (full, *once, *more) for n in _run_lengths(region)))
+    last = sum((n - 1) * s for n, s in zip(*full[1:], strict=True))
+    count = np.zeros(last // grain + 1, np.uint8)
+    for region in once:
         _view(count, region, grain)[...] += 1
     twice = bool(count.max() > 1)
-    for region in constants:
+    for region in more:
         _view(count, region, grain)[...] = 1
-    missing = int((_view(count, full, grain) == 0).sum()) * grain
-    if twice:
-        raise LayoutError(f"engine tensor {name!r}: some elements would be written twice")
-    if missing:
-        raise LayoutError(
-            f"engine tensor {name!r}: {missing} of {math.prod(spec.shape)} elements are written by "
-            "no checkpoint tensor"
-        )
+    return int((_view(count, full, grain) == 0).sum()) * grain, twice
 
 
 def check_fit(
@@ -106,8 +107,9 @@ def check_sources(
         case = (shape, frozenset(regions))
         if name in exempt or case in checked:
             continue
-        if unread := _count_unread(shape, sorted(regions)):
-            total = math.prod(shape)
+        full, total = (0, shape, contiguous_strides(shape)), math.prod(shape)
+        unread = _count_unwritten(full, (), regions)[0] if total else 0
+        if unread:
             parts = ", ".join(_describe_reach(shape, copies[name])) or "parts of it"
             what = f"only {parts}" if copies[name] else "nothing"
             raise LayoutError(
@@ -119,36 +121,12 @@ def check_sources(
         checked.add(case)
 
 
-def _count_unread(shape: tuple[int, ...], regions: Sequence[Region]) -> int:
-    if not regions:
-        return math.prod(shape)
-    full = (0, shape, contiguous_strides(shape))
-    grain = math.gcd(*(n for region in (full, *regions) for n in _run_lengths(region)))
-    read = np.zeros(math.prod(shape) // grain, np.bool_)
-    for region in regions:
-        _view(read, region, grain)[...] = True
-    return int(read.size - read.sum()) * grain
-
-
 def _describe_reach(shape: tuple[int, ...], copies: Sequence[Copy]) -> Iterator[str]:
     """Yield how far the copies reach on each dimension that they do not read to the end."""
     blocks = [c.block(shape) for c in copies]
     for dim, size in enumerate(shape):
         if blocks and (end := max(reach(block, dim)[1] for block in blocks)) < size:
             yield f"the first {end} of {size} positions on dimension {dim}"
-
-
-def check_casts(buckets: Iterable[Bucket]) -> None:
-    """Raise LayoutError for a parameter that cannot be cast to the engine's dtype."""
-    for bucket in buckets:
-        source, engine = bucket.source_dtype, bucket.engine_dtype
-        if source != engine and not source.is_floating_point:
-            name, _ = bucket.chunks[0]
-            raise LayoutError(
-                f"parameter {name!r} is {source}, which cannot be cast to the engine's "
-                f"{engine}: a quantized model cannot be synced. Train in a floating-point "
-                "dtype."
-            )
 
 
 def _run_lengths(region: Region) -> Iterator[int]:

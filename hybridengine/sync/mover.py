@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 
-from hybridengine.run.failures import CollectiveGuard
-from hybridengine.sync.blocks import contiguous_strides
 from hybridengine.sync.buckets import Bucket
-from hybridengine.sync.changes import Found, covers
-from hybridengine.sync.delta import Delta, Versions
-from hybridengine.sync.fp8 import BlockScales
 from hybridengine.sync.planner import ReshardPlan
 from hybridengine.sync.shards import Box
-from hybridengine.sync.tables import Exchange, ExchangeBuilder
+from hybridengine.sync.tables import Exchange, ExchangeBuilder, Weights, encoding_of
 from hybridengine.sync.trainers import TrainedTensors
 from hybridengine.sync.transport import Transport, run_transfers
 from hybridengine.sync.weight_target import WeightTarget, write_constants
@@ -29,27 +24,24 @@ class Order(NamedTuple):
     verify: whether checksums are compared afterwards.
     remembers: whether a later one may leave out what has not changed, so that engines keep
       checksums of what they have.
-    base: version of the weights that a delta is made from; None: everything is sent.
-    group_size: elements in a group of the delta.
     """
 
     skip_frozen: bool
     verify: bool
     remembers: bool
-    base: int | None = None
-    group_size: int = 0
-
-    def moves(self, bucket: Bucket) -> bool:
-        """Return whether the bucket is sent as a whole."""
-        return self.moves_densely(bucket) and not (self.base is not None and covers(bucket))
-
-    def moves_densely(self, bucket: Bucket) -> bool:
-        """Return whether the bucket would be sent without a delta."""
-        return not (bucket.frozen and self.skip_frozen)
 
 
-Moves = Callable[[Bucket], bool]
-Weights = Mapping[str, torch.Tensor]
+class Increment(Protocol):
+    """What moves in place of some buckets; a plugin's (`hybridengine.deltas`)."""
+
+    def covers(self, bucket: Bucket) -> bool:
+        """Return whether it replaces the bucket."""
+
+    def move(self, transport: Transport, weights: Weights) -> None:
+        """Write what changed into the engines' weights. Collective.
+
+        weights: the tensors of this rank's engine; {} if it has no engine.
+        """
 
 
 def _pack(exchange: Exchange, sources: Sequence[torch.Tensor], outgoing: torch.Tensor) -> None:
@@ -66,12 +58,8 @@ class Mover:
 
     Attributes:
         exchanges: the tables of each bucket, built once.
-        scales: the scales of quantized tensors.
-        checksum_growth: engine tensor → by how much a delta made its `bit_checksum` grow in the
-            last transfer; None for a dense transfer, and where it is not known.
+        encoding: of quantized tensors.
     """
-
-    checksum_growth: Mapping[str, int] | None = None
 
     def __init__(
         self,
@@ -83,61 +71,55 @@ class Mover:
         builder: type[ExchangeBuilder] = ExchangeBuilder,
     ) -> None:
         self.plan, self.rank, self.source = plan, rank, source
-        self._device, self._engine = device, engine
-        self._placements = source.placements if source else {}
-        strides = {n: p.local_stride for n, p in self._placements.items()}
-        self.scales = BlockScales(plan, device)
-        self.builder = builder(plan, rank, strides, device, self.scales)
+        self.device, self._engine = device, engine
+        placements = source.placements if source else {}
+        strides = {n: p.local_stride for n, p in placements.items()}
+        self.encoding = encoding_of(plan, rank, device)
+        self.builder = builder(plan, rank, strides, device, self.encoding)
         self.exchanges = [self.builder.build(bucket) for bucket in plan.buckets]
         self._bytes_gathered = 0  # to merge adapters, in the last transfer
-
-    @cached_property
-    def _delta(self) -> Delta:
-        strides = {n: contiguous_strides(p.local_shape) for n, p in self._placements.items()}
-        return Delta(ExchangeBuilder(self.plan, self.rank, strides, self._device))
 
     def move(
         self,
         transport: Transport,
         order: Order,
-        version: int,
         weights: Weights,
-        found: Found | None,
+        increment: Increment | None = None,
     ) -> tuple[int, int]:
         """Move everything; return (bytes received, bytes sent). Collective.
 
         weights: the tensors of this rank's engine; {} if it has no engine.
-        found: the changes that were found in this rank's shards.
+        increment: what moves in place of the buckets that it covers.
         """
-        self.checksum_growth = None
-        if self._engine is not None and order.base is None and not order.skip_frozen:
+        moving = self._moving(order)
+        if increment is not None:
+            moving = [e for e in moving if not increment.covers(e.bucket)]
+        elif self._engine is not None and not order.skip_frozen:
             write_constants(self._engine.layout, weights)
-        self.move_buckets(transport, weights, order.moves)
-        if order.base is not None:
-            versions = Versions(order.base, version)
-            changes = found and found.changes
-            self.checksum_growth = self._delta.run(
-                transport, weights, changes, versions, order.group_size
-            )
+        self.move_buckets(transport, weights, moving)
+        if increment is not None:
+            increment.move(transport, weights)
         self.load_full(transport, order.skip_frozen)
         transport.end()
         return transport.bytes_received + self._bytes_gathered, transport.bytes_sent
 
-    def bytes_of(self, moves: Moves) -> int:
-        """Return the bytes that these buckets take to receive and send, without adapters."""
-        moving = [e for e in self.exchanges if moves(e.bucket)]
-        return sum(sum(e.bytes_received) + sum(e.bytes_sent) for e in moving)
+    def _moving(self, order: Order) -> list[Exchange]:
+        return [e for e in self.exchanges if not (e.bucket.frozen and order.skip_frozen)]
 
-    def move_buckets(self, transport: Transport, weights: Weights, moves: Moves) -> None:
+    def dense_bytes(self, order: Order) -> int:
+        """Return the bytes to receive and send without an increment, without adapters."""
+        return sum(sum(e.bytes_received) + sum(e.bytes_sent) for e in self._moving(order))
+
+    def move_buckets(
+        self, transport: Transport, weights: Weights, moving: Sequence[Exchange]
+    ) -> None:
         """Move buckets into the engines' weights. Collective.
 
         weights: the tensors of this rank's engine; {} if it has no engine.
-        moves: which buckets; those that are not frozen move together.
         """
         self._bytes_gathered = 0
-        moving = [e for e in self.exchanges if moves(e.bucket)]
-        if any(e.bucket.quantized for e in moving):
-            self._update_scales(transport, weights, moving)
+        read = partial(self._sources, transport) if self.source else None
+        self.encoding.prepare(transport, weights, moving, read)
         run_transfers(
             (
                 self._transfer(transport, exchange, f"bucket {i} of {len(moving)}", weights)
@@ -180,26 +162,6 @@ class Mover:
         merged, num_bytes = source.merge(name, spec, self.rank, box, transport.guard)
         self._bytes_gathered += num_bytes
         return merged
-
-    def _update_scales(
-        self, transport: Transport, weights: Weights, moving: list[Exchange]
-    ) -> None:
-        """Compute the scales of quantized tensors; write those of the engine."""
-        scales, guard = self.scales, transport.guard
-        if self.source is not None:
-            guard.phase = "finding the scales of quantized weights"
-            scales.begin(len(moving) < len(self.exchanges))
-            for exchange in moving:
-                if exchange.measured is not None:
-                    scales.measure(exchange.measured, self._sources(transport, exchange))
-            assert isinstance(guard, CollectiveGuard)  # of a trainer
-            with guard.collective("combining the scales of quantized weights"):
-                scales.combine(guard)
-            transport.bytes_received += scales.bytes_reduced
-            transport.bytes_sent += scales.bytes_reduced
-        scales.deliver(transport, self.rank)
-        if weights:
-            scales.write(self.rank, weights)
 
     def load_full(self, transport: Transport, skip_frozen: bool) -> None:
         """Gather the parameters that are no pure copies, one at a time, for the engines' loaders.

@@ -22,10 +22,7 @@ import torch
 from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE
 from hybridengine.sync.blocks import Block
 from hybridengine.sync.buckets import Bucket, ChunkTable, Source, fill_buckets
-from hybridengine.sync.checks import (
-    check_casts,
-    check_coverage,
-)
+from hybridengine.sync.checks import check_coverage
 from hybridengine.sync.layout import EngineLayout, LayoutError
 from hybridengine.sync.senders import Senders, Topology
 from hybridengine.sync.shards import ShardSpec
@@ -152,7 +149,6 @@ class Planner:
         buckets, moved, staging_bytes = fill_buckets(
             moving, self._bucket_bytes, world_size, self._chunk_tables, sent_once
         )
-        check_casts(buckets)
         needed, lower_bound = np.zeros((2, world_size), np.int64)
         for (_, dtype), source_class in classes.items():
             needed += source_class.num_written[self._layout_of] * dtype.itemsize
@@ -216,6 +212,12 @@ class Planner:
                         f"{next(iter(sources), None)!r}). Build both from the same model."
                     )
                 dtype = layout.destinations[copy.destination].dtype
+                if spec.dtype != dtype and not spec.dtype.is_floating_point:
+                    raise LayoutError(
+                        f"parameter {copy.source!r} is {spec.dtype}, which cannot be cast to the "
+                        f"engine's {dtype}: a quantized model cannot be synced. Train in a "
+                        "floating-point dtype."
+                    )
                 copies[copy.source, dtype][i].append((copy.destination, copy.block(spec.shape)))
         return copies
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,19 +17,19 @@ import torch.distributed as dist
 from hybridengine.run.all_ranks import all_gather_values, broadcast_value, run_on_all_ranks
 from hybridengine.run.device import DeviceProgress
 from hybridengine.run.failures import machine_id
+from hybridengine.run.plugins import load_plugin, plugins
 from hybridengine.sync.adapter import Adapter, adapters_of_factors
 from hybridengine.sync.buckets import default_bucket_bytes
-from hybridengine.sync.changes import ChangeFinder, find_changes
 from hybridengine.sync.checks import check_fit
-from hybridengine.sync.delta import group_size
 from hybridengine.sync.layout import EngineLayout, LayoutError
 from hybridengine.sync.mover import Mover, Order
 from hybridengine.sync.planner import ReshardPlan, build_plan
 from hybridengine.sync.tables import PullBuilder
 from hybridengine.sync.trainers import DeltaMode, Parameters, Trainers
-from hybridengine.sync.transport import AllToAll, Pull, pull_bytes, raise_if_any, share_memory
+from hybridengine.sync.transport import AllToAll, Pull, raise_if_any, share_memory
 from hybridengine.sync.verify import (
     Mismatch,
+    checksum_error,
     find_mismatches,
     find_unstable,
     from_all_ranks,
@@ -37,7 +38,6 @@ from hybridengine.sync.verify import (
 from hybridengine.sync.weight_target import (
     EngineState,
     HasTarget,
-    ReshardError,
     WeightTarget,
     engine_weights,
     operation,
@@ -79,6 +79,26 @@ class SyncReport:
         }
 
 
+class Deltas(Protocol):
+    """What finds changes between two syncs; a plugin's (`hybridengine.deltas`).
+
+    remembers: whether the next sync may move changes only.
+    changed: the share of elements that changed before the last sync; None where it is not known.
+    """
+
+    @property
+    def remembers(self) -> bool: ...
+    @property
+    def changed(self) -> float | None: ...
+    def find(self, allowed: bool, base: int, version: int) -> Any:
+        """Return what changed since the last call, None for a dense sync. Collective.
+
+        allowed: whether the engines hold version `base` as the last sync left them.
+        The result is an `Increment`. It has `num_bytes`, received to find it, and
+        `state_of(engine, before)`, the `EngineState` of an engine after it has moved.
+        """
+
+
 _PARTIALLY_UPDATED = (
     "The engine's weights are partially updated: restart the failed ranks and sync again."
 )
@@ -107,6 +127,10 @@ class Resharder:
       stalls, or is stopped, is named then. None, and at most: the process groups' own timeouts.
       NCCL groups without a CPU backend keep theirs.
 
+    Attributes:
+        plan: who sends what to whom.
+        engine_state: what the last sync has left in the engine; None where no later sync needs it.
+
     The plan is computed once, verified to be equal on all ranks by its digest, and reused by every
     `sync()`. Raises LayoutError on every rank if any rank detects a problem.
     """
@@ -131,12 +155,7 @@ class Resharder:
         with doing, self._guard.collective("comparing models and engines"):
             trainers.compare()
             self._make_plan(bucket_bytes)
-        self._engine_state: EngineState | None = None  # after the last sync; None: write everything
-
-    @property
-    def engine_state(self) -> EngineState | None:
-        """What the last sync has left in the engine; None where no later sync needs it."""
-        return self._engine_state
+        self.engine_state: EngineState | None = None
 
     # Planning
 
@@ -158,18 +177,19 @@ class Resharder:
         factors = self._trained.factors
         run_on_all_ranks(lambda: engine_weights(target, self._device, factors), LayoutError)
         self._transport, self._mover = self._connect()
-        self._finder: ChangeFinder | None = None
-        if not target.discards_weights:
+        self._deltas: Deltas | None = None
+        wanted = trainers.delta == "on" or (trainers.delta == "auto" and plugins("deltas"))
+        if wanted and not target.discards_weights:
+            make = load_plugin("deltas", "changes", "reshard.delta")
             pulls = isinstance(self._transport, Pull)
-            is_far = len(set(nodes)) > 1
-            self._finder = find_changes(trainers, self.plan, is_far=is_far, pulls=pulls)
+            self._deltas = make(trainers, self._mover, is_far=len(set(nodes)) > 1, pulls=pulls)
         frozen = any(spec.frozen for spec in trainers.specs.values())
         self._skips_frozen = frozen and not target.discards_weights
 
     @property
     def _remembers(self) -> bool:
         """Whether the next sync may leave out what has not changed."""
-        return self._skips_frozen or (self._finder is not None and not self._finder.is_paused)
+        return self._skips_frozen or (self._deltas is not None and self._deltas.remembers)
 
     def _gather_layouts(self) -> list[EngineLayout]:
         """Return the layout of every rank; equal layouts are broadcast once."""
@@ -194,7 +214,7 @@ class Resharder:
         if len(set(machines)) == 1 and any(self.plan.bytes_sent):
             mover = make(PullBuilder)
             assert isinstance(mover.builder, PullBuilder)
-            if memory := share_memory(pull_bytes(mover.builder), self._device):
+            if memory := share_memory(mover.builder.memory_bytes, self._device):
                 pull = Pull(*ends)
                 pull.memory = memory
                 return pull, mover
@@ -203,10 +223,6 @@ class Resharder:
         return AllToAll(*ends, keeps_staging=keeps), make()
 
     # Sync
-
-    @property
-    def _next_version(self) -> int:
-        return (self.engine.weight_version or 0) + 1
 
     def sync(self, version: int | None = None, *, verify: bool = False) -> SyncReport:
         """Write the current parameters into the engine and set its weight version.
@@ -222,21 +238,21 @@ class Resharder:
         transfer the engine refuses to generate until the next complete sync.
         """
         started = time.perf_counter()
-        to = self._next_version if version is None else version
+        base = self.engine.weight_version or 0
+        to = base + 1 if version is None else version
         syncing = operation(self._guard, f"the sync to version {to}", _PARTIALLY_UPDATED)
         with syncing, torch.no_grad():
             version, intact = self._trainers.start(
-                version, self._check, _PLAN_AGAIN, self._next_version, self._skips_frozen
+                version, self._check, _PLAN_AGAIN, base + 1, self._skips_frozen
             )
             verify = verify or self._trainers.verify_requested
-            before, self._engine_state = self._engine_state, None  # until this sync is complete
-            found = self._finder.find(intact) if self._finder else None
-            delta = (self.engine.weight_version or 0, group_size(found.share)) if found else ()
-            order = Order(intact, verify, self._remembers, *delta)
+            before, self.engine_state = self.engine_state, None  # until this sync is complete
+            increment = self._deltas.find(intact, base, version) if self._deltas else None
+            order = Order(intact, verify, self._remembers)
             transport = self._transport
             transport.begin()
             with self.engine.weight_update(version, self._finish_on_all_ranks):
-                received, sent = self._mover.move(transport, order, version, self._weights, found)
+                received, sent = self._mover.move(transport, order, self._weights, increment)
                 if verify:
                     self._finish_on_device("before verifying")
                     self._verify(version)
@@ -245,13 +261,15 @@ class Resharder:
                     adapters = adapters_of_factors(scales, self._weights)
                     self.engine.load_adapters(adapters, version)
                 self._finish_on_device("before committing")
-        if order.remembers:
-            self._engine_state = EngineState.after(before, self.engine, self._mover.checksum_growth)
+        if order.remembers and increment:
+            self.engine_state = increment.state_of(self.engine, before)
+        elif order.remembers:
+            self.engine_state = EngineState.of(self.engine)
         elapsed = (time.perf_counter() - started) * 1e3
-        changed = self._finder.changed if self._finder else None
-        densely = self._mover.bytes_of(order.moves_densely)
-        received += found.num_bytes if found else 0
-        return SyncReport(version, received, sent, elapsed, found is not None, changed, densely)
+        received += increment.num_bytes if increment else 0
+        changed = self._deltas.changed if self._deltas else None
+        dense = self._mover.dense_bytes(order)
+        return SyncReport(version, received, sent, elapsed, increment is not None, changed, dense)
 
     def _finish_on_device(self, phase: str) -> None:
         """Return when this rank's device has done all that the sync has enqueued."""
@@ -279,7 +297,7 @@ class Resharder:
             )
         self.engine.check_ready()
         self._weights = engine_weights(self.engine, self._device, self._trained.factors)
-        state = self._engine_state if frozen_is_kept else None
+        state = self.engine_state if frozen_is_kept else None
         return state is not None and state.is_kept_by(self.engine)
 
     def _verify(self, version: int) -> None:
@@ -295,9 +313,4 @@ class Resharder:
             warn_of_nan(self._trained.shards)
         self._guard.activity.compared(version, mismatches)
         if mismatches:
-            rank, destination, source = mismatches[0]
-            raise ReshardError(
-                f"the checksum of engine tensor {destination!r} on rank {rank} differs from its "
-                f"source {source!r} ({len(mismatches)} slices differ in all): data was corrupted "
-                "in transfer, or something else wrote to the engine. Sync again."
-            )
+            raise checksum_error(mismatches, f"rank {mismatches[0][0]}", "in all")

@@ -7,7 +7,7 @@ own tensor indices and offsets in the buffers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -16,6 +16,7 @@ import torch
 
 from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE, BlockTable
 from hybridengine.kernels.strided_copy import TABLE_COLUMNS, CopyTable
+from hybridengine.run.plugins import load_plugin
 from hybridengine.sync.blocks import Block, contiguous_strides
 from hybridengine.sync.buckets import Bucket
 from hybridengine.sync.planner import ReshardPlan
@@ -24,6 +25,10 @@ from hybridengine.sync.source_class import Chunk, SliceCopy, SourceClass
 
 _MAX_AXES = 4  # axes of one row of the strided_copy table
 Shape = tuple[int, ...]
+Weights = Mapping[str, torch.Tensor]
+Read = Callable[["Exchange"], list[torch.Tensor]]
+"""Returns the tensors that an exchange reads from."""
+
 _Address = tuple[int, Sequence[int]]  # offset and strides, in elements
 
 
@@ -95,6 +100,32 @@ class Plain:
     def measuring(self, tables: Sequence[np.ndarray], device: torch.device) -> BlockTable | None:
         """Return the table that measures what is encoded; None where nothing is measured."""
         return None
+
+    def prepare(
+        self, transport: Any, weights: Weights, moving: Sequence[Exchange], read: Read | None
+    ) -> None:
+        """Find what to encode with, before these exchanges are packed. Collective.
+
+        weights: the tensors of this rank's engine; {} if it has no engine.
+        read: None on a rank that only holds an engine.
+        """
+
+    def expected(
+        self, values: torch.Tensor, receiver: int, destination: str, block: Block
+    ) -> torch.Tensor:
+        """Return `values` as the receiver's engine tensor must hold them, in plain PyTorch.
+
+        block: the part of the engine tensor to which `values` are written.
+        """
+        return values
+
+
+def encoding_of(plan: ReshardPlan, rank: int, device: torch.device) -> Plain:
+    """Return how the values of a plan are encoded: a plugin's way where tensors are quantized."""
+    if not any(layout.quantized for layout in plan.layouts):
+        return Plain()
+    encoding: Plain = load_plugin("encodings", "fp8", "rollout.quantization")(plan, rank, device)
+    return encoding
 
 
 def slice_rows(
@@ -182,7 +213,7 @@ class ExchangeBuilder:
 
     strides: parameter → strides of this rank's shard, in elements; {} on a rank without shards.
     device: the device of the shards and of the engine.
-    quantized: the encoding of quantized engine tensors; None where there are none.
+    quantized: the encoding of quantized engine tensors.
     """
 
     def __init__(
@@ -328,6 +359,11 @@ class PullBuilder(ExchangeBuilder):
     """
 
     buffer_bytes = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """How much memory of every rank a pull needs for the buckets that were built."""
+        return 2 * max(ALIGNMENT, self.buffer_bytes)
 
     @cached_property
     def _known_buffers(self) -> dict[tuple, SendBuffer]:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,37 +23,8 @@ from hybridengine.run.all_ranks import all_gather_values, host_device, raise_on_
 from hybridengine.run.device import DeviceProgress, Guard
 from hybridengine.run.failures import CollectiveGuard, one_line
 from hybridengine.sync.shards import ShardSpec
-from hybridengine.sync.tables import ALIGNMENT, Exchange, PullBuilder
+from hybridengine.sync.tables import ALIGNMENT, Exchange
 from hybridengine.sync.weight_target import ReshardError
-
-_ALIGNMENT = 8  # bytes of a message: the next one is aligned for its values and its checksum
-
-
-class Header(NamedTuple):
-    """What a receiver knows before the message arrives; all zero but the versions for no changes.
-
-    base, new: see `Versions`.
-    gap_width: bytes of a field of the gaps.
-    gap_bytes: the bytes of all gaps.
-    checksum: the checksum of the message.
-    """
-
-    base: int
-    new: int
-    num_changes: int
-    gap_width: int
-    gap_bytes: int
-    checksum: int
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the message."""
-        size = 2 * self.num_changes + self.gap_bytes
-        return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-HEADER_BYTES = 8 * len(Header._fields)
-
 
 Pack = Callable[[torch.Tensor], None]
 """Fills a buffer of the engine's dtype with what this rank sends of a bucket."""
@@ -72,13 +43,11 @@ class Pending:
     wait: returns what has arrived, uint8, in one or more buffers; nothing on a rank that sends.
       They are valid until two further messages have been posted, or until `release`.
     release: called when what has arrived is no longer needed.
-    headers: the headers that arrived before the message.
     received, sent: bytes of it on an engine rank, known once it has arrived.
     """
 
     wait: Callable[[], list[torch.Tensor]]
     release: Callable[[], object] = lambda: None
-    headers: Sequence[Header] = ()
     received: int = 0
     sent: int = 0
 
@@ -140,12 +109,6 @@ class Transport(ABC):
         self, where: str, outgoing: torch.Tensor | None, sent: Sizes, received: Sizes
     ) -> Pending:
         """Start to move messages. outgoing: uint8, in the order of the receivers; None: none."""
-
-    @abstractmethod
-    def post_delta(
-        self, where: str, headers: Sequence[Header], outgoing: torch.Tensor | None
-    ) -> Pending:
-        """Start to move messages whose sizes only their senders know. headers: one per receiver."""
 
     @abstractmethod
     def move_full(self, name: str, spec: ShardSpec, gather: Gather) -> torch.Tensor | None:
@@ -325,22 +288,6 @@ class AllToAll(Transport):
         incoming = torch.empty(sum(received), dtype=torch.uint8, device=self._device)
         return self._exchange(where, incoming, outgoing, received, sent)
 
-    def post_delta(
-        self, where: str, headers: Sequence[Header], outgoing: torch.Tensor | None
-    ) -> Pending:
-        assert outgoing is not None
-        told = torch.tensor(headers, dtype=torch.int64, device=host_device())
-        heard = torch.empty_like(told)
-        with self.guard.collective(f"exchanging the sizes of {where}"):
-            dist.all_to_all_single(heard, told)
-            arriving = [Header(*row) for row in heard.tolist()]
-        received, sent = ([h.num_bytes for h in row] for row in (arriving, headers))
-        self.bytes_received += HEADER_BYTES * (len(headers) - 1)
-        self.bytes_sent += HEADER_BYTES * (len(headers) - 1)
-        pending = self.post(where, outgoing, sent, received)
-        pending.headers = arriving
-        return pending
-
     def _exchange(
         self,
         where: str,
@@ -400,11 +347,6 @@ class Pull(AllToAll):
         self.bytes_received += sum(exchange.bytes_received)
         self.bytes_sent += sum(exchange.bytes_sent)
         return Pending(partial(self._wait, where, work, buffers))
-
-
-def pull_bytes(builder: PullBuilder) -> int:
-    """Return how much memory of every rank a pull needs for the buckets that were built."""
-    return 2 * max(ALIGNMENT, builder.buffer_bytes)
 
 
 def raise_if_any(problem: Exception | None, guard: CollectiveGuard, phase: str) -> None:

@@ -26,6 +26,7 @@ from hybridengine.sync.planner import ReshardPlan
 from hybridengine.sync.source_class import SliceCopy
 from hybridengine.sync.trainers import TrainedTensors
 from hybridengine.sync.transport import Transport
+from hybridengine.sync.weight_target import ReshardError
 
 # Elements that `value_checksum` converts at a time, which take a few MiB. The same on all devices:
 # the sum depends on it, and those that are compared may be of a CPU and of a GPU.
@@ -44,7 +45,7 @@ def find_mismatches(
     mover: what has moved the weights.
     weights: the tensors of this rank's engine; {} if it has no engine.
     """
-    plan, rank, source, device = mover.plan, mover.rank, mover.source, mover.scales.scale.device
+    plan, rank, source, device = mover.plan, mover.rank, mover.source, mover.device
     arriving: list[_Write] = []
     leaving: list[_Write] = []
     for bucket in plan.buckets:
@@ -78,6 +79,16 @@ def find_mismatches(
     return [(rank, arriving[i].destination, arriving[i].name) for i in differ]
 
 
+def checksum_error(mismatches: Sequence[Mismatch], where: str, scope: str) -> ReshardError:
+    """Return the error of slices that differ, the first of them on the rank `where`."""
+    _, destination, source = mismatches[0]
+    return ReshardError(
+        f"the checksum of engine tensor {destination!r} on {where} differs from its source "
+        f"{source!r} ({len(mismatches)} slices differ {scope}): data was corrupted in transfer, or "
+        "something else wrote to the engine. Sync again."
+    )
+
+
 class _Write(NamedTuple):
     """One write of a slice: a part of a parameter and the part of an engine tensor it fills."""
 
@@ -106,7 +117,7 @@ def _expected(
     """
     name, slice_copy, destination, block, _ = write
     values = source.slice(name, mover.plan.sources[name], slice_copy.shard, block, adapter)
-    return mover.scales.expected(values, slice_copy.receiver, destination, block)
+    return mover.encoding.expected(values, slice_copy.receiver, destination, block)
 
 
 def find_unstable(

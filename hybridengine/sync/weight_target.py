@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,14 +29,6 @@ class RankFailedError(ReshardError, CollectiveError):
 
 class PlanOutdatedError(LayoutError):
     """The trained parameters differ from those the reshard was planned for: plan it again."""
-
-
-class LinkError(CollectiveError):
-    """A connection between trainers and engines failed; the transfer can be repeated."""
-
-
-class CorruptDeltaError(ValueError):
-    """A message does not match its header, or its header does not match the engine."""
 
 
 @contextmanager
@@ -243,19 +234,6 @@ def combined_checksum(parts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def without_aliases(weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """Yield the tensors whose storage no other one uses, as tied weights do."""
-    uses = Counter(tensor.untyped_storage().data_ptr() for tensor in weights.values())
-    for name, tensor in weights.items():
-        if uses[tensor.untyped_storage().data_ptr()] == 1:
-            yield name
-
-
-def _int64(value: int) -> int:
-    """Return the signed number of 64 bits that is equal modulo 2^64."""
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
 class EngineState(NamedTuple):
     """What an engine held when a sync was complete.
 
@@ -280,27 +258,6 @@ class EngineState(NamedTuple):
         read = [name for name in names if name not in known]
         checksums = dict(zip(read, bit_checksums([weights[name] for name in read]), strict=True))
         return cls(engine.weight_version, engine.updates_begun, {**checksums, **known})
-
-    @classmethod
-    def after(
-        cls, before: EngineState | None, engine: WeightTarget, growth: Mapping[str, int] | None
-    ) -> EngineState:
-        """Return the state of an engine after a sync.
-
-        before: its state before the sync.
-        growth: engine tensor → by how much a delta made its checksum grow; None after a dense sync.
-        The tensors that a delta has written are not read: if anything else has written to them
-        meanwhile, the next comparison shows it.
-        """
-        if before is None or growth is None:
-            return cls.of(engine)
-        weights = engine.weights()
-        known = {
-            name: _int64(before.checksums[name] + growth[name])
-            for name in without_aliases(weights)
-            if name in growth and weights[name].is_contiguous()
-        }
-        return cls.of(engine, known)
 
     @property
     def checksum(self) -> str:

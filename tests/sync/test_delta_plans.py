@@ -10,11 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.kernels import Changed
-from hybridengine.sync.changes import Part
-from hybridengine.sync.delta import DeltaGroup, Versions, decode, encode, group_size, joined
+from hybridengine.remote.sync.changes import Part, group_size
+from hybridengine.remote.sync.delta import (
+    CorruptDeltaError,
+    DeltaGroup,
+    Versions,
+    decode,
+    encode,
+    joined,
+)
 from hybridengine.sync.planner import build_plan
 from hybridengine.sync.tables import ExchangeBuilder
-from hybridengine.sync.weight_target import CorruptDeltaError
 from tests.sync.random_plans import Case, _Ranks, assert_written, random_cases, values_of
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hybridengine.engine.interface import SamplingSpec
-from hybridengine.sync import changes
-from hybridengine.sync import delta as group_module
+from hybridengine.remote.sync import changes
+from hybridengine.remote.sync import delta as group_module
 from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.resharder import Resharder

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from hybridengine.fp8.scales import BlockScales
 from hybridengine.kernels.block_quantize import block_quantize
 from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.blocks import contiguous_strides
-from hybridengine.sync.fp8 import BlockScales
 from hybridengine.sync.layout import Copy, EngineLayout, LayoutError, TensorSpec
 from hybridengine.sync.resharder import Resharder
 from hybridengine.sync.weight_target import StaleWeightsError

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridengine.sync.changes import Rates, max_share, measure, share_of
+from hybridengine.remote.sync.changes import Rates, max_share, measure, share_of
 from hybridengine.sync.transport import AllToAll
 from tests.ranks import run_ranks
 

@@ -13,9 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hybridengine.model.optim import Optimizer
+from hybridengine.remote.sync.delta import without_aliases
 from hybridengine.sync.resharder import Resharder
 from hybridengine.sync.shards import full_tensor, local_shard
-from hybridengine.sync.weight_target import EngineState, bit_checksums, without_aliases
+from hybridengine.sync.weight_target import EngineState, bit_checksums
 from tests.sync.memory_engine import MemoryEngine, Shapes, build, expected, values
 
 SHAPES: Shapes = {
@@ -228,8 +229,8 @@ def test_deltas_go_on_after_a_write() -> None:
     training.sync()
     for _ in training.deltas(2):
         training.model.norm.data.mul_(2)
-        assert training.sync() and training.resharder._finder.changed > 0
-        assert training.sync() and training.resharder._finder.changed == 0
+        assert training.sync() and training.resharder._deltas.changed > 0
+        assert training.sync() and training.resharder._deltas.changed == 0
 
 
 def test_two_engines_of_one_model() -> None:
@@ -282,7 +283,7 @@ def test_a_delta_leaves_the_checksums_of_the_engine() -> None:
     training = Training(sharded=True)
     training.sync()
     for _ in training.deltas(3):
-        state = training.resharder._engine_state
+        state = training.resharder.engine_state
         assert state is not None and state.checksums == EngineState.of(training.engine).checksums
 
 

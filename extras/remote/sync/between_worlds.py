@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -18,22 +18,22 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.kernels import bit_checksum
-from hybridengine.remote.sync.link import Link
+from hybridengine.remote.sync.link import GroupLink, Link, LinkError, Place
+from hybridengine.remote.sync.memory_link import MemoryLink
+from hybridengine.remote.sync.records import EngineInfo, SyncStore, Transfer
 from hybridengine.run.all_ranks import all_gather_values
 from hybridengine.run.device import DeviceProgress, Guard
+from hybridengine.run.failures import CollectiveGuard
 from hybridengine.sync.planner import ReshardPlan
 from hybridengine.sync.shards import ShardSpec
 from hybridengine.sync.tables import Exchange
 from hybridengine.sync.transport import (
-    HEADER_BYTES,
     Gather,
-    Header,
     Pack,
     Pending,
     Sizes,
     Transport,
 )
-from hybridengine.sync.weight_target import LinkError
 
 _CHECKSUM_BYTES = 8
 
@@ -109,16 +109,6 @@ class TrainersEnd(Transport):
             sizes = _of_all_trainers(own)
         assert outgoing is not None
         return self._post(where, outgoing, sizes)
-
-    def post_delta(
-        self, where: str, headers: Sequence[Header], outgoing: torch.Tensor | None
-    ) -> Pending:
-        headers = headers[self._num_trainers :]  # of the tensor-parallel ranks
-        told = torch.tensor(headers, dtype=torch.int64, device=self._device).view(torch.uint8)
-        each = np.full((self._num_trainers, len(headers)), HEADER_BYTES)
-        self._post(f"the sizes of {where}", told.view(-1), each).wait()
-        sent = [header.num_bytes for header in headers]
-        return self.post(where, outgoing, [0] * self._num_trainers + sent, ())
 
     def _post(self, where: str, outgoing: torch.Tensor, sizes: np.ndarray) -> Pending:
         """Send a message. sizes: from each trainer to each TP rank, int64 [trainers, tp_size]."""
@@ -200,18 +190,6 @@ class EnginesEnd(Transport):
     ) -> Pending:
         return self._post(where, received)
 
-    def post_delta(
-        self, where: str, headers: Sequence[Header], outgoing: torch.Tensor | None
-    ) -> Pending:
-        sizes = [HEADER_BYTES] * self._num_trainers
-        heard = torch.cat(self._post(f"the sizes of {where}", sizes).wait())
-        self.progress.wait()
-        rows = heard.view(torch.int64).view(self._num_trainers, -1)
-        headers = [Header(*row) for row in rows.tolist()]
-        pending = self._post(where, [header.num_bytes for header in headers])
-        pending.headers = headers
-        return pending
-
     def _post(self, where: str, sizes: Sequence[int], largest: int = 0) -> Pending:
         sent, phase = np.array(sizes[: self._num_trainers], np.int64), f"receiving {where}"
         with self.link.collective(phase):
@@ -264,3 +242,40 @@ class EnginesEnd(Transport):
                 stacklevel=2,
             )
             raise LinkError(damage)
+
+
+def open_link(
+    store: SyncStore,
+    transfer: Transfer,
+    trainers: Sequence[str],
+    infos: Mapping[int, EngineInfo],
+    rank: int,
+    device: torch.device,
+    timeout_s: float,
+    in_full: bool,
+    guard: CollectiveGuard,
+    buckets: Iterable[np.ndarray] = (),
+) -> Link:
+    """Connect a rank to the others of a transfer.
+
+    trainers: their processes, as `this_process`.
+    infos: of the engines of the members, by number.
+    rank: among the trainers, then the members.
+    in_full: whether some weights are sent to all members in full.
+    guard: of the trainers' collectives, or of the engine's.
+    buckets: see `MemoryLink`.
+    """
+    members = transfer.members
+    names = [f"trainer rank {r}" for r in range(len(trainers))]
+    names += [f"rank {m.rank} of engine {m.engine}" for m in members]
+    processes = [*trainers, *(infos[m.engine].processes[m.rank] for m in members)]
+    peers = dict(zip(names, processes, strict=True))
+    del peers[names[rank]]
+    place, number = Place(rank, len(trainers), members, peers, device, timeout_s), transfer.groups
+    link: Link
+    if transfer.feeders is None:
+        link = GroupLink(place, store, number, everybody=in_full)
+    else:
+        link = MemoryLink(place, store, number, transfer.feeders, guard, buckets)
+    link.activity = guard.activity
+    return link

@@ -335,4 +335,4 @@ class Coordinator:
             steps = [f"{a}/{k}" for a in range(attempts) for k in ("ready", "moving", "committing")]
             kinds = ["committed", *steps]
             marks = [f"{number}/{k}/{key}/{r}" for k in kinds for r in range(status.num_ranks)]
-            self._store.delete([f"{number}/state/{key}", *marks])
+            self._store.delete(f"{number}/state/{key}", *marks)

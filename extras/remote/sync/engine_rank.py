@@ -13,9 +13,7 @@ import torch.distributed as dist
 from hybridengine.remote.sync.records import EngineInfo, Holding, SyncState, SyncStore, Transfer
 from hybridengine.run.all_ranks import (
     all_gather_values,
-    broadcast_value,
-    host_device,
-    raise_on_all_ranks,
+    from_rank0,
     run_on_all_ranks,
 )
 from hybridengine.run.device import device_id
@@ -39,6 +37,7 @@ class EngineRank:
 
     Attributes:
         device: the device that holds the weights.
+        guard: the guard of the collectives of the engine's ranks.
         activity: the record of what this rank is doing, for `doctor --attach`.
         name: the name of this rank in messages.
         info: what the engine has reported to the trainers.
@@ -52,8 +51,8 @@ class EngineRank:
         self.world_size = dist.get_world_size() if has_world else 1
         self._store, self._index, self._timeout_s = store, index, timeout_s
         self.name = f"rank {self.rank} of engine {index}"
-        self._guard = CollectiveGuard(self.rank, self.world_size, name=self.name)
-        self.activity = self._guard.activity
+        self.guard = CollectiveGuard(self.rank, self.world_size, name=self.name)
+        self.activity = self.guard.activity
         self.activity.join(store.world())
         self.phase = "joining"
         self._known_trainers: tuple[int, list[str]] = (0, [])
@@ -64,11 +63,11 @@ class EngineRank:
     @property
     def phase(self) -> str:
         """What this rank is doing, for messages."""
-        return self._guard.phase
+        return self.guard.phase
 
     @phase.setter
     def phase(self, phase: str) -> None:
-        self._guard.phase = phase
+        self.guard.phase = phase
 
     # Engine's world
 
@@ -85,7 +84,7 @@ class EngineRank:
     @contextmanager
     def _collective(self, timeout_s: float | None = None) -> Iterator[None]:
         try:
-            with self._guard.collective(self.phase, timeout_s):
+            with self.guard.collective(self.phase, timeout_s):
                 yield
         except CollectiveError as error:
             raise RankFailedError(f"{self.name}: {error}") from error
@@ -97,31 +96,8 @@ class EngineRank:
         """
         if self.world_size == 1:
             return fn()
-        run = fn if self.rank == 0 else lambda: None
-        value = self.on_all_ranks(run, ReshardError, timeout_s)
         with self._collective(timeout_s):
-            return broadcast_value(value, expected)
-
-    def is_true_on_rank0(self, fn: Callable[[], bool]) -> bool:
-        """Return on every rank of the engine what `fn` returns on rank 0, or raise its error.
-
-        One broadcast of one byte, and no wait of rank 0 for the others, where `fn` does not fail.
-        """
-        if self.world_size == 1:
-            return fn()
-        answer = torch.zeros(1, dtype=torch.int8, device=host_device())
-        error: Exception | None = None
-        if self.rank == 0:
-            try:
-                answer.fill_(fn())
-            except Exception as caught:
-                error = caught
-                answer.fill_(-1)
-        with self._collective():
-            dist.broadcast(answer, 0)
-            if answer < 0:
-                raise_on_all_ranks(error, ReshardError)
-        return bool(answer)
+            return from_rank0(fn, expected, ReshardError)
 
     def on_all_ranks(
         self, fn: Callable[[], T], error_type: type[Exception], timeout_s: float | None = None
@@ -314,6 +290,6 @@ class EngineRank:
                 why = f": {stopped}" if stopped else ""
                 self._fail(f"they have not finished within {self._timeout_s:g} s{why}")
 
-        others = (f"rank {r} of engine {self._index}" for r in self._guard.others)
+        others = (f"rank {r} of engine {self._index}" for r in self.guard.others)
         with self.activity.waiting_for(*others):
             return wait_for(read, check)

@@ -30,10 +30,13 @@ from hybridengine.run.failures import (
 )
 from hybridengine.sync.tables import ALIGNMENT
 from hybridengine.sync.transport import Buffers, Pending
-from hybridengine.sync.weight_target import LinkError
 
 _TRANSFER = "transfer", ""  # of all ranks of a link
 _OF_A_SOCKET = ConnectionError, TimeoutError  # other OSErrors are of this process: no memory, say
+
+
+class LinkError(CollectiveError):
+    """A connection between trainers and engines failed; the transfer can be repeated."""
 
 
 def divide(sent: np.ndarray, replicas: int) -> tuple[np.ndarray, int]:
@@ -223,7 +226,7 @@ class GroupLink(Link):
         for name, ranks in ranks_of.items():
             with self.collective(f"connecting ({name})"):
                 if len(ranks) > 1:
-                    where = store.for_group(number, name)
+                    where = store.substore(f"group/{number}/{name}")
                     group = make(where, ranks.index(rank), len(ranks), timeout)
                     self._groups[name.partition("/")[0]] = group
 

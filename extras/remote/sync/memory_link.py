@@ -27,14 +27,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridengine.remote.sync.link import Link, Place
+from hybridengine.remote.sync.link import Link, LinkError, Place
 from hybridengine.remote.sync.offered_memory import MemoryOffer, map_memory, offered_memory
 from hybridengine.remote.sync.records import SyncStore
 from hybridengine.run.failures import CollectiveGuard, one_line
 from hybridengine.run.messages import wait_for
 from hybridengine.sync.tables import ALIGNMENT
 from hybridengine.sync.transport import Pending
-from hybridengine.sync.weight_target import LinkError, ReshardError
+from hybridengine.sync.weight_target import ReshardError
 
 _SLOTS = 2
 _MIN_SLOT_BYTES = 1 << 20
@@ -361,7 +361,7 @@ class MemoryLink(Link):
         self._sockets.clear()
         self._slots, self._memory = [], torch.empty(0)
         if self.rank < self.num_trainers:
-            self._store.delete([f"{self._key}/{self.rank}"])
+            self._store.delete(f"{self._key}/{self.rank}")
 
 
 def _pieces(size: int, room: int) -> int:

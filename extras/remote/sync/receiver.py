@@ -10,10 +10,10 @@ from contextlib import contextmanager, suppress
 import torch
 import torch.distributed as dist
 
-from hybridengine.remote.sync.between_worlds import EnginesEnd
+from hybridengine.remote.sync.between_worlds import EnginesEnd, open_link
+from hybridengine.remote.sync.delta import CorruptDeltaError, DeltaTables, Increment, Versions
 from hybridengine.remote.sync.engine_rank import EngineRank
-from hybridengine.remote.sync.link import GroupLink, Link, Place
-from hybridengine.remote.sync.memory_link import MemoryLink
+from hybridengine.remote.sync.link import Link, LinkError
 from hybridengine.remote.sync.records import (
     EngineInfo,
     Holding,
@@ -29,12 +29,10 @@ from hybridengine.sync.adapter import adapters_of_factors
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.mover import Mover
 from hybridengine.sync.resharder import SyncReport
-from hybridengine.sync.verify import find_mismatches
+from hybridengine.sync.verify import checksum_error, find_mismatches
 from hybridengine.sync.weight_target import (
-    CorruptDeltaError,
     EngineState,
     HasTarget,
-    LinkError,
     RankFailedError,
     ReshardError,
     WeightTarget,
@@ -53,6 +51,9 @@ class WeightReceiver:
 
     The ranks of the engine are those of its default process group, without one this process alone.
     New processes may take the index of an engine that has ended.
+
+    Attributes:
+        engine_state: what the last sync has left in the engine; None where no later sync needs it.
     """
 
     def __init__(
@@ -69,12 +70,7 @@ class WeightReceiver:
         self._device = self._rank.device
         self._link: Link | None = None
         self._group_number = self._plan_number = 0
-        self._engine_state: EngineState | None = None  # after the last sync, if it is needed
-
-    @property
-    def engine_state(self) -> EngineState | None:
-        """What the last sync has left in the engine; None where no later sync needs it."""
-        return self._engine_state
+        self.engine_state: EngineState | None = None
 
     def pending(self) -> bool:
         """Return whether a sync waits for this engine, the same on every rank. Collective.
@@ -82,7 +78,7 @@ class WeightReceiver:
         The engine may go on generating; the sync waits for `receive` until its timeout.
         """
         self._rank.phase = "looking for a sync"
-        return self._rank.is_true_on_rank0(lambda: self._rank.invitation() is not None)
+        return self._rank.on_rank0(lambda: self._rank.invitation() is not None, bool)
 
     def receive(self) -> SyncReport:
         """Take part in a sync: write the weights in place and set the weight version. Collective.
@@ -116,21 +112,25 @@ class WeightReceiver:
             state, transfer = self._first_transfer(state)
             self._plan_for(transfer)
             with self.engine.weight_update(state.version, finish_on_all_ranks), torch.no_grad():
-                before = self._engine_state
+                before = self.engine_state
                 while (moved := self._try(transfer, state)) is None:
                     before = None  # a part of a delta may have been written
                     rank.tell_ready(state, state.attempt + 1)
                     state, transfer = rank.wait_for_transfer(state, state.attempt + 1)
-            self._engine_state = None
+            self.engine_state = None
             if transfer.order.remembers:
-                growth = self._mover.checksum_growth
-                self._engine_state = EngineState.after(before, self.engine, growth)
+                increment = self._increment
+                self.engine_state = (
+                    increment.state_of(self.engine, before)
+                    if increment
+                    else EngineState.of(self.engine)
+                )
             if self._link is not None and not self._link.is_kept:
                 self._close_link()
             rank.tell_committed(state)
         rank.phase = f"after the sync to version {state.version}"
         elapsed = (time.perf_counter() - started) * 1e3
-        return SyncReport(state.version, *moved, elapsed, transfer.order.base is not None)
+        return SyncReport(state.version, *moved, elapsed, transfer.delta is not None)
 
     def close(self) -> None:
         """End the connections to trainers and replicas; no further sync is possible."""
@@ -145,7 +145,7 @@ class WeightReceiver:
 
     def _holding(self) -> Holding:
         """Return which weights all ranks of the engine have."""
-        held = self._engine_state
+        held = self.engine_state
         base = held.version if held and held.is_kept_by(self.engine) else None
         own = Holding(base is None, base)
         ranks = self._rank.all_gather(own, Holding, self._timeout_s)
@@ -193,6 +193,7 @@ class WeightReceiver:
             num_trainers = len(inputs.nodes)
             rank = num_trainers + self.engine.tp_rank
             self._mover = Mover(plan, rank, self._device, None, self.engine)
+            self._tables = DeltaTables(self._mover)
             self._transport = EnginesEnd(plan, num_trainers)
         if self._plan.digest != transfer.digest:
             raise LayoutError(
@@ -232,7 +233,12 @@ class WeightReceiver:
         scales = self._inputs.scales
         weights = engine_weights(self.engine, self._device, self._inputs.factors)
         self._transport.begin(link, progress)
-        moved = self._mover.move(self._transport, transfer.order, state.version, weights, None)
+        self._increment: Increment | None = None
+        if transfer.delta is not None:
+            base, size = transfer.delta
+            versions = Versions(base, state.version)
+            self._increment = Increment(self._tables, versions, size, None)
+        moved = self._mover.move(self._transport, transfer.order, weights, self._increment)
         if transfer.order.verify:
             progress.wait()
             self._verify(link, weights, state.version)
@@ -245,25 +251,22 @@ class WeightReceiver:
     def _connect(self, transfer: Transfer, state: SyncState) -> Link:
         if self._link is None or self._group_number != transfer.groups:
             self._close_link()
-            here = self.index, self._rank.rank
             trainers = self._rank.trainers(state)
-            peers = {f"trainer rank {r}": p for r, p in enumerate(trainers)}
-            others = [m for m in transfer.members if (m.engine, m.rank) != here]
-            infos: dict[int, EngineInfo] = {
-                i: self._store.get(f"engine/{i}", EngineInfo) for i in {m.engine for m in others}
-            }
-            for _, index, rank in others:
-                peers[f"rank {rank} of engine {index}"] = infos[index].processes[rank]
-            me = next(i for i, m in enumerate(transfer.members) if (m.engine, m.rank) == here)
-            n = len(trainers)
-            place = Place(n + me, n, transfer.members, peers, self._device, self._timeout_s)
+            engines = {member.engine for member in transfer.members}
+            own = self._rank.rank, self.index
+            place = next(i for i, m in enumerate(transfer.members) if (m.rank, m.engine) == own)
             self._group_number = transfer.groups
-            store, number = self._store, transfer.groups
-            if transfer.feeders is None:
-                self._link = GroupLink(place, store, number, everybody=bool(self._plan.fallback))
-            else:
-                self._link = MemoryLink(place, store, number, transfer.feeders)
-            self._link.activity = self._rank.activity
+            self._link = open_link(
+                self._store,
+                transfer,
+                trainers,
+                {i: self._store.get(f"engine/{i}", EngineInfo) for i in engines},
+                len(trainers) + place,
+                self._device,
+                self._timeout_s,
+                bool(self._plan.fallback),
+                self._rank.guard,
+            )
         return self._link
 
     def _close_link(self) -> None:
@@ -276,8 +279,4 @@ class WeightReceiver:
         self._rank.activity.compared(version, wrong)
         if wrong:
             link.phase = "verifying"
-            raise ReshardError(
-                f"the checksum of engine tensor {wrong[0][1]!r} on {self._rank.name} differs from "
-                f"its source {wrong[0][2]!r} ({len(wrong)} slices differ on this rank): data was "
-                "corrupted in transfer, or something else wrote to the engine. Sync again."
-            )
+            raise checksum_error(wrong, self._rank.name, "on this rank")

@@ -172,6 +172,8 @@ class Transfer:
     plan: the number of the plan.
     digest: the digest of the plan.
     order: which part of the weights moves.
+    delta: (version of the weights that a delta is made from, elements in a group of it); None:
+      everything is sent.
     """
 
     groups: int
@@ -180,6 +182,7 @@ class Transfer:
     plan: int
     digest: str
     order: Order
+    delta: tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -205,35 +208,37 @@ class SyncState:
     begun: frozenset[int] = frozenset()
 
 
-class SyncStore:
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, RankFailedError | MessageError):
+            raise
+        raise RankFailedError(f"{STORE_GONE} ({one_line(error)})") from error
+
+
+class SyncStore(SignedStore):
     """The records of all syncs, in a `torch.distributed` store, signed by HYBRIDENGINE_SECRET.
 
     All methods raise RankFailedError if the store is gone, and those that read MessageError for a
     record that no process of the run has written.
     """
 
+    set = _store_errors()(SignedStore.set)
+    read = _store_errors()(SignedStore.read)
+    has = _store_errors()(SignedStore.has)
+    claim = _store_errors()(SignedStore.claim)
+    delete = _store_errors()(SignedStore.delete)
+
     def __init__(self, store: dist.Store) -> None:
-        self._records = SignedStore(store, _PREFIX)
+        super().__init__(store, _PREFIX)
         self._has_sync = False
-
-    def set(self, key: str, value: object) -> None:
-        with _store_errors():
-            self._records.set(key, value)
-
-    def get(self, key: str, expected: Any) -> Any:
-        """Return the value of type `expected` under `key`, None if there is none."""
-        with _store_errors():
-            return self._records.get(key, expected)
 
     def get_sync(self) -> SyncState | None:
         """Return the state of the sync, None if there is none. One request: it is never deleted."""
-        with _store_errors():
-            self._has_sync = self._has_sync or self._records.has("sync")
-            return self._records.read("sync", SyncState) if self._has_sync else None
-
-    def has(self, key: str) -> bool:
-        with _store_errors():
-            return self._records.has(key)
+        self._has_sync = self._has_sync or self.has("sync")
+        return self.read("sync", SyncState) if self._has_sync else None
 
     def next_number(self, key: str) -> int:
         """Count from 1. One process at a time counts under a key."""
@@ -243,8 +248,7 @@ class SyncStore:
 
     def world(self) -> str:
         """Return an identifier that all trainers and engines of the store have in common."""
-        with _store_errors():
-            return str(self._records.claim("world", secrets.token_hex(8), str))
+        return str(self.claim("world", secrets.token_hex(8), str))
 
     def mark(self, key: str, rank: int) -> None:
         """Record that a rank of an engine has reached `key`."""
@@ -256,29 +260,10 @@ class SyncStore:
     def all_marked(self, key: str, num_ranks: int) -> bool:
         return all(self.is_marked(key, rank) for rank in range(num_ranks))
 
-    def delete(self, keys: Sequence[str]) -> None:
-        """Delete those of `keys` that exist."""
-        with _store_errors():
-            self._records.delete(*keys)
-
-    def for_group(self, number: int, name: str) -> dist.Store:
-        """Return the store in which the members of a process group rendezvous."""
-        return self._records.substore(f"group/{number}/{name}")
-
+    @_store_errors()
     def own_connection(self) -> SyncStore:
         """Return the same records over a connection for another thread."""
-        with _store_errors():
-            return SyncStore(self._records.base.clone())
-
-
-@contextmanager
-def _store_errors() -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, OSError) as error:
-        if isinstance(error, RankFailedError | MessageError):
-            raise
-        raise RankFailedError(f"{STORE_GONE} ({one_line(error)})") from error
+        return SyncStore(self.base.clone())
 
 
 def make_plan(

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from hybridengine.remote.sync.between_worlds import TrainersEnd
+from hybridengine.remote.sync.between_worlds import TrainersEnd, open_link
+from hybridengine.remote.sync.changes import ChangeFinder, Found, find_changes, group_size
 from hybridengine.remote.sync.coordinator import Absent, Coordinator, EngineStatus
-from hybridengine.remote.sync.link import GroupLink, Link, Place, feeders_of
-from hybridengine.remote.sync.memory_link import MemoryLink
+from hybridengine.remote.sync.delta import DeltaTables, Increment, Versions
+from hybridengine.remote.sync.link import Link, LinkError, feeders_of
 from hybridengine.remote.sync.records import (
     EngineInfo,
     Generations,
@@ -39,16 +40,14 @@ from hybridengine.run.failures import (
 )
 from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.buckets import default_bucket_bytes
-from hybridengine.sync.changes import ChangeFinder, Found, find_changes
 from hybridengine.sync.checks import config_differences
-from hybridengine.sync.delta import group_size
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.mover import Mover, Order
 from hybridengine.sync.planner import ReshardPlan
 from hybridengine.sync.resharder import SyncReport
 from hybridengine.sync.trainers import DeltaMode, Parameters, Trainers
 from hybridengine.sync.verify import find_mismatches, warn_of_nan
-from hybridengine.sync.weight_target import LinkError, ReshardError, operation
+from hybridengine.sync.weight_target import ReshardError, operation
 
 T = TypeVar("T")
 _MAKE_AGAIN = "since the sender was made: make a new WeightSender"
@@ -181,8 +180,8 @@ class WeightSender:
                 some, transfer = self._begin(infos, verify, delta)
                 moved = self._transfer_on_all_ranks(some, transfer, version, delta)
                 received, sent = received + moved[0], sent + moved[1]
-                is_delta &= transfer.order.base is not None
-                dense_bytes = self._mover.bytes_of(transfer.order.moves_densely)
+                is_delta &= transfer.delta is not None
+                dense_bytes = self._mover.dense_bytes(transfer.order)
                 infos = self._settle(some) + [info for info in infos if info not in some]
                 self._base = version
             self._engines = self._on_rank0(Coordinator.close, "ending", dict[int, EngineStatus])
@@ -234,13 +233,12 @@ class WeightSender:
                 groups = self._store.next_number("groups")
             members = sorted(m for info in some for m in info.members())
             has_frozen = coordinator.has_frozen(some, self._sent.frozen)
-            base = delta.base if delta and able else None
-            size = group_size(delta.found.share) if delta else 0
-            order = Order(has_frozen, verify, self._remembers, base, size)
+            order = Order(has_frozen, verify, self._remembers)
+            update = (delta.base, group_size(delta.found.share)) if delta and able else None
             by_member = feeders_of(self._processes, self._devices, some)
             feeders = [by_member[member] for member in members] if by_member else None
             plan = self._plan_number, self.plan.digest
-            transfer = Transfer(groups, members, feeders, *plan, order)
+            transfer = Transfer(groups, members, feeders, *plan, order, update)
             coordinator.begin(transfer)
             return some, transfer
 
@@ -296,8 +294,11 @@ class WeightSender:
         progress = DeviceProgress(link or self._guard, self._device, limit_s=0.8 * self._timeout_s)
         transport = self._transport
         transport.begin(link, progress, link.failure if link else failure)
-        found = delta.found if delta else None
-        moved = self._mover.move(transport, transfer.order, version, {}, found)
+        increment = None
+        if delta is not None and transfer.delta is not None:
+            base, size = transfer.delta
+            increment = Increment(self._tables, Versions(base, version), size, delta.found)
+        moved = self._mover.move(transport, transfer.order, {}, increment)
         if transfer.order.verify:
             find_mismatches(transport, self._mover, {})
             with self._guard.collective("looking for NaN"):
@@ -314,22 +315,19 @@ class WeightSender:
     def _connect(self, infos: list[EngineInfo], transfer: Transfer) -> Link:
         if self._link is None or self._group_number != transfer.groups:
             self._close_link()
-            trainers = enumerate(self._processes)
-            peers = {f"trainer rank {r}": p for r, p in trainers if r != self.rank}
-            for info in infos:
-                for rank, process in enumerate(info.processes):
-                    peers[f"rank {rank} of engine {info.index}"] = process
             self._group_number, self._linked_to = transfer.groups, infos
-            place = Place(
-                self.rank, self.world_size, transfer.members, peers, self._device, self._timeout_s
+            self._link = open_link(
+                self._store,
+                transfer,
+                self._processes,
+                {info.index: info for info in infos},
+                self.rank,
+                self._device,
+                self._timeout_s,
+                bool(self.plan.fallback),
+                self._guard,
+                self._transport.sizes,
             )
-            store, number = self._store, transfer.groups
-            if transfer.feeders is None:
-                self._link = GroupLink(place, store, number, everybody=bool(self.plan.fallback))
-            else:
-                ends = transfer.feeders, self._guard, self._transport.sizes
-                self._link = MemoryLink(place, store, number, *ends)
-            self._link.activity = self._guard.activity
         return self._link
 
     def _close_link(self) -> None:
@@ -367,6 +365,7 @@ class WeightSender:
         self._layouts = layouts
         self._sent = self._sent._replace(frozen=self._sent.frozen + 1)  # it measures all scales
         self._mover = Mover(self.plan, self.rank, self._device, self._trained, None)
+        self._tables = DeltaTables(self._mover)
         merges = bool(self._trained.merged)
         self._transport = TrainersEnd(self._guard, self.plan, self._device, merges)
         self._transport.plan_for(self._mover.exchanges)

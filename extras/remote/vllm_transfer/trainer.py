@@ -28,8 +28,7 @@ from vllm.distributed.weight_transfer import (
 )
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
-from hybridengine.remote.vllm_transfer.engine_sender import EngineSender
-from hybridengine.remote.vllm_transfer.source import sender_arguments
+from hybridengine.remote.vllm_transfer.engine_sender import EngineSender, sender_arguments
 from hybridengine.run.all_ranks import raise_on_all_ranks, run_on_all_ranks
 from hybridengine.run.failures import one_line
 from hybridengine.run.messages import check_secret

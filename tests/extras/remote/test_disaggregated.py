@@ -72,7 +72,7 @@ def engine_body(rank: int, world_size: int, port: int, index: int, tp_size: int)
         want = expected(engine, full_at(version))
         right.append(all(torch.equal(engine.tensors[n], t) for n, t in want.items()))
         assert engine.weight_version == reports[-1].version == version
-        assert receiver._engine_state is None, "nothing is read for syncs that send everything"
+        assert receiver.engine_state is None, "nothing is read for syncs that send everything"
     return {"right": right, "received": [r.bytes_received for r in reports]}
 
 

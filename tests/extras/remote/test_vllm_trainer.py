@@ -296,7 +296,7 @@ def test_the_configuration_of_the_model_is_compared_with_the_engines() -> None:
     from transformers import AutoModelForCausalLM
     from vllm.distributed.weight_transfer import ModuleSource
 
-    from hybridengine.remote.vllm_transfer.source import sender_arguments
+    from hybridengine.remote.vllm_transfer.engine_sender import sender_arguments
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("llama"))

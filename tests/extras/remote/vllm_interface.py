@@ -135,15 +135,15 @@ INTERFACE: dict[str, dict[str, str | tuple[str | None, str | None]]] = {
 _IMPORT = """
 import torch, vllm
 from vllm.distributed import weight_transfer
-from hybridengine.remote.vllm_transfer import source, trainer, transfer
+from hybridengine.remote.vllm_transfer import engine_sender, trainer, transfer
 transfer.register()
 transfer.register()
 for factory in (weight_transfer.WeightTransferEngineFactory,
                 weight_transfer.WeightTransferTrainerFactory):
     half = factory._registry["hybridengine"]()
     assert not half.__abstractmethods__, half.__abstractmethods__
-read = source.sender_arguments(weight_transfer.ModuleSource(torch.nn.Linear(2, 3))).parameters
-assert sorted(read()) == ["bias", "weight"]
+source = weight_transfer.ModuleSource(torch.nn.Linear(2, 3))
+assert sorted(engine_sender.sender_arguments(source).parameters()) == ["bias", "weight"]
 print("imported beside vLLM", vllm.__version__, vllm.__file__)
 """
 

@@ -16,12 +16,54 @@ import torch
 
 from hybridengine.kernels import Changed
 from hybridengine.kernels.delta import ChangeTable, decode_gaps, encode_gaps
+from hybridengine.remote.sync.changes import (
+    ChangeFinder,
+    Found,
+    Part,
+    covers,
+    find_changes,
+    group_size,
+)
+from hybridengine.sync.blocks import contiguous_strides
 from hybridengine.sync.buckets import Bucket
-from hybridengine.sync.changes import Part, covers
+from hybridengine.sync.mover import Mover
 from hybridengine.sync.source_class import Chunk
-from hybridengine.sync.tables import ExchangeBuilder
-from hybridengine.sync.transport import Header, Transport, run_transfers
-from hybridengine.sync.weight_target import CorruptDeltaError, bit_checksums
+from hybridengine.sync.tables import ExchangeBuilder, Weights
+from hybridengine.sync.trainers import Trainers
+from hybridengine.sync.transport import Pending, Transport, run_transfers
+from hybridengine.sync.weight_target import EngineState, WeightTarget, bit_checksums
+
+_ALIGNMENT = 8  # bytes of a message: the next one is aligned for its values and its checksum
+
+
+class Header(NamedTuple):
+    """What a receiver knows before the message arrives; all zero but the versions for no changes.
+
+    base, new: see `Versions`.
+    gap_width: bytes of a field of the gaps.
+    gap_bytes: the bytes of all gaps.
+    checksum: the checksum of the message.
+    """
+
+    base: int
+    new: int
+    num_changes: int
+    gap_width: int
+    gap_bytes: int
+    checksum: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the message."""
+        size = 2 * self.num_changes + self.gap_bytes
+        return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+HEADER_BYTES = 8 * len(Header._fields)
+
+
+class CorruptDeltaError(ValueError):
+    """A message does not match its header, or its header does not match the engine."""
 
 
 class Versions(NamedTuple):
@@ -78,16 +120,15 @@ def decode(
         zip(headers, messages, checksums, strict=True)
     ):
         try:
-            if (header.base, header.new) != versions:
+            if header[:2] != versions:
                 raise CorruptDeltaError(
                     f"it leads from version {header.base} to {header.new}, expected "
                     f"{versions.base} to {versions.new}"
                 )
             if checksum != header.checksum:
                 raise CorruptDeltaError("its checksum differs from that of its sender")
-            middle = 2 * header.num_changes
+            count, middle = header.num_changes, 2 * header.num_changes
             gaps = message[middle : middle + header.gap_bytes]
-            count = header.num_changes
             positions.append(decode_gaps(gaps, header.gap_width, 0, counts[sender], count))
             values.append(message[:middle].view(dtype))
         except ValueError as error:
@@ -97,25 +138,7 @@ def decode(
     return positions, values
 
 
-_BYTES_PER_CHANGE = 3  # of a message, where an element has 2
-_STEP = 4  # sizes of groups are powers of it, so that few sets of tables are made
-
 Changes = Mapping[Part, Changed]
-Weights = Mapping[str, torch.Tensor]
-
-
-def group_size(share: float) -> int:
-    """Return of how many buckets the messages take about as much memory as two buckets.
-
-    Examples:
-        >>> [group_size(share) for share in (1 / 3, 0.1, 0.01, 0.001)]
-        [4, 4, 64, 1024]
-    """
-    most = 2 * 2 / (_BYTES_PER_CHANGE * max(share, 1e-6))
-    size = 1
-    while size * _STEP <= most:
-        size *= _STEP
-    return size
 
 
 class DeltaGroup:
@@ -183,87 +206,161 @@ class DeltaGroup:
             self.checksums.update(dict(zip(names, grown.tolist(), strict=True)))
 
 
-class Delta:
-    """Moves only those elements that changed, from the engine weights of one version to another.
+class DeltaTables:
+    """The tables of one rank for deltas of a plan, made once for each size of group."""
 
-    builder: of a rank whose shards are contiguous, because changes are numbered by position.
-    """
-
-    def __init__(self, builder: ExchangeBuilder) -> None:
-        self._builder = builder
-        self._buckets = [bucket for bucket in builder.plan.buckets if covers(bucket)]
+    def __init__(self, mover: Mover) -> None:
+        placements = mover.source.placements if mover.source else {}
+        # Changes are numbered by position in a contiguous shard.
+        strides = {n: contiguous_strides(p.local_shape) for n, p in placements.items()}
+        self.builder = ExchangeBuilder(mover.plan, mover.rank, strides, mover.device)
+        self._buckets = [bucket for bucket in mover.plan.buckets if covers(bucket)]
         self._known: dict[int, list[DeltaGroup]] = {}
 
-    def _groups(self, size: int) -> list[DeltaGroup]:
+    def groups(self, size: int) -> list[DeltaGroup]:
         """Return groups of up to `size` buckets each."""
         if size not in self._known:
-            self._known[size] = [
-                DeltaGroup(self._builder, bucket) for bucket in joined(self._buckets, size)
-            ]
+            buckets = joined(self._buckets, size)
+            self._known[size] = [DeltaGroup(self.builder, bucket) for bucket in buckets]
         return self._known[size]
 
-    def run(
-        self,
-        transport: Transport,
-        weights: Weights,
-        changes: Changes | None,
-        versions: Versions,
-        size: int,
-    ) -> Mapping[str, int] | None:
+
+class Increment:
+    """The elements that changed between two versions of the weights, and how they move.
+
+    size: the number of elements in a group (`group_size`).
+    found: what changed in this rank's shards; None on a rank that only holds an engine.
+    """
+
+    covers = staticmethod(covers)
+
+    def __init__(
+        self, tables: DeltaTables, versions: Versions, size: int, found: Found | None
+    ) -> None:
+        self._tables, self._versions = tables, versions
+        self._groups = tables.groups(size)
+        self._changes = found and found.changes
+        self.num_bytes = found.num_bytes if found else 0
+        self._problem: CorruptDeltaError | None = None
+
+    def move(self, transport: Transport, weights: Weights) -> None:
         """Write what changed into the engines' weights. Collective.
 
-        Return engine tensor → by how much its `bit_checksum` has grown; None if it is not known.
-
         weights: the tensors of this rank's engine; {} if it has no engine.
-        changes: the changes of this rank's shards; None if it has no shards.
-        size: the number of elements in a group (`group_size`).
         Raises CorruptDeltaError, once everything has travelled, where a message was damaged or made
         from another version and was not applied.
         """
-        self._problem: CorruptDeltaError | None = None
-        groups = self._groups(size)
-        for group in groups:
+        for group in self._groups:
             group.checksums.clear()
         run_transfers(
-            self._transfer(
-                transport, group, f"delta {i} of {len(groups)}", weights, changes, versions
-            )
-            for i, group in enumerate(groups, 1)
+            self._transfer(transport, group, f"delta {i} of {len(self._groups)}", weights)
+            for i, group in enumerate(self._groups, 1)
         )
         transport.check(self._problem)
-        if not all(group.checksums_known for group in groups):
-            return None
-        checksums = Counter[str]()
-        for group in groups:
-            checksums.update(group.checksums)
-        return checksums
 
     def _transfer(
-        self,
-        transport: Transport,
-        group: DeltaGroup,
-        where: str,
-        weights: Weights,
-        changes: Changes | None,
-        versions: Versions,
+        self, transport: Transport, group: DeltaGroup, where: str, weights: Weights
     ) -> Iterator[None]:
         """Start the exchange of a group, yield, then wait for it and apply what has arrived."""
-        guard = transport.guard
+        guard, versions = transport.guard, self._versions
         guard.phase = f"packing {where}"
-        leaving, outgoing = group.encode(changes, versions) if changes is not None else ([], None)
-        pending = transport.post_delta(where, leaving, outgoing)
-        if changes is not None:
+        leaving, outgoing = list[Header](), None
+        if self._changes is not None:
+            leaving, outgoing = group.encode(self._changes, versions)
+        arriving, pending = self._post(transport, where, leaving, outgoing)
+        if self._changes is not None:
             guard.phase = f"applying the local part of {where}"
-            group.write_local(changes, weights)
+            group.write_local(self._changes, weights)
         yield
         arrived = pending.wait()
         guard.phase = f"applying {where}"
         try:
             if arrived:
-                group.write(pending.headers, arrived, versions, weights)
+                group.write(arriving, arrived, versions, weights)
         except CorruptDeltaError as error:
             self._problem = error
         pending.release()
+
+    def _post(
+        self,
+        transport: Transport,
+        where: str,
+        leaving: Sequence[Header],
+        outgoing: torch.Tensor | None,
+    ) -> tuple[list[Header], Pending]:
+        """Start to move messages, whose sizes only their senders know: headers travel first.
+
+        leaving: one header per rank; none on a rank that only holds an engine.
+        Return the header of each message that arrives.
+        """
+        builder, receivers = self._tables.builder, transport.receivers
+        rank, ranks = builder.rank, range(builder.plan.world_size)
+        to = [r in (receivers or ranks) and r != rank for r in ranks] if leaving else []
+        senders = ranks[: receivers.start] if receivers else ranks
+        origins = [r != rank for r in senders] if rank in (receivers or ranks) else []
+        told = None
+        if leaving:
+            rows = [leaving[r] for r in ranks if to[r]]
+            told = torch.tensor(rows, dtype=torch.int64, device=builder.device).view(torch.uint8)
+            told = told.view(-1)
+        sizes = ([HEADER_BYTES * n for n in numbers] for numbers in (to, origins))
+        heard = transport.post(f"the sizes of {where}", told, *sizes).wait()
+        arriving = list[Header]()
+        if heard:
+            transport.progress.wait()
+            numbers = torch.cat(heard).view(torch.int64).view(-1, len(Header._fields)).tolist()
+            arriving = [Header(*row) for row in numbers]
+        if origins and rank in senders:  # nothing is sent to itself
+            arriving.insert(rank, leaving[rank])
+        sent, received = ([h.num_bytes for h in headers] for headers in (leaving, arriving))
+        return arriving, transport.post(where, outgoing, sent, received)
+
+    def state_of(self, engine: WeightTarget, before: EngineState | None) -> EngineState:
+        """Return the state of an engine after this has moved.
+
+        before: its state before; None where it is not known.
+        The tensors that the delta has written are not read: the growth of their checksums is known.
+        If anything else has written to them meanwhile, the next comparison shows it.
+        """
+        if before is None or not all(group.checksums_known for group in self._groups):
+            return EngineState.of(engine)
+        growth = Counter[str]()
+        for group in self._groups:
+            growth.update(group.checksums)
+        weights = engine.weights()
+        known = {
+            name: _int64(before.checksums[name] + growth[name])
+            for name in without_aliases(weights)
+            if name in growth and weights[name].is_contiguous()
+        }
+        return EngineState.of(engine, known)
+
+
+class Deltas:
+    """The `Deltas` of a `Resharder` (`hybridengine.sync.resharder`)."""
+
+    def __init__(self, finder: ChangeFinder, mover: Mover) -> None:
+        self.finder, self._tables = finder, DeltaTables(mover)
+
+    @classmethod
+    def of(cls, trainers: Trainers, mover: Mover, *, is_far: bool, pulls: bool) -> Deltas | None:
+        """As `find_changes`, whose arguments it takes and whose errors it raises. Collective."""
+        finder = find_changes(trainers, mover.plan, is_far=is_far, pulls=pulls)
+        return finder and cls(finder, mover)
+
+    @property
+    def remembers(self) -> bool:
+        return not self.finder.is_paused
+
+    @property
+    def changed(self) -> float | None:
+        return self.finder.changed
+
+    def find(self, allowed: bool, base: int, version: int) -> Increment | None:
+        found = self.finder.find(allowed)
+        if found is None:
+            return None
+        return Increment(self._tables, Versions(base, version), group_size(found.share), found)
 
 
 def joined(buckets: Sequence[Bucket], size: int) -> Iterator[Bucket]:
@@ -287,3 +384,16 @@ def joined(buckets: Sequence[Bucket], size: int) -> Iterator[Bucket]:
                 chunks = [pair for pair in chunks if pair[0] not in whole]
                 chunks += [(name, Chunk()) for name in count if name in whole]
             yield replace(group[0], chunks=chunks)
+
+
+def without_aliases(weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Yield the tensors whose storage no other one uses, as tied weights do."""
+    uses = Counter(tensor.untyped_storage().data_ptr() for tensor in weights.values())
+    for name, tensor in weights.items():
+        if uses[tensor.untyped_storage().data_ptr()] == 1:
+            yield name
+
+
+def _int64(value: int) -> int:
+    """Return the signed number of 64 bits that is equal modulo 2^64."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -41,7 +41,7 @@ from hybridengine.sync.blocks import (
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.planner import ReshardPlan
 from hybridengine.sync.source_class import SliceCopy
-from hybridengine.sync.tables import Plain, Shape, SliceRows, slice_rows
+from hybridengine.sync.tables import Exchange, Plain, Read, Shape, SliceRows, Weights, slice_rows
 from hybridengine.sync.transport import Transport
 
 BLOCK_COLUMN = TABLE_COLUMNS  # of the tables of this module: the number of the block of a row
@@ -52,13 +52,13 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class BlockScales(Plain):
     """The scales of all quantized tensors of all engine layouts of a plan, on one rank.
 
-    scale: float32 [B], of the blocks of all layouts in one numbering. `combine` computes it.
+    scale: float32 [B], of the blocks of all layouts in one numbering.
 
     Raises LayoutError for a parameter that cannot be quantized.
     """
 
-    def __init__(self, plan: ReshardPlan, device: torch.device) -> None:
-        self._plan = plan
+    def __init__(self, plan: ReshardPlan, rank: int, device: torch.device) -> None:
+        self._plan, self._rank = plan, rank
         self._first: list[dict[str, int]] = []  # by layout: engine tensor → its first block
         starts = [0]  # of each layout, and the end
         for layout in plan.layouts:
@@ -107,7 +107,6 @@ class BlockScales(Plain):
         return first
 
     def shapes(self, name: str) -> tuple:
-        """Return the shapes of the engine tensors that a parameter is copied to, by layout."""
         return tuple(
             tuple(layout.destinations[n].shape for n in self._names(name, number))
             for number, layout in enumerate(self._plan.layouts)
@@ -132,8 +131,7 @@ class BlockScales(Plain):
     ) -> SliceRows:
         """Return rows int64 [R, 17] of one way, pack or local.
 
-        The columns are those of `strided_copy`, dst_index the index of the write, and the block,
-        counted from the first of its engine tensor. strides, origin: of the shard that is read.
+        The last column is the block, counted from the first of its engine tensor.
         """
         shapes = self.shapes(name)
         tables, counts = [np.empty((0, BLOCK_COLUMN + 1), np.int64)], []
@@ -180,16 +178,33 @@ class BlockScales(Plain):
 
     # Sync
 
-    def begin(self, skip_frozen: bool) -> None:
-        """Forget the magnitudes of the last sync.
-
-        skip_frozen: keep those of the tensors that are sent once, which are not measured again.
-        """
-        self._absmax *= self._is_frozen if skip_frozen else 0
-
-    def measure(self, table: BlockTable, sources: Sequence[torch.Tensor]) -> None:
-        """Include slices of this rank's shards in the magnitudes of their blocks."""
-        table.absmax(sources, self._absmax, self.dtype)
+    def prepare(
+        self, transport: Transport, weights: Weights, moving: Sequence[Exchange], read: Read | None
+    ) -> None:
+        if not any(exchange.bucket.quantized for exchange in moving):
+            return
+        if read is not None:
+            guard = transport.guard
+            guard.phase = "finding the scales of quantized weights"
+            # Those of the tensors that are sent once are not measured again.
+            moves_all = len(moving) == len(self._plan.buckets)
+            self._absmax *= 0 if moves_all else self._is_frozen
+            for exchange in moving:
+                if exchange.measured is not None:
+                    exchange.measured.absmax(read(exchange), self._absmax, self.dtype)
+            assert isinstance(guard, CollectiveGuard)  # of a trainer
+            with guard.collective("combining the scales of quantized weights"):
+                self.combine(guard)
+            num_bytes = 2 * self._absmax.nbytes * (dist.get_world_size() - 1)
+            num_bytes //= dist.get_world_size()  # of a ring's all-reduce
+            transport.bytes_received += num_bytes
+            transport.bytes_sent += num_bytes
+        self._deliver(transport)
+        if weights:
+            layout = self._plan.layout_of[self._rank]
+            for name, quantized in self._plan.layouts[layout].quantized.items():
+                scale = weights[quantized.scale]
+                scale.copy_(self.scale[self._blocks(layout, name)].view(scale.shape))
 
     def combine(self, guard: CollectiveGuard) -> None:
         """Compute the scales from the magnitudes that all trainer ranks found; collective."""
@@ -197,46 +212,28 @@ class BlockScales(Plain):
         guard.wait(work, self._absmax.device)
         self.scale.copy_(block_scales(self._absmax))
 
-    def of_rank(self, rank: int) -> torch.Tensor:
+    def _of_rank(self, rank: int) -> torch.Tensor:
         """Return the part of `scale` for the engine of one rank of the plan."""
         return self._of_layout[self._plan.layout_of[rank]]
 
-    def deliver(self, transport: Transport, rank: int) -> None:
+    def _deliver(self, transport: Transport) -> None:
         """Send the scales to ranks that hold an engine only, an equal part from each trainer."""
         if not (receivers := transport.receivers):
             return
         where, trainers = "the scales of quantized weights", [*range(receivers.start)]
-        if rank in receivers:
-            scales = self.of_rank(rank)
+        if self._rank in receivers:
+            scales = self._of_rank(self._rank)
             received = [part.nbytes for part in scales.tensor_split(len(trainers))]
             arrived = transport.post(where, None, (), received).wait()
             scales.copy_(torch.cat(arrived).view(scales.dtype))
             return
-        parts = [self.of_rank(r).tensor_split(len(trainers))[rank] for r in receivers]
+        parts = [self._of_rank(r).tensor_split(len(trainers))[self._rank] for r in receivers]
         sent = [0] * len(trainers) + [part.nbytes for part in parts]
         transport.post(where, torch.cat(parts).view(torch.uint8), sent, ()).wait()
-
-    def write(self, rank: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Write the scales for the engine of one rank of the plan to its tensors."""
-        layout = self._plan.layout_of[rank]
-        for name, quantized in self._plan.layouts[layout].quantized.items():
-            scale = weights[quantized.scale]
-            scale.copy_(self.scale[self._blocks(layout, name)].view(scale.shape))
-
-    @property
-    def bytes_reduced(self) -> int:
-        """What `combine` receives from, and sends to, other ranks: a ring's all-reduce."""
-        world_size = dist.get_world_size()
-        return 2 * self._absmax.nbytes * (world_size - 1) // world_size
 
     def expected(
         self, values: torch.Tensor, receiver: int, destination: str, block: Block
     ) -> torch.Tensor:
-        """Return `values` as the receiver's engine tensor must hold them, in plain PyTorch.
-
-        block: the part of the engine tensor to which `values` are written. Tensors that are not
-          quantized are returned unchanged.
-        """
         number = self._plan.layout_of[receiver]
         if destination not in self._first[number]:
             return values

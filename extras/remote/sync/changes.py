@@ -28,6 +28,24 @@ _MIN_BUDGET = 1 << 16  # changes: of a rank that holds little
 _PAUSES = 4, 64  # dense syncs without a comparison: after the first that found too much, at most
 
 
+_BYTES_PER_CHANGE = 3  # of a message, where an element has 2
+_STEP = 4  # sizes of groups are powers of it, so that few sets of tables are made
+
+
+def group_size(share: float) -> int:
+    """Return of how many buckets the messages take about as much memory as two buckets.
+
+    Examples:
+        >>> [group_size(share) for share in (1 / 3, 0.1, 0.01, 0.001)]
+        [4, 4, 64, 1024]
+    """
+    most = 2 * 2 / (_BYTES_PER_CHANGE * max(share, 1e-6))
+    size = 1
+    while size * _STEP <= most:
+        size *= _STEP
+    return size
+
+
 class Part(NamedTuple):
     """A shard, or, if `box` is given, a part of one that is merged with its adapter at once."""
 

@@ -1,0 +1,1 @@
+"""Engines with FP8 weights."""
