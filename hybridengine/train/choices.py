@@ -312,11 +312,10 @@ def _inexact(
     chosen = config.rollout.exact
     if chosen == "off":
         return f"{_EXACT} is off"
-    obstacle = exactness_obstacle(config) or machine.obstacles.get("exact")
-    if engine != "vllm":
-        obstacle = exactness_obstacle(config) or (
-            "the engine is plain generate (rollout.name), and the operators replace vLLM's"
-        )
+    obstacle = exactness_obstacle(config)
+    if obstacle is None and engine != "vllm":
+        obstacle = "the engine is plain generate (rollout.name), and the operators replace vLLM's"
+    obstacle = obstacle or machine.obstacles.get("exact")
     if chosen == "auto":
         obstacle = obstacle or _doubt(config, model, machine)
     if obstacle is None:  # last, as it builds the model on the meta device
@@ -337,11 +336,8 @@ def _doubt(config: RLConfig, model: PretrainedConfig, machine: Machine) -> str |
         return f"rollout.servers may have other operators; start exact ones, and set {_EXACT}=on"
     if config.overlaps:
         return f"trainer.mode is {config.trainer.mode}, in which the engine's weights are older"
-    kind, trust, advice = (
-        model.model_type,
-        config.model.trust_remote_code,
-        f"set {_EXACT}=on to try it",
-    )
+    kind, trust = model.model_type, config.model.trust_remote_code
+    advice = f"set {_EXACT}=on to try it"
     if machine.gpu_bytes:
         return f"log-probs were not compared bit for bit on a GPU; {advice}"
     if kind not in _COMPARED or trust:

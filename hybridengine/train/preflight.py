@@ -139,26 +139,15 @@ def _check_run(config: RLConfig | SFTConfig, faults: Faults) -> PretrainedConfig
             faults.attempt(extension.check, config, model)
         faults.attempt(check_sequence_parallel, model, config.sequence_parallel_size)
         faults.attempt(check_rotary, model, config.max_model_len, trust)
-        faults.attempt(_check_adapters, config, model)
+        if (given := config.model).lora_rank:
+            targets, adapter = given.target_modules, given.lora_adapter_path
+            experts = given.target_parameters, given.share_expert_adapters
+            faults.attempt(check_lora, model, given.lora_rank, targets, adapter, trust, *experts)
         with faults:
             shapes = checkpoint_layout_from_config(model, trust).tensors.values()
             num_bytes = sum(map(math.prod, shapes)) * getattr(torch, trainer.save_dtype).itemsize
     faults.attempt(check_disk_space, trainer.default_local_dir, num_bytes)
     return model
-
-
-def _check_adapters(config: JobConfig, model: PretrainedConfig) -> None:
-    given = config.model
-    if given.lora_rank:
-        check_lora(
-            model,
-            given.lora_rank,
-            given.target_modules,
-            given.lora_adapter_path,
-            given.trust_remote_code,
-            given.target_parameters,
-            given.share_expert_adapters,
-        )
 
 
 def _check_models(config: RLConfig, faults: Faults) -> bool:
@@ -289,8 +278,12 @@ def _check_engine(
         faults.attempt(check_length, model, config.max_model_len, "the longest sequence", key)
     if model is not None and engine is not None:
         choices = faults.attempt(decide, config, model, machine)
-        shares = choices is not None and choices.shares
-        faults.attempt(check_model_in_engine, config, model, engine, shares)
+        if engine == "vllm" and not config.rollout.servers:
+            shares = choices is not None and choices.shares
+            if memory := machine.gpu_bytes:
+                faults.attempt(check_device_memory, config, model, memory, shares)
+            else:
+                faults.attempt(_check_head_size, model)
     return choices
 
 
@@ -352,21 +345,6 @@ def _vllm(config: RLConfig) -> Iterator[str]:
             yield f"rollout.engine_kwargs.vllm: {error}"
 
 
-def check_model_in_engine(
-    config: RLConfig, model: PretrainedConfig, name: str, shares: bool
-) -> None:
-    """Check that vLLM's attention on a CPU fits the model, or that a GPU holds the weights.
-
-    shares: the trainer computes with the engine's weights.
-    """
-    if not config.rollout.servers and name == "vllm":
-        if torch.cuda.is_available():
-            memory = torch.cuda.get_device_properties(0).total_memory
-            check_device_memory(config, model, memory, shares)
-        else:
-            check_head_size(model)
-
-
 def _check_heads(config: RLConfig, model: PretrainedConfig) -> None:
     """Check the tensor-parallel size against attention heads and key-value heads."""
     text, tp_size = model.get_text_config(), config.rollout.tensor_model_parallel_size
@@ -384,7 +362,7 @@ def _check_heads(config: RLConfig, model: PretrainedConfig) -> None:
         )
 
 
-def check_head_size(model: PretrainedConfig) -> None:
+def _check_head_size(model: PretrainedConfig) -> None:
     """Check that vLLM's attention on a CPU has heads of the model's size."""
     text = model.get_text_config()
     size = head_size(model)

@@ -16,8 +16,6 @@ from hybridengine.train.checkpoint.folders import partial_folder, publish
 from hybridengine.train.plan import start_of
 from hybridengine.train.preflight import (
     check_device_memory,
-    check_head_size,
-    check_model_in_engine,
     resident_bytes,
 )
 from tests.cli.conftest import refusal
@@ -235,18 +233,16 @@ def test_a_variable_that_the_engine_cannot_have(dry_run, monkeypatch):
     assert dry_run().exit_code == 0, "the plain engine does not read it"
 
 
-def test_head_sizes_of_vllms_attention_on_a_cpu(monkeypatch):
+def test_head_sizes_of_vllms_attention_on_a_cpu(dry_run, tmp_path, monkeypatch):
     backend = pytest.importorskip("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
     assert [*CPU_HEAD_SIZES] == backend.get_supported_head_sizes()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    model = tiny_config("llama")
-    check_head_size(model)
-    model.head_dim = 48
-    required = ["model.path=m", "data.train_files=f"]
-    config = load_config(None, required)
-    check_model_in_engine(config, model, "hf", shares=False)
-    with pytest.raises(ConfigError, match=r"no heads of size 48.*set rollout.name=hf"):
-        check_model_in_engine(config, model, "vllm", shares=False)
+    config = tiny_config("llama")
+    config.head_dim = 48
+    path = save_tiny(config, tmp_path / "wide")
+    line = refusal(dry_run(f"model.path={path}", "rollout.name=vllm"))
+    assert "no heads of size 48" in line and "set rollout.name=hf" in line
+    assert dry_run(f"model.path={path}").exit_code == 0
 
 
 def test_engine_options_need_vllm(dry_run):
