@@ -59,8 +59,7 @@ def _measure_ranks(name: str, world_size: int) -> list[float]:
 
 
 def worker(name: str, rank: int, world_size: int, folder: Path) -> list[float]:
-    from hybridengine.run.session import Session
-    from hybridengine.run.status import PhaseStatus
+    from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.train.batch import DataParallel
     from hybridengine.train.data import Subset
     from hybridengine.train.rollouts import Rollouts

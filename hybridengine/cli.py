@@ -27,6 +27,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from hybridengine import __version__
+from hybridengine.run import plugins
 from hybridengine.run.config import (
     JobConfig,
     config_to_yaml,
@@ -45,7 +46,6 @@ from hybridengine.run.errors import (
     print_error,
     print_note,
 )
-from hybridengine.run.plugins import plugins
 
 __all__ = [
     "JobSettings",

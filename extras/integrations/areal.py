@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from hybridengine.remote.vllm_transfer.engine_sender import EngineSender, module_arguments
-from hybridengine.run.all_ranks import broadcast_value, run_on_all_ranks, run_on_rank0
+from hybridengine.run.messages import broadcast_value, run_on_all_ranks, run_on_rank0
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.weight_target import ReshardError
 

@@ -26,9 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridengine.run.all_ranks import broadcast_value
-from hybridengine.run.failures import this_process
-from hybridengine.run.messages import SignedStore
+from hybridengine.run.activity import this_process
+from hybridengine.run.messages import SignedStore, broadcast_value
 
 from ._nemo_rl import NemoPatches
 from ._patching import Replacement

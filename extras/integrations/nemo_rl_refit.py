@@ -29,7 +29,7 @@ from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 from torch import Tensor
 
 from hybridengine.remote.vllm_transfer.engine_sender import EngineSender, module_arguments
-from hybridengine.run.all_ranks import broadcast_value
+from hybridengine.run.messages import broadcast_value
 from hybridengine.sync.layout import LayoutError
 
 from ._nemo_rl import NemoPatches

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from hybridengine.run.all_ranks import broadcast_value, run_on_all_ranks
+from hybridengine.run.messages import broadcast_value, run_on_all_ranks
 from hybridengine.sync.layout import LayoutError
 
 from ._patching import Patches, Replacement

@@ -24,7 +24,8 @@ from hybridengine.model.validation import auto_class, config_of, longest_sequenc
 from hybridengine.run.config import ConfigError, RLConfig, load_config, load_sft_config
 from hybridengine.run.config.common import DatasetConfig
 from hybridengine.run.config.loading import read_settings
-from hybridengine.run.session import Session, script_session
+from hybridengine.run.rank import script_session
+from hybridengine.run.session import Session
 from hybridengine.sync.resharder import Resharder
 from hybridengine.train.build import (
     build_agents,

@@ -8,7 +8,8 @@ from hybridengine.engine.interface import SamplingSpec
 from hybridengine.remote.roles import RoleLink, Roles, RoleWorld
 from hybridengine.remote.servers.network import has_remote, prepare_network
 from hybridengine.run.config import JobConfig, RLConfig
-from hybridengine.run.session import Session, run_rank
+from hybridengine.run.rank import run_rank
+from hybridengine.run.session import Session
 from hybridengine.train.build import RunData
 from hybridengine.train.choices import Choices
 from hybridengine.train.critic import ExternalCritic

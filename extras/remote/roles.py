@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hybridengine.run.failures import RESTART_COUNT
 from hybridengine.run.messages import SignedStore, wait_until
-from hybridengine.run.restarts import connect_store
+from hybridengine.run.rank import connect_store
 from hybridengine.run.session import World
 
 SYNC_SHARE = 0.8  # of trainer.timeout_s: a sync gives up before the trainers' collectives do
@@ -180,7 +180,7 @@ class RoleWorld(World):
     def num_ranks(self) -> int:
         return self._roles.num_nodes * self._roles.ranks_per_node
 
-    def join(self, store: dist.Store, backend: str, timeout_s: float) -> None:
+    def join(self, store: dist.Store, timeout_s: float) -> None:
         """Initialize the default process group of this rank's own world.
 
         Torchrun's variables then describe that world, as vLLM and `torch.distributed` expect; only
@@ -188,20 +188,23 @@ class RoleWorld(World):
         """
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         prefix = f"hybridengine/roles/{os.environ.get(RESTART_COUNT, '0')}"
-        own = SignedStore(connect_store(timeout_s), prefix)
+        store_of_all = connect_store(timeout_s)
+        own = SignedStore(store_of_all, prefix)
         os.environ.update(
             RANK=str(self.role.rank),
             WORLD_SIZE=str(self.role.world_size),
             LOCAL_WORLD_SIZE=str(self.role.local_world_size),
         )
         dist.init_process_group(
-            backend,
+            self.backend,
             store=own.substore(self.role.world),
             rank=self.role.rank,
             world_size=self.role.world_size,
             timeout=timedelta(seconds=timeout_s),
         )
-        self.link = RoleLink(self._roles, self.role, own.within("link"), timeout_s, address)
+        self.link = RoleLink(
+            self._roles, self.role, SignedStore(store_of_all, f"{prefix}/link"), timeout_s, address
+        )
         self.link.announce()
 
     def writing(self) -> AbstractContextManager[None]:

@@ -33,7 +33,7 @@ from typing import Any
 
 from hybridengine.rewards.functions import import_reward_function
 from hybridengine.run.errors import RewardError
-from hybridengine.run.host_memory import memory_limit
+from hybridengine.run.storage import memory_limit
 from hybridengine.train.rewards.function import (
     TIMED_OUT,
     Calls,

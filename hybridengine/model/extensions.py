@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
-from hybridengine.run.plugins import load_plugin, plugins
+from hybridengine.run import load_plugin, plugins
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from hybridengine.kernels import empty_from_pool
 from hybridengine.model.parameters import unwrapped_name
-from hybridengine.run.all_ranks import group_timeout
 from hybridengine.run.config.common import ShardingConfig
+from hybridengine.run.messages import group_timeout
 from hybridengine.sync.shards import local_shard
 
 

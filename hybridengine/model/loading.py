@@ -41,9 +41,9 @@ from hybridengine.model.parameters import is_finite, parameter_shards
 from hybridengine.model.rotary import fix_rotary_length
 from hybridengine.model.shared_weights import LayeredWeights
 from hybridengine.model.validation import auto_class, config_of, meta_model
-from hybridengine.run.all_ranks import broadcast_value, run_on_rank0
 from hybridengine.run.config.common import ShardingConfig, TrainedModelConfig
 from hybridengine.run.errors import ModelError
+from hybridengine.run.messages import broadcast_value, run_on_rank0
 
 
 @dataclass(frozen=True)

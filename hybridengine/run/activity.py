@@ -1,30 +1,31 @@
-"""What the processes of this user's runs are doing, in files that `doctor --attach` reads.
+"""What the processes of this user's runs are, and are doing.
 
 Every guard of collectives has a file in a private folder in shared memory, which no slow disk holds
-up. It is overwritten at every phase, in some microseconds, and removed at the end of the process.
-Files are data: JSON of one type, of processes of this user on this machine.
+up; `doctor --attach` reads it. It is overwritten at every phase, in some microseconds, and removed
+at the end of the process. Files are data: JSON of one type, of processes of this user on this
+machine.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import os
+import shutil
 import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 
-__all__ = ["Activity", "Comparison", "Record", "read_records", "request_verify"]
-
+VERIFY = "verify"  # suffix of a request
 _MAX_MISMATCHES = 20  # listed in a file
-_VERIFY = "verify"  # suffix of a request
 _SHARED_MEMORY, _TEMPORARY = Path("/dev/shm"), Path("/tmp")
-_READS, _READ_PAUSE_S = 5, 0.02
 _numbers = itertools.count()
 
 
@@ -78,12 +79,12 @@ class Activity:
         self.record = Record(pid, name, rank, world_size, now, now, [])
         self._file: int | None = None
         self._size = 0  # of the file
-        folder = _private_folder(create=True)
+        folder = private_folder(create=True)
         if folder is None:
             return
-        self._request = folder / f"{pid}.{_VERIFY}"
+        self._request = folder / f"{pid}.{VERIFY}"
         if (number := next(_numbers)) == 0:
-            _remove_stale(folder)
+            remove_stale(folder)
         path = folder / f"{pid}.{number}"
         with suppress(OSError):
             path.unlink(missing_ok=True)  # of an earlier process with this number
@@ -92,46 +93,41 @@ class Activity:
 
     def join(self, world: str) -> None:
         """Add an identifier that other processes have as well."""
-        if world and world not in self.record.worlds:
-            self.record.worlds.append(world)
+        self.record.worlds = list(dict.fromkeys([*self.record.worlds, world]))
 
     def enter(self, place: str) -> None:
         """Record what this process does now; it waits for nobody."""
-        self._set(place, "", "", ())
+        self._set(place=place, collective="", world="", waits_for=())
 
-    @contextmanager
     def in_collective(
-        self, place: str, key: str, world: str, ranks: Iterable[str] = ()
-    ) -> Iterator[None]:
-        """Record, while open, that this process waits for `world` in the collective `key`.
+        self, place: str, key: str, ranks: Iterable[str] = ()
+    ) -> AbstractContextManager[None]:
+        """Record, while open, that this process waits for others in the collective `key`.
 
-        ranks: the names of the ranks that take part; none: all ranks of `world`.
+        ranks: the names of those that take part; none: all ranks of the guard's world.
         """
-        before = self._waits
-        self._set(place, key, world, tuple(ranks))
-        try:
-            yield
-        finally:
-            self._set(self.record.place, *before)
+        names, worlds = tuple(ranks), self.record.worlds
+        world = worlds[0] if worlds and not names else ""
+        return self._waiting(place=place, collective=key, world=world, waits_for=names)
+
+    def waiting_for(self, *names: str) -> AbstractContextManager[None]:
+        """Record, while open, that this process waits for these ranks or engines."""
+        return self._waiting(waits_for=names)
 
     @contextmanager
-    def waiting_for(self, *names: str) -> Iterator[None]:
-        """Record, while open, that this process waits for these ranks or engines."""
-        before = self._waits
-        self._set(self.record.place, *before[:2], names)
+    def _waiting(self, **changes: Any) -> Iterator[None]:
+        record = self.record
+        before = record.collective, record.world, record.waits_for
+        self._set(**changes)
         try:
             yield
         finally:
-            self._set(self.record.place, *before)
+            self._set(collective=before[0], world=before[1], waits_for=before[2])
 
-    @property
-    def _waits(self) -> tuple[str, str, tuple[str, ...]]:
-        return self.record.collective, self.record.world, self.record.waits_for
-
-    def _set(self, place: str, collective: str, world: str, waits_for: tuple[str, ...]) -> None:
-        record = self.record
-        record.place, record.collective, record.world = place, collective, world
-        record.waits_for, record.since = waits_for, time.time()
+    def _set(self, **changes: Any) -> None:
+        for field, value in changes.items():
+            setattr(self.record, field, value)
+        self.record.since = time.time()
         self._write()
 
     def compared(self, version: int, mismatches: Sequence[tuple[int, str, str]]) -> None:
@@ -160,57 +156,7 @@ class Activity:
             os.pwrite(self._file, data.ljust(self._size), 0)  # spaces cover what was longer
 
 
-def read_records() -> list[Record]:
-    """Return the records of this user's running processes; remove files of those that ended."""
-    folder = _private_folder(create=False)
-    records = []
-    for path in sorted(folder.iterdir()) if folder is not None else ():
-        pid, _, number = path.name.partition(".")
-        if not (pid.isdigit() and number.isdigit()):
-            continue
-        record = _read(path)
-        if record is not None and record.pid == int(pid) and _is_running(record):
-            records.append(record)
-    if folder is not None:
-        _remove_stale(folder)
-    return records
-
-
-def _remove_stale(folder: Path) -> None:
-    """Remove the files of processes that were killed."""
-    for path in folder.iterdir():
-        pid = path.name.partition(".")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            path.unlink(missing_ok=True)
-
-
-def request_verify(pid: int) -> None:
-    """Request that the next sync of a process compare the engines with the trainers."""
-    if (folder := _private_folder(create=False)) is not None:
-        (folder / f"{pid}.{_VERIFY}").touch(0o600)
-
-
-def _read(path: Path) -> Record | None:
-    """Read a file; the process may be writing to it just now."""
-    for _ in range(_READS):
-        with suppress(OSError, msgspec.DecodeError):
-            return msgspec.json.decode(path.read_bytes(), type=Record)
-        time.sleep(_READ_PAUSE_S)
-    return None
-
-
-def _is_running(record: Record) -> bool:
-    """Return whether the process of a record runs; its number may be another one's now."""
-    try:
-        process = psutil.Process(record.pid)
-        return (
-            process.create_time() <= record.started + 1 and process.status() != psutil.STATUS_ZOMBIE
-        )
-    except psutil.Error:
-        return False
-
-
-def _private_folder(create: bool) -> Path | None:
+def private_folder(create: bool) -> Path | None:
     """Return this user's folder; None where there is none that is only this user's."""
     base = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else _TEMPORARY
     folder = base / f"hybridengine-{os.getuid()}"
@@ -225,6 +171,54 @@ def _private_folder(create: bool) -> Path | None:
     return folder if is_own and not found.st_mode & 0o077 else None
 
 
+def remove_stale(folder: Path) -> None:
+    """Remove the files and folders of processes that were killed."""
+    for path in folder.iterdir():
+        pid = path.name.partition(".")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            with suppress(OSError):  # another process removes it, too
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
 def _remove(path: Path, pid: int) -> None:
     if os.getpid() == pid:
         path.unlink(missing_ok=True)
+
+
+@functools.cache
+def machine_id() -> str:
+    """Identify the processes that can see each other in /proc; elsewhere unique."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return f"unknown/{os.getpid()}"
+
+
+def this_process() -> str:
+    """Return an identifier of this process, for `process_state`."""
+    return f"{machine_id()}|{os.getpid()}"
+
+
+def machine_of(process: str) -> str:
+    """Return the machine of a process: equal for those that can see each other in /proc."""
+    return process.rpartition("|")[0]
+
+
+def process_state(process: str) -> str:
+    """Return "running", "stopped" or "ended"; "remote" for a process on another machine."""
+    if machine_of(process) != machine_id():
+        return "remote"
+    try:
+        status = psutil.Process(int(process.rpartition("|")[2])).status()
+    except psutil.NoSuchProcess:
+        return "ended"
+    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        return "ended"
+    return "stopped" if status == psutil.STATUS_STOPPED else "running"
+
+
+def stopped_ranks(processes: Iterable[str]) -> str:
+    """Return which processes, on this machine, are stopped; "" for none. processes: by rank."""
+    stopped = (rank for rank, p in enumerate(processes) if process_state(p) == "stopped")
+    return ", ".join(f"rank {rank} is stopped (SIGSTOP)" for rank in stopped)

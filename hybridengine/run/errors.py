@@ -11,32 +11,6 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = [
-    "EXIT_STOPPED",
-    "EXIT_USER_ERROR",
-    "CallbackError",
-    "CheckpointError",
-    "ConfigError",
-    "ConfigNote",
-    "DataError",
-    "Faults",
-    "InvalidConfigError",
-    "ModelError",
-    "OutputError",
-    "RewardError",
-    "RolloutError",
-    "UsageError",
-    "UserError",
-    "is_about",
-    "located",
-    "print_error",
-    "print_note",
-    "reason_of",
-    "shorten",
-    "unexpected",
-    "unreadable_part",
-]
-
 T = TypeVar("T")
 _KEYS_IN_TEXT = re.compile(r"[\w.]*\w")
 

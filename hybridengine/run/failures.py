@@ -9,7 +9,6 @@ operating system tells whether its process ended or is stopped.
 from __future__ import annotations
 
 import faulthandler
-import functools
 import itertools
 import math
 import os
@@ -21,28 +20,26 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from typing import Protocol
 
-import psutil
 import torch
 import torch.distributed as dist
 
-from hybridengine.run.activity import Activity
-from hybridengine.run.all_ranks import default_groups, limited
+from hybridengine.run.activity import Activity, process_state, stopped_ranks, this_process
 from hybridengine.run.errors import reason_of
-from hybridengine.run.messages import MessageError, SignedStore
+from hybridengine.run.messages import MessageError, SignedStore, group_timeout, wait_for
 
 STORE_GONE = "the rendezvous store is gone: its host, rank 0's node or agent, ended"
-STORE_SILENT = "the rendezvous store, on rank 0's node, has not answered"
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # of the environment
 
 _ANSWER_S = 6.0  # a collective fails on all ranks, and monitors answer, within this time
 _POLL_S = 1.0  # between two looks for a question
 _LOOK_S, _LONGEST_LOOK_S = 2.0, 60.0  # between two looks for lost ranks: longer and longer
+_LIMIT_SHARE = 0.8  # of a group's timeout, at which NCCL's watchdog ends the process
 _MAX_NAMED = 4  # ranks in one message
 # Of the plain RuntimeErrors of gloo and NCCL; those of a computation have none of these words.
 _OF_A_CONNECTION = re.compile(
@@ -76,6 +73,10 @@ class RankReport:
         return f"rank {self.rank} {self.text}"
 
 
+def default_groups() -> list[dist.ProcessGroup]:
+    return [dist.distributed_c10d._get_default_group()]
+
+
 class CollectiveGuard:
     """The record of this rank in the store of the process group, and its view of the other ranks.
 
@@ -104,17 +105,15 @@ class CollectiveGuard:
         groups: Callable[[], Iterable[dist.ProcessGroup]] = default_groups,
         name: str = "",
     ) -> None:
-        self._timeout_s, self._groups = timeout_s, groups
+        self._timeout_s, self._groups, self._own_store = timeout_s, groups, store
         self.rank, self.others = rank, [r for r in range(world_size) if r != rank]
         self.activity = Activity(name or f"rank {rank}", rank, world_size)
-        restarts = os.environ.get(RESTART_COUNT, "0")
-        self._prefix = f"hybridengine/{restarts}/{next(_guards)}"
-        self._own_store = store
+        self._prefix = f"hybridengine/{os.environ.get(RESTART_COUNT, '0')}/{next(_guards)}"
         self._operation, self._count, self._phase = "", 0, "starting"
         self._answered: set[str] = set()
-        self._lock = threading.Lock()
         self.set(f"process/{rank}", this_process())
-        self.activity.join(self._world())
+        with suppress(RuntimeError, ValueError):  # of the store, see `set`
+            self.activity.join(self._store().claim("world", secrets.token_hex(8), str))
 
     @property
     def phase(self) -> str:
@@ -124,12 +123,6 @@ class CollectiveGuard:
     def phase(self, phase: str) -> None:
         self._phase = phase
         self.activity.enter(self.place)
-
-    def _world(self) -> str:
-        """Return an identifier that the ranks of this guard have in common; "" without a store."""
-        with suppress(RuntimeError, ValueError):
-            return str(self._store().claim("world", secrets.token_hex(8), str))
-        return ""
 
     @property
     def place(self) -> str:
@@ -168,18 +161,19 @@ class CollectiveGuard:
         timeout_s: instead of the guard's.
         """
         self._phase = phase
-        limit_s, activity = timeout_s or self._timeout_s, self.activity
-        world = activity.record.worlds[0] if activity.record.worlds else ""
+        key, limit_s = f"{self._count}/{phase}", timeout_s or self._timeout_s
+        limit = _limited(self._groups(), limit_s) if limit_s else nullcontext()
         try:
-            with (
-                activity.in_collective(self.place, f"{self._count}/{phase}", world),
-                limited(self._groups(), limit_s) if limit_s else nullcontext(),
-            ):
+            with self.activity.in_collective(self.place, key), limit:
                 yield
         except RuntimeError as error:
             if not is_collective_error(error) or not self.others:
                 raise
-            cause = _summary(self.ask())
+            reports, cause = self.ask(), STORE_GONE
+            if reports:
+                causes = [r for r in reports if r.is_cause]
+                causes = causes or [r for r in reports if r.state in ("busy", "running")]
+                cause = _joined(causes) or "all ranks are running, but their connection failed"
             raise CollectiveError(
                 f"rank {self.rank} stopped in {self.place}: {cause} ({one_line(error)})."
             ) from error
@@ -203,14 +197,12 @@ class CollectiveGuard:
                     break
                 lost: object = self.lost_rank()
                 if time.monotonic() - started > stopped_after_s:
-                    lost = lost or self._stopped_ranks()
+                    ranks = range(len(self.others) + 1)
+                    lost = lost or stopped_ranks(self.get(f"process/{rank}") for rank in ranks)
                 if lost:
                     raise dist.DistError(str(lost)) from None
                 look_s = min(2 * look_s, stopped_after_s, _LONGEST_LOOK_S)
         work.wait()
-
-    def _stopped_ranks(self) -> str:
-        return stopped_ranks(self.get(f"process/{r}") for r in range(len(self.others) + 1))
 
     def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks why this one ends."""
@@ -248,18 +240,16 @@ class CollectiveGuard:
             return []
         self.set(self._key("question"), "stacks" if stacks else "place")
         deadline = time.monotonic() + _ANSWER_S
-        while True:
+
+        def read() -> list[RankReport] | None:
             late = time.monotonic() > deadline
             if failed := self.failed_rank():
                 return [failed]
             reports = [self._report_of(rank) for rank in self.others]
-            if late or all(r.state not in ("running", "remote") for r in reports):
-                return reports
-            time.sleep(0.05)
+            has_all = all(r.state not in ("running", "remote") for r in reports)
+            return reports if late or has_all else None
 
-    def find_cause(self) -> RankReport | None:
-        """Return the other rank that made a collective fail here; None if no rank is known to."""
-        return next((report for report in self.ask() if report.is_cause), None)
+        return wait_for(read)
 
     def hang_report(self) -> str:
         """Return where the other ranks are while this one waits, ranks in other phases first."""
@@ -309,23 +299,109 @@ class CollectiveGuard:
 
     def set(self, key: str, value: str) -> bool:
         """Write to the store; return whether it could be reached."""
-        with self._lock, suppress(RuntimeError, ValueError):  # ValueError: no process group
+        with suppress(RuntimeError, ValueError):  # ValueError: no process group
             self._store().set(key, value)
             return True
         return False
 
     def get(self, key: str) -> str:
         """Return what the store has under `key`, or ""."""
-        with self._lock, suppress(RuntimeError, ValueError):
-            try:
-                return self._store().get(key, str) or ""
-            except MessageError as error:
-                warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+        try:
+            return self._store().get(key, str) or ""
+        except MessageError as error:
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+        except (RuntimeError, ValueError):
+            pass
         return ""
 
     def _store(self) -> SignedStore:
         store = self._own_store or dist.distributed_c10d._get_default_store()
         return SignedStore(store, self._prefix, is_required=False)
+
+
+@contextmanager
+def _limited(groups: Iterable[dist.ProcessGroup], timeout_s: float) -> Iterator[None]:
+    """While open, collectives that begin fail after `timeout_s`, if not earlier.
+
+    Only gloo's groups are limited. NCCL keeps its own timeout, at which its watchdog ends the
+    process.
+    """
+    backends = {group._get_backend(device) for group in groups for device in group._device_types}
+    limits = [(b, b.options._timeout) for b in backends if isinstance(b, dist.ProcessGroupGloo)]
+    for backend, before in limits:
+        backend._set_default_timeout(min(timedelta(seconds=timeout_s), before))
+    try:
+        yield
+    finally:
+        for backend, before in limits:
+            backend._set_default_timeout(before)
+
+
+class Guard(Protocol):
+    """What a transfer asks about other ranks: a `CollectiveGuard`, or a link between worlds."""
+
+    phase: str
+
+    def collective(
+        self, phase: str, timeout_s: float | None = None
+    ) -> AbstractContextManager[None]: ...
+
+    def lost_rank(self) -> object | None: ...
+
+
+class DeviceProgress:
+    """The phases of an operation that this rank has enqueued on a device.
+
+        work = dist.all_to_all_single(..., async_op=True)
+        work.wait()
+        progress.mark("exchanging bucket 1 of 7")
+        progress.wait()
+
+    A collective of NCCL is only enqueued: `work.wait()` makes the stream wait, not the host.
+    Nothing on the host would notice a lost rank, and a barrier over gloo would be passed before any
+    data arrives.
+
+    guard: asks the other ranks when a phase is not finished in time.
+    device: the device of the tensors.
+    limit_s: how long `wait` waits; default: 0.8 of the timeout of the process group.
+    """
+
+    def __init__(self, guard: Guard, device: torch.device, limit_s: float | None = None) -> None:
+        self._guard, self._device, self._limit_s = guard, device, limit_s
+        self._marks: list[tuple[str, torch.cuda.Event]] = []
+
+    def mark(self, phase: str) -> None:
+        """Everything that belongs to `phase` is now enqueued on the current stream."""
+        if self._device.type == "cuda":
+            self._marks.append((phase, torch.cuda.current_stream(self._device).record_event()))
+
+    def wait(self) -> None:
+        """Return when the device has finished every marked phase.
+
+        Raises CollectiveError, which names the first unfinished phase and the rank at fault, soon
+        after a rank has failed or ended, and after `limit_s`.
+        """
+        marks, self._marks = self._marks, []
+        if not marks:
+            return
+        limit_s = self._limit_s or _LIMIT_SHARE * group_timeout(self._device).total_seconds()
+        started, next_look = time.monotonic(), _LOOK_S
+        for phase, completion in marks:
+            with self._guard.collective(phase):
+                while not completion.query():
+                    waited = time.monotonic() - started
+                    if waited > limit_s:
+                        raise dist.DistError(f"the device has not finished it after {limit_s:g} s")
+                    if waited > next_look:
+                        if lost := self._guard.lost_rank():
+                            raise dist.DistError(str(lost))
+                        next_look = waited + _LOOK_S
+                    time.sleep(min(1e-2, 1e-4 + waited / 100))
+
+
+def device_id(device: torch.device) -> str:
+    """Return an identifier of a device, equal in all processes that use it."""
+    return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
 
 
 def is_collective_error(error: BaseException) -> bool:
@@ -348,57 +424,9 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {reason_of(error)}"
 
 
-def _summary(reports: Sequence[RankReport]) -> str:
-    causes = [r for r in reports if r.is_cause]
-    if to_blame := causes or [r for r in reports if r.state in ("busy", "running")]:
-        return _joined(to_blame)
-    if reports:
-        return "all ranks are running, but their connection failed"
-    return STORE_GONE
-
-
-def _joined(reports: Sequence[RankReport]) -> str:
+def _joined(reports: list[RankReport]) -> str:
     more = len(reports) - _MAX_NAMED
     return "; ".join(map(str, reports[:_MAX_NAMED])) + (f"; and {more} more" if more > 0 else "")
-
-
-@functools.cache
-def machine_id() -> str:
-    """Identify the processes that can see each other in /proc; elsewhere unique."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return f"unknown/{os.getpid()}"
-
-
-def this_process() -> str:
-    """Return an identifier of this process, for `process_state`."""
-    return f"{machine_id()}|{os.getpid()}"
-
-
-def machine_of(process: str) -> str:
-    """Return the machine of a process: equal for those that can see each other in /proc."""
-    return process.rpartition("|")[0]
-
-
-def process_state(process: str) -> str:
-    """Return "running", "stopped" or "ended"; "remote" for a process on another machine."""
-    if machine_of(process) != machine_id():
-        return "remote"
-    try:
-        status = psutil.Process(int(process.rpartition("|")[2])).status()
-    except psutil.NoSuchProcess:
-        return "ended"
-    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-        return "ended"
-    return "stopped" if status == psutil.STATUS_STOPPED else "running"
-
-
-def stopped_ranks(processes: Iterable[str]) -> str:
-    """Return which processes, on this machine, are stopped; "" for none. processes: by rank."""
-    stopped = (rank for rank, p in enumerate(processes) if process_state(p) == "stopped")
-    return ", ".join(f"rank {rank} is stopped (SIGSTOP)" for rank in stopped)
 
 
 def _line_of_main_thread() -> str:

@@ -1,29 +1,31 @@
-"""Start the ranks of one machine through torch's elastic launcher, and describe a failure."""
+"""Start the ranks of one machine through torch's launcher, and describe a failure."""
 
 from __future__ import annotations
 
 import fcntl
 import logging
 import os
-import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hybridengine.run.errors import EXIT_STOPPED, EXIT_USER_ERROR, print_error
+import torch.distributed as dist
+
+from hybridengine.run.activity import private_folder
+from hybridengine.run.errors import EXIT_STOPPED, EXIT_USER_ERROR, ConfigError, print_error
 from hybridengine.run.messages import SECRET, new_secret
 from hybridengine.run.monitor import EXIT_RANK_FAILED
-from hybridengine.run.status import RankStatus, read_status
-from hybridengine.run.stop_signals import STOP_SIGNALS
+from hybridengine.run.session import STOP_SIGNALS, RankStatus, read_status
 
-_TEMPORARY = "hybridengine-errors-"  # the beginning of names in the system's temporary folder
+_POLL_S = 0.1  # between two looks at the ranks
 _STOPPED = (EXIT_STOPPED, -signal.SIGTERM, -signal.SIGINT)  # exit codes of ranks ended by request
 
 
@@ -44,25 +46,12 @@ def launch_ranks(
     EXIT_USER_ERROR: a UserError before the first step. 1: a rank failed. After a failure one
     sentence on stderr says which rank failed, how, and in which phase.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    _set_environment(num_ranks)
-    requests, failures = _StopRequests(run_dir, num_ranks), dict[int, Any]()
-    with temporary_folder() as errors:  # the run's disk may be full
-        try:
-            config = _elastic_config(str(errors), num_ranks, address)
-            elastic_launch(config, sys.executable)(*arguments)
-        except ChildFailedError as error:
-            failures = dict(error.failures)
-        except SignalException as error:
-            requests.signum = requests.signum or error.sigval
+    failures, signum = _run_ranks(arguments, run_dir, num_ranks, listening_store(address))
     statuses = read_status(run_dir)
     if any(status.end == "stopped" for status in statuses.values()):  # rank 0 has printed it
         return EXIT_STOPPED
-    if only_stopped(failures) and (requests.signum or failures):
-        by = signal.Signals(requests.signum).name if requests.signum else "a signal to a rank"
+    if only_stopped(failures) and (signum or failures):
+        by = signal.Signals(signum).name if signum else "a signal to a rank"
         print(f"stopped by {by}: {how_to_resume()}", file=sys.stderr)
         return EXIT_STOPPED
     if not failures and all(s.end == "finished" for s in statuses.values()) and statuses:
@@ -71,97 +60,135 @@ def launch_ranks(
     return _exit_code(failures, statuses)
 
 
-@contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """Yield a new folder in the system's temporary folder; it is removed at the end.
+def _run_ranks(
+    arguments: Sequence[str], run_dir: Path, num_ranks: int, store: dist.TCPStore
+) -> tuple[dict[int, Any], int]:
+    """Run the ranks with the variables that torchrun sets; return (their failures, stop signal).
 
-    Its process holds a lock on it. Folders whose process was killed have none, and are removed.
+    After one has failed, the others get SIGTERM, and SIGKILL 30 s later. A first SIGINT or SIGTERM
+    goes to the ranks, a second one ends them; before all have started, the first one does.
     """
-    root = Path(tempfile.gettempdir())
-    for left in root.glob(_TEMPORARY + "*"):
-        with suppress(OSError), _locked(left):
-            shutil.rmtree(left)
-    hidden = Path(tempfile.mkdtemp(prefix="." + _TEMPORARY))
-    with _locked(hidden):
-        folder = hidden.rename(root / hidden.name[1:])
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    from torch.distributed.elastic import multiprocessing as elastic
 
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder; OSError if another process has it, or it is not accessible."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _set_environment(num_ranks: int) -> None:
+    logging.disable(logging.ERROR)  # of torch's launcher; `describe_failure` replaces it
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
     os.environ.setdefault(SECRET, new_secret())
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.disable(logging.ERROR)  # of torch's launcher; `describe_failure` replaces it
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"  # `stop` handles the others
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    where["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 makes none
+    variables = {
+        rank: {**dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), **sizes, **where}
+        for rank in range(num_ranks)
+    }
+    same = dict.fromkeys(variables, tuple(arguments))
+    ranks: Any = None
+    first = 0
 
-
-def _elastic_config(error_dir: str, num_ranks: int, address: str) -> Any:
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
-
-    from hybridengine.run import rendezvous
-
-    rendezvous.register()
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend=rendezvous.BACKEND,
-        rdzv_endpoint=address,
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=error_dir),  # of the error records
-        signals_to_handle="SIGHUP,SIGQUIT",  # `_StopRequests` handles the others
-    )
-
-
-class _StopRequests:
-    """SIGINT and SIGTERM of the launcher: the first goes to the ranks, the second ends them."""
-
-    def __init__(self, run_dir: Path, num_ranks: int) -> None:
-        self.signum = 0
-        self._dir, self._num_ranks = run_dir, num_ranks
-        if threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
-                signal.signal(number, self._receive)
-
-    def _receive(self, signum: int, frame: FrameType | None) -> None:
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-
-        name, again = signal.Signals(signum).name, self.signum
-        self.signum = self.signum or signum
-        statuses = read_status(self._dir)
+    def stop(signum: int, frame: FrameType | None) -> None:
+        nonlocal first
+        again, first = first, first or signum
+        statuses = read_status(run_dir)
         if again:
-            self._send(statuses, signal.SIGKILL)
-        if again or len(statuses) < self._num_ranks:  # a rank that has not started has no step
-            raise SignalException(f"stopped by {name}", signal.SIGTERM)
+            _send(ranks, signal.SIGKILL)
+        if again or len(statuses) < num_ranks:  # a rank that has not started has no step
+            raise elastic.SignalException("stopped", signal.SIGTERM)
         if any(status.step > 0 for status in statuses.values()):
             print(
-                f"{name}: the ranks finish their step and save a checkpoint; "
-                "a second signal ends them at once",
+                f"{signal.Signals(signum).name}: the ranks finish their step and save a "
+                "checkpoint; a second signal ends them at once",
                 file=sys.stderr,
             )
-        self._send(statuses, signum)
+        _send(ranks, signum)
 
-    @staticmethod
-    def _send(statuses: Mapping[int, RankStatus], signum: int) -> None:
-        for status in statuses.values():
-            with suppress(ProcessLookupError):
-                os.kill(status.pid, signum)
+    if threading.current_thread() is threading.main_thread():
+        for number in STOP_SIGNALS:
+            signal.signal(number, stop)
+    with temporary_folder() as errors:  # of the error records: the run's disk may be full
+        logs = elastic.DefaultLogsSpecs(log_dir=str(errors))
+        try:
+            ranks = elastic.start_processes("ranks", sys.executable, same, variables, logs)
+            return dict(ranks.wait(period=_POLL_S).failures), first
+        except elastic.SignalException as error:
+            if ranks is not None:
+                ranks.close(error.sigval)
+            return {}, first or error.sigval
+
+
+def _send(ranks: Any, signum: int) -> None:
+    for pid in ranks.pids().values() if ranks is not None else ():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+
+def listening_store(address: str, port: int = 0) -> dist.TCPStore:
+    """Return a new store of this process, which listens on `address` alone.
+
+    address: "" for all of this machine.
+    port: 0 for a free one.
+    Raises OSError if the address is not one of this machine, or the port is in use.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, port), family=family, backlog=1024)
+    port = listening.getsockname()[1]
+    options: dict[str, Any] = {"master_listen_fd": listening.detach(), "use_libuv": True}
+    host = address or "127.0.0.1"
+    return dist.TCPStore(host, port, None, is_master=True, wait_for_workers=False, **options)
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yield a new folder in this user's shared memory, or the system's temporary folder.
+
+    It is removed at the end, or by the next run where this process is killed.
+    """
+    prefix, root = f"{os.getpid()}.", private_folder(create=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=root, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def run_lock(dir: str | Path) -> Iterator[None]:
+    """Hold an exclusive lock on `<dir>/.lock`: one run at a time in a folder.
+
+    The launcher holds it, or under torchrun rank 0. The operating system releases it when the
+    process ends, so no stale lock remains.
+
+    Raises ConfigError if another process holds it; the message names its pid, host and start.
+    """
+    file = Path(dir) / ".lock"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        held = file.open("a+b", buffering=0)  # "w" would empty it before the lock is ours
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.default_local_dir {str(file.parent)!r} cannot be written: {error}"
+        ) from None
+    with held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            held.seek(0)
+            who = held.read().decode() or "another process"  # it has only just taken the lock
+            raise ConfigError(
+                f"another run is using {str(file.parent)!r} ({who}); wait for it, stop it, or set "
+                "another trainer.default_local_dir"
+            ) from None
+        except OSError as error:  # a file system without locks
+            print(
+                f"warning: {file} cannot be locked ({error}); do not start a second run in "
+                "its folder",
+                file=sys.stderr,
+            )
+        started = datetime.now().isoformat(sep=" ", timespec="seconds")
+        holder = f"process {os.getpid()} on {socket.gethostname()}, since {started}"
+        with suppress(OSError):  # a full disk: the lock is held all the same
+            held.truncate(0)
+            held.write(holder.encode())
+        yield
 
 
 def only_stopped(failures: Mapping[int, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Messages between processes, and values in a `torch.distributed` store: typed and signed.
+"""Messages between processes, through a store or among ranks: typed and signed.
 
 Messages are msgpack, decoded as the type that the reader expects: numbers, texts, lists, mappings,
 dataclasses and tensors. Reading one runs no code; whatever else it contains is an error.
@@ -19,36 +19,23 @@ import time
 import zlib
 from array import array
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 from pathlib import Path, PurePath
-from types import ModuleType
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridengine.run.errors import UserError
-
-__all__ = [
-    "SECRET",
-    "MessageError",
-    "SignedStore",
-    "check_secret",
-    "decode",
-    "encode",
-    "new_secret",
-    "share_secret",
-    "sign",
-    "verified",
-    "wait_for",
-    "wait_until",
-]
+from hybridengine.run.errors import ModelError, UserError
 
 T = TypeVar("T")
 SECRET = "HYBRIDENGINE_SECRET"  # of the environment
 _MIN_LENGTH = 16  # characters of a secret
 _MAC_BYTES = 32
+_SIZE_BYTES, _BLOCK_BYTES = 8, 512  # ranks exchange a message's size and its first bytes at once
 _file: Path | None = None  # with the secret of this machine's ranks, see `share_secret`
 _SHORT_S, _LONG_S, _GROWTH = 1e-3, 2e-2, 1.1  # between two looks at a store
 _DTYPES = {str(x)[6:]: x for x in vars(torch).values() if isinstance(x, torch.dtype)}
@@ -58,14 +45,17 @@ class MessageError(RuntimeError):
     """A message is not from this run, or is not what its reader expects."""
 
 
+class SecretError(UserError):
+    """Processes that are started apart have no common secret."""
+
+
 def encode(value: object) -> bytes:
     """Return the message of a value.
 
     Dataclasses, named tuples, numbers, texts, bytes, lists, tuples, sets and mappings of these, and
     data types, paths, ranges, arrays and tensors, which arrive on the CPU.
     """
-    message: bytes = _msgspec().msgpack.encode(value, enc_hook=_to_plain)
-    return message
+    return msgspec.msgpack.encode(value, enc_hook=_to_plain)
 
 
 def decode(message: Any, expected: Any, what: str) -> Any:
@@ -76,43 +66,29 @@ def decode(message: Any, expected: Any, what: str) -> Any:
     """
     try:
         return _decoder(expected).decode(message)
-    except (_msgspec().MsgspecError, ValueError, TypeError, KeyError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, KeyError) as error:
         raise MessageError(f"{what} is no {expected}: {error}") from None
 
 
 @cache
 def _decoder(expected: Any) -> Any:
-    return _msgspec().msgpack.Decoder(expected, dec_hook=_from_plain)
-
-
-@cache
-def _msgspec() -> ModuleType:
-    try:
-        import msgspec
-    except ImportError:
-        raise ImportError(
-            "ranks exchange messages by the package msgspec, which is not installed: run "
-            "`pip install msgspec`; the extra `train` and vLLM contain it",
-            name="msgspec",
-        ) from None
-    return msgspec
+    return msgspec.msgpack.Decoder(expected, dec_hook=_from_plain)
 
 
 def _to_plain(value: Any) -> object:
     """Return what msgpack stores of a value that msgspec does not know."""
-    if isinstance(value, torch.Tensor):
-        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        return _name(value.dtype), tuple(value.shape), data
-    if isinstance(value, torch.dtype):
-        return _name(value)
-    if isinstance(value, range):
-        return value.start, value.stop, value.step
-    if isinstance(value, PurePath):
-        return str(value)
-    if isinstance(value, array | np.ndarray):
-        return value.tolist()
-    if isinstance(value, np.generic):
-        return value.item()
+    match value:
+        case torch.Tensor():
+            data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            return value.dtype, tuple(value.shape), data
+        case torch.dtype():
+            return str(value)[6:]
+        case range():
+            return value.start, value.stop, value.step
+        case PurePath():
+            return str(value)
+        case array() | np.ndarray() | np.generic():
+            return value.tolist()
     raise TypeError(f"a message cannot contain a {type(value).__name__}")
 
 
@@ -134,14 +110,6 @@ def _from_plain(expected: Any, value: Any) -> object:
     if isinstance(expected, type) and issubclass(expected, PurePath):
         return expected(value)
     raise TypeError(f"{expected} is no type of a message")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-class SecretError(UserError):
-    """Processes that are started apart have no common secret."""
 
 
 def new_secret() -> str:
@@ -214,6 +182,10 @@ def _mac(name: str, message: Any, is_required: bool) -> bytes:
     return mac.digest()
 
 
+def _rank() -> str:
+    return str(dist.get_rank()) if dist.is_initialized() else os.environ.get("RANK", "?")
+
+
 class SignedStore:
     """The values under `name` in a `torch.distributed` store; for is_required see `sign`."""
 
@@ -251,28 +223,19 @@ class SignedStore:
         for key in keys:
             self._store.delete_key(key)
 
-    def within(self, name: str) -> SignedStore:
-        """Return the values under a longer name."""
-        return SignedStore(self.base, f"{self.name}/{name}", self._is_required)
-
     def substore(self, name: str) -> dist.Store:
         """Return the part of the store under a longer name, such as for a process group."""
         return dist.PrefixStore(name, self._store)
 
     def _signed(self, key: str, value: object) -> bytes:
-        return sign(self._place(key), zlib.compress(encode(value), 1), self._is_required)
+        name, data = f"{self.name}/{key}", zlib.compress(encode(value), 1)
+        return sign(name, data, self._is_required)
 
     def _verified(self, key: str, signed: bytes, expected: Any) -> Any:
-        what = f"the value of {self._place(key)} in the rendezvous store"
-        message = verified(self._place(key), signed, what, self._is_required)
+        name = f"{self.name}/{key}"
+        what = f"the value of {name} in the rendezvous store"
+        message = verified(name, signed, what, self._is_required)
         return decode(zlib.decompress(message), expected, f"rank {_rank()}: {what}")
-
-    def _place(self, key: str) -> str:
-        return f"{self.name}/{key}"
-
-
-def _rank() -> str:
-    return str(dist.get_rank()) if dist.is_initialized() else os.environ.get("RANK", "?")
 
 
 def wait_for(read: Callable[[], T | None], check: Callable[[], None] = lambda: None) -> T:
@@ -316,3 +279,160 @@ def wait_until(
             )
 
     return wait_for(ready, check)
+
+
+def all_gather_values(value: T, expected: Any, group: Any = None) -> list[T]:
+    """Return the value of every rank, of type `expected` (see `decode`). Collective.
+
+    group: that of the ranks; None: the default group. Messages are signed (`sign`).
+    """
+    group = group or dist.group.WORLD
+    if group.size() == 1:
+        return [value]
+    messages = _exchange(sign(f"gathered/{group.rank()}", encode(value)), group)
+    return [_read("gathered", rank, message, expected) for rank, message in enumerate(messages)]
+
+
+def broadcast_value(value: T | None, expected: Any, source: int = 0, group: Any = None) -> T:
+    """Return the value of rank `source` of the group on every rank. Collective.
+
+    expected, group: see `all_gather_values`.
+    """
+    group = group or dist.group.WORLD
+    is_source, received = group.rank() == source, b""
+    if group.size() > 1:
+        own = sign(f"broadcast/{source}", encode(value)) if is_source else b""
+        [received] = _exchange(own, group, source)
+    if is_source:
+        return value  # type: ignore[return-value]
+    result: T = _read("broadcast", source, received, expected)
+    return result
+
+
+def _read(kind: str, rank: int, signed: Any, expected: Any) -> Any:
+    what = f"the message of rank {rank}"
+    return decode(verified(f"{kind}/{rank}", signed, what), expected, what)
+
+
+def _exchange(own: bytes, group: Any, source: int | None = None) -> list[Any]:
+    """Return the bytes of each rank, or of rank `source` alone. Collective."""
+    start = (len(own).to_bytes(_SIZE_BYTES, "little") + own)[:_BLOCK_BYTES]
+    blocks = _exchange_equal(start.ljust(_BLOCK_BYTES, b"\0"), group, source)
+    sizes = [int.from_bytes(block[:_SIZE_BYTES].tobytes(), "little") for block in blocks]
+    rows = blocks[:, _SIZE_BYTES:]
+    if (longest := max(sizes)) > _BLOCK_BYTES - _SIZE_BYTES:
+        rows = _exchange_equal(own.ljust(longest, b"\0"), group, source)
+    return [row[:size].data for row, size in zip(rows, sizes, strict=True)]
+
+
+def _exchange_equal(own: bytes, group: Any, source: int | None) -> np.ndarray:
+    """As `_exchange` for equally many bytes of each rank: uint8 [ranks or 1, bytes]."""
+    data = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(host_device(group))
+    if source is None:
+        part, data = data, data.new_empty(group.size() * len(own))
+        group._allgather_base(data, part).wait()
+    else:
+        group.broadcast(data, source).wait()
+    rows: np.ndarray = data.view(-1, len(own)).cpu().numpy()
+    return rows
+
+
+def run_on_all_ranks(
+    fn: Callable[[], T],
+    error_type: type[Exception],
+    doing: str = "",
+    group: dist.ProcessGroup | None = None,
+) -> T:
+    """Return `fn()`. If it fails on any rank, raise `error_type` on all of them. Collective.
+
+    The message names each rank that failed and its error. doing: what failed, its first words.
+    group: the process group of all ranks; None: the default group.
+    """
+    error: Exception | None = None
+    try:
+        value = fn()
+    except Exception as caught:
+        error = caught
+    raise_on_all_ranks(error, error_type, doing, group)
+    return value
+
+
+def raise_on_all_ranks(
+    error: Exception | str | None,
+    error_type: type[Exception],
+    doing: str = "",
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Raise `error_type` on every rank if any rank has an error. Collective."""
+    text = _text(error, error_type)
+    first: dict[str, int] = {}  # the same error of several ranks is reported once
+    for rank, found in enumerate(all_gather_values(text, str | None, group)):
+        if found is not None:
+            first.setdefault(found, rank)
+    if first:
+        start = f"{doing} failed " if doing else ""
+        message = start + "; ".join(f"on rank {rank}: {found}" for found, rank in first.items())
+        raise error_type(message) from (error if isinstance(error, Exception) else None)
+
+
+def _text(error: Exception | str | None, expected: type[Exception]) -> str | None:
+    """Return the message of an error; with its type, unless it is a ValueError or `expected`."""
+    if error is None or isinstance(error, (str, ValueError, expected)):
+        return None if error is None else str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def from_rank0(fn: Callable[[], T], expected: Any, error_type: type[Exception]) -> T:
+    """Return on every rank what `fn` returns on rank 0; if it fails, raise `error_type` on all.
+
+    Collective: one broadcast; rank 0 does not wait for the others. expected: see
+    `all_gather_values`.
+    """
+    value, error = None, None
+    if dist.get_rank() == 0:
+        try:
+            value = fn()
+        except Exception as caught:
+            error = caught
+    own = value, _text(error, error_type)
+    value, text = broadcast_value(own, tuple[expected | None, str | None])
+    if text is not None:
+        raise error_type(f"on rank 0: {text}") from error
+    return value
+
+
+def run_on_rank0(
+    fn: Callable[[], T],
+    doing: str = "",
+    group: dist.ProcessGroup | None = None,
+    error_type: type[Exception] = ModelError,
+) -> T | None:
+    """Return `fn()` on rank 0, None elsewhere. If it fails, raise `error_type` on all. Collective.
+
+    doing, group: see `run_on_all_ranks`.
+    """
+    is_main = dist.get_rank() == 0
+    return run_on_all_ranks(lambda: fn() if is_main else None, error_type, doing, group)
+
+
+def host_device(group: Any = None) -> torch.device:
+    """Return the device of small tensors that the ranks of a group agree on.
+
+    The CPU where the group has a CPU backend: its collectives wait on the host, so that a lost rank
+    is an error there. Else the group's own device. None: the default group.
+    """
+    group = group or dist.group.WORLD
+    if isinstance(group, dist.ProcessGroupGloo):
+        return torch.device("cpu")
+    device: torch.device = min(group._device_types, key=lambda device: device.type != "cpu")
+    return device
+
+
+def group_timeout(device: torch.device | None = None) -> timedelta:
+    """Return the timeout of the default group, for groups of some of its ranks.
+
+    torch gives a new group 10 or 30 minutes, whatever the default group has.
+    device: of the collectives; None: `host_device()`.
+    """
+    backend = dist.distributed_c10d._get_default_group()._get_backend(device or host_device())
+    return backend.options._timeout

@@ -8,32 +8,27 @@ tells which; for another machine a longer limit applies.
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
 
-from hybridengine.run.failures import STORE_GONE, STORE_SILENT, CollectiveGuard, RankReport
-from hybridengine.run.restarts import connect_store
-from hybridengine.run.status import write_error_record
-from hybridengine.run.storage import active_writes
+from hybridengine.run.errors import OutputError
+from hybridengine.run.failures import STORE_GONE, CollectiveGuard, RankReport
+from hybridengine.run.storage import active_writes, atomic_file
 
 EXIT_RANK_FAILED = 75  # the exit code of a rank that ends because another one failed or stalled
 
+_STORE_SILENT = "the rendezvous store, on rank 0's node, has not answered"
 _INTERVAL_S = 1.0
 _ENDED_S = 3 * _INTERVAL_S  # without heartbeat, of a rank whose process has ended
 _STOPPED_S = 10.0  # of a rank whose process is stopped (SIGSTOP)
 _UNREACHABLE_S = 60.0  # of a rank on another machine, which may be loaded or gone
-
-
-def connect_guard(rank: int, world_size: int) -> CollectiveGuard:
-    """A guard with its own connection to the store whose address torchrun puts in the environment.
-
-    The main thread may wait in the connection of the process group, or there is no group yet.
-    """
-    return CollectiveGuard(rank, world_size, connect_store(timeout_s=30))
 
 
 class RankMonitor:
@@ -57,8 +52,7 @@ class RankMonitor:
         timeout_s: float = 600.0,
         must_end: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._guard, self._timeout_s = guard, timeout_s
-        self._must_end = must_end
+        self._guard, self._timeout_s, self._must_end = guard, timeout_s, must_end
         self._heartbeats = dict.fromkeys(guard.others, "")
         self._seen = dict.fromkeys(guard.others, time.monotonic())
         self._finished: set[int] = set()
@@ -66,7 +60,7 @@ class RankMonitor:
         self._stop = threading.Event()
         self._publish()
         self._began = time.monotonic()  # of the current round of the thread
-        targets = {"rank-monitor": self._run, "wait-monitor": self._watch_waits}
+        targets = {"rank-monitor": self._watch_ranks, "wait-monitor": self._watch_waits}
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for name, target in targets.items()
@@ -85,12 +79,17 @@ class RankMonitor:
         guard = self._guard
         return guard.set(f"heartbeat/{guard.rank}", f"{guard.phase}|{self._count}")
 
-    def _run(self) -> None:
+    def _rounds(self) -> Iterator[tuple[float, bool]]:
+        """Yield (now, whether this process was stopped since the last round), until `close`."""
         now = time.monotonic()
         while not self._stop.wait(_INTERVAL_S):
             before, now = now, time.monotonic()
+            yield now, now - before > 6 * _INTERVAL_S
+
+    def _watch_ranks(self) -> None:
+        for now, was_stopped in self._rounds():
             self._began = now
-            if now - before > 6 * _INTERVAL_S:  # this process was stopped, perhaps all of them
+            if was_stopped:  # and perhaps all of the others were
                 self._seen = dict.fromkeys(self._seen, now)
             if not self._publish():
                 self._end(STORE_GONE)
@@ -105,16 +104,15 @@ class RankMonitor:
                     self._end(f"{failed}; it was last in {self._phase_of(rank)}", failed)
 
     def _watch_waits(self) -> None:
-        now, limit = time.monotonic(), f"for {self._timeout_s:g} s (trainer.timeout_s)"
-        while not self._stop.wait(_INTERVAL_S):
-            before, now = now, time.monotonic()
+        limit = f"for {self._timeout_s:g} s (trainer.timeout_s)"
+        for now, was_stopped in self._rounds():
             writes = active_writes()
-            if now - before > 6 * _INTERVAL_S:  # this process was stopped
+            if was_stopped:
                 self._began = now
                 for write in writes:
                     write.progressed = now
             if now - self._began > self._timeout_s:
-                self._end(f"{STORE_SILENT} {limit}")
+                self._end(f"{_STORE_SILENT} {limit}")
             for write in writes:
                 if now - write.progressed > self._timeout_s:
                     self._end(f"writing {str(write.folder)!r} has made no progress {limit}")
@@ -131,18 +129,17 @@ class RankMonitor:
         if silent_s <= _ENDED_S or rank in self._finished:
             return None
         state, limit = self._guard.process_state(rank), self._timeout_s
+        text = f"has sent no heartbeat for {silent_s:.0f} s"
         if not self._heartbeats[rank]:
             text = f"has not started within {limit:.0f} s"
         elif state == "ended":
             limit, text = 0.0, "has ended without finishing the run"
         elif state == "stopped":
             limit, text = _STOPPED_S, f"is stopped (SIGSTOP) for {silent_s:.0f} s"
-        else:
+        elif state == "remote":
             phase = self._phase_of(rank)
-            starting = phase == "starting" or phase.endswith(" of step 0")
-            if state == "remote" and not starting:
-                limit = min(_UNREACHABLE_S, limit)
-            text = f"has sent no heartbeat for {silent_s:.0f} s"
+            is_starting = phase == "starting" or phase.endswith(" of step 0")
+            limit = limit if is_starting else min(_UNREACHABLE_S, limit)
         return RankReport(rank, state, text) if silent_s > limit else None
 
     def _phase_of(self, rank: int) -> str:
@@ -162,3 +159,21 @@ class RankMonitor:
                 self._guard.end_stopped_ranks()
         finally:
             os._exit(EXIT_RANK_FAILED)
+
+
+def write_error_record(reason: str, cause: RankReport | None = None, stack: str = "") -> None:
+    """Write why this rank ends, in the format of `torch.distributed.elastic` error records.
+
+    cause: the report of the other rank that is the cause; default: this rank is.
+    stack: the text that torchrun prints for this rank; default: `reason`.
+    Does nothing if no elastic launcher has started this process, or if the file cannot be written.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    now = time.time()
+    order = int(now) + (cause is not None)  # torchrun calls the earliest one the root cause
+    extra = {"py_callstack": stack or reason, "timestamp": str(order), "time": now}
+    extra["cause"] = None if cause is None else asdict(cause)
+    with suppress(OSError, OutputError), atomic_file(Path(file)) as temporary:
+        temporary.write_text(json.dumps({"message": {"message": reason, "extraInfo": extra}}))

@@ -1,40 +1,186 @@
-"""One rank's life: process group, device, phases, and an end that names the rank at fault."""
+"""What every phase of a run needs of its rank: device, phases and their times, requested stops."""
 
 from __future__ import annotations
 
-import faulthandler
+import json
 import os
+import shutil
 import signal
 import sys
+import threading
 import time
-import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 
 import torch
 import torch.distributed as dist
 
-from hybridengine.run.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError
-from hybridengine.run.failures import (
-    RESTART_COUNT,
-    CollectiveGuard,
-    RankReport,
-    is_collective_error,
-    is_timeout,
-)
-from hybridengine.run.messages import check_secret, share_secret
-from hybridengine.run.monitor import EXIT_RANK_FAILED, RankMonitor, connect_guard
-from hybridengine.run.restarts import RunMark, agree_on_run_start, connect_store, number_of_start
-from hybridengine.run.status import PhaseStatus, write_error_record
-from hybridengine.run.stop_signals import StopSignals
+from hybridengine.run.errors import EXIT_STOPPED, OutputError
+from hybridengine.run.failures import RESTART_COUNT, CollectiveGuard
+from hybridengine.run.storage import atomic_file
 
 PHASE = "phase: "  # before the name of a phase, in a profile
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+_SAME_REQUEST_S = 1.0  # schedulers signal every process, and torchrun forwards its own signal
 
 
-class EarlyExit(RuntimeError):
-    """Code inside a run called `sys.exit` instead of returning."""
+@dataclass(frozen=True)
+class RankStatus:
+    rank: int
+    pid: int
+    phase: str
+    step: int
+    time: float  # seconds since the epoch, of this entry
+    end: str = ""  # "finished", or "stopped" by a signal after a checkpoint; "" if neither
+    role: str = ""  # "trainer", "critic" or "engine 0", where ranks have roles
+
+
+class PhaseStatus:
+    """Writes `<run>/.status/rank_<rank>.json` at every phase and at the end of a rank's work.
+
+    So the phase of a killed rank is known.
+    """
+
+    def __init__(self, dir: str | Path, rank: int, role: str = "") -> None:
+        self._current = RankStatus(rank, os.getpid(), "starting", 0, time.time(), role=role)
+        self._file = Path(dir) / ".status" / f"rank_{rank}.json"
+        self._write(self._current)
+
+    def enter(self, phase: str, step: int) -> None:
+        self._write(replace(self._current, phase=phase, step=step, time=time.time()))
+
+    def end(self, how: str) -> None:
+        """Record the end of this rank's work: "finished", or "stopped" before the last step."""
+        self._write(replace(self._current, end=how, time=time.time()))
+
+    def _write(self, status: RankStatus) -> None:
+        self._current = status
+        with suppress(OutputError), atomic_file(self._file) as temporary:  # it is only for messages
+            temporary.write_text(json.dumps(asdict(status)))
+
+
+def read_status(dir: str | Path) -> dict[int, RankStatus]:
+    """Return the last phase that each rank entered, by rank; empty before the first."""
+    files = sorted((Path(dir) / ".status").glob("rank_*.json"))
+    found = (RankStatus(**json.loads(file.read_text())) for file in files)
+    return {status.rank: status for status in found}
+
+
+def clear_status(dir: str | Path) -> None:
+    """Remove the status of an earlier run in the same folder."""
+    shutil.rmtree(Path(dir) / ".status", ignore_errors=True)
+
+
+class StopSignals:
+    """The stop signals of one rank: the first requests a stop after the step, the second ends it.
+
+    A thread reads them: inside a collective Python runs no handler.
+
+    Attributes:
+        requested: the number of the first signal; 0 before it.
+        can_wait: whether there is a step to finish; if not, the first signal ends the process.
+    """
+
+    requested = 0
+    can_wait = False
+
+    def open(self) -> None:
+        """Begin to receive them."""
+        self._since = 0.0
+        self._read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(self._read, True)
+        for number in STOP_SIGNALS:
+            signal.signal(number, _ignore)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        # A forked child neither writes to its parent's pipe nor ignores signals.
+        os.register_at_fork(after_in_child=lambda: self.close(signal.SIG_DFL))
+        threading.Thread(target=self._listen, name="stop-signals", daemon=True).start()
+
+    def close(self, action: signal.Handlers) -> None:
+        """Set the action of further signals: ignore them at the end of a run, or let them end a
+        failed rank that takes too long to exit."""
+        signal.set_wakeup_fd(-1)
+        for number in STOP_SIGNALS:
+            signal.signal(number, action)
+
+    def _listen(self) -> None:
+        while True:
+            for number in os.read(self._read, 64):
+                if number in STOP_SIGNALS:
+                    self._receive(number)
+
+    def _receive(self, number: int) -> None:
+        again = self.requested and time.monotonic() - self._since > _SAME_REQUEST_S
+        if again or not self.can_wait:
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
+            os._exit(EXIT_STOPPED)
+        if not self.requested:
+            self.requested, self._since = number, time.monotonic()
+
+
+def _ignore(signum: int, frame: FrameType | None) -> None:
+    """The wake-up pipe has the number already."""
+
+
+class RunClock:
+    """The seconds of a run by part, such as `step`; every moment belongs to exactly one part.
+
+    Attributes:
+        part: the current one.
+    """
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+        self._seconds = defaultdict[str, float](float)
+        self._since = time.perf_counter()
+
+    def enter(self, part: str) -> str:
+        """Begin a part; return the one that ends."""
+        now = time.perf_counter()
+        self._seconds[self.part] += now - self._since
+        self._since, ended, self.part = now, self.part, part
+        return ended
+
+    @contextmanager
+    def inside(self, part: str, absorbs: bool = False) -> Iterator[None]:
+        """What runs inside belongs to `part`, and interrupts the part around it.
+
+        absorbs: so does what interrupts this one.
+        """
+        outer, before = self.enter(part), dict(self._seconds)
+        try:
+            yield
+        finally:
+            self.enter(outer)
+            if absorbs:
+                seconds = sum(self._seconds.values()) - sum(before.values())
+                self._seconds.clear()
+                self.add(before | {part: before.get(part, 0.0) + seconds})
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of all parts up to now."""
+        self.enter(self.part)
+        return dict(self._seconds)
+
+    def take(self, part: str | None = None) -> dict[str, float]:
+        """Return the seconds of a part, or of all, and forget them."""
+        seconds = self.seconds()
+        taken = seconds if part is None else {part: seconds[part]}
+        for name in taken:
+            del self._seconds[name]
+        return taken
+
+    def add(self, seconds: dict[str, float]) -> None:
+        """Add those of an earlier part of the run."""
+        for part, x in seconds.items():
+            self._seconds[part] += x
 
 
 class World:
@@ -49,14 +195,25 @@ class World:
     uses_device = True
 
     @property
+    def device(self) -> torch.device:
+        if torch.cuda.is_available() and self.uses_device:
+            return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device("cpu")
+
+    @property
+    def backend(self) -> str:
+        """Of the process group."""
+        return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+
+    @property
     def num_ranks(self) -> int:
         """Ranks of all worlds."""
         return dist.get_world_size()
 
-    def join(self, store: dist.Store, backend: str, timeout_s: float) -> None:
+    def join(self, store: dist.Store, timeout_s: float) -> None:
         """Initialize the default process group. store: of all ranks of torchrun."""
         dist.init_process_group(
-            backend,
+            self.backend,
             store=dist.PrefixStore(f"hybridengine/world/{os.environ[RESTART_COUNT]}", store),
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
@@ -71,9 +228,15 @@ class World:
 class Session:
     """The state of a rank that every phase of a run needs.
 
+    guard: its `phase` names the phase in messages of failures; None: there are no other ranks.
+    signals: the stop signals, if this rank receives them.
+    world: the world of this rank; None: all ranks form one.
+
     Attributes:
         was_stopped: whether the run ends before its last step because a signal requested it.
         was_restarted: whether torchrun's agent has restarted the ranks of a run that had begun.
+        signals: the stop signals; `can_wait` once there are steps to finish.
+        begin_run: called as the files in the run's folder become those of this run.
         on_phase: called with the name of every phase that begins.
     """
 
@@ -83,28 +246,16 @@ class Session:
         guard: CollectiveGuard | None = None,
         signals: StopSignals | None = None,
         world: World | None = None,
-        mark: RunMark | None = None,
     ) -> None:
-        self._world = world or World()
-        self._mark, self.was_restarted = mark, mark is not None and mark.was_set
+        self._world, self.signals = world or World(), signals or StopSignals()
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.device = _device(self._world.uses_device)
-        self._step = 0
-        self._status, self._guard, self._signals = status, guard, signals
-        self.was_stopped = False
-        self._timings: dict[str, float] = {}
-        self._phase: str | None = None
-        self._entered = "starting"  # the phase that messages name: also after its end
+        self.is_main, self.num_ranks = self.rank == 0, self._world.num_ranks
+        self.device = self._world.device
+        self._status, self._guard = status, guard
+        self.was_stopped = self.was_restarted = False
+        self._clock, self._step, self._entered = RunClock(""), 0, "starting"
+        self.begin_run: Callable[[], None] = lambda: None
         self.on_phase: Callable[[str], None] = lambda phase: None
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of all worlds."""
-        return self._world.num_ranks
 
     @property
     def step(self) -> int:
@@ -123,20 +274,14 @@ class Session:
         A phase inside another one interrupts it; its time is not the other one's. absorbs: the time
         of phases inside this one is that of this one alone.
         """
-        outer, self._phase = self._phase, name
+        outer = self._clock.part
         self._enter(name)
-        started, before = time.perf_counter(), dict(self._timings)
-        with torch.profiler.record_function(PHASE + name):
-            yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        if absorbs:
-            self._timings = dict(before)
-        others = sum(self._timings.values()) - sum(before.values())
-        seconds = time.perf_counter() - started - others
-        self._timings[name] = self._timings.get(name, 0.0) + seconds
-        self._phase = outer
-        if outer is not None:
+        with self._clock.inside(name, absorbs):
+            with torch.profiler.record_function(PHASE + name):
+                yield
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+        if outer:
             self._enter(outer)
 
     @contextmanager
@@ -156,209 +301,20 @@ class Session:
             self._guard.phase = f"phase {self._entered!r} of step {self.step}"
         self._status.enter(self._entered, self.step)
 
-    def begin_run(self) -> None:
-        """From now on the files in the run's folder are of this run, also after a restart."""
-        if self._mark is not None:
-            self._mark.set()
-
-    def let_steps_finish(self) -> None:
-        """From now on a stop signal waits for `stop_signal`; before, it ends the rank at once."""
-        if self._signals is not None:
-            self._signals.can_wait = True
-
-    @property
-    def requested_signal(self) -> int:
-        """The number of the stop signal that this rank has received; 0: none."""
-        return self._signals.requested if self._signals is not None else 0
-
     def stop_signal(self, elsewhere: int = 0) -> signal.Signals | None:
         """Return the signal that requested any rank to stop, the same one on all. Collective.
 
         elsewhere: the number of a signal to a rank of another world.
         """
-        number = torch.tensor(self.requested_signal or elsewhere)
+        number = torch.tensor(self.signals.requested or elsewhere)
         if self.world_size > 1:
             dist.all_reduce(number, dist.ReduceOp.MAX)  # gloo, a fraction of a millisecond
         return signal.Signals(int(number)) if number else None
 
     def take_timing(self, phase: str) -> float:
         """Return the seconds of one phase and forget them."""
-        return self._timings.pop(phase)
+        return self._clock.take(phase)[phase]
 
     def take_timings(self) -> dict[str, float]:
-        timings, self._timings = self._timings, {}
-        return timings
-
-
-def run_rank(
-    main: Callable[[Session], None],
-    run_dir: str | Path,
-    timeout_s: float,
-    world: World | None = None,
-) -> int:
-    """Run `main` as one rank of a torchrun world and return its exit code.
-
-    world: the world of this rank; None: all ranks form one.
-
-    0: `main` has finished; EXIT_STOPPED: SIGINT or SIGTERM stopped it after a checkpoint;
-    EXIT_USER_ERROR: a UserError. Other exceptions are raised on, see `rank_session`.
-    """
-    try:
-        with rank_session(run_dir, timeout_s, world) as session:
-            _call(main, session)
-    except UserError:  # its message is printed; a traceback would hide it
-        return EXIT_USER_ERROR
-    return EXIT_STOPPED if session.was_stopped else 0
-
-
-@contextmanager
-def rank_session(
-    run_dir: str | Path, timeout_s: float, world: World | None = None
-) -> Iterator[Session]:
-    """Open the process group and the session of one rank of a torchrun world.
-
-    timeout_s: how long a collective may wait for the other ranks.
-    world: whose process group this rank joins; None: that of all ranks.
-
-    A failure inside ends in one line on stderr that names the rank at fault and the phase, and is
-    raised on. A rank that fails because another one did ends its process. A rank that gets SIGTERM
-    because another one failed ends with it. After a timeout or a fatal signal (as of NCCL's
-    watchdog) stacks are on stderr too.
-    """
-    faulthandler.enable()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    world = world or World()
-    device = _device(world.uses_device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if _on_one_machine():
-        os.environ.update(_interfaces())
-    signals, status = StopSignals(), PhaseStatus(run_dir, rank, world.name)
-    secret_file = Path(run_dir) / ".secret"
-    store = _join_start(rank, world_size, timeout_s, secret_file)
-    guard = connect_guard(rank, world_size)
-    monitor = RankMonitor(guard, timeout_s, lambda: signals.requested == signal.SIGTERM)
-    try:
-        world.join(store, _backend(device), timeout_s)
-        session = Session(status, guard, signals, world, RunMark(store, run_dir))
-        yield session
-        signals.close(signal.SIG_IGN)
-        status.end("stopped" if session.was_stopped else "finished")
-        guard.finish()
-    except BaseException as error:
-        signals.close(signal.SIG_DFL)
-        if _report(error, guard):  # connections to the failed rank would delay an orderly exit
-            guard.end_stopped_ranks()
-            os._exit(EXIT_RANK_FAILED)
-        raise
-    finally:
-        monitor.close()
-        if rank == 0:
-            secret_file.unlink(missing_ok=True)
-    if dist.is_initialized():  # vLLM's own shutdown ends it too
-        dist.destroy_process_group()
-
-
-def _interfaces() -> dict[str, str]:
-    """Return the variables of gloo's and NCCL's interface: loopback, unless another one is set."""
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return {name: os.environ.get(name, "lo") for name in names}
-
-
-def _on_one_machine() -> bool:
-    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-
-
-def _join_start(rank: int, world_size: int, timeout_s: float, secret_file: Path) -> dist.Store:
-    """Make number of restarts and start of the run the same on all ranks; connect to the store.
-
-    Keys of later connections contain that number. secret_file: see `share_secret`.
-    """
-    if _on_one_machine():
-        share_secret(secret_file, is_owner=rank == 0)
-    else:
-        check_secret("ranks on several machines sign their messages by it")
-    store = connect_store(timeout_s)
-    try:
-        number = number_of_start(store, rank, world_size, timeout_s)
-    except dist.DistError as error:
-        late = RankReport(0, "running", f"has not started within {timeout_s:g} s")
-        write_error_record(str(error), late)
-        raise
-    os.environ[RESTART_COUNT] = str(number - 1)
-    agree_on_run_start(store)
-    return store
-
-
-@contextmanager
-def script_session(run_dir: str | Path) -> Iterator[Session]:
-    """Open a process group of this process alone, such as a notebook's, and its session.
-
-    Signals keep their meaning: Ctrl-C raises KeyboardInterrupt. Torchrun's variables are set as
-    long as it is open. A process group that exists already is used instead, and left open.
-    """
-    device = _device()
-    if dist.is_initialized():
-        yield Session(PhaseStatus(run_dir, dist.get_rank()))
-        return
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    alone = {
-        **dict.fromkeys(("RANK", "LOCAL_RANK"), "0"),
-        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        **_interfaces(),
-    }
-    before = {name: os.environ.get(name) for name in alone}
-    os.environ.update(alone)
-    try:
-        dist.init_process_group(_backend(device), store=store, rank=0, world_size=1)
-        status = PhaseStatus(run_dir, 0)
-        yield Session(status)
-        status.end("finished")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-def _backend(device: torch.device) -> str:
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-
-
-def _report(error: BaseException, guard: CollectiveGuard) -> bool:
-    """Report why this rank ends, to the other ranks, the launcher and on stderr.
-
-    Returns whether another rank is the cause, or is stalled.
-    """
-    reason, blame, cause = f"{type(error).__name__}: {error}", "", None
-    late = is_timeout(error) and bool(guard.others)
-    if late:
-        blame = f"; meanwhile {guard.hang_report()}"
-    elif is_collective_error(error) and (cause := guard.find_cause()):
-        blame = f"; the cause: {cause}"
-    if cause is None:
-        guard.report_failure(error)
-    with suppress(
-        OSError, ValueError
-    ):  # a closed or full log must not hide the error, nor keep this rank
-        print(f"rank {guard.rank} failed in {guard.place}: {reason}{blame}", file=sys.stderr)
-        sys.stderr.flush()
-    own_bug = cause is None and not isinstance(error, UserError)
-    stack = "".join(traceback.format_exception(error)) if own_bug else ""
-    write_error_record(f"{reason}{blame}", cause, stack)
-    return late or cause is not None
-
-
-def _call(main: Callable[[Session], None], session: Session) -> None:
-    try:
-        main(session)
-    except SystemExit as error:  # exit code 0 would pass for success
-        raise EarlyExit(f"sys.exit({error.code!r}) was called in the middle of the run") from error
-
-
-def _device(uses_device: bool = True) -> torch.device:
-    if torch.cuda.is_available() and uses_device:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+        """Return the seconds of all phases and forget them."""
+        return {phase: seconds for phase, seconds in self._clock.take().items() if phase}

@@ -1,4 +1,6 @@
-"""Files and folders that are complete or absent; a user's own files are never deleted.
+"""Files and folders that are complete or absent, and the space for them.
+
+A user's own files are never deleted.
 
 `write_manifest` writes `complete.json`, which lists every file of a folder with its size and
 checksum, after all of them are on the disk. Replacing or removing such a folder deletes only the
@@ -15,6 +17,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 import threading
 import time
@@ -52,8 +55,7 @@ def file_records(folder: Path, names: Iterable[str] | None = None) -> dict[str, 
     selected = _files(folder) - {MANIFEST} if names is None else set(names)
     for name in selected:
         fsync_path(folder / name)
-    paths = {name: folder / name for name in sorted(selected)}
-    return {name: [path.stat().st_size, _crc32(path)] for name, path in paths.items()}
+    return {n: [(folder / n).stat().st_size, _crc32(folder / n)] for n in sorted(selected)}
 
 
 def write_manifest(folder: Path, records: Mapping[str, Record] | None = None, **extra: Any) -> None:
@@ -91,10 +93,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             if len(record) != 2 or Path(name).is_absolute() or ".." in Path(name).parts:
                 raise ValueError(f"malformed entry {name!r}")
     except FileNotFoundError:
-        reason = (
-            f"has no {MANIFEST}: it was never completed" if folder.is_dir() else "does not exist"
-        )
-        raise StorageError(reason) from None
+        reason = f"has no {MANIFEST}: it was never completed"
+        raise StorageError(reason if folder.is_dir() else "does not exist") from None
     except StorageError:
         raise
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
@@ -200,10 +200,12 @@ def remove_folder(folder: Path) -> None:
     if folder.is_symlink():
         folder.unlink()
         return
-    own = {_first_link(folder, name) for name in _own_files(folder)}
+    own = _own_files(folder)
     (folder / MANIFEST).unlink(missing_ok=True)  # first: a partly deleted folder is incomplete
     for name in own:
-        (folder / name).unlink(missing_ok=True)
+        parents = [folder / parent for parent in reversed(Path(name).parents)]
+        link = next((parent for parent in parents[1:] if parent.is_symlink()), folder / name)
+        link.unlink(missing_ok=True)
         note_progress()
     inner = sorted((p for p in folder.rglob("*") if p.is_dir()), reverse=True)
     for path in [*inner, folder]:
@@ -239,12 +241,6 @@ def _own_files(folder: Path) -> set[str]:
         return {MANIFEST, *read_manifest(folder)["files"]}
     except StorageError:
         return set()
-
-
-def _first_link(folder: Path, name: str) -> str:
-    """Return the outermost part of the path `name` that is a link; `name` if there is none."""
-    parts = [str(parent) for parent in reversed(Path(name).parents)]
-    return next((part for part in parts[1:] if (folder / part).is_symlink()), name)
 
 
 def _checksum(content: Mapping[str, Any]) -> int:
@@ -315,22 +311,12 @@ class Write:
     def __init__(self, folder: Path) -> None:
         self.folder, self.progressed = folder, time.monotonic()
         self._last: tuple[int, int] | None = None
-        self._ended = threading.Event()
 
     def observe(self) -> None:
         """Compare with the last observation. Waits where the disk does not answer."""
         now = _num_noted, _num_bytes(self.folder)
         if now != self._last:
             self._last, self.progressed = now, time.monotonic()
-
-    def run(self) -> None:
-        """Observe the progress until `end`."""
-        self.observe()
-        while not self._ended.wait(_POLL_S):
-            self.observe()
-
-    def end(self) -> None:
-        self._ended.set()
 
 
 @contextmanager
@@ -339,13 +325,19 @@ def writing_to(folder: Path) -> Iterator[None]:
 
     Progress is that the bytes in `folder` change, or a call of `note_progress`.
     """
-    write = Write(folder)
+    write, ended = Write(folder), threading.Event()
+
+    def observe() -> None:
+        write.observe()
+        while not ended.wait(_POLL_S):
+            write.observe()
+
     _active.append(write)
-    threading.Thread(target=write.run, name="write-progress", daemon=True).start()
+    threading.Thread(target=observe, name="write-progress", daemon=True).start()
     try:
         yield
     finally:
-        write.end()
+        ended.set()
         _active.remove(write)
 
 
@@ -368,3 +360,32 @@ def _num_bytes(path: Path) -> int:
                 status = file.stat()
                 total += status.st_size + status.st_blocks
     return total
+
+
+def total_memory() -> float:
+    """Return the bytes of memory of this machine or its control group (container)."""
+    import psutil
+
+    total = float(psutil.virtual_memory().total)
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # no control group, or "max": without a limit
+            total = min(total, float((Path("/sys/fs/cgroup") / limit).read_text()))
+    return total
+
+
+@contextmanager
+def memory_limit(extra_bytes: int) -> Iterator[None]:
+    """Limit the address space of this process to `extra_bytes` more than it has.
+
+    Allocating more is a MemoryError. No effect where there is no /proc (no Linux).
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+    try:
+        with suppress(OSError):
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limits.append(pages * resource.getpagesize() + extra_bytes)
+            resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

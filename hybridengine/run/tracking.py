@@ -1,15 +1,14 @@
-"""What a run shows and keeps of its steps: metrics under verl's names, progress, time, a trace."""
+"""What a run shows and keeps of its steps: metrics under verl's names, progress, a trace."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack
 from importlib.util import find_spec
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -46,45 +45,6 @@ _PHASES = {
     "update_critic": "critic",
     "write_rollouts": "write",
 }
-
-
-class RunClock:
-    """The seconds of a run by part, such as `step`; every moment belongs to exactly one part.
-
-    Attributes:
-        part: the current one.
-    """
-
-    def __init__(self, part: str) -> None:
-        self.part = part
-        self._seconds = defaultdict[str, float](float)
-        self._since = time.perf_counter()
-
-    def enter(self, part: str) -> str:
-        """Begin a part; return the one that ends."""
-        now = time.perf_counter()
-        self._seconds[self.part] += now - self._since
-        self._since, ended, self.part = now, self.part, part
-        return ended
-
-    @contextmanager
-    def inside(self, part: str) -> Iterator[None]:
-        """What runs inside belongs to `part`, and interrupts the part around it."""
-        outer = self.enter(part)
-        try:
-            yield
-        finally:
-            self.enter(outer)
-
-    def seconds(self) -> dict[str, float]:
-        """Return the seconds of all parts up to now."""
-        self.enter(self.part)
-        return dict(self._seconds)
-
-    def add(self, seconds: dict[str, float]) -> None:
-        """Add those of an earlier part of the run."""
-        for part, x in seconds.items():
-            self._seconds[part] += x
 
 
 def check_loggers(loggers: Sequence[str]) -> None:
@@ -128,16 +88,17 @@ class MetricsLogger(ExitStack):
         self._line = StepLine(total_steps, min(width, LINE_WIDTH))
         dir.mkdir(parents=True, exist_ok=True)
         if "jsonl" in loggers:
-            self._file = dir / "metrics.jsonl"
-            self._jsonl = self.enter_context(self._open_jsonl(self._file, first_step))
-            self._writers.append(self._write_row)
+            self._writers.append(self._open_jsonl(dir / "metrics.jsonl", first_step))
         if "tensorboard" in loggers:
             from torch.utils.tensorboard import SummaryWriter
 
             purge_step = first_step + 1 if first_step else None
-            writer = SummaryWriter(str(dir / "tensorboard"), purge_step=purge_step)
-            self._board = self.enter_context(writer)
-            self._writers.append(self._add_scalars)
+            board = self.enter_context(
+                SummaryWriter(str(dir / "tensorboard"), purge_step=purge_step)
+            )
+            self._writers.append(
+                lambda step, values: [board.add_scalar(n, v, step) for n, v in values.items()]
+            )
         if "wandb" in loggers:
             import wandb
 
@@ -150,17 +111,30 @@ class MetricsLogger(ExitStack):
             mlflow.set_experiment(run["project"])
             self.enter_context(mlflow.start_run(run_name=run["name"]))
             mlflow.log_dict(run["config"], "config.json")
-            self._writers.append(lambda step, values: mlflow.log_metrics(_plain(values), step=step))
+            self._writers.append(  # it refuses an @; verl writes these names
+                lambda step, values: mlflow.log_metrics(
+                    {name.replace("@", "_at_"): v for name, v in values.items()}, step=step
+                )
+            )
         if "console" in loggers:
             self._writers.append(self._print)
 
-    def _open_jsonl(self, file: Path, first_step: int) -> FileIO:
+    def _open_jsonl(self, file: Path, first_step: int) -> Callable[[int, dict[str, float]], None]:
+        """Read what a resumed run keeps; return what writes a row."""
         if first_step and file.exists():
             rows = [r for r in map(_read_row, file.open("rb")) if r and r["step"] <= first_step]
             with atomic_file(file) as temporary:
                 temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
             self.history = [{k: v for k, v in row.items() if v is not None} for row in rows]
-        return file.open("ab" if first_step else "wb", buffering=0)
+        opened = self.enter_context(file.open("ab" if first_step else "wb", buffering=0))
+
+        def write(step: int, values: Mapping[str, float]) -> None:
+            row = (json.dumps({"step": step, **_finite(values)}) + "\n").encode()
+            with writing(file):
+                while row:  # a disk that becomes full takes the first part of a row
+                    row = row[opened.write(row) :]
+
+        return write
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log metrics of `step`; a step may be logged in parts, such as its validation."""
@@ -168,17 +142,6 @@ class MetricsLogger(ExitStack):
         self.history.append({"step": step, **values})
         for write in self._writers:
             write(step, values)
-
-    def _write_row(self, step: int, values: Mapping[str, float]) -> None:
-        finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
-        row = (json.dumps({"step": step, **finite}) + "\n").encode()
-        with writing(self._file):
-            while row:  # a disk that becomes full takes the first part of a row
-                row = row[self._jsonl.write(row) :]
-
-    def _add_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
 
     def _print(self, step: int, values: Mapping[str, float]) -> None:
         if line := self._line.format(step, values):
@@ -196,9 +159,11 @@ def _read_row(line: bytes) -> dict[str, Any] | None:
         return None
 
 
-def _plain(values: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics under names without the @ that MLflow refuses, as verl writes them."""
-    return {name.replace("@", "_at_"): value for name, value in values.items()}
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with null in place of numbers that JSON does not have."""
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
+    }
 
 
 def steps_of_summary(path: Path) -> int | None:
@@ -212,12 +177,8 @@ def steps_of_summary(path: Path) -> int | None:
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary` as JSON; non-finite numbers become null."""
-    clean = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in summary.items()
-    }
     with atomic_file(path) as temporary:
-        temporary.write_text(json.dumps(clean, indent=2, allow_nan=False) + "\n")
+        temporary.write_text(json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
 
 
 class StepLine:
@@ -265,7 +226,7 @@ class StepLine:
             yield f"ETA {_duration(mean * (self._total - step))}"
 
 
-class Progress(AbstractContextManager["Progress"]):
+class Progress(RichProgress):
     """The current phase and the steps so far, on a terminal; nothing elsewhere.
 
     with Progress(total_steps=25, console=console) as progress:
@@ -276,25 +237,18 @@ class Progress(AbstractContextManager["Progress"]):
     def __init__(self, total_steps: int, *, console: Console) -> None:
         columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn()
         disable = not console.is_terminal
-        self._bar = RichProgress(
+        super().__init__(
             *columns, MofNCompleteColumn(), console=console, transient=True, disable=disable
         )
-        self._task = self._bar.add_task("start", total=total_steps)
-
-    def __enter__(self) -> Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
+        self._task = self.add_task("start", total=total_steps)
 
     def enter(self, phase: str, step: int) -> None:
         """Show the phase of `step` that begins."""
-        self._bar.update(self._task, description=f"step {step} {phase}")
+        self.update(self._task, description=f"step {step} {phase}")
 
     def finish_step(self) -> None:
         """Count a finished step."""
-        self._bar.advance(self._task)
+        self.advance(self._task)
 
 
 def _fitting(parts: Sequence[str], room: int) -> set[str]:

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from hybridengine.run.all_ranks import all_gather_values, broadcast_value, run_on_all_ranks
-from hybridengine.run.device import DeviceProgress
-from hybridengine.run.failures import machine_id
-from hybridengine.run.plugins import load_plugin, plugins
+from hybridengine.run import load_plugin, plugins
+from hybridengine.run.activity import machine_id
+from hybridengine.run.failures import DeviceProgress
+from hybridengine.run.messages import all_gather_values, broadcast_value, run_on_all_ranks
 from hybridengine.sync.adapter import Adapter, adapters_of_factors
 from hybridengine.sync.buckets import default_bucket_bytes
 from hybridengine.sync.checks import check_fit

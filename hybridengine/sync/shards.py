@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hybridengine.run.all_ranks import all_gather_values, broadcast_value
+from hybridengine.run.messages import all_gather_values, broadcast_value
 from hybridengine.sync.layout import LayoutError
 
 

@@ -16,7 +16,7 @@ import torch
 
 from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE, BlockTable
 from hybridengine.kernels.strided_copy import TABLE_COLUMNS, CopyTable
-from hybridengine.run.plugins import load_plugin
+from hybridengine.run import load_plugin
 from hybridengine.sync.blocks import Block, contiguous_strides
 from hybridengine.sync.buckets import Bucket
 from hybridengine.sync.planner import ReshardPlan

@@ -11,15 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from hybridengine.run.all_ranks import (
+from hybridengine.run.failures import CollectiveGuard, Guard, default_groups
+from hybridengine.run.messages import (
     all_gather_values,
-    default_groups,
     host_device,
     raise_on_all_ranks,
     run_on_all_ranks,
 )
-from hybridengine.run.device import Guard
-from hybridengine.run.failures import CollectiveGuard
 from hybridengine.sync.adapter import Adapter, ExpertAdapter, adapter_factors
 from hybridengine.sync.blocks import Block, reach
 from hybridengine.sync.layout import LayoutError

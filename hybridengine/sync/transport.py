@@ -19,9 +19,8 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from hybridengine.run.all_ranks import all_gather_values, host_device, raise_on_all_ranks
-from hybridengine.run.device import DeviceProgress, Guard
-from hybridengine.run.failures import CollectiveGuard, one_line
+from hybridengine.run.failures import CollectiveGuard, DeviceProgress, Guard, one_line
+from hybridengine.run.messages import all_gather_values, host_device, raise_on_all_ranks
 from hybridengine.sync.shards import ShardSpec
 from hybridengine.sync.tables import ALIGNMENT, Exchange
 from hybridengine.sync.weight_target import ReshardError

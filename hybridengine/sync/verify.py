@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hybridengine.kernels import bit_checksum
-from hybridengine.run.all_ranks import all_gather_values
+from hybridengine.run.messages import all_gather_values
 from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.blocks import Block
 from hybridengine.sync.buckets import Bucket

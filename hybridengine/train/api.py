@@ -23,11 +23,11 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from hybridengine.model import on_device
-from hybridengine.run.all_ranks import broadcast_value
 from hybridengine.run.config import ConfigError, SFTConfig
 from hybridengine.run.errors import UsageError
-from hybridengine.run.session import rank_session, script_session
-from hybridengine.run.status import run_lock
+from hybridengine.run.launch import run_lock
+from hybridengine.run.messages import broadcast_value
+from hybridengine.run.rank import rank_session, script_session
 from hybridengine.sync.resharder import SyncReport
 from hybridengine.train.checkpoint.pretrained import save_pretrained
 from hybridengine.train.data import SFTSample

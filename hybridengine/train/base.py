@@ -21,12 +21,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from hybridengine.kernels import check_labels
 from hybridengine.model import SavedWork
-from hybridengine.run.all_ranks import broadcast_value, run_on_rank0
 from hybridengine.run.config import JobConfig, config_to_yaml
 from hybridengine.run.errors import ModelError
-from hybridengine.run.session import Session, run_rank
+from hybridengine.run.messages import broadcast_value, run_on_rank0
+from hybridengine.run.rank import run_rank
+from hybridengine.run.session import RunClock, Session
 from hybridengine.run.storage import remove_folder
-from hybridengine.run.tracking import RunClock, StepTrace
+from hybridengine.run.tracking import StepTrace
 from hybridengine.train.checkpoint import Checkpointer, CheckpointError, find_checkpoints
 from hybridengine.train.checkpoint.folders import archive_earlier_run
 from hybridengine.train.checkpoint.pretrained import save_model_files
@@ -212,7 +213,7 @@ class BaseTrainer(ABC, Generic[ConfigT]):
         self.report.print(self.plan())
         self.sync(self.steps_done)
         self.clock.enter("other")
-        self.session.let_steps_finish()
+        self.session.signals.can_wait = True
         if self.config.trainer.val_before_train and not self._first:
             self.run_validation(0)
 

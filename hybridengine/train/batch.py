@@ -23,7 +23,7 @@ from hybridengine.model import KeptIds, Optimizer, PackedBatch, SavedWork, pack_
 from hybridengine.model.attachments import AttachmentPreparer
 from hybridengine.model.extensions import PartReader
 from hybridengine.model.packed import Part, PartSource
-from hybridengine.run.all_ranks import group_timeout
+from hybridengine.run.messages import group_timeout
 from hybridengine.run.session import Session
 from hybridengine.train.exchange import RowExchange, RowLocations, split_micro_batches
 from hybridengine.train.outcomes import Outcomes

@@ -32,6 +32,7 @@ from hybridengine.model.attachments import AttachmentPreparer, Conflict
 from hybridengine.model.extensions import model_extensions
 from hybridengine.model.parameters import layout_of
 from hybridengine.model.validation import check_model
+from hybridengine.run import load_plugin
 from hybridengine.run.config import (
     ConfigError,
     JobConfig,
@@ -41,7 +42,6 @@ from hybridengine.run.config import (
     SFTConfig,
 )
 from hybridengine.run.errors import UserError, located, unreadable_part
-from hybridengine.run.plugins import load_plugin
 from hybridengine.run.session import Session
 from hybridengine.sync.resharder import Resharder
 from hybridengine.sync.shards import dim1_parameters

@@ -27,10 +27,10 @@ from hybridengine.model.exact import model_obstacle
 from hybridengine.model.packing_check import shared_prefix_obstacle
 from hybridengine.model.shared_parameters import untested_torch
 from hybridengine.model.validation import config_of
-from hybridengine.run.all_ranks import all_gather_values
 from hybridengine.run.config import ConfigError, Dtype, JobConfig, RLConfig, SFTConfig, keys_of
 from hybridengine.run.config.validation import exactness_obstacle
 from hybridengine.run.errors import Faults
+from hybridengine.run.messages import all_gather_values
 from hybridengine.run.storage import atomic_file
 from hybridengine.sync.trainers import DeltaMode
 from hybridengine.train.algorithms import uses_critic

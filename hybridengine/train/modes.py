@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from hybridengine.run import load_plugin
 from hybridengine.run.config import JobConfig, RLConfig
-from hybridengine.run.plugins import load_plugin
-from hybridengine.run.session import Session, run_rank
+from hybridengine.run.rank import run_rank
+from hybridengine.run.session import Session
 
 if TYPE_CHECKING:  # the launcher, which needs only an address, does not load a trainer
     from hybridengine.engine.interface import SamplingSpec

@@ -23,12 +23,11 @@ from hybridengine.model.packing_check import check_packing
 from hybridengine.model.parameters import checkpoint_layout_from_config
 from hybridengine.model.rotary import check_rotary
 from hybridengine.model.validation import check_weights, config_of, head_size, longest_sequence
+from hybridengine.run import load_plugin
 from hybridengine.run.config import ConfigError, JobConfig, RLConfig, SFTConfig
 from hybridengine.run.config.common import TrainedModelConfig
 from hybridengine.run.errors import Faults, UserError, print_note
-from hybridengine.run.host_memory import total_memory
-from hybridengine.run.plugins import load_plugin
-from hybridengine.run.storage import check_disk_space
+from hybridengine.run.storage import check_disk_space, total_memory
 from hybridengine.run.tracking import check_loggers
 from hybridengine.train.algorithms import NEEDS, check_estimator, uses_critic
 from hybridengine.train.build import (

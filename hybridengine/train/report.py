@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridengine.model import SkippedUpdate, on_device
-from hybridengine.run.all_ranks import broadcast_value
+from hybridengine.run import plugins
 from hybridengine.run.config import JobConfig, config_to_yaml
 from hybridengine.run.errors import CallbackError, ModelError
-from hybridengine.run.plugins import plugins
+from hybridengine.run.messages import broadcast_value
 from hybridengine.run.session import Session
 from hybridengine.run.storage import atomic_file
 from hybridengine.run.tracking import (

@@ -24,8 +24,8 @@ from rich.table import Table
 from torch import Tensor
 
 from hybridengine.model import on_device
+from hybridengine.run import load_plugin
 from hybridengine.run.config import RLConfig
-from hybridengine.run.plugins import load_plugin
 from hybridengine.run.session import Session
 from hybridengine.sync.resharder import SyncReport
 from hybridengine.train.advantages import compute_advantages, compute_rewards

@@ -19,8 +19,8 @@ from hybridengine.engine.interface import RolloutEngine, SamplingSpec, derive_se
 from hybridengine.model import SharedParameters
 from hybridengine.model.dequantized import DequantizedWeights
 from hybridengine.model.shared_weights import SlicedWeights
-from hybridengine.run.all_ranks import all_gather_values
 from hybridengine.run.config import RLConfig
+from hybridengine.run.messages import all_gather_values
 from hybridengine.run.session import Session
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.resharder import SyncReport

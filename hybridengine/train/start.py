@@ -29,8 +29,8 @@ from hybridengine.run.config import (
     load_job,
     parse_overrides,
 )
-from hybridengine.run.launch import launch_ranks
-from hybridengine.run.status import clear_status, run_lock
+from hybridengine.run.launch import launch_ranks, run_lock
+from hybridengine.run.session import clear_status
 from hybridengine.run.storage import atomic_file
 from hybridengine.train.checkpoint.folders import find_checkpoints
 from hybridengine.train.modes import mode_of

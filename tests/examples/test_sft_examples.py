@@ -20,8 +20,7 @@ pytestmark = pytest.mark.multirank
 
 def train(rank: int, world_size: int, example: Path, overrides: list[str]) -> None:
     from hybridengine.run.config import load_sft_config
-    from hybridengine.run.session import Session
-    from hybridengine.run.status import PhaseStatus
+    from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.train.sft import SFTTrainer
 
     config = load_sft_config(example, overrides)

@@ -17,8 +17,7 @@ pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 
 def _sft(rank: int, world_size: int, overrides: list[str]) -> None:
     from hybridengine.run.config import load_sft_config
-    from hybridengine.run.session import Session
-    from hybridengine.run.status import PhaseStatus
+    from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.train.preflight import check_job
     from hybridengine.train.sft import SFTTrainer
 

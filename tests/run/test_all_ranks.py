@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hybridengine.run.all_ranks import run_on_all_ranks, run_on_rank0
 from hybridengine.run.errors import ModelError
+from hybridengine.run.messages import run_on_all_ranks, run_on_rank0
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.multirank
@@ -51,7 +51,7 @@ def groups_body(rank: int, world_size: int) -> list[float]:
     import torch.distributed as dist
 
     from hybridengine.model import sharding_mesh
-    from hybridengine.run.all_ranks import group_timeout
+    from hybridengine.run.messages import group_timeout
     from hybridengine.train.batch import DataParallel
 
     def timeout_s(group: Any) -> float:

@@ -6,14 +6,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.run import device, failures
-from hybridengine.run.device import DeviceProgress
-from hybridengine.run.failures import CollectiveError, CollectiveGuard, machine_id
+from hybridengine.run import failures
+from hybridengine.run.activity import machine_id
+from hybridengine.run.failures import CollectiveError, CollectiveGuard, DeviceProgress
+from hybridengine.run.messages import group_timeout
 
 CPU = torch.device("cpu")
 
@@ -32,7 +35,7 @@ class Event:
 @pytest.fixture
 def guards(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CollectiveGuard, CollectiveGuard]]:
     monkeypatch.setattr(failures, "_ANSWER_S", 0.2)
-    monkeypatch.setattr(device, "_LOOK_S", 0.02)
+    monkeypatch.setattr(failures, "_LOOK_S", 0.02)
     store = dist.HashStore()
     monkeypatch.setattr(failures, "_guards", iter([0, 0]))
     yield CollectiveGuard(0, 2, store), CollectiveGuard(1, 2, store)
@@ -40,10 +43,11 @@ def guards(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CollectiveGuard, C
 
 def waiting(guard: CollectiveGuard, events: list[Event], limit_s: float = 60.0) -> DeviceProgress:
     """Mark one bucket for each event."""
-    remaining = iter(events)
-    progress = DeviceProgress(guard, CPU, lambda: next(remaining), limit_s)
-    for i in range(len(events)):
-        progress.mark(f"exchanging bucket {i + 1} of {len(events)}")
+    progress, remaining = DeviceProgress(guard, torch.device("cuda"), limit_s), iter(events)
+    stream = SimpleNamespace(record_event=lambda: next(remaining))
+    with patch.object(torch.cuda, "current_stream", lambda device: stream):
+        for i in range(len(events)):
+            progress.mark(f"exchanging bucket {i + 1} of {len(events)}")
     return progress
 
 
@@ -114,6 +118,6 @@ def test_the_limit_is_below_the_timeout_of_the_group() -> None:
     timeout = timedelta(seconds=40)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
-        assert device._timeout_s(CPU) == 40 and device._LIMIT_SHARE < 1
+        assert group_timeout(CPU).total_seconds() == 40 and failures._LIMIT_SHARE < 1
     finally:
         dist.destroy_process_group()

@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from hybridengine.run import failures
-from hybridengine.run.failures import CollectiveError, CollectiveGuard, machine_id
+from hybridengine.run.activity import machine_id
+from hybridengine.run.failures import CollectiveError, CollectiveGuard
 
 Guards = tuple[CollectiveGuard, CollectiveGuard]
 

@@ -11,8 +11,8 @@ from hybridengine.run import launch
 from hybridengine.run.errors import EXIT_STOPPED, EXIT_USER_ERROR
 from hybridengine.run.failures import RankReport
 from hybridengine.run.launch import describe_failure, only_stopped
-from hybridengine.run.monitor import EXIT_RANK_FAILED
-from hybridengine.run.status import PhaseStatus, clear_status, read_status, write_error_record
+from hybridengine.run.monitor import EXIT_RANK_FAILED, write_error_record
+from hybridengine.run.session import PhaseStatus, clear_status, read_status
 from tests.train.toy import start_toy, toy_job
 
 

@@ -13,7 +13,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from hybridengine.run.failures import CollectiveGuard, RankReport, machine_id
+from hybridengine.run.activity import machine_id
+from hybridengine.run.failures import CollectiveGuard, RankReport
 from hybridengine.run.monitor import RankMonitor
 
 

@@ -4,7 +4,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from hybridengine.run import plugins
+from hybridengine import run
 from hybridengine.run.errors import ConfigError
 
 GROUP = "hybridengine.somewhere"
@@ -14,12 +14,10 @@ GROUP = "hybridengine.somewhere"
 def registered(monkeypatch):
     """Entry points in the place of those that are installed."""
     entries: list[EntryPoint] = []
-    monkeypatch.setattr(
-        plugins, "entry_points", lambda group: [x for x in entries if x.group == group]
-    )
-    plugins.plugins.cache_clear()
+    monkeypatch.setattr(run, "entry_points", lambda group: [x for x in entries if x.group == group])
+    run.plugins.cache_clear()
     yield entries
-    plugins.plugins.cache_clear()
+    run.plugins.cache_clear()
 
 
 def test_a_part_is_imported_when_it_is_asked_for(registered):
@@ -28,21 +26,21 @@ def test_a_part_is_imported_when_it_is_asked_for(registered):
         EntryPoint("broken", "no_such_module:x", GROUP),
         EntryPoint("join", "os.path:split", "hybridengine.elsewhere"),
     ]
-    assert list(plugins.plugins("somewhere")) == ["broken", "join"]
-    assert plugins.load_plugin("somewhere", "join", "a.key")("a", "b") == "a/b"
+    assert list(run.plugins("somewhere")) == ["broken", "join"]
+    assert run.load_plugin("somewhere", "join", "a.key")("a", "b") == "a/b"
 
 
 def test_a_part_that_is_missing_is_named(registered):
     registered.append(EntryPoint("join", "os.path:join", GROUP))
     expected = r"a\.key needs `other`, .* hybridengine\.somewhere; registered are: join"
     with pytest.raises(ConfigError, match=expected):
-        plugins.load_plugin("somewhere", "other", "a.key")
+        run.load_plugin("somewhere", "other", "a.key")
 
 
 def test_one_name_for_two_parts_is_refused(registered):
     registered += [EntryPoint("join", "os.path:join", GROUP)] * 2  # an old installation's leftovers
-    assert len(plugins.plugins("somewhere")) == 1
-    plugins.plugins.cache_clear()
+    assert len(run.plugins("somewhere")) == 1
+    run.plugins.cache_clear()
     registered.append(EntryPoint("join", "os.path:split", GROUP))
     with pytest.raises(ConfigError, match="two installed packages register `join`"):
-        plugins.plugins("somewhere")
+        run.plugins("somewhere")

@@ -10,11 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from hybridengine.run import restarts
-from hybridengine.run.restarts import RunMark, number_of_start
+from hybridengine.run import rank
+from hybridengine.run.rank import number_of_start
 
 
-def test_all_ranks_agree_on_the_number_of_a_start(tmp_path) -> None:
+def test_all_ranks_agree_on_the_number_of_a_start() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def store() -> dist.Store:
@@ -34,10 +34,6 @@ def test_all_ranks_agree_on_the_number_of_a_start(tmp_path) -> None:
     with pytest.raises(dist.DistError, match="rank 0 has not started within 1 s"):
         start((1,), timeout_s=1)
     assert start((2, 1, 0)) == [2, 2, 2]
-    with patch.object(restarts, "_answer"):  # the thread is killed with its process
+    with patch.object(rank, "_answer"):  # the thread is killed with its process
         assert start((0,)) == [3], "the others were killed before they asked"
     assert start((1, 2, 0)) == [4, 4, 4]
-    mark = RunMark(store(), tmp_path)
-    mark.set()
-    assert not mark.was_set and RunMark(store(), tmp_path).was_set
-    assert not RunMark(store(), tmp_path / "other").was_set

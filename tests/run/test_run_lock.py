@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from hybridengine.run.errors import ConfigError
-from hybridengine.run.status import run_lock
+from hybridengine.run.launch import run_lock
 
 HOLDER = """
 import sys, time
-from hybridengine.run.status import run_lock
+from hybridengine.run.launch import run_lock
 with run_lock(sys.argv[1]):
     print("held", flush=True)
     time.sleep(600)

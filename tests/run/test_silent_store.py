@@ -22,7 +22,9 @@ PHASE = "phase 'gen' of step 3"
 
 def run_rank(rank: int, world_size: int, folder: Path, port: int, has_log: bool) -> None:
     """One rank, whose store is at `port`. has_log: whether it can write its log and its record."""
-    from hybridengine.run.monitor import RankMonitor, connect_guard
+    from hybridengine.run.failures import CollectiveGuard
+    from hybridengine.run.monitor import RankMonitor
+    from hybridengine.run.rank import connect_store
 
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(port)
@@ -34,7 +36,7 @@ def run_rank(rank: int, world_size: int, folder: Path, port: int, has_log: bool)
         os.close(nowhere)
         os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "started" / "record.json")
     os.dup2(log, 2)
-    guard = connect_guard(0, 1)
+    guard = CollectiveGuard(0, 1, connect_store(timeout_s=30))
     guard.phase = PHASE
     monitor = RankMonitor(guard, timeout_s=2.0)  # noqa: F841, runs while it is there
     (folder / "started").touch()
@@ -96,10 +98,12 @@ def test_a_rank_ends_when_its_store_is_silent_and_its_log_broken(tmp_path: Path)
 
 
 def write_without_progress(rank: int, world_size: int, folder: Path) -> None:
-    from hybridengine.run.monitor import RankMonitor, connect_guard
+    from hybridengine.run.failures import CollectiveGuard
+    from hybridengine.run.monitor import RankMonitor
+    from hybridengine.run.rank import connect_store
 
     os.dup2(os.open(folder / "log", os.O_WRONLY | os.O_CREAT), 2)
-    guard = connect_guard(0, 1)
+    guard = CollectiveGuard(0, 1, connect_store(timeout_s=30))
     guard.phase = "phase 'export' of step 3"
     monitor = RankMonitor(guard, timeout_s=2.0)  # noqa: F841, runs while it is there
     with storage.writing_to(folder / "final"):

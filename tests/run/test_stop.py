@@ -20,23 +20,24 @@ from tests.ranks import Ranks
 
 RANK = """
 import os, sys, time, threading
-from hybridengine.run import stop_signals
+from hybridengine.run import session
 
-stop_signals._SAME_REQUEST_S = 600.0
-signals = stop_signals.StopSignals()
+session._SAME_REQUEST_S = 600.0
+signals = session.StopSignals()
 signals.can_wait = sys.argv[1] == "True"
 receive = signals._receive
 def receive_and_tell(number):
     receive(number)
     print("requested", signals.requested, flush=True)
 signals._receive = receive_and_tell
+signals.open()
 if os.fork() == 0:
     print(os.getpid(), flush=True)
     time.sleep(600)
     os._exit(0)
 def let_time_pass():
     sys.stdin.readline()
-    stop_signals._SAME_REQUEST_S = 0.0
+    session._SAME_REQUEST_S = 0.0
     print("later", flush=True)
 threading.Thread(target=let_time_pass).start()
 lock = threading.Lock()
@@ -82,17 +83,19 @@ def first_step(rank: int, world_size: int, folder: Path, sent: signal.Signals) -
     import torch
     import torch.distributed as dist
 
-    from hybridengine.run import monitor, session
+    from hybridengine.run import monitor
+    from hybridengine.run import rank as rank_life
+    from hybridengine.run.session import Session
 
     dist.barrier()
     dist.destroy_process_group()
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"record_{rank}.json")
     monitor._STOPPED_S = 1.0  # not 10
 
-    def main(run: session.Session) -> None:
+    def main(run: Session) -> None:
         dist.barrier()
         if rank == 0:
-            run.let_steps_finish()
+            run.signals.can_wait = True
             (folder / "waits").touch()
             dist.all_reduce(torch.ones(1))
         while not (folder / "waits").exists():
@@ -100,7 +103,7 @@ def first_step(rank: int, world_size: int, folder: Path, sent: signal.Signals) -
         os.kill(os.getpid(), sent)
         time.sleep(600)
 
-    return session.run_rank(main, folder, timeout_s=240.0)
+    return rank_life.run_rank(main, folder, timeout_s=240.0)
 
 
 def failures_of(folder: Path, sent: signal.Signals) -> dict[int, ProcessFailure]:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.engine.interface import SamplingSpec
-from hybridengine.run.failures import CollectiveGuard, process_state, this_process
+from hybridengine.run.activity import process_state, this_process
+from hybridengine.run.failures import CollectiveGuard
 from hybridengine.run.messages import wait_for
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.resharder import Resharder

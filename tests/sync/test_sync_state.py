@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from hybridengine.engine.interface import SamplingSpec
 from hybridengine.remote.sync.coordinator import Coordinator
 from hybridengine.remote.sync.records import SyncStore
 from hybridengine.run.activity import Activity
-from hybridengine.run.device import DeviceProgress
+from hybridengine.run.failures import DeviceProgress
 from hybridengine.sync import buckets
 from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.checks import config_differences
@@ -89,7 +90,7 @@ def test_adapters_that_are_replaced_are_read_again() -> None:
         resharder.sync(3)
 
 
-def test_a_sync_commits_when_the_device_has_finished() -> None:
+def test_a_sync_commits_when_the_device_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is behind the host: here by a number of queries."""
     engine, _, resharder = build(SHAPES, 1, full=values(SHAPES))
     seen: list[tuple[int, int | None]] = []
@@ -103,7 +104,9 @@ def test_a_sync_commits_when_the_device_has_finished() -> None:
             self.left -= 1
             return self.left < 0
 
-    resharder._progress = DeviceProgress(resharder._guard, torch.device("cpu"), Event, limit_s=9)
+    stream = SimpleNamespace(record_event=Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    resharder._progress = DeviceProgress(resharder._guard, torch.device("cuda"), limit_s=9)
     resharder._transport.progress = resharder._progress
     resharder.sync(1)
     assert seen == [(left, None) for left in (3, 2, 1, 0)] * (len(resharder.plan.buckets) + 1)

@@ -201,8 +201,7 @@ def is_plain(value: Any) -> bool:
 def effect(kind: JobKind, folder: Path, overrides: Sequence[str], recorder: Recorder) -> str:
     """Run a job; return its observed effects as text."""
     from hybridengine.run.errors import UserError
-    from hybridengine.run.session import Session
-    from hybridengine.run.status import PhaseStatus
+    from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.train import base, modes
 
     for name in ("run", "elsewhere"):

@@ -129,8 +129,7 @@ def run_jobs(
 def _jobs(rank: int, world_size: int, folder: Path, jobs: Sequence[Sequence[str]]) -> list[Result]:
     import torch.distributed as dist
 
-    from hybridengine.run.session import Session
-    from hybridengine.run.status import PhaseStatus
+    from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.train import report
 
     report.plugins = lambda group: {}

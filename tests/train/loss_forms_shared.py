@@ -21,8 +21,7 @@ class Setup:
 
     def __init__(self, rank: int, world_size: int, path: str) -> None:
         from hybridengine.model import Optimizer, sharding_mesh
-        from hybridengine.run.session import Session
-        from hybridengine.run.status import PhaseStatus
+        from hybridengine.run.session import PhaseStatus, Session
         from hybridengine.train.batch import DataParallel
 
         session = Session(PhaseStatus(Path(path) / "run", rank))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from hybridengine.run.status import read_status
+from hybridengine.run.session import read_status
 
 START_S = 300  # of a run on two ranks, up to its second step
 WITHIN_S = 240  # of the end after a failure; far less than trainer.timeout_s

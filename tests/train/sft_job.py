@@ -57,8 +57,7 @@ def sft_settings(folder: Path, **overrides: object) -> list[str]:
 
 def start_run(rank: int, world_size: int, folder: Path, **overrides: object):
     """Build the trainer of this rank, whose process group exists already."""
-    from hybridengine.run.session import Session
-    from hybridengine.run.status import PhaseStatus
+    from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.train.sft import SFTTrainer
 
     config: SFTConfig = load_sft_config(

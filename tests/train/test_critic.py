@@ -32,8 +32,7 @@ def body(rank: int, world_size: int, path: str, budget: int, sp_size: int, head:
     from hybridengine.model import Optimizer
     from hybridengine.run.config import RLConfig
     from hybridengine.run.config import rl as schema
-    from hybridengine.run.session import Session
-    from hybridengine.run.status import PhaseStatus
+    from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.train.batch import DataParallel
     from hybridengine.train.critic import Critic
 

@@ -52,8 +52,7 @@ def columns(lengths: list[int]) -> dict[str, torch.Tensor]:
 
 def body(rank: int, world_size: int, folder: Path, count: int, sp_size: int) -> dict[str, Any]:
     """By name, what one replica computes of its responses, and metrics of all."""
-    from hybridengine.run.session import Session
-    from hybridengine.run.status import PhaseStatus
+    from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.train.advantages import compute_advantages, compute_rewards
     from hybridengine.train.batch import DataParallel
     from hybridengine.train.metrics import batch_metrics, explained_variance, probs_diff

@@ -34,8 +34,7 @@ def train(rank: int, world_size: int, folder: Path, job: list[str]) -> tuple[int
     Of every parameter and optimizer step: the gradients of passes that are run twice are equal.
     """
     from hybridengine.kernels.graph import Graph
-    from hybridengine.run.session import Session
-    from hybridengine.run.status import PhaseStatus
+    from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.train.preflight import check_job
     from hybridengine.train.rl import RLTrainer
 

@@ -87,8 +87,7 @@ def train(base: list[str], run: Path, case: Case, fill: Fill | None) -> str:
 
     from hybridengine.run.config import load_config
     from hybridengine.run.errors import UserError
-    from hybridengine.run.session import Session
-    from hybridengine.run.status import PhaseStatus
+    from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.train.checkpoint import checkpointer, tensors
     from hybridengine.train.report import Callbacks
     from hybridengine.train.rl import RLTrainer

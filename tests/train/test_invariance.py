@@ -36,8 +36,7 @@ def body(
     from hybridengine.run.config import RLConfig
     from hybridengine.run.config import rl as schema
     from hybridengine.run.config.rl import PolicyLossConfig
-    from hybridengine.run.session import Session
-    from hybridengine.run.status import PhaseStatus
+    from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.train.batch import DataParallel
     from hybridengine.train.metrics import probs_diff
     from hybridengine.train.models import Actor

@@ -27,6 +27,6 @@ def test_ranks_of_other_roles_are_a_mode_of_their_own(key: str) -> None:
 
 @pytest.mark.parametrize("key", OTHERS)
 def test_a_mode_that_is_not_installed_is_named(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridengine.run.plugins.plugins", lambda group: {})
+    monkeypatch.setattr("hybridengine.run.plugins", lambda group: {})
     with pytest.raises(ConfigError, match=rf"^{key} needs `\w+`.*hybridengine\.modes"):
         mode_of(load_config(None, [*NEEDED, *OTHERS[key]]))

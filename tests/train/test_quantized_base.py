@@ -139,8 +139,7 @@ def test_log_probs_and_gradients_are_those_of_dequantized_weights(
 
 
 def job_body(rank: int, world_size: int, folder: Path, overrides: list[str]) -> None:
-    from hybridengine.run.session import Session
-    from hybridengine.run.status import PhaseStatus
+    from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.train.preflight import check_job
     from hybridengine.train.rl import RLTrainer
 

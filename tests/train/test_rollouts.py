@@ -172,8 +172,7 @@ def test_files_name_the_weights(results):
 def train_beside_a_writer(rank: int, world_size: int, folder: Path, job: list[str]) -> str:
     """Something changes one bit of the engine's weights after the first step's sync."""
     from hybridengine.run.config import load_config
-    from hybridengine.run.session import Session
-    from hybridengine.run.status import PhaseStatus
+    from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.sync.weight_target import target_of
     from hybridengine.train.report import Callbacks
     from hybridengine.train.rl import RLTrainer

@@ -50,12 +50,12 @@ def train_by_the_clock(rank: int, world_size: int, folder: Path) -> tuple[Any, A
     alone advance."""
     from types import SimpleNamespace
 
-    from hybridengine.run import session, tracking
+    from hybridengine.run import session
     from hybridengine.train import base, report
 
     now = 0.0
     time = SimpleNamespace(perf_counter=lambda: now)
-    session.time = tracking.time = base.time = time
+    session.time = base.time = time
 
     def takes(owner: Any, name: str, seconds: float) -> None:
         call = getattr(owner, name)

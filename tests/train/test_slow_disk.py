@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from hybridengine.run.errors import EXIT_STOPPED
-from hybridengine.run.status import read_status
+from hybridengine.run.session import read_status
 from hybridengine.train.checkpoint import find_checkpoints
 from tests.extras.remote.overlapped import overrides_of, run_overlapped
 from tests.ranks import message_of, run_ranks

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.run.session import EXIT_STOPPED
-from hybridengine.run.status import read_status
+from hybridengine.run.errors import EXIT_STOPPED
+from hybridengine.run.session import read_status
 from hybridengine.train.checkpoint import find_checkpoints
 from tests.forked import ForkedProcess
 from tests.train.sft_job import sft_settings, write_sft_job

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridengine.run.all_ranks import all_gather_values, broadcast_value
+from hybridengine.run.messages import all_gather_values, broadcast_value
 from tools.trainers._engines import post, shard, sync_then_lose
 
 TRANSPORT = "hybridengine.integrations.nemo_rl_refit:ReshardEngine"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridengine.run.all_ranks import all_gather_values
+from hybridengine.run.messages import all_gather_values
 
 
 def digests_of(worker: Any, folder: str) -> dict[str, str]:

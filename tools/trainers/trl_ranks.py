@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from hybridengine.run.all_ranks import all_gather_values
+from hybridengine.run.messages import all_gather_values
 from tools.trainers import trl_on_cpu
 
 PROMPTS = ["w5 w9 w33", "w40 w8", "w17 w3 w60 w71", "w99 w4"]

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hybridengine.integrations.trl import server
-from hybridengine.run.all_ranks import broadcast_value
+from hybridengine.run.messages import broadcast_value
 
 __all__ = ["init_weight_transfer", "sync_weight_merged"]
 

@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 from hybridengine.remote.servers.client import BACKEND, VllmServer
 from hybridengine.remote.servers.network import address_for, prepare_network
-from hybridengine.run.all_ranks import broadcast_value, run_on_all_ranks, run_on_rank0
 from hybridengine.run.errors import RolloutError
-from hybridengine.run.messages import check_secret
+from hybridengine.run.messages import broadcast_value, check_secret, run_on_all_ranks, run_on_rank0
 from hybridengine.sync.resharder import SyncReport
 from hybridengine.sync.weight_target import RankFailedError, ReshardError
 

@@ -9,6 +9,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from hybridengine.agents.trajectories import with_turns
 from hybridengine.engine.interface import SamplingSpec
 from hybridengine.engine.response import Response
 from hybridengine.run.config import RLConfig, SFTConfig
-from hybridengine.run.host_memory import free_memory
 from hybridengine.run.session import Session
 from hybridengine.train.batch import RolloutBatch
 from hybridengine.train.data import PromptSample, Subset
@@ -235,6 +235,17 @@ _SHARE = 0.9  # of the memory: lengths of later steps and fragments need the res
 _OWN = Path("/proc/self")
 
 
+def _free_memory() -> float:
+    """Return the bytes of memory that are free on this machine or in its control group."""
+    free = float(psutil.virtual_memory().available)
+    with suppress(OSError, ValueError):  # no control group, or "max": without a limit
+        limit, used = (
+            Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current")
+        )
+        free = min(free, float(limit) - float(used))
+    return free
+
+
 class PeakMemory:
     """Peaks of this rank, on its GPU or in its host's memory.
 
@@ -251,7 +262,7 @@ class PeakMemory:
             free, total = torch.cuda.mem_get_info(device)
             self.allowed = _SHARE * total - (total - free - torch.cuda.memory_reserved(device))
         else:
-            self.allowed = psutil.Process().memory_info().rss + _SHARE * free_memory() / num_local
+            self.allowed = psutil.Process().memory_info().rss + _SHARE * _free_memory() / num_local
 
     def restart(self) -> None:
         """Forget the peaks until now."""

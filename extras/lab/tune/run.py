@@ -30,7 +30,8 @@ from hybridengine.lab.tune.jobs import (
 from hybridengine.model import on_device
 from hybridengine.run.config import ConfigError, JobConfig, RLConfig, SFTConfig
 from hybridengine.run.launch import temporary_folder
-from hybridengine.run.session import Session, run_rank
+from hybridengine.run.rank import run_rank
+from hybridengine.run.session import Session
 from hybridengine.train.build import build_resharder
 from hybridengine.train.start import config_of_rank, launch, silence_libraries
 

@@ -22,9 +22,8 @@ from torch import Tensor
 from hybridengine.model import SkippedUpdate
 from hybridengine.model.attachments import Attachment
 from hybridengine.remote.roles import Role, RoleLink
-from hybridengine.run.all_ranks import broadcast_value
 from hybridengine.run.config import RLConfig
-from hybridengine.run.messages import wait_until
+from hybridengine.run.messages import broadcast_value, wait_until
 from hybridengine.train.exchange import RowExchange, RowLocations
 from hybridengine.train.outcomes import Outcomes
 

@@ -64,7 +64,7 @@ class CriticWorker:
     def run(self) -> None:
         """Work until the policy's ranks end the run."""
         session = self._session
-        session.let_steps_finish()
+        session.signals.can_wait = True
         while not isinstance(command := self._next_command(), End):
             if isinstance(command, TrainStep):
                 self._train(command)
@@ -122,7 +122,7 @@ class CriticWorker:
                 optimizer.pop_skipped(),
                 optimizer.state_dict(),
                 self._tensors.num_bytes,
-                self._session.requested_signal,
+                self._session.signals.requested,
             ),
         )
 

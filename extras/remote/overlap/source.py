@@ -24,9 +24,8 @@ from hybridengine.remote.overlap.metrics import Utilisation, staleness_metrics
 from hybridengine.remote.overlap.queue import Finished, TrainerQueue, WorkItem
 from hybridengine.remote.roles import SYNC_SHARE, RoleLink
 from hybridengine.remote.sync.sender import WeightSender
-from hybridengine.run.all_ranks import all_gather_values, broadcast_value
 from hybridengine.run.config import RLConfig
-from hybridengine.run.messages import wait_until
+from hybridengine.run.messages import all_gather_values, broadcast_value, wait_until
 from hybridengine.run.session import Session
 from hybridengine.sync.resharder import SyncReport
 from hybridengine.sync.trainers import DeltaMode

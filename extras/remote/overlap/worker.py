@@ -102,7 +102,7 @@ class RolloutWorker:
             self._checksum.before_sync()
             self._receiver.receive()
             self._checksum.after_sync(self._receiver.engine_state)
-        self._session.let_steps_finish()  # as the trainer ranks, after the first sync
+        self._session.signals.can_wait = True  # as the trainer ranks, after the first sync
 
     def _next_action(self) -> Action:
         """Wait for the next action, the same on every rank of the engine. Collective over them."""
@@ -112,7 +112,7 @@ class RolloutWorker:
 
     def _choose(self) -> Action | None:
         """Choose what to do next, None while there is nothing. Collective."""
-        if number := self._session.requested_signal:
+        if number := self._session.signals.requested:
             report_signal(self._link, number)
         pending, action = self._receiver.pending(), None
         if self._queue is not None:

@@ -21,9 +21,8 @@ from hybridengine.kernels import bit_checksum
 from hybridengine.remote.sync.link import GroupLink, Link, LinkError, Place
 from hybridengine.remote.sync.memory_link import MemoryLink
 from hybridengine.remote.sync.records import EngineInfo, SyncStore, Transfer
-from hybridengine.run.all_ranks import all_gather_values
-from hybridengine.run.device import DeviceProgress, Guard
-from hybridengine.run.failures import CollectiveGuard
+from hybridengine.run.failures import CollectiveGuard, DeviceProgress, Guard
+from hybridengine.run.messages import all_gather_values
 from hybridengine.sync.planner import ReshardPlan
 from hybridengine.sync.shards import ShardSpec
 from hybridengine.sync.tables import Exchange

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.kernels import Changed, bit_checksum, change_mask, mark_changed_, take_changed
-from hybridengine.run.all_ranks import all_gather_values, host_device
 from hybridengine.run.failures import CollectiveGuard
+from hybridengine.run.messages import all_gather_values, host_device
 from hybridengine.sync.buckets import Bucket
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.planner import ReshardPlan

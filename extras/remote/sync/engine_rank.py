@@ -11,19 +11,14 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.remote.sync.records import EngineInfo, Holding, SyncState, SyncStore, Transfer
-from hybridengine.run.all_ranks import (
+from hybridengine.run.activity import process_state, this_process
+from hybridengine.run.failures import CollectiveError, CollectiveGuard, device_id
+from hybridengine.run.messages import (
     all_gather_values,
     from_rank0,
     run_on_all_ranks,
+    wait_for,
 )
-from hybridengine.run.device import device_id
-from hybridengine.run.failures import (
-    CollectiveError,
-    CollectiveGuard,
-    process_state,
-    this_process,
-)
-from hybridengine.run.messages import wait_for
 from hybridengine.sync.buckets import default_bucket_bytes
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.weight_target import RankFailedError, ReshardError, WeightTarget

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,18 +20,11 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.remote.sync.records import EngineInfo, Member, SyncStore
-from hybridengine.run.activity import Activity
-from hybridengine.run.failures import (
-    CollectiveError,
-    is_collective_error,
-    machine_of,
-    one_line,
-    process_state,
-)
+from hybridengine.run.activity import Activity, machine_of, process_state
+from hybridengine.run.failures import CollectiveError, is_collective_error, one_line
 from hybridengine.sync.tables import ALIGNMENT
 from hybridengine.sync.transport import Buffers, Pending
 
-_TRANSFER = "transfer", ""  # of all ranks of a link
 _OF_A_SOCKET = ConnectionError, TimeoutError  # other OSErrors are of this process: no memory, say
 
 
@@ -134,11 +127,13 @@ class Link(ABC):
         An error of this rank's own is raised as it is.
         """
         self.phase = phase
-        recorded: AbstractContextManager[None] = nullcontext()
-        if self.activity is not None:
-            recorded = self.activity.in_collective(phase, *_TRANSFER, self._peers)
+        activity = self.activity
         try:
-            with recorded:
+            with (
+                activity.in_collective(phase, "transfer", self._peers)
+                if activity
+                else nullcontext()
+            ):
                 yield
         except (RuntimeError, OSError) as error:
             of_a_peer = isinstance(error, _OF_A_SOCKET) or is_collective_error(error)

@@ -23,8 +23,7 @@ from hybridengine.remote.sync.records import (
     Transfer,
     make_plan,
 )
-from hybridengine.run.device import DeviceProgress
-from hybridengine.run.failures import one_line
+from hybridengine.run.failures import DeviceProgress, one_line
 from hybridengine.sync.adapter import adapters_of_factors
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.mover import Mover

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from hybridengine.run.failures import STORE_GONE, one_line, process_state, stopped_ranks
+from hybridengine.run.activity import process_state, stopped_ranks
+from hybridengine.run.failures import STORE_GONE, one_line
 from hybridengine.run.messages import MessageError, SignedStore
 from hybridengine.sync.adapter import Adapter, adapter_factors
 from hybridengine.sync.checks import check_fit

@@ -24,19 +24,13 @@ from hybridengine.remote.sync.records import (
     Transfer,
     make_plan,
 )
-from hybridengine.run.all_ranks import (
+from hybridengine.run.activity import machine_of, stopped_ranks, this_process
+from hybridengine.run.failures import CollectiveError, DeviceProgress, device_id, one_line
+from hybridengine.run.messages import (
     all_gather_values,
     broadcast_value,
     raise_on_all_ranks,
     run_on_all_ranks,
-)
-from hybridengine.run.device import DeviceProgress, device_id
-from hybridengine.run.failures import (
-    CollectiveError,
-    machine_of,
-    one_line,
-    stopped_ranks,
-    this_process,
 )
 from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.buckets import default_bucket_bytes

@@ -41,9 +41,8 @@ from hybridengine.model.lora import adapter_shards
 from hybridengine.model.parameters import parameter_shards, unwrap_peft
 from hybridengine.remote.sync.coordinator import Absent
 from hybridengine.remote.sync.sender import WeightSender
-from hybridengine.run.all_ranks import broadcast_value, run_on_all_ranks
-from hybridengine.run.messages import MessageError, check_secret
-from hybridengine.run.rendezvous import listening_store
+from hybridengine.run.launch import listening_store
+from hybridengine.run.messages import MessageError, broadcast_value, check_secret, run_on_all_ranks
 from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.blocks import contiguous_strides
 from hybridengine.sync.layout import LayoutError

@@ -29,9 +29,8 @@ from vllm.distributed.weight_transfer import (
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
 from hybridengine.remote.vllm_transfer.engine_sender import EngineSender, sender_arguments
-from hybridengine.run.all_ranks import raise_on_all_ranks, run_on_all_ranks
 from hybridengine.run.failures import one_line
-from hybridengine.run.messages import check_secret
+from hybridengine.run.messages import check_secret, raise_on_all_ranks, run_on_all_ranks
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.resharder import SyncReport
 from hybridengine.sync.weight_target import ReshardError

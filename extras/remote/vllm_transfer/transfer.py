@@ -47,9 +47,9 @@ from hybridengine.model.lora import adapter_shards
 from hybridengine.model.parameters import checkpoint_layout, parameter_shards, unwrap_peft
 from hybridengine.remote.vllm_transfer.server_worker import ServerWorker, StoreInfo
 from hybridengine.remote.vllm_transfer.trainer import BACKEND, register_trainer
-from hybridengine.run.all_ranks import run_on_all_ranks
 from hybridengine.run.errors import ModelError
 from hybridengine.run.failures import CollectiveGuard
+from hybridengine.run.messages import run_on_all_ranks
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.resharder import Resharder
 from hybridengine.sync.weight_target import WeightState, operation

@@ -53,8 +53,8 @@ from hybridengine.engine.vllm.weights import LoraSlot, VllmWeights, slot_options
 from hybridengine.model.attachments import Attachment, VllmPrompt, plain_prompt
 from hybridengine.model.dequantized import DequantizedWeights
 from hybridengine.model.shared_weights import Part, SlicedWeights, engine_parts, parameter_views
-from hybridengine.run.all_ranks import all_gather_values, broadcast_value, group_timeout
-from hybridengine.run.plugins import load_plugin
+from hybridengine.run import load_plugin
+from hybridengine.run.messages import all_gather_values, broadcast_value, group_timeout
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.senders import ranks_per_node
 from hybridengine.sync.shards import tp_groups

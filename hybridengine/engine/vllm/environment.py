@@ -19,8 +19,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from hybridengine.run.all_ranks import broadcast_value
 from hybridengine.run.errors import UserError
+from hybridengine.run.messages import broadcast_value
 
 # Tokens of a KV cache block on a CPU: the fewest that vLLM's attention takes there. Responses share
 # the full blocks of their prompt, and vLLM's default, 128, is longer than many prompts.

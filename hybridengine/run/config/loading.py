@@ -29,12 +29,12 @@ from pydantic import TypeAdapter
 from rich.table import Table
 from rich.text import Text
 
+from hybridengine.run import load_plugin, plugins
 from hybridengine.run.config.common import JobConfig, SFTConfig, keys_of
 from hybridengine.run.config.rl import RLConfig
 from hybridengine.run.config.settings import GivenSettings
 from hybridengine.run.config.validation import find_faults, find_notes
 from hybridengine.run.errors import ConfigError, ConfigNote, InvalidConfigError, is_about, located
-from hybridengine.run.plugins import load_plugin, plugins
 
 REQUIRED = ("model.path", "data.train_files")  # keys of a job
 _TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str"}

@@ -16,9 +16,9 @@ from typing import Any
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter, ValidationError
 
+from hybridengine.run import plugins
 from hybridengine.run.config.common import Options, find_input, keys_of, read_paths
 from hybridengine.run.errors import ConfigError, located
-from hybridengine.run.plugins import plugins
 
 _HYDRA_KEYS = ("_target_", "hydra", "defaults")
 _MESSAGES = {"tuple_type": "input should be a list"}  # of pydantic's error types, for YAML

@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
+from hybridengine.run import plugins
 from hybridengine.run.config.common import JobConfig, RateConfig, SFTConfig
 from hybridengine.run.config.rl import ActorConfig, KLControlConfig, RLConfig
-from hybridengine.run.plugins import plugins
 
 TP_SIZE = "rollout.tensor_model_parallel_size"
 _RANKS = "ranks (trainer.n_gpus_per_node * trainer.nnodes)"

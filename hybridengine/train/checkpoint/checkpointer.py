@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from hybridengine.model.optim import Optimizer
-from hybridengine.run import all_ranks
+from hybridengine.run import messages
 from hybridengine.run.errors import CheckpointError, UserError
 from hybridengine.run.storage import check_disk_space, free_space, writing_to
 from hybridengine.train.checkpoint import folders
@@ -82,8 +82,8 @@ class Checkpointer:
 
         def prepare() -> None:
             with self._removed_if_failed(folder):
-                all_ranks.run_on_rank0(lambda: self._prepare(folder), doing, self.group)
-                all_ranks.run_on_all_ranks(
+                messages.run_on_rank0(lambda: self._prepare(folder), doing, self.group)
+                messages.run_on_all_ranks(
                     lambda: _save_random_state(random_file), CheckpointError, doing, self.group
                 )
                 write_extra(folder)
@@ -115,10 +115,10 @@ class Checkpointer:
         The checksums of all its files are verified first. Under auto a damaged checkpoint is
         skipped for the next older one, with the reason in `skipped`.
         """
-        plan = all_ranks.run_on_rank0(
+        plan = messages.run_on_rank0(
             lambda: folders.resume_plan(self._root, mode, path), "resuming"
         )
-        plan = all_ranks.broadcast_value(plan, folders.ResumePlan)
+        plan = messages.broadcast_value(plan, folders.ResumePlan)
         plan = folders.without_damaged(plan, _verify_part)
         self.skipped = list(plan.skipped)
         if not plan.candidates:
@@ -164,7 +164,7 @@ class Checkpointer:
                         folders.publish(self._root, step, score, files)
                         folders.prune(self._root, self._keep)
 
-            all_ranks.run_on_all_ranks(complete, CheckpointError, doing, self._tensors.group)
+            messages.run_on_all_ranks(complete, CheckpointError, doing, self._tensors.group)
 
     @contextmanager
     def _removed_if_failed(self, folder: Path) -> Iterator[None]:
@@ -187,7 +187,7 @@ class Checkpointer:
         remote = self._remote
         if remote is None:
             return {}
-        return all_ranks.run_on_all_ranks(
+        return messages.run_on_all_ranks(
             lambda: dict(remote.saved(folder)) if dist.get_rank() == 0 else {},
             CheckpointError,
             doing,
@@ -202,7 +202,7 @@ def _saving(root: Path, step: int) -> str:
 def _verify_part(checkpoint: SavedCheckpoint) -> None:
     """Verify checksums, each rank those of a part of the files; collective."""
     names = sorted(checkpoint.files)[dist.get_rank() :: dist.get_world_size()]
-    all_ranks.run_on_all_ranks(
+    messages.run_on_all_ranks(
         lambda: checkpoint.verify(names), CheckpointError, "verifying checksums"
     )
 

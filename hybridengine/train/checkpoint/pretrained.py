@@ -23,8 +23,8 @@ from hybridengine.model.parameters import (
     saved_dtypes,
     use_checkpoint_names,
 )
-from hybridengine.run.all_ranks import run_on_rank0
 from hybridengine.run.errors import ModelError
+from hybridengine.run.messages import run_on_rank0
 from hybridengine.run.storage import atomic_folder, check_disk_space, note_progress, writing_to
 from hybridengine.sync.adapter import ExpertAdapter
 from hybridengine.sync.shards import full_tensor
@@ -53,7 +53,7 @@ def save_pretrained(
     it does not read are copied (`hybridengine.train.checkpoint.source`). Adapters are merged. The
     folder is read back and compared before it takes its name, and replaces an existing one.
 
-    group: in which the other ranks wait for the write, see `all_ranks.new_write_group`; None: the
+    group: in which the other ranks wait for the write, see `TensorFiles.group`; None: the
     default group, whose timeout limits the write.
 
     Raises:

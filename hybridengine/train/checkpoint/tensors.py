@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -36,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from hybridengine.model.fsdp import on_device
 from hybridengine.model.optim import Optimizer
 from hybridengine.model.parameters import frozen_parameters, is_finite, parameter_shards
-from hybridengine.run import all_ranks
+from hybridengine.run import messages
 from hybridengine.run.errors import CheckpointError
 from hybridengine.run.storage import file_records, writing_to
 
@@ -169,7 +170,9 @@ class TensorFiles:
         self, models: Mapping[str, tuple[nn.Module, Optimizer | None]], name: str = TENSORS
     ) -> None:
         self._models, self._name = models, name
-        self.group = all_ranks.new_write_group()  # a save runs concurrently with training
+        # A save runs concurrently with training. These collectives wait for a write on another
+        # rank without a limit: the monitor of that rank limits its write, see `storage`.
+        self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(days=365))
 
     @property
     def num_bytes(self) -> int:
@@ -200,8 +203,8 @@ class TensorFiles:
             with writing_to(folder):
                 return file_records(folder, _files_of_rank(folder, files))
 
-        own = all_ranks.run_on_all_ranks(own_records, CheckpointError, doing, self.group)
-        parts = all_ranks.all_gather_values(own, dict[str, list[int]], self.group)
+        own = messages.run_on_all_ranks(own_records, CheckpointError, doing, self.group)
+        parts = messages.all_gather_values(own, dict[str, list[int]], self.group)
         return {name: record for part in parts for name, record in part.items()}
 
     def load(self, folder: Path) -> None:
@@ -214,7 +217,7 @@ class TensorFiles:
                     for name, x in tensors.items()
                     if _source(folder, name.partition("/")[0]) == source
                 }
-                reader = all_ranks.run_on_all_ranks(
+                reader = messages.run_on_all_ranks(
                     partial(MetadataReader, source), CheckpointError, doing, self.group
                 )
                 try:
@@ -233,7 +236,7 @@ class TensorFiles:
             for name, _ in model.named_parameters()
         }
         name = next((n for n, x in tensors.items() if n in trained and not is_finite(x)), None)
-        all_ranks.raise_on_all_ranks(
+        messages.raise_on_all_ranks(
             name
             and f"{name} contains NaN or infinity; resume from an older one with "
             "trainer.resume_mode=path",

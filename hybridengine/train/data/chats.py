@@ -17,8 +17,8 @@ from hybridengine.model.attachments import Attachment, AttachmentPreparer, Repla
 from hybridengine.model.extensions import image_model_types
 from hybridengine.run.config.common import DatasetConfig
 from hybridengine.run.errors import DataError
-from hybridengine.run.host_memory import memory_limit
-from hybridengine.run.restarts import run_start
+from hybridengine.run.rank import run_start
+from hybridengine.run.storage import memory_limit
 from hybridengine.train.data.rows import RowChat, tool_name, tool_names
 from hybridengine.train.data.template import SpecialTokens, find_template
 

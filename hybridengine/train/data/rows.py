@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridengine.model.attachments import Attachment
+from hybridengine.run import load_plugin
 from hybridengine.run.config.common import DatasetConfig
 from hybridengine.run.errors import DataError, shorten, unexpected
-from hybridengine.run.plugins import load_plugin
 from hybridengine.train.data.files import JsonObject, NotJsonError, RowLocation, parse_json
 
 _SHAREGPT_ROLES = {

@@ -22,9 +22,9 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hybridengine.run import load_plugin
 from hybridengine.run.config import RewardConfig, RLConfig
 from hybridengine.run.errors import ConfigError, Faults, RewardError, shorten
-from hybridengine.run.plugins import load_plugin
 from hybridengine.train.algorithms import NEEDS
 from hybridengine.train.data import PromptDataset, PromptSample
 from hybridengine.train.outcomes import SCORE_NAMES

@@ -216,8 +216,7 @@ def make_trajectories(rank: int, world_size: int) -> Any:
     """Advantages and tokens of two trajectories, one of which has two sequences."""
     from hybridengine.engine.response import Response
     from hybridengine.run.config.rl import AlgorithmConfig
-    from hybridengine.run.session import Session
-    from hybridengine.run.status import PhaseStatus
+    from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.train.advantages import compute_advantages, compute_rewards
     from hybridengine.train.batch import DataParallel
     from hybridengine.train.data import PromptSample, Subset
@@ -261,8 +260,7 @@ def make_branched_groups(rank: int, world_size: int) -> Any:
 
     from hybridengine.engine.response import Response
     from hybridengine.run.config.rl import AlgorithmConfig, KLControlConfig
-    from hybridengine.run.session import Session
-    from hybridengine.run.status import PhaseStatus
+    from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.train.advantages import compute_advantages, compute_rewards
     from hybridengine.train.algorithms import KLController
     from hybridengine.train.batch import DataParallel

@@ -29,8 +29,7 @@ def send_columns(rank: int, world_size: int) -> Any:
     from hybridengine.agents.template import Segment
     from hybridengine.engine.response import Response
     from hybridengine.run.messages import decode, encode
-    from hybridengine.run.session import Session
-    from hybridengine.run.status import PhaseStatus
+    from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.train.batch import DataParallel
     from hybridengine.train.data import PromptSample, Subset
     from hybridengine.train.rollout_files import rollout_line

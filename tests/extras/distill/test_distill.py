@@ -101,8 +101,7 @@ def gathered_after_update(rank: int, world_size: int, path: str) -> list[str]:
     from hybridengine.distill import Student
     from hybridengine.model import Optimizer, on_device
     from hybridengine.run.config import RLConfig
-    from hybridengine.run.session import Session
-    from hybridengine.run.status import PhaseStatus
+    from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.train.batch import DataParallel
 
     student, teacher = load(path, world_size), load(path, world_size)

@@ -104,8 +104,7 @@ def step_on_made_up_tokens(
     rank: int, world_size: int, folder: Path, jobs: dict[str, list[str]]
 ) -> dict[str, dict[str, float]]:
     from hybridengine.lab.tune.jobs import RLJob
-    from hybridengine.run.session import Session
-    from hybridengine.run.status import PhaseStatus
+    from hybridengine.run.session import PhaseStatus, Session
 
     metrics = {}
     for name, settings in jobs.items():

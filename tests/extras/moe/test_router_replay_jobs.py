@@ -23,8 +23,7 @@ REPLAY = "actor.router_replay=rollout"
 def run_with_vllm(rank: int, world_size: int, folder: Path, job: list[str]) -> None:
     """Run one job; vLLM ends the process group with its engine."""
     from hybridengine.run.config import load_config
-    from hybridengine.run.session import Session
-    from hybridengine.run.status import PhaseStatus
+    from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.train.preflight import check_job
     from hybridengine.train.rl import RLTrainer
 

@@ -116,7 +116,7 @@ def _jobs(
 ) -> list[Result]:
     from hybridengine.run import failures
     from hybridengine.run.config import load_config
-    from hybridengine.run.restarts import connect_store
+    from hybridengine.run.rank import connect_store
     from hybridengine.train import report
     from hybridengine.train.rl import RLTrainer
 

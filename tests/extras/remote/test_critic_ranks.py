@@ -10,8 +10,8 @@ import pytest
 
 from hybridengine.remote.roles import Role, Roles
 from hybridengine.run.config import ConfigError, load_config
-from hybridengine.run.session import EXIT_STOPPED
-from hybridengine.run.status import read_status
+from hybridengine.run.errors import EXIT_STOPPED
+from hybridengine.run.session import read_status
 from hybridengine.train.preflight import check_job
 from tests.extras.remote.overlapped import MULTI_TURN, overrides_of, run_named, run_overlapped
 from tests.ranks import Ranks, message_of, run_ranks

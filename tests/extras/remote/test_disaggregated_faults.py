@@ -21,7 +21,7 @@ from hybridengine.kernels.strided_copy import CopyTable
 from hybridengine.remote.sync.engine_rank import EngineRank
 from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.remote.sync.sender import WeightSender
-from hybridengine.run.failures import process_state, this_process
+from hybridengine.run.activity import process_state, this_process
 from hybridengine.run.messages import wait_for
 from hybridengine.sync.weight_target import ReshardError
 from tests.extras.remote.worlds import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybridengine.run.session import EXIT_STOPPED
+from hybridengine.run.errors import EXIT_STOPPED
 from tests.extras.remote.overlapped import MULTI_TURN, overrides_of, run_named, run_overlapped
 from tests.train.in_process import Result, small_job
 from tests.train.toy import assert_named_when_killed

@@ -18,8 +18,7 @@ def _sft(
     rank: int, world_size: int, folder: Path, overrides: dict[str, object]
 ) -> list[dict[str, float]]:
     from hybridengine.run.config import load_sft_config
-    from hybridengine.run.session import Session
-    from hybridengine.run.status import PhaseStatus
+    from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.train.preflight import check_job
     from hybridengine.train.sft import SFTTrainer
 

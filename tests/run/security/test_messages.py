@@ -24,20 +24,21 @@ from hybridengine.remote.overlap.queue import EngineQueue, TrainerQueue, WorkIte
 from hybridengine.remote.roles import RoleLink, Roles
 from hybridengine.remote.servers.network import has_remote, prepare_network
 from hybridengine.remote.sync.records import Holding, PlanInputs, SyncState, SyncStore
-from hybridengine.run import all_ranks, messages
-from hybridengine.run.all_ranks import all_gather_values, broadcast_value
+from hybridengine.run import messages
 from hybridengine.run.errors import UserError
 from hybridengine.run.failures import CollectiveGuard
 from hybridengine.run.messages import (
     SECRET,
     MessageError,
     SignedStore,
+    all_gather_values,
+    broadcast_value,
     decode,
     encode,
     share_secret,
     sign,
 )
-from hybridengine.run.session import _join_start
+from hybridengine.run.rank import _join_start
 from hybridengine.sync.shards import ShardSpec
 from hybridengine.train.exchange import RowLocations
 from tests.ranks import message_of, run_ranks
@@ -221,7 +222,7 @@ def exchanging_body(rank: int, world_size: int, forged: str, size: int) -> list[
     if rank == 1 and forged == "other secret":
         os.environ[SECRET] = "the secret of somebody else"
     elif rank == 1:
-        all_ranks.sign = (
+        messages.sign = (
             lambda name, message: {  # type: ignore[assignment]
                 "unsigned": message,
                 "one bit": (good := sign(name, message))[:-1] + bytes([good[-1] ^ 1]),

@@ -3,11 +3,11 @@
 import json
 import re
 import shutil
-import tempfile
 from contextlib import suppress
 
 import pytest
 
+from hybridengine.run import activity
 from hybridengine.run.errors import ModelError
 from hybridengine.run.launch import temporary_folder
 from hybridengine.run.storage import check_disk_space, free_space
@@ -203,18 +203,14 @@ def test_files_have_the_mode_of_the_umask(tmp_path):
 
 
 def test_a_killed_process_leaves_no_temporary_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    (tmp_path / "hybridengine-errors-left").mkdir()
-    (tmp_path / "hybridengine-errors-left" / "record").touch()
-    (tmp_path / "hybridengine-clone").mkdir()
+    monkeypatch.setattr(activity, "_SHARED_MEMORY", tmp_path)
     with temporary_folder() as first, temporary_folder() as second:
-        assert {path.name for path in tmp_path.iterdir()} == {
-            "hybridengine-clone",
-            first.name,
-            second.name,
-        }
-    assert [path.name for path in tmp_path.iterdir()] == ["hybridengine-clone"]
+        left = first.with_name("4194305.left")  # no process has that number
+        left.mkdir()
+        (left / "record").touch()
+        activity.remove_stale(first.parent)  # every rank does, as it starts
+        assert {path.name for path in first.parent.iterdir()} == {first.name, second.name}
+    assert list(first.parent.iterdir()) == []
 
 
 def test_disk_space(tmp_path):

@@ -100,8 +100,7 @@ def test_sft(tmp_path: Path) -> None:
 def train(rank: int, world_size: int, folder: Path, overrides: list[str]) -> str:
     """Run a GRPO job; return what it printed."""
     from hybridengine.run.config import load_config
-    from hybridengine.run.session import Session
-    from hybridengine.run.status import PhaseStatus
+    from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.train.rl import RLTrainer
 
     config = load_config(None, [*overrides, f"trainer.default_local_dir={folder}"])

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from hybridengine.run.config import DataConfig, SFTDataConfig
-from hybridengine.run.restarts import agree_on_run_start, run_start
+from hybridengine.run.rank import agree_on_run_start, run_start
 from hybridengine.train.data import DataError, PromptDataset, chats
 from hybridengine.train.data.chats import ChatTemplate
 from hybridengine.train.data.conversations import SFTDataset

@@ -16,11 +16,17 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from hybridengine.lab.diagnose.attach import comparison_text, find_records, waits, waits_table
+from hybridengine.lab.diagnose.attach import (
+    comparison_text,
+    find_records,
+    read_records,
+    waits,
+    waits_table,
+)
 from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.remote.sync.sender import WeightSender
 from hybridengine.run import activity
-from hybridengine.run.activity import Activity, Record, read_records
+from hybridengine.run.activity import Activity, Record
 from hybridengine.run.errors import ConfigError
 from hybridengine.sync.resharder import Resharder
 from tests.extras.remote.worlds import TIMEOUT_S, UNEVEN, build_engine, link_store, worlds
@@ -113,7 +119,9 @@ def damaged_engine(rank: int, world_size: int) -> list[str]:
     texts = []
     for version in (1, 2, 3):
         if rank == 1 and version > 1:
-            activity.request_verify(os.getpid())
+            folder = activity.private_folder(create=False)
+            assert folder is not None
+            (folder / f"{os.getpid()}.{activity.VERIFY}").touch(0o600)
         if version == 3:
             resharder._finish_on_device = lambda phase: engine.tensors["norm"].add_(1)
             with pytest.raises(RuntimeError, match="checksum"):
