@@ -77,7 +77,10 @@ def mark_changed_(
     if choose_backend(op, sent.device, backend) != "reference":
         native().mark_changed(current, sent, mask)
         return
+    check.floats(op, current=current)
     check.dtype(op, "sent", sent, ENGINE_DTYPES)
+    check.dtype(op, "mask", mask, (torch.int32,))
+    check.shape(op, "mask", mask, "M", {})
     if current.shape != sent.shape or current.dim() != 1 or mask.numel() != -(-len(sent) // 32):
         raise ValueError(
             f"{op}: current has shape {tuple(current.shape)}, sent {tuple(sent.shape)} "

@@ -33,18 +33,18 @@ def check_linear(
     token_ids: Tensor,
     bias: Tensor | None,
     main_grad: Tensor | None,
+    name: str = "token_ids",
 ) -> Tensor:
-    """Check that the arguments fit each other; return token_ids as int64."""
-    check.same_device(
-        op, hidden=hidden, weight=weight, token_ids=token_ids, bias=bias, main_grad=main_grad
-    )
+    """Check that the arguments fit each other; return token_ids as int64. name: that of those."""
+    tensors = {"hidden": hidden, "weight": weight, name: token_ids}
+    check.same_device(op, **tensors, bias=bias, main_grad=main_grad)
     check.reverse_mode_only(op, hidden=hidden, weight=weight, bias=bias)
     check.floats(op, hidden=hidden)
     sizes: check.Sizes = {}
     check.shape(op, "hidden", hidden, "... H", sizes)
     check.shape(op, "weight", weight, "V H", sizes)
     check.dtype(op, "weight", weight, (hidden.dtype,))
-    check.shape(op, "token_ids", token_ids, "...", sizes)
+    check.shape(op, name, token_ids, "...", sizes)
     if bias is not None:
         check.shape(op, "bias", bias, "V", sizes)
         check.dtype(op, "bias", bias, (hidden.dtype, compute_dtype(hidden)))
@@ -53,7 +53,7 @@ def check_linear(
         check.dtype(op, "main_grad", main_grad, (compute_dtype(weight),))
         if not main_grad.is_contiguous():
             raise ValueError(f"{op}: main_grad is not contiguous; expected a contiguous tensor.")
-    return check.ids(op, "token_ids", token_ids)
+    return check.ids(op, name, token_ids)
 
 
 def check_budget(op: str, hidden: Tensor, budget_bytes: int | None) -> int:

@@ -114,7 +114,7 @@ def linear_cross_entropy(
         1.3863
     """
     op = "linear_cross_entropy"
-    labels = check_linear(op, hidden, weight, labels, bias, main_grad)
+    labels = check_linear(op, hidden, weight, labels, bias, main_grad, "labels")
     check.choice(op, "reduction", reduction, _REDUCTIONS)
     smoothing = check.number(op, "label_smoothing", label_smoothing, at_least=0, at_most=1)
     lse_square_scale = check.number(op, "lse_square_scale", lse_square_scale, at_least=0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _check as check
 from .._per_token import compute_dtype
-from .op import token_log_probs
+from .op import check_logits, token_log_probs
 from .vocab_parallel import vocab_range
 
 
@@ -54,6 +54,7 @@ def cross_entropy(
     op = "cross_entropy"
     label_smoothing = check.number(op, "label_smoothing", label_smoothing, at_least=0, at_most=1)
     lse_square_scale = check.number(op, "lse_square_scale", lse_square_scale, at_least=0)
+    labels = check_logits(op, logits, labels, name="labels")
     log_probs, _ = token_log_probs(
         logits,
         labels,
@@ -71,7 +72,7 @@ def cross_entropy(
     vocab: int | Tensor = max(size, 1)
     if group is not None:
         first, vocab = vocab_range(logits, size, group.group_name).unbind()
-    ids = labels.long() - first
+    ids = labels - first
     is_own = (ids >= 0) & (ids < size) & ~ignored
     own_logits = logits.gather(-1, torch.where(is_own, ids, 0).unsqueeze(-1)).squeeze(-1)
     label_logits = _sum_over(group, torch.where(is_own, own_logits.to(dtype) * logit_scale, 0))

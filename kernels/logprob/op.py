@@ -95,16 +95,16 @@ def token_log_probs(
     """
     op = "token_log_probs"
     if token_ids.dim() == logits.dim():
-        token_ids = _check_logits(op, logits, token_ids, "... K")
+        token_ids = check_logits(op, logits, token_ids, "... K")
         if group is not None or not token_ids.shape[-1]:
             raise ValueError(
                 f"{op}: token_ids has shape {list(token_ids.shape)}"
                 + (" and group is given" if group is not None else "")
                 + "; expected [...] with a group, [..., K] with K > 0 without one."
             )
-        labels, *entries = selected_entries(
-            logits, token_ids, temperature, logit_scale, softcap, ignore_index, vocab_mask
-        )
+        given = (temperature, logit_scale, softcap, ignore_index, vocab_mask)
+        row_options(op, token_ids[..., 0], logits.shape[-1], *given)  # checks them
+        labels, *entries = selected_entries(logits, token_ids, *given)
         results = token_log_probs(
             logits,
             labels,
@@ -118,7 +118,7 @@ def token_log_probs(
             backend=backend,
         )
         return selected_results(results, *entries)
-    token_ids = _check_logits(op, logits, token_ids)
+    token_ids = check_logits(op, logits, token_ids)
     options = row_options(
         op,
         token_ids,
@@ -195,14 +195,16 @@ def token_entropy(
     )[1]
 
 
-def _check_logits(op: str, logits: Tensor, token_ids: Tensor, shape: str = "...") -> Tensor:
+def check_logits(
+    op: str, logits: Tensor, token_ids: Tensor, shape: str = "...", name: str = "token_ids"
+) -> Tensor:
     """Check that logits are [..., V] and token_ids of this shape; return token_ids as int64."""
-    check.same_device(op, logits=logits, token_ids=token_ids)
+    check.same_device(op, **{"logits": logits, name: token_ids})
     sizes: check.Sizes = {}
     check.shape(op, "logits", logits, "... V", sizes)
-    check.shape(op, "token_ids", token_ids, shape, sizes)
+    check.shape(op, name, token_ids, shape, sizes)
     check.floats(op, logits=logits)
-    return check.ids(op, "token_ids", token_ids)
+    return check.ids(op, name, token_ids)
 
 
 @custom_op(

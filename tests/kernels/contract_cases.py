@@ -13,6 +13,7 @@ from tests.kernels import contract_token_cases
 from tests.kernels.contract_inputs import (
     ABOVE_0,
     ACTIVE,
+    ACTIVE_ROWS,
     ANY_INTEGER,
     AT_LEAST_0,
     BIAS,
@@ -24,12 +25,14 @@ from tests.kernels.contract_inputs import (
     CU_SEQLENS,
     ENDS,
     FINITE,
+    HEAD,
     HEADS,
     HIDDEN,
     IDS,
     INTEGER,
     KEPT,
     KEYS,
+    LINEAR,
     LINEAR_NUMBERS,
     LOGITS,
     MARKS,
@@ -64,12 +67,12 @@ CASES = {
     **contract_token_cases.CASES,
     "balance": Case(
         {"lengths": CU_SEQLENS, "num_bins": 2, "group_ids": torch.tensor([1, 2, 1, 3])},
-        numbers={"num_bins": (*INTEGER, None), "lengths": NOT_LENGTHS},
+        wrong={"num_bins": (*INTEGER, None), "lengths": NOT_LENGTHS},
         rows=("lengths", "group_ids"),
     ),
     "balance_by_tokens": Case(
         {"lengths": CU_SEQLENS, "max_tokens": T},
-        numbers={
+        wrong={
             "lengths": NOT_LENGTHS,
             "max_tokens": (*INTEGER, None),
             "min_bins": (-1, 1.5, NAN, None),
@@ -78,7 +81,7 @@ CASES = {
         rows=("lengths",),
     ),
     "bit_checksum": Case({"tensor": LOGITS}, rows=("tensor",)),
-    "block_quantize": Case({"weight": WEIGHT}, rows=("weight",)),
+    "block_quantize": Case({"weight": WEIGHT}, rows=("weight",), any_shape=("weight",)),
     "causal_conv1d": Case(
         {
             "x": HIDDEN,
@@ -104,6 +107,7 @@ CASES = {
             "ignore_index": ANY_INTEGER,
         },
         ("logits", "labels"),
+        any_columns=("logits",),
         names=("cross_entropy", "token_log_probs"),
         registered="token_log_probs",
     ),
@@ -112,6 +116,7 @@ CASES = {
         ("x", "weight", "bias"),
         {"splits": (0, -1, 3, NAN, 1.5, None)},
         ("x",),
+        any_shape=("x",),
     ),
     "gated_activation": Case(
         {"gate": HIDDEN, "up": TEACHER_HIDDEN}, ("gate", "up"), {}, ("gate", "up")
@@ -124,7 +129,7 @@ CASES = {
     ),
     "imbalance": Case(
         {"lengths": CU_SEQLENS, "bins": [[0, 1], [2, 3]]},
-        numbers={"lengths": NOT_LENGTHS, "bins": ([], [[0], [4]], [[-1]], [[0.0]])},
+        wrong={"lengths": NOT_LENGTHS, "bins": ([], [[0], [4]], [[-1]], [[0.0]])},
     ),
     "linear_cross_entropy": Case(
         {
@@ -141,6 +146,8 @@ CASES = {
         {
             **LINEAR_NUMBERS,
             **CHUNKED,
+            **HEAD,
+            **ACTIVE_ROWS,
             "label_smoothing": SHARE,
             "lse_square_scale": AT_LEAST_0,
             "num_items_in_batch": (*COUNT, torch.tensor(-1.0)),
@@ -161,6 +168,8 @@ CASES = {
         ("student_hidden", "student_weight", "student_bias"),
         {
             **CHUNKED,
+            **ACTIVE_ROWS,
+            "student_weight": HEAD["weight"],
             "beta": SHARE,
             "temperature": ABOVE_0,
             "student_logit_scale": ABOVE_0,
@@ -170,6 +179,7 @@ CASES = {
             "num_items_in_batch": (*COUNT, torch.tensor(-1.0)),
         },
         ("student_hidden", "teacher_hidden", "response_mask", "active_rows"),
+        masked=("student_hidden", "teacher_hidden"),
     ),
     "linear_recurrence": Case(
         {
@@ -190,17 +200,11 @@ CASES = {
         NO_SEQUENCE,
     ),
     "linear_token_log_probs": Case(
-        {
-            "hidden": HIDDEN,
-            "weight": WEIGHT,
-            "token_ids": IDS,
-            "temperature": TEMPERATURES,
-            "bias": BIAS,
-            "vocab_mask": VOCAB_MASK,
-        },
+        LINEAR,
         ("hidden", "weight", "bias"),
-        {**LINEAR_NUMBERS, "budget_bytes": INTEGER},
+        {**LINEAR_NUMBERS, **HEAD, "budget_bytes": INTEGER, "token_ids": (IDS + V,)},
         ("hidden", "token_ids", "temperature", "vocab_mask"),
+        names=("linear_token_log_probs", "token_log_probs"),
     ),
     "mark_changed_": Case(
         {
@@ -231,6 +235,8 @@ CASES = {
             "shifted": ([2], [-1], [1.5]),
         },
         ("tensors", "mask"),
+        any_dtype=("tensors",),
+        any_columns=("tensors",),
         registered="move_rows",
     ),
     "pack_forest": Case(
@@ -247,7 +253,7 @@ CASES = {
             "sinks": SINKS,
             "out": torch.zeros(5, 4, H),
         },
-        numbers={"softmax_scale": NOT_FINITE, "window_size": INTEGER, "softcap": OR_NONE},
+        wrong={"softmax_scale": NOT_FINITE, "window_size": INTEGER, "softcap": OR_NONE},
         rows=("query", "block_table", "seq_lens", "out"),
         empty={"query_start_loc": torch.zeros(1, dtype=torch.int32)},
         written=("out",),
@@ -258,6 +264,7 @@ CASES = {
         ("x", "weight"),
         {"eps": AT_LEAST_0, "offset": FINITE},
         ("x",),
+        any_shape=("x",),
     ),
     "sample_tokens": Case(
         {
@@ -270,13 +277,14 @@ CASES = {
             "min_p": torch.linspace(0.0, 0.1, T),
             "return_kept_ids": True,
         },
-        numbers={
+        wrong={
             "temperature": (*AT_LEAST_0, torch.full((T,), -1.0), torch.full((T,), NAN)),
             "top_k": (-2, NAN, 1.5, None, torch.full((T,), -2)),
             "top_p": (*SHARE, 0.0, torch.zeros(T), torch.full((T,), NAN)),
             "min_p": (*SHARE, torch.full((T,), 2.0), torch.full((T,), NAN)),
         },
         rows=("logits", "seeds", "positions", "temperature", "top_k", "top_p", "min_p"),
+        any_columns=("logits",),
     ),
     "sparse_linear_token_log_probs": Case(
         {
@@ -305,7 +313,7 @@ CASES = {
     ),
     "take_changed": Case(
         {"masks": [MARKS], "sources": [WEIGHT[:4].flatten()[:50].bfloat16()], "max_share": 1.0},
-        numbers={"max_share": SHARE},
+        wrong={"max_share": SHARE},
         rows=("masks", "sources"),
         written=("masks",),
         contiguous=("masks", "sources"),
@@ -320,6 +328,7 @@ CASES = {
         ("logits",),
         {k: v for k, v in LINEAR_NUMBERS.items() if k != "ignore_index"},
         ("logits", "temperature", "row_mask", "vocab_mask"),
+        masked=("logits",),
         names=("token_entropy", "token_log_probs"),
         registered="token_log_probs",
     ),
@@ -331,8 +340,9 @@ CASES = {
             "vocab_mask": VOCAB_MASK,
         },
         ("logits",),
-        LINEAR_NUMBERS,
+        {**LINEAR_NUMBERS, "token_ids": (IDS + V,)},
         ("logits", "token_ids", "temperature", "vocab_mask"),
+        any_columns=("token_ids",),  # K
     ),
     "tree_attention": Case(
         {
@@ -347,6 +357,7 @@ CASES = {
         ("query", "key", "value", "sinks"),
         {"softmax_scale": NOT_FINITE, "window_size": INTEGER, "softcap": OR_NONE},
         ("query", "key", "value", "subtree_ends", "position_ids"),
+        any_columns=("value",),
     ),
     "unpack": Case(
         {"tensors": [draw(ROWS), draw(ROWS, H)], "packed": PACKED},
@@ -354,6 +365,8 @@ CASES = {
         {"padding_value": (None,)},
         ("tensors",),
         {"packed": he.pack([], MASK[:0].view(0, 4))},
+        any_dtype=("tensors",),
+        any_columns=("tensors",),
         registered="move_rows",
     ),
     "write_kv_cache": Case(
@@ -392,7 +405,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 for _name, _options in _VARIANTS.items():
     _case = CASES[_name.partition(",")[0]]
     CASES[_name] = _case._replace(
-        arguments=_case.arguments | _options, numbers={}, rows=(*_case.rows, *_options)
+        arguments=_case.arguments | _options, wrong={}, rows=(*_case.rows, *_options)
     )
 
 

@@ -24,6 +24,13 @@ OR_INF = (0.0, -1.0, NAN, -INF)
 COUNT = (-1.0, *NOT_FINITE)  # None: counted by the operator
 INTEGER = (0, -1, NAN, 1.5)
 ANY_INTEGER = (NAN, 1.5, None)
+WRONG_ENDS = {
+    "from 1": lambda ends: ends.clamp(min=1),
+    "not ascending": lambda ends: torch.cat([ends[:-1], ends[-2:-1] - 1, ends[-1:]]),
+    "too long": lambda ends: ends + ends.bool(),
+    "too short": lambda ends: ends.clamp(max=int(ends[-1]) - 1),
+    "none": lambda ends: ends[:0],
+}
 NOT_LENGTHS = ([-1, 0, 5, 0], [1.5], [NAN], [None], torch.tensor(1))
 
 T, H, V = 12, 16, 29
@@ -67,6 +74,12 @@ LINEAR_NUMBERS = {
     "softcap": OR_NONE,
     "ignore_index": ANY_INTEGER,
 }
+HEAD = {  # of the operators that multiply with WEIGHT
+    "weight": (WEIGHT.bfloat16(), WEIGHT.double()),
+    "main_grad": (WEIGHT.bfloat16(), WEIGHT.T.contiguous().T, WEIGHT[1:]),
+}
+ROWS_OF_T = ([2, 0], [1, 1], [-1, 1], [T], range(T + 1))
+ACTIVE_ROWS = {"active_rows": tuple(torch.tensor([*rows]) for rows in ROWS_OF_T)}
 CHUNKED = {"budget_bytes": INTEGER, "grad_scale": ABOVE_0}
 AGGREGATED = {
     "loss_scale_factor": OR_NONE,
@@ -98,6 +111,25 @@ LOSS = {
     "entropy_coeff": 0.1,
     "rollout_log_probs": REF,
 }
+LINEAR = {
+    "hidden": HIDDEN,
+    "weight": WEIGHT,
+    "token_ids": IDS,
+    "temperature": TEMPERATURES,
+    "bias": BIAS,
+    "vocab_mask": VOCAB_MASK,
+}
+ROLLOUTS = {
+    "old_log_probs": OLD,
+    "rollout_log_probs": REF,
+    "cu_seqlens": CU_SEQLENS,
+    "response_mask": MASK,
+}
+OF_ROLLOUTS = {
+    "rows": ("old_log_probs", "rollout_log_probs", "response_mask"),
+    "empty": {"cu_seqlens": torch.tensor([0])},
+    "masked": ("old_log_probs", "rollout_log_probs"),
+}
 BY_SEQUENCE = {
     "loss_agg_mode": "seq-mean-token-mean",
     "seq_num_tokens": torch.tensor([3.0, 1.0, 9.0]),
@@ -111,23 +143,33 @@ class Case(NamedTuple):
 
     arguments: of a call.
     gradients: the arguments that it can be differentiated by.
-    numbers: wrong values of every argument that is a number; () where every value is right.
+    wrong: wrong values by argument, and () for a number of which every value is right.
     rows: the arguments whose first dimension is empty in a call without rows.
     empty: the other arguments of that call, where they differ.
     written: the arguments that it writes.
     contiguous: the arguments that must be contiguous.
     by_memory: the arguments whose strides are not read: others say where elements are.
+    masked: the arguments of which what the mask leaves out does not matter.
+    any_number: the arguments that may have integers, or floats for integers.
+    any_shape: the arguments that may have any shape.
+    any_columns: the arguments whose last dimension no other one has.
+    any_dtype: the arguments that may have any dtype.
     names: the operators that its messages name; () is its own.
     registered: the name that its backends are registered by; "" is its own.
     """
 
     arguments: dict[str, Any]
     gradients: tuple[str, ...] = ()
-    numbers: Mapping[str, tuple] = MappingProxyType({})
+    wrong: Mapping[str, tuple] = MappingProxyType({})
     rows: tuple[str, ...] = ()
     empty: Mapping[str, Any] = MappingProxyType({})
     written: tuple[str, ...] = ()
     contiguous: tuple[str, ...] = ()
     by_memory: tuple[str, ...] = ()
+    masked: tuple[str, ...] = ()
+    any_number: tuple[str, ...] = ()
+    any_shape: tuple[str, ...] = ()
+    any_columns: tuple[str, ...] = ()
+    any_dtype: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     registered: str = ""

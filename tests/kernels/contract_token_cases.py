@@ -5,19 +5,20 @@ import torch
 from tests.kernels.contract_inputs import (
     ABOVE_0,
     ACTIVE,
+    ACTIVE_ROWS,
     ADVANTAGES,
     AGGREGATED,
     AT_LEAST_0,
-    BIAS,
     BY_SEQUENCE,
     CHUNKED,
     COUNT,
     CU_SEQLENS,
     ENTROPY,
-    HIDDEN,
+    HEAD,
     IDS,
     INF,
     IS_BOUNDS,
+    LINEAR,
     LINEAR_NUMBERS,
     LOSS,
     LOSS_NUMBERS,
@@ -26,17 +27,18 @@ from tests.kernels.contract_inputs import (
     NEW,
     NO_SEQUENCE,
     NO_TOKENS,
+    OF_ROLLOUTS,
     OLD,
     OR_NONE,
     REF,
+    ROLLOUTS,
     SHARE,
-    TEMPERATURES,
-    VOCAB_MASK,
-    WEIGHT,
     WEIGHTS,
     Case,
+    V,
 )
 
+_OF_TOKENS = ("old_log_probs", "advantages", "ref_log_probs", "rollout_log_probs")
 CASES = {
     "aggregate_loss": Case(
         {"losses": NEW, "response_mask": MASK, "cu_seqlens": CU_SEQLENS, **BY_SEQUENCE},
@@ -44,6 +46,8 @@ CASES = {
         AGGREGATED,
         ("losses", "response_mask"),
         NO_TOKENS,
+        masked=("losses",),
+        any_number=("seq_num_tokens",),
     ),
     "gae": Case(
         {
@@ -54,9 +58,11 @@ CASES = {
             "lam": 0.8,
             "response_mask": MASK,
         },
-        numbers={"gamma": SHARE, "lam": SHARE},
+        wrong={"gamma": SHARE, "lam": SHARE},
         rows=("rewards", "values", "response_mask"),
         empty=NO_SEQUENCE,
+        masked=("rewards", "values"),
+        any_number=("rewards",),
     ),
     "group_advantage": Case(
         {
@@ -68,26 +74,21 @@ CASES = {
             "cu_seqlens": CU_SEQLENS,
             "response_mask": MASK,
         },
-        numbers={"epsilon": ABOVE_0},
+        wrong={"epsilon": ABOVE_0},
         rows=("rewards", "group_ids", "lengths", "valid", "response_mask"),
         empty=NO_SEQUENCE,
+        any_number=("rewards", "lengths", "valid"),
     ),
     "linear_policy_loss": Case(
-        {
-            "hidden": HIDDEN,
-            "weight": WEIGHT,
-            "token_ids": IDS,
-            "temperature": TEMPERATURES,
-            "bias": BIAS,
-            "vocab_mask": VOCAB_MASK,
-            "active_rows": ACTIVE,
-            **LOSS,
-        },
+        {**LINEAR, "active_rows": ACTIVE, **LOSS},
         ("hidden", "weight", "bias"),
         {
             **LINEAR_NUMBERS,
             **CHUNKED,
+            **HEAD,
+            **ACTIVE_ROWS,
             **LOSS_NUMBERS,
+            "token_ids": (IDS + V,),
             **AGGREGATED,
         },
         (
@@ -95,7 +96,8 @@ CASES = {
             *("old_log_probs", "ref_log_probs", "response_mask", "rollout_log_probs"),
         ),
         NO_SEQUENCE,
-        names=("linear_policy_loss", "policy_loss"),
+        masked=("hidden", *_OF_TOKENS),
+        names=("linear_policy_loss", "policy_loss", "token_log_probs"),
     ),
     "policy_loss": Case(
         {"log_probs": NEW, "entropy": ENTROPY, **LOSS, **BY_SEQUENCE},
@@ -106,38 +108,26 @@ CASES = {
             *("ref_log_probs", "rollout_log_probs"),
         ),
         NO_TOKENS,
+        masked=("log_probs", "entropy", *_OF_TOKENS),
+        any_number=("seq_num_tokens",),
     ),
     "rollout_correction": Case(
         {
-            "old_log_probs": OLD,
-            "rollout_log_probs": REF,
-            "cu_seqlens": CU_SEQLENS,
-            "response_mask": MASK,
+            **ROLLOUTS,
             "rollout_is": "sequence",
             "rejection": {"token_k1": (0.5, 2.0), "seq_sum_k2": 0.5},
         },
-        numbers={
+        wrong={
             **IS_BOUNDS,
             "global_num_tokens": (*COUNT, torch.tensor(-1.0)),
             "rejection": (0.5, {"k1": 0.5}, {"token_k1": (2.0, 0.5)}, {"seq_sum_k2": NAN}),
         },
-        rows=("old_log_probs", "rollout_log_probs", "response_mask"),
-        empty=NO_SEQUENCE,
+        **OF_ROLLOUTS,
     ),
     "rollout_metrics": Case(
-        {
-            "old_log_probs": OLD,
-            "rollout_log_probs": REF,
-            "cu_seqlens": CU_SEQLENS,
-            "response_mask": MASK,
-            "rollout_is": "sequence",
-        },
-        numbers={
-            "rollout_is_threshold": ABOVE_0,
-            "rollout_is_lower": (*OR_NONE, 3.0),
-        },
-        rows=("old_log_probs", "rollout_log_probs", "response_mask"),
-        empty=NO_SEQUENCE,
+        {**ROLLOUTS, "rollout_is": "sequence"},
+        wrong={"rollout_is_threshold": ABOVE_0, "rollout_is_lower": (*OR_NONE, 3.0)},
+        **OF_ROLLOUTS,
     ),
     "select_by_covariance": Case(
         {
@@ -147,12 +137,13 @@ CASES = {
             "ratio": 0.3,
             "response_mask": MASK,
         },
-        numbers={
+        wrong={
             "ratio": (*SHARE, 0.0),
             "lower": (NAN, None, 6.0),
             "upper": (NAN, None, 0.0),
         },
         rows=("log_probs", "advantages", "response_mask"),
+        masked=("log_probs", "advantages"),
     ),
     "token_kl": Case(
         {"kl_type": "k3", "log_probs": NEW, "ref_log_probs": REF},
@@ -169,6 +160,7 @@ CASES = {
             *("ref_log_probs", "rollout_log_probs"),
         ),
         NO_SEQUENCE,
+        masked=("log_probs", "entropy", *_OF_TOKENS),
         registered="policy_loss",
     ),
     "value_loss": Case(
@@ -183,6 +175,7 @@ CASES = {
         {**AGGREGATED, "cliprange_value": (-1.0, NAN, -INF)},
         ("values", "old_values", "returns", "response_mask"),
         NO_SEQUENCE,
+        masked=("values", "old_values", "returns"),
     ),
     "vespo_weights": Case(
         {
@@ -193,7 +186,7 @@ CASES = {
             "response_mask": MASK,
             "rollout_is_weights": WEIGHTS,
         },
-        numbers={
+        wrong={
             "k_pos": AT_LEAST_0,
             "lambda_pos": ABOVE_0,
             "k_neg": AT_LEAST_0,
@@ -201,8 +194,12 @@ CASES = {
         },
         rows=("log_probs", "old_log_probs", "advantages", "response_mask", "rollout_is_weights"),
         empty=NO_SEQUENCE,
+        masked=("log_probs", "old_log_probs", "advantages", "rollout_is_weights"),
     ),
     "whiten": Case(
-        {"values": NEW, "mask": MASK}, numbers={"epsilon": ABOVE_0}, rows=("values", "mask")
+        {"values": NEW, "mask": MASK},
+        wrong={"epsilon": ABOVE_0},
+        rows=("values", "mask"),
+        masked=("values",),
     ),
 }

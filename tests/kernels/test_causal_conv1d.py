@@ -140,11 +140,7 @@ def test_strided_inputs():
     "change, message",
     [
         ({"weight": torch.zeros(4, 5)}, r"weight has shape \[4, 5\]; expected \[C, W\], W 2 to 4"),
-        ({"bias": torch.zeros(3)}, "bias has shape"),
         ({"parents": torch.tensor([-1, 2])}, r"parents\[1\] is 2; expected an earlier segment"),
-        ({"cu_seqlens": torch.tensor([0, 3, 7])}, "cu_seqlens ends at 7, but there are 8 tokens"),
-        ({"initial_state": torch.zeros(2, 3, 4)}, r"expected \[2, 2, 4\]"),
-        ({"activation": "gelu"}, "activation is 'gelu'; expected 'silu' or None"),
         ({"x": None}, "x is None"),
     ],
 )

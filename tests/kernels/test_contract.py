@@ -9,7 +9,7 @@ import pytest
 
 from hybridengine import kernels as he
 from hybridengine.kernels._backend import _REGISTERED
-from tests.kernels import contract
+from tests.kernels import contract, contract_wrong
 from tests.kernels.contract_cases import CASES, NOT_OPERATORS, annotated, operator
 from tests.kernels.interpreter import run_interpreted
 
@@ -25,9 +25,12 @@ def backends(name):
     return list(_REGISTERED.get(case.registered or operator(name), {}).get("cpu", ())) or [None]
 
 
-def operators(names):
-    pairs = [(name, backend) for name in names for backend in backends(name)]
-    return pytest.mark.parametrize(("name", "backend"), pairs)
+def every(names):
+    return [(name, backend) for name in names for backend in backends(name)]
+
+
+def default(names):
+    return [(name, backends(name)[0]) for name in sorted(names)]
 
 
 # Whose rows are independent, in the order of tokens.
@@ -60,8 +63,28 @@ NOT_COMPILED = {
     "take_changed",
     "write_kv_cache",
 }
-EVERY = operators(CASES)
-DIFFERENTIABLE = operators([name for name, case in CASES.items() if case.gradients])
+_OTHER_ARGUMENTS = ("policy_loss, selected", "policy_loss, weights", "token_log_probs, entries")
+DIFFERENTIABLE = [name for name, case in CASES.items() if case.gradients]
+OPERATORS = [name for name in CASES if operator(name) == name]
+# What is checked of which cases: with every backend, or with the default one.
+TABLE = {
+    contract.check_autocast: every(CASES),
+    contract.check_compiled: default(CASES.keys() - NOT_COMPILED),
+    contract.check_float64: default(IN_FLOAT64),
+    contract.check_forward_mode: every(DIFFERENTIABLE),
+    contract.check_masked: every(n for n in CASES if CASES[n].masked and n != "whiten, all"),
+    contract.check_no_rows: every(name for name in CASES if CASES[name].rows),
+    contract.check_ops: every(CASES),
+    contract.check_other_dtypes: every(CASES),
+    contract.check_rows: default(ROW_BY_ROW),
+    contract.check_single_gradients: every(DIFFERENTIABLE),
+    contract.check_strides: every(CASES),
+    contract.check_strides_of_other_dtypes: every(DIFFERENTIABLE),
+    contract.check_threads: every(CASES),
+    contract.check_torch_func: every(DIFFERENTIABLE),
+    contract.check_vmap: every(CASES),
+    contract_wrong.check_wrong_arguments: every([*OPERATORS, *_OTHER_ARGUMENTS]),
+}
 
 
 def test_every_operator_has_a_row():
@@ -69,82 +92,21 @@ def test_every_operator_has_a_row():
     assert functions == {*map(operator, CASES), *NOT_OPERATORS}
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if operator(name) == name])
+@pytest.mark.parametrize("name", OPERATORS)
 def test_a_row_has_every_argument(name):
-    numbers = CASES[name].numbers.keys()
+    numbers = CASES[name].wrong.keys()
     assert annotated(name, "float", "int") <= numbers
     given = {key for other in CASES if operator(other) == name for key in CASES[other].arguments}
     assert annotated(name, "Tensor") - LEFT_OUT <= given | numbers
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_COMPILED])
-def test_one_compiled_graph_changes_no_bit(name, monkeypatch):
-    contract.check_compiled(name, backends(name)[0], monkeypatch)
-
-
-@EVERY
-def test_ops_pass_opcheck(name, backend, monkeypatch):
-    contract.check_ops(name, backend, monkeypatch)
-
-
-@EVERY
-def test_threads_change_no_bit(name, backend):
-    contract.check_threads(name, backend)
-
-
-@DIFFERENTIABLE
-def test_a_single_gradient_has_the_bits_of_all(name, backend):
-    contract.check_single_gradients(name, backend)
-
-
-@pytest.mark.parametrize("name", ROW_BY_ROW)
-def test_a_row_depends_on_itself_alone(name):
-    contract.check_rows(name, backends(name)[0])
-
-
-@pytest.mark.parametrize("name", IN_FLOAT64)
-def test_float64_is_float64(name):
-    contract.check_float64(name)
-
-
-@EVERY
-def test_autocast_changes_no_bit(name, backend):
-    contract.check_autocast(name, backend)
-
-
-@operators([name for name, case in CASES.items() if case.numbers])
-def test_a_wrong_number_is_named(name, backend):
-    contract.check_numbers(name, backend)
-
-
-@EVERY
-def test_strides_change_no_result(name, backend):
-    contract.check_strides(name, backend)
-
-
-@DIFFERENTIABLE
-def test_strides_of_other_dtypes(name, backend):
-    contract.check_strides_of_other_dtypes(name, backend)
-
-
-@operators([name for name, case in CASES.items() if case.rows])
-def test_no_rows(name, backend):
-    contract.check_no_rows(name, backend)
-
-
-@DIFFERENTIABLE
-def test_forward_mode_is_right_or_refused(name, backend):
-    contract.check_forward_mode(name, backend)
-
-
-@DIFFERENTIABLE
-def test_torch_func_is_right_or_refused(name, backend):
-    contract.check_torch_func(name, backend)
-
-
-@EVERY
-def test_vmap_is_right_or_refused(name, backend):
-    contract.check_vmap(name, backend)
+@pytest.mark.parametrize(
+    ("check", "name", "backend"),
+    [(check, *pair) for check, pairs in TABLE.items() for pair in pairs],
+    ids=lambda one: one.__name__.removeprefix("check_") if callable(one) else None,
+)
+def test_contract(check, name, backend):
+    check(name, backend)
 
 
 @pytest.mark.slow

@@ -143,16 +143,10 @@ def test_inference_linear_of_any_number_of_rows(dtype):
 @pytest.mark.parametrize(
     "change, message",
     (
-        ({"x": torch.zeros(2, 7)}, "x"),
         ({"x": torch.zeros(2, 6).half()}, "x"),
         ({"x": torch.zeros(2, 6).bfloat16()}, "weight"),
-        ({"weight": torch.zeros(6)}, "weight"),
-        ({"bias": torch.zeros(4)}, "bias"),
         ({"bias": torch.zeros(5).bfloat16()}, "bias"),
-        ({"splits": 4}, "splits is 4; expected a divisor of K = 6"),
-        ({"splits": 0}, "splits is 0"),
         ({"out_dtype": torch.bfloat16}, "out_dtype is torch.bfloat16; expected torch.float32"),
-        ({"backend": "cuda"}, "backend 'cuda' does not exist"),
     ),
 )
 def test_wrong_arguments_are_refused(change, message):

@@ -142,15 +142,8 @@ def test_gradcheck_in_float64():
 @pytest.mark.parametrize(
     "change, message",
     (
-        ({"x": torch.zeros(7, 5)}, "weight has shape"),
         ({"x": torch.zeros(7, 6).bfloat16()}, "weight"),
-        ({"weight": torch.zeros(4, 6)}, "weight has shape"),
         ({"cu_counts": torch.tensor([0, 7])}, "cu_counts has shape"),
-        ({"cu_counts": torch.tensor([0, 3, 6])}, "cu_counts ends at 6"),
-        ({"cu_counts": torch.tensor([0, 8, 7])}, "less than 8"),
-        ({"cu_counts": torch.tensor([1, 3, 7])}, r"cu_counts\[0\] is 1"),
-        ({"cu_counts": torch.tensor([0.0, 3, 7])}, "cu_counts"),
-        ({"backend": "cuda"}, "backend 'cuda' does not exist"),
     ),
 )
 def test_wrong_arguments_are_refused(change, message):

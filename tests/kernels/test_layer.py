@@ -78,13 +78,9 @@ def test_no_rows():
 @pytest.mark.parametrize(
     "call, message",
     (
-        (lambda x: rms_norm(x, torch.ones(3), 1e-6), "weight"),
         (lambda x: rms_norm(x, torch.ones(4).bfloat16(), 1e-6), "weight"),
         (lambda x: rms_norm(x.half(), torch.ones(4).half(), 1e-6), "x"),
-        (lambda x: rms_norm(x, torch.ones(4), 1e-6, backend="cuda"), "does not exist"),
-        (lambda x: gated_activation(x, x[:1]), "up has shape"),
         (lambda x: gated_activation(x, x.bfloat16()), "up"),
-        (lambda x: gated_activation(x, x, "relu"), "activation is 'relu'"),
     ),
 )
 def test_wrong_arguments_are_refused(call, message):

@@ -145,20 +145,6 @@ def test_hostile_input():
         assert all(value == 0 for value in out.metrics.values())
 
 
-def test_errors_name_what_is_wrong():
-    x, ends = torch.zeros(4), torch.tensor([0, 4], dtype=torch.int32)
-    for options, message in (
-        ({"rollout_is": "tokens"}, "rollout_is is 'tokens'"),
-        ({"rollout_is_lower": 3.0}, "rollout_is_lower is 3.0, above rollout_is_threshold"),
-        ({"rejection": {"token_k4": 1.0}}, "rejection is 'token_k4'"),
-        ({"rejection": {"token_k1": 1.0}}, "expected a pair"),
-        ({"rejection": {"token_k3": -1.0}}, r"rejection\['token_k3'\] is -1.0"),
-        ({"response_mask": torch.ones(3)}, r"response_mask has shape \[3\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            rollout_correction(x, x, cu_seqlens=ends, **options)
-
-
 X = torch.zeros(4)
 
 
@@ -169,24 +155,13 @@ def ints(*values):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"rollout_is": "tokens"}, r"rollout_is is 'tokens'.*Did you mean 'token'"),
-        ({"rollout_is_lower": 2.5}, "rollout_is_lower is 2.5, above rollout_is_threshold"),
-        ({"rejection": {"seq_mean_k4": 1.0}}, "Did you mean 'seq_mean_k"),
         ({"rejection": {"token_k2": math.nan}}, r"rejection\['token_k2'\] is nan"),
         ({"rejection": {"token_k2": -1}}, r"rejection\['token_k2'\] is -1"),
         ({"rejection": {"token_k1": (2.0, 0.5)}}, r"rejection\['token_k1'\]\[0\] is 2.0, above"),
         ({"rejection": {"token_k1": (math.nan, 2.0)}}, r"rejection\['token_k1'\]\[0\] is nan"),
         ({"rejection": {"token_k1": (0.5, math.nan)}}, r"rejection\['token_k1'\]\[1\] is nan"),
         ({"rejection": {"token_k1": (0.5,)}}, "expected a pair"),
-        ({"rollout_log_probs": X[:3]}, r"rollout_log_probs has shape \[3\]"),
-        ({"rollout_log_probs": X.int()}, "rollout_log_probs has dtype int32"),
-        ({"rollout_log_probs": X.to("meta")}, "rollout_log_probs is on meta"),
-        ({"response_mask": X[:1]}, r"response_mask has shape \[1\]"),
         ({"cu_seqlens": None}, "give cu_seqlens"),
-        ({"cu_seqlens": ints(0, 3)}, "cu_seqlens ends at 3, but there are 4"),
-        ({"cu_seqlens": ints(0, 3, 2, 4)}, r"cu_seqlens\[2\] is 2"),
-        ({"cu_seqlens": ints(0, -1, 4)}, r"cu_seqlens\[1\] is -1"),
-        ({"cu_seqlens": ints(0, 4).to("meta")}, "cu_seqlens is on meta"),
     ],
 )
 def test_a_bad_argument_is_named(options, message):

@@ -91,13 +91,8 @@ def test_any_split_gives_the_same_loss_and_gradient(loss_agg_mode):
     assert_close(gradient, full[2], POLICY_LOSS_SPLIT)
 
 
-def test_masked_values_may_hold_anything_and_nothing_is_zero():
+def test_nothing_is_zero():
     inputs = batch([1, 70_000, 0, 9])
-    spoiled = dict(inputs)
-    for name in ("log_probs", "old_log_probs", "ref_log_probs"):
-        spoiled[name] = inputs[name].masked_fill(~inputs["response_mask"], torch.nan)
-    for got, want in zip(run(spoiled)[::2], run(inputs)[::2], strict=True):
-        assert torch.equal(got, want)
     inputs["response_mask"] = torch.zeros_like(inputs["response_mask"])
     for lengths in (inputs, batch([])):
         for loss_agg_mode in LOSS_AGG_MODES:
@@ -105,49 +100,12 @@ def test_masked_values_may_hold_anything_and_nothing_is_zero():
             assert loss == 0 and gradient.eq(0).all()
 
 
-def test_strided_values_and_errors():
-    inputs = batch([40])
-    strided = {
-        k: v if k == "cu_seqlens" else v.repeat_interleave(2)[::2] for k, v in inputs.items()
-    }
-    assert torch.equal(run(strided)[2], run(inputs)[2])
+def test_what_an_aggregation_needs():
     x = torch.zeros(4)
-    with pytest.raises(ValueError, match=r"returns has shape \[3\]; expected \[4\] like values"):
-        value_loss(x, x, torch.zeros(3))
-    with pytest.raises(ValueError, match="loss_agg_mode is 'mean'"):
-        value_loss(x, x, x, loss_agg_mode="mean")
     with pytest.raises(ValueError, match="give cu_seqlens"):
         value_loss(x, x, x, loss_agg_mode="seq-mean-token-sum")
     with pytest.raises(ValueError, match="needs loss_scale_factor"):
         value_loss(x, x, x, loss_agg_mode="seq-mean-token-sum-norm")
-
-
-X = torch.zeros(4)
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"values": X.int()}, "values has dtype int32; expected float32"),
-        ({"old_values": X.long()}, "old_values has dtype int64"),
-        ({"returns": X.bool()}, "returns has dtype bool"),
-        ({"returns": X.to("meta")}, "returns is on meta, values on cpu"),
-        ({"response_mask": X[:1]}, r"response_mask has shape \[1\]"),
-        ({"loss_agg_mode": "seq-mean"}, r"loss_agg_mode is 'seq-mean'"),
-        ({"cu_seqlens": ints(0, 3)}, "cu_seqlens ends at 3, but there are 4"),
-        ({"cu_seqlens": ints(0, 3, 2, 4)}, r"cu_seqlens\[2\] is 2"),
-        ({"cu_seqlens": ints(0, -1, 4)}, r"cu_seqlens\[1\] is -1"),
-        ({"cu_seqlens": ints(0, 4).to("meta")}, "cu_seqlens is on meta"),
-    ],
-)
-def test_a_bad_argument_is_named(arguments, message):
-    given = {"values": X, "old_values": X, "returns": X, **arguments}
-    with pytest.raises(ValueError, match=f"value_loss: {message}"):
-        value_loss(**given)
 
 
 def test_rows_are_sequences_and_none_does_not_clip():

@@ -185,19 +185,6 @@ def test_integer_and_strided_inputs():
     ).tolist() == [-1, 1]
 
 
-def test_group_errors():
-    rewards, ids = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"estimator is 'grop'.*Did you mean 'grpo'"):
-        group_advantage(rewards, ids, estimator="grop")
-    with pytest.raises(ValueError, match=r"group_ids has shape \[3\]"):
-        group_advantage(rewards, torch.arange(3))
-    with pytest.raises(ValueError, match="needs lengths"):
-        group_advantage(rewards, ids, estimator="opo")
-    ends = torch.tensor([0, 3, 2], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"cu_seqlens\[2\] is 2"):
-        group_advantage(rewards, ids, cu_seqlens=ends, response_mask=torch.ones(3), backend="cpp")
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 30), max_size=6),

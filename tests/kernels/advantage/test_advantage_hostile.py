@@ -25,27 +25,14 @@ def ints(*values):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"group_ids": IDS.float()}, "group_ids has dtype float32; expected int64 or int32"),
-        ({"group_ids": IDS.bool()}, "group_ids has dtype bool"),
-        ({"group_ids": IDS[:3]}, r"group_ids has shape \[3\]"),
-        ({"group_ids": IDS.to("meta")}, "group_ids is on meta, rewards on cpu"),
-        ({"rewards": R[None]}, r"rewards has shape \[1, 4\]"),
-        ({"rewards": R.to(torch.complex64)}, "rewards has dtype complex64"),
         ({"estimator": "grp"}, r"estimator is 'grp'.*Did you mean 'grpo'"),
         ({"estimator": "opo"}, "estimator 'opo' needs lengths"),
-        ({"lengths": R[:3]}, r"lengths has shape \[3\]"),
         ({"lengths": -R}, "lengths has an entry that is not a length"),
         ({"lengths": R * NAN}, "lengths has an entry that is not a length"),
-        ({"lengths": R.to("meta")}, "lengths is on meta"),
         ({"cu_seqlens": ENDS}, "cu_seqlens needs response_mask"),
         ({"response_mask": MASK}, r"response_mask has shape \[4\]; expected \[N, L\]"),
         ({"response_mask": MASK[:3, None]}, r"response_mask has shape \[3, 1\]"),
-        ({"response_mask": MASK[:3], "cu_seqlens": ENDS}, "cu_seqlens ends at 4, but there are 3"),
         ({"response_mask": MASK, "cu_seqlens": ints(0, 2, 4)}, "cu_seqlens has 3 entries"),
-        ({"response_mask": MASK, "cu_seqlens": ENDS - 1}, r"cu_seqlens\[0\] is -1"),
-        ({"response_mask": MASK, "cu_seqlens": ENDS // 2}, "cu_seqlens ends at 2, but there are 4"),
-        ({"response_mask": MASK, "cu_seqlens": ENDS.float()}, "cu_seqlens has dtype float32"),
-        ({"response_mask": MASK.to("meta"), "cu_seqlens": ENDS}, "response_mask is on meta"),
     ],
 )
 def test_a_bad_argument_of_group_advantage_is_named(backend, arguments, message):
@@ -57,16 +44,8 @@ def test_a_bad_argument_of_group_advantage_is_named(backend, arguments, message)
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"values": R[:3]}, r"values has shape \[3\]; expected \[4\] like rewards"),
         ({"values": IDS}, "values has dtype int64"),
-        ({"values": R.to("meta")}, "values is on meta"),
-        ({"response_mask": MASK[:1]}, r"response_mask has shape \[1\]"),
         ({"cu_seqlens": None}, r"rewards is \[T\]; give cu_seqlens"),
-        ({"cu_seqlens": ints(0, 3)}, "cu_seqlens ends at 3, but there are 4"),
-        ({"cu_seqlens": ints(0, 3, 2, 4)}, r"cu_seqlens\[2\] is 2"),
-        ({"cu_seqlens": ints(0, -2, 4)}, r"cu_seqlens\[1\] is -2"),
-        ({"cu_seqlens": ints(0, 5)}, "cu_seqlens ends at 5"),
-        ({"cu_seqlens": ENDS.to("meta")}, "cu_seqlens is on meta"),
         ({"rewards": R.view(2, 2), "values": None}, "cu_seqlens is given and rewards has shape"),
     ],
 )
@@ -74,21 +53,6 @@ def test_a_bad_argument_of_gae_is_named(backend, arguments, message):
     given = {"rewards": R, "values": R, "cu_seqlens": ENDS, "backend": backend, **arguments}
     with pytest.raises(ValueError, match=f"gae: {message}"):
         gae(**given)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"mask": MASK[:1]}, r"mask has shape \[1\]; expected \[4\] like values"),
-        ({"mask": MASK[None]}, r"mask has shape \[1, 4\]"),
-        ({"mask": MASK.to("meta")}, "mask is on meta"),
-        ({"mask": R}, r"mask\[2\] is 2.0"),
-        ({"values": IDS}, "values has dtype int64"),
-    ],
-)
-def test_a_bad_argument_of_whiten_is_named(arguments, message):
-    with pytest.raises(ValueError, match=f"whiten: {message}"):
-        whiten(**{"values": R, **arguments})
 
 
 @pytest.mark.parametrize("index", [1, 5, 6, 7])

@@ -76,24 +76,6 @@ def test_active_rows_that_the_caller_gives(rows, dtype, mode, device):
         torch.testing.assert_close(reference[3][active], exact[3][active])
 
 
-@pytest.mark.parametrize(
-    ("active_rows", "message"),
-    [
-        (torch.tensor([3, 1]), "ascending row numbers from 0 to 39, each once"),
-        (torch.tensor([1, 1]), "ascending row numbers"),
-        (torch.tensor([-1, 1]), "ascending row numbers"),
-        (torch.tensor([40]), "ascending row numbers"),
-        (torch.arange(41), "active_rows has 41 entries; expected at most 40, the tokens"),
-        (torch.ones(40), "active_rows has dtype float32"),
-        (torch.ones(40, 1, dtype=torch.int64), "active_rows has shape"),
-    ],
-)
-def test_wrong_active_rows_are_named(active_rows, message):
-    tensors, token_ids, _ = problem(40, 16, 101)
-    with pytest.raises(ValueError, match=message):
-        linear_policy_loss(*tensors[:2], token_ids, active_rows=active_rows, **loss_inputs(40))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("active", (None, 100))
 @pytest.mark.parametrize("budget_bytes", (None, 130 * 1003 * 20))

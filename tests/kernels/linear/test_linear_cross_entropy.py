@@ -271,16 +271,8 @@ def test_a_second_derivative_is_an_error():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reduction": "avg"}, "reduction is 'avg'; expected one of mean, sum, none"),
-        ({"label_smoothing": 1.5}, "label_smoothing is 1.5; expected a finite number at least 0"),
-        ({"lse_square_scale": -1}, "lse_square_scale is -1.0; expected a finite number at least 0"),
         ({"reduction": "sum", "num_items_in_batch": 3}, "num_items_in_batch is given with"),
-        ({"num_items_in_batch": torch.ones(2)}, "num_items_in_batch is a tensor of shape"),
         ({"reduction": "none", "main_grad": torch.zeros(VOCAB, WIDTH)}, "main_grad is given with"),
-        ({"grad_scale": 0.0}, "grad_scale is 0.0"),
-        ({"active_rows": torch.tensor([3, 1])}, "ascending row numbers"),
-        ({"temperature": torch.ones(5)}, r"temperature has shape \[5\]"),
-        ({"bias": torch.zeros(3)}, "bias has shape"),
     ],
 )
 def test_wrong_arguments_are_named(options, message):

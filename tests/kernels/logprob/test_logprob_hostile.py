@@ -267,28 +267,6 @@ def run_views(logits, token_ids):
         return token_log_probs(logits, token_ids)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"temperature": 0.0}, "temperature is 0.0; expected a finite number above 0"),
-        ({"temperature": torch.ones(3)}, r"temperature has shape \[3\]"),
-        ({"backend": "cuda"}, "cannot run here: it runs on CUDA tensors"),
-        ({"backend": "fast"}, "'fast' does not exist; expected one of"),
-        ({"vocab_mask": torch.ones(2, 4, dtype=torch.bool)}, "vocab_mask has shape"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, named):
-    with pytest.raises(ValueError, match=named):
-        token_log_probs(torch.zeros(2, 5), torch.tensor([0, 1]), **arguments)
-
-
-def test_wrong_shapes_are_named():
-    with pytest.raises(ValueError, match=r"token_ids has shape \[3\]; expected .* = \[2\]"):
-        token_log_probs(torch.zeros(2, 5), torch.tensor([0, 1, 2]))
-    with pytest.raises(ValueError, match="logits has dtype"):
-        token_log_probs(torch.zeros(2, 5, dtype=torch.int32), torch.tensor([0, 1]))
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("masked", (False, True))

@@ -107,26 +107,13 @@ IDS, ENDS = torch.arange(4), torch.tensor([0, 3, 4])
 @pytest.mark.parametrize(
     ("ids", "ends", "error", "message"),
     [
-        (IDS.float(), ENDS, ValueError, "input_ids has dtype float32; expected int64 or int32"),
-        (IDS[:, None], ENDS, ValueError, r"input_ids has shape \[4, 1\]"),
         ([0, 1], ENDS, TypeError, r"input_ids is \[0, 1\] \(list\)"),
         (IDS, None, TypeError, "cu_seqlens is None"),
-        (IDS, ENDS.double(), ValueError, "cu_seqlens has dtype float64"),
-        (IDS, ENDS[:0], ValueError, r"cu_seqlens has shape \[0\]"),
-        (IDS, ENDS + 1, ValueError, r"cu_seqlens\[0\] is 1; expected 0"),
-        (IDS, torch.tensor([0, 3, 2, 4]), ValueError, r"cu_seqlens\[2\] is 2, less than 3"),
-        (IDS, ENDS[:2], ValueError, "cu_seqlens ends at 3, but there are 4 tokens"),
-        (IDS, ENDS * 2, ValueError, "cu_seqlens ends at 8, but there are 4 tokens"),
     ],
 )
 def test_an_error_names_the_argument(ids, ends, error, message):
     with pytest.raises(error, match=message):
         pack_forest(ids, ends)
-
-
-def test_an_unknown_backend():
-    with pytest.raises(ValueError, match="backend 'cuda' does not exist"):
-        pack_forest(IDS, ENDS, backend="cuda")
 
 
 def test_the_extension_checks_what_it_is_given():

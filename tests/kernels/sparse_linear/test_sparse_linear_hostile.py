@@ -18,24 +18,11 @@ def call(hidden=HIDDEN, weight=WEIGHT, token_ids=TOKENS, kept_ids=IDS, cu_kept=C
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"hidden": torch.randn(3, 9)}, ValueError, "weight has shape [200, 8]"),
-        ({"hidden": torch.randn(1, 3, 8)}, ValueError, "hidden has shape [1, 3, 8]"),
-        ({"weight": WEIGHT.bfloat16()}, ValueError, "weight has dtype bfloat16"),
-        ({"token_ids": TOKENS.float()}, ValueError, "token_ids has dtype float32"),
         ({"token_ids": torch.tensor([1, 5, 200])}, IndexError, "token_ids[2] is 200"),
-        ({"kept_ids": IDS.float()}, ValueError, "kept_ids has dtype float32"),
-        ({"kept_ids": IDS[None]}, ValueError, "kept_ids has shape [1, 5]"),
         ({"kept_ids": torch.tensor([1, 4, 5, 6, 200])}, IndexError, "kept_ids[4] is 200"),
         ({"kept_ids": torch.tensor([1, 4, 5, 7, 6])}, ValueError, "[4] is 6, after 7 in row 2"),
         ({"kept_ids": torch.tensor([1, 5, 5, 6, 7])}, ValueError, "[2] is 5, after 5 in row 1"),
-        ({"cu_kept": CU[:3]}, ValueError, "cu_kept has shape [3]"),
-        ({"cu_kept": torch.tensor([0, 3, 1, 5])}, ValueError, "cu_kept[2] is 1"),
-        ({"cu_kept": torch.tensor([0, 1, 3, 4])}, ValueError, "cu_kept ends at 4, but there are 5"),
         ({"cu_kept": torch.tensor([0, 1, 1, 5])}, ValueError, "row 1 has no kept_ids"),
-        ({"temperature": 0.0}, ValueError, "temperature is 0.0"),
-        ({"bias": torch.zeros(3)}, ValueError, "bias has shape [3]"),
-        ({"main_grad": torch.zeros(200, 8).bfloat16()}, ValueError, "main_grad has dtype bfloat16"),
-        ({"backend": "cuda"}, ValueError, "backend 'cuda' does not exist"),
     ],
 )
 def test_an_error_names_the_argument(arguments, error, message):
