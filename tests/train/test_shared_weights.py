@@ -141,9 +141,9 @@ F32, BF16 = torch.float32, torch.bfloat16
 @pytest.mark.parametrize(
     ("kind", "dtype", "world_size"),
     [
-        ("llama", F32, 1),
         ("llama", BF16, 2),
         ("qwen2", BF16, 2),
+        pytest.param("llama", F32, 1, marks=LONG),
         pytest.param("llama", F32, 2, marks=LONG),
         pytest.param("llama", BF16, 1, marks=LONG),
         pytest.param("qwen2", BF16, 1, marks=LONG),

@@ -222,7 +222,12 @@ def source_body(
 
 
 @pytest.mark.parametrize(
-    ("kind", "replicas"), [("module", 1), ("0.33", 1), ("0.33", 2), ("m2n", 1), ("m2n", 2)]
+    ("kind", "replicas"),
+    [
+        *(("module", 1), ("0.33", 1), ("m2n", 2)),
+        pytest.param("0.33", 2, marks=pytest.mark.exhaustive),
+        pytest.param("m2n", 1, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_sources(kind: str, replicas: int) -> None:
     """Uneven shards, a shard on dimension 1, and a parameter that takes the engine's loader."""

@@ -332,6 +332,7 @@ def _vllm(rank: int, world_size: int, folder: Path) -> list[float]:
         return [step.update(step.collect())["training/rollout_probs_diff_max"] for step in trainer]
 
 
+@pytest.mark.exhaustive
 def test_with_vllm(job):
     pytest.importorskip("vllm")
     diffs = run_ranks(_vllm, 1, job, timeout_s=400.0)[0]
