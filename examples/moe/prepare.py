@@ -29,22 +29,15 @@ SPECIAL = ("<pad>", "<s>", "</s>", "even", "odd")
 
 def write_model() -> None:
     torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config = Qwen3MoeConfig(
         vocab_size=len(SPECIAL) + NUM_WORDS,
-        hidden_size=128,
-        intermediate_size=96,
-        moe_intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=16,
-        num_experts_per_tok=2,
+        **(sizes | heads | experts | tokens),
         norm_topk_prob=True,
         max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
         initializer_range=0.1,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(FOLDER / "model")

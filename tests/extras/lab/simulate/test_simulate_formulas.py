@@ -26,15 +26,13 @@ IDEAL = EfficiencyConfig(
     engine_step_ms=0.0,
 )
 # 10^12 FLOP/s, 1 GiB, 10^9 byte/s of memory, 10^8 inside and 10^7 across nodes; no latency
+_RATES = {"memory_gb_per_s": 1.0, "intra_gb_per_s": 0.1, "inter_gb_per_s": 0.01}
+_LATENCIES = {"intra_latency_us": 0.0, "inter_latency_us": 0.0}
 CLUSTER = ClusterConfig(
+    **(_RATES | _LATENCIES),
+    host_gb_per_s=0.01,
     tflops=1.0,
     memory_gib=1.0,
-    memory_gb_per_s=1.0,
-    intra_gb_per_s=0.1,
-    inter_gb_per_s=0.01,
-    host_gb_per_s=0.01,
-    intra_latency_us=0.0,
-    inter_latency_us=0.0,
     usable_memory=1.0,
     efficiency=IDEAL,
 )
