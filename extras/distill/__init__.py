@@ -101,12 +101,12 @@ class Student(Actor):
         super().__init__(config, model, None, optimizer, dp)
         self._teacher = teacher
 
-    def update(self, batch: RolloutBatch) -> dict[str, float]:
+    def update(self, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
         """Run ppo_epochs optimizer steps per mini-batch towards the teacher; return metrics."""
         with self._dp.session.phase("update_actor"), self._teacher() as self._frozen:
-            metrics = self._epochs(batch) | pop_metrics(self.model)
+            metrics, _ = self._epochs(batch)
             free_gathered(self._frozen)
-            return metrics
+            return batch, metrics | pop_metrics(self.model)
 
     def micro_batch_loss(
         self, batch: RolloutBatch, micro_batch: PackedBatch, num_tokens: Tensor, num_seqs: Tensor

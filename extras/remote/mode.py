@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hybridengine.engine.interface import SamplingSpec
 from hybridengine.remote.roles import RoleLink, Roles, RoleWorld
 from hybridengine.remote.servers.network import has_remote, prepare_network
 from hybridengine.run.config import JobConfig, RLConfig
@@ -12,8 +11,7 @@ from hybridengine.run.rank import run_rank
 from hybridengine.run.session import Session
 from hybridengine.train.build import RunData
 from hybridengine.train.choices import Choices
-from hybridengine.train.critic import ExternalCritic
-from hybridengine.train.data import PromptLoader
+from hybridengine.train.models import ExternalCritic
 from hybridengine.train.modes import Mode
 from hybridengine.train.rollout_source import RolloutSource
 
@@ -63,19 +61,13 @@ class RoleMode(Mode):
         return run_rank(main, trainer.default_local_dir, trainer.timeout_s, world)
 
     def rollouts(
-        self,
-        config: RLConfig,
-        choices: Choices,
-        session: Session,
-        data: RunData,
-        loader: PromptLoader,
-        sampling: SamplingSpec,
+        self, config: RLConfig, choices: Choices, session: Session, data: RunData
     ) -> RolloutSource:
         if not config.overlaps:
-            return super().rollouts(config, choices, session, data, loader, sampling)
+            return super().rollouts(config, choices, session, data)
         from hybridengine.remote.overlap import OverlappedRollouts
 
-        return OverlappedRollouts(config, choices, session, self._link, data, loader, sampling)
+        return OverlappedRollouts(config, choices, session, self._link, data)
 
     def critic(self, config: RLConfig, session: Session, num_updates: int) -> ExternalCritic | None:
         if not config.num_critic_ranks:

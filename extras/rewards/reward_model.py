@@ -77,6 +77,10 @@ class RewardModel:
     weight: float  # of the score in a response's reward
     preparer: AttachmentPreparer | None = None  # None: it reads text alone
 
+    def __call__(self, rollouts: Rollouts) -> Rollouts:
+        """Add the score of every response of all ranks. Collective."""
+        return rollouts.add_reward("reward_model", self.weight, self.score(rollouts))
+
     @torch.no_grad()
     def score(self, rollouts: Rollouts) -> Tensor:
         """Compute one score per response of all ranks, float64 [N]. Collective.
@@ -96,7 +100,7 @@ class RewardModel:
         ids = iter(exchange(packed, lengths).cpu().split(lengths[own_rows].tolist()))
         images: Iterator[Sequence[Attachment]] = repeat(())
         if self.preparer is not None:
-            images = iter(rollouts.move_images(exchange, own_rows, rollouts.image_sizes()))
+            images = iter(rollouts.images_of(own_rows, rollouts.move(exchange, ["images"])))
         scores = torch.zeros(len(lengths), dtype=torch.float64, device=session.device)
         with on_device(self.model) as model:
             for rows in split[session.rank]:

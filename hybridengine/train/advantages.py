@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +20,6 @@ from hybridengine.train.algorithms import (
 )
 from hybridengine.train.batch import DataParallel, RolloutBatch
 from hybridengine.train.metrics import mean_max_min
-from hybridengine.train.outcomes import Outcomes
 
 _COV_KL_COEF = 0.1  # of kl_cov, verl's ppo_kl_coef
 _MIN_MEAN_WEIGHT = 1e-8  # weights of a smaller mean are not normalised, as in verl
@@ -76,26 +74,19 @@ def compute_rewards(
 
 
 def compute_advantages(
-    batch: RolloutBatch,
-    dp: DataParallel,
-    rewards: Rewards,
-    algorithm: AlgorithmConfig,
-    baselines: Tensor | None,
+    batch: RolloutBatch, dp: DataParallel, rewards: Rewards, algorithm: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
-    """Compute (advantages, returns), [R] each, by the configured estimator. Collective.
-
-    baselines: [N], the reward of the greedy response to the prompt, for estimators that need it.
-    """
+    """Compute (advantages, returns), [R] each, by the configured estimator. Collective."""
     # A trajectory of several responses is one entry of the group's statistics.
     scores, local = rewards.per_trajectory, batch.per_response(batch.outcomes.trajectories)
     num_sampled = batch.outcomes.sum_of_trajectories(batch.outcomes.num_sampled)
-    if baselines is not None and batch.outcomes.is_last is not None:
-        baselines = baselines[batch.outcomes.is_last]
     outcomes = batch.outcomes.last
-    parts, weights = None, None
+    baselines, parts, weights = outcomes.optional("baseline"), None, None
     if "reward_parts" in NEEDS[algorithm.adv_estimator]:
-        names, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-        parts, weights = reward_parts(outcomes, names, weights)
+        names = algorithm.gdpo_reward_keys or list(outcomes.parts)
+        parts = torch.stack([outcomes.parts[name] for name in names], dim=1)
+        of_score = [outcomes.weights[name] for name in names]
+        weights = tuple(algorithm.gdpo_reward_weights or of_score)
     responses = Responses(
         rewards=scores,
         group_ids=outcomes.groups.to(scores.device),
@@ -116,19 +107,6 @@ def compute_advantages(
         process_group=dp.group,
     )
     return advantages(algorithm.adv_estimator, responses, options)
-
-
-def reward_parts(
-    outcomes: Outcomes, names: Sequence[str], weights: Sequence[float] | None
-) -> tuple[Tensor, tuple[float, ...]]:
-    """Return the rewards that gdpo normalises separately: (scores [N, K], their weights).
-
-    names: declared rewards (algorithm.gdpo_reward_keys); none: all.
-    weights: one per name; None: those of the score (reward.weights).
-    """
-    names = names or list(outcomes.parts)
-    scores = torch.stack([outcomes.parts[name] for name in names], dim=1)
-    return scores, tuple(weights or [outcomes.weights[name] for name in names])
 
 
 def correct_batch(

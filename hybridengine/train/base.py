@@ -20,11 +20,10 @@ from rich.table import Table
 from torch.distributed.checkpoint.stateful import Stateful
 
 from hybridengine.kernels import check_labels
-from hybridengine.model import SavedWork
+from hybridengine.model import Optimizer, SavedWork
 from hybridengine.run.config import JobConfig, config_to_yaml
 from hybridengine.run.errors import ModelError
 from hybridengine.run.messages import broadcast_value, run_on_rank0
-from hybridengine.run.rank import run_rank
 from hybridengine.run.session import RunClock, Session
 from hybridengine.run.storage import remove_folder
 from hybridengine.run.tracking import StepTrace
@@ -32,13 +31,13 @@ from hybridengine.train.checkpoint import Checkpointer, CheckpointError, find_ch
 from hybridengine.train.checkpoint.folders import archive_earlier_run
 from hybridengine.train.checkpoint.pretrained import save_model_files
 from hybridengine.train.checkpoint.tensors import RemotePart
-from hybridengine.train.choices import Choices
+from hybridengine.train.choices import agree
 from hybridengine.train.data import PromptLoader
+from hybridengine.train.modes import Mode, mode_of
 from hybridengine.train.performance import FlopCounter, performance_metrics
 from hybridengine.train.report import (
     Callbacks,
     Reporter,
-    UpdateCounts,
     UpdateLog,
     export_final,
     print_resumed,
@@ -51,7 +50,6 @@ ConfigT = TypeVar("ConfigT", bound=JobConfig)
 class BaseTrainer(ABC, Generic[ConfigT]):
     """One rank of a run. A subclass sets these attributes and implements the abstract methods.
 
-    choices: what the run computes with.
     callbacks: called at the events of the run.
     val: the validation data, or None.
     epochs_per_step: how often a step trains on each token.
@@ -60,20 +58,21 @@ class BaseTrainer(ABC, Generic[ConfigT]):
     saved: what shared prefixes saved in one pass over the last step's tokens, over all ranks.
     """
 
-    choices: Choices
     tokenizer: Any
     loader: PromptLoader
     val: Sequence[Any] | None
     model: Any
     checkpoints: Checkpointer
-    optimizers: Mapping[str, UpdateCounts]
+    optimizers: Mapping[str, Optimizer]
     callbacks = Callbacks()
     epochs_per_step = 1
     saved = SavedWork()
 
-    def __init__(self, config: ConfigT, session: Session) -> None:
+    def __init__(self, config: ConfigT, session: Session, mode: Mode | None = None) -> None:
+        """mode: what other ranks do, by default that of `config`."""
+        config, self.choices = agree(config)
         self.clock = RunClock("start")
-        self.session, self.config = session, config
+        self.session, self.config, self.mode = session, config, mode or mode_of(config)
         self.dir = Path(config.trainer.default_local_dir)
         self.rollout_dir = self.dir / "rollouts"
         self._trace = StepTrace(self.dir, config.trainer.trace_step, session.rank)
@@ -83,12 +82,8 @@ class BaseTrainer(ABC, Generic[ConfigT]):
     @classmethod
     def run(cls, config: ConfigT) -> int:
         """Run one rank and return its exit code, see `run_rank`."""
-        trainer = config.trainer
-        return run_rank(
-            lambda session: cls(config, session).train(),
-            trainer.default_local_dir,
-            trainer.timeout_s,
-        )
+        mode = mode_of(config)
+        return mode.run(lambda session: cls(config, session, mode).train())
 
     @abstractmethod
     def plan(self) -> Table:
@@ -261,13 +256,14 @@ class BaseTrainer(ABC, Generic[ConfigT]):
             trained = [*lengths] * self.epochs_per_step
             saved = SavedWork(*(self.epochs_per_step * number for number in self.saved))
             metrics["perf/mfu/actor"] = self.flops.utilisation(trained, update_seconds, saved)
-        metrics |= {f"timing_s/{name}": value for name, value in timings.items()}
-        metrics |= {"training/global_step": step, "training/epoch": self._epoch}
-        metrics["timing_s/step"] = seconds
-        metrics["perf/shared_tokens_saved"] = self.saved.tokens
-        metrics |= performance_metrics(sum(lengths), seconds, session.num_ranks, session.device)
-        self.updates.take(step, self.optimizers)
-        metrics |= self.updates.metrics
+        metrics |= {f"timing_s/{name}": value for name, value in timings.items()} | {
+            "timing_s/step": seconds,
+            "training/global_step": step,
+            "training/epoch": self._epoch,
+            "perf/shared_tokens_saved": self.saved.tokens,
+            **performance_metrics(sum(lengths), seconds, session.num_ranks, session.device),
+            **self.updates.take(step, self.optimizers),
+        }
         self.report.log(step, metrics)
         self.updates.report(step, self.optimizers, self.report.print)
         self.callbacks.call("on_step_end", step, metrics)

@@ -9,25 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridengine.engine.response import COLUMNS
 from hybridengine.model import KeptIds, Optimizer, PackedBatch, SavedWork, pack_rollouts
 from hybridengine.model.attachments import AttachmentPreparer
-from hybridengine.model.extensions import PartReader
+from hybridengine.model.extensions import PartReader, hooks_of
 from hybridengine.model.packed import Part, PartSource
 from hybridengine.run.messages import group_timeout
 from hybridengine.run.session import Session
 from hybridengine.train.exchange import RowExchange, RowLocations, split_micro_batches
-from hybridengine.train.outcomes import Outcomes
-from hybridengine.train.rollouts import ReceivedRows, Rollouts
+from hybridengine.train.rollouts import Outcomes, Rollouts
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class RolloutBatch:
     Per-token tensors are float32 [R] unless noted. The step fills in the optional fields with
     `dataclasses.replace`, in the order in which it computes them. old_log_probs is None where the
     batch is used for one optimizer step only: they are then the log-probs of that step
-    (`Actor.update_once`).
+    (`Actor.update`).
 
     mini_batches: the micro-batches of each optimizer step; their rows are these tokens.
     is_dummy: the replica trains on nothing. It holds one response of another replica, masked, for
@@ -188,13 +186,13 @@ class DataParallel:
         rollouts: Rollouts,
         num_mini_batches: int,
         max_tokens: int,
-        receive: Callable[[RowLocations], ReceivedRows] | None = None,
+        receive: Callable[[RowLocations], Mapping[str, Tensor]] | None = None,
     ) -> RolloutBatch:
         """Split rollouts into optimizer steps of whole groups, each balanced over the replicas.
 
         Every rank receives the tokens that its replica trains on. max_tokens: of a micro-batch, per
-        rank. receive: returns what this rank is to hold of the responses; None: they are on these
-        ranks. Collective.
+        rank. receive: returns the columns of the responses that this rank is to hold, see
+        `Rollouts.move`; None: they are on these ranks. Collective.
         """
         outcomes, device = rollouts.outcomes, self.session.device
         rollouts.check_images(self.preparer is not None)
@@ -205,18 +203,23 @@ class DataParallel:
             sorted(i for replicas in split for rows in replicas[k] for i in rows)
             for k in range(self.dp_size)
         ]
-        placement = self._place(outcomes, trained)
+        is_dummy, shortest = not trained[self.replica], int(outcomes.lengths.argmin())
+        sources = torch.empty(len(outcomes), dtype=torch.int64)
+        for replica, rows in enumerate(trained):
+            sources[rows] = replica * self.sp_size
+        held = [rows or [shortest] for rows in trained for _ in range(self.sp_size)]
+        placement = RowLocations(held, sources)
         with self.session.phase("exchange_rollouts"):
             if receive is None:
-                receive = partial(self._move, rollouts)
-            received = receive(placement)
-        is_dummy = not trained[self.replica]
-        index = torch.tensor(placement.held[self.session.rank])
+                received = rollouts.move(RowExchange(outcomes.ranks, held))
+            else:
+                received = receive(placement)
+        index = torch.tensor(held[self.session.rank])
         ends = [0, *accumulate(outcomes.response_lengths[index].tolist())]
         columns = {  # [R, …]; the others are read on the host, where batches are packed
-            name: received.columns[name].unflatten(0, (ends[-1], *column.shape)).to(device)
+            name: received[name].unflatten(0, (ends[-1], *column.shape)).to(device)
             for name, column in COLUMNS.items()
-            if name in received.columns and column.counts is None
+            if name in received and column.counts is None
         }
         mask = torch.full((ends[-1],), not is_dummy, device=device)
         if "sampled" in columns:
@@ -226,7 +229,7 @@ class DataParallel:
             index=index.to(device),
             cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=device),
             response_mask=mask,
-            rollout_log_probs=received.columns["log_probs"].to(device),
+            rollout_log_probs=received["log_probs"].to(device),
             mini_batches=self._pack(
                 rollouts, index, received, [replicas[self.replica] for replicas in split]
             ),
@@ -236,30 +239,16 @@ class DataParallel:
             columns=columns,
         )
 
-    def _move(self, rollouts: Rollouts, placement: RowLocations) -> ReceivedRows:
-        """Move responses to the replicas that train on them. Collective."""
-        exchange = RowExchange(rollouts.outcomes.ranks, placement.held)
-        rows = placement.held[self.session.rank]
-        columns = rollouts.move(exchange)
-        if self.preparer is None:
-            return ReceivedRows(columns, [()] * len(rows))
-        return ReceivedRows(columns, rollouts.move_images(exchange, rows, rollouts.image_sizes()))
-
-    def _place(self, outcomes: Outcomes, trained: Sequence[list[int]]) -> RowLocations:
-        """trained: the rows that each replica trains on; without any it holds the shortest one."""
-        shortest = int(outcomes.lengths.argmin())
-        held = [rows or [shortest] for rows in trained for _ in range(self.sp_size)]
-        sources = torch.empty(len(outcomes), dtype=torch.int64)
-        for replica, rows in enumerate(trained):
-            sources[rows] = replica * self.sp_size
-        return RowLocations(held, sources)
-
     def _split(
         self, outcomes: Outcomes, mini_batch_of: Tensor, num_mini_batches: int, max_tokens: int
     ) -> list[list[list[list[int]]]]:
         """Return the rows of each micro-batch of each replica, by mini-batch."""
         groups, lengths = outcomes.groups.tolist(), outcomes.lengths.tolist()
-        shared, split = self._shared_lengths(outcomes), []
+        # A response with a prompt of its own begins with its group's in general.
+        shared: dict[int, int] = {}
+        for group, length in zip(groups, outcomes.prompt_lengths.tolist(), strict=True):
+            shared[group] = min(length, shared.get(group, length))
+        split = []
         for number in range(num_mini_batches):
             rows = (mini_batch_of == number).nonzero().flatten().tolist()
             prompts = [(groups[i], shared[groups[i]]) for i in rows]
@@ -267,30 +256,19 @@ class DataParallel:
             split.append([[[rows[i] for i in part] for part in parts] for parts in replicas])
         return split
 
-    @staticmethod
-    def _shared_lengths(outcomes: Outcomes) -> dict[int, int]:
-        """Return how many tokens the responses of each group begin with.
-
-        A response with a prompt of its own begins with its group's in general.
-        """
-        shortest: dict[int, int] = {}
-        lengths = outcomes.prompt_lengths.tolist()
-        for group, length in zip(outcomes.groups.tolist(), lengths, strict=True):
-            shortest[group] = min(length, shortest.get(group, length))
-        return shortest
-
     def _pack(
         self,
         rollouts: Rollouts,
         index: Tensor,
-        received: ReceivedRows,
+        columns: Mapping[str, Tensor],
         mini_batches: Sequence[Sequence[list[int]]],
     ) -> list[list[PackedBatch]]:
         """Pack the responses `index` of this replica on the host, and move each batch once.
 
+        columns: of these responses.
         mini_batches: the rows of each micro-batch. A dummy runs this replica's shortest response.
         """
-        outcomes, columns, device = rollouts.outcomes, received.columns, self.session.device
+        outcomes, device = rollouts.outcomes, self.session.device
         lengths = outcomes.response_lengths[index].tolist()
         response_ids = columns["token_ids"].split(lengths)
         contexts = columns.get("context_ids", torch.empty(0))
@@ -302,6 +280,7 @@ class DataParallel:
         for name, read in self.part_readers.items():
             if (source := read(columns, lengths)) is not None:
                 sources[name] = source
+        images = None if self.preparer is None else rollouts.images_of(index.tolist(), columns)
         position = {row: k for k, row in enumerate(index.tolist())}
         shortest = int(outcomes.lengths[index].argmin())
 
@@ -311,8 +290,8 @@ class DataParallel:
             prompts = {g: torch.tensor(rollouts.prompts[g].prompt_ids) for g in set(groups)}
             tokens = torch.cat([token_index[k] for k in chosen])
             parts = {name: source.select(chosen, tokens) for name, source in sources.items()}
-            if self.preparer is not None:
-                parts |= self.preparer.parts([received.images[k] for k in chosen])
+            if self.preparer is not None and images is not None:
+                parts |= self.preparer.parts([images[k] for k in chosen])
             packed = pack_rollouts(
                 [
                     (own_prompts[k] if own_prompts[k].numel() else prompts[g], response_ids[k])
@@ -368,18 +347,38 @@ class DataParallel:
         dist.all_reduce(gathered, group=self.group)  # exact: one replica's value plus zeros
         return gathered, is_own
 
-    def backward(self, loss: Tensor, optimizer: Optimizer, outputs: Tensor | None = None) -> None:
-        """Run the backward of a micro-batch's part of a mean over all ranks.
-
-        outputs: of the model, see `Optimizer.observe_loss`.
-        """
-        optimizer.observe_loss(loss, outputs)
-        (loss * self.grad_scale(optimizer)).backward()
-
     def grad_scale(self, optimizer: Optimizer) -> float:
-        """Return the gradient that `backward` gives to a loss."""
+        """Return the gradient that `optimizer_step` gives to a loss."""
         # FSDP2 averages gradients over the ranks; the loss is already a global mean.
         return self.session.world_size * optimizer.loss_scale
+
+    def optimizer_step(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        micro_batches: Sequence[PackedBatch],
+        loss_of: Callable[[PackedBatch], tuple[Tensor, Tensor | None]],
+        max_norm: float,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run forward and backward of each micro-batch, then the update. Collective.
+
+        loss_of: returns a micro-batch's part of a mean over all ranks and the outputs that it was
+          computed from, see `Optimizer.observe_loss`.
+        max_norm: gradients of a larger norm are clipped.
+
+        Returns (norm of the gradients, metrics of the model's hooks).
+        """
+        scale, hooks, metrics = self.grad_scale(optimizer), hooks_of(model), dict[str, Tensor]()
+        for hook in hooks:
+            hook.begin_step(micro_batches, scale)
+        for micro_batch in micro_batches:
+            loss, outputs = loss_of(micro_batch)
+            optimizer.observe_loss(loss, outputs)
+            (loss * scale).backward()
+        norm = optimizer.step(max_norm)
+        for hook in hooks:
+            metrics |= hook.end_step(updated=not optimizer.skipped_in_a_row)
+        return norm, metrics
 
     def reduce_metrics(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Reduce the metrics of a mini-batch's micro-batches over all replicas. Collective.

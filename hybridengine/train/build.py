@@ -48,9 +48,9 @@ from hybridengine.sync.shards import dim1_parameters
 from hybridengine.sync.trainers import DeltaMode
 from hybridengine.train.batch import DataParallel
 from hybridengine.train.choices import Choices
-from hybridengine.train.data import PromptDataset, SFTDataset
+from hybridengine.train.data import PromptDataset, PromptLoader, SFTDataset
 from hybridengine.train.data.template import set_trained_template
-from hybridengine.train.models import Actor
+from hybridengine.train.models import Actor, Critic
 from hybridengine.train.performance import pair_cost
 from hybridengine.train.rewards.function import import_file
 from hybridengine.train.rewards.manager import RewardManager, build_reward_manager
@@ -60,12 +60,17 @@ if TYPE_CHECKING:
 
 
 class RunData(NamedTuple):
-    """What a run trains and validates on, and how responses are scored. val: None without data."""
+    """What a run trains and validates on, and how responses are scored.
+
+    val: None without data.
+    loader: of the training prompts.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     train: PromptDataset
     val: PromptDataset | None
     reward: RewardManager
+    loader: PromptLoader
 
 
 def load_tokenizer(config: JobConfig, path: str | None = None) -> PreTrainedTokenizerBase:
@@ -138,7 +143,8 @@ def load_data(config: RLConfig) -> RunData:
     val = load_dataset(config, tokenizer, data.val_files) if data.val_files else None
     build_agents(config, tokenizer)  # its errors, before a model is loaded
     reward = build_reward_manager(config.reward, data.max_response_length, tokenizer)
-    return RunData(tokenizer, train, val, reward)
+    loader = PromptLoader(train, data.train_batch_size, seed=config.seed, shuffle=data.shuffle)
+    return RunData(tokenizer, train, val, reward, loader)
 
 
 def multi_turn(config: RLConfig) -> Any:
@@ -377,6 +383,14 @@ def build_actor(
         student: Actor = loss.build_actor(config, model, optimizer, dp)
         return student
     return Actor(config, model, reference, optimizer, dp, steps)
+
+
+def build_critic(config: RLConfig, dp: DataParallel, steps: int) -> Critic:
+    """Build the value model with an FSDP2 group of its own over the ranks of `dp`."""
+    path = config.critic.model.path or config.model.path
+    model = load_model(config, dp.session, path, value_head=True)
+    optimizer = build_optimizer(config, model, config.actor.optim, config.critic.optim, steps)
+    return Critic(config, model, optimizer, dp)
 
 
 def build_resharder(

@@ -54,7 +54,7 @@ class RowExchange:
     ) -> None:
         group = group or dist.group.WORLD
         assert group is not None
-        self._group, self._rank, self._world_size = group, group.rank(), group.size()
+        self._group, self._rank = group, group.rank()
         self._sources = sources
         self._wanted = [torch.tensor(rows, dtype=torch.int64) for rows in wanted]
 
@@ -74,65 +74,36 @@ class RowExchange:
         Collective: every rank must take all pieces. max_elements: that any rank sends or receives
         at once; a longer row is a piece of its own.
         """
-        own = torch.zeros_like(lengths).masked_fill(self._sources == self._rank, 1) * lengths
-        starts = own.cumsum(0) - own
-        for wanted in self._split(lengths, max_elements):
-            yield self._move(values, starts, lengths, wanted)
-
-    def _split(self, lengths: Tensor, max_elements: int) -> Iterator[list[Tensor]]:
-        """Split every rank's rows into the same number of pieces."""
-        sent = torch.zeros(self._world_size, dtype=torch.int64)
-        for rows in self._wanted:
-            sent.index_add_(0, self._sources[rows], lengths[rows])
-        received = [int(lengths[rows].sum()) for rows in self._wanted]
+        own = (self._sources == self._rank).nonzero().flatten()
+        rows = dict(zip(own.tolist(), values.split(lengths[own].tolist()), strict=True))
+        sent = torch.zeros(self._group.size(), dtype=torch.int64)
+        for wanted in self._wanted:
+            sent.index_add_(0, self._sources[wanted], lengths[wanted])
+        received = [int(lengths[wanted].sum()) for wanted in self._wanted]
         count = max(1, -(-max(int(sent.max()), *received) // max_elements))
-        parts = [rows.tensor_split(count) for rows in self._wanted]
-        for k in range(count):
-            yield [part[k] for part in parts]
+        for parts in zip(*(wanted.tensor_split(count) for wanted in self._wanted), strict=True):
+            yield self._move(values, rows, lengths, parts)
 
     def _move(
-        self, values: Tensor, starts: Tensor, lengths: Tensor, wanted: list[Tensor]
+        self, values: Tensor, rows: dict[int, Tensor], lengths: Tensor, wanted: Sequence[Tensor]
     ) -> Tensor:
-        sent = [rows[self._sources[rows] == self._rank] for rows in wanted]
-        to_send = [
-            values[start : start + length]
-            for start, length in _pairs(torch.cat(sent), starts, lengths)
-        ]
-        received_rows = wanted[self._rank]
-        sources = self._sources[received_rows]
+        """Move one piece. rows: this rank's, by their numbers. wanted: by each rank."""
+        nothing = values.new_empty(0)
+        sent = [part[self._sources[part] == self._rank] for part in wanted]
+        buffer = torch.cat([nothing, *(rows[i] for i in torch.cat(sent).tolist())])
+        sources, sizes = self._sources[wanted[self._rank]], lengths[wanted[self._rank]]
+        out_sizes = torch.zeros(self._group.size(), dtype=torch.int64).index_add_(0, sources, sizes)
+        received = values.new_empty(int(sizes.sum()))
         size = values.itemsize  # bytes: neither gloo nor NCCL moves every type
-        in_sizes = [size * int(lengths[rows].sum()) for rows in sent]
-        out_sizes = torch.zeros(self._world_size, dtype=torch.int64)
-        out_sizes.index_add_(0, sources, lengths[received_rows])
-        received = values.new_empty(int(out_sizes.sum()))
-        buffer = torch.cat([values.new_empty(0), *to_send])
         self._group.alltoall_base(
             received.view(torch.uint8),
             buffer.view(torch.uint8),
             (size * out_sizes).tolist(),
-            in_sizes,
+            [size * int(lengths[part].sum()) for part in sent],
         ).wait()
         by_source = sources.argsort(stable=True)  # the order in which they arrive
-        arrived = received.split(lengths[received_rows[by_source]].tolist())
-        ordered = [arrived[i] for i in by_source.argsort().tolist()]
-        return torch.cat([values.new_empty(0), *ordered])
-
-
-def _pairs(rows: Tensor, *columns: Tensor) -> Iterator[tuple[int, ...]]:
-    return zip(*(column[rows].tolist() for column in columns), strict=True)
-
-
-def all_gather_rows(rows: Tensor) -> list[Tensor]:
-    """Return the rows of every rank, [n_r, ...] each, of any number n_r per rank. Collective."""
-    world_size = dist.get_world_size()
-    counts = [rows.new_zeros(1, dtype=torch.int64) for _ in range(world_size)]
-    dist.all_gather(counts, counts[0].new_tensor([rows.shape[0]]))
-    sizes = [int(count) for count in counts]
-    padded = rows.new_zeros(max(sizes), *rows.shape[1:])
-    padded[: rows.shape[0]] = rows
-    gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded)
-    return [part[:size] for part, size in zip(gathered, sizes, strict=True)]
+        arrived = received.split(sizes[by_source].tolist())
+        return torch.cat([nothing, *(arrived[i] for i in by_source.argsort().tolist())])
 
 
 @dataclass(frozen=True)

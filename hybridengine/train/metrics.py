@@ -23,8 +23,7 @@ from torch import Tensor
 
 from hybridengine.run.errors import RolloutError
 from hybridengine.train.batch import RolloutBatch
-from hybridengine.train.outcomes import Outcomes
-from hybridengine.train.rollouts import Rollouts
+from hybridengine.train.rollouts import Outcomes, Rollouts
 
 _CORE = "val-core/"
 _DRAWS = 1000  # of n responses, for a majority vote

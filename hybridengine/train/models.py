@@ -1,4 +1,4 @@
-"""The trained models of an RL run: optimizer steps over micro-batches, and the policy's losses.
+"""The trained models of an RL run, policy and critic: optimizer steps, and their losses.
 
 Every loss term is divided by a count over the whole mini-batch on all ranks, so neither the split
 into micro-batches nor the number of ranks changes the loss or the gradients.
@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,22 +19,28 @@ from hybridengine.kernels import (
     RolloutCorrection,
     policy_loss,
     select_by_covariance,
+    value_loss,
 )
 from hybridengine.model import (
     Optimizer,
     PackedBatch,
     accepts_head_function,
     free_gathered,
+    on_device,
     packed_log_probs,
     packed_policy_loss,
+    packed_values,
 )
-from hybridengine.model.extensions import hooks_of, pop_metrics, recorded_parts
+from hybridengine.model.extensions import pop_metrics, recorded_parts
 from hybridengine.model.packed import Part
 from hybridengine.run.config import RLConfig
 from hybridengine.train.advantages import LossOptions, correct, correct_batch
 from hybridengine.train.algorithms import KLController
 from hybridengine.train.batch import DataParallel, RolloutBatch, mean_metrics
+from hybridengine.train.checkpoint.tensors import RemotePart
+from hybridengine.train.metrics import explained_variance
 from hybridengine.train.rollout_files import TokenRecord
+from hybridengine.train.rollouts import Rollouts
 
 _COV_MODES = ("clip_cov", "kl_cov")  # choose tokens by the old log-probs
 
@@ -58,31 +64,34 @@ class Learner(ABC):
     def _step(self, batch: RolloutBatch, number: int) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Run the optimizer step of a mini-batch; return metrics and each micro-batch's outputs."""
         parts, outputs = list[dict[str, Tensor]](), list[Tensor]()
-        counts = self._dp.num_trained(batch, number)
-        hooks = hooks_of(self.model)
-        for hook in hooks:
-            hook.begin_step(batch.mini_batches[number], self._dp.grad_scale(self.optimizer))
-        for micro_batch in batch.mini_batches[number]:
+        counts, max_norm = self._dp.num_trained(batch, number), self._config.actor.grad_clip
+
+        def loss_of(micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
             loss, metrics, output = self.micro_batch_loss(batch, micro_batch, *counts)
-            self._dp.backward(loss, self.optimizer, output)
             parts.append(metrics)
             outputs.append(output.detach())
-        metrics = self._dp.reduce_metrics(parts)
-        metrics[f"{self.name}/grad_norm"] = self.optimizer.step(self._config.actor.grad_clip)
-        metrics[f"{self.name}/lr"] = torch.tensor(self.optimizer.last_lr)
-        for hook in hooks:
-            metrics |= hook.end_step(updated=not self.optimizer.skipped_in_a_row)
-        return metrics, outputs
+            return loss, output
 
-    def _epochs(self, batch: RolloutBatch) -> dict[str, float]:
-        """Run ppo_epochs optimizer steps per mini-batch; return their mean metrics."""
+        norm, of_hooks = self._dp.optimizer_step(
+            self.model, self.optimizer, batch.mini_batches[number], loss_of, max_norm
+        )
+        own = {"grad_norm": norm, "lr": torch.tensor(self.optimizer.last_lr)}
+        metrics = self._dp.reduce_metrics(parts)
+        return metrics | {f"{self.name}/{n}": x for n, x in own.items()} | of_hooks, outputs
+
+    def _epochs(self, batch: RolloutBatch) -> tuple[dict[str, float], list[Tensor]]:
+        """Run ppo_epochs optimizer steps per mini-batch; return their mean metrics.
+
+        Returns the outputs of the last one, too.
+        """
         numbers = [*range(len(batch.mini_batches))] * self._config.actor.ppo_epochs
         parts = list[dict[str, Tensor]]()
         for number in numbers:
             if parts and self.between_steps is not None:
                 self.between_steps()
-            parts.append(self._step(batch, number)[0])
-        return mean_metrics(parts)
+            metrics, outputs = self._step(batch, number)
+            parts.append(metrics)
+        return mean_metrics(parts), outputs
 
     @abstractmethod
     def micro_batch_loss(
@@ -98,7 +107,7 @@ def needs_old_log_probs(config: RLConfig, num_mini_batches: int) -> bool:
     """Return whether the update needs old log-probs from a forward pass of their own.
 
     It does not where a batch is used for one optimizer step and nothing before that step reads
-    them: the policy is then still the one of the old log-probs (`Actor.update_once`). Distillation
+    them: the policy is then still the one of the old log-probs (`Actor.update`). Distillation
     reads none.
     """
     if config.distills:
@@ -193,32 +202,26 @@ class Actor(Learner):
         metrics, outputs = super()._step(replace(batch, is_weights=correction.weights), number)
         return correction.metrics | metrics, outputs
 
-    def update(self, batch: RolloutBatch) -> dict[str, float]:
-        """Run ppo_epochs optimizer steps per mini-batch, by batch.advantages; return metrics."""
-        with self._dp.session.phase("update_actor"):
-            if self._config.actor.policy_loss.loss_mode in _COV_MODES:
-                batch = replace(batch, selected=self._select(batch))
-            pop_metrics(self.model)  # of the passes before
-            if self._recorded:
-                batch = batch.with_parts(self._recorded)
-            metrics = self._epochs(self._with_active_rows(batch))
-            metrics |= pop_metrics(self.model)
-            return metrics | self._next_kl_coef(batch, metrics)
+    def update(self, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
+        """Run ppo_epochs optimizer steps per mini-batch, by batch.advantages; return metrics.
 
-    def update_once(self, batch: RolloutBatch) -> tuple[Tensor, dict[str, float]]:
-        """Run the only optimizer step of a batch whose old log-probs are not computed before.
-
-        The policy is still the one of the old log-probs, so they are this step's own log-probs,
-        detached: every ratio is 1, and the rollout correction is computed per micro-batch.
-        Returns (old log-probs [R], metrics).
+        Returns the batch, too. Where its old log-probs are not computed before its only optimizer
+        step, the policy is still the one of them, so they are this step's own log-probs, detached:
+        every ratio is 1, and the rollout correction is computed per micro-batch.
         """
-        assert batch.old_log_probs is None and len(batch.mini_batches) == 1
         with self._dp.session.phase("update_actor"):
             pop_metrics(self.model)  # of the passes before
-            tensors, log_probs = self._step(self._with_active_rows(batch), 0)
-            metrics = mean_metrics([tensors]) | pop_metrics(self.model)
+            given = batch
+            if self._config.actor.policy_loss.loss_mode in _COV_MODES:
+                given = replace(given, selected=self._select(given))
+            if given.old_log_probs is not None and self._recorded:
+                given = given.with_parts(self._recorded)
+            metrics, log_probs = self._epochs(self._with_active_rows(given))
+            metrics |= pop_metrics(self.model)
             metrics |= self._next_kl_coef(batch, metrics)
-            return batch.join(log_probs), metrics
+            if batch.old_log_probs is None:
+                batch = replace(batch, old_log_probs=batch.join(log_probs))
+            return batch, metrics
 
     def _next_kl_coef(self, batch: RolloutBatch, metrics: dict[str, float]) -> dict[str, float]:
         """Return the KL coefficient of this update as a metric; set that of the next one."""
@@ -249,12 +252,13 @@ class Actor(Learner):
     def micro_batch_loss(
         self, batch: RolloutBatch, micro_batch: PackedBatch, num_tokens: Tensor, num_seqs: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        take, uses_reference = micro_batch.take, self._config.actor.use_kl_loss
+        take, correction = micro_batch.take, self._correction
+        uses_reference, mask = self._config.actor.use_kl_loss, batch.mask_of(micro_batch)
         options = replace(
             self._loss_options,
             old_log_probs=take(batch.old_log_probs),
             advantages=take(batch.advantages),
-            response_mask=batch.mask_of(micro_batch),
+            response_mask=mask,
             selected=take(batch.selected),
             cu_seqlens=micro_batch.cu_rows,
             global_num_tokens=num_tokens,
@@ -263,8 +267,37 @@ class Actor(Learner):
             kl_coef=self._kl_coef,
             rollout_is_weights=take(batch.is_weights),
         )
-        form = self._one_pass if self._permits_one_pass(batch, micro_batch) else self._two_steps
-        return form(batch, micro_batch, options)
+        in_one_pass, rollout = self._permits_one_pass(batch, micro_batch), batch.rollout_log_probs
+        if in_one_pass:  # from hidden states: 6 T H V operations in the head
+            weights = dict[str, Any]()
+            if batch.old_log_probs is None and correction.rollout_is is not None:
+                lower, upper = correction.is_bounds
+                weights = {"rollout_is_lower": lower, "rollout_is_threshold": upper}
+                weights["rollout_log_probs"] = take(rollout)
+            loss, log_probs, entropy, metrics = packed_policy_loss(
+                self.model,
+                micro_batch,
+                self._temperature,
+                grad_scale=self._dp.grad_scale(self.optimizer),
+                **vars(options),
+                **weights,
+            )
+        else:  # log-probs, then the loss: 8 T H V operations, 6 where the logits are kept
+            log_probs, entropy = self._forward(self.model, micro_batch)
+        corrected = dict[str, Tensor]()
+        if batch.old_log_probs is None or correction.bypass_mode:  # by log-probs of this step
+            own, ends = log_probs.detach(), micro_batch.cu_rows
+            now = correct(own, take(rollout), ends, mask, num_tokens, correction)
+            corrected = now.metrics
+            if not in_one_pass:
+                options = replace(options, response_mask=now.response_mask)
+                if correction.applies_weights and batch.is_weights is None:
+                    options = replace(options, rollout_is_weights=now.weights)
+        if not in_one_pass:
+            loss, metrics = policy_loss(log_probs, entropy=entropy, **vars(options))
+        if self.record is not None:
+            self.record.add(batch, micro_batch, log_probs, entropy, options)
+        return loss, {f"actor/{name}": x for name, x in metrics.items()} | corrected, log_probs
 
     def _permits_one_pass(self, batch: RolloutBatch, micro_batch: PackedBatch) -> bool:
         """Return whether the loss and its gradients can be computed in the forward.
@@ -283,62 +316,6 @@ class Actor(Learner):
             and not (batch.old_log_probs is None and by_response)
             and not (options.bypass_mode and corrects)
         )
-
-    def _one_pass(
-        self, batch: RolloutBatch, micro_batch: PackedBatch, options: LossOptions
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Compute the loss from hidden states: 6 T H V operations in the head."""
-        corrects, weights = self._corrects_now(batch), dict[str, Any]()
-        if batch.old_log_probs is None and self._correction.rollout_is is not None:
-            lower, upper = self._correction.is_bounds
-            weights = {
-                "rollout_log_probs": micro_batch.take(batch.rollout_log_probs),
-                "rollout_is_lower": lower,
-                "rollout_is_threshold": upper,
-            }
-        loss, log_probs, entropy, loss_metrics = packed_policy_loss(
-            self.model,
-            micro_batch,
-            self._temperature,
-            grad_scale=self._dp.grad_scale(self.optimizer),
-            **vars(options),
-            **weights,
-        )
-        if self.record is not None:
-            self.record.add(batch, micro_batch, log_probs, entropy, options)
-        metrics = _prefixed(loss_metrics)
-        if corrects:
-            metrics |= self._own_correction(batch, micro_batch, log_probs, options).metrics
-        return loss, metrics, log_probs
-
-    def _two_steps(
-        self, batch: RolloutBatch, micro_batch: PackedBatch, options: LossOptions
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Compute log-probs, then the loss: 8 T H V operations, 6 where the logits are kept."""
-        log_probs, entropy = self._forward(self.model, micro_batch)
-        metrics: dict[str, Tensor] = {}
-        if self._corrects_now(batch):
-            own = self._own_correction(batch, micro_batch, log_probs.detach(), options)
-            metrics, options = own.metrics, replace(options, response_mask=own.response_mask)
-            if self._correction.applies_weights and batch.is_weights is None:
-                options = replace(options, rollout_is_weights=own.weights)
-        loss, loss_metrics = policy_loss(log_probs, entropy=entropy, **vars(options))
-        if self.record is not None:
-            self.record.add(batch, micro_batch, log_probs, entropy, options)
-        return loss, metrics | _prefixed(loss_metrics), log_probs
-
-    def _corrects_now(self, batch: RolloutBatch) -> bool:
-        """Return whether the gap to the engine is corrected by the log-probs of this step."""
-        return batch.old_log_probs is None or self._correction.bypass_mode
-
-    def _own_correction(
-        self, batch: RolloutBatch, micro_batch: PackedBatch, own: Tensor, options: LossOptions
-    ) -> RolloutCorrection:
-        """Correct for the gap between the engine's log-probs and those of this step, `own`."""
-        rollout = micro_batch.take(batch.rollout_log_probs)
-        mask, num_tokens = options.response_mask, options.global_num_tokens
-        assert mask is not None and num_tokens is not None
-        return correct(own, rollout, micro_batch.cu_rows, mask, num_tokens, self._correction)
 
     def _select(self, batch: RolloutBatch) -> Tensor:
         """Select tokens of each mini-batch of all replicas by covariance, bool [R]. Collective."""
@@ -362,5 +339,90 @@ class Actor(Learner):
         return selected
 
 
-def _prefixed(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"actor/{name}": value for name, value in metrics.items()}
+class StepCritic:
+    """The critic as the ranks of the policy call it; this one is none, which does nothing.
+
+    `Critic` is on these ranks, an `ExternalCritic` on others. All methods are collective over the
+    ranks of the policy.
+    """
+
+    def begin(self, step: int, rollouts: Rollouts, batch: RolloutBatch) -> None:
+        """Begin with the rollouts that `step` is trained on; `batch` is what these ranks have."""
+
+    def values(self, batch: RolloutBatch) -> Tensor | None:
+        """Return the value of every response token, [R]."""
+        return None
+
+    def update(self, batch: RolloutBatch) -> dict[str, float]:
+        """Run ppo_epochs optimizer steps per mini-batch towards batch.returns; return metrics."""
+        return {}
+
+    def finish(self, seconds: float) -> dict[str, float]:
+        """Wait until the update is done; return further metrics. seconds: of the step up to now."""
+        return {}
+
+    def stop_signal(self) -> int:
+        """Return the number of a stop signal that a rank of the critic has received; 0: none."""
+        return 0
+
+    def summary(self) -> dict[str, Any]:
+        """Return entries of summary.json."""
+        return {}
+
+    def close(self, how: Literal["finished", "stopped"]) -> None:
+        """Release other ranks; how: the run has ended."""
+
+
+class ExternalCritic(StepCritic, RemotePart):
+    """A critic on ranks that a mode has set apart; these write and read its tensors.
+
+    optimizer: what they have reported of it; its state is part of a checkpoint.
+    """
+
+    optimizer: Any
+
+    @abstractmethod
+    def wait_until_built(self) -> None:
+        """Wait until its ranks have loaded their model."""
+
+
+class Critic(Learner, StepCritic):
+    """The critic of PPO: values of packed rollouts, and clipped regression to their returns.
+
+    A value belongs to the state before a token: it is read where the policy's logits of it are.
+    """
+
+    name = "critic"
+
+    def values(self, batch: RolloutBatch) -> Tensor:
+        with self._dp.session.phase("values"), on_device(self.model):
+            values = batch.per_token(lambda micro_batch: packed_values(self.model, micro_batch))
+            free_gathered(self.model)
+            return values
+
+    def update(self, batch: RolloutBatch) -> dict[str, float]:
+        assert batch.values is not None and batch.returns is not None
+        with self._dp.session.phase("update_critic"), on_device(self.model):
+            metrics, _ = self._epochs(batch)
+        metrics["critic/vf_explained_var"] = explained_variance(batch, self._dp.group)
+        return metrics
+
+    def micro_batch_loss(
+        self, batch: RolloutBatch, micro_batch: PackedBatch, num_tokens: Tensor, num_seqs: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        values = packed_values(self.model, micro_batch)
+        old_values, returns = (micro_batch.take(x) for x in (batch.values, batch.returns))
+        assert old_values is not None and returns is not None
+        loss, metrics = value_loss(
+            values,
+            old_values,
+            returns,
+            response_mask=batch.mask_of(micro_batch),
+            cliprange_value=self._config.critic.cliprange_value,
+            loss_agg_mode=self._config.actor.loss_agg_mode,
+            loss_scale_factor=self._config.data.max_response_length,
+            cu_seqlens=micro_batch.cu_rows,
+            global_num_tokens=num_tokens,
+            global_num_seqs=num_seqs,
+        )
+        return loss, {f"critic/{name}": value for name, value in metrics.items()}, values

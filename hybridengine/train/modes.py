@@ -15,11 +15,9 @@ from hybridengine.run.rank import run_rank
 from hybridengine.run.session import Session
 
 if TYPE_CHECKING:  # the launcher, which needs only an address, does not load a trainer
-    from hybridengine.engine.interface import SamplingSpec
     from hybridengine.train.build import RunData
     from hybridengine.train.choices import Choices
-    from hybridengine.train.critic import ExternalCritic
-    from hybridengine.train.data import PromptLoader
+    from hybridengine.train.models import ExternalCritic
     from hybridengine.train.rollout_source import RolloutSource
 
 __all__ = ["Mode", "mode_of"]
@@ -44,18 +42,12 @@ class Mode:
         return run_rank(train, trainer.default_local_dir, trainer.timeout_s)
 
     def rollouts(
-        self,
-        config: RLConfig,
-        choices: Choices,
-        session: Session,
-        data: RunData,
-        loader: PromptLoader,
-        sampling: SamplingSpec,
+        self, config: RLConfig, choices: Choices, session: Session, data: RunData
     ) -> RolloutSource:
         """Return where a trainer rank gets its rollouts from. config: with resolved dtypes."""
         from hybridengine.train.rollout_source import ColocatedRollouts
 
-        return ColocatedRollouts(config, choices, session, data, loader, sampling)
+        return ColocatedRollouts(config, choices, session, data)
 
     def critic(self, config: RLConfig, session: Session, num_updates: int) -> ExternalCritic | None:
         """Return the critic that is on other ranks; None: the trainer ranks have it, if any.

@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from hybridengine.model import SkippedUpdate, on_device
+from hybridengine.model import Optimizer, SkippedUpdate, on_device
 from hybridengine.run import plugins
 from hybridengine.run.config import JobConfig, config_to_yaml
 from hybridengine.run.errors import CallbackError, ModelError
@@ -206,43 +206,26 @@ def print_resumed(
             write(f"  changed since: {change}")
 
 
-class UpdateCounts(Protocol):
-    """What is read of an optimizer after a step: see `model.Optimizer`."""
-
-    @property
-    def num_updates(self) -> int: ...
-    @property
-    def skipped_in_a_row(self) -> int: ...
-    @property
-    def failed_in_a_row(self) -> int: ...
-    def pop_skipped(self) -> list[SkippedUpdate]: ...
-
-
 class UpdateLog:
-    """The skipped updates of a run, by optimizer; the same on all ranks.
-
-    Attributes:
-        metrics: of the newest step.
-    """
+    """The skipped updates of a run, by optimizer; the same on all ranks."""
 
     def __init__(self) -> None:
         self._first_skipped = dict[str, int]()  # the step since which all updates were skipped
         self._cause = dict[str, str]()  # of the newest one
         self._skipped: dict[str, list[SkippedUpdate]] = {}
-        self.metrics = dict[str, float]()
 
-    def take(self, step: int, optimizers: Mapping[str, UpdateCounts]) -> None:
-        """Take the updates that were skipped in `step`."""
+    def take(self, step: int, optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
+        """Take the updates that were skipped in `step`; return their numbers as metrics."""
         self._skipped = {name: optimizer.pop_skipped() for name, optimizer in optimizers.items()}
-        self.metrics = {f"{n}/skipped_updates": len(x) for n, x in self._skipped.items()}
         for name, skipped in self._skipped.items():
-            if skipped and optimizers[name].skipped_in_a_row <= len(skipped):
-                self._first_skipped[name] = step
             if skipped:
                 self._cause[name] = _cause(name, skipped[-1])
+                if optimizers[name].skipped_in_a_row <= len(skipped):
+                    self._first_skipped[name] = step
+        return {f"{name}/skipped_updates": len(x) for name, x in self._skipped.items()}
 
     def report(
-        self, step: int, optimizers: Mapping[str, UpdateCounts], print: Callable[[str], None]
+        self, step: int, optimizers: Mapping[str, Optimizer], print: Callable[[str], None]
     ) -> None:
         """Warn of the updates taken last; raise ModelError after too many failed ones in a row."""
         for name, skipped in self._skipped.items():
@@ -259,7 +242,7 @@ class UpdateLog:
                     "checkpoint"
                 )
 
-    def failure(self, optimizers: Mapping[str, UpdateCounts]) -> str | None:
+    def failure(self, optimizers: Mapping[str, Optimizer]) -> str | None:
         """Return why a run that ends now has not trained to its last step; None if it has.
 
         It has where the last update or the one before it was made: a single one may be skipped at

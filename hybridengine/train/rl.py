@@ -34,13 +34,12 @@ from hybridengine.train.base import BaseTrainer
 from hybridengine.train.batch import RolloutBatch
 from hybridengine.train.build import (
     build_actor,
+    build_critic,
     build_data_parallel,
     import_external,
     load_data,
 )
-from hybridengine.train.choices import agree
-from hybridengine.train.critic import ExternalCritic, StepCritic, build_critic
-from hybridengine.train.data import PromptDataset, PromptLoader, Subset
+from hybridengine.train.data import PromptDataset, Subset
 from hybridengine.train.metrics import (
     Problem,
     ValidationHistory,
@@ -48,51 +47,47 @@ from hybridengine.train.metrics import (
     problems_of,
     probs_diff,
 )
-from hybridengine.train.models import Learner, needs_old_log_probs
-from hybridengine.train.modes import Mode, mode_of
+from hybridengine.train.models import ExternalCritic, Learner, StepCritic, needs_old_log_probs
+from hybridengine.train.modes import Mode
 from hybridengine.train.plan import plan_table
-from hybridengine.train.report import UpdateCounts
 from hybridengine.train.rollout_files import (
     TokenRecord,
+    format_rollout,
     rollout_file,
     texts_on_rank0,
-    with_trained_columns,
+    with_training,
 )
 from hybridengine.train.rollout_source import sampling_of, val_sampling_of
-from hybridengine.train.rollouts import Rollouts, format_rollout, select_groups
+from hybridengine.train.rollouts import Rollouts, select_groups
 
 _NUM_PRINTED = 3  # scored samples on the screen
 
 
 class RLTrainer(BaseTrainer[RLConfig]):
-    """One rank that trains in an RL run. mode: what other ranks do, by default that of `config`."""
+    """One rank that trains in an RL run."""
 
     val: PromptDataset | None
 
     def __init__(self, config: RLConfig, session: Session, mode: Mode | None = None) -> None:
         import_external(config)  # it may register the estimator, on which choices depend
-        config, self.choices = agree(config)
-        super().__init__(config, session)
-        mode = mode or mode_of(config)
+        super().__init__(config, session, mode)
+        config, mode = self.config, self.mode  # with resolved types
         torch.manual_seed(config.seed)
         if session.is_main:  # until the progress bar takes over
             session.on_phase = lambda phase: print(f"… {phase.replace('_', ' ')}", flush=True)
 
         with session.phase("load_data"):
             data = load_data(config)
-            self.tokenizer, self.prompts, self.val = data.tokenizer, data.train, data.val
-            size, shuffle = config.data.train_batch_size, config.data.shuffle
-            self.loader = PromptLoader(self.prompts, size, seed=config.seed, shuffle=shuffle)
+        self.tokenizer, self.loader = data.tokenizer, data.loader
+        self.prompts, self.val = data.train, data.val
         self.epochs_per_step = config.actor.ppo_epochs
-        self.num_mini_batches = size // config.ppo_mini_batch_size
+        self.num_mini_batches = config.data.train_batch_size // config.ppo_mini_batch_size
         num_updates = self.steps * self.num_mini_batches * self.epochs_per_step
-        self.needs = NEEDS[config.algorithm.adv_estimator]
-        self.sampling, self.val_sampling = sampling_of(config), val_sampling_of(config)
-        self.greedy = replace(self.sampling, n=1, temperature=0.0, record_routes=False)
+        has_critic = uses_critic(config)
+        self.critic_warmup = config.trainer.critic_warmup if has_critic else 0
 
         # The engine comes before the model, which may be computed with the engine's weights.
-        rollouts = (data, self.loader, self.sampling)
-        self.source = mode.rollouts(config, self.choices, session, *rollouts)
+        self.source = mode.rollouts(config, self.choices, session, data)
         external = mode.critic(config, session, num_updates)
         with session.phase("load_model"):
             self.dp = build_data_parallel(config, session, self.choices)
@@ -100,8 +95,8 @@ class RLTrainer(BaseTrainer[RLConfig]):
                 config, self.choices, self.source, self.dp, num_updates, self.steps
             )
             self.model = self.actor.model
-            self.critic: StepCritic | None = external
-            if external is None and uses_critic(config):
+            self.critic = external or StepCritic()
+            if external is None and has_critic:
                 self.critic = build_critic(config, self.dp, num_updates)
             reward_model = None
             if config.reward.reward_model.enable:
@@ -122,35 +117,50 @@ class RLTrainer(BaseTrainer[RLConfig]):
 
     def _prepare_checkpoints(self, external: ExternalCritic | None) -> None:
         """Name what a checkpoint keeps: models with their optimizers, and every other state."""
-        trained: dict[str, Learner] = {"actor": self.actor}
+        trained = [part for part in (self.actor, self.critic) if isinstance(part, Learner)]
         states: dict[str, Any] = {"held_out": self.validations}
-        if isinstance(self.critic, Learner):
-            trained["critic"] = self.critic
         if self.kl is not None:
             states["kl"] = self.kl
         if self.config.schedules_kl_loss:
             states["kl_loss"] = self.actor.kl
-        self.optimizers: dict[str, UpdateCounts] = {n: x.optimizer for n, x in trained.items()}
+        self.optimizers = {part.name: part.optimizer for part in trained}
         if external is not None:
             self.optimizers["critic"] = states["critic.optimizer"] = external.optimizer
-        models = {name: (part.model, part.optimizer) for name, part in trained.items()}
+        models = {part.name: (part.model, part.optimizer) for part in trained}
         self.checkpoints = self.build_checkpoints(models, states, external)
 
-    @classmethod
-    def run(cls, config: RLConfig) -> int:
-        mode = mode_of(config)
-        return mode.run(lambda session: cls(config, session, mode).train())
-
     def collect(self, step: int) -> Rollouts:
-        """Generate and score responses to the prompts of one step."""
-        rollouts, self._generation_metrics = self._generate_and_score(step)
-        needs_greedy = "reward_baselines" in self.needs
-        self._baselines = self._greedy_scores(rollouts) if needs_greedy else None
+        """Generate and score responses to the prompts of one step.
+
+        With filter_groups (DAPO), further batches are generated until enough groups have signal.
+        """
+        filtering, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
+        batches, self._generation_metrics = [self.source.next_batch(step, 0)], {}
+        rollouts = batches[0]
+        if filtering.enable:
+            rollouts, with_signal = select_groups(batches, filtering.metric, wanted)
+            while with_signal < wanted and len(batches) != filtering.max_num_gen_batches:
+                batches.append(self.source.next_batch(step, len(batches)))
+                rollouts, with_signal = select_groups(batches, filtering.metric, wanted)
+            self._generation_metrics = {
+                "training/num_gen_batches": len(batches),
+                "training/groups_without_signal": wanted - with_signal,
+            }
+        if "reward_baselines" in NEEDS[self.config.algorithm.adv_estimator]:
+            rollouts = self._with_baselines(rollouts)
         return replace(rollouts, step=step)
+
+    def _with_baselines(self, rollouts: Rollouts) -> Rollouts:
+        """Add the score of a greedy response to each prompt (ReMax)."""
+        greedy = replace(sampling_of(self.config), n=1, temperature=0.0, record_routes=False)
+        best = self.source.generate(rollouts.prompts, greedy, self.config.seed).outcomes.last
+        outcomes = rollouts.outcomes
+        scores = best.scores[outcomes.groups]
+        return replace(rollouts, outcomes=outcomes.with_column("baseline", scores))
 
     def update(self, step: int, data: Rollouts) -> tuple[dict[str, float], list[int]]:
         """Train on scored rollouts and sync the weights; return metrics and sequence lengths."""
-        rollouts, metrics, baselines = data, self._generation_metrics, self._baselines
+        rollouts, metrics = data, self._generation_metrics
         config, actor, critic = self.config, self.actor, self.critic
         algorithm, freq = config.algorithm, config.trainer.rollout_freq
         path = self._rollout_path(f"step_{step}", freq > 0 and self._is_due(step, freq))
@@ -159,45 +169,37 @@ class RLTrainer(BaseTrainer[RLConfig]):
         with on_device(self.model):
             batch = self._build_batch(rollouts)
             self.saved = self.dp.sum_saved(m.saved for m in batch.micro_batches)
-            if critic is not None:
-                critic.begin(step, rollouts, batch)
+            critic.begin(step, rollouts, batch)
 
             batch = replace(batch, ref_log_probs=actor.ref_log_probs(batch))
-            warming_up = critic is not None and step <= config.trainer.critic_warmup
+            warming_up = step <= self.critic_warmup
             bypasses = algorithm.rollout_correction.bypass_mode
             if bypasses:
                 batch = replace(batch, old_log_probs=batch.rollout_log_probs)
             elif warming_up or needs_old_log_probs(config, self.num_mini_batches):
                 batch = replace(batch, old_log_probs=actor.old_log_probs(batch))
                 metrics |= self._probs_diff(batch)
-            if critic is not None:
-                batch = replace(batch, values=critic.values(batch))
+            batch = replace(batch, values=critic.values(batch))
 
             with self.session.phase("adv"):
                 rewards, reward_metrics = compute_rewards(batch, self.dp, self.kl, algorithm)
-                advantages, returns = compute_advantages(
-                    batch, self.dp, rewards, algorithm, baselines
-                )
-                batch = replace(batch, advantages=advantages, returns=returns)
-                batch = replace(batch, response_mask=self._trained_tokens(batch))
-            if batch.old_log_probs is not None and not bypasses:
+                advantages, returns = compute_advantages(batch, self.dp, rewards, algorithm)
+                mask = self._trained_tokens(batch)
+                batch = replace(batch, advantages=advantages, returns=returns, response_mask=mask)
+            are_old_known = batch.old_log_probs is not None
+            if are_old_known and not bypasses:
                 is_weights, response_mask, correction_metrics = actor.rollout_correction(batch)
                 batch = replace(batch, is_weights=is_weights, response_mask=response_mask)
                 metrics |= {name: float(value) for name, value in correction_metrics.items()}
 
-            if critic is not None:
-                metrics |= critic.update(batch)
-            if config.distills:
-                metrics |= actor.update(batch)
-            elif batch.old_log_probs is None:  # used for one optimizer step only
-                old_log_probs, update_metrics = actor.update_once(batch)
-                batch = replace(batch, old_log_probs=old_log_probs)
-                metrics |= update_metrics | self._probs_diff(batch)
-            elif not warming_up:
-                metrics |= actor.update(batch)
+            metrics |= critic.update(batch)
+            if not warming_up:
+                batch, update_metrics = actor.update(batch)
+                metrics |= update_metrics
+            if not are_old_known and not config.distills:  # they are those of the update
+                metrics |= self._probs_diff(batch)
             sync = self.sync(step)
-        if critic is not None:
-            metrics |= critic.finish(self.step_seconds)
+        metrics |= critic.finish(self.step_seconds)
         metrics |= reward_metrics | batch_metrics(batch, self.dp.group)
         metrics |= sync.metrics
         metrics |= self.source.metrics(step, rollouts)
@@ -207,29 +209,6 @@ class RLTrainer(BaseTrainer[RLConfig]):
     def _build_batch(self, rollouts: Rollouts) -> RolloutBatch:
         max_tokens = self.config.actor.ppo_max_token_len_per_gpu
         return self.dp.build_batch(rollouts, self.num_mini_batches, max_tokens)
-
-    def _generate_and_score(self, step: int) -> tuple[Rollouts, dict[str, float]]:
-        """Generate and score responses to one batch of prompts.
-
-        With filter_groups (DAPO), further batches are generated until enough groups have signal.
-        """
-        filtering, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
-        batches: list[Rollouts] = []
-        while True:
-            batches.append(self.source.next_batch(step, len(batches)))
-            if not filtering.enable:
-                return batches[0], {}
-            rollouts, with_signal = select_groups(batches, filtering.metric, wanted)
-            if with_signal == wanted or len(batches) == filtering.max_num_gen_batches:
-                return rollouts, {
-                    "training/num_gen_batches": len(batches),
-                    "training/groups_without_signal": wanted - with_signal,
-                }
-
-    def _greedy_scores(self, rollouts: Rollouts) -> Tensor:
-        """Generate a greedy response to each prompt (ReMax); return its score per response, [N]."""
-        greedy = self.source.generate(rollouts.prompts, self.greedy, self.config.seed)
-        return greedy.outcomes.last.scores[rollouts.outcomes.groups]
 
     def _trained_tokens(self, batch: RolloutBatch) -> Tensor:
         """Return the response mask, bool [R], without truncated responses if so configured."""
@@ -254,10 +233,11 @@ class RLTrainer(BaseTrainer[RLConfig]):
         assert self.val is not None
         size, problems = self.config.data.val_batch_size or len(self.val), list[Problem]()
         path = self._rollout_path(f"val_{step}", self.config.trainer.rollout_freq > 0)
+        sampling = val_sampling_of(self.config)
         with rollout_file(path, self.session.is_main) as write:
             for start in range(0, len(self.val), size):
                 prompts = Subset(self.val, range(start, min(start + size, len(self.val))))
-                rollouts = self.source.generate(prompts, self.val_sampling, self.config.seed)
+                rollouts = self.source.generate(prompts, sampling, self.config.seed)
                 problems += problems_of(rollouts)
                 write(rollouts)
                 self._print_samples(rollouts)
@@ -283,10 +263,10 @@ class RLTrainer(BaseTrainer[RLConfig]):
             if (record := self.actor.record) is not None:
                 assert batch.advantages is not None
                 means = batch.sequence_means(batch.advantages)
-                rollouts = rollouts.with_advantages(self.dp.gather_responses(batch, means).cpu())
+                means = self.dp.gather_responses(batch, means).cpu()
                 bypasses = self.config.algorithm.rollout_correction.bypass_mode
                 before = None if bypasses else batch.old_log_probs
-                rollouts = with_trained_columns(rollouts, batch, record, before)
+                rollouts = with_training(rollouts, batch, record, means, before)
             write(rollouts)
         self._print_samples(rollouts)
 
@@ -307,8 +287,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
         self.source.end()
 
     def close(self) -> None:
-        if self.critic is not None:
-            self.critic.close("stopped" if self.session.was_stopped else "finished")
+        self.critic.close("stopped" if self.session.was_stopped else "finished")
         self.source.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -325,8 +304,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
         return table
 
     def stop_signal(self) -> signal.Signals | None:
-        of_critic = self.critic.stop_signal() if self.critic is not None else 0
-        return self.session.stop_signal(self.source.stop_signal() or of_critic)
+        return self.session.stop_signal(self.source.stop_signal() or self.critic.stop_signal())
 
     def summary(self) -> dict[str, Any]:
         peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
@@ -336,7 +314,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
         summary = {
             "rollout_dtype": self.config.rollout.dtype,
             **self.source.summary(self.syncs[-1]),
-            **(self.critic.summary() if self.critic is not None else {}),
+            **self.critic.summary(),
             "reshard_ms_p50": round(median(s.milliseconds for s in self.syncs), 2),
             "peak_rss_gib": round(float(peak), 2),
             **self.validations.summary(),

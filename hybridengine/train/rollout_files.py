@@ -1,4 +1,4 @@
-"""ScoredResponse files: texts of responses on rank 0, with what the update computes per token.
+"""Rollout files: texts of responses on rank 0, with what the update computes per token.
 
 Texts are made where the responses were generated, then moved in order.
 """
@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.engine.response import ARRAY_CODES, COLUMNS, Response
+from hybridengine.engine.response import ARRAY_CODES, COLUMNS, TokenColumn
 from hybridengine.kernels import token_policy_loss
 from hybridengine.model import PackedBatch
 from hybridengine.run.storage import atomic_file
@@ -26,7 +27,7 @@ from hybridengine.train.advantages import LossOptions
 from hybridengine.train.batch import RolloutBatch
 from hybridengine.train.data import PromptSample
 from hybridengine.train.exchange import RowExchange
-from hybridengine.train.rollouts import MultiTurn, Rollouts, ScoredResponse
+from hybridengine.train.rollouts import Rollouts, ScoredResponse
 
 # Arguments of the loss that clipping depends on.
 _CLIPPING = (
@@ -64,14 +65,19 @@ def rollout_file(path: Path | None, is_main: bool) -> Iterator[Callable[[Rollout
         yield append
 
 
-def with_trained_columns(
-    rollouts: Rollouts, batch: RolloutBatch, record: TokenRecord, old_log_probs: Tensor | None
+def with_training(
+    rollouts: Rollouts,
+    batch: RolloutBatch,
+    record: TokenRecord,
+    means: Tensor,
+    old_log_probs: Tensor | None,
 ) -> Rollouts:
     """Return rollouts with what training has computed of their tokens. Collective.
 
     It lies where the batch is trained on, and moves to where the responses were generated. A token
     of which a number was not computed has None: masked ones in the update, those of tools anywhere.
 
+    means: advantage of each response, [N].
     old_log_probs: [R], computed before the update unless `record` has them; None: not computed.
     """
     assert batch.advantages is not None
@@ -84,22 +90,24 @@ def with_trained_columns(
         columns.setdefault("old_log_probs", (old_log_probs, sampled))
     outcomes, world_size = rollouts.outcomes, dist.get_world_size()
     wanted = [(outcomes.ranks == r).nonzero().flatten().tolist() for r in range(world_size)]
-    exchange = RowExchange(batch.placement.sources, wanted)
-    lengths = outcomes.response_lengths
-    own_lengths = lengths[outcomes.ranks == rollouts.rank].tolist()
+    exchange, lengths = RowExchange(batch.placement.sources, wanted), outcomes.response_lengths
+    own_rows = wanted[rollouts.rank]
 
     def move(values: Tensor) -> Sequence[Tensor]:
-        return exchange(values, lengths).cpu().split(own_lengths)
+        return exchange(values, lengths).cpu().split(lengths[own_rows].tolist())
 
-    return rollouts.with_trained(
-        {
-            name: [
-                [x if has else None for x, has in zip(v.tolist(), m.tolist(), strict=True)]
-                for v, m in zip(move(values.float()), move(mask.to(torch.int8)), strict=True)
-            ]
-            for name, (values, mask) in columns.items()
-        }
-    )
+    trained = {
+        name: [
+            [x if has else None for x, has in zip(v.tolist(), m.tolist(), strict=True)]
+            for v, m in zip(move(values.float()), move(mask.to(torch.int8)), strict=True)
+        ]
+        for name, (values, mask) in columns.items()
+    }
+    own = [
+        replace(r, advantage=mean, trained={name: rows[k] for name, rows in trained.items()})
+        for k, (r, mean) in enumerate(zip(rollouts.own, means[own_rows].tolist(), strict=True))
+    ]
+    return replace(rollouts, own=own)
 
 
 def texts_on_rank0(
@@ -120,11 +128,22 @@ def texts_on_rank0(
         for row, pair in zip(own_rows, rollouts.with_prompts(), strict=True)
     ]
     sizes = rollouts.gather_numbers([len(text) for text in texts]).long()
-    values = torch.frombuffer(bytearray(b"".join(texts) or b"\0"), dtype=torch.uint8)
+    values = torch.from_numpy(np.asarray(bytearray(b"".join(texts)), np.uint8))
     nothing: list[Sequence[int]] = [()] * (dist.get_world_size() - 1)
-    exchange = RowExchange(outcomes.ranks, [rows, *nothing])
-    for piece in exchange.pieces(values, sizes):
+    for piece in RowExchange(outcomes.ranks, [rows, *nothing]).pieces(values, sizes):
         yield piece.numpy().tobytes()
+
+
+def format_rollout(sample: PromptSample, r: ScoredResponse) -> str:
+    """Format prompt, response and results for the console."""
+    named = {"score": r.reward.score, **r.reward.extras}
+    results = [f"{name} {value:g}" for name, value in named.items()]
+    results += [f"{name} {text[:100]!r}" for name, text in r.reward.texts.items()]
+    return (
+        f"scored sample: prompt {sample.prompt_text[-200:]!r}\n"
+        f"  response {r.text[:300]!r}, ground truth {sample.ground_truth!r}\n"
+        f"  {', '.join(results)}\n"
+    )
 
 
 def rollout_line(sample: PromptSample, r: ScoredResponse) -> str:
@@ -138,11 +157,15 @@ def rollout_line(sample: PromptSample, r: ScoredResponse) -> str:
         "data_source": sample.data_source,
         "prompt": sample.prompt_text,
         "response": r.text,
-        "ground_truth": _plain(sample.ground_truth),
+        # Types of parquet that JSON lacks, such as dates, decimals and bytes, become text.
+        "ground_truth": json.loads(json.dumps(sample.ground_truth, default=str)),
         "reward": r.reward.score,
     }
-    sampled, turns, checksums = r.response, r.multi_turn.turns, r.weights_checksums
-    runs = sampled.versions
+    sampled, place, checksums = r.response, r.multi_turn, r.weights_checksums
+    runs, turns = sampled.versions, place.turns
+    of_prompt = () if place.context_ids else sample.images
+    images = [image.name for image in (*of_prompt, *place.images)]
+    is_sampled = sampled.columns.get("sampled") or [1] * len(sampled.token_ids)
     response = {
         **({} if r.advantage is None else {"advantage": r.advantage}),
         "finish_reason": sampled.finish_reason,
@@ -152,11 +175,17 @@ def rollout_line(sample: PromptSample, r: ScoredResponse) -> str:
         **({"weights_checksums": list(checksums)} if len(checksums) > 1 else {}),
         "prompt_ids": list(r.prompt_ids(sample)),
         "response_ids": list(sampled.token_ids),
-        **({"images": images} if (images := _image_names(sample, r.multi_turn)) else {}),
-        "log_probs": _engine_log_probs(sampled),
+        **({"images": images} if images else {}),
+        "log_probs": [
+            float(x) if s else None for x, s in zip(sampled.log_probs, is_sampled, strict=True)
+        ],
         **r.trained,
         **({"sampled": list(sampled.columns["sampled"]), "turns": list(turns)} if turns else {}),
-        **_columns(sampled),
+        **{
+            name: _entries(COLUMNS[name], values)
+            for name, values in sampled.columns.items()
+            if COLUMNS[name].in_files
+        },
     }
     taken = prompt.keys() | response.keys()
     counted = {name: number for name, number in r.reward.counts.items() if number}
@@ -167,38 +196,13 @@ def rollout_line(sample: PromptSample, r: ScoredResponse) -> str:
     return json.dumps({**prompt, **results, **response}, ensure_ascii=False) + "\n"
 
 
-def _engine_log_probs(response: Response) -> list[float | None]:
-    """Return the log-probs of the engine, None for tokens that it has not sampled."""
-    sampled = response.columns.get("sampled") or [1] * len(response.token_ids)
-    return [float(x) if s else None for x, s in zip(response.log_probs, sampled, strict=True)]
-
-
-def _image_names(sample: PromptSample, r: MultiTurn) -> list[str]:
-    """Return the images in the tokens of prompt and response, in their order."""
-    return [image.name for image in (*(() if r.context_ids else sample.images), *r.images)]
-
-
-def _columns(response: Response) -> dict[str, Any]:
-    """Return the declared columns that files have: an entry or a list per token, or `_encode` of
-    one whose tokens differ in their number of entries."""
-    return {
-        name: np.asarray(values).reshape(-1, *COLUMNS[name].shape).tolist()
-        if COLUMNS[name].counts is None
-        else _encode(values, COLUMNS[name].dtype)
-        for name, values in response.columns.items()
-        if COLUMNS[name].in_files
-    }
-
-
-def _encode(values: Sequence[int | float], dtype: torch.dtype) -> str:
-    """Return base64 of zlib of the entries, little-endian in `dtype`."""
-    entries = np.asarray(values, f"<{ARRAY_CODES[dtype]}")
+def _entries(column: TokenColumn, values: Sequence[int | float]) -> Any:
+    """Return an entry or a list per token. Where tokens differ in their number of entries, return
+    base64 of zlib of the entries, little-endian in the column's type."""
+    if column.counts is None:
+        return np.asarray(values).reshape(-1, *column.shape).tolist()
+    entries = np.asarray(values, f"<{ARRAY_CODES[column.dtype]}")
     return base64.b64encode(zlib.compress(entries.tobytes())).decode()
-
-
-def _plain(value: Any) -> Any:
-    """Convert types of parquet that JSON lacks, such as dates, decimals and bytes, to text."""
-    return json.loads(json.dumps(value, default=str))
 
 
 class TokenRecord:
@@ -207,7 +211,7 @@ class TokenRecord:
     Attributes:
         columns: by name, float32 [R]. entropy: of the policy, nats. clipped: 1 where a clip, a mask
           or a selection of the loss took effect, else 0. old_log_probs: only where the update
-          computes them (`Actor.update_once`).
+          computes them (`Actor.update`).
         mask: bool [R], the tokens in the loss, which alone have these values; None: none has.
     """
 
@@ -226,23 +230,16 @@ class TokenRecord:
     ) -> None:
         """Take a micro-batch. log_probs, entropy: [r]. options: of its loss."""
         assert options.response_mask is not None
-        if self.mask is None:  # a replica without responses has mask and columns as well
-            self.mask = torch.zeros_like(batch.response_mask)
-        if not micro_batch.is_dummy:
-            self.mask[micro_batch.row_index] = options.response_mask
-        if options.old_log_probs is None:
-            self._set("old_log_probs", batch, micro_batch, log_probs)
-        self._set("entropy", batch, micro_batch, entropy)
+        values = {} if options.old_log_probs is not None else {"old_log_probs": log_probs}
+        values["entropy"] = entropy
         if options.loss_mode != "geo_mean":  # which clips by the whole response
             chosen = {name: getattr(options, name) for name in _CLIPPING}
             losses = token_policy_loss(log_probs.detach(), **chosen)
-            clipped = losses.clipped | losses.clipped_lower
-            self._set("clipped", batch, micro_batch, clipped)
-
-    def _set(
-        self, name: str, batch: RolloutBatch, micro_batch: PackedBatch, values: Tensor
-    ) -> None:
-        if name not in self.columns:
-            self.columns[name] = torch.zeros_like(batch.rollout_log_probs)
+            values["clipped"] = losses.clipped | losses.clipped_lower
+        if self.mask is None:  # a replica without responses has mask and columns as well
+            self.mask = torch.zeros_like(batch.response_mask)
+            self.columns = {n: torch.zeros_like(batch.rollout_log_probs) for n in values}
         if not micro_batch.is_dummy:
-            self.columns[name][micro_batch.row_index] = values.to(torch.float32)
+            self.mask[micro_batch.row_index] = options.response_mask
+            for name, column in values.items():
+                self.columns[name][micro_batch.row_index] = column.to(torch.float32)

@@ -1,7 +1,7 @@
 """Where a trainer rank gets its rollouts from: by default from engines on the same ranks.
 
-`RolloutGenerator` generates and scores the
-responses to a batch of prompts on the ranks that have an engine.
+`RolloutGenerator` generates and scores the responses to a batch of prompts on the ranks that have
+an engine. `WeightsChecksum` proves whose weights they were sampled from.
 """
 
 from __future__ import annotations
@@ -10,56 +10,32 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from hybridengine.engine.interface import RolloutEngine, SamplingSpec, derive_seed
 from hybridengine.model import SharedParameters
 from hybridengine.model.dequantized import DequantizedWeights
 from hybridengine.model.shared_weights import SlicedWeights
 from hybridengine.run.config import RLConfig
+from hybridengine.run.errors import RolloutError
 from hybridengine.run.messages import all_gather_values
 from hybridengine.run.session import Session
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.resharder import SyncReport
-from hybridengine.sync.weight_target import WeightTarget, target_of
+from hybridengine.sync.weight_target import EngineState, WeightTarget, target_of
 from hybridengine.train.build import RunData, build_agents, build_engine, build_resharder
 from hybridengine.train.choices import Choices, refuse_shared
-from hybridengine.train.data import PromptLoader, PromptSample, Subset
+from hybridengine.train.data import PromptSample, Subset
 from hybridengine.train.models import Actor
 from hybridengine.train.rewards.manager import ResponseTokens, RewardManager, score_checked
 from hybridengine.train.rollouts import Rollouts, ScoredResponse
-from hybridengine.train.weights_checksum import WeightsChecksum
+
+_ENGINE = "the engine"  # of this process
 
 
-class RewardModel(Protocol):
-    """Scores the responses of all ranks, besides the reward functions.
-
-    weight: of its score in a response's reward.
-    """
-
-    @property
-    def weight(self) -> float: ...
-
-    def score(self, rollouts: Rollouts) -> Tensor:
-        """Compute one score per response of all ranks, float64 [N]. Collective."""
-        ...
-
-
-class Agents(Protocol):
-    """Generates responses of several turns."""
-
-    def respond(
-        self,
-        generator: RolloutGenerator,
-        samples: Mapping[int, PromptSample],
-        spec: SamplingSpec,
-        seed: int,
-    ) -> list[ScoredResponse]:
-        """Return scored responses, see `RolloutGenerator.respond`."""
-        ...
+Scorer = Callable[[Rollouts], Rollouts]  # adds a score to rollouts; collective
 
 
 class SharedWeights(NamedTuple):
@@ -108,6 +84,78 @@ def share_weights(config: RLConfig, choices: Choices, engine: RolloutEngine) -> 
     return SharedWeights(base=views) if frozen else SharedWeights({}, views, engine.target)
 
 
+class WeightsChecksum:
+    """Compares the weights of engines with what the last sync wrote; for runs that write rollouts.
+
+    read: returns what the engines hold by their names, each with `version` and `checksum`; by
+      default that of `engine` itself.
+
+    With unmerged adapters the checksum is that of the adapters and of what else a sync writes.
+    """
+
+    def __init__(
+        self,
+        config: RLConfig,
+        engine: RolloutEngine,
+        read: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._is_wanted = config.trainer.rollout_freq > 0
+        self._engine = engine
+        self._read = read or (lambda: {_ENGINE: EngineState.of(target_of(engine))})
+        self._synced: Mapping[str, Any] = {}
+        self._of_version = dict[int, str]()  # the newest one, and those of responses that run
+
+    def before_sync(self) -> None:
+        """Check the weights that running responses were sampled from, before others come."""
+        if self._engine.in_flight is not None and self._synced:
+            self._check()
+
+    def after_sync(self, left: EngineState | None = None) -> None:
+        """Note what a sync has left in the engine.
+
+        left: its state, where the sync knows it.
+
+        Raises RolloutError if an engine has not taken part.
+        """
+        if not self._is_wanted:
+            return
+        self._synced = self._read() if left is None else {_ENGINE: left}
+        newest = self._engine.weight_version
+        for name, held in self._synced.items():
+            expected = next(iter(self._synced.values())).checksum
+            self._of_version[newest or 0] = expected  # a version may be synced several times
+            if (held.version, held.checksum) != (newest, expected):
+                raise RolloutError(
+                    f"{name} missed the sync to version {newest}: it has weights of version "
+                    f"{held.version} with the checksum {held.checksum}, expected is {expected}. "
+                    "Something other than the trainer writes to it; start it again"
+                )
+
+    def __call__(self) -> Mapping[int, str]:
+        """Return the checksum by version, of those since the last call; {} where not wanted.
+
+        Raises RolloutError if the weights are not those that the last sync has left.
+        """
+        self._check()
+        checksums = dict(self._of_version)
+        newest = max(checksums, default=0)
+        self._of_version = {v: x for v, x in checksums.items() if v == newest}
+        return checksums
+
+    def _check(self) -> None:
+        if not self._is_wanted:
+            return
+        for name, held in self._read().items():
+            synced = self._synced.get(name)
+            if held != synced:
+                raise RolloutError(
+                    f"the weights of {name} have changed since the sync to version {held.version} "
+                    f"(checksum {held.checksum}, then {synced and synced.checksum}): something "
+                    "other than the trainer writes to them, and responses are not the policy's. "
+                    "`hybridengine doctor --attach --verify` names the tensors"
+                )
+
+
 class RolloutSource(ABC):
     """All methods are collective over the trainer ranks.
 
@@ -121,7 +169,7 @@ class RolloutSource(ABC):
         """Return the dimension in which a rank's engine slices each parameter, if it does."""
 
     @abstractmethod
-    def connect(self, actor: Actor, reward_model: RewardModel | None) -> None:
+    def connect(self, actor: Actor, reward_model: Scorer | None) -> None:
         """Prepare the weight sync from `actor`, and what scores rollouts besides the reward."""
 
     @abstractmethod
@@ -166,18 +214,10 @@ class RolloutSource(ABC):
 class ColocatedRollouts(RolloutSource):
     """A part of an engine on every trainer rank: generation and training take turns."""
 
-    def __init__(
-        self,
-        config: RLConfig,
-        choices: Choices,
-        session: Session,
-        data: RunData,
-        loader: PromptLoader,
-        sampling: SamplingSpec,
-    ) -> None:
+    def __init__(self, config: RLConfig, choices: Choices, session: Session, data: RunData) -> None:
         self._config, self._choices = config, choices
-        self._session, self._tokenizer = session, data.tokenizer
-        self._reward, self._loader, self._sampling = data.reward, loader, sampling
+        self._session, self._data = session, data
+        self._sampling = sampling_of(config)
         with session.phase("start_engine"):
             self.engine = build_engine(config, data.tokenizer, choices.engine, exact=choices.exact)
             self._layout = target_of(self.engine).layout  # of all parameters
@@ -188,7 +228,7 @@ class ColocatedRollouts(RolloutSource):
     def sliced_dims(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         return self._layout.sliced_dims(shapes)
 
-    def connect(self, actor: Actor, reward_model: RewardModel | None) -> None:
+    def connect(self, actor: Actor, reward_model: Scorer | None) -> None:
         shared = self.shared
         if shared.target is not None:
             SharedParameters(actor.model, shared.unsharded, shared.target)
@@ -197,8 +237,9 @@ class ColocatedRollouts(RolloutSource):
             self._resharder = build_resharder(
                 self._config, actor, self.engine, self._choices.delta, shared.base
             )
-        agents = build_agents(self._config, self._tokenizer)
-        scoring = (self._tokenizer, self._reward, self._session, reward_model)
+        tokenizer = self._data.tokenizer
+        agents = build_agents(self._config, tokenizer)
+        scoring = (tokenizer, self._data.reward, self._session, reward_model)
         self._generator = RolloutGenerator(self.engine, *scoring, agents, self._checksum)
 
     def generate(self, prompts: Subset[PromptSample], spec: SamplingSpec, seed: int) -> Rollouts:
@@ -206,7 +247,7 @@ class ColocatedRollouts(RolloutSource):
 
     def next_batch(self, step: int, number: int) -> Rollouts:
         seed = derive_seed(self._config.seed, step, number)
-        return self.generate(self._loader.next_batch(), self._sampling, seed)
+        return self.generate(self._data.loader.next_batch(), self._sampling, seed)
 
     def sync(self, version: int) -> SyncReport:
         with self._session.phase("update_weights"):
@@ -261,7 +302,7 @@ def gather_rollouts(
     prompts: Subset[PromptSample],
     own: Sequence[ScoredResponse],
     session: Session,
-    reward_model: RewardModel | None,
+    reward_model: Scorer | None,
 ) -> Rollouts:
     """Gather what each rank has of the responses to `prompts`; add the reward model's score.
 
@@ -269,18 +310,19 @@ def gather_rollouts(
     """
     with session.phase("gather_rollouts"):
         rollouts = Rollouts.gather(prompts, own, session.rank)
-    if reward_model is not None:
-        with session.phase("reward"):
-            scores = reward_model.score(rollouts)
-            rollouts = rollouts.add_reward("reward_model", reward_model.weight, scores)
-    return rollouts
+    if reward_model is None:
+        return rollouts
+    with session.phase("reward"):
+        return reward_model(rollouts)
 
 
 @dataclass(frozen=True)
 class RolloutGenerator:
     """Spreads a batch of prompts over the engine's replicas and scores the responses.
 
-    agents: runs trajectories of several turns; None: a response is one completion.
+    reward_model: scores the responses of all ranks, besides the reward functions.
+    agents: its `respond` takes the generator and the arguments of `respond` here, and returns the
+      scored responses of trajectories of several turns; None: a response is one completion.
     weights_checksum: returns those of the weights that the engine has generated with, by version;
       raises RolloutError if they are not the trainer's.
     """
@@ -289,8 +331,8 @@ class RolloutGenerator:
     tokenizer: Any
     reward: RewardManager
     session: Session
-    reward_model: RewardModel | None
-    agents: Agents | None = None
+    reward_model: Scorer | None
+    agents: Any = None
     weights_checksum: Callable[[], Mapping[int, str]] = dict  # {}: not known
 
     def generate(self, prompts: Subset[PromptSample], spec: SamplingSpec, seed: int) -> Rollouts:

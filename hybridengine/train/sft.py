@@ -16,14 +16,7 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
 
-from hybridengine.model import (
-    PackedBatch,
-    SavedWork,
-    free_gathered,
-    pack_batch,
-    packed_cross_entropy,
-)
-from hybridengine.model.extensions import hooks_of
+from hybridengine.model import PackedBatch, free_gathered, pack_batch, packed_cross_entropy
 from hybridengine.run.config import SFTConfig
 from hybridengine.run.session import Session
 from hybridengine.train.base import BaseTrainer
@@ -34,8 +27,8 @@ from hybridengine.train.build import (
     load_model,
     load_tokenizer,
 )
-from hybridengine.train.choices import agree
 from hybridengine.train.data import PromptLoader, SFTDataset, SFTSample
+from hybridengine.train.modes import Mode
 from hybridengine.train.plan import plan_table
 
 
@@ -45,9 +38,9 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
     data: SFTDataset
     val: SFTDataset | None
 
-    def __init__(self, config: SFTConfig, session: Session) -> None:
-        config, self.choices = agree(config)
-        super().__init__(config, session)
+    def __init__(self, config: SFTConfig, session: Session, mode: Mode | None = None) -> None:
+        super().__init__(config, session, mode)
+        config = self.config  # with resolved types
         data, optim = config.data, config.optim
         torch.manual_seed(config.seed + session.rank)  # dropout differs between the ranks
         with session.phase("load_data"):
@@ -76,31 +69,29 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
     def update(self, step: int, data: Sequence[SFTSample]) -> tuple[dict[str, float], list[int]]:
         """Run one optimizer step; return its metrics and the length of every conversation."""
         num_tokens = sum(sample.num_loss_tokens for sample in data)
-        loss, saved = torch.zeros((), device=self.session.device), list[SavedWork]()
-        grad_scale, hooks = self.dp.grad_scale(self.optimizer), hooks_of(self.model)
-        load = dict[str, Tensor]()
+        loss, optimizer = torch.zeros((), device=self.session.device), self.optimizer
+        grad_scale = self.dp.grad_scale(optimizer)
+
+        def loss_of(batch: PackedBatch) -> tuple[Tensor, None]:
+            part = packed_cross_entropy(self.model, batch, num_tokens, grad_scale)
+            part = part * (not batch.is_dummy)
+            loss.add_(part.detach())
+            return part, None
+
         with self.session.phase("update_actor"):
             self.model.train()
-            micro_batches = list(self._micro_batches(data))
-            for hook in hooks:
-                hook.begin_step(micro_batches, grad_scale)
-            for batch in micro_batches:
-                saved.append(batch.saved)
-                part = packed_cross_entropy(self.model, batch, num_tokens, grad_scale)
-                part = part * (not batch.is_dummy)
-                self.dp.backward(part, self.optimizer)
-                loss += part.detach()
-            norm = self.optimizer.step(self.config.optim.clip_grad)
-            for hook in hooks:
-                load |= hook.end_step(updated=not self.optimizer.skipped_in_a_row)
+            micro_batches, max_norm = list(self._micro_batches(data)), self.config.optim.clip_grad
+            norm, of_hooks = self.dp.optimizer_step(
+                self.model, optimizer, micro_batches, loss_of, max_norm
+            )
             total = self._sum_over_ranks(loss)
-        self.saved = self.dp.sum_saved(saved)
+        self.saved = self.dp.sum_saved(batch.saved for batch in micro_batches)
         return {
             "train/loss": total,
             "train/grad_norm": float(norm),
-            "train/lr": self.optimizer.last_lr,
+            "train/lr": optimizer.last_lr,
             "train/num_targets": num_tokens,
-            **{name: float(value) for name, value in load.items()},
+            **{name: float(value) for name, value in of_hooks.items()},
         }, [len(sample.ids) for sample in data]
 
     @torch.no_grad()

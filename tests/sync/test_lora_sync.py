@@ -148,7 +148,7 @@ def rollout_body(
 def check_flipped_bit(engine: Any, resharder: Any) -> None:
     """A bit of an adapter in the engine changes, which the checksum of its responses shows."""
     from hybridengine.run.config import load_config
-    from hybridengine.train.weights_checksum import WeightsChecksum
+    from hybridengine.train.rollout_source import WeightsChecksum
 
     config = load_config(None, ["model.path=m", "data.train_files=f"])
     checksum = WeightsChecksum(config, engine)

@@ -202,7 +202,7 @@ def effect(kind: JobKind, folder: Path, overrides: Sequence[str], recorder: Reco
     """Run a job; return its observed effects as text."""
     from hybridengine.run.errors import UserError
     from hybridengine.run.session import PhaseStatus, Session
-    from hybridengine.train import base, modes
+    from hybridengine.train import modes
 
     for name in ("run", "elsewhere"):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -217,7 +217,7 @@ def effect(kind: JobKind, folder: Path, overrides: Sequence[str], recorder: Reco
         with contextlib.redirect_stdout(out), contextlib.suppress(Stopped):
             plan, train = kind.load(overrides)
             recorder.records += [str(list(column.cells)) for column in plan.columns]
-            base.run_rank = modes.run_rank = run_rank
+            modes.run_rank = run_rank
             train()
     except UserError as error:
         return f"refused: {error}"

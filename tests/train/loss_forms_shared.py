@@ -68,7 +68,7 @@ class Setup:
         loss, metrics, log_probs = actor.micro_batch_loss(
             batch, micro_batch, *self.dp.num_trained(batch, 0)
         )
-        self.dp.backward(loss, self.optimizer)
+        (loss * self.dp.grad_scale(self.optimizer)).backward()
         mask = batch.mask_of(micro_batch)
         gradients = [p.grad.full_tensor() for p in self.model.parameters()]
         scale = max(g.abs().max() for g in gradients)

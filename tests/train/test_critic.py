@@ -34,7 +34,7 @@ def body(rank: int, world_size: int, path: str, budget: int, sp_size: int, head:
     from hybridengine.run.config import rl as schema
     from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.train.batch import DataParallel
-    from hybridengine.train.critic import Critic
+    from hybridengine.train.models import Critic
 
     actor = schema.ActorConfig(
         ppo_max_token_len_per_gpu=budget, ulysses_sequence_parallel_size=sp_size, grad_clip=1e9

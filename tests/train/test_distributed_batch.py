@@ -67,16 +67,14 @@ def body(rank: int, world_size: int, folder: Path, count: int, sp_size: int) -> 
         for name, values in columns(lengths).items()
     }
     some = own.pop("response_mask") & batch.response_mask
-    batch = replace(batch, **own)
-    baselines = torch.arange(count) / count
+    outcomes = batch.outcomes.with_column("baseline", torch.arange(count) / count)
+    batch = replace(batch, outcomes=outcomes, **own)
     results: dict[str, Any] = {}
     for name in ESTIMATORS:
         for kl in (None, KLController(KLControlConfig(), KL_COEF)):
             algorithm = AlgorithmConfig(adv_estimator=name, gamma=0.9, lam=0.8)
             rewards, metrics = compute_rewards(batch, dp, kl, algorithm)
-            results[f"{name}/{kl is not None}"] = compute_advantages(
-                batch, dp, rewards, algorithm, baselines
-            )
+            results[f"{name}/{kl is not None}"] = compute_advantages(batch, dp, rewards, algorithm)
             results[f"rewards/{kl is not None}"] = rewards.per_trajectory, metrics
     advantages, returns = results["grpo/False"][0], results["gae/False"][1]
     batch = replace(batch, advantages=advantages, returns=returns)

@@ -21,7 +21,7 @@ def rows_of(rows: list[int], lengths: torch.Tensor, dtype: torch.dtype) -> torch
 
 
 def exchange_body(rank: int, world_size: int, seed: int) -> None:
-    from hybridengine.train.exchange import RowExchange, all_gather_rows
+    from hybridengine.train.exchange import RowExchange
 
     generator = torch.Generator().manual_seed(seed)
 
@@ -40,8 +40,6 @@ def exchange_body(rank: int, world_size: int, seed: int) -> None:
         pieces = list(exchange.pieces(values, lengths, max_elements=5))
         assert torch.equal(torch.cat(pieces), want)
         assert len(pieces) > 1
-    parts = all_gather_rows(torch.full((rank, 2), rank))
-    assert [part.tolist() for part in parts] == [[[r, r]] * r for r in range(world_size)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -10,8 +10,8 @@ from hybridengine.run.config import load_config
 from hybridengine.run.errors import RolloutError
 from hybridengine.sync.layout import EngineLayout, TensorSpec
 from hybridengine.sync.weight_target import EngineState
-from hybridengine.train import weights_checksum
-from hybridengine.train.weights_checksum import WeightsChecksum
+from hybridengine.train import rollout_source
+from hybridengine.train.rollout_source import WeightsChecksum
 from tests.sync.memory_engine import MemoryEngine
 
 
@@ -62,6 +62,6 @@ def test_a_sync_that_knows_what_it_left_costs_no_read(
     engine.weight_version = 1
     left = EngineState.of(engine)
     with monkeypatch.context() as patch:
-        patch.setattr(weights_checksum.EngineState, "of", None)
+        patch.setattr(rollout_source.EngineState, "of", None)
         checksum.after_sync(left)
     assert checksum() == {1: left.checksum}

@@ -28,7 +28,7 @@ from hybridengine.train.models import Actor
 from hybridengine.train.modes import Mode
 from hybridengine.train.rewards.manager import ResponseTokens, Reward, score_checked
 from hybridengine.train.rl import RLTrainer
-from hybridengine.train.rollout_source import ColocatedRollouts, RewardModel, gather_rollouts
+from hybridengine.train.rollout_source import ColocatedRollouts, Scorer, gather_rollouts
 from hybridengine.train.rollouts import Rollouts, ScoredResponse
 from hybridengine.train.sft import SFTTrainer
 
@@ -54,12 +54,12 @@ class _FullLength(ColocatedRollouts):
     num_prompts = 0
     _results: Reward | None = None
 
-    def connect(self, actor: Actor, reward_model: RewardModel | None) -> None:
+    def connect(self, actor: Actor, reward_model: Scorer | None) -> None:
         super().connect(actor, reward_model)
         self._reward_model = reward_model
 
     def next_batch(self, step: int, number: int) -> Rollouts:
-        prompts = self._loader.next_batch()[: self.num_prompts]
+        prompts = self._data.loader.next_batch()[: self.num_prompts]
         return self.generate(prompts, self._sampling, seed=step)
 
     def generate(self, prompts: Subset[PromptSample], spec: SamplingSpec, seed: int) -> Rollouts:
@@ -67,7 +67,7 @@ class _FullLength(ColocatedRollouts):
         if self._results is None:
             turns = self._config.rollout.multi_turn.enable
             sample = with_turns(prompts[0]) if turns else prompts[0]
-            scores = score_checked(self._reward, [sample], [""], [ResponseTokens([])])
+            scores = score_checked(self._data.reward, [sample], [""], [ResponseTokens([])])
             self._results = scores.of(0)
         mine = range(session.rank, len(prompts), session.world_size)
         own = [self._response(group, k, spec) for group in mine for k in range(spec.n)]

@@ -25,9 +25,10 @@ from hybridengine.remote.roles import Role, RoleLink
 from hybridengine.run.config import RLConfig
 from hybridengine.run.messages import broadcast_value, wait_until
 from hybridengine.train.exchange import RowExchange, RowLocations
-from hybridengine.train.outcomes import Outcomes
+from hybridengine.train.rollouts import Outcomes
 
-COLUMNS = ("token_ids", "log_probs", "sampled", "context_ids")  # what a critic's batch needs
+# What a critic's batch needs.
+COLUMNS = ("token_ids", "log_probs", "sampled", "context_ids", "images")
 
 
 class Setup(Struct):
@@ -48,7 +49,6 @@ class TrainStep(Struct, tag=True):
 
     prompts: the token ids of each group.
     images: of the prompt of each group.
-    image_sizes: see `Rollouts.image_sizes`.
     actor: which of the policy's ranks hold which responses.
     """
 
@@ -56,7 +56,6 @@ class TrainStep(Struct, tag=True):
     outcomes: Outcomes
     prompts: Sequence[Sequence[int]]
     images: Sequence[Sequence[Attachment]]
-    image_sizes: Tensor
     actor: RowLocations
 
 

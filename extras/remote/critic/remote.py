@@ -32,8 +32,8 @@ from hybridengine.run.messages import wait_for
 from hybridengine.run.session import Session
 from hybridengine.train.batch import RolloutBatch
 from hybridengine.train.checkpoint import CheckpointError
-from hybridengine.train.critic import ExternalCritic
 from hybridengine.train.exchange import RowLocations
+from hybridengine.train.models import ExternalCritic
 from hybridengine.train.rollouts import Rollouts
 
 
@@ -101,16 +101,15 @@ class RemoteCritic(ExternalCritic):
         self._lengths = rollouts.outcomes.response_lengths
         self._waited_s = 0.0
         with self._session.phase("send_rollouts"):
-            command, sizes = None, rollouts.image_sizes()
+            command = None
             if self._session.is_main:
                 prompts = [prompt.prompt_ids for prompt in rollouts.prompts]
                 images = [prompt.images for prompt in rollouts.prompts]
-                command = TrainStep(step, rollouts.outcomes, prompts, images, sizes, self._actor)
+                command = TrainStep(step, rollouts.outcomes, prompts, images, self._actor)
             self._channel.from_actor(Command, command)
             self._critic: RowLocations = self._channel.from_critic(RowLocations)
             exchange = self._channel.to_critic(rollouts.outcomes.ranks, self._critic)
             rollouts.move(exchange, COLUMNS)
-            rollouts.move_images(exchange, [], sizes)
 
     def values(self, batch: RolloutBatch) -> Tensor:
         exchange = self._channel.to_actor(self._critic, self._actor)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 
 from hybridengine.model import Optimizer
 from hybridengine.remote.critic.channel import (
@@ -28,13 +28,12 @@ from hybridengine.remote.critic.channel import (
 )
 from hybridengine.remote.roles import RoleLink
 from hybridengine.run.session import Session
-from hybridengine.train.build import build_data_parallel, import_external
+from hybridengine.train.build import build_critic, build_data_parallel, import_external
 from hybridengine.train.checkpoint.tensors import TensorFiles, reason_of, remote_folder
 from hybridengine.train.choices import agree
-from hybridengine.train.critic import build_critic
 from hybridengine.train.data import PromptSample, Subset
 from hybridengine.train.exchange import RowLocations
-from hybridengine.train.rollouts import ReceivedRows, Rollouts
+from hybridengine.train.rollouts import Rollouts
 
 _WAITING = "wait_for_actor"
 
@@ -91,12 +90,10 @@ class CriticWorker:
         ]
         rollouts = Rollouts(Subset(prompts, range(len(prompts))), command.outcomes, [], rank=-1)
 
-        def receive(placement: RowLocations) -> ReceivedRows:
+        def receive(placement: RowLocations) -> Mapping[str, Tensor]:
             self._channel.from_critic(RowLocations, placement)
             exchange = self._channel.to_critic(command.outcomes.ranks, placement)
-            columns = rollouts.move(exchange, COLUMNS)
-            rows = placement.held[session.rank]
-            return ReceivedRows(columns, rollouts.move_images(exchange, rows, command.image_sizes))
+            return rollouts.move(exchange, COLUMNS)
 
         num_mini_batches = config.data.train_batch_size // config.ppo_mini_batch_size
         max_tokens = config.actor.ppo_max_token_len_per_gpu

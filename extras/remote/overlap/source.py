@@ -31,9 +31,14 @@ from hybridengine.sync.resharder import SyncReport
 from hybridengine.sync.trainers import DeltaMode
 from hybridengine.train.build import RunData
 from hybridengine.train.choices import Choices
-from hybridengine.train.data import PromptLoader, PromptSample, Subset
+from hybridengine.train.data import PromptSample, Subset
 from hybridengine.train.models import Actor
-from hybridengine.train.rollout_source import RewardModel, RolloutSource, gather_rollouts
+from hybridengine.train.rollout_source import (
+    RolloutSource,
+    Scorer,
+    gather_rollouts,
+    sampling_of,
+)
 from hybridengine.train.rollouts import Rollouts
 
 
@@ -50,14 +55,12 @@ class OverlappedRollouts(RolloutSource):
         session: Session,
         link: RoleLink,
         data: RunData,
-        loader: PromptLoader,
-        sampling: SamplingSpec,
     ) -> None:
         self._config, self._choices = config, choices
         self._session, self._link = session, link
         self._train, self._val = data.train, data.val
-        self._loader, self._sampling = loader, sampling
-        self._steps = config.trainer.steps(len(loader))
+        self._loader, self._sampling = data.loader, sampling_of(config)
+        self._steps = config.trainer.steps(len(data.loader))
         self._version = 0  # of the newest weights that all engines have
         self._num_items = self._num_drawn = self._num_taken = 0  # items; batches
         self._open: dict[int, WorkItem] = {}  # training items that are handed out, in their order
@@ -66,7 +69,7 @@ class OverlappedRollouts(RolloutSource):
     def sliced_dims(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         return {}
 
-    def connect(self, actor: Actor, reward_model: RewardModel | None) -> None:
+    def connect(self, actor: Actor, reward_model: Scorer | None) -> None:
         self._reward_model = reward_model
         with self._session.phase("plan_reshard"):
             self._sender = build_sender(self._config, actor, self._choices.delta, self._link)

@@ -35,8 +35,7 @@ from hybridengine.train.build import (
     load_data,
 )
 from hybridengine.train.choices import agree
-from hybridengine.train.rollout_source import RolloutGenerator
-from hybridengine.train.weights_checksum import WeightsChecksum
+from hybridengine.train.rollout_source import RolloutGenerator, WeightsChecksum
 from hybridengine.vision.checks import find_conflicts, load_preparer
 
 Action = WorkItem | Literal["update", "end"]
@@ -57,8 +56,8 @@ class RolloutWorker:
         self._eager = config.trainer.mode == "async"
         torch.manual_seed(config.seed)
         with session.phase("load_data"):
-            tokenizer, train, val, reward = load_data(_with_own_share_of_cores(config))
-            self._datasets = {"train": train, "val": val}
+            data = load_data(_with_own_share_of_cores(config))
+            tokenizer, self._datasets = data.tokenizer, {"train": data.train, "val": data.val}
         self._engine: RolloutEngine
         self._receiver: WeightReceiver | ServerReceiver
         with session.phase("start_engine"):
@@ -72,7 +71,7 @@ class RolloutWorker:
         held = engine.pool.weights if isinstance(engine, ServerEngine) else None
         self._checksum = WeightsChecksum(config, engine, held)
         self._generator = RolloutGenerator(
-            self._engine, tokenizer, reward, session, None, agents, self._checksum
+            self._engine, tokenizer, data.reward, session, None, agents, self._checksum
         )
         if not config.rollout.servers:
             with session.phase("plan_reshard"):

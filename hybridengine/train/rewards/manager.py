@@ -27,7 +27,6 @@ from hybridengine.run.config import RewardConfig, RLConfig
 from hybridengine.run.errors import ConfigError, Faults, RewardError, shorten
 from hybridengine.train.algorithms import NEEDS
 from hybridengine.train.data import PromptDataset, PromptSample
-from hybridengine.train.outcomes import SCORE_NAMES
 from hybridengine.train.rewards.function import (
     ARGUMENTS,
     BATCH_ARGUMENTS,
@@ -41,6 +40,7 @@ from hybridengine.train.rewards.function import (
 from hybridengine.train.rewards.local import PREFIX, LocalFunctions
 
 MANAGERS: dict[str, type[RewardManager]] = {}
+SCORE_NAMES = ("score", "reward", "seq_reward")  # of the score; the last two are verl's
 _PROBED_ROWS = 3  # whose empty answer is scored, besides the first row of each data_source
 
 

@@ -249,7 +249,7 @@ def make_trajectories(rank: int, world_size: int) -> Any:
     for name in ("grpo", "reinforce_plus_plus"):
         algorithm = AlgorithmConfig(adv_estimator=name)
         rewards, _ = compute_rewards(batch, dp, None, algorithm)
-        found[name] = compute_advantages(batch, dp, rewards, algorithm, None)
+        found[name] = compute_advantages(batch, dp, rewards, algorithm)
     packed = batch.micro_batches[0]
     return batch, rewards, found, packed.target_ids, packed.input_ids
 
@@ -303,7 +303,7 @@ def make_branched_groups(rank: int, world_size: int) -> Any:
             algorithm = AlgorithmConfig(adv_estimator=name)
             kl = KLController(KLControlConfig(), coef) if coef else None
             rewards, metrics = compute_rewards(batch, dp, kl, algorithm)
-            advantages, _ = compute_advantages(batch, dp, rewards, algorithm, None)
+            advantages, _ = compute_advantages(batch, dp, rewards, algorithm)
             found[name, coef] = metrics, advantages.tolist()
     found["metrics"] = batch_metrics(replace(batch, advantages=here), dp.group)
     return own, old.tolist(), batch.index.tolist(), found

@@ -12,7 +12,7 @@ from hybridengine.kernels import sample_tokens
 from hybridengine.remote.servers import ServerEngine, VllmServer
 from hybridengine.run.config import load_config
 from hybridengine.run.errors import RolloutError
-from hybridengine.train.weights_checksum import WeightsChecksum
+from hybridengine.train.rollout_source import WeightsChecksum
 
 __all__ = ["check_checksum", "check_generation", "scaled"]
 
