@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -54,9 +54,6 @@ from hybridengine.train.models import Actor, Critic
 from hybridengine.train.performance import pair_cost
 from hybridengine.train.rewards.function import import_file
 from hybridengine.train.rewards.manager import RewardManager, build_reward_manager
-
-if TYPE_CHECKING:
-    from hybridengine.train.rollout_source import RolloutSource
 
 
 class RunData(NamedTuple):
@@ -343,14 +340,14 @@ def build_optimizer(
 def build_actor(
     config: RLConfig,
     choices: Choices,
-    source: RolloutSource,
+    source: Any,
     dp: DataParallel,
     updates: int,
     steps: int,
 ) -> Actor:
     """Build the policy under FSDP2 over all ranks.
 
-    source: its engine may have the weights that the policy is computed with.
+    source: the `RolloutSource`; its engine may have the weights that the policy is computed with.
     updates: optimizer steps in all `steps`.
 
     `dim1_parameters` are sharded in dim 1, so that a weight sync moves less; none where FSDP2's
