@@ -20,8 +20,6 @@ from transformers import PreTrainedModel
 
 from hybridengine.model.head import detect_logit_transform
 
-__all__ = ["OutputHead", "Scores", "rows_of_labels"]
-
 # (input of the head [B, L, H], weight [V, H], bias=[V] or None, logit_scale=, softcap=), tensors in
 # the dtype of the products, or (logits [B, L, V], None) -> results, some of them with a gradient:
 # FSDP2 and DeepSpeed hook the backward there.

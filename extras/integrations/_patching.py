@@ -22,8 +22,6 @@ from packaging.specifiers import SpecifierSet
 
 from hybridengine.run.errors import UserError
 
-__all__ = ["PatchError", "Patches", "Replacement"]
-
 
 class PatchError(UserError):
     """A package whose functions ours cannot replace; nothing was changed."""

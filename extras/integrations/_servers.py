@@ -13,8 +13,6 @@ from hybridengine.remote.vllm_transfer.trainer import (
     HybridEngineTrainerTransfer,
 )
 
-__all__ = ["TIMEOUT_S", "connect_servers"]
-
 TIMEOUT_S = 300.0
 
 

@@ -23,17 +23,21 @@ needs the logits and [T] vectors of the forward; NeMo RL's functions keep or rec
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.integrations._entropy import entropy_of_logits
-from hybridengine.kernels import balance_by_tokens, linear_token_log_probs, token_log_probs
+from hybridengine.kernels import (
+    balance_by_tokens,
+    linear_token_log_probs,
+    token_entropy,
+    token_log_probs,
+)
 
-from ._nemo_rl import NemoPatches
-from ._patching import Replacement, replacements
+from ._patching import Patches, Replacement, replacements
 
 __all__ = [
     "ChunkedDistributedEntropy",
@@ -150,7 +154,7 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
             [vocab_parallel_logits],
             [vocab_parallel_logits.requires_grad],
             inference_only,
-            lambda logits: -entropy_of_logits(logits, _several(tp_group)),
+            lambda logits: -token_entropy(logits, group=_several(tp_group)),
         )
 
     backward = staticmethod(DistributedLogprob.backward)
@@ -335,5 +339,7 @@ def _replacements() -> list[Replacement]:
     return replacements("nemo_rl", groups)
 
 
+# Of the releases that our functions were compared with.
+NemoPatches = partial(Patches, "nemo_rl", ">=0.6,<0.8", distribution="nemo-rl")
 _PATCHES = NemoPatches(_replacements(), ("log_probs", "advantages"))
 patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

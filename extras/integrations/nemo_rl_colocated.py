@@ -29,8 +29,8 @@ import torch.distributed as dist
 from hybridengine.run.activity import this_process
 from hybridengine.run.messages import SignedStore, broadcast_value
 
-from ._nemo_rl import NemoPatches
 from ._patching import Replacement
+from .nemo_rl import NemoPatches
 
 __all__ = ["SendsShards", "patch", "patched", "receive_in_workers", "unpatch"]
 

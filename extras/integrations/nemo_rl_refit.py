@@ -32,8 +32,8 @@ from hybridengine.remote.vllm_transfer.engine_sender import EngineSender, module
 from hybridengine.run.messages import broadcast_value
 from hybridengine.sync.layout import LayoutError
 
-from ._nemo_rl import NemoPatches
 from ._patching import Replacement
+from .nemo_rl import NemoPatches
 
 __all__ = ["ReshardEngine", "check_policy", "patch"]
 

@@ -24,12 +24,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridengine.integrations._entropy import entropy_of_logits
 from hybridengine.kernels import (
     balance,
     balance_by_tokens,
     gae,
     policy_loss,
+    token_entropy,
     token_log_probs,
     value_loss,
 )
@@ -68,7 +68,7 @@ def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1
 
 def compute_entropy(logits: Tensor) -> Tensor:
     """Compute the entropy [...] of logits [..., V], float32; differentiable."""
-    return entropy_of_logits(logits)
+    return token_entropy(logits)
 
 
 def get_advantages_and_returns(

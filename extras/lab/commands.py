@@ -32,8 +32,6 @@ from hybridengine.run.errors import (
     print_note,
 )
 
-__all__ = ["app"]
-
 app = typer.Typer()
 
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]

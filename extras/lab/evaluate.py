@@ -42,15 +42,6 @@ from hybridengine.train.metrics import Problem, gain_interval, problems_of
 from hybridengine.train.rewards.manager import build_reward_manager
 from hybridengine.train.rollout_source import RolloutGenerator, sampling_of, val_sampling_of
 
-__all__ = [
-    "evaluate",
-    "load_evaluation",
-    "open_chat",
-    "open_engine",
-    "pass_at_k",
-    "results_table",
-]
-
 _PROMPT_LENGTH = 1024  # tokens of a typed prompt, unless data.max_prompt_length is more
 
 # In this process, whatever the run had: the weights are merged, and no rank trains.

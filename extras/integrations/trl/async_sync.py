@@ -16,8 +16,6 @@ from typing import Any
 from hybridengine.integrations.trl import server
 from hybridengine.run.messages import broadcast_value
 
-__all__ = ["init_weight_transfer", "sync_weight_merged"]
-
 _SERVER = "_hybridengine_server"  # attribute of a trainer: its ServerSync, None if TRL's code syncs
 _WAITS = 3.25  # a sync takes up to so many times the timeout of a `WeightSender`
 

@@ -17,8 +17,6 @@ from hybridengine.integrations.trl.log_probs import hidden_scores, logits_scores
 from hybridengine.integrations.trl.loss import PENDING
 from hybridengine.integrations.trl.padding import can_unpad, unpadded
 
-__all__ = ["FusedCausalLMOutput", "add_fused_lm_head"]
-
 
 @dataclasses.dataclass
 class FusedCausalLMOutput(ModelOutput):

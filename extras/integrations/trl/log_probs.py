@@ -7,15 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridengine.integrations._entropy import entropy_of_logits
-from hybridengine.kernels import linear_token_log_probs, token_log_probs
-
-__all__ = [
-    "ChunkedLogProbFunction",
-    "entropy_from_logits",
-    "selective_log_softmax",
-    "selective_log_softmax_and_entropy",
-]
+from hybridengine.kernels import linear_token_log_probs, token_entropy, token_log_probs
 
 _IGNORE = -100
 _OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -40,13 +32,7 @@ def selective_log_softmax(
     single = index.dim() == logits.dim() - 1
     if _rounds(logits) or (logits.itemsize == 2 and not single):
         return _rounded_log_probs(logits, index, temperature, row_mask)
-    if single:
-        return token_log_probs(logits, _masked(index, row_mask), temperature)[0]
-    # log p[k] = z[k] - lse; with m the largest entry, which is finite, lse = z[m] - log p[m].
-    largest = logits.argmax(-1)
-    z, z_m = (logits.gather(-1, i) / temperature for i in (index, largest.unsqueeze(-1)))
-    log_probs = z - z_m + token_log_probs(logits, largest, temperature)[0].unsqueeze(-1)
-    return log_probs if row_mask is None else log_probs.masked_fill(row_mask == 0, 0.0)
+    return token_log_probs(logits, _masked(index, row_mask), temperature)[0]
 
 
 def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
@@ -59,7 +45,7 @@ def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
         chunks = logits.reshape(-1, logits.shape[-1]).split(chunk_size)
         log_p = (chunk.log_softmax(-1) for chunk in chunks)
         return torch.cat([-(p.exp() * p).sum(-1) for p in log_p]).reshape(logits.shape[:-1])
-    return entropy_of_logits(logits)
+    return token_entropy(logits)
 
 
 def selective_log_softmax_and_entropy(

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from hybridengine.kernels import linear_policy_loss
 
-__all__ = ["PENDING", "GRPOLoss", "compute_loss"]
-
 _WARNED = "_hybridengine_loss_warned"  # attribute of a trainer
 _AGGREGATIONS = {
     "grpo": "seq-mean-token-mean",

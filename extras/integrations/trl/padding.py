@@ -13,8 +13,6 @@ from hybridengine.kernels import pack
 from hybridengine.model.attention import ATTENTION
 from hybridengine.model.packing_check import shared_prefix_obstacle
 
-__all__ = ["Unpadded", "can_unpad", "unpadded"]
-
 _TEXT = {"input_ids", "attention_mask", "use_cache", "output_router_logits"}
 
 

@@ -25,15 +25,6 @@ from hybridengine.run.messages import broadcast_value, check_secret, run_on_all_
 from hybridengine.sync.resharder import SyncReport
 from hybridengine.sync.weight_target import RankFailedError, ReshardError
 
-__all__ = [
-    "RESTART",
-    "ServerSync",
-    "obstacle_of",
-    "on_rank0",
-    "start_process_group",
-    "takes_slices",
-]
-
 on_rank0 = partial(run_on_rank0, error_type=RolloutError)
 
 RESTART = (

@@ -18,8 +18,6 @@ import torch
 
 from hybridengine.run.errors import RolloutError, UserError
 
-__all__ = ["init_communicator", "init_vllm", "sync_weights"]
-
 _BACKEND = {"backend": "hybridengine"}
 _RESHARDS = "_hybridengine_reshards"  # attribute of a VLLMGeneration: whether ours syncs its engine
 _SERVER = "_hybridengine_server"  # attribute of a VLLMGeneration: the ServerSync of its server

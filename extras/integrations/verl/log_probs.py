@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridengine.integrations._entropy import entropy_of_logits
 from hybridengine.integrations.verl.padding import pad_input, unpad_input
-from hybridengine.kernels import linear_token_log_probs, token_log_probs
+from hybridengine.kernels import linear_token_log_probs, token_entropy, token_log_probs
 
 __all__ = [
     "FusedLinearForPPO",
@@ -65,12 +64,12 @@ def logprobs_from_logits_v2(logits: Tensor, labels: Tensor) -> Tensor:
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
     """Compute the entropy of every row: logits [..., V]; float32 [...], differentiable."""
-    return entropy_of_logits(logits)
+    return token_entropy(logits)
 
 
 def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) -> Tensor:
     """`entropy_from_logits`, which makes no [T, V] temporary, so that no chunks are needed."""
-    return entropy_of_logits(logits)
+    return token_entropy(logits)
 
 
 def log_probs_from_logits_response(
@@ -181,14 +180,14 @@ class FusedLinearForPPO(nn.Module):
 
 def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
     """Compute the entropy [...] where every tensor-parallel rank has logits [..., V_r]."""
-    return entropy_of_logits(vocab_parallel_logits, _tensor_parallel_group())
+    return token_entropy(vocab_parallel_logits, group=_tensor_parallel_group())
 
 
 def vocab_parallel_entropy_with_chunking(
     vocab_parallel_logits: Tensor, chunk_size: int = 2048
 ) -> Tensor:
     """`vocab_parallel_entropy`, which makes no [T, V_r] temporary."""
-    return entropy_of_logits(vocab_parallel_logits, _tensor_parallel_group())
+    return token_entropy(vocab_parallel_logits, group=_tensor_parallel_group())
 
 
 def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from hybridengine.kernels import _check as check
-from hybridengine.kernels import token_kl, value_loss
-from hybridengine.kernels._aggregation import check_aggregation, loss_denominators, token_weights
-from hybridengine.kernels._per_token import row_cu_seqlens
+from hybridengine.kernels import aggregate_loss, token_kl, value_loss
 from hybridengine.kernels.policy_loss.terms import KL_ALIASES, KL_TYPES
 
 __all__ = ["agg_loss", "compute_value_loss", "kl_penalty"]
@@ -33,16 +29,9 @@ def agg_loss(
     batch_num_tokens, global_batch_size: its sizes; required where dp_size is above 1.
     loss_scale_factor: the divisor of seq-mean-token-sum-norm; None: L.
     """
-    mask = check.mask("agg_loss", "loss_mask", loss_mask)
     sizes = BatchSizes(dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
-    aggregation = aggregation_arguments(mask, loss_agg_mode, sizes)
-    factor = check_aggregation("agg_loss", loss_agg_mode, aggregation["loss_scale_factor"])
-    counts = (aggregation["global_num_tokens"], aggregation["global_num_seqs"])
-    cu_seqlens, flat = row_cu_seqlens(mask), mask.flatten()
-    denominators = loss_denominators("agg_loss", loss_agg_mode, flat, cu_seqlens, *counts)
-    weights = token_weights(loss_agg_mode, flat, cu_seqlens, denominators, factor)
-    losses = torch.where(mask, loss_mat, 0).flatten()
-    return (losses * weights.to(losses.dtype)).sum() * dp_size
+    options = aggregation_arguments(loss_mask, loss_agg_mode, sizes)
+    return aggregate_loss(loss_mat, response_mask=loss_mask, **options) * dp_size
 
 
 class BatchSizes(NamedTuple):

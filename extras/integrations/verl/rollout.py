@@ -25,8 +25,6 @@ from hybridengine.integrations.verl.servers import ServerSender
 from hybridengine.integrations.verl.weights import PATCHES, ShardedWeights
 from hybridengine.sync.layout import LayoutError
 
-__all__ = ["Replica", "Server", "ServerAdapter"]
-
 # Any: whether verl is installed where types are checked makes no difference.
 _ServerAdapter: Any = vllm_rollout.ServerAdapter
 _Server: Any = vllm_async_server.vLLMHttpServer

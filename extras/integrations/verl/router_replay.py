@@ -24,8 +24,6 @@ from hybridengine.integrations._patching import Patches, Replacement
 from hybridengine.moe.router_replay import RouterReplay, pad_routes
 from hybridengine.run.errors import ModelError
 
-__all__ = ["PATCHES"]
-
 _STRATEGIES = ("fsdp", "fsdp2")
 _WORKER = "verl.workers.engine_workers.ActorRolloutRefWorker.__init__"
 _ENGINES = "verl.workers.engine.fsdp.transformer_impl"

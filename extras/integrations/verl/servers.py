@@ -12,8 +12,6 @@ from hybridengine.integrations._servers import connect_servers
 from hybridengine.integrations.verl.weights import ShardedWeights
 from hybridengine.sync.resharder import SyncReport
 
-__all__ = ["ServerSender"]
-
 
 class ServerSender:
     """Sends the weights of verl's training engine to vLLM servers; every trainer rank has one.

@@ -16,8 +16,6 @@ import torch
 from hybridengine.integrations._patching import Patches, Replacement
 from hybridengine.sync.layout import LayoutError
 
-__all__ = ["PATCHES", "ShardedWeights"]
-
 _TARGET = "verl.workers.engine.fsdp.transformer_impl.FSDPEngine.get_per_tensor_param"
 
 

@@ -20,8 +20,6 @@ from rich.table import Table
 from hybridengine.run.activity import VERIFY, Comparison, Record, private_folder, remove_stale
 from hybridengine.run.errors import ConfigError
 
-__all__ = ["compare", "comparison_text", "find_records", "read_records", "waits", "waits_table"]
-
 _LOOK_S = 0.2  # between two looks for a result
 _READS, _READ_PAUSE_S = 5, 0.02  # of a file that its process may be writing just now
 

@@ -18,8 +18,6 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from rich.table import Table
 
-__all__ = ["Check", "check_installation", "checks_table", "missing_names", "vllm_names"]
-
 _VLLM = "0.32"  # that the interfaces are tested with
 _SHARED_MEMORY_GIB, _DISK_GIB = 1.0, 10.0
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}

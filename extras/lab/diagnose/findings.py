@@ -18,16 +18,6 @@ from rich.table import Table
 
 from hybridengine.run.errors import ConfigError
 
-__all__ = [
-    "THRESHOLDS",
-    "Finding",
-    "LoggedRun",
-    "Phase",
-    "find_problems",
-    "phase_table",
-    "phases_of",
-]
-
 _OF_ONE_RUN = ("seed", "trainer.default_local_dir", "trainer.rollout_data_dir")
 
 

@@ -19,8 +19,6 @@ from hybridengine.lab.diagnose.findings import LoggedRun
 from hybridengine.run.errors import ConfigError
 from hybridengine.run.storage import atomic_file
 
-__all__ = ["Curve", "curve_of", "plot_runs", "same_settings", "val_interval"]
-
 History = Sequence[Mapping[str, float]]
 
 _PHASES = (

@@ -15,8 +15,6 @@ from rich.console import Console
 from hybridengine.lab.diagnose.findings import LoggedRun, find_problems, phase_table, phases_of
 from hybridengine.run.session import PHASE
 
-__all__ = ["facts_of", "print_report"]
-
 _COMMUNICATION = ("nccl", "gloo:")  # names of kernels and of asynchronous operations
 
 

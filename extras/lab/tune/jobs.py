@@ -32,15 +32,6 @@ from hybridengine.train.rollout_source import ColocatedRollouts, Scorer, gather_
 from hybridengine.train.rollouts import Rollouts, ScoredResponse
 from hybridengine.train.sft import SFTTrainer
 
-__all__ = [
-    "Probe",
-    "RLJob",
-    "SFTJob",
-    "best_limit",
-    "probe_limits",
-    "smallest_fast",
-]
-
 _PASSES = 2  # micro-batches of a rank and optimizer step: the second one finds gradients in memory
 
 

@@ -13,17 +13,6 @@ from typing import Any
 
 from hybridengine.run.errors import ConfigError
 
-__all__ = [
-    "COLORS",
-    "Attention",
-    "Color",
-    "Detail",
-    "Part",
-    "compute_attention",
-    "detail_of",
-    "text_of_token",
-]
-
 _MAX_BYTES = 48 << 20  # of the matrices in a page
 
 

@@ -26,8 +26,6 @@ from hybridengine.run.config import load_config
 from hybridengine.run.errors import ConfigError
 from hybridengine.run.storage import atomic_file
 
-__all__ = ["Shown", "attention_of", "write_page"]
-
 Shown = tuple[Entry, Attention, list[float]]  # with the entropy of each response token
 
 _CHUNK = 64  # responses that the page unpacks at once

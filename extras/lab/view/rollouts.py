@@ -14,8 +14,6 @@ import msgspec
 
 from hybridengine.run.errors import ConfigError
 
-__all__ = ["Entry", "Filter", "RolloutIndex", "run_setting"]
-
 _FILE = re.compile(r"(step|val)_(\d+)\.jsonl")
 _KEYS = ("step", "reward", "length", "group", "row", "kind")
 _TERM = re.compile(rf"({'|'.join(_KEYS)})(<=|>=|!=|=|<|>)(\S+)")

@@ -17,8 +17,6 @@ from textual.widgets import Collapsible, DataTable, Footer, Input, Static
 from hybridengine.lab.view.detail import COLORS, Color, Detail, detail_of, text_of_token
 from hybridengine.lab.view.rollouts import Entry, RolloutIndex
 
-__all__ = ["RolloutApp"]
-
 _PLUS, _MINUS = (37, 99, 235), (217, 84, 12)
 _SHADES = 12  # of a colour, so that neighbours share a style
 _MOST = 64  # responses beside each other
