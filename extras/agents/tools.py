@@ -22,16 +22,15 @@ All methods and functions may be async.
 from __future__ import annotations
 
 import inspect
-import pkgutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridengine.run.config.rl import MultiTurnConfig
-from hybridengine.run.errors import ConfigError, UserError
-from hybridengine.train.rewards.function import import_file
+from hybridengine.run.errors import ConfigError
+from hybridengine.run import import_file, import_object
 
-__all__ = ["BaseTool", "FunctionTool", "Tool", "import_object", "load_tools"]
+__all__ = ["BaseTool", "FunctionTool", "Tool", "load_tools"]
 
 Schema = dict[str, Any]  # a tool in OpenAI's form
 
@@ -121,7 +120,9 @@ def _load_functions(path: str) -> list[Tool]:
         file, name = path, ""
     if name:
         return [_build(key, path, FunctionTool, import_object(key, path))]
-    module = import_user_file(key, file)
+    if not Path(file).expanduser().is_file():
+        raise ConfigError(f"{key}: the file {file!r} does not exist")
+    module = import_file(Path(file).expanduser().resolve())
     functions = [
         value
         for attribute, value in vars(module).items()
@@ -179,25 +180,3 @@ def _build(key: str, path: str, make: Any, *args: Any, **kwargs: Any) -> Tool:
             "needs a type hint and a line under Args: for each argument, a class a tool_schema "
             "with function.name"
         ) from None
-
-
-def import_object(key: str, name: str) -> Any:
-    """Import `file.py:attribute` or `package.module.attribute`; ConfigError, with `key`, if not."""
-    file, _, attribute = name.rpartition(":")
-    try:
-        if file.endswith(".py"):
-            return getattr(import_user_file(key, file), attribute)
-        return pkgutil.resolve_name(name)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"{key}: {name!r} cannot be imported: {error}; give file.py:name or package.module.name"
-        ) from error
-
-
-def import_user_file(key: str, file: str) -> Any:
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"{key}: the file {file!r} does not exist")
-    return import_file(path.resolve())

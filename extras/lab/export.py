@@ -23,8 +23,7 @@ from hybridengine.model.validation import auto_class, meta_model
 from hybridengine.run import storage
 from hybridengine.run.errors import CheckpointError, ModelError, reason_of
 from hybridengine.train.checkpoint.folders import CONFIG, open_checkpoint, resume_plan
-from hybridengine.train.checkpoint.pretrained import write_pretrained
-from hybridengine.train.checkpoint.source import unread_bytes
+from hybridengine.train.checkpoint.pretrained import unread_bytes, write_pretrained
 from hybridengine.train.checkpoint.tensors import TENSORS, MetadataReader
 
 _ADAPTER = "adapter"  # folder of a LoRA run's checkpoint

@@ -17,12 +17,8 @@ from types import ModuleType
 from typing import Any
 
 from hybridengine.run.errors import RewardError
-from hybridengine.train.rewards.function import (
-    ARGUMENTS,
-    FunctionSource,
-    import_file,
-    trl_columns,
-)
+from hybridengine.run import import_file
+from hybridengine.train.rewards.function import ARGUMENTS, FunctionSource, trl_columns
 
 CHECK = "check_ground_truth"  # of some rules: called as the rule is, before a run
 

@@ -32,7 +32,7 @@ from hybridengine.model.attachments import AttachmentPreparer, Conflict
 from hybridengine.model.extensions import model_extensions
 from hybridengine.model.parameters import layout_of
 from hybridengine.model.validation import check_model
-from hybridengine.run import load_plugin
+from hybridengine.run import import_file, load_plugin
 from hybridengine.run.config import (
     ConfigError,
     JobConfig,
@@ -52,7 +52,6 @@ from hybridengine.train.data import PromptDataset, PromptLoader, SFTDataset
 from hybridengine.train.data.template import set_trained_template
 from hybridengine.train.models import Actor, Critic
 from hybridengine.train.performance import pair_cost
-from hybridengine.train.rewards.function import import_file
 from hybridengine.train.rewards.manager import RewardManager, build_reward_manager
 
 

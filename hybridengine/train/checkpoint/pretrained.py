@@ -1,17 +1,27 @@
-"""Write a model as a Hugging Face folder for transformers and vLLM, and its adapter for PEFT."""
+"""Write a model as a Hugging Face folder for transformers and vLLM, and its adapter for PEFT.
+
+What belongs to a checkpoint and is not trained is copied from where the model came from: files, and
+tensors that transformers' model does not have, such as the layers of multi-token prediction (MTP)
+that vLLM speculates with and config.json declares.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
+import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils.hub import cached_file
 from transformers.utils.logging import set_tqdm_hook
 
@@ -28,7 +38,6 @@ from hybridengine.run.messages import run_on_rank0
 from hybridengine.run.storage import atomic_folder, check_disk_space, note_progress, writing_to
 from hybridengine.sync.adapter import ExpertAdapter
 from hybridengine.sync.shards import full_tensor
-from hybridengine.train.checkpoint.source import copy_files, copy_unread, unread_bytes
 
 _PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -36,6 +45,10 @@ _PROCESSOR_FILES = (
     "video_preprocessor_config.json",
     "chat_template.json",
 )
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+# Own code, vocabularies and terms of use; transformers writes the other files of a model itself.
+_FILES = ("*.py", "*.model", "*.tiktoken", "tekken.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
 _RENAMED_BY_PEFT = tuple(f".{n}.weight" for n in ("gate_proj", "up_proj", "down_proj", "gate"))
 
 
@@ -50,8 +63,8 @@ def save_pretrained(
     """Write weights (in `dtype`), config, generation config and tokenizer; collective.
 
     What transformers keeps in float32 stays in it. Tensors and files of the model's checkpoint that
-    it does not read are copied (`hybridengine.train.checkpoint.source`). Adapters are merged. The
-    folder is read back and compared before it takes its name, and replaces an existing one.
+    it does not read are copied. Adapters are merged. The folder is read back and compared before it
+    takes its name, and replaces an existing one.
 
     group: in which the other ranks wait for the write, see `TensorFiles.group`; None: the
     default group, whose timeout limits the write.
@@ -174,8 +187,8 @@ def write_pretrained(
 
     model: gives the class and the configs only.
     state_dict: in the dtypes of `saved_dtypes(model, dtype)`.
-    source: path or hub name of the model that was trained, whose other tensors and files are copied
-      (`hybridengine.train.checkpoint.source`); None, or one that is not there: none are.
+    source: path or hub name of the model that was trained, whose other tensors and files are
+      copied; None, or one that is not there: none are.
     origin: further entries of the folder's manifest, see `storage.write_manifest`.
 
     Raises:
@@ -269,3 +282,118 @@ def save_adapter(
 def base_name(name: str) -> str:
     """Return the absolute path of a local base model, or a hub name unchanged."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+def copy_files(source: str | None, out: Path) -> None:
+    """Copy files other than weights of the model `source` that are not in `out`, such as its code.
+
+    source: path or hub name of a model; nothing is copied if it is None or not on this machine.
+    """
+    folder = _folder_of(source)
+    if folder is None:
+        return
+    for file in (file for pattern in _FILES for file in folder.glob(pattern)):
+        if file.is_file() and not (out / file.name).exists():
+            shutil.copyfile(file, out / file.name)
+
+
+def unread_bytes(model: PreTrainedModel, source: str | None) -> int:
+    """Return the bytes that `copy_unread` will add."""
+    unread = _unread_tensors(model, source)
+    tensors = ((_tensors(file), names) for file, names in unread.items())
+    return sum(stored[name].nbytes for stored, names in tensors for name in names)
+
+
+def copy_unread(model: PreTrainedModel, source: str | None, out: Path) -> None:
+    """Add the tensors of the checkpoint `source` that `model` does not read, to that in `out`.
+
+    A tensor that `model` has under another name or as a part of a fused one is read, and so is one
+    that is tied to another.
+
+    model: of which names and configuration are used; it can be on the meta device.
+    source: as for `copy_files`.
+    """
+    added = dict[str, str]()
+    for i, (file, names) in enumerate(_unread_tensors(model, source).items()):
+        part, stored, contents = f"unread-{i}.safetensors", _tensors(file), {}
+        for name in names:
+            note_progress()
+            contents[name] = stored[name].clone(memory_format=torch.contiguous_format)
+        save_file(contents, out / part, metadata={"format": "pt"})
+        added |= dict.fromkeys(names, part)
+    if added:
+        _number_files(out, added)
+
+
+def _folder_of(source: str | None) -> Path | None:
+    """Return the local folder of a model, a path or hub name; None if there is none."""
+    if not source:
+        return None
+    if Path(source).is_dir():
+        return Path(source)
+    with suppress(OSError):  # a path that does not exist is no name of the hub
+        config = cached_file(source, "config.json", local_files_only=True)
+        return None if config is None else Path(config).parent
+    return None
+
+
+def _unread_tensors(model: PreTrainedModel, source: str | None) -> dict[Path, list[str]]:
+    """Return by file the tensors of the checkpoint `source` that `model` does not read."""
+    if (folder := _folder_of(source)) is None:
+        return {}
+    conversions = get_model_conversion_mapping(model)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    own = model.state_dict()
+
+    def is_read(name: str) -> bool:
+        # As transformers looks up a tensor: with its conversions, and as it is.
+        for renaming in ((renamings, converters), ([], [])):
+            if rename_source_key(name, *renaming, model.base_model_prefix, own)[0] in own:
+                return True
+        return False
+
+    unread = defaultdict[Path, list[str]](list)
+    for name, file in sorted(_stored_tensors(folder).items()):
+        if not is_read(name):
+            unread[file].append(name)
+    return dict(unread)
+
+
+def _number_files(out: Path, added: Mapping[str, str]) -> None:
+    """Rename the weight files of `out`, and those of `added`, to the shards of one index."""
+    index: dict[str, Any] = {"metadata": {}, "weight_map": {}}
+    if (out / _INDEX).is_file():
+        index = json.loads((out / _INDEX).read_text())
+    else:
+        index["weight_map"] = dict.fromkeys(_stored_tensors(out), _WEIGHTS)
+    weight_map = index["weight_map"] | dict(added)
+    files = list(dict.fromkeys(weight_map.values()))
+    new = {f: f"model-{i:05}-of-{len(files):05}.safetensors" for i, f in enumerate(files, 1)}
+    for file in files:
+        (out / file).rename(out / f"{file}.moved")
+    for file, name in new.items():
+        (out / f"{file}.moved").rename(out / name)
+    index["weight_map"] = {name: new[file] for name, file in sorted(weight_map.items())}
+    tensors = (x for name in new.values() for x in _tensors(out / name).values())
+    index["metadata"]["total_size"] = sum(x.nbytes for x in tensors)
+    (out / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _stored_tensors(folder: Path) -> dict[str, Path]:
+    """Return the tensors in the weight files that transformers reads in `folder`, with the file."""
+    for single, index in ((_WEIGHTS, _INDEX), (_PICKLED, _PICKLED_INDEX)):
+        if (file := folder / single).is_file():
+            return dict.fromkeys(_tensors(file), file)
+        if (folder / index).is_file():
+            names = json.loads((folder / index).read_text())["weight_map"]
+            return {name: folder / file for name, file in names.items()}
+    return {}
+
+
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a weight file, mapped into memory."""
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    tensors: dict[str, torch.Tensor] = torch.load(file, "cpu", weights_only=True, mmap=True)
+    return tensors

@@ -63,15 +63,6 @@ _TYPES: dict[int, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
 }
 
 
-def content_hash(files: Iterable[Path]) -> str:
-    """Return a hash of the files' contents, in order."""
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
-    return digest.hexdigest()
-
-
 def identify(
     files: str | Sequence[str],
     tokenizer: Any,
@@ -85,32 +76,43 @@ def identify(
     """
     paths = data_files(files)
     folders = [str(f.parent.resolve()) for f in paths] if template.preparer else []  # of images
-    content = content_hash(paths)
+    content = _content_hash(paths)
     settings = (*settings, template.inputs, data.image_key, folders)
     return content, fingerprint(tokenizer, content, *settings)
 
 
 def fingerprint(tokenizer: Any, content: str, *settings: Any) -> str:
     """Return a hash of tokenizer, content hash of the files, settings and this package's code."""
-    digest = hashlib.sha256()
-    version = importlib.metadata.version("transformers")
-    code = content_hash(sorted(Path(__file__).parent.glob("*.py")))
-    for part in (version, sys.byteorder, *_tokenizer_state(tokenizer), content, code, *settings):
-        digest.update(f"{part!r}\0".encode(errors="surrogatepass"))
-    return digest.hexdigest()[:32]
-
-
-def _tokenizer_state(tokenizer: Any) -> tuple[Any, ...]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    words = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
-    special = sorted(SpecialTokens(tokenizer, "text").ids)
-    return type(tokenizer).__name__, words, special, tokenizer.eos_token_id
+    parts = (
+        importlib.metadata.version("transformers"),
+        sys.byteorder,
+        type(tokenizer).__name__,
+        backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items()),
+        sorted(SpecialTokens(tokenizer, "text").ids),
+        tokenizer.eos_token_id,
+        content,
+        _content_hash(sorted(Path(__file__).parent.glob("*.py"))),
+        *settings,
+    )
+    text = "".join(f"{part!r}\0" for part in parts)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
+
+
+def _content_hash(files: Iterable[Path]) -> str:
+    """Return a hash of the files' contents, in order."""
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
 
 
 class CachedDataset(Sequence[T], Generic[T]):
     """The samples that `make` yields, read from the cache entry `key` where it exists.
 
-    sample_type: of the samples, see `Records`.
+    sample_type: of the samples, a dataclass, or Any for plain values. Fields are numbers, text,
+      bytes, lists, arrays of int32, dataclasses, and values as they are in data files.
 
     Attributes:
         dropped: the number of None that `make` yielded, which are left out.
@@ -154,7 +156,10 @@ class _StoredSamples(Sequence[T]):
     """
 
     def __init__(self, path: Path, sample_type: Any) -> None:
-        self._file, self._records = path.open("rb"), Records[T](sample_type)
+        self._file = path.open("rb")
+        self._decoder = msgspec.msgpack.Decoder(
+            sample_type, dec_hook=_from_bytes, ext_hook=_from_extension
+        )
         size = os.fstat(self._file.fileno()).st_size
         footer = os.pread(self._file.fileno(), _FOOTER.size, max(0, size - _FOOTER.size))
         if len(footer) < _FOOTER.size or zlib.crc32(footer[:-4]) != _FOOTER.unpack(footer)[-1]:
@@ -187,7 +192,8 @@ class _StoredSamples(Sequence[T]):
         record = os.pread(self._file.fileno(), size, offset)
         if len(record) != size or zlib.crc32(record) != checksum:
             raise ValueError
-        return self._records.decode(record)
+        sample: T = self._decoder.decode(record)
+        return sample
 
 
 def _read_or_write(
@@ -201,7 +207,7 @@ def _read_or_write(
             return _StoredSamples(file, sample_type)
         partial = file.with_suffix(".partial")
         try:
-            _write(partial, make(), Records(sample_type))
+            _write(partial, make())
             partial.replace(file)
         finally:
             partial.unlink(missing_ok=True)
@@ -209,14 +215,14 @@ def _read_or_write(
         return _StoredSamples(file, sample_type)
 
 
-def _write(path: Path, samples: Iterable[T | None], records: Records[T]) -> None:
+def _write(path: Path, samples: Iterable[T | None]) -> None:
     places, dropped, end = list[bytes](), 0, 0
     with path.open("wb") as file:
         for sample in samples:
             if sample is None:
                 dropped += 1
             else:
-                record = records.encode(sample)
+                record = msgspec.msgpack.encode(_storable(sample), enc_hook=array.tobytes)
                 places.append(_PLACE.pack(end, len(record), zlib.crc32(record)))
                 end += file.write(record)
         file.writelines(places)
@@ -232,27 +238,6 @@ def _remove_unused(folder: Path) -> None:
         with suppress(OSError):
             if time.time() - entry.stat().st_mtime > _MAX_UNUSED_S:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-
-
-class Records(Generic[T]):
-    """Encodes and decodes samples of a type: a dataclass, or Any for plain values.
-
-    Fields are numbers, text, bytes, lists, arrays of int32, dataclasses, and values as they are in
-    data files.
-    """
-
-    def __init__(self, sample_type: Any) -> None:
-        self._decoder = msgspec.msgpack.Decoder(
-            sample_type, dec_hook=_from_bytes, ext_hook=_from_extension
-        )
-
-    def encode(self, sample: T) -> bytes:
-        return msgspec.msgpack.encode(_storable(sample), enc_hook=array.tobytes)
-
-    def decode(self, record: bytes) -> T:
-        """Raises ValueError for anything but a sample."""
-        sample: T = self._decoder.decode(record)
-        return sample
 
 
 def _from_bytes(expected: Any, value: bytes) -> Any:

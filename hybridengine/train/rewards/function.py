@@ -7,12 +7,9 @@ library.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hybridengine.run.errors import RewardError, shorten
+from hybridengine.run import error_line
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -222,13 +220,6 @@ def _raised(error: BaseException, source: FunctionSource) -> Failure:
     return Failure(f"reward function {source.name} raised {what} at {where}")
 
 
-def error_line(error: BaseException, file: Path, default: int) -> str:
-    """`file:line` of the deepest frame of `file` in the traceback of `error`."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(file)]
-    return f"{file}:{lines[-1] if lines else default}"
-
-
 def to_rows(results: Any, size: int) -> list[Any]:
     """Return the results of one call with lists of `size` responses as a list.
 
@@ -313,29 +304,3 @@ def trl_columns(call: Callable[..., Any]) -> tuple[str, ...] | None:
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return ("*",)
     return tuple(parameters)
-
-
-def import_file(file: Path) -> Any:
-    """Import the user's file as a module.
-
-    Raises RewardError, with the line, where it cannot be imported or ends the process.
-    """
-    spec = importlib.util.spec_from_file_location(f"_hybridengine_user_{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise RewardError(f"file {file} is not a Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickling in the user's file look it up
-    try:
-        spec.loader.exec_module(module)
-    except RewardError:  # of a built-in rule, already a full message
-        raise
-    except SyntaxError as error:
-        raise RewardError(
-            f"file {error.filename}:{error.lineno} is not Python: {error.msg}"
-        ) from None
-    except (Exception, SystemExit) as error:
-        where = error_line(error, file, 1)
-        raise RewardError(
-            f"file {where} fails to import: {type(error).__name__}: {error}"
-        ) from error
-    return module

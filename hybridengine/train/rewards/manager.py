@@ -15,14 +15,12 @@ Entry points of the group hybridengine.rewards take part in it: `processes` and 
 from __future__ import annotations
 
 import math
-import pkgutil
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybridengine.run import load_plugin
+from hybridengine.run import import_object, load_plugin
 from hybridengine.run.config import RewardConfig, RLConfig
 from hybridengine.run.errors import ConfigError, Faults, RewardError, shorten
 from hybridengine.train.algorithms import NEEDS
@@ -34,7 +32,6 @@ from hybridengine.train.rewards.function import (
     Caller,
     CallError,
     RewardFunction,
-    import_file,
     to_text,
 )
 from hybridengine.train.rewards.local import PREFIX, LocalFunctions
@@ -393,35 +390,17 @@ def _build_caller(kind: str, reward: RewardConfig) -> Caller:
 
 def _find_manager(name: str, file: str | None) -> type:
     """Return a RewardManager, or a class that is called as verl's."""
-    if not file and name in MANAGERS:
-        return MANAGERS[name]
-    manager = None
-    if file:
-        path = Path(file).expanduser().resolve()
-        if not path.is_file():
-            raise ConfigError(f"reward.reward_manager.module.path {file!r} does not exist")
-        module = import_file(path)
-        manager = getattr(module, name, None)
-        if not isinstance(manager, type):
-            classes = [n for n, value in vars(module).items() if isinstance(value, type)]
-            raise ConfigError(
-                f"reward.reward_manager.name is {name!r}, which is no class in {path}; classes "
-                f"there: {', '.join(classes) or 'none'}"
-            )
-    elif "." in name:
-        try:
-            manager = pkgutil.resolve_name(name)
-        except (Exception, SystemExit) as error:
-            raise ConfigError(
-                f"reward.reward_manager.name {name!r} cannot be imported: {error}"
-            ) from error
-    is_class = isinstance(manager, type)
-    if is_class and (issubclass(manager, RewardManager) or "__call__" in dir(manager)):
+    key, manager = "reward.reward_manager.name", None if file else MANAGERS.get(name)
+    if file or (manager is None and "." in name):
+        manager = import_object(key, f"{file}:{name}" if file else name)
+    if isinstance(manager, type) and (
+        issubclass(manager, RewardManager) or "__call__" in dir(manager)
+    ):
         return manager
     raise ConfigError(
-        f"reward.reward_manager.name is {name!r}, expected one of {', '.join(MANAGERS)}, or a "
-        "class (package.module.Class, or one in the file reward.reward_manager.module.path) that "
-        "is a RewardManager or has verl's __call__(self, data, return_dict)"
+        f"{key} is {name!r}, expected one of {', '.join(MANAGERS)}, or a class "
+        "(package.module.Class, or one in the file reward.reward_manager.module.path) that is a "
+        "RewardManager or has verl's __call__(self, data, return_dict)"
     )
 
 

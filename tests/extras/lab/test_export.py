@@ -18,7 +18,7 @@ from hybridengine.model.parameters import parameter_shards, saved_dtypes
 from hybridengine.run.errors import ModelError
 from hybridengine.run.storage import write_manifest
 from hybridengine.train.checkpoint import CheckpointError
-from hybridengine.train.checkpoint.source import copy_files, copy_unread, unread_bytes
+from hybridengine.train.checkpoint.pretrained import copy_files, copy_unread, unread_bytes
 from tests.architectures.catalogue import CATALOGUE
 from tests.model.own_code import UNCHANGED, save_own_code
 from tests.ranks import run_ranks

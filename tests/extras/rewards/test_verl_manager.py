@@ -140,7 +140,7 @@ def test_token_rewards_are_summed_and_rows_are_copied(tmp_path, tokenizer):
         ("Raises", {}, RewardError, "reward manager Raises raised ValueError: no reward"),
         ("Demanding", {}, ConfigError, "Demanding requires 'sandbox'; a manager of verl is built"),
         ("NoManager", {}, ConfigError, "'NoManager', expected one of naive, batch, dapo"),
-        ("Other", {}, ConfigError, "'Other', which is no class in .*classes there: Dense, Broken"),
+        ("Other", {}, ConfigError, "names 'Other', which is not in .*; Dense, Broken.* is there"),
     ],
 )
 def test_errors(tmp_path, tokenizer, name, options, error, message):
@@ -149,7 +149,7 @@ def test_errors(tmp_path, tokenizer, name, options, error, message):
 
 
 def test_a_file_that_does_not_exist(tmp_path, tokenizer):
-    with pytest.raises(ConfigError, match=r"module.path 'none.py' does not exist"):
+    with pytest.raises(ConfigError, match=r"the file none.py .* does not exist"):
         build(tmp_path, tokenizer, "Own", file="none.py")
 
 

@@ -13,8 +13,8 @@ from hybridengine.rewards import workers
 from hybridengine.rewards.functions import BUILT_IN
 from hybridengine.rewards.workers import RewardWorkers
 from hybridengine.run.errors import RewardError
+from hybridengine.run import import_file
 from hybridengine.train.data import PromptSample
-from hybridengine.train.rewards.function import import_file
 from hybridengine.train.rewards.manager import score_responses
 from tests.ranks import Ranks
 
