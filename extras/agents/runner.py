@@ -130,7 +130,16 @@ class AgentRunner:
                     return await queue.request(Request(number, ids, max_tokens, own, images))
 
                 number = next(numbers)  # it has one request at a time
-                return self._trajectory(sample, k, generate, spec.max_tokens, queue)
+                kwargs, config = sample.extra_info.get("tools_kwargs") or {}, self.context.config
+                slots = queue.slots(config.max_concurrent_calls)
+                return Trajectory(
+                    sample,
+                    k,
+                    template=self.template,
+                    generate=generate,
+                    toolbox=Toolbox(self.tools, kwargs, config, slots),
+                    max_tokens=len(sample.prompt_ids) + spec.max_tokens,
+                )
 
             trajectories = {
                 position: [start(position, sample, k) for k in range(spec.n)]
@@ -142,20 +151,6 @@ class AgentRunner:
             finally:
                 queue.close()
         return trajectories
-
-    def _trajectory(
-        self, sample: PromptSample, k: int, generate: Any, max_response: int, queue: _RequestQueue
-    ) -> Trajectory:
-        config = self.context.config
-        kwargs = sample.extra_info.get("tools_kwargs") or {}
-        return Trajectory(
-            sample,
-            k,
-            template=self.template,
-            generate=generate,
-            toolbox=Toolbox(self.tools, kwargs, config, queue.slots(config.max_concurrent_calls)),
-            max_tokens=len(sample.prompt_ids) + max_response,
-        )
 
     async def _run(self, trajectory: Trajectory) -> None:
         name = trajectory.sample.extra_info.get("agent_name") or self.loop_name

@@ -169,17 +169,18 @@ def _result(name: str, value: Any) -> ToolResult:
     reward = 0.0
     if isinstance(value, tuple) and 1 <= len(value) <= 3:
         value, reward = value[0], float((value[1] if len(value) > 1 else None) or 0.0)
-    images = list[Attachment]()
-    if hasattr(value, "text") and not _is_pillow(value):  # verl's ToolResponse
+    if _is_pillow(value):
+        value = [{"type": "image", "image": value}]
+    elif hasattr(value, "text"):  # verl's ToolResponse
         if getattr(value, "video", None):
             raise TypeError("it returned a video, and only text and images are supported")
-        given = getattr(value, "image", None) or []
-        given = given if isinstance(given, list) else [given]
-        images = [_encode(f"tool {name!r}", image) for image in given]
-        value = value.text or ""
-    elif _is_pillow(value):
-        images, value = [_encode(f"tool {name!r}", value)], ""
-    elif isinstance(value, list) and any(_is_image(part) for part in value):
+        given, text = getattr(value, "image", None) or [], value.text or ""
+        shown = [
+            {"type": "image", "image": x} for x in (given if isinstance(given, list) else [given])
+        ]
+        value = [*shown, {"type": "text", "text": text}] if shown else text
+    images: Sequence[Attachment] = ()
+    if isinstance(value, list) and any(_is_image(part) for part in value):
         parts = [
             {**part, "image": _png(part["image"])} if _is_pillow(part.get("image")) else part
             for part in value
@@ -209,13 +210,6 @@ def _png(image: Any) -> bytes:
     content = BytesIO()
     image.save(content, "PNG")
     return content.getvalue()
-
-
-def _encode(where: str, image: Any) -> Attachment:
-    """Return an image of Pillow, or in any form of data files."""
-    part = {"type": "image", "image": _png(image) if _is_pillow(image) else image}
-    _, [encoded] = find_images(where, [part], Path.cwd())
-    return encoded
 
 
 async def call(function: Callable[..., Any], *args: Any, timeout_s: float, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -127,8 +127,7 @@ class RewardWorkers:
 
         Every different one is checked once.
         """
-        check = self.load(rule, CHECK)
-        different = iter({(s.data_source, repr(s.ground_truth)): s for s in samples}.values())
+        check, different = self.load(rule, CHECK), _different(samples)
         while chunk := list(islice(different, _CHECKED_AT_ONCE)):
             result = score_responses(check, chunk, [""] * len(chunk))
             late = [s for s, x in zip(chunk, result.counts[TIMED_OUT], strict=True) if x]
@@ -242,6 +241,16 @@ class RewardWorkers:
         for worker in self._workers.values():
             worker.kill()
         self._workers.clear()
+
+
+def _different(samples: Iterable[PromptSample]) -> Iterator[PromptSample]:
+    """Yield the first sample with each ground truth of a data source."""
+    seen = set[tuple[str, str]]()
+    for sample in samples:
+        key = sample.data_source, repr(sample.ground_truth)
+        if key not in seen:
+            seen.add(key)
+            yield sample
 
 
 class WorkerError(Exception):

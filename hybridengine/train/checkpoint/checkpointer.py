@@ -15,8 +15,9 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ from hybridengine.run.storage import check_disk_space, free_space, writing_to
 from hybridengine.train.checkpoint import folders
 from hybridengine.train.checkpoint.folders import CONFIG, STATE, SavedCheckpoint
 from hybridengine.train.checkpoint.tensors import RemotePart, TensorFiles, reason_of, remote_folder
+
+T = TypeVar("T")
 
 
 class Checkpointer:
@@ -58,8 +61,8 @@ class Checkpointer:
         config: str = "",
         remote: RemotePart | None = None,
     ) -> None:
-        self._root, self._states, self._remote = Path(root), dict(states), remote
-        self._tensors = TensorFiles(models)
+        self._root, self._states = Path(root), dict(states)
+        self._tensors, self._others = TensorFiles(models), [remote] if remote is not None else []
         self._config, self.skipped = config, list[str]()
         self._states |= {f"{name}.optimizer": o for name, (_, o) in models.items() if o}
         self._keep = keep
@@ -83,14 +86,12 @@ class Checkpointer:
         def prepare() -> None:
             with self._removed_if_failed(folder):
                 messages.run_on_rank0(lambda: self._prepare(folder), doing, self.group)
-                messages.run_on_all_ranks(
-                    lambda: _save_random_state(random_file), CheckpointError, doing, self.group
-                )
+                self._on_all_ranks(lambda: _save_random_state(random_file), doing)
                 write_extra(folder)
 
         saving = self._tensors.save(folder, prepare)
-        if self._remote is not None:
-            self._remote.save(folder)
+        for other in self._others:
+            other.save(folder)
         self._pending = self._worker.submit(self._finish, saving, step, score)
 
     @property
@@ -130,17 +131,17 @@ class Checkpointer:
             if name not in state:
                 raise CheckpointError(f"checkpoint {checkpoint.path} has no state of {name!r}")
             stateful.load_state_dict(state[name])
-        if self._remote is not None:
-            self._remote.load(checkpoint.path)
+        for other in self._others:
+            other.load(checkpoint.path)
         _restore_random_state(checkpoint, dist.get_rank())
         return checkpoint
 
     def _prepare(self, folder: Path) -> None:
-        remote_bytes = self._remote.num_bytes if self._remote is not None else 0
         for leftover in self._root.glob(".global_step_*.partial"):
             with writing_to(leftover):
                 shutil.rmtree(leftover)
-        check_disk_space(self._root, self._tensors.num_bytes + remote_bytes)
+        parts = (self._tensors, *self._others)
+        check_disk_space(self._root, sum(part.num_bytes for part in parts))
         state = {name: stateful.state_dict() for name, stateful in self._states.items()}
         with writing_to(folder):
             folder.mkdir(parents=True)
@@ -155,16 +156,22 @@ class Checkpointer:
                 saving.result()  # DCP writes its metadata last, after all ranks have written
             except dcp.CheckpointException as error:
                 raise CheckpointError(f"{doing} failed{reason_of(error)}") from error
-            files = self._tensors.records(folder, self._own_files(folder), doing)
-            files |= self._remote_records(folder, doing)
+            not_own = {folder / remote_folder(other.name) for other in self._others}
+            own = (file for file in folder.rglob("*") if not_own.isdisjoint(file.parents))
+            files = self._tensors.records(folder, own, doing)
+            for other in self._others:
+                saved = partial(other.saved, folder) if dist.get_rank() == 0 else dict
+                files |= self._on_all_ranks(saved, doing)
 
             def complete() -> None:
-                if dist.get_rank() == 0:
-                    with writing_to(folder):
-                        folders.publish(self._root, step, score, files)
-                        folders.prune(self._root, self._keep)
+                with writing_to(folder):
+                    folders.publish(self._root, step, score, files)
+                    folders.prune(self._root, self._keep)
 
-            messages.run_on_all_ranks(complete, CheckpointError, doing, self._tensors.group)
+            messages.run_on_rank0(complete, doing, self.group, CheckpointError)
+
+    def _on_all_ranks(self, fn: Callable[[], T], doing: str) -> T:
+        return messages.run_on_all_ranks(fn, CheckpointError, doing, self.group)
 
     @contextmanager
     def _removed_if_failed(self, folder: Path) -> Iterator[None]:
@@ -176,23 +183,6 @@ class Checkpointer:
             if dist.get_rank() == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             raise CheckpointError(f"{error} ({space})") from error
-
-    def _own_files(self, folder: Path) -> Iterator[Path]:
-        """Yield all files of a checkpoint but those of the ranks of another world."""
-        other = folder / remote_folder(self._remote.name) if self._remote is not None else None
-        return (file for file in folder.rglob("*") if other not in file.parents)
-
-    def _remote_records(self, folder: Path, doing: str) -> dict[str, list[int]]:
-        """Wait for the ranks of another world; return the records of their files, on rank 0."""
-        remote = self._remote
-        if remote is None:
-            return {}
-        return messages.run_on_all_ranks(
-            lambda: dict(remote.saved(folder)) if dist.get_rank() == 0 else {},
-            CheckpointError,
-            doing,
-            self._tensors.group,
-        )
 
 
 def _saving(root: Path, step: int) -> str:

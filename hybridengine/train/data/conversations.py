@@ -25,7 +25,7 @@ from hybridengine.run.errors import DataError, shorten, unexpected
 from hybridengine.train.data.cache import CachedDataset, identify
 from hybridengine.train.data.chats import THOUGHTS, ChatTemplate, prefix_end
 from hybridengine.train.data.files import RowLocation, read_chunks, read_files, require_columns
-from hybridengine.train.data.rows import RowChat, read_chat, tool_names
+from hybridengine.train.data.rows import RowChat, cut_tokens, read_chat, tool_names
 
 if TYPE_CHECKING:
     Ids = array[int]
@@ -218,26 +218,14 @@ def _sample(
     if len(ids) > data.max_length:
         if data.filter_overlong_prompts:
             return None
-        ids, loss_mask = (_truncate(row, part, data) for part in (ids, loss_mask))
+        ids, loss_mask = (
+            cut_tokens(row.where, "the conversation", part, "max_length", data, row.images)
+            for part in (ids, loss_mask)
+        )
     loss_mask[0] = 0  # no token precedes it
     if not any(loss_mask):
         raise DataError(f"{row.where}: no token of a response is left within data.max_length")
     return SFTSample(array("i", ids), bytes(loss_mask), row.images)
-
-
-def _truncate(row: _Rendered, tokens: Any, data: SFTDataConfig) -> Any:
-    what = f"{row.where}: the conversation is {len(tokens)} tokens, more than data.max_length"
-    drop = "set data.filter_overlong_prompts=true to drop such rows"
-    if row.images:
-        raise DataError(
-            f"{what} {data.max_length}, and one with images is not cut; raise it, {drop}, or "
-            "shrink images by data.mm_processor_kwargs"
-        )
-    if data.truncation == "error":
-        raise DataError(
-            f"{what} {data.max_length}; raise it, set data.truncation to left or right, or {drop}"
-        )
-    return tokens[-data.max_length :] if data.truncation == "left" else tokens[: data.max_length]
 
 
 def _loss_mask(row: _Rendered, ids: list[int], offsets: list[Span], ends: _TurnEnds) -> bytearray:

@@ -23,7 +23,7 @@ from hybridengine.run.errors import DataError, unexpected
 from hybridengine.train.data.cache import CachedDataset, identify
 from hybridengine.train.data.chats import ChatTemplate
 from hybridengine.train.data.files import RowLocation, read_chunks, read_files, require_columns
-from hybridengine.train.data.rows import RowChat, image_columns, read_chat
+from hybridengine.train.data.rows import RowChat, cut_tokens, image_columns, read_chat
 
 _TURN_COLUMNS = ("tools_kwargs", "interaction_kwargs", "agent_name")  # moved to extra_info
 
@@ -102,7 +102,7 @@ def _samples(
                 if data.filter_overlong_prompts:
                     yield None
                     continue
-                ids = _truncate(where, ids, data, has_images=bool(chat.images))
+                ids = cut_tokens(where, "the prompt", ids, "max_prompt_length", data, chat.images)
                 text = tokenizer.decode(ids)
             if not ids:
                 raise DataError(f"{where}: the chat template made an empty prompt")
@@ -161,19 +161,3 @@ def _extra_info(row: Mapping[str, Any]) -> Mapping[str, Any]:
     own = {name: row[name] for name in _TURN_COLUMNS if row.get(name) is not None}
     given = row.get("extra_info") or {}
     return {**own, **given} if own else given
-
-
-def _truncate(where: str, ids: list[int], data: DataConfig, has_images: bool) -> list[int]:
-    limit = data.max_prompt_length
-    if has_images:
-        raise DataError(
-            f"{where}: the prompt is {len(ids)} tokens, more than data.max_prompt_length {limit}, "
-            "and one with images is not cut; raise it, set data.filter_overlong_prompts=true, or "
-            "shrink images by data.mm_processor_kwargs"
-        )
-    if data.truncation == "error":
-        raise DataError(
-            f"{where}: the prompt is {len(ids)} tokens, more than data.max_prompt_length {limit}; "
-            "raise it, set data.truncation to left or right, or data.filter_overlong_prompts=true"
-        )
-    return ids[-limit:] if data.truncation == "left" else ids[:limit]

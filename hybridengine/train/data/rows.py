@@ -11,7 +11,7 @@ thinking      the column `data.enable_thinking_key`, a variable of the template
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +96,26 @@ def read_chat(
 def image_columns(data: DatasetConfig) -> tuple[str, str]:
     """Return the names of columns that may have the images of a row."""
     return data.image_key, _IMAGE_COLUMN
+
+
+def cut_tokens(
+    where: str, what: str, tokens: Any, key: str, data: DatasetConfig, images: Sequence[Attachment]
+) -> Any:
+    """Return the tokens of `what` that fit into the limit `key` of `data`, which they exceed.
+
+    Raises DataError where they are not to be cut (data.truncation), or contain images.
+    """
+    limit: int = getattr(data, key)
+    fault = f"{where}: {what} is {len(tokens)} tokens, more than data.{key} {limit}"
+    drop = "set data.filter_overlong_prompts=true to drop such rows"
+    if images:
+        raise DataError(
+            f"{fault}, and one with images is not cut; raise it, {drop}, or shrink images by "
+            "data.mm_processor_kwargs"
+        )
+    if data.truncation == "error":
+        raise DataError(f"{fault}; raise it, set data.truncation to left or right, or {drop}")
+    return tokens[-limit:] if data.truncation == "left" else tokens[:limit]
 
 
 def _message(turn: Any) -> Any:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -49,32 +49,22 @@ class SpecialTokens:
 
         Raises DataError where the policy is "error".
         """
-        if self.policy == "allow":
-            return value
-        if isinstance(value, Mapping):
-            return {self.hide(where, k): self.hide(where, v) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.hide(where, item) for item in value]
-        if not isinstance(value, str):
-            return value
-        found = self._hidden.search(value) or self._shown.search(value)
-        if found and (self.policy == "error" or self._hidden.search(value)):
+        return value if self.policy == "allow" else _map(value, partial(self._hide, where))
+
+    def _hide(self, where: str, text: str) -> str:
+        hidden = self._hidden.search(text)
+        found = hidden or self._shown.search(text)
+        if found and (hidden or self.policy == "error"):
             raise DataError(
-                f"{where}: {shorten(repr(value), 80)} contains {found[0]!r}, a special token of "
+                f"{where}: {shorten(repr(text), 80)} contains {found[0]!r}, a special token of "
                 "the tokenizer (or its private form); remove it, or set data.special_tokens to "
                 "text or allow"
             )
-        return self._shown.sub(lambda match: _moved(match[0], _PRIVATE), value)
+        return self._shown.sub(lambda match: _moved(match[0], _PRIVATE), text)
 
     def reveal(self, value: Any) -> Any:
         """Undo `hide`."""
-        if isinstance(value, Mapping):
-            return {self.reveal(k): self.reveal(v) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.reveal(item) for item in value]
-        if isinstance(value, str):
-            return self._hidden.sub(lambda match: _moved(match[0], -_PRIVATE), value)
-        return value
+        return _map(value, partial(self._hidden.sub, lambda match: _moved(match[0], -_PRIVATE)))
 
     def encode(self, texts: Sequence[str], **options: Any) -> Any:
         """Return the tokenizer's encoding of rendered texts, with what is hidden as text.
@@ -136,6 +126,15 @@ class SpecialTokens:
             f"the tokenizer cannot encode {what!r} in a message as text; remove it from the data, "
             "or set data.special_tokens=allow"
         )
+
+
+def _map(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a chat or tool schemas with every text changed."""
+    if isinstance(value, Mapping):
+        return {_map(name, change): _map(item, change) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
