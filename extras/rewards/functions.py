@@ -10,15 +10,16 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from decimal import Decimal, InvalidOperation
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hybridengine.run.errors import RewardError
 from hybridengine.run import import_file
-from hybridengine.train.rewards.function import ARGUMENTS, FunctionSource, trl_columns
+from hybridengine.run.errors import RewardError
+from hybridengine.train.rewards.function import ARGUMENTS, FunctionSource
 
 CHECK = "check_ground_truth"  # of some rules: called as the rule is, before a run
 
@@ -221,20 +222,13 @@ def import_reward_function(
             f"reward file {file} has no function {name!r}; functions there: "
             f"{', '.join(functions) or 'none'} (reward.custom_reward_function.name)"
         )
-    columns = trl_columns(call)
-    if arguments and columns is None:
+    source = FunctionSource.of(call, name, file)
+    if arguments and source.columns is None:
         _check_signature(call, name, file, arguments)
-    code = getattr(inspect.unwrap(call), "__code__", None)
-    label = getattr(module, "label", file.stem) if rule else file.stem
-    return call, FunctionSource(
-        file,
-        name,
-        code.co_firstlineno if code else 1,
-        label if name == "compute_score" else name,
-        is_async=inspect.iscoroutinefunction(call),
-        columns=columns,
-        rule=str(path) if rule else "",
-    )
+    if rule:
+        label = getattr(module, "label", file.stem) if name == "compute_score" else name
+        source = replace(source, rule=str(path), label=label)
+    return call, source
 
 
 def _check_signature(

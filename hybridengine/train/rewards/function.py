@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,6 +49,22 @@ class FunctionSource:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.file}:{self.line})"
+
+    @staticmethod
+    def of(call: Callable[..., Any], name: str, file: Path | None = None) -> FunctionSource:
+        """Return the source of a function, partial function, method or callable object.
+
+        file: None: where its code is.
+        """
+        own = call
+        while isinstance(own, partial):
+            own = own.func
+        own = own if hasattr(own, "__code__") else getattr(own, "__call__", own)  # noqa: B004
+        code = getattr(inspect.unwrap(own), "__code__", None)
+        file = file or Path(code.co_filename if code else "<builtin>")
+        line, is_async = code.co_firstlineno if code else 1, inspect.iscoroutinefunction(own)
+        label = file.stem if name == "compute_score" else name
+        return FunctionSource(file, name, line, label, is_async, trl_columns(call))
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ from hybridengine.train.rewards.function import (
     FunctionSource,
     Results,
     RewardFunction,
-    trl_columns,
 )
 
 PREFIX = "python:"  # of the name of such a function in reward.custom_reward_function.path
@@ -93,7 +92,7 @@ class LocalFunctions:
         `prompt`, the chat, may be among them. Raises RewardError where it requires others.
         """
         function = given_function(str(path))
-        source = _source_of(function, str(path).removeprefix(PREFIX))
+        source = FunctionSource.of(function, str(path).removeprefix(PREFIX))
         if source.columns is None:
             arguments = _accepted(function, source.name, tuple(arguments))
         self._functions.append(function)
@@ -187,15 +186,3 @@ def _accepted(
             "that it takes by name"
         )
     return accepted
-
-
-def _source_of(given: Callable[..., Any], name: str) -> FunctionSource:
-    function = given
-    while isinstance(function, partial):
-        function = function.func
-    own = function if hasattr(function, "__code__") else getattr(function, "__call__", function)  # noqa: B004
-    code = getattr(inspect.unwrap(own), "__code__", None)
-    file, line = (code.co_filename, code.co_firstlineno) if code else ("<builtin>", 1)
-    is_async = inspect.iscoroutinefunction(own)
-    label = Path(file).stem if name == "compute_score" else name
-    return FunctionSource(Path(file), name, line, label, is_async, trl_columns(given))

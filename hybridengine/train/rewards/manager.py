@@ -104,18 +104,13 @@ class RewardResult:
     texts: dict[str, list[str | None]] = field(default_factory=dict)
     counts: dict[str, list[float]] = field(default_factory=dict)
 
-    def texts_of(self, k: int) -> dict[str, str]:
-        """Return the texts of response `k`, by name."""
-        texts = {name: column[k] for name, column in self.texts.items()}
-        return {name: text for name, text in texts.items() if text is not None}
-
     def of(self, k: int) -> Reward:
         """Return the results of response `k`."""
         return Reward(
             self.scores[k],
             {name: x[k] for name, x in self.extras.items()},
             {name: (part.weight, part.scores[k]) for name, part in self.parts.items()},
-            self.texts_of(k),
+            {name: x[k] for name, x in self.texts.items() if x[k] is not None},
             {name: x[k] for name, x in self.counts.items()},
         )
 

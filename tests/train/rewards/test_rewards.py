@@ -52,7 +52,7 @@ def test_a_text_may_be_there_for_some_responses(tmp_path):
     body = "return {'score': 1, **({'error': 'bad'} if solution_str == '2' else {})}"
     result = score(tmp_path, body, "1", "2")
     assert result.texts == {"error": [None, "bad"]}
-    assert [result.texts_of(k) for k in range(2)] == [{}, {"error": "bad"}]
+    assert [result.of(k).texts for k in range(2)] == [{}, {"error": "bad"}]
 
 
 def test_numpy_numbers_and_default_arguments(tmp_path):
