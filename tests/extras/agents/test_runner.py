@@ -269,8 +269,10 @@ def test_loops_are_found_by_name_and_file(tmp_path: Path) -> None:
         find_loop("missing")
     with pytest.raises(ConfigError, match="neither a subclass of AgentLoop nor a class with reset"):
         find_loop(f"{tmp_path}/loops.py:Neither")
-    with pytest.raises(ConfigError, match="cannot be imported"):
+    with pytest.raises(ConfigError, match=r"names 'Missing', which is not in .*; Raises, .*there"):
         find_loop(f"{tmp_path}/loops.py:Missing")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        find_loop("hybridengine.agents.Missing")
 
     @register_agent_loop("test_own")
     class Own(AgentLoop):
