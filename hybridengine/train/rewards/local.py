@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -47,9 +48,12 @@ def given_functions(functions: Sequence[Callable[..., Any]]) -> Iterator[list[st
     """While open, the functions can be named in reward.custom_reward_function.path."""
     names: list[str] = []
     for function in functions:
-        own = PREFIX + function_name(function)
-        taken = (f"{own}_{k}" for k in range(2, len(functions) + 2))
-        names.append(own if own not in names else next(n for n in taken if n not in names))
+        while isinstance(function, partial):
+            function = function.func
+        name = getattr(function, "__name__", type(function).__name__)
+        own = PREFIX + ("lambda" if name == "<lambda>" else name)
+        numbered = (f"{own}_{k}" for k in count(2))
+        names.append(next(n for n in chain([own], numbered) if n not in names))
     _GIVEN.update(zip(names, functions, strict=True))
     try:
         yield names
@@ -66,14 +70,6 @@ def given_function(path: str) -> Callable[..., Any]:
             "hybridengine.Trainer(reward=...) is continued in the same way"
         )
     return _GIVEN[path]
-
-
-def function_name(function: Callable[..., Any]) -> str:
-    """Return the name of a function, or of the class of another callable."""
-    while isinstance(function, partial):
-        function = function.func
-    name = getattr(function, "__name__", type(function).__name__)
-    return "lambda" if name == "<lambda>" else str(name)
 
 
 class LocalFunctions:
