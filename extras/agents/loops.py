@@ -22,9 +22,9 @@ from typing import Any
 from hybridengine.agents.parsers import ToolParser
 from hybridengine.agents.toolbox import call
 from hybridengine.agents.trajectory import AgentError, Trajectory
+from hybridengine.run import import_object
 from hybridengine.run.config.rl import MultiTurnConfig
 from hybridengine.run.errors import ConfigError
-from hybridengine.run import import_object
 
 __all__ = [
     "LOOPS",

@@ -26,9 +26,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridengine.run import import_file, import_object
 from hybridengine.run.config.rl import MultiTurnConfig
 from hybridengine.run.errors import ConfigError
-from hybridengine.run import import_file, import_object
 
 __all__ = ["BaseTool", "FunctionTool", "Tool", "load_tools"]
 

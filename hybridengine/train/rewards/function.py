@@ -17,8 +17,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybridengine.run.errors import RewardError, shorten
 from hybridengine.run import error_line
+from hybridengine.run.errors import RewardError, shorten
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")

@@ -12,8 +12,8 @@ import pytest
 from hybridengine.rewards import workers
 from hybridengine.rewards.functions import BUILT_IN
 from hybridengine.rewards.workers import RewardWorkers
-from hybridengine.run.errors import RewardError
 from hybridengine.run import import_file
+from hybridengine.run.errors import RewardError
 from hybridengine.train.data import PromptSample
 from hybridengine.train.rewards.manager import score_responses
 from tests.ranks import Ranks
