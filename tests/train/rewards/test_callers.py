@@ -4,7 +4,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from hybridengine.run import plugins
+from hybridengine import run
 from hybridengine.run.config import ConfigError, RewardConfig
 from hybridengine.run.config.rl import CustomRewardConfig, RewardManagerConfig
 from hybridengine.train.data import PromptSample
@@ -22,7 +22,7 @@ def register(monkeypatch):
     def replace(**values):
         group = "hybridengine.rewards"
         points = [EntryPoint(name, value, group) for name, value in values.items()]
-        monkeypatch.setattr(plugins, "plugins", lambda _: {x.name: x for x in points})
+        monkeypatch.setattr(run, "plugins", lambda _: {x.name: x for x in points})
 
     return replace
 
