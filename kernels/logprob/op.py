@@ -94,6 +94,7 @@ def token_log_probs(
         (-1.3863, 1.3863)
     """
     op = "token_log_probs"
+    given = (temperature, logit_scale, softcap, ignore_index, vocab_mask)
     if token_ids.dim() == logits.dim():
         token_ids = check_logits(op, logits, token_ids, "... K")
         if group is not None or not token_ids.shape[-1]:
@@ -102,7 +103,6 @@ def token_log_probs(
                 + (" and group is given" if group is not None else "")
                 + "; expected [...] with a group, [..., K] with K > 0 without one."
             )
-        given = (temperature, logit_scale, softcap, ignore_index, vocab_mask)
         row_options(op, token_ids[..., 0], logits.shape[-1], *given)  # checks them
         labels, *entries = selected_entries(logits, token_ids, *given)
         results = token_log_probs(
@@ -119,18 +119,7 @@ def token_log_probs(
         )
         return selected_results(results, *entries)
     token_ids = check_logits(op, logits, token_ids)
-    options = row_options(
-        op,
-        token_ids,
-        logits.shape[-1],
-        temperature,
-        logit_scale,
-        softcap,
-        ignore_index,
-        vocab_mask,
-        group,
-        compute_dtype(logits),
-    )
+    options = row_options(op, token_ids, logits.shape[-1], *given, group, compute_dtype(logits))
     shape = token_ids.shape
     flat = logits if logits.dim() == 2 else logits.reshape(token_ids.numel(), logits.shape[-1])
     log_probs, entropy, row_max, log_sum, squares = _forward_op(

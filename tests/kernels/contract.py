@@ -393,6 +393,33 @@ def _along(
     return float((gradient.double() * direction.double()).sum())
 
 
+def check_second_derivatives(name: str, backend: str | None) -> None:
+    """A gradient is connected to what it depends on; its own derivative is right or refused.
+
+    Else its terms would silently be missing from a sum.
+    """
+    gradients = []
+    for factor in (1.0, 1.25):
+        arguments = changed(copies(name), lambda _, tensor: tensor.detach())
+        given = leaves(name, arguments)
+        for tensor in given.values():
+            tensor.mul_(factor).requires_grad_()
+        outputs = [o for o in call(name, arguments, backend) if isinstance(o, Tensor)]
+        total = weighted([o for o in outputs if o.requires_grad])
+        gradients.append(torch.autograd.grad(total, list(given.values()), create_graph=True))
+    for argument, one, other in zip(given, *gradients, strict=True):
+        if not other.requires_grad:
+            assert torch.equal(one, other), argument
+            continue
+        try:
+            torch.autograd.grad(
+                other.square().sum(), list(given.values()), allow_unused=True, retain_graph=True
+            )
+        except RuntimeError as error:
+            message = "a derivative of its gradient was requested|no autograd formula"
+            assert re.search(message, str(error)), (argument, error)
+
+
 def check_forward_mode(name: str, backend: str | None) -> None:
     """A tangent is right or refused by name, also in what has a gradient."""
     for argument, tensor in leaves(name, copies(name)).items():

@@ -77,6 +77,7 @@ TABLE = {
     contract.check_ops: every(CASES),
     contract.check_other_dtypes: every(CASES),
     contract.check_rows: default(ROW_BY_ROW),
+    contract.check_second_derivatives: every(DIFFERENTIABLE),
     contract.check_single_gradients: every(DIFFERENTIABLE),
     contract.check_strides: every(CASES),
     contract.check_strides_of_other_dtypes: every(DIFFERENTIABLE),

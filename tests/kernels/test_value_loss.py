@@ -156,14 +156,6 @@ def test_values_that_are_not_finite_as_in_the_reference(name, bad):
     torch.testing.assert_close(got[2], want[2], equal_nan=True)
 
 
-def test_the_kernel_is_differentiated_once():
-    x = torch.ones(4, requires_grad=True)
-    loss, _ = value_loss(x, x.detach(), torch.zeros(4))
-    gradient = torch.autograd.grad(loss, x, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="value_loss can be differentiated once"):
-        torch.autograd.grad(gradient.sum(), x)
-
-
 def test_second_derivatives_and_forward_mode():
     inputs = to_float64(batch([9]))
     values = inputs["log_probs"].requires_grad_()

@@ -110,11 +110,6 @@ def test_a_wrong_argument_is_named(function, changed, error, message):
         function(hidden, weight, **{"token_ids": token_ids, **changed})
 
 
-def test_main_grad_is_contiguous():
-    with pytest.raises(ValueError, match="main_grad is not contiguous"):
-        linear_token_log_probs(*problem(), main_grad=torch.zeros(WIDTH, VOCAB).T)
-
-
 @ALL
 def test_a_bad_temperature_of_an_ignored_token_does_not_matter(function):
     hidden, weight, token_ids = problem()
@@ -123,23 +118,6 @@ def test_a_bad_temperature_of_an_ignored_token_does_not_matter(function):
     log_probs, entropy = function(hidden, weight, token_ids, temperature)
     assert log_probs.isfinite().all()
     assert log_probs[2] == entropy[2] == 0
-
-
-@ALL
-@BACKENDS
-def test_a_second_derivative_is_refused(function, backend):
-    """Otherwise its terms would silently be missing from a sum."""
-    hidden, weight, token_ids = problem()
-    hidden.requires_grad_()
-    if function is from_loss:
-        given = {"old_log_probs": torch.zeros(ROWS), "advantages": torch.ones(ROWS)}
-        value = linear_policy_loss(hidden, weight, token_ids, backend=backend, **given)[0]
-    else:
-        value = function(hidden, weight, token_ids, backend=backend)[0].sum()
-    (gradient,) = torch.autograd.grad(value, hidden, create_graph=True)
-    assert gradient.isfinite().all()
-    with pytest.raises(RuntimeError, match=r"differentiated once only"):
-        torch.autograd.grad((gradient.square() + hidden * hidden).sum(), hidden)
 
 
 def test_in_place_gradients_move_the_version_of_the_logits():

@@ -184,13 +184,6 @@ def test_float64_has_second_derivatives_and_forward_mode(loss_mode):
     assert gradgradcheck(loss, leaves)
 
 
-def test_the_kernel_refuses_derivatives_it_does_not_have():
-    loss, leaves = loss_of(batch([5, 3]), "reinforce")
-    gradient, _ = torch.autograd.grad(loss(*leaves), leaves, create_graph=True)
-    with pytest.raises(RuntimeError, match="policy_loss: a derivative of its gradient"):
-        torch.autograd.grad(gradient.square().sum(), leaves)
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
