@@ -30,7 +30,7 @@ def selective_log_softmax(
     """
     _check_temperature(temperature)
     single = index.dim() == logits.dim() - 1
-    if _rounds(logits) or (logits.itemsize == 2 and not single):
+    if _rounds(logits) or (not single and (logits.itemsize == 2 or not index.numel())):
         return _rounded_log_probs(logits, index, temperature, row_mask)
     return token_log_probs(logits, _masked(index, row_mask), temperature)[0]
 
