@@ -20,27 +20,29 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
 
 FOLDER = Path(".cache/moe")
 NUM_WORDS, LENGTH = 96, 16  # words of the language, of a response
 SPECIAL = ("<pad>", "<s>", "</s>", "even", "odd")
 
 
-def write_model() -> None:
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.1},
+    **{"vocab_size": len(SPECIAL) + NUM_WORDS, "max_position_embeddings": 512},
+}
+
+
+def write_model(folder: Path, config: PretrainedConfig) -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    config = Qwen3MoeConfig(
-        vocab_size=len(SPECIAL) + NUM_WORDS,
-        **(sizes | heads | experts | tokens),
-        norm_topk_prob=True,
-        max_position_embeddings=512,
-        initializer_range=0.1,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(FOLDER / "model")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     words = {word: i for i, word in enumerate([*SPECIAL, *map(_word, range(NUM_WORDS))])}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = Whitespace()
@@ -54,10 +56,10 @@ def write_model() -> None:
             "{% else %}{% generation %}{{ m['content'] }} </s>{% endgeneration %}{% endif %}"
             "{% endfor %}"
         ),
-    ).save_pretrained(FOLDER / "model")
+    ).save_pretrained(folder)
 
 
-def write_language() -> None:
+def write_language(folder: Path) -> None:
     draw = random.Random(0)
     kinds = [[n for n in range(NUM_WORDS) if n % 2 == kind] for kind in (0, 1)]
     following = {
@@ -85,20 +87,21 @@ def write_language() -> None:
                 }
             )
     draw.shuffle(prompts)
-    _write("sft.jsonl", sentences)
-    _write("rl.jsonl", prompts)
+    _write(folder / "sft.jsonl", sentences)
+    _write(folder / "rl.jsonl", prompts)
 
 
 def _word(number: int) -> str:
     return f"w{number}"
 
 
-def _write(name: str, rows: list[dict[str, Any]]) -> None:
-    (FOLDER / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+def _write(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":
     FOLDER.mkdir(parents=True, exist_ok=True)
-    write_model()
-    write_language()
+    experts = dict(num_experts=16, num_experts_per_tok=2, moe_intermediate_size=64)
+    write_model(FOLDER / "model", Qwen3MoeConfig(**SIZES, **experts, norm_topk_prob=True))
+    write_language(FOLDER)
     print(f"wrote {FOLDER}/model, {FOLDER}/sft.jsonl and {FOLDER}/rl.jsonl")

@@ -116,7 +116,11 @@ def takes_packed(model: nn.Module) -> bool:
 
 def _state_of(model: nn.Module) -> str | None:
     config = getattr(model, "config", None)
-    return carried_state(config) if isinstance(config, PretrainedConfig) else None
+    state = carried_state(config) if isinstance(config, PretrainedConfig) else None
+    own_code = isinstance(model, PreTrainedModel) and model.is_custom_code()
+    if state is None and own_code and model._is_stateful:
+        return f"{type(model).__name__} carries a state along the sequence"
+    return state
 
 
 def _model_type(model: nn.Module) -> str:

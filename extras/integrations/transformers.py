@@ -4,8 +4,9 @@
 
     transformers.patch()  # losses from logits: ForCausalLMLoss and the Trainer's label smoothing
     transformers.fuse_loss(model)  # before Trainer(model): no logits at all while it trains
+    transformers.pack_linear_attention(model)  # packed batches for Gated DeltaNet, KDA, Mamba
 
-`fuse_loss` is one call per model and needs no patch. The normalisation is the host's: by
+The last two are one call per model and need no patch. The normalisation is the host's: by
 `num_items_in_batch`, which the Trainer counts over a gradient accumulation, or by the labels.
 """
 
@@ -20,11 +21,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hybridengine.hybrid import pack_linear_attention, refuse_packed
 from hybridengine.integrations._lm_head import OutputHead, rows_of_labels
 from hybridengine.integrations._patching import Patches, Replacement
 from hybridengine.kernels import linear_cross_entropy, token_log_probs
 
-__all__ = ["ForCausalLMLoss", "fuse_loss", "patch", "patched", "smoothed_loss", "unpatch"]
+__all__ = [
+    "ForCausalLMLoss",
+    "fuse_loss",
+    "pack_linear_attention",
+    "patch",
+    "patched",
+    "smoothed_loss",
+    "unpatch",
+]
 
 _IGNORE = -100
 
@@ -91,9 +101,11 @@ def fuse_loss(model: PreTrainedModel) -> None:
     inside. Only positions with a label pass through the head, and the loss and its gradient are
     computed in one pass. The loss is that of the model's own forward: the mean over labels (of
     none it is 0), or their sum by `num_items_in_batch`, and for experts the load-balancing loss
-    with the config's coefficient.
+    with the config's coefficient. A packed batch is refused where layers with a state along the
+    sequence would let it leak, until `pack_linear_attention`.
     """
     head = OutputHead(model)
+    refuse_packed(model)
 
     @functools.wraps(type(model).forward)  # the Trainer reads the signature
     def forward(

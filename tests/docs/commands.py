@@ -53,10 +53,10 @@ def check(command: Command, prepared: Path) -> None:
     elif PYTHONS.match(program) or program.endswith("pytest"):
         _check_script(words)
         if words[0].endswith("/prepare.py"):
-            name = "moe" if words[0] == "examples/moe/prepare.py" else "demo"
+            name = next((x for x in ("moe", "hybrid") if f"/{x}/" in words[0]), "demo")
             _copy(prepared / name, f".cache/{name}")
-            if name == "moe":
-                _copy(prepared / "moe" / "model", "runs/moe/sft/final")
+            if name != "demo":
+                _copy(prepared / name / "model", f"runs/{name}/sft/final")
     elif "/" in program and not program.startswith("."):
         assert (ROOT / program).stat().st_mode & 0o111, f"{program} cannot be executed"
     else:

@@ -77,7 +77,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         save_tiny("llama", folder / ".cache" / "demo" / "smollm2-135m-instruct")
-        for name in ("demo", "multi_turn", "moe"):
+        for name in ("demo", "multi_turn", "moe", "hybrid"):
             patch.setattr(sys, "argv", ["prepare.py"])
             runpy.run_path(str(ROOT / "examples" / name / "prepare.py"), run_name="__main__")
     return folder / ".cache"

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from hybridengine import cli
 from hybridengine.run.config import load_job
+from tests.extras.hybrid.hybrid_models import hybrid_config
 from tests.tiny_models import save_classifier, save_tiny, word_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -41,6 +42,8 @@ def write_model(folder: Path) -> None:
     elif "Skywork" in name:
         save_classifier("llama", folder)
         word_tokenizer().save_pretrained(folder)
+    elif "hybrid" in name:
+        save_tiny(hybrid_config("qwen3_5_text"), folder)
     else:
         save_tiny("qwen3_moe" if "moe" in name else "llama", folder)
     file = folder / "config.json"
@@ -54,7 +57,7 @@ def write_rows(file: Path) -> None:
         rows = runpy.run_path(str(EXAMPLES / "vision" / "prepare.py"))["rows"](64, seed=1)
     else:
         truth: Any = "4"
-        if "moe" in str(file):
+        if "moe" in str(file) or "hybrid" in str(file):
             truth = {"kind": 0, "first": "w3", "following": {}}
         prompt = {"role": "user", "content": "w3 w4"}
         rows = [

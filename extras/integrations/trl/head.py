@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from hybridengine.hybrid import refuse_packed
 from hybridengine.integrations._lm_head import OutputHead, rows_of_labels
 from hybridengine.integrations.trl.log_probs import hidden_scores, logits_scores
 from hybridengine.integrations.trl.loss import PENDING
@@ -61,6 +62,7 @@ def add_fused_lm_head(
         outputs: the optional fields to compute.
     """
     head, unpads = OutputHead(model), can_unpad(model)
+    refuse_packed(model)
     dtype = torch.float32 if cast_lm_head_to_fp32 else None
 
     @functools.wraps(type(model).forward)  # `generate` checks its arguments by this signature

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hybridengine.hybrid import takes_packed
 from hybridengine.kernels import pack
 from hybridengine.model.attention import ATTENTION
 from hybridengine.model.packing_check import shared_prefix_obstacle
+from hybridengine.model.validation import carried_state
 
 _TEXT = {"input_ids", "attention_mask", "use_cache", "output_router_logits"}
 
@@ -30,8 +32,10 @@ class Unpadded(NamedTuple):
 
 
 def can_unpad(model: PreTrainedModel) -> bool:
-    """Tell whether tokens of `model` read others only through its attention."""
-    return not model.is_custom_code() and shared_prefix_obstacle(model.config) is None
+    """Tell whether the layers of `model` keep the sequences of a packed row apart."""
+    if model.is_custom_code() or shared_prefix_obstacle(model.config) is not None:
+        return False
+    return carried_state(model.config) is None or takes_packed(model)
 
 
 def unpadded(

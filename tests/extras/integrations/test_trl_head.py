@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hybridengine.hybrid import pack_linear_attention
 from hybridengine.integrations.trl import add_fused_lm_head
 from hybridengine.integrations.trl.padding import can_unpad
 from hybridengine.model.attention import ATTENTION
@@ -195,6 +196,8 @@ def test_a_state_along_the_sequence_is_not_packed():
             for config in (tiny_config("llama"), AutoConfig.for_model("mamba"), hybrid)
         ]
     assert [can_unpad(model) for model in models] == [True, False, False]
+    pack_linear_attention(models[2])
+    assert can_unpad(models[2])
 
 
 def test_products_in_float32_or_in_the_dtype_of_autocast():
