@@ -31,13 +31,12 @@ FOLDER = Path(".cache/moe")
 NUM_WORDS, LENGTH = 96, 16  # words of the language, of a response
 SPECIAL = ("<pad>", "<s>", "</s>", "even", "odd")
 
-
-SIZES: dict[str, Any] = {
-    **{"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 4},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
-    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.1},
-    **{"vocab_size": len(SPECIAL) + NUM_WORDS, "max_position_embeddings": 512},
-}
+SIZES: dict[str, Any] = (
+    {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 4}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    | {"vocab_size": len(SPECIAL) + NUM_WORDS, "max_position_embeddings": 512}
+    | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.1}
+)
 
 
 def write_model(folder: Path, config: PretrainedConfig) -> None:
