@@ -31,7 +31,7 @@ PAIRS = rollouts([(5, 7), (1, 1), (20, 30), (3, 9), (4, 0)])
 
 
 def sharded_body(rank: int, world_size: int, path: str) -> None:
-    model = load(path, world_size, gradient_checkpointing=True)
+    model = load(path, world_size, enable_gradient_checkpointing=True)
     reference, pairs = single_process_model(path), [*group_pairs(), *PAIRS]
     own = pairs_of_rank(pairs, rank, world_size)
     batch = pack_rollouts(own, shared_prefix=True)
