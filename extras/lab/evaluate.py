@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from hybridengine.engine.interface import RolloutEngine
+from hybridengine.lab.validation import gain_interval
 from hybridengine.model import parameter_shards
 from hybridengine.model.validation import auto_class, config_of, longest_sequence
 from hybridengine.run.config import ConfigError, RLConfig, load_config, load_sft_config
@@ -38,7 +39,7 @@ from hybridengine.train.build import (
 from hybridengine.train.choices import Machine, engine_name, resolve_dtypes
 from hybridengine.train.data import DataError, PromptDataset, Subset
 from hybridengine.train.data.chats import ChatTemplate
-from hybridengine.train.metrics import Problem, gain_interval, problems_of
+from hybridengine.train.metrics import Problem, problems_of
 from hybridengine.train.rewards.manager import build_reward_manager
 from hybridengine.train.rollout_source import RolloutGenerator, sampling_of, val_sampling_of
 

@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from hybridengine.model import on_device
-from hybridengine.run import load_plugin
+from hybridengine.run import load_plugin, plugins
 from hybridengine.run.config import RLConfig
 from hybridengine.run.session import Session
 from hybridengine.sync.resharder import SyncReport
@@ -40,13 +40,7 @@ from hybridengine.train.build import (
     load_data,
 )
 from hybridengine.train.data import PromptDataset, Subset
-from hybridengine.train.metrics import (
-    Problem,
-    ValidationHistory,
-    batch_metrics,
-    problems_of,
-    probs_diff,
-)
+from hybridengine.train.metrics import Problem, batch_metrics, problems_of, probs_diff
 from hybridengine.train.models import ExternalCritic, Learner, StepCritic, needs_old_log_probs
 from hybridengine.train.modes import Mode
 from hybridengine.train.plan import plan_table
@@ -109,7 +103,9 @@ class RLTrainer(BaseTrainer[RLConfig]):
         schedule, self.kl = config.algorithm.kl_ctrl, None
         if config.algorithm.use_kl_in_reward:
             self.kl = KLController(schedule, schedule.kl_coef, self.steps)
-        self.validations, self.syncs = ValidationHistory(), list[SyncReport]()
+        # What is kept of validations, by the names of checkpoints.
+        self.validations = {name: x.load()() for name, x in plugins("validations").items()}
+        self.syncs = list[SyncReport]()
         self.probs_diffs = list[float]()  # mean difference: [of the first step, the largest]
         self.rollout_dir = Path(config.trainer.rollout_data_dir or self.rollout_dir)
         self.printed_samples = False
@@ -118,7 +114,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
     def _prepare_checkpoints(self, external: ExternalCritic | None) -> None:
         """Name what a checkpoint keeps: models with their optimizers, and every other state."""
         trained = [part for part in (self.actor, self.critic) if isinstance(part, Learner)]
-        states: dict[str, Any] = {"held_out": self.validations}
+        states: dict[str, Any] = {**self.validations}
         if self.kl is not None:
             states["kl"] = self.kl
         if self.config.schedules_kl_loss:
@@ -242,7 +238,13 @@ class RLTrainer(BaseTrainer[RLConfig]):
                 write(rollouts)
                 self._print_samples(rollouts)
         scores = [score for _, results, _ in problems for score in results["score"]]
-        return fmean(scores), self.validations.add(problems)
+        metrics = {
+            f"val/{name}": fmean(fmean(results[name]) for _, results, _ in problems)
+            for name in problems[0][1]
+        }
+        for validation in self.validations.values():
+            metrics |= validation.add(problems)
+        return fmean(scores), metrics
 
     def _record(
         self,
@@ -309,15 +311,16 @@ class RLTrainer(BaseTrainer[RLConfig]):
     def summary(self) -> dict[str, Any]:
         peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
         dist.all_reduce(peak)  # GiB, all ranks together
-        for line in self.validations.lines():
-            self.report.print(line)
+        for validation in self.validations.values():
+            for line in validation.lines():
+                self.report.print(line)
         summary = {
             "rollout_dtype": self.config.rollout.dtype,
             **self.source.summary(self.syncs[-1]),
             **self.critic.summary(),
             "reshard_ms_p50": round(median(s.milliseconds for s in self.syncs), 2),
             "peak_rss_gib": round(float(peak), 2),
-            **self.validations.summary(),
+            **{k: x for part in self.validations.values() for k, x in part.summary().items()},
         }
         if self.probs_diffs:
             first, largest = self.probs_diffs

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from hybridengine.engine.response import Response
+from hybridengine.lab.validation import expected_majority
 from hybridengine.run.errors import RolloutError
 from hybridengine.train.data import PromptSample, Subset
-from hybridengine.train.metrics import expected_majority, problems_of
+from hybridengine.train.metrics import problems_of
 from hybridengine.train.rewards.manager import Reward
 from hybridengine.train.rollout_files import rollout_line
 from hybridengine.train.rollouts import Rollouts, ScoredResponse, own_outcomes, select_groups

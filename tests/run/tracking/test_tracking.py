@@ -11,13 +11,13 @@ from rich.console import Console
 
 from hybridengine.engine.response import Response
 from hybridengine.lab.diagnose.plot import draw_curves
+from hybridengine.lab.validation import accuracy_interval, gain_interval
 from hybridengine.run import tracking as console_lines
 from hybridengine.run.config import load_sft_config
 from hybridengine.run.storage import atomic_file
 from hybridengine.run.tracking import LINE_WIDTH, MetricsLogger, Progress, StepLine, write_summary
 from hybridengine.train import report
 from hybridengine.train.data import PromptSample
-from hybridengine.train.metrics import accuracy_interval, gain_interval
 from hybridengine.train.report import Reporter
 from hybridengine.train.rewards.manager import Reward
 from hybridengine.train.rollout_files import rollout_line
