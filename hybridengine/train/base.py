@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from hybridengine.kernels import check_labels
 from hybridengine.model import Optimizer, SavedWork
+from hybridengine.run import plugins
 from hybridengine.run.config import JobConfig, config_to_yaml
 from hybridengine.run.errors import ModelError
 from hybridengine.run.messages import broadcast_value, run_on_rank0
@@ -33,8 +34,8 @@ from hybridengine.train.checkpoint.pretrained import save_model_files
 from hybridengine.train.checkpoint.tensors import RemotePart
 from hybridengine.train.choices import agree
 from hybridengine.train.data import PromptLoader
+from hybridengine.train.metrics import performance_metrics
 from hybridengine.train.modes import Mode, mode_of
-from hybridengine.train.performance import FlopCounter, performance_metrics
 from hybridengine.train.report import (
     Callbacks,
     Reporter,
@@ -174,7 +175,8 @@ class BaseTrainer(ABC, Generic[ConfigT]):
     def resume(self) -> bool:
         """Load a checkpoint, as configured; return whether there are steps left to run."""
         trainer, session = self.config.trainer, self.session
-        self.flops = FlopCounter(self.model, session.device, session.world_size)
+        arguments = self.model, session.device, session.world_size
+        self.step_metrics = [x.load()(*arguments) for x in plugins("step_metrics").values()]
         with session.phase("resume"):
             mode = trainer.resume_mode
             if session.was_restarted and find_checkpoints(self.dir):
@@ -255,7 +257,8 @@ class BaseTrainer(ABC, Generic[ConfigT]):
         if update_seconds := timings.get("update_actor"):
             trained = [*lengths] * self.epochs_per_step
             saved = SavedWork(*(self.epochs_per_step * number for number in self.saved))
-            metrics["perf/mfu/actor"] = self.flops.utilisation(trained, update_seconds, saved)
+            for metrics_of in self.step_metrics:
+                metrics |= metrics_of(trained, update_seconds, saved)
         metrics |= {f"timing_s/{name}": value for name, value in timings.items()} | {
             "timing_s/step": seconds,
             "training/global_step": step,

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -57,6 +58,22 @@ def turn_metrics(outcomes: Outcomes) -> dict[str, float]:
             metrics |= mean_max_min(name, values)
         else:
             metrics[f"agent_loop/{name}"] = float(values.mean())
+    return metrics
+
+
+def performance_metrics(
+    num_tokens: int, seconds: float, world_size: int, device: torch.device
+) -> dict[str, float]:
+    """Return the metrics of a step in which all ranks together processed `num_tokens` tokens."""
+    metrics = {
+        "perf/total_num_tokens": num_tokens,
+        "perf/time_per_step": seconds,
+        "perf/throughput": num_tokens / seconds / world_size,
+        "perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / 2**30,
+    }
+    if device.type == "cuda":
+        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
     return metrics
 
 

@@ -9,10 +9,12 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
+from hybridengine.lab.flops import FlopCounter
 from hybridengine.model import SavedWork
 from hybridengine.run.errors import ConfigError
 from hybridengine.run.tracking import MetricsLogger, check_loggers
-from hybridengine.train.performance import FlopCounter, pair_cost, performance_metrics
+from hybridengine.train.metrics import performance_metrics
+from hybridengine.train.performance import pair_cost
 
 
 def test_wandb_gets_every_metric_under_the_runs_names(tmp_path, monkeypatch):
@@ -97,7 +99,7 @@ def test_flops_of_a_dense_model(tied):
     model.requires_grad_(False)
     frozen = FlopCounter(model, torch.device("cpu"), 2)
     assert frozen.training_flops([1]) == 4 * weights + 12 * 3 * 8
-    assert 0 < counter.utilisation([5, 7], seconds=1.0) < 1
+    assert 0 < counter([5, 7], seconds=1.0)["perf/mfu/actor"] < 1
 
 
 def test_flops_of_a_mixture_count_the_experts_that_a_token_visits():
