@@ -54,7 +54,7 @@ def train_by_the_clock(rank: int, world_size: int, folder: Path) -> tuple[Any, A
     from hybridengine.train import base, report
 
     now = 0.0
-    time = SimpleNamespace(perf_counter=lambda: now)
+    time = SimpleNamespace(perf_counter=lambda: now, time=lambda: now)
     session.time = base.time = time
 
     def takes(owner: Any, name: str, seconds: float) -> None:
