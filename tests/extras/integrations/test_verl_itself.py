@@ -40,11 +40,12 @@ def test_outcome_advantages(name):
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 @pytest.mark.parametrize("mode", MODES)
-def test_policy_losses(name, mode):
+@pytest.mark.parametrize("weighted", [False, True])
+def test_policy_losses(name, mode, weighted):
     generator, mask, advantages = _batch(1)
     old = -3 * torch.rand(B, L, generator=generator)
     new = old + 0.5 * torch.randn(B, L, generator=generator)
-    weights = 0.5 + torch.rand(B, L, generator=generator)
+    weights = 0.5 + torch.rand(B, L, generator=generator) if weighted else None
     config = upstream.ActorConfig(
         strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_high=0.3
     )
@@ -63,6 +64,20 @@ def test_policy_losses(name, mode):
     torch.testing.assert_close(loss, their_loss, **VERL)
     torch.testing.assert_close(gradient, their_gradient, **VERL)
     assert metrics == pytest.approx(their_metrics, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("kl", ["kl", "abs", "mse", "low_var_kl", "k1+", "k3+"])
+def test_kl_penalties(kl):
+    generator, *_ = _batch(2)
+    old = -3 * torch.rand(B, L, generator=generator)
+    leaves = [(old + 0.3 * torch.cos(5 * old)).requires_grad_() for _ in range(2)]
+    functions = (verl.kl_penalty, upstream.core_algos.kl_penalty)
+    ours, theirs = (f(leaf, old, kl) for f, leaf in zip(functions, leaves, strict=True))
+    torch.testing.assert_close(ours, theirs, **VERL)
+    gradients = [
+        torch.autograd.grad(x.sum(), y)[0] for x, y in zip((ours, theirs), leaves, strict=True)
+    ]
+    torch.testing.assert_close(*gradients, **VERL)
 
 
 def test_patch_replaces_functions_and_registries_and_unpatch_restores_them():
