@@ -23,7 +23,8 @@ from benchmarks.shared_prefix import compare, rollouts, training
 from hybridengine.model import pack_rollouts
 from hybridengine.model.head import patch_head
 from hybridengine.model.loading import attention_of
-from hybridengine.vision.packed import ImageFormat, ImageInputs, SequenceImages
+from hybridengine.vision.formats import ImageFormat, ImageInputs
+from hybridengine.vision.packed import SequenceImages
 
 # Responses, side of the image in placeholders, tokens of a prompt's text and of a response.
 SHAPES = {"8x(8x8 image+16+32)": (8, 8, 16, 32)}

@@ -4,10 +4,10 @@ checks       settings that images are not supported with
 decoding     the pixels of an image
 engine       prompts with images in vLLM
 extension    what the core asks for
+formats      how each family of models takes images
 packed       images in a packed forward pass
 processor    transformers' processor of a checkpoint → the tokens and tensors of an image
 rows         the images of a row, and their places in its chat
-torchvision  what transformers and vLLM import of it where it is not installed
 """
 
 from hybridengine.model.attachments import Attachment as EncodedImage

@@ -75,13 +75,13 @@ def _conflicts_of_engine(config: RLConfig) -> Iterator[Conflict]:
         return
     image_format, kind = preparer.image_format, preparer.image_format.config.model_type
     if config.rollout.servers:
-        if image_format.is_framed:
+        if image_format.family.is_framed:
             yield Conflict(
                 f"rollout.servers with a model of type {kind!r}",
                 "its processor writes further tokens around those of an image, so that a server "
                 "cannot be given the image in its place; leave rollout.servers out",
             )
-    elif image_format.is_bidirectional and _runs_vllm_on_a_cpu(config):
+    elif image_format.family.is_bidirectional and _runs_vllm_on_a_cpu(config):
         yield Conflict(
             f"rollout.name=vllm on a CPU with a model of type {kind!r}",
             "vLLM's attention on CPUs is causal, also among the tokens of an image, which attend "

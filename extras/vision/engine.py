@@ -8,20 +8,29 @@ looks for the tokens that it would have written, and refuses a prompt that does 
 from __future__ import annotations
 
 import importlib
+import sys
+import types
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
 import torch
+from transformers.utils import is_torchvision_available
 
 from hybridengine.model.attachments import Attachment
 from hybridengine.run.errors import RolloutError
 from hybridengine.vision.decoding import decode_image
-from hybridengine.vision.torchvision import has_torchvision, import_without_torchvision
 
 __all__ = ["PromptImages", "image_options", "import_image_models", "prepare_images"]
 
 _WITH_TORCHVISION = {"InternVLForConditionalGeneration"}  # vLLM builds a video processor for it
+_NAMES = (
+    "torchvision",
+    "torchvision.transforms",
+    "torchvision.transforms.functional",
+    "torchvision.transforms.v2",
+    "torchvision.transforms.v2.functional",
+)
 
 
 def prepare_images(preparer: Any, architectures: Sequence[str]) -> None:
@@ -30,14 +39,14 @@ def prepare_images(preparer: Any, architectures: Sequence[str]) -> None:
     architectures: of the model's config. The processor is then the trainer's.
     """
     import_image_models(architectures)
-    if not has_torchvision():
+    if not is_torchvision_available():
         processor: Any = importlib.import_module("vllm.transformers_utils.processor")
         processor.cached_get_processor = lambda *args, **options: preparer.processor
 
 
 def import_image_models(architectures: Sequence[str]) -> None:
     """Import vLLM's models where torchvision is missing; architectures: of the model's config."""
-    if has_torchvision():
+    if is_torchvision_available():
         return
     if _WITH_TORCHVISION & {*architectures}:
         raise RolloutError(
@@ -47,9 +56,28 @@ def import_image_models(architectures: Sequence[str]) -> None:
     registry: Any = importlib.import_module("vllm.model_executor.models.registry")
     for name in architectures:
         if name in registry.ModelRegistry.models:
-            import_without_torchvision(registry.ModelRegistry.models[name].module_name)
+            _import_without_torchvision(registry.ModelRegistry.models[name].module_name)
     # By default a process of its own inspects the model, and imports torchvision there.
     registry._run_in_subprocess = lambda inspect: inspect()
+
+
+def _import_without_torchvision(module: str) -> None:
+    """Import a module with empty modules in the place of torchvision's.
+
+    vLLM's model files import transformers' image processors of torchvision for a function or a type
+    hint alone. What runs then are those of Pillow, which give the same tokens.
+    """
+    empty = {name: types.ModuleType(name) for name in _NAMES}
+    for name, content in empty.items():
+        parent, _, own = name.rpartition(".")
+        if parent:
+            setattr(empty[parent], own, content)
+    sys.modules.update(empty)
+    try:
+        importlib.import_module(module)
+    finally:
+        for name in empty:
+            del sys.modules[name]
 
 
 def image_options(preparer: Any, limit: int | None) -> dict[str, Any]:
@@ -86,7 +114,7 @@ class PromptImages:
         """
         if not images:
             return {"prompt_token_ids": list(ids)}
-        if self._preparer.image_format.is_bidirectional and not torch.cuda.is_available():
+        if self._preparer.image_format.family.is_bidirectional and not torch.cuda.is_available():
             raise RolloutError(
                 f"{images[0].where}: vLLM's attention on CPUs is causal, also among the tokens of "
                 "an image, which attend to each other in both directions in this model; set "

@@ -11,11 +11,7 @@ from transformers import PretrainedConfig
 from hybridengine.model.attachments import Attachment, Conflict
 from hybridengine.model.extensions import ModelExtension
 from hybridengine.run.config import JobConfig
-from hybridengine.vision.packed import (
-    IMAGE_MODEL_TYPES,
-    check_vision_tower,
-    freeze_vision_tower,
-)
+from hybridengine.vision.formats import IMAGE_MODEL_TYPES, check_vision_tower, freeze_vision_tower
 from hybridengine.vision.processor import ImagePreparer, load_image_preparer
 from hybridengine.vision.rows import place_images
 

@@ -15,32 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from hybridengine.model.attention import BidirectionalSpan
 from hybridengine.model.packed import Part
 from hybridengine.run.errors import ModelError
-from hybridengine.vision.bidirectional import find_spans
-
-
-@dataclass(frozen=True)
-class ImageInputs:
-    """One image of a sequence, as the model's processor prepared it.
-
-    key: hash of the image and of how it was prepared. Equal prefixes with other images differ.
-    num_tokens: of its placeholders in the sequence, one run of the model's image token.
-    tensors: by the names of the model's forward arguments (`pixel_values`, `image_grid_thw`), with
-      the image's rows alone.
-    """
-
-    key: str
-    num_tokens: int
-    tensors: Mapping[str, Tensor]
+from hybridengine.vision.formats import ImageFormat, ImageInputs
 
 
 @dataclass(frozen=True)
@@ -91,191 +76,6 @@ class PackedImages(Part):
 
     def context(self, model: nn.Module) -> AbstractContextManager[object]:
         return placeholders_of(model, self)
-
-
-class _Family(NamedTuple):
-    """How models of one `model_type` take images.
-
-    tensors: names of the arguments of their forward.
-    has_mrope: positions have three components, by `image_grid_thw`.
-    is_bidirectional: tokens of an image attend to each other in both directions.
-    is_framed: the processor replaces a placeholder by more than its own repetition.
-    token_types: the argument of transformers' forward that marks tokens of images, if it has one.
-    """
-
-    tensors: tuple[str, ...]
-    has_mrope: bool = False
-    is_bidirectional: bool = False
-    is_framed: bool = False
-    token_types: str | None = None
-
-
-_QWEN = _Family(("pixel_values", "image_grid_thw"), has_mrope=True, token_types="mm_token_type_ids")
-_FAMILIES = {
-    "qwen2_vl": _QWEN,
-    "qwen2_5_vl": _QWEN,
-    "qwen3_vl": _QWEN,
-    "qwen3_vl_moe": _QWEN,
-    "llava_onevision": _Family(("pixel_values", "image_sizes")),
-    "internvl": _Family(("pixel_values",), is_framed=True),
-    "gemma3": _Family(
-        ("pixel_values",), is_bidirectional=True, is_framed=True, token_types="token_type_ids"
-    ),
-}
-IMAGE_MODEL_TYPES = tuple(_FAMILIES)
-
-
-@dataclass(frozen=True)
-class ImageFormat:
-    """How the model of `config` takes images.
-
-    Raises:
-        ModelError: the model takes no images, or images of its family cannot be packed.
-    """
-
-    config: PretrainedConfig
-
-    def __post_init__(self) -> None:
-        if (kind := self.config.model_type) not in _FAMILIES:
-            raise ModelError(
-                f"images for a model of type {kind!r}, expected one of {list(_FAMILIES)}"
-            )
-
-    @property
-    def token_id(self) -> int:
-        """The placeholder."""
-        return int(self.config.image_token_id)
-
-    @property
-    def is_bidirectional(self) -> bool:
-        """Whether tokens of an image attend to each other in both directions."""
-        return self._family.is_bidirectional
-
-    @property
-    def is_framed(self) -> bool:
-        """Whether the processor replaces a placeholder by more than its own repetition."""
-        return self._family.is_framed
-
-    def token_types(self, is_image: Tensor) -> dict[str, Tensor]:
-        """Return what transformers' own forward needs of `is_image` (bool), as an argument."""
-        name = self._family.token_types
-        return {} if name is None else {name: is_image.long()}
-
-    @property
-    def _family(self) -> _Family:
-        return _FAMILIES[self.config.model_type]
-
-    def find(self, ids: Tensor, images: Sequence[ImageInputs], sequence: int) -> list[int]:
-        """Return where the placeholders of each of `images` begin in the token ids [l].
-
-        A run of the placeholder token belongs to the next images whose tokens it holds exactly; any
-        other run is text.
-
-        Raises:
-            ModelError: an image without placeholders, or without a tensor that the model needs; the
-                message names `sequence`.
-        """
-        for image in images:
-            if missing := [name for name in self._family.tensors if name not in image.tensors]:
-                raise ModelError(
-                    f"sequence {sequence}: an image has the tensors {sorted(image.tensors)}, but a "
-                    f"model of type {self.config.model_type!r} needs {missing[0]!r}"
-                )
-        changes = nn.functional.pad((ids == self.token_id).int(), (1, 1)).diff()
-        begins, ends = ((changes == sign).nonzero().flatten().tolist() for sign in (1, -1))
-        runs = list(zip(begins, ends, strict=True))
-        starts: list[int] = []
-        for start, end in runs:
-            edges = [start]
-            for image in images[len(starts) :]:
-                if edges[-1] >= end:
-                    break
-                edges.append(edges[-1] + image.num_tokens)
-            if edges[-1] == end:
-                starts += edges[:-1]
-        if len(starts) < len(images):
-            raise ModelError(
-                f"sequence {sequence} has runs of {[end - start for start, end in runs]} tokens of "
-                f"the image token {self.token_id}, but its images need "
-                f"{[image.num_tokens for image in images]}; expand one placeholder per image to "
-                "the number of its tokens, and keep the images of each sequence in their order"
-            )
-        return starts
-
-    def mark(self, ids: Tensor, images: Sequence[ImageInputs], sequence: int) -> Tensor:
-        """Return which of the token ids [l] are placeholders of `images`, bool [l].
-
-        Raises ModelError as `find`.
-        """
-        is_image = torch.zeros_like(ids, dtype=torch.bool)
-        for image, start in zip(images, self.find(ids, images, sequence), strict=True):
-            is_image[start : start + image.num_tokens] = True
-        return is_image
-
-    def join(self, images: Sequence[ImageInputs]) -> dict[str, Tensor]:
-        """Return the arguments of the model's forward for `images`."""
-        return {
-            # Processors that cut images into tiles return them as [1, tiles, 3, H, W].
-            name: torch.cat(
-                [x.flatten(0, 1) if x.ndim == 5 else x for x in (i.tensors[name] for i in images)]
-            )
-            for name in self._family.tensors
-        }
-
-    def rope_position_ids(
-        self, length: int, images: Sequence[ImageInputs], starts: Sequence[int]
-    ) -> Tensor | None:
-        """Return the M-RoPE positions of a sequence, int64 [3, length]; None without M-RoPE.
-
-        starts: of each image's placeholders. After an image of h x w placeholders, the text goes on
-        max(h, w) positions after the image's first (Wang et al. 2024, arXiv 2409.12191, 2.1).
-        """
-        if not self._family.has_mrope:
-            return None
-        merge_size = self.config.vision_config.spatial_merge_size
-        positions = torch.arange(length).repeat(3, 1)
-        for image, start in zip(images, starts, strict=True):
-            frames, *sides = image.tensors["image_grid_thw"].flatten().tolist()
-            height, width = (side // merge_size for side in sides)
-            if frames * height * width != image.num_tokens:
-                raise ModelError(
-                    f"an image has num_tokens {image.num_tokens}, but its image_grid_thw "
-                    f"{[frames, *sides]} makes {frames * height * width} placeholders"
-                )
-            first, end = int(positions[0, start]), start + image.num_tokens
-            axes = torch.arange(frames), torch.arange(height), torch.arange(width)
-            grid = torch.stack(torch.meshgrid(*axes, indexing="ij"))
-            positions[:, start:end] = first + grid.flatten(1)
-            positions[:, end:] = first + max(height, width) + torch.arange(length - end)
-        return positions
-
-    def dummy(self) -> ImageInputs:
-        """Return a smallest image, of zeros."""
-        vision = self.config.vision_config
-        if self._family.has_mrope:
-            merge = vision.spatial_merge_size
-            channels = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
-            width = channels * vision.temporal_patch_size * vision.patch_size**2
-            tensors = {
-                "pixel_values": torch.zeros(merge**2, width),
-                "image_grid_thw": torch.tensor([[1, merge, merge]]),
-            }
-            return ImageInputs("", 1, tensors)
-        size, patch = (
-            x if isinstance(x, int) else x[0] for x in (vision.image_size, vision.patch_size)
-        )
-        side = size // patch
-        num_tokens = round((side * getattr(self.config, "downsample_ratio", 1)) ** 2)
-        num_tokens = getattr(self.config, "mm_tokens_per_image", num_tokens)  # Gemma 3
-        tiles, tensors = 1, {}
-        if "image_sizes" in self._family.tensors:  # the tiles of the image, after a thumbnail
-            height, width = min(self.config.image_grid_pinpoints, key=lambda hw: hw[0] * hw[1])
-            rows, columns = height // size, width // size
-            tiles += rows * columns
-            num_tokens += rows * side * (columns * side + 1)  # a newline after each row
-            tensors["image_sizes"] = torch.tensor([[height, width]])
-        tensors["pixel_values"] = torch.zeros(tiles, 3, size, size)
-        return ImageInputs("", num_tokens, tensors)
 
 
 @dataclass(frozen=True)
@@ -345,8 +145,13 @@ class PlacedImages(Part):
             merged = positions.new_empty(3, num_tokens)
             merged[:, token_index] = positions
             positions = merged
-        images, starts = list(once.values()), list(once)
-        return PlacedImages(images, starts, num_tokens, positions, self.image_format)
+        return replace(
+            self,
+            images=list(once.values()),
+            starts=list(once),
+            num_tokens=num_tokens,
+            rope_position_ids=positions,
+        )
 
     def filler(self) -> tuple[int, int] | None:
         """A batch without images gets the placeholders of a dummy image."""
@@ -357,24 +162,27 @@ class PlacedImages(Part):
     def pad(self, padding: int) -> PlacedImages:
         dummy = [] if self.images else [self.image_format.dummy()]
         own = self.image_format.rope_position_ids(padding, dummy, [0] * len(dummy))
-        return PlacedImages(
-            [*self.images, *dummy],
-            [*self.starts, *([self.num_tokens] * len(dummy))],
-            self.num_tokens + padding,
-            _cat([self.rope_position_ids, own]),
-            self.image_format,
+        return replace(
+            self,
+            images=[*self.images, *dummy],
+            starts=[*self.starts, *([self.num_tokens] * len(dummy))],
+            num_tokens=self.num_tokens + padding,
+            rope_position_ids=_cat([self.rope_position_ids, own]),
         )
 
     def finish(self, cu_seqlens: Tensor, subtree_ends: Tensor | None) -> PackedImages:
-        placeholders, lengths = torch.zeros(self.num_tokens, dtype=torch.bool), list[int]()
+        placeholders, spans = torch.zeros(self.num_tokens, dtype=torch.bool), []
         for image, start in zip(self.images, self.starts, strict=True):
-            placeholders[start : start + image.num_tokens] = True
-            lengths.append(image.num_tokens)
-        spans: tuple[BidirectionalSpan, ...] = ()
-        if self.image_format.is_bidirectional:
-            spans = find_spans(self.starts, lengths, cu_seqlens, subtree_ends)
+            own = torch.arange(start, start + image.num_tokens)
+            placeholders[own] = True
+            if self.image_format.family.is_bidirectional:
+                if subtree_ends is None:
+                    before = torch.arange(int(cu_seqlens[cu_seqlens <= start][-1]), start)
+                else:  # no image branches
+                    before = (subtree_ends[:start] > start).nonzero().flatten()
+                spans.append(BidirectionalSpan(torch.cat([before, own]), image.num_tokens))
         tensors = self.image_format.join(self.images)
-        return PackedImages(tensors, placeholders, self.rope_position_ids, spans)
+        return PackedImages(tensors, placeholders, self.rope_position_ids, tuple(spans))
 
 
 @contextmanager
@@ -383,36 +191,13 @@ def placeholders_of(model: Any, images: PackedImages) -> Iterator[None]:
 
     Its own rule, every token of the placeholder's id, also takes those that the model sampled.
     """
-    base = model.base_model
-    original = base.get_placeholder_mask
+    original = model.base_model.get_placeholder_mask
 
     def get_placeholder_mask(input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         return original(input_ids.masked_fill(~images.placeholders, -1), *args, **kwargs)
 
-    base.get_placeholder_mask = get_placeholder_mask
-    try:
+    with patch.object(model.base_model, "get_placeholder_mask", get_placeholder_mask):
         yield
-    finally:
-        del base.get_placeholder_mask
-
-
-def check_vision_tower(config: PretrainedConfig) -> None:
-    """Raise ModelError if the model of `config` has no vision tower."""
-    if config.model_type not in _FAMILIES:
-        raise ModelError(
-            f"freeze_vision_tower: a model of type {config.model_type!r} has no vision tower; "
-            "leave it out"
-        )
-
-
-def freeze_vision_tower(model: Any) -> None:
-    """Exclude the vision tower from training, before `model` is sharded.
-
-    A projector outside of the tower (LLaVA-OneVision, InternVL, Gemma 3) stays trained. Raises
-    ModelError for a model without a tower.
-    """
-    check_vision_tower(model.config)
-    model.get_encoder(modality="image").requires_grad_(False)
 
 
 def _cat(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import is_torchvision_available
 
 from hybridengine.model.attachments import (
     Attachment,
@@ -26,15 +27,8 @@ from hybridengine.model.attachments import (
 from hybridengine.model.packed import PartSource
 from hybridengine.run.errors import ConfigError, DataError, unreadable_part
 from hybridengine.vision.decoding import decode_image
-from hybridengine.vision.packed import (
-    IMAGE_MODEL_TYPES,
-    ImageFormat,
-    ImageInputs,
-    PackedImages,
-    SequenceImages,
-    placeholders_of,
-)
-from hybridengine.vision.torchvision import has_torchvision
+from hybridengine.vision.formats import IMAGE_MODEL_TYPES, ImageFormat, ImageInputs
+from hybridengine.vision.packed import PackedImages, SequenceImages, placeholders_of
 
 __all__ = [
     "ImagePreparer",
@@ -231,7 +225,7 @@ def load_processor(path: str, model_type: str, trust_remote_code: bool = False) 
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
     from transformers.processing_utils import ProcessorMixin
 
-    if has_torchvision():
+    if is_torchvision_available():
         return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     kind = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
     parts: dict[str, Any] = {

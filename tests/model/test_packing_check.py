@@ -12,7 +12,7 @@ from hybridengine.model import packing_check
 from hybridengine.model.packing_check import check_packing, shared_prefix_obstacle
 from hybridengine.model.validation import check_model, packing_obstacle, takes_images
 from hybridengine.run.errors import ModelError
-from hybridengine.vision.packed import IMAGE_MODEL_TYPES
+from hybridengine.vision.formats import IMAGE_MODEL_TYPES
 from tests.architectures.catalogue import CATALOGUE
 from tests.extras.vision.vision_models import vision_config
 from tests.model.own_code import DROPS_ARGUMENTS, UNCHANGED, save_own_code

@@ -11,7 +11,8 @@ from transformers import PaliGemmaConfig
 from hybridengine.model import pack_batch, pack_rollouts, packed_log_probs, packed_logits
 from hybridengine.model.head import accepts_head_function, patch_head
 from hybridengine.run.errors import ModelError
-from hybridengine.vision.packed import IMAGE_MODEL_TYPES, ImageFormat, ImageInputs, SequenceImages
+from hybridengine.vision.formats import IMAGE_MODEL_TYPES, ImageFormat, ImageInputs
+from hybridengine.vision.packed import SequenceImages
 from tests.extras.vision.vision_models import IMAGE, VISION, alone, cases, image, vision_models
 from tests.model.cases import GRADIENTS, LOGITS, loss_of
 

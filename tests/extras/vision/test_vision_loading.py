@@ -25,7 +25,8 @@ from hybridengine.model import (
 from hybridengine.model.loading import compile_layers
 from hybridengine.moe.router_replay import RouterReplay, SequenceRoutes
 from hybridengine.run.errors import ModelError
-from hybridengine.vision.packed import ImageFormat, SequenceImages, freeze_vision_tower
+from hybridengine.vision.formats import ImageFormat, freeze_vision_tower
+from hybridengine.vision.packed import SequenceImages
 from tests.extras.vision.vision_models import (
     VISION,
     alone,

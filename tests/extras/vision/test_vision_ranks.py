@@ -38,7 +38,8 @@ def step_body(rank: int, world_size: int, path: str, kind: str, options: dict) -
         packed_log_probs,
         packed_logits,
     )
-    from hybridengine.vision.packed import ImageFormat, SequenceImages
+    from hybridengine.vision.formats import ImageFormat
+    from hybridengine.vision.packed import SequenceImages
 
     model = load(path, world_size, **options)
     assert accepts_head_function(model)

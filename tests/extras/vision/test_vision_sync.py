@@ -43,7 +43,7 @@ def sync_body(rank: int, world_size: int, path: str, tp_size: int, freeze: bool)
     from hybridengine.model import pack_rollouts, packed_log_probs, parameter_shards
     from hybridengine.model.validation import check_model
     from hybridengine.vision import load_image_preparer
-    from hybridengine.vision.packed import freeze_vision_tower
+    from hybridengine.vision.formats import freeze_vision_tower
 
     adapt = freeze_vision_tower if freeze else None
     options = dict(param_dtype=torch.float32, enable_gradient_checkpointing=True)

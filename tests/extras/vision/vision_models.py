@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig
 
 from hybridengine.model.attention import attention_of
-from hybridengine.vision.packed import ImageFormat, ImageInputs
+from hybridengine.vision.formats import ImageFormat, ImageInputs
 from tests.tiny_models import SIZES, VOCAB
 
 IMAGE, VIDEO = VOCAB - 1, VOCAB - 2
