@@ -26,12 +26,12 @@ from hybridengine.engine.vllm.environment import (
     prepare_environment,
     vllm_available,
 )
-from hybridengine.engine.vllm.record import record_engine_layout
+from hybridengine.engine.vllm.weights import record_engine_layout
 from hybridengine.model.parameters import checkpoint_layout_from_config
 from hybridengine.sync.layout import Copy, EngineLayout
 from hybridengine.sync.shards import Holders, ShardSpec, Split
 from hybridengine.vision.engine import import_image_models
-from hybridengine.vision.packed import IMAGE_MODEL_TYPES
+from hybridengine.vision.formats import IMAGE_MODEL_TYPES
 
 
 def record_engine_layouts(

@@ -62,8 +62,7 @@ class BareEngine(WeightTarget):
     """vLLM's model as its loader leaves it, without an engine."""
 
     def __init__(self, model, post_load, checkpoint, vllm_config, tp_rank: int) -> None:
-        from hybridengine.engine.vllm.record import record_engine_layout
-        from hybridengine.engine.vllm.weights import optional_parameters
+        from hybridengine.engine.vllm.weights import optional_parameters, record_engine_layout
 
         self._model, self._post_load, self._checkpoint = model, post_load, checkpoint
         self.tp_rank, self.dtype = tp_rank, DTYPE

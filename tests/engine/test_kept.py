@@ -156,33 +156,18 @@ def test_engines_record_the_entries_that_sampling_kept(
         assert all(not c.columns for c in flat)
 
 
-def engine_parts(sampler: Any, speculative_config: object = None) -> tuple[Any, Any, Any]:
-    """Return (llm, model runner, scheduler) as far as recording reads them."""
-    scheduler = SimpleNamespace(return_sampling_mask=False)
-    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
-    config = SimpleNamespace(speculative_config=speculative_config)
-    llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core, vllm_config=config))
-    return llm, SimpleNamespace(sampler=sampler), scheduler
-
-
 def test_the_second_model_runner_records_during_the_call_only() -> None:
     """It needs Triton, which vLLM has on GPUs only: here its switches."""
-    sampler = SimpleNamespace(return_sampling_mask=False)
-    llm, runner, scheduler = engine_parts(sampler, "speculative decoding")
-    with record_kept_ids(llm, runner):
+    sampler, scheduler = (SimpleNamespace(return_sampling_mask=False) for _ in range(2))
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
+    with record_kept_ids(llm, SimpleNamespace(sampler=sampler)):
         assert sampler.return_sampling_mask and scheduler.return_sampling_mask
     assert not sampler.return_sampling_mask and not scheduler.return_sampling_mask
     spec = find_spec("vllm")
     if spec is not None and spec.submodule_search_locations:
         file = Path(spec.submodule_search_locations[0], "v1/worker/gpu/sample/sampler.py")
         assert "if self.return_sampling_mask:" in file.read_text()
-
-
-def test_speculative_decoding_on_the_first_model_runner_is_refused() -> None:
-    llm, runner, scheduler = engine_parts(SimpleNamespace(), "speculative decoding")
-    with pytest.raises(RuntimeError, match="with speculative decoding"):
-        record_kept_ids(llm, runner).__enter__()
-    assert not scheduler.return_sampling_mask
 
 
 def test_entries_of_other_tokens_are_refused() -> None:

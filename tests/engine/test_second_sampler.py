@@ -14,8 +14,7 @@ pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample import sampler as vllm_sampler
 
-from hybridengine.engine.vllm.sampling import fuse_sampler
-from hybridengine.engine.vllm.sampling_second import FusedSecondSampler
+from hybridengine.engine.vllm.sampling import FusedSecondSampler, fuse_sampler
 from hybridengine.kernels import sample_tokens, token_log_probs
 
 VOCAB = 700
@@ -68,7 +67,7 @@ def sampler_of(num_logprobs: int = 0, exact: bool = False, **changes: Any) -> An
     vars(sampler).update(state | changes)
     runner = SimpleNamespace(sampler=sampler)
     fuse_sampler(runner, exact)
-    assert type(runner.sampler) is FusedSecondSampler
+    assert isinstance(runner.sampler, FusedSecondSampler)
     return sampler
 
 

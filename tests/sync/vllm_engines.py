@@ -104,7 +104,7 @@ def vllm_model(
         prepare_environment,
         unique_shared_memory,
     )
-    from hybridengine.engine.vllm.record import record_engine_layout
+    from hybridengine.engine.vllm.weights import record_engine_layout
 
     prepare_environment()
     from vllm.config import set_current_vllm_config

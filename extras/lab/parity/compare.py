@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hybridengine.engine.vllm.record import record_engine_layout
+from hybridengine.engine.vllm.weights import record_engine_layout
 from hybridengine.lab.parity.causes import Case, cause_of, response_log_probs, sampling_cause
 from hybridengine.lab.parity.forced import ForcedForward
 from hybridengine.lab.parity.points import (

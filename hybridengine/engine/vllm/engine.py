@@ -39,7 +39,6 @@ from hybridengine.engine.vllm.environment import (
     unchanged_local_world_size,
     unique_shared_memory,
 )
-from hybridengine.engine.vllm.in_flight import refresh_caches, updates_between_steps
 from hybridengine.engine.vllm.options import check_plugins, llm_options
 from hybridengine.engine.vllm.post_load import writable_weights
 from hybridengine.engine.vllm.sampling import (
@@ -49,7 +48,13 @@ from hybridengine.engine.vllm.sampling import (
     seeded,
 )
 from hybridengine.engine.vllm.sleep import DONTNEED, HUGEPAGE, Level2Sleep, advise_pages
-from hybridengine.engine.vllm.weights import LoraSlot, VllmWeights, slot_options
+from hybridengine.engine.vllm.weights import (
+    LoraSlot,
+    VllmWeights,
+    refresh_caches,
+    slot_options,
+    updates_between_steps,
+)
 from hybridengine.model.attachments import Attachment, VllmPrompt, plain_prompt
 from hybridengine.model.dequantized import DequantizedWeights
 from hybridengine.model.shared_weights import Part, SlicedWeights, engine_parts, parameter_views

@@ -4,8 +4,8 @@ vLLM's first model runner sorts the vocabulary for top-p, writes the processed l
 entries and gathers one of them. Here its `Sampler` gets a forward that does the same for requests
 that want the log-prob of the sampled token alone, as all of ours do: one read of the logits, and a
 part of a second. Random numbers are those of vLLM's own sampler there: one of 31 bits for each
-token, of the request's generator. The second model runner has another sampler
-(`hybridengine.engine.vllm.sampling_second`).
+token, of the request's generator. The second model runner, which GPUs have, has another sampler
+(`FusedSecondSampler`).
 
 A request without a seed draws one from NumPy's global state in vLLM's second model runner, in
 which the ranks of a replica may differ. With seeds a sample depends on its request alone: neither
@@ -13,20 +13,18 @@ on other code that draws numbers, nor on what else is in the batch.
 
 The vocabulary entries that top-k and top-p kept are recorded on request. vLLM's second model runner
 returns them (`return_sampling_mask`), but as a setting of the engine, which then refuses greedy
-requests and top-p without top-k; here it is on during one call. The first runner does not. There
-our sampler returns them; where it is not in use they are the finite log-probs of the processed
-distribution, which our engine always asks for, so that vLLM never takes a fused sampler, which has
-none. With both, vLLM's scheduler assigns the rows of a step to requests, through preemption,
-chunked prefill and stops, as it assigns log-probs, and `CompletionOutput.sampling_mask` is the
-result.
+requests and top-p without top-k; here it is on during one call. The first runner does not; there
+our sampler returns them. With both, vLLM's scheduler assigns the rows of a step to requests,
+through preemption, chunked prefill and stops, as it assigns log-probs, and
+`CompletionOutput.sampling_mask` is the result.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -34,6 +32,13 @@ from torch import Tensor
 
 from hybridengine.engine.response import token_ranks
 from hybridengine.kernels import sample_tokens, token_log_probs
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.sample.sampler import Sampler as _SecondSampler
+else:  # not imported before `prepare_environment`; see `fuse_sampler`
+    _SecondSampler = object
+
+_MASKS = "return_sampling_mask"
 
 
 class FusedSampler:
@@ -53,7 +58,7 @@ class FusedSampler:
     """
 
     def __init__(self, runner: Any, exact: bool = False, ranks: bool = False) -> None:
-        self._sampler = runner.sampler
+        self._runner, self._sampler = runner, runner.sampler
         self._forward = self._sampler.forward
         self._sampler.forward = self.forward
         self._exact, self._ranks = exact, ranks
@@ -65,6 +70,23 @@ class FusedSampler:
         """Return the one of a runner, None where it has vLLM's own sampler."""
         fused = getattr(getattr(runner.sampler, "forward", None), "__self__", None)
         return fused if isinstance(fused, FusedSampler) else None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """While open, the outputs of the runner have `sampling_masks`, one row per request."""
+        sample_tokens = self._runner.sample_tokens
+
+        def recording_sample_tokens(*args: Any) -> Any:
+            output = sample_tokens(*args)
+            masks, self.masks = self.masks, None
+            if masks is not None:
+                # With asynchronous scheduling the output is filled in when its copies are done.
+                getattr(output, "_model_runner_output", output).sampling_masks = masks
+            return output
+
+        recorded = patch.object(self._runner, "sample_tokens", recording_sample_tokens)
+        with patch.object(self, "records", True), recorded:
+            yield
 
     def forward(
         self,
@@ -152,6 +174,74 @@ def _mask_lists(num_kept: Tensor, kept_ids: Tensor | None) -> Any:
     return SamplingMaskLists(kept_ids.cpu().numpy(), offsets.numpy())
 
 
+class FusedSecondSampler(_SecondSampler):
+    """In front of vLLM's second `Sampler`: another draw, where only sampled tokens have log-probs.
+
+    vLLM applies logits processors, temperature and min-p; the draw, top-k, top-p and the log-prob
+    of the token are one read of the logits and a part of a second, in place of a sort, a draw of
+    noise and a softmax of the vocabulary. The key of a draw is vLLM's: seed and position.
+
+    Recorded sampling masks, replayed traces, several logits for a request and other log-probs are
+    vLLM's own.
+    """
+
+    # Log-probs are those of `token_log_probs`, as the trained model computes them, in steps where
+    # every request is sampled at a temperature, without other changes of logits.
+    _is_exact = False
+    _is_fused = False  # in the call that runs
+    _log_probs: Any = None  # `LogprobsTensors`
+
+    def __call__(self, logits: Tensor, input_batch: Any) -> Any:
+        """Return vLLM's `SamplerOutput` for logits [B, V]."""
+        rows = input_batch.idx_mapping_np
+        wanted = self.get_logprobs_dims(rows)
+        self._is_fused = (
+            wanted in (None, (0, 0))
+            and (wanted is None or self.logprobs_mode == "processed_logprobs")
+            and not self.return_sampling_mask
+            and self.trace_replay_state is None
+            and logits.shape[0] == len(rows)
+        )
+        try:
+            output = super().__call__(logits, input_batch)
+        finally:
+            log_probs, self._log_probs, self._is_fused = self._log_probs, None, False
+        if wanted is not None and log_probs is not None:
+            output.logprobs_tensors = log_probs
+        return output
+
+    def get_logprobs_dims(self, *args: Any, **kwargs: Any) -> tuple[int, int] | None:
+        """Return what vLLM has to compute itself."""
+        return None if self._is_fused else super().get_logprobs_dims(*args, **kwargs)
+
+    def sample(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self._is_fused:
+            return super().sample(logits, *args, **kwargs)
+        from vllm.v1.outputs import LogprobsTensors
+
+        states, (mapping, _, rows, positions, *_) = self.sampling_states, args
+        skip: Any = {"skip_top_k_top_p": True}
+        given, logits = logits, self.apply_sampling_params(logits, *args, **skip)
+        top_k, top_p = states.get_top_k_top_p(mapping, rows)
+        sampled = sample_tokens(
+            logits,
+            states.seeds.gpu[mapping],
+            positions.long(),
+            temperature=(states.temperature.gpu[mapping] > 0).float(),  # is applied: 1 or greedy
+            top_k=0 if top_k is None else top_k,
+            top_p=1.0 if top_p is None else top_p,
+        )
+        tokens, log_probs = sampled.tokens, sampled.log_probs
+        if self._is_exact and not states.any_greedy(rows):
+            log_probs, _ = token_log_probs(given.float(), tokens, states.temperature.gpu[mapping])
+        self._log_probs = LogprobsTensors(
+            tokens.unsqueeze(1).to(torch.int32),
+            log_probs.unsqueeze(1),
+            token_ranks(logits, tokens),
+        )
+        return tokens, logits
+
+
 def fuse_sampler(runner: Any, exact: bool = False, ranks: bool = False) -> None:
     """Let a model runner of vLLM, of either kind, sample by `sample_tokens` where it is covered.
 
@@ -159,96 +249,30 @@ def fuse_sampler(runner: Any, exact: bool = False, ranks: bool = False) -> None:
     """
     from vllm.v1.sample.sampler import Sampler
 
-    if isinstance(getattr(runner, "sampler", None), Sampler):
+    sampler = getattr(runner, "sampler", None)
+    if isinstance(sampler, Sampler):
         FusedSampler(runner, exact, ranks)
-    elif hasattr(getattr(runner, "sampler", None), "sampling_states"):
-        from hybridengine.engine.vllm.sampling_second import FusedSecondSampler
+    elif hasattr(sampler, "sampling_states"):
+        from vllm.v1.worker.gpu.sample import sampler as second
 
-        FusedSecondSampler.install(runner.sampler, exact)
+        if type(sampler) is second.Sampler:
+            bases = FusedSecondSampler, second.Sampler
+            sampler.__class__ = type("FusedSecondSampler", bases, {"_is_exact": exact})
 
 
 @contextmanager
 def record_kept_ids(llm: Any, runner: Any) -> Iterator[None]:
     """While open, completions of `llm` have a `sampling_mask`.
 
-    llm: a `vllm.LLM` whose scheduler and model runner are in this process, with processed
-    log-probs. Its requests must sample (temperature above 0) and return log-probs.
+    llm: a `vllm.LLM` whose scheduler is in this process. Its requests must sample (temperature
+    above 0) and return the log-prob of the sampled token alone.
+    runner: its model runner, after `fuse_sampler`.
     """
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    second_runner = hasattr(runner.sampler, "return_sampling_mask")
-    if not second_runner and llm.llm_engine.vllm_config.speculative_config is not None:
-        raise RuntimeError(
-            "algorithm.sampling_replay: vLLM's first model runner records no kept vocabulary "
-            "entries with speculative decoding; remove "
-            "rollout.engine_kwargs.vllm.speculative_config, or set algorithm.sampling_replay=off"
-        )
-    with patch.object(scheduler, "return_sampling_mask", True):
-        if second_runner:
-            with patch.object(runner.sampler, "return_sampling_mask", True):
-                yield
-        else:
-            with _masks_of_first_runner(runner):
-                yield
-
-
-@contextmanager
-def _masks_of_first_runner(runner: Any) -> Iterator[None]:
-    """While open, the outputs of a `GPUModelRunner` have `sampling_masks`, one row per request."""
-    sample_tokens = runner.sample_tokens
-    recording = _of_fused(runner) if FusedSampler.of(runner) else _of_processed(runner)
-    with recording as take_masks:
-
-        def recording_sample_tokens(*args: Any) -> Any:
-            output = sample_tokens(*args)
-            if (masks := take_masks()) is not None:
-                # With asynchronous scheduling the output is filled in when its copies are done.
-                getattr(output, "_model_runner_output", output).sampling_masks = masks
-            return output
-
-        with patch.object(runner, "sample_tokens", recording_sample_tokens):
-            yield
-
-
-@contextmanager
-def _of_fused(runner: Any) -> Iterator[Callable[[], Any]]:
-    """Yield what takes the masks of the newest step, if there was one, of a `FusedSampler`."""
     fused = FusedSampler.of(runner)
-    assert fused is not None
-
-    def take_masks() -> Any:
-        masks, fused.masks = fused.masks, None
-        return masks
-
-    with patch.object(fused, "records", True):
-        yield take_masks
-
-
-@contextmanager
-def _of_processed(runner: Any) -> Iterator[Callable[[], Any]]:
-    """As `_of_fused`, of vLLM's own sampler, which computes all processed log-probs."""
-    sampler = runner.sampler.topk_topp_sampler
-    sample, log_probs = sampler.forward, list[Tensor]()
-
-    def recording_sample(*args: Any) -> tuple[Tensor, Tensor]:
-        tokens, processed = sample(*args)
-        log_probs[:] = [processed]
-        return tokens, processed
-
-    def take_masks() -> Any:
-        return _finite_entries(log_probs.pop()) if log_probs else None
-
-    with patch.object(sampler, "forward", recording_sample):
-        yield take_masks
-
-
-def _finite_entries(log_probs: Tensor) -> Any:
-    """Return the ids above -inf in each row of [R, V], as vLLM's `SamplingMaskLists`."""
-    from vllm.v1.outputs import SamplingMaskLists
-
-    rows, ids = (log_probs > -torch.inf).nonzero().cpu().unbind(1)
-    offsets = torch.zeros(log_probs.shape[0] + 1, dtype=torch.int64)
-    offsets[1:] = rows.bincount(minlength=log_probs.shape[0]).cumsum(0)
-    return SamplingMaskLists(ids.int().numpy(), offsets.numpy())
+    recording = fused.recording() if fused else patch.object(runner.sampler, _MASKS, True)
+    with patch.object(scheduler, _MASKS, True), recording:
+        yield
 
 
 def seeded(sampling: Any, seeds: Sequence[int]) -> list[Any]:

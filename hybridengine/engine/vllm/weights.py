@@ -1,19 +1,28 @@
-"""The weights and LoRA slot of a vLLM model in this process, as a target of the reshard."""
+"""The weights, LoRA slot and caches of a vLLM model in this process, as a target of the reshard."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
 from typing import Any, get_args
+from unittest.mock import patch
 
 import torch
+from torch.overrides import TorchFunctionMode
 
+from hybridengine.engine.interface import InFlightUpdate
+from hybridengine.engine.vllm.environment import own_model_classes
 from hybridengine.engine.vllm.post_load import PostLoadProcessing
 from hybridengine.engine.vllm.quantized import VLLM_NAME, quantizes_at_load
-from hybridengine.engine.vllm.record import record_engine_layout
 from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.checks import config_differences, in_words, plain_values
-from hybridengine.sync.layout import CheckpointLayout, LayoutError
+from hybridengine.sync.layout import CheckpointLayout, EngineLayout, LayoutError
+from hybridengine.sync.loader import record_layout_by_layer
 from hybridengine.sync.weight_target import ReshardError, WeightTarget
+
+_STEPS_BETWEEN_LOOKS = 8  # a look for new weights is a broadcast to the engine's ranks
 
 
 class ModelWeights(WeightTarget):
@@ -253,3 +262,116 @@ class LoraSlot:
         self._manager.add_adapter(LoRAModel(number, self.rank, layers))
         self._manager.activate_adapter(number)
         self.request = LoRARequest(f"version-{version}", number, "held in memory")
+
+
+def record_engine_layout(
+    vllm_config: Any, checkpoint: CheckpointLayout, dtype: torch.dtype
+) -> EngineLayout:
+    """Return the layout of vLLM's model on the current TP rank, as if it were not quantized.
+
+    The model is built once more without weights, and its loader recorded there.
+    """
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = copy.copy(vllm_config)
+    config.quant_config = None
+    config.compilation_config = copy.copy(config.compilation_config)
+    config.compilation_config.static_forward_context = {}  # else "Duplicate layer name"
+    device = config.device_config.device  # as vLLM's loader; _UninitializedOnMeta takes precedence
+    with (
+        set_default_torch_dtype(dtype),
+        torch.device(device),
+        _UninitializedOnMeta(),
+        own_model_classes(),
+    ):
+        model = initialize_model(vllm_config=config)
+        return record_layout_by_layer(model, model.load_weights, checkpoint, dtype)
+
+
+class _UninitializedOnMeta(TorchFunctionMode):
+    """Create uninitialised tensors, as which weights begin, on the meta device.
+
+    All others stay real, because some models compute with constants while they are built.
+    """
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _UNINITIALIZED:
+            kwargs |= {"device": "meta", "pin_memory": False}
+        return func(*args, **kwargs)
+
+
+_UNINITIALIZED = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty)
+
+
+@contextmanager
+def updates_between_steps(engine: Any, in_flight: InFlightUpdate) -> Iterator[None]:
+    """While open, `engine`, vLLM's `LLMEngine`, takes weights that are due instead of a step."""
+    step, numbers = engine.step, count(1)
+
+    def update_or_step() -> list[Any]:
+        if next(numbers) % _STEPS_BETWEEN_LOOKS or not in_flight.is_due():
+            return step()
+        outputs = _finish_scheduled_steps(engine, step)
+        in_flight.update()
+        return outputs
+
+    with patch.object(engine, "step", update_or_step):
+        yield
+
+
+def _finish_scheduled_steps(engine: Any, step: Callable[[], list[Any]]) -> list[Any]:
+    """Finish the steps that vLLM has scheduled ahead, without further ones; return their outputs.
+
+    There are such steps with asynchronous scheduling: the next one starts before the outputs of
+    the last one are read.
+    """
+    from vllm.v1.core.sched.interface import PauseState
+
+    core = engine.engine_core.engine_core
+    outputs: list[Any] = []
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    try:
+        while core.batch_queue:
+            outputs += step()
+    finally:
+        core.scheduler.set_pause_state(PauseState.UNPAUSED)
+    return outputs
+
+
+def refresh_caches(llm: Any, keep_kv: bool) -> None:
+    """Let no request find keys and values of older weights in vLLM's prefix cache.
+
+    keep_kv: running requests keep theirs; else vLLM preempts them, and computes all their tokens
+    again with the new weights before the next one.
+    """
+    core = llm.llm_engine.engine_core.engine_core
+    if not keep_kv:
+        core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    drop_cached_prefixes(core)
+
+
+def drop_cached_prefixes(core: Any) -> None:
+    """Let no later request find keys and values of now in the caches of `core`, an `EngineCore`.
+
+    Running requests keep their own. What they add to them depends on those, and is cached so that
+    nobody else finds it. No step may be scheduled. Raises ReshardError where a KV connector fails.
+    """
+    for request in core.scheduler.requests.values():
+        if request.num_computed_tokens:
+            request.cache_salt = request.request_id
+            request.block_hashes.clear()
+            request.update_block_hashes()
+    caches = core.scheduler.kv_cache_manager
+    cached = {b.block_id for b in caches.block_pool.blocks if b.block_hash is not None}
+    caches.evict_blocks(cached)  # from the prefix cache, not from the requests that hold them
+    if not core.scheduler.reset_connector_cache():
+        raise ReshardError(
+            "the KV connector of vLLM did not drop keys and values of older weights; build the "
+            "engine without kv_transfer_config (rollout.engine_kwargs.vllm; of a server: "
+            "--kv-transfer-config), or set rollout.in_flight_update to off"
+        )
+    core.reset_encoder_cache()
