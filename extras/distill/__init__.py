@@ -11,9 +11,11 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from hybridengine.kernels import linear_distillation_loss
 from hybridengine.model import (
     Optimizer,
     PackedBatch,
@@ -21,9 +23,9 @@ from hybridengine.model import (
     check_sequence_parallel,
     free_gathered,
     on_device,
-    packed_distillation_loss,
 )
 from hybridengine.model.extensions import pop_metrics
+from hybridengine.model.forward import gather_rows, packed_head
 from hybridengine.model.packing_check import check_packing
 from hybridengine.model.rotary import check_rotary
 from hybridengine.model.validation import check_weights, config_of
@@ -34,7 +36,7 @@ from hybridengine.train.build import load_model, load_tokenizer
 from hybridengine.train.models import Actor
 from hybridengine.train.preflight import check_length
 
-__all__ = ["Student", "build_actor", "check"]
+__all__ = ["Student", "build_actor", "check", "packed_distillation_loss"]
 
 
 def check(config: RLConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -123,3 +125,62 @@ class Student(Actor):
             grad_scale=self._dp.grad_scale(self.optimizer),
         )
         return loss, {"actor/distill_loss": divergences.sum() / num_tokens}, divergences
+
+
+def packed_distillation_loss(
+    student: nn.Module,
+    teacher: nn.Module,
+    batch: PackedBatch,
+    *,
+    response_mask: Tensor,
+    num_items: Tensor,
+    **arguments: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return (loss of this rank's rows, divergences [R] of the full batch).
+
+    The student runs inside the module call of the teacher, so that the weights of both heads are
+    gathered for `linear_distillation_loss`; no logits or hidden states are copied. Where one of the
+    vocabularies is padded to more entries than the other, both are those of the smaller one.
+
+    response_mask: bool [R], of the full batch.
+    arguments: of `linear_distillation_loss`.
+    """
+    mask = response_mask
+    if batch.shard is not None:
+        mask = mask[batch.shard.rows.to(mask.device)]
+    results: tuple[Tensor, Tensor] | None = None
+
+    def teacher_head(hidden: Tensor, weight: Tensor, **transform: Any) -> tuple[Tensor]:
+        nonlocal results
+
+        def student_head(
+            rows: Tensor, own_weight: Tensor, **own_transform: Any
+        ) -> tuple[Tensor, Tensor]:
+            vocab = min(weight.shape[0], own_weight.shape[0])
+            first = lambda x: x if x is None or len(x) == vocab else x[:vocab]  # noqa: E731
+            options: dict[str, Any] = {}
+            for model, own in (("student", own_transform), ("teacher", transform)):
+                values = own | {"bias": first(own["bias"])}
+                options |= {f"{model}_{name}": value for name, value in values.items()}
+            return linear_distillation_loss(
+                rows,
+                first(own_weight),
+                hidden,
+                first(weight),
+                response_mask=mask,
+                num_items_in_batch=num_items,
+                **options,
+                **arguments,
+            )
+
+        with torch.enable_grad():
+            results = packed_head(student, batch, student_head)
+        return (hidden.new_zeros(()),)  # not the loss: FSDP2 would prepare the teacher's backward
+
+    with torch.no_grad():
+        packed_head(teacher, batch, teacher_head)
+    assert results is not None
+    loss, divergences = results
+    if batch.shard is not None:
+        (divergences,) = gather_rows(divergences, shard=batch.shard)
+    return loss, divergences

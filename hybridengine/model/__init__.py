@@ -3,7 +3,6 @@
 from hybridengine.model.exact import use_exact_operators
 from hybridengine.model.forward import (
     packed_cross_entropy,
-    packed_distillation_loss,
     packed_log_probs,
     packed_logits,
     packed_policy_loss,
@@ -41,7 +40,6 @@ __all__ = [
     "pack_batch",
     "pack_rollouts",
     "packed_cross_entropy",
-    "packed_distillation_loss",
     "packed_log_probs",
     "packed_logits",
     "packed_policy_loss",

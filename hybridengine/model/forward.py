@@ -16,7 +16,6 @@ from torch import nn
 
 from hybridengine.kernels import (
     linear_cross_entropy,
-    linear_distillation_loss,
     linear_policy_loss,
     linear_token_log_probs,
     sparse_linear_token_log_probs,
@@ -184,67 +183,6 @@ def packed_cross_entropy(
 
     loss, _ = packed_head(model, batch, head)
     return loss
-
-
-def packed_distillation_loss(
-    student: nn.Module,
-    teacher: nn.Module,
-    batch: PackedBatch,
-    *,
-    response_mask: torch.Tensor,
-    num_items: torch.Tensor,
-    **arguments: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (loss of this rank's rows, divergences [R] of the full batch).
-
-    The student runs inside the module call of the teacher, so that the weights of both heads are
-    gathered for `linear_distillation_loss`; no logits or hidden states are copied. Where one of the
-    vocabularies is padded to more entries than the other, both are those of the smaller one.
-
-    response_mask: bool [R], of the full batch.
-    arguments: of `linear_distillation_loss`.
-    """
-    mask = response_mask
-    if batch.shard is not None:
-        mask = mask[batch.shard.rows.to(mask.device)]
-    results: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def teacher_head(
-        hidden: torch.Tensor, weight: torch.Tensor, **transform: Any
-    ) -> tuple[torch.Tensor]:
-        nonlocal results
-
-        def student_head(
-            rows: torch.Tensor, own_weight: torch.Tensor, **own_transform: Any
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            vocab = min(weight.shape[0], own_weight.shape[0])
-            first = lambda x: x if x is None or len(x) == vocab else x[:vocab]  # noqa: E731
-            options: dict[str, Any] = {}
-            for model, own in (("student", own_transform), ("teacher", transform)):
-                values = own | {"bias": first(own["bias"])}
-                options |= {f"{model}_{name}": value for name, value in values.items()}
-            return linear_distillation_loss(
-                rows,
-                first(own_weight),
-                hidden,
-                first(weight),
-                response_mask=mask,
-                num_items_in_batch=num_items,
-                **options,
-                **arguments,
-            )
-
-        with torch.enable_grad():
-            results = packed_head(student, batch, student_head)
-        return (hidden.new_zeros(()),)  # not the loss: FSDP2 would prepare the teacher's backward
-
-    with torch.no_grad():
-        packed_head(teacher, batch, teacher_head)
-    assert results is not None
-    loss, divergences = results
-    if batch.shard is not None:
-        (divergences,) = gather_rows(divergences, shard=batch.shard)
-    return loss, divergences
 
 
 def packed_values(model: nn.Module, batch: PackedBatch) -> torch.Tensor:

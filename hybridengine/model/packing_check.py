@@ -9,7 +9,6 @@ sequences packed, with our attention, and each alone, with transformers' eager a
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 from unittest.mock import patch
@@ -21,7 +20,7 @@ from transformers import PretrainedConfig
 from hybridengine.kernels import pack_forest, pack_sequences
 from hybridengine.model.forward import packed_logits
 from hybridengine.model.packed import pack_batch
-from hybridengine.model.probe import Call, Probe, Trace
+from hybridengine.model.probe import Probe, Trace
 from hybridengine.model.validation import is_own_code, packing_obstacle
 from hybridengine.run.errors import ModelError, reason_of
 
@@ -154,62 +153,45 @@ def _difference(
     except Exception as error:
         reason = f"{type(error).__name__}: {reason_of(error)}"
         raise ModelError(f"its packed forward fails ({reason})") from error
-    calls = _Calls(packed, alone, index.split([len(x) for x in ids]), len(batch.input_ids))
-    result = _distance(packed.result, torch.cat([trace.result[:-1] for trace in alone]))
-    if found := calls.first_difference(result):
+    tokens = index.split([len(x) for x in ids])
+    if found := _first_difference(packed, alone, tokens, len(batch.input_ids)):
         name, by = found
         what = f"{name} ({type(probe.model.get_submodule(name)).__name__})" if name else "it"
         return f"{what} computes values that differ by {by:.0%}"
     return None
 
 
-class _Calls:
-    """Calls of modules in a packed forward, and in that of each of its sequences alone.
+def _first_difference(
+    packed: Trace, alone: Sequence[Trace], tokens: Sequence[Tensor], num_tokens: int
+) -> tuple[str, float] | None:
+    """Return the module of the first calls that differ, and by how much; None: they do not.
 
+    packed: of the packed row, [num_tokens].
+    alone: of each of its sequences.
     tokens: of each sequence the indices of its tokens in the packed row.
-    num_tokens: of the packed row.
     """
 
-    def __init__(
-        self, packed: Trace, alone: Sequence[Trace], tokens: Sequence[Tensor], num_tokens: int
-    ) -> None:
-        self._packed, self._alone = _numbered(packed), [_numbered(trace) for trace in alone]
-        self._tokens, self._num_tokens = tokens, num_tokens
+    def difference(key: tuple[str, int], part: str) -> float:
+        x = _rows(getattr(packed.calls[key], part), num_tokens)
+        expected = [
+            _rows(getattr(trace.calls[key], part), len(index)) if key in trace.calls else None
+            for trace, index in zip(alone, tokens, strict=True)
+        ]
+        pairs = [] if x is None else zip(tokens, expected, strict=True)
+        return max((_distance(x[i], y) for i, y in pairs if y is not None), default=0.0)
 
-    def first_difference(self, of_result: float) -> tuple[str, float] | None:
-        """Return the module of the first calls that differ, and by how much; None: they do not.
-
-        of_result: by how much the result of the forward differs.
-        """
-        keys, largest = list(self._packed), _ROUNDING
-        for i, (name, _) in enumerate(keys):
-            by, limit = self._difference(keys[i], "output"), _JUMP * largest
-            if by > limit:
-                # The cause may be outside of modules, in the innermost one with equal inputs.
-                for outer in keys[i:]:
-                    prefix = f"{outer[0]}." if outer[0] else ""
-                    if f"{name}.".startswith(prefix) and self._difference(outer, "input") <= limit:
-                        return outer[0], by
-            largest = max(largest, by)
-        return ("", of_result) if of_result > _JUMP * largest else None
-
-    def _difference(self, key: tuple[str, int], part: str) -> float:
-        x = _rows(getattr(self._packed[key], part), self._num_tokens)
-        worst = 0.0
-        for calls, index in zip(self._alone, self._tokens, strict=True):
-            expected = _rows(getattr(calls[key], part), len(index)) if key in calls else None
-            if x is not None and expected is not None:
-                worst = max(worst, _distance(x[index], expected))
-        return worst
-
-
-def _numbered(trace: Trace) -> dict[tuple[str, int], Call]:
-    """Return the calls by module and the number of earlier calls of that module."""
-    counts, calls = Counter[str](), {}
-    for call in trace.calls:
-        calls[call.module, counts[call.module]] = call
-        counts[call.module] += 1
-    return calls
+    keys, largest = list(packed.calls), _ROUNDING
+    for i, (name, _) in enumerate(keys):
+        by, limit = difference(keys[i], "output"), _JUMP * largest
+        if by > limit:
+            # The cause may be outside of modules, in the innermost one with equal inputs.
+            for outer in keys[i:]:
+                prefix = f"{outer[0]}." if outer[0] else ""
+                if f"{name}.".startswith(prefix) and difference(outer, "input") <= limit:
+                    return outer[0], by
+        largest = max(largest, by)
+    of_result = _distance(packed.result, torch.cat([trace.result[:-1] for trace in alone]))
+    return ("", of_result) if of_result > _JUMP * largest else None
 
 
 def _rows(x: Tensor | None, num_tokens: int) -> Tensor | None:

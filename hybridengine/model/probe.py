@@ -44,15 +44,17 @@ _INDEX_NAMES = {"layer_idx", "layer_id", "layer_number", "layer_index"}
 class Call(NamedTuple):
     """The first tensors that a call of a module got and returned; None: there was none."""
 
-    module: str
     input: Tensor | None
     output: Tensor | None
 
 
 class Trace(NamedTuple):
-    """A forward pass: its calls of modules in the order of their ends, and its result."""
+    """A forward pass: its calls of modules in the order of their ends, and its result.
 
-    calls: list[Call]
+    calls: by the module and the number of earlier calls of it.
+    """
+
+    calls: dict[tuple[str, int], Call]
     result: Tensor
 
 
@@ -69,7 +71,7 @@ class Probe:
 
     def __init__(self, config: PretrainedConfig, trust_remote_code: bool) -> None:
         self.token_ids = _plain_tokens(config)
-        self._calls: list[Call] = []
+        self._calls: dict[tuple[str, int], Call] = {}
         reasons: list[Exception] = []
         # In a model's own code, sizes may depend on each other in any way.
         shrinks: tuple[Callable[..., PretrainedConfig], ...]
@@ -110,8 +112,9 @@ class Probe:
 
     def _hook(self, name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            number = next(n for n in itertools.count() if (name, n) not in self._calls)
             given = _first_tensor([*args, *kwargs.values()])
-            self._calls.append(Call(name, given, _first_tensor(output)))
+            self._calls[name, number] = Call(given, _first_tensor(output))
 
         return note
 
@@ -136,9 +139,9 @@ class Probe:
 
     def trace(self, forward: Callable[[], Tensor]) -> Trace:
         """Return the calls of modules in `forward`, and what it returns."""
-        self._calls.clear()
+        self._calls = {}
         result = forward()
-        return Trace(list(self._calls), result)
+        return Trace(self._calls, result)
 
 
 def _on_meta(config: PretrainedConfig, attention: Any, trust_remote_code: bool) -> Any:

@@ -103,8 +103,11 @@ class LayeredWeights(Mapping[str, Tensor]):
 
     Their memory is not always at the same address. Versions of tensors, by which autograd finds
     changes, stay as they are: a gather restores the same bits.
+
+    origin: how it gets their values, for the plan of a run.
     """
 
+    origin = "joined by its tensor-parallel ranks"
     _tensors: dict[str, Tensor]
 
     def __getitem__(self, name: str) -> Tensor:

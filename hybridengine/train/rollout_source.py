@@ -16,8 +16,7 @@ import torch
 
 from hybridengine.engine.interface import RolloutEngine, SamplingSpec, derive_seed
 from hybridengine.model import SharedParameters
-from hybridengine.model.dequantized import DequantizedWeights
-from hybridengine.model.shared_weights import SlicedWeights
+from hybridengine.model.shared_weights import LayeredWeights
 from hybridengine.run.config import RLConfig
 from hybridengine.run.errors import RolloutError
 from hybridengine.run.messages import all_gather_values
@@ -57,10 +56,8 @@ class SharedWeights(NamedTuple):
         if self.reason:
             return f"gathered from shards: {self.reason}"
         weights, by = self.base or self.unsharded, ""
-        if isinstance(weights, SlicedWeights):
-            by = ", joined by its tensor-parallel ranks"
-        elif isinstance(weights, DequantizedWeights):
-            by = ", dequantized layer by layer"
+        if isinstance(weights, LayeredWeights):
+            by = f", {weights.origin}"
         return f"the engine's{by}{', as the base of the adapters' if self.base else ''}"
 
 

@@ -39,9 +39,9 @@ from vllm.v1.worker.gpu_worker import Worker
 from hybridengine.engine.exact.operators import exact_engine, use_exact_operators
 from hybridengine.engine.vllm.environment import own_model_classes
 from hybridengine.engine.vllm.post_load import PostLoadProcessing
-from hybridengine.engine.vllm.quantized import check_quantization
 from hybridengine.engine.vllm.sampling import fuse_sampler
 from hybridengine.engine.vllm.weights import VllmWeights, drop_cached_prefixes
+from hybridengine.fp8.engine import check_quantization
 from hybridengine.model.lora import adapter_shards
 from hybridengine.model.parameters import checkpoint_layout, parameter_shards, unwrap_peft
 from hybridengine.remote.vllm_transfer.server_worker import ServerWorker, StoreInfo

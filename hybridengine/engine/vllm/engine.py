@@ -56,7 +56,6 @@ from hybridengine.engine.vllm.weights import (
     updates_between_steps,
 )
 from hybridengine.model.attachments import Attachment, VllmPrompt, plain_prompt
-from hybridengine.model.dequantized import DequantizedWeights
 from hybridengine.model.shared_weights import Part, SlicedWeights, engine_parts, parameter_views
 from hybridengine.run import load_plugin
 from hybridengine.run.messages import all_gather_values, broadcast_value, group_timeout
@@ -141,7 +140,7 @@ class VllmEngine(RolloutEngine):
         """Return the trained parameters as views of the engine's tensors. Collective.
 
         Where the engine divides them over ranks, they are `SlicedWeights`, and where it quantizes
-        them `DequantizedWeights`, if `frozen`.
+        them those of its `Quantization`, if `frozen`.
 
         From then on `sleep` frees the key-value cache alone. dtype: of the trainer's computation.
         frozen: the caller fills them, and a sync writes the other parameters only (buffers,
@@ -158,7 +157,8 @@ class VllmEngine(RolloutEngine):
         weights = target.weights()
         views: Mapping[str, torch.Tensor]
         if target.layout.quantized:
-            views = DequantizedWeights(target.layout, weights, shapes, dtype)
+            scheme = load_plugin("quantizations", "fp8", "rollout.quantization")
+            views = scheme.parameters(target.layout, weights, shapes, dtype)
         elif self.tp_size == 1:
             views = parameter_views(target.layout, weights, shapes, dtype)
         else:

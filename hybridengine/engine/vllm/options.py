@@ -18,8 +18,8 @@ import yaml
 
 from hybridengine.engine.interface import EngineOptions
 from hybridengine.engine.vllm.environment import CPU_BLOCK_SIZE, prepare_environment
-from hybridengine.engine.vllm.quantized import quantization_options
 from hybridengine.run.errors import ConfigError
+from hybridengine.run.plugins import load_plugin
 
 _TABLES = yaml.safe_load(Path(__file__).with_name("arguments.yaml").read_text())
 ALLOWED = frozenset(_TABLES["allowed"].split())
@@ -32,6 +32,10 @@ def llm_options(options: EngineOptions) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM` for an engine without images, adapters or recorders."""
     model, rollout, on_gpu = options.model, options.rollout, torch.cuda.is_available()
     cache = {} if on_gpu else {"block_size": CPU_BLOCK_SIZE}
+    quantization: dict[str, Any] = {}
+    if rollout.quantization:
+        scheme = load_plugin("quantizations", rollout.quantization, "rollout.quantization")
+        quantization = scheme.arguments()
     return {
         "model": str(model.path),
         "trust_remote_code": model.trust_remote_code,
@@ -39,7 +43,7 @@ def llm_options(options: EngineOptions) -> dict[str, Any]:
         "hf_overrides": {"head_dtype": "float32", **model.config_overrides},
         "load_format": "dummy",
         "dtype": rollout.dtype,
-        **quantization_options(rollout.quantization),
+        **quantization,
         "skip_tokenizer_init": not rollout.stop,  # which vLLM needs to find texts
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "distributed_executor_backend": "external_launcher",

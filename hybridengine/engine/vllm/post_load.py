@@ -8,18 +8,21 @@ longer reads, or has computed, is refused by name.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
-from hybridengine.engine.vllm.quantized import checked_quantization, quantized_layout
 from hybridengine.kernels.decode_linear import inference_linear
-from hybridengine.sync.layout import Copy, EngineLayout, LayoutError, TensorSpec
+from hybridengine.model.shared_weights import LayeredWeights
+from hybridengine.run.plugins import plugins
+from hybridengine.sync.layout import Copy, EngineLayout, LayoutError, Shape, TensorSpec
 from hybridengine.sync.loader import engine_tensors
 from hybridengine.sync.reordering import (
     find_reordering,
@@ -31,6 +34,52 @@ from hybridengine.sync.weight_target import bit_checksums
 _State = tuple[TensorSpec, int]  # of a tensor as it was loaded: spec, checksum of the content
 
 
+class Quantization(ABC):
+    """How vLLM quantizes weights as it loads; registered in the group `hybridengine.quantizations`.
+
+    A sync writes what vLLM would have made of the trained values.
+
+    vllm_name: vLLM's name of the scheme.
+    """
+
+    vllm_name: str
+
+    @abstractmethod
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `vllm.LLM` with which it quantizes."""
+
+    @abstractmethod
+    def fits(self, vllm_config: Any) -> bool:
+        """Return whether an engine of this `VllmConfig` may be one of the scheme."""
+
+    @abstractmethod
+    def watched(self) -> AbstractContextManager[object]:
+        """While open, layers that vLLM loads note whether they can be written in place."""
+
+    @abstractmethod
+    def layout(self, model: torch.nn.Module, layout: EngineLayout) -> EngineLayout:
+        """Return the layout of `model` with the tensors that vLLM has quantized.
+
+        layout: of the model without quantization. Raises LayoutError for a tensor that cannot be
+        written in place.
+        """
+
+    @abstractmethod
+    def parameters(
+        self,
+        layout: EngineLayout,
+        weights: Mapping[str, Tensor],
+        shapes: Mapping[str, Shape],
+        dtype: torch.dtype,
+    ) -> LayeredWeights:
+        """Return the full parameters of `shapes` in `dtype`, made of an engine's `weights`."""
+
+
+def quantizations() -> dict[str, Quantization]:
+    """Return the registered ones, by `rollout.quantization`."""
+    return {name: entry.load() for name, entry in plugins("quantizations").items()}
+
+
 @contextmanager
 def writable_weights() -> Iterator[PostLoadProcessing]:
     """While open, models that vLLM loads keep weights that can be written in place."""
@@ -38,7 +87,10 @@ def writable_weights() -> Iterator[PostLoadProcessing]:
 
     post_load = PostLoadProcessing()
     run = partial(post_load.run, base_loader.process_weights_after_loading)
-    with patch.object(base_loader, "process_weights_after_loading", run), checked_quantization():
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(base_loader, "process_weights_after_loading", run))
+        for quantization in quantizations().values():
+            stack.enter_context(quantization.watched())
         yield post_load
 
 
@@ -86,7 +138,7 @@ class PostLoadProcessing:
         self._attention += _attention_parameters(model)
 
     def adapt_layout(
-        self, model: torch.nn.Module, layout: EngineLayout, shapes: Mapping[str, tuple[int, ...]]
+        self, model: torch.nn.Module, layout: EngineLayout, shapes: Mapping[str, Shape]
     ) -> EngineLayout:
         """Return the layout of `model`'s tensors as vLLM has reordered or quantized them.
 
@@ -100,10 +152,12 @@ class PostLoadProcessing:
                 f"than a regular permutation ({problems[name]}), so it cannot be written in "
                 "place. Choose another kernel (for experts: moe_backend='triton')."
             )
-        reordered = reordered_layout(layout, self._reorderings[id(model)], shapes)
-        return quantized_layout(model, reordered)
+        layout = reordered_layout(layout, self._reorderings[id(model)], shapes)
+        for quantization in quantizations().values():
+            layout = quantization.layout(model, layout)
+        return layout
 
-    def weights(self, model: torch.nn.Module, layout: EngineLayout) -> dict[str, torch.Tensor]:
+    def weights(self, model: torch.nn.Module, layout: EngineLayout) -> dict[str, Tensor]:
         """Return the tensors that `layout` writes by name; the plain ones of packed layers."""
         tensors = self._tensors(model)
         names = (*layout.destinations, *layout.scales)
@@ -178,7 +232,7 @@ class PostLoadProcessing:
                 raise LayoutError(f"{name}: processing it again does something else")
         return reorderings
 
-    def _tensors(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    def _tensors(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """Return all parameters and buffers by name; the plain ones of packed layers.
 
         LoRA slots wrap a layer as `base_layer`; the names are those without slots.
@@ -195,7 +249,7 @@ class PostLoadProcessing:
         return tensors | {name: parameter.data for name, parameter in plain.items()}
 
 
-def _state(tensor: torch.Tensor) -> _State:
+def _state(tensor: Tensor) -> _State:
     (checksum,) = bit_checksums([tensor.data])
     return TensorSpec.of(tensor), checksum
 

@@ -14,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from hybridengine.engine.interface import InFlightUpdate
 from hybridengine.engine.vllm.environment import own_model_classes
-from hybridengine.engine.vllm.post_load import PostLoadProcessing
-from hybridengine.engine.vllm.quantized import VLLM_NAME, quantizes_at_load
+from hybridengine.engine.vllm.post_load import PostLoadProcessing, quantizations
 from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.checks import config_differences, in_words, plain_values
 from hybridengine.sync.layout import CheckpointLayout, EngineLayout, LayoutError
@@ -68,12 +67,13 @@ class ModelWeights(WeightTarget):
         """Raise LayoutError for quantization and parallelism that are not supported."""
         config, parallel = self._config, self._config.parallel_config
         method = config.model_config.quantization
-        if method and not quantizes_at_load(config):
+        if method and not any(known.fits(config) for known in quantizations().values()):
+            names = [known.vllm_name for known in quantizations().values()]
             raise LayoutError(
-                f"quantization: got {method!r}, expected None or {VLLM_NAME!r}. vLLM computes "
-                "quantized weights from those that it loads, which a sync does only for blocks of "
-                "128 x 128 in FP8. Build the engine without quantization, from a config.json "
-                "without quantization_config"
+                f"quantization: got {method!r}, expected None or one of {names}. vLLM computes "
+                "quantized weights from those that it loads, which a sync does only for these. "
+                "Build the engine without quantization, from a config.json without "
+                "quantization_config"
             )
         for key in ("pipeline_parallel_size", "data_parallel_size"):
             if (size := getattr(parallel, key)) > 1:

@@ -39,7 +39,8 @@ def load(path: str, world_size: int) -> Any:
 
 def losses(rank: int, world_size: int, student_path: str, teacher_path: str) -> dict[str, Any]:
     """The loss and gradients of PAIRS, the last response masked, on shards of Ulysses and FSDP2."""
-    from hybridengine.model import pack_rollouts, packed_distillation_loss
+    from hybridengine.distill import packed_distillation_loss
+    from hybridengine.model import pack_rollouts
 
     student, teacher = (load(path, world_size) for path in (student_path, teacher_path))
     teacher.requires_grad_(False)

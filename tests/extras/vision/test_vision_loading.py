@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, LlamaConfig
 
+from hybridengine.distill import packed_distillation_loss
 from hybridengine.model import (
     Optimizer,
     apply_lora,
     frozen_parameters,
     pack_rollouts,
-    packed_distillation_loss,
     packed_log_probs,
     packed_logits,
     packed_values,

@@ -45,6 +45,8 @@ class DequantizedWeights(LayeredWeights):
     Raises LayoutError for a parameter that the engine holds in another form.
     """
 
+    origin = "dequantized layer by layer"
+
     def __init__(
         self,
         layout: EngineLayout,

@@ -11,48 +11,70 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
+from hybridengine.engine.vllm.post_load import Quantization
+from hybridengine.fp8.base import DequantizedWeights
 from hybridengine.kernels.block_quantize import block_quantize
-from hybridengine.sync.layout import EngineLayout, LayoutError, Quantized, TensorSpec
+from hybridengine.sync.layout import EngineLayout, LayoutError, Quantized, Shape, TensorSpec
 
-VLLM_NAME = "fp8_per_block"  # vLLM's name of the scheme
 _SCALE = "_scale_inv"  # appended to the name of a weight
 _PROCESS = "process_weights_after_loading"
 _VERDICTS = "_hybridengine_quantized"  # of a layer: weight → why it cannot be written, or None
 
 
-def quantization_options(quantization: str | None) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for `rollout.quantization`: "fp8" or None."""
-    if quantization is None:
-        return {}
-    # DeepGEMM would quantize again, to scales that are powers of two.
-    os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")
-    return {"quantization": VLLM_NAME}
+class Fp8(Quantization):
+    """Blocks of 128 x 128 in float8_e4m3fn, by `kernels.block_quantize`."""
+
+    vllm_name = "fp8_per_block"
+
+    def arguments(self) -> dict[str, Any]:
+        # DeepGEMM would quantize again, to scales that are powers of two.
+        os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")
+        return {"quantization": self.vllm_name}
+
+    def fits(self, vllm_config: Any) -> bool:
+        from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+
+        return isinstance(vllm_config.quant_config, OnlineQuantizationConfig)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for method, process in _checking_processes():
+                stack.enter_context(patch.object(method, _PROCESS, process))
+            yield
+
+    def layout(self, model: torch.nn.Module, layout: EngineLayout) -> EngineLayout:
+        return quantized_layout(model, layout)
+
+    def parameters(
+        self,
+        layout: EngineLayout,
+        weights: Mapping[str, Tensor],
+        shapes: Mapping[str, Shape],
+        dtype: torch.dtype,
+    ) -> DequantizedWeights:
+        return DequantizedWeights(layout, weights, shapes, dtype)
 
 
-@contextmanager
-def checked_quantization() -> Iterator[None]:
-    """While open, layers that vLLM quantizes note whether they can be written in place."""
-    with ExitStack() as stack:
-        for method, process in checking_processes():
-            stack.enter_context(patch.object(method, _PROCESS, process))
-        yield
+quantization = Fp8()
 
 
 def check_quantization(wanted: Callable[[], bool]) -> None:
-    """As `checked_quantization` from now on, for the layers for which `wanted()` is true."""
-    for method, process in checking_processes(wanted):
+    """As `Fp8.watched` from now on, for the layers for which `wanted()` is true."""
+    for method, process in _checking_processes(wanted):
         setattr(method, _PROCESS, process)
 
 
-def checking_processes(
+def _checking_processes(
     wanted: Callable[[], bool] = lambda: True,
 ) -> list[tuple[type, Callable[..., None]]]:
     """Return vLLM's classes that quantize in blocks, and their `_PROCESS`, with the check."""
@@ -105,7 +127,7 @@ def quantized_layout(model: torch.nn.Module, layout: EngineLayout) -> EngineLayo
             if getattr(method, "uses_meta_device", False) and not is_wrapper:
                 raise LayoutError(
                     f"vLLM quantizes {path!r} with {type(method).__name__}; expected "
-                    f"quantization={VLLM_NAME!r}, blocks of 128 x 128 in FP8"
+                    f"quantization={Fp8.vllm_name!r}, blocks of 128 x 128 in FP8"
                 )
             continue
         for weight, problem in verdicts.items():
@@ -125,10 +147,3 @@ def quantized_layout(model: torch.nn.Module, layout: EngineLayout) -> EngineLayo
             specs[name] = spec
             quantized[name] = Quantized(recorded.dtype, name + _SCALE)
     return replace(layout, destinations=specs, quantized=dict(sorted(quantized.items())))
-
-
-def quantizes_at_load(vllm_config: Any) -> bool:
-    """Return whether vLLM itself quantizes the weights; `quantized_layout` checks how."""
-    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
-
-    return isinstance(vllm_config.quant_config, OnlineQuantizationConfig)
