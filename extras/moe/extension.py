@@ -11,9 +11,8 @@ from transformers import PretrainedConfig
 
 from hybridengine.model.extensions import MixtureExtension, PartReader
 from hybridengine.model.validation import config_of, meta_model
-from hybridengine.moe.expert_lora import check_targets, use_grouped_adapters
 from hybridengine.moe.expert_parallel import EXPERT_DIM, distribute_experts
-from hybridengine.moe.experts import EXPERTS
+from hybridengine.moe.experts import EXPERTS, check_targets, use_grouped_adapters
 from hybridengine.moe.router_balance import balance_routers, prepare_routers
 from hybridengine.moe.router_replay import RouterReplay, SequenceRoutes, route_shape
 from hybridengine.run.config import JobConfig, RLConfig

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers.utils import is_torchvision_available
 from hybridengine.model.attachments import Attachment
 from hybridengine.run.errors import RolloutError
 from hybridengine.vision.decoding import decode_image
+from hybridengine.vision.formats import ImageFormat
 
 __all__ = ["PromptImages", "image_options", "import_image_models", "prepare_images"]
 
@@ -33,15 +34,16 @@ _NAMES = (
 )
 
 
-def prepare_images(preparer: Any, architectures: Sequence[str]) -> None:
+def prepare_images(processor: Any, architectures: Sequence[str]) -> None:
     """Let vLLM load models that take images where torchvision, which it imports, is missing.
 
-    architectures: of the model's config. The processor is then the trainer's.
+    processor: transformers' one of the trainer, which vLLM then has as well.
+    architectures: of the model's config.
     """
     import_image_models(architectures)
     if not is_torchvision_available():
-        processor: Any = importlib.import_module("vllm.transformers_utils.processor")
-        processor.cached_get_processor = lambda *args, **options: preparer.processor
+        module: Any = importlib.import_module("vllm.transformers_utils.processor")
+        module.cached_get_processor = lambda *args, **options: processor
 
 
 def import_image_models(architectures: Sequence[str]) -> None:
@@ -80,12 +82,15 @@ def _import_without_torchvision(module: str) -> None:
             del sys.modules[name]
 
 
-def image_options(preparer: Any, limit: int | None) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for prompts with up to `limit` images, None: vLLM's."""
+def image_options(options: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` for prompts with up to `limit` images, None: vLLM's.
+
+    options: of the image processor.
+    """
     limits = {"video": 0, "audio": 0} | ({} if limit is None else {"image": limit})
     return {
         "limit_mm_per_prompt": limits,
-        "mm_processor_kwargs": preparer.options or None,
+        "mm_processor_kwargs": options or None,
         # It runs the vision tower on the largest image that there is: minutes on a CPU.
         "skip_mm_profiling": not torch.cuda.is_available(),
         "skip_tokenizer_init": False,  # its processor wants it
@@ -98,29 +103,30 @@ def image_options(preparer: Any, limit: int | None) -> dict[str, Any]:
 class PromptImages:
     """Gives vLLM's processor prompts with all tokens of their images, and checks these.
 
+    image_format: of the model.
+    key: returns the trainer's key of an image, under which vLLM caches what it computes of it.
     renderer: of vLLM's `LLMEngine`.
     """
 
-    def __init__(self, preparer: Any, renderer: Any) -> None:
-        self._preparer = preparer
+    def __init__(
+        self, image_format: ImageFormat, key: Callable[[Attachment], str], renderer: Any
+    ) -> None:
+        self._is_bidirectional, self._key = image_format.family.is_bidirectional, key
         self._names: dict[str, str] = {}  # of images, by their keys
-        self._processor, self._token_id = renderer.get_mm_processor(), preparer.token_id
+        self._processor, self._token_id = renderer.get_mm_processor(), image_format.token_id
         self._processor._maybe_apply_prompt_updates = self._find_placeholders
 
     def prompt(self, ids: Sequence[int], images: Sequence[Attachment]) -> Any:
-        """Return a prompt as vLLM takes it.
-
-        Images have the trainer's keys, under which vLLM caches what it computes of them.
-        """
+        """Return a prompt as vLLM takes it."""
         if not images:
             return {"prompt_token_ids": list(ids)}
-        if self._preparer.image_format.family.is_bidirectional and not torch.cuda.is_available():
+        if self._is_bidirectional and not torch.cuda.is_available():
             raise RolloutError(
                 f"{images[0].where}: vLLM's attention on CPUs is causal, also among the tokens of "
                 "an image, which attend to each other in both directions in this model; set "
                 "rollout.name=hf"
             )
-        keys = [self._preparer.key(image) for image in images]
+        keys = [self._key(image) for image in images]
         self._names |= {key: image.where for key, image in zip(keys, images, strict=True)}
         return {
             "prompt_token_ids": list(ids),

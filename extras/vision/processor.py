@@ -27,6 +27,7 @@ from hybridengine.model.attachments import (
 from hybridengine.model.packed import PartSource
 from hybridengine.run.errors import ConfigError, DataError, unreadable_part
 from hybridengine.vision.decoding import decode_image
+from hybridengine.vision.engine import PromptImages, image_options, prepare_images
 from hybridengine.vision.formats import IMAGE_MODEL_TYPES, ImageFormat, ImageInputs
 from hybridengine.vision.packed import PackedImages, SequenceImages, placeholders_of
 
@@ -181,15 +182,11 @@ class ImagePreparer(AttachmentPreparer):
             yield tensors | self.image_format.token_types(is_image)
 
     def vllm_arguments(self, architectures: Sequence[str], limit: int | None) -> dict[str, Any]:
-        from hybridengine.vision.engine import image_options, prepare_images
-
-        prepare_images(self, architectures)
-        return image_options(self, limit)
+        prepare_images(self.processor, architectures)
+        return image_options(self.options, limit)
 
     def vllm_prompt(self, renderer: Any) -> VllmPrompt:
-        from hybridengine.vision.engine import PromptImages
-
-        return PromptImages(self, renderer).prompt
+        return PromptImages(self.image_format, self.key, renderer).prompt
 
 
 def load_image_preparer(

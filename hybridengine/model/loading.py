@@ -33,12 +33,17 @@ from hybridengine.model.extensions import (
     prepare_model,
 )
 from hybridengine.model.flash_attention import choose_flash_kernel
-from hybridengine.model.frozen_base import GatheredBase, base_parameters, fill_base, place_base
 from hybridengine.model.fsdp import Offloader, mesh_2d, modules_of_size, shard_model
 from hybridengine.model.head import patch_head
 from hybridengine.model.packing_check import check_packing
 from hybridengine.model.parameters import is_finite, parameter_shards
 from hybridengine.model.rotary import fix_rotary_length
+from hybridengine.model.shared_parameters import (
+    GatheredBase,
+    base_parameters,
+    fill_base,
+    place_base,
+)
 from hybridengine.model.shared_weights import LayeredWeights
 from hybridengine.model.validation import auto_class, config_of, meta_model
 from hybridengine.run.config.common import ShardingConfig, TrainedModelConfig
@@ -62,7 +67,7 @@ class LoadOptions:
         deterministic: a GPU adds gradients in a fixed order (`choose_flash_kernel`).
         base_memory: frozen parameter, by its name without adapters → the tensor, in the compute
             type, that holds it unsharded on every rank, or `LayeredWeights`, which are gathered
-            layer by layer (`hybridengine.model.frozen_base`).
+            layer by layer (`hybridengine.model.shared_parameters`).
         max_model_len: the longest sequence of the run, in tokens (`fix_rotary_length`).
     """
 

@@ -56,7 +56,7 @@ def body(rank: int, world_size: int, path: str, checkpointing: bool) -> dict:
 
     from hybridengine.kernels.block_quantize import block_quantize
     from hybridengine.model import pack_rollouts, packed_log_probs
-    from hybridengine.model.frozen_base import full_base
+    from hybridengine.model.shared_parameters import full_base
 
     dtype = torch.bfloat16  # vLLM quantizes this dtype and float16
     register_kernel()

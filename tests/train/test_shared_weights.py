@@ -74,7 +74,7 @@ def body(
         packed_log_probs,
         parameter_shards,
     )
-    from hybridengine.model.frozen_base import full_base
+    from hybridengine.model.shared_parameters import full_base
 
     engine, checkpoint = build_engine(path, tp_size, dtype, lora_rank=slot_rank)
     memory = engine.share_weights(dtype)

@@ -25,7 +25,6 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.utils.hub import cached_file
 from transformers.utils.logging import set_tqdm_hook
 
-from hybridengine.model.frozen_base import full_base
 from hybridengine.model.lora import adapter_shards, has_experts, peft_factors
 from hybridengine.model.parameters import (
     meta_copy,
@@ -33,6 +32,7 @@ from hybridengine.model.parameters import (
     saved_dtypes,
     use_checkpoint_names,
 )
+from hybridengine.model.shared_parameters import full_base
 from hybridengine.run.errors import ModelError
 from hybridengine.run.messages import run_on_rank0
 from hybridengine.run.storage import atomic_folder, check_disk_space, note_progress, writing_to

@@ -17,4 +17,4 @@ def prepare() -> None:
     config = AutoConfig.from_pretrained(path)
     preparer = load_image_preparer(config, path, {})
     assert preparer is not None
-    prepare_images(preparer, config.architectures)
+    prepare_images(preparer.processor, config.architectures)

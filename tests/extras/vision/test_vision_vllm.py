@@ -58,7 +58,9 @@ def test_other_tokens_than_vllm_would_write_are_refused(
         _validate_mm_updates=lambda *_: None,
         _find_mm_placeholders=lambda *_: {"image": found} if found else {},
     )
-    prompts = PromptImages(preparer, SimpleNamespace(get_mm_processor=lambda: processor))
+    prompts = PromptImages(
+        preparer.image_format, preparer.key, SimpleNamespace(get_mm_processor=lambda: processor)
+    )
     prompts._names[key] = image.where
     update = SimpleNamespace(content=SimpleNamespace(full=[100, 100]))
     result = SimpleNamespace(
@@ -81,7 +83,9 @@ def test_images_that_attend_in_both_directions_are_refused_on_a_cpu(
     save_tiny_vision("gemma3", tmp_path)
     preparer = load_image_preparer(AutoConfig.from_pretrained(tmp_path), str(tmp_path), {})
     processor = SimpleNamespace()
-    prompts = PromptImages(preparer, SimpleNamespace(get_mm_processor=lambda: processor))
+    prompts = PromptImages(
+        preparer.image_format, preparer.key, SimpleNamespace(get_mm_processor=lambda: processor)
+    )
     assert prompts.prompt([5, 6], []) == {"prompt_token_ids": [5, 6]}
     with pytest.raises(RolloutError, match="row 3: vLLM's attention on CPUs is causal"):
         prompts.prompt([5, 6], [EncodedImage("row 3", "abc")])
