@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -83,7 +84,9 @@ def apply_lora(
     if target_parameters:
         mixture_extension("model.target_parameters").check_targets(model, target_parameters)
     try:
-        with _names_as_given(model):
+        # By the type of a mixture PEFT takes gate_proj, up_proj and down_proj for experts, as they
+        # were in transformers 4, though linear layers of shared experts have these names too.
+        with patch.object(model.config, "model_type", ""):
             inject_adapter_in_model(config, model, low_cpu_mem_usage=model.device.type == "meta")
     except ValueError as error:
         raise ModelError(f"target_modules: got {target_modules!r}: {error}") from None
@@ -102,22 +105,6 @@ def apply_lora(
             )
     if adapter_path is not None and model.device.type != "meta":
         _load_factors(model, adapter_path)
-
-
-@contextmanager
-def _names_as_given(model: PreTrainedModel) -> Iterator[None]:
-    """Keep PEFT from renaming targets by the type of the model.
-
-    In mixtures it takes gate_proj, up_proj and down_proj for experts, as they were in transformers
-    4, though linear layers of shared experts have these names too.
-    """
-    config: Any = model.config
-    kind = config.model_type
-    config.model_type = ""
-    try:
-        yield
-    finally:
-        config.model_type = kind
 
 
 def check_lora(
