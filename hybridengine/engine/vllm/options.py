@@ -18,8 +18,8 @@ import yaml
 
 from hybridengine.engine.interface import EngineOptions
 from hybridengine.engine.vllm.environment import CPU_BLOCK_SIZE, prepare_environment
+from hybridengine.run import load_plugin
 from hybridengine.run.errors import ConfigError
-from hybridengine.run.plugins import load_plugin
 
 _TABLES = yaml.safe_load(Path(__file__).with_name("arguments.yaml").read_text())
 ALLOWED = frozenset(_TABLES["allowed"].split())

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybridengine.kernels.decode_linear import inference_linear
 from hybridengine.model.shared_weights import LayeredWeights
-from hybridengine.run.plugins import plugins
+from hybridengine.run import plugins
 from hybridengine.sync.layout import Copy, EngineLayout, LayoutError, Shape, TensorSpec
 from hybridengine.sync.loader import engine_tensors
 from hybridengine.sync.reordering import (
