@@ -67,7 +67,8 @@ def sync_body(rank: int, world_size: int, path: str) -> dict:
         "dtypes": {n: str(t.dtype) for n, t in written.items()},
         "received": report.bytes_received,
         "planned": resharder.plan.bytes_received[rank],
-        "for_scales": resharder._mover.scales.bytes_reduced,
+        # A ring's all-reduce of a number per block.
+        "for_scales": 2 * resharder._mover.encoding.scale.nbytes * (world_size - 1) // world_size,
         "version": engine.weight_version,
         "responses": [len(o.token_ids) for completions in outputs for o in completions],
     }
