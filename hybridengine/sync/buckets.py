@@ -55,7 +55,6 @@ class Bucket:
       its node and across nodes.
     """
 
-    source_dtype: torch.dtype
     engine_dtype: torch.dtype
     frozen: bool
     merged: bool
@@ -205,7 +204,7 @@ def fill_buckets(
             if into is not None:
                 end = table.end_of_fit(first, into.staged, bucket_bytes)
             if into is None or end == first:
-                latest[treatment] = _Filling(Bucket(*treatment), world_size)
+                latest[treatment] = _Filling(Bucket(*treatment[1:]), world_size)
                 fillings.append(latest[treatment])
                 continue
             into.bucket.chunks += [(name, chunk) for chunk in table.chunks[first:end]]

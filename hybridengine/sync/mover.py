@@ -44,10 +44,6 @@ class Increment(Protocol):
         """
 
 
-def _pack(exchange: Exchange, sources: Sequence[torch.Tensor], outgoing: torch.Tensor) -> None:
-    exchange.pack.copy(sources, [outgoing])
-
-
 class Mover:
     """One rank's part in the transfers of a plan.
 
@@ -135,7 +131,7 @@ class Mover:
         guard = transport.guard
         guard.phase = f"packing {where}"
         sources = self._sources(transport, exchange)
-        pending = transport.post_bucket(where, exchange, partial(_pack, exchange, sources))
+        pending = transport.post_bucket(where, exchange, sources)
         guard.phase = f"copying the local part of {where}"
         destinations = [weights[name] for name in exchange.destinations]
         exchange.local.copy(sources, destinations)

@@ -53,7 +53,6 @@ class ReshardPlan:
     source_classes: Mapping[Source, SourceClass]
     layouts: Sequence[EngineLayout]
     layout_of: Sequence[int]
-    num_nodes: int
     sent_once: frozenset[Source]
     buckets: list[Bucket]
     bytes_received: list[int]
@@ -159,7 +158,6 @@ class Planner:
             source_classes=classes,
             layouts=self._layouts,
             layout_of=self._layout_of,
-            num_nodes=self._topology.num_nodes,
             sent_once=sent_once,
             buckets=buckets,
             bytes_received=moved[:2].sum(0).tolist(),

@@ -69,16 +69,13 @@ class ShardSpec:
 
     @classmethod
     def along(
-        cls,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        dim: int,
-        holders: Holders,
-        frozen: bool = False,
-        merged: bool = False,
+        cls, shape: tuple[int, ...], dtype: torch.dtype, dim: int, holders: Holders, **how: bool
     ) -> ShardSpec:
-        """Return the placement of a parameter sharded on one dimension, one chunk per holder."""
-        return cls(shape, dtype, (Split(dim, (len(holders),)),), holders, frozen, merged)
+        """Return the placement of a parameter sharded on one dimension, one chunk per holder.
+
+        how: `frozen`, `merged`.
+        """
+        return cls(shape, dtype, (Split(dim, (len(holders),)),), holders, **how)
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, world_size: int) -> ShardSpec:

@@ -197,6 +197,11 @@ class Exchange(NamedTuple, Generic[T]):
     receive_counts: list[int]
     measured: BlockTable | None = None
 
+    def pack_into(self, buffer: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+        """Fill the send buffer, uint8, with what this rank sends."""
+        pack: Any = self.pack
+        pack.copy(sources, [buffer.view(self.bucket.engine_dtype)])
+
     @property
     def bytes_sent(self) -> list[int]:
         """Bytes to each rank."""

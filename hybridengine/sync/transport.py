@@ -25,9 +25,7 @@ from hybridengine.sync.shards import ShardSpec
 from hybridengine.sync.tables import ALIGNMENT, Exchange
 from hybridengine.sync.weight_target import ReshardError
 
-Pack = Callable[[torch.Tensor], None]
-"""Fills a buffer of the engine's dtype with what this rank sends of a bucket."""
-
+Tensors = Sequence[torch.Tensor]
 Gather = Callable[[], torch.Tensor]
 """Returns a full parameter on a rank that trains; collective over these."""
 
@@ -100,8 +98,8 @@ class Transport(ABC):
     bytes_received = bytes_sent = 0
 
     @abstractmethod
-    def post_bucket(self, where: str, exchange: Exchange, pack: Pack) -> Pending:
-        """Start to move a bucket."""
+    def post_bucket(self, where: str, exchange: Exchange, sources: Tensors) -> Pending:
+        """Start to move a bucket. sources: the tensors that it is packed from."""
 
     @abstractmethod
     def post(
@@ -109,9 +107,9 @@ class Transport(ABC):
     ) -> Pending:
         """Start to move messages. outgoing: uint8, in the order of the receivers; None: none."""
 
-    @abstractmethod
     def move_full(self, name: str, spec: ShardSpec, gather: Gather) -> torch.Tensor | None:
         """Return a full parameter on ranks that hold an engine, None elsewhere."""
+        return gather()
 
     def check(self, problem: Exception | None) -> None:
         """Raise on this rank, or where ranks agree on every step on all, if there is a problem."""
@@ -190,31 +188,31 @@ class _DeviceMemory:
     def close(self) -> None: ...
 
 
+def _attempt(fn: Callable[[], Any]) -> tuple[Any, str | None]:
+    """Return the result of `fn`, or why it failed."""
+    try:
+        return fn(), None
+    except Exception as error:
+        return None, one_line(error)
+
+
 def share_memory(size: int, device: torch.device) -> SharedMemory | None:
     """Return `size` bytes of every rank, or None if not every rank can map all. Collective.
 
     size, device.type: the same on every rank. All ranks are on one machine. Warns where sharing
     failed, but not of GPUs that cannot access each other.
     """
-    own: HostMemory | _DeviceMemory | None = None
-    buffers: list[torch.Tensor] = []
-    problem: str | None = None
-    try:
-        own = (HostMemory if device.type == "cpu" else _DeviceMemory)(size, device)
-    except Exception as error:
-        problem = one_line(error)
+    kind: Any = HostMemory if device.type == "cpu" else _DeviceMemory
+    own, problem = _attempt(lambda: kind(size, device))
     offer = (own and own.address, problem)
     offers = all_gather_values(offer, tuple[str | int | None, str | None])
     addresses: list[Any] = [address for address, _ in offers]
-    problems = [text for _, text in offers]
+    problems, buffers = [text for _, text in offers], []
     if device.type == "cuda" and not _access_each_other(addresses):
         return None
     if own is not None:
         if not any(problems):
-            try:
-                buffers = own.map(addresses)
-            except Exception as error:
-                problem = one_line(error)
+            buffers, problem = _attempt(lambda: own.map(addresses))
             problems = all_gather_values(problem, str | None)  # from here on every rank has mapped
         own.close()
     if failed := [rank for rank, text in enumerate(problems) if text]:
@@ -266,7 +264,7 @@ class AllToAll(Transport):
         # A sync that failed may still write to its own.
         self._buffers, self._kept = self._kept or Buffers(self._device), None
 
-    def post_bucket(self, where: str, exchange: Exchange, pack: Pack) -> Pending:
+    def post_bucket(self, where: str, exchange: Exchange, sources: Tensors) -> Pending:
         sent, received = exchange.bytes_sent, exchange.bytes_received
         start = -(-sum(sent) // ALIGNMENT) * ALIGNMENT
         if start + sum(received) > self._staging_bytes:
@@ -274,7 +272,7 @@ class AllToAll(Transport):
         size = start + sum(received)
         buffer = self._buffers.next(size, 0 if self._merges else self._staging_bytes)
         outgoing, incoming = buffer[: sum(sent)], buffer[start:]
-        pack(outgoing.view(exchange.bucket.engine_dtype))
+        exchange.pack_into(outgoing, sources)
         pending = self._exchange(where, incoming, outgoing, received, sent)
         if self._merges:
             pending.release = partial(buffer.untyped_storage().resize_, 0)
@@ -311,9 +309,6 @@ class AllToAll(Transport):
         self.progress.mark(f"exchanging {where}")
         return arriving
 
-    def move_full(self, name: str, spec: ShardSpec, gather: Gather) -> torch.Tensor:
-        return gather()
-
     def check(self, problem: Exception | None) -> None:
         raise_if_any(problem, self.guard, "checking what has arrived")
 
@@ -337,10 +332,10 @@ class Pull(AllToAll):
         self._count = 0
         self._packed = torch.zeros(1, dtype=torch.int32, device=self._device)
 
-    def post_bucket(self, where: str, exchange: Exchange, pack: Pack) -> Pending:
+    def post_bucket(self, where: str, exchange: Exchange, sources: Tensors) -> Pending:
         buffers = [buffer.chunk(2)[self._count % 2] for buffer in self.memory.buffers]
         self._count += 1
-        pack(buffers[dist.get_rank()].view(exchange.bucket.engine_dtype))
+        exchange.pack_into(buffers[dist.get_rank()], sources)
         with self.guard.collective(f"exchanging {where}"):
             work = dist.all_reduce(self._packed, async_op=True)
         self.bytes_received += sum(exchange.bytes_received)

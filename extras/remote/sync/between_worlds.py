@@ -28,9 +28,9 @@ from hybridengine.sync.shards import ShardSpec
 from hybridengine.sync.tables import Exchange
 from hybridengine.sync.transport import (
     Gather,
-    Pack,
     Pending,
     Sizes,
+    Tensors,
     Transport,
 )
 
@@ -89,14 +89,14 @@ class TrainersEnd(Transport):
         except LinkError as error:
             self.failure = error
 
-    def post_bucket(self, where: str, exchange: Exchange, pack: Pack) -> Pending:
+    def post_bucket(self, where: str, exchange: Exchange, sources: Tensors) -> Pending:
         if self._is_out:
             return Pending(list)
         sizes = self._sizes[id(exchange)]
         with self._sending():
             with self.link.collective(f"sending {where}"):
                 outgoing = self.link.buffer(int(sizes[self._rank].sum()), self._largest)
-            pack(outgoing.view(exchange.bucket.engine_dtype))
+            exchange.pack_into(outgoing, sources)
             return self._post(where, outgoing, sizes)
         return Pending(list)
 
@@ -132,16 +132,13 @@ class TrainersEnd(Transport):
         return []
 
     def move_full(self, name: str, spec: ShardSpec, gather: Gather) -> None:
-        full = gather()
-        if self.failure:
-            return
-        with self._sending():
-            data = full.contiguous().view(-1).view(torch.uint8)
-            with self.link.collective(f"sending {name!r} in full"):
-                self.bytes_sent += self.link.send_full(data)
-            self.progress.mark(f"sending {name!r} in full")
-            if self.link.checks:
-                self._checksums.append([bit_checksum(data)] * len(self.link.replicas))
+        """Each trainer sends a part of the parameter to every tensor-parallel rank."""
+        data = gather().contiguous().view(-1).view(torch.uint8)
+        parts = _parts_of_full(spec, self._num_trainers)
+        tp_size = len(self.receivers)
+        own = data.split(parts)[self._rank].repeat(tp_size)
+        sizes = np.repeat(np.array(parts)[:, None], tp_size, 1)
+        self._post(f"{name!r} in full", own, sizes).wait()
 
     def check(self, problem: Exception | None) -> None:
         """Do nothing: the engines tell what was wrong."""
@@ -167,6 +164,12 @@ def _of_all_trainers(own: np.ndarray) -> np.ndarray:
     return torch.stack(gathered).numpy()
 
 
+def _parts_of_full(spec: ShardSpec, num_trainers: int) -> list[int]:
+    """Return how many bytes of a full parameter each trainer sends."""
+    size = math.prod(spec.shape) * spec.dtype.itemsize
+    return [size * (r + 1) // num_trainers - size * r // num_trainers for r in range(num_trainers)]
+
+
 class EnginesEnd(Transport):
     """The receiving end, on an engine rank. The first `num_trainers` ranks of the plan send."""
 
@@ -181,7 +184,7 @@ class EnginesEnd(Transport):
         self._checksums: list[torch.Tensor] = []  # of each message, by trainer
         self._messages: list[str] = []
 
-    def post_bucket(self, where: str, exchange: Exchange, pack: Pack) -> Pending:
+    def post_bucket(self, where: str, exchange: Exchange, sources: Tensors) -> Pending:
         return self._post(where, exchange.bytes_received, self._staging_bytes)
 
     def post(
@@ -212,12 +215,8 @@ class EnginesEnd(Transport):
             self._messages.append(where)
 
     def move_full(self, name: str, spec: ShardSpec, gather: Gather) -> torch.Tensor:
-        size = math.prod(spec.shape) * spec.dtype.itemsize
-        with self.link.collective(f"receiving {name!r} in full"):
-            full = self.link.receive_full(size)
-        self.progress.mark(f"receiving {name!r} in full")
-        self.bytes_received += full.numel()
-        self._remember(f"{name!r} in full", [full] * self._num_trainers)
+        parts = _parts_of_full(spec, self._num_trainers)
+        full = torch.cat(self._post(f"{name!r} in full", parts).wait())
         return full.view(spec.dtype).view(spec.shape)
 
     def end(self) -> None:
@@ -251,7 +250,6 @@ def open_link(
     rank: int,
     device: torch.device,
     timeout_s: float,
-    in_full: bool,
     guard: CollectiveGuard,
     buckets: Iterable[np.ndarray] = (),
 ) -> Link:
@@ -260,7 +258,6 @@ def open_link(
     trainers: their processes, as `this_process`.
     infos: of the engines of the members, by number.
     rank: among the trainers, then the members.
-    in_full: whether some weights are sent to all members in full.
     guard: of the trainers' collectives, or of the engine's.
     buckets: see `MemoryLink`.
     """
@@ -273,7 +270,7 @@ def open_link(
     place, number = Place(rank, len(trainers), members, peers, device, timeout_s), transfer.groups
     link: Link
     if transfer.feeders is None:
-        link = GroupLink(place, store, number, everybody=in_full)
+        link = GroupLink(place, store, number)
     else:
         link = MemoryLink(place, store, number, transfer.feeders, guard, buckets)
     link.activity = guard.activity

@@ -165,10 +165,6 @@ class Link(ABC):
         sizes: bytes from each trainer to each of these, int64 [trainers, tp_size].
         """
 
-    @abstractmethod
-    def send_full(self, data: torch.Tensor) -> int:
-        """Send the same bytes, which every trainer has, to all members; return those sent here."""
-
     # On a member
 
     @abstractmethod
@@ -178,10 +174,6 @@ class Link(ABC):
         sizes: the bytes from each trainer.
         largest: as of `buffer` for a bucket, whose memory is used again; 0 for others.
         """
-
-    @abstractmethod
-    def receive_full(self, size: int) -> torch.Tensor:
-        """Return what `send_full` has sent."""
 
     @cached_property
     def _buffers(self) -> Buffers:
@@ -199,12 +191,10 @@ class Link(ABC):
 class GroupLink(Link):
     """Process groups: gloo, or NCCL.
 
-    everybody: also make a group of all members, for weights that all of them need in full.
-
     Raises LinkError if a rank does not come within `timeout_s`.
     """
 
-    def __init__(self, place: Place, store: SyncStore, number: int, everybody: bool) -> None:
+    def __init__(self, place: Place, store: SyncStore, number: int) -> None:
         super().__init__(place)
         self._groups: dict[str, Any] = {}  # torch's stubs know little of a backend
         rank, num_trainers = self.rank, self.num_trainers
@@ -212,8 +202,6 @@ class GroupLink(Link):
         if rank >= num_trainers:
             tp_rank = self.members[rank - num_trainers].tp_rank
             ranks_of[f"replicas/{tp_rank}"] = self._own_replicas
-            if everybody:
-                ranks_of["members"] = ranks_of["link"][num_trainers:]
         timeout = timedelta(seconds=self.timeout_s)
         make: Any = dist.ProcessGroupGloo
         if self.device.type == "cuda":
@@ -234,10 +222,6 @@ class GroupLink(Link):
         counts: list[int] = []
         for column, (_, members) in zip(sizes.T, sorted(self.replicas.items()), strict=True):
             counts += divide(column, len(members))[0][self.rank].tolist()
-        return self._send(outgoing, counts)
-
-    def _send(self, outgoing: torch.Tensor, counts: Sequence[int]) -> dist.Work:
-        """Start to send bytes, `counts` to each member in order."""
         sent = [*[0] * self.num_trainers, *counts]
         return self._groups["link"].alltoall_base(self._bytes(0), outgoing, [0] * len(sent), sent)
 
@@ -249,60 +233,21 @@ class GroupLink(Link):
         most = largest and largest + ALIGNMENT * len(replicas)
         buffer = self._buffers.next(size, most) if most else self._bytes(size)
         own = buffer[index * part :][: counts[:, index].sum()]
-        work = self._receive_part(own, counts[:, index].tolist())
+        group, among = self._groups["link"], self._groups.get("replicas")
+        arriving = [*counts[:, index].tolist(), *[0] * len(self.members)]
+        work = group.alltoall_base(own, self._bytes(0), arriving, [0] * len(arriving))
 
         def wait() -> list[torch.Tensor]:
             work.wait()
-            self.gather(buffer)
+            if among is not None and size:
+                among._allgather_base(buffer, buffer.chunk(len(replicas))[index]).wait()
             return list(buffer[: sizes.sum()].split(sizes.tolist()))
 
         sent = (len(replicas) - 1) * part
         return Pending(wait, received=own.nbytes + sent, sent=sent)
 
-    def _receive_part(self, received: torch.Tensor, counts: Sequence[int]) -> dist.Work:
-        """Start to receive bytes, `counts` from each trainer in order."""
-        arriving = [*counts, *[0] * len(self.members)]
-        group = self._groups["link"]
-        return group.alltoall_base(received, self._bytes(0), arriving, [0] * len(arriving))
-
-    def send_full(self, data: torch.Tensor) -> int:
-        """Each member gets a part of it, and gathers the others."""
-        parts = data.split(self._part_of_full(data.numel()))
-        own = [p if self._owner(i) == self.rank else p[:0] for i, p in enumerate(parts)]
-        counts = [p.numel() for p in own] + [0] * (len(self.members) - len(own))
-        self._send(torch.cat(own), counts).wait()
-        return sum(counts)
-
-    def receive_full(self, size: int) -> torch.Tensor:
-        part, index = self._part_of_full(size), self.rank - self.num_trainers
-        buffer = self._bytes(part * len(self.members))
-        own = buffer[:size][index * part :][:part]
-        counts = [0] * self.num_trainers
-        counts[self._owner(index)] = own.numel()
-        self._receive_part(own, counts).wait()
-        self.gather(buffer, "members")
-        return buffer[:size]
-
-    def _part_of_full(self, size: int) -> int:
-        """Return how many of `size` bytes one member receives from the trainers."""
-        return max(1, divide(np.array([size]), len(self.members))[1])
-
-    def _owner(self, index: int) -> int:
-        """Return the trainer that sends the part of one member."""
-        return index % self.num_trainers
-
     def _bytes(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self.device)
-
-    def gather(self, buffer: torch.Tensor, among: str = "replicas") -> None:
-        """Fill a buffer of equal parts from the members that hold one each; in place.
-
-        among: "replicas", or "members" for all.
-        """
-        group = self._groups.get(among)
-        if group is not None and buffer.numel():
-            own = buffer.chunk(group.size())[group.rank()]
-            group._allgather_base(buffer, own).wait()
 
     def close(self) -> None:
         for group in self._groups.values():

@@ -247,20 +247,6 @@ class MemoryLink(Link):
             own = parts[self.members[index].tp_rank]
             connection.sendall(head + b"".join(_PART.pack(*part) for part in own))
 
-    def send_full(self, data: torch.Tensor) -> int:
-        """Each feeder of a member writes an equal part of it."""
-        if not self._sockets:
-            return 0
-        own = data if self.relays else _cut(data, self.rank, self.num_trainers)
-        pieces = _pieces(len(own), self._slot_bytes)
-        others = self.num_trainers - 1 if self.relays else 0  # senders of a message of one feeder
-        for piece in range(pieces):
-            part = _cut(own, piece, pieces)
-            self._free_slot()[: len(part)] = part
-            parts = [(0, len(part))] + [(0, 0)] * others
-            self._post([parts] * len(self.replicas), more=piece + 1 < pieces)
-        return own.numel()
-
     # On a member
 
     def _connect(self) -> None:
@@ -344,9 +330,6 @@ class MemoryLink(Link):
             torch.cuda.current_stream(self.device).synchronize()
         for connection in self._sockets:
             connection.sendall(_READ)
-
-    def receive_full(self, size: int) -> torch.Tensor:
-        return torch.cat(self.receive(np.zeros(self.num_trainers, np.int64), 0).wait())[:size]
 
     # Both
 

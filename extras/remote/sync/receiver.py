@@ -263,7 +263,6 @@ class WeightReceiver:
                 len(trainers) + place,
                 self._device,
                 self._timeout_s,
-                bool(self._plan.fallback),
                 self._rank.guard,
             )
         return self._link

@@ -28,9 +28,8 @@ from hybridengine.run.activity import machine_of, stopped_ranks, this_process
 from hybridengine.run.failures import CollectiveError, DeviceProgress, device_id, one_line
 from hybridengine.run.messages import (
     all_gather_values,
-    broadcast_value,
+    from_rank0,
     raise_on_all_ranks,
-    run_on_all_ranks,
 )
 from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.buckets import default_bucket_bytes
@@ -318,7 +317,6 @@ class WeightSender:
                 self.rank,
                 self._device,
                 self._timeout_s,
-                bool(self.plan.fallback),
                 self._guard,
                 self._transport.sizes,
             )
@@ -385,9 +383,6 @@ class WeightSender:
         expected: the type of the value.
         wait_s: how long `fn` may wait for engines.
         """
-
-        def run() -> T | None:
-            return fn(self._coordinator) if self._coordinator else None
-
+        coordinator: Any = self._coordinator  # None elsewhere
         with self._guard.collective(phase, self._timeout_s + wait_s):
-            return broadcast_value(run_on_all_ranks(run, ReshardError), expected)
+            return from_rank0(lambda: fn(coordinator), expected, ReshardError)

@@ -111,8 +111,7 @@ def test_every_byte_crosses_once(
         for rank in result:
             assert rank["right"] == [True] * 3
     assert of_trainers[0]["buckets"] > 1
-    # The parameter of the loader travels in float32, once, or once from each trainer that relays.
-    full = 7 * 5 * 4 * (min(trainers, sum(engines)) if over == "relayed" else 1)
+    full = 7 * 5 * 4 * tp_size  # the parameter of the loader, in float32
     for sync in range(3):
         crossed = sum(rank["sent"][sync] for rank in of_trainers)
         assert crossed == of_trainers[0]["needed"] + full

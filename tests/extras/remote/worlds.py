@@ -90,11 +90,20 @@ def worlds(*arguments: tuple, timeout_s: float = 400.0, over: str = "groups") ->
 
 def damage_arrivals(times: int) -> None:
     """Flip a bit of the next `times` messages that this process receives."""
-    gather, left = GroupLink.gather, iter(range(times))
+    receive, left = GroupLink.receive, iter(range(times))
 
-    def gather_damaged(link, buffer, among="replicas"):
-        gather(link, buffer, among)
-        if buffer.numel() and next(left, None) is not None:
-            buffer[7] ^= 128
+    def receive_damaged(link, sizes, largest):
+        pending = receive(link, sizes, largest)
+        wait = pending.wait
 
-    GroupLink.gather = gather_damaged
+        def wait_damaged():
+            arrived = wait()
+            if sizes.any() and next(left, None) is not None:
+                part = next(part for part in arrived if part.numel())
+                part[min(7, part.numel() - 1)] ^= 128
+            return arrived
+
+        pending.wait = wait_damaged
+        return pending
+
+    GroupLink.receive = receive_damaged
