@@ -15,6 +15,7 @@ from hybridengine.run.config import JobConfig, RLConfig
 from hybridengine.train.algorithms import uses_critic
 
 GIB = 2.0**30
+_WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba", "moe", "mlp"}  # in `layer_types`
 
 
 def pair_cost(config: PretrainedConfig, shapes: Mapping[str, Sequence[int]]) -> float:
@@ -46,7 +47,8 @@ class LayerShape:
     def of(cls, config: PretrainedConfig, shapes: Mapping[str, Sequence[int]]) -> Self:
         """Build from the configuration and the shapes of the trained parameters, by name."""
         text: Any = config.get_text_config()
-        heads, layers = text.num_attention_heads, text.num_hidden_layers
+        heads = getattr(text, "num_attention_heads", None) or text.num_heads  # of Mamba alone
+        layers = text.num_hidden_layers
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         attention_width = heads * head_dim
         kv_width = (getattr(text, "num_key_value_heads", None) or heads) * head_dim
@@ -56,7 +58,7 @@ class LayerShape:
         for name, shape in shapes.items():
             if name.endswith(("down_proj", "down_proj.weight")):
                 ffn_width += shape[-1] * (experts_per_token if len(shape) == 3 else 1)
-        ffn_width = ffn_width // layers or text.intermediate_size
+        ffn_width = ffn_width // layers or getattr(text, "intermediate_size", 0)
         return cls(text.hidden_size, layers, attention_width, kv_width, ffn_width)
 
     @property
@@ -97,13 +99,17 @@ def share_per_token(name: str, config: PretrainedConfig) -> float:
 
 def forward_flops_per_pair(config: PretrainedConfig) -> float:
     """Return the FLOPs of one token and one key in all layers: the score and the weighted sum."""
+    kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
+    layers = sum(kind not in _WITHOUT_ATTENTION for kind in kinds)
+    if not layers:
+        return 0.0
     heads = config.num_attention_heads
     if getattr(config, "kv_lora_rank", None):  # multi-head latent attention (DeepSeek-V2, Kimi-K2)
         key_dim, value_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     else:
         key_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         value_dim = key_dim
-    return 2.0 * config.num_hidden_layers * heads * (key_dim + value_dim)
+    return 2.0 * layers * heads * (key_dim + value_dim)
 
 
 def num_parameters(config: JobConfig, path: str | None = None) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridengine.hybrid import pack_linear_attention, takes_packed
+from hybridengine.hybrid.extension import extension
 from hybridengine.integrations import transformers as integration
 from hybridengine.integrations.trl import add_fused_lm_head
 from hybridengine.run.errors import ModelError
@@ -104,6 +106,13 @@ def test_losses_of_other_trainers_refuse_it(change, described_by):
     assert model(input_ids=padded, labels=padded).loss.isfinite()
     pack_linear_attention(model)
     assert model(**packed_inputs(parts, described_by), labels=labels).loss.isfinite()
+
+
+def test_sequence_parallelism_is_refused_at_the_start():
+    config = SimpleNamespace(sequence_parallel_size=2)
+    with pytest.raises(ModelError, match=r"ulysses_sequence_parallel_size is 2, .* 'qwen3_5_text'"):
+        extension.check(config, hybrid_config("qwen3_5_text"))
+    extension.check(config, tiny_config("llama"))
 
 
 def test_layers_that_cannot_be_replaced():
