@@ -32,12 +32,13 @@ from hybridengine.train.build import (
     build_agents,
     build_engine,
     import_external,
+    load_dataset,
     load_preparer,
     load_tokenizer,
     tool_schemas,
 )
 from hybridengine.train.choices import Machine, engine_name, resolve_dtypes
-from hybridengine.train.data import DataError, PromptDataset, Subset
+from hybridengine.train.data import DataError, Subset
 from hybridengine.train.data.chats import ChatTemplate
 from hybridengine.train.metrics import Problem, problems_of
 from hybridengine.train.rewards.manager import build_reward_manager
@@ -133,13 +134,7 @@ def evaluate(config: RLConfig) -> list[Problem]:
         raise ConfigError("data.val_files is empty; give the prompts to evaluate on")
     import_external(config)
     with open_engine(config) as (session, tokenizer, engine):
-        prompts = PromptDataset(
-            config.data.val_files,
-            tokenizer,
-            config.data,
-            tool_schemas(config),
-            load_preparer(config),
-        )
+        prompts = load_dataset(config, tokenizer, config.data.val_files)
         reward = build_reward_manager(config.reward, config.data.max_response_length, tokenizer)
         agents = build_agents(config, tokenizer)
         generator = RolloutGenerator(engine, tokenizer, reward, session, None, agents)

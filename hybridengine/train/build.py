@@ -56,10 +56,11 @@ from hybridengine.train.rewards.manager import RewardManager, build_reward_manag
 
 
 class RunData(NamedTuple):
-    """What a run trains and validates on, and how responses are scored.
+    """What a run trains and validates on, and how responses are generated in turns and scored.
 
     val: None without data.
     loader: of the training prompts.
+    agents: of `build_agents`.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -67,6 +68,7 @@ class RunData(NamedTuple):
     val: PromptDataset | None
     reward: RewardManager
     loader: PromptLoader
+    agents: Any
 
 
 def load_tokenizer(config: JobConfig, path: str | None = None) -> PreTrainedTokenizerBase:
@@ -130,17 +132,17 @@ def load_dataset(
 
 
 def load_data(config: RLConfig) -> RunData:
-    """Load tokenizer, training prompts, validation prompts (or None) and reward.
+    """Load what the responses of a run are made from.
 
     `model.external_lib`, which may register the reward manager, is imported before.
     """
     tokenizer, data = load_tokenizer(config), config.data
     train = load_dataset(config, tokenizer, data.train_files)
     val = load_dataset(config, tokenizer, data.val_files) if data.val_files else None
-    build_agents(config, tokenizer)  # its errors, before a model is loaded
     reward = build_reward_manager(config.reward, data.max_response_length, tokenizer)
     loader = PromptLoader(train, data.train_batch_size, seed=config.seed, shuffle=data.shuffle)
-    return RunData(tokenizer, train, val, reward, loader)
+    agents = build_agents(config, tokenizer)
+    return RunData(tokenizer, train, val, reward, loader, agents)
 
 
 def multi_turn(config: RLConfig) -> Any:
@@ -248,7 +250,7 @@ def load_model(
     *,
     is_trained: bool = False,
     value_head: bool = False,
-    splits: Mapping[str, int] | None = None,
+    changes: Sequence[Callable[[Any], object]] = (),
     shard_dim1: Callable[[str], bool] = lambda name: False,
     base_memory: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Any:
@@ -256,28 +258,24 @@ def load_model(
 
     path: of the weights; None: model.path.
     is_trained: it is the policy, or the model of SFT: it gets adapters and the settings of routers.
-    splits: of the policy, where it has the engine's operators, see `use_exact_operators`.
+    changes: of the module, before it is sharded, after those by adapters and extensions.
     value_head, shard_dim1, base_memory: of `LoadOptions`.
     """
     model, sharding = config.model.at(path), config.sharding
     is_policy = model.path == config.model.path and not value_head
-    changes = list[Callable[[Any], object]]()
-    if is_trained and model.lora_rank:
-        changes.append(
-            partial(
-                apply_lora,
-                rank=model.lora_rank,
-                alpha=model.lora_alpha,
-                target_modules=model.target_modules,
-                adapter_path=model.lora_adapter_path,
-                target_parameters=model.target_parameters,
-                share_expert_adapters=model.share_expert_adapters,
-            )
-        )
     if is_trained:
-        changes += [x for extension in model_extensions() for x in extension.changes(config)]
-    if splits is not None and is_policy:
-        changes.append(partial(use_exact_operators, splits=splits))
+        changes = [*(x for each in model_extensions() for x in each.changes(config)), *changes]
+    if is_trained and model.lora_rank:
+        add_adapters = partial(
+            apply_lora,
+            rank=model.lora_rank,
+            alpha=model.lora_alpha,
+            target_modules=model.target_modules,
+            adapter_path=model.lora_adapter_path,
+            target_parameters=model.target_parameters,
+            share_expert_adapters=model.share_expert_adapters,
+        )
+        changes = [add_adapters, *changes]
 
     def adapt(unsharded: Any) -> None:
         for change in changes:
@@ -360,13 +358,9 @@ def build_actor(
         columns = dim1_parameters(shapes, sliced, config.num_shards())
     tp_size = config.rollout.tensor_model_parallel_size
     splits = {name: tp_size for name, dim in sliced.items() if dim == 1 and tp_size > 1}
-    load = partial(
-        load_model,
-        config,
-        dp.session,
-        shard_dim1=columns.__contains__,
-        splits=splits if choices.exact else None,
-    )
+    changes = [partial(use_exact_operators, splits=splits)] if choices.exact else []
+    dim1 = columns.__contains__
+    load = partial(load_model, config, dp.session, changes=changes, shard_dim1=dim1)
     reference: Any = None
     if config.uses_reference and not config.model.lora_rank:
         reference = partial(on_device, load().requires_grad_(False))

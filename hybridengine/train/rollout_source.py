@@ -24,7 +24,7 @@ from hybridengine.run.session import Session
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.resharder import SyncReport
 from hybridengine.sync.weight_target import EngineState, WeightTarget, target_of
-from hybridengine.train.build import RunData, build_agents, build_engine, build_resharder
+from hybridengine.train.build import RunData, build_engine, build_resharder
 from hybridengine.train.choices import Choices, refuse_shared
 from hybridengine.train.data import PromptSample, Subset
 from hybridengine.train.models import Actor
@@ -234,10 +234,9 @@ class ColocatedRollouts(RolloutSource):
             self._resharder = build_resharder(
                 self._config, actor, self.engine, self._choices.delta, shared.base
             )
-        tokenizer = self._data.tokenizer
-        agents = build_agents(self._config, tokenizer)
-        scoring = (tokenizer, self._data.reward, self._session, reward_model)
-        self._generator = RolloutGenerator(self.engine, *scoring, agents, self._checksum)
+        data = self._data
+        scoring = (data.tokenizer, data.reward, self._session, reward_model, data.agents)
+        self._generator = RolloutGenerator(self.engine, *scoring, self._checksum)
 
     def generate(self, prompts: Subset[PromptSample], spec: SamplingSpec, seed: int) -> Rollouts:
         return self._generator.generate(prompts, spec, seed)

@@ -28,7 +28,6 @@ from hybridengine.run.config import RLConfig
 from hybridengine.run.messages import wait_until
 from hybridengine.run.session import Session
 from hybridengine.train.build import (
-    build_agents,
     build_engine,
     find_stop_token_ids,
     import_external,
@@ -66,12 +65,11 @@ class RolloutWorker:
                 self._engine, self._receiver = connected
             else:
                 self._engine = build_engine(config, tokenizer, choices.engine, exact=choices.exact)
-        agents = build_agents(config, tokenizer)
         engine = self._engine
         held = engine.pool.weights if isinstance(engine, ServerEngine) else None
         self._checksum = WeightsChecksum(config, engine, held)
         self._generator = RolloutGenerator(
-            self._engine, tokenizer, data.reward, session, None, agents, self._checksum
+            engine, tokenizer, data.reward, session, None, data.agents, self._checksum
         )
         if not config.rollout.servers:
             with session.phase("plan_reshard"):
