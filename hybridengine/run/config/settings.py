@@ -341,24 +341,20 @@ def similar_keys(key: str, names: Mapping[str, str]) -> list[str]:
     names: key → native key. Keys of the same group come first.
     """
     group, _, leaf = key.rpartition(".")
-    by_leaf: dict[str, list[str]] = {}
-    for name in names:
-        by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
-    if leaf in by_leaf:
-        near = difflib.get_close_matches(key, by_leaf[leaf], cutoff=0)
-        return list(dict.fromkeys(names[name] for name in near))
-    for in_group, cutoff in ((True, 0.66), (False, 0.85)):
+    leaves = {name: name.rpartition(".")[2] for name in names}
+    near, most = [name for name in names if leaves[name] == leaf], 3
+    for in_group, cutoff in ((True, 0.66), (False, 0.85)) if not near else ():
         scores = {
-            name: _similarity(leaf, name.rpartition(".")[2], by_words=in_group)
+            name: _similarity(leaf, leaves[name], by_words=in_group)
             for name in names
             if not in_group or name.rpartition(".")[0] == group
         }
-        best = max(scores.values(), default=0.0)
+        best, most = max(scores.values(), default=0.0), 3 if in_group else 1
         if best >= cutoff:
             near = [name for name, score in scores.items() if score > best - 0.02]
-            near = difflib.get_close_matches(key, near, 3 if in_group else 1, cutoff=0)
-            return list(dict.fromkeys(names[name] for name in near))
-    return []
+            break
+    near = difflib.get_close_matches(key, near, most, cutoff=0)
+    return list(dict.fromkeys(names[name] for name in near))
 
 
 def _similarity(given: str, leaf: str, by_words: bool) -> float:
