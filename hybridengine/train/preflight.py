@@ -74,7 +74,7 @@ def check_job(config: JobConfig, faults: Faults | None = None) -> Checked:
     Raises ConfigError, ModelError, DataError or RewardError for one fault, and a ConfigError with a
     line for each of several.
     """
-    machine, faults = Machine.here(), Faults() if faults is None else faults
+    faults, machine = Faults() if faults is None else faults, Machine.here()
     config = resolve_dtypes(config, machine)
     assert isinstance(config, RLConfig | SFTConfig)
     model = _check_run(config, faults)

@@ -165,7 +165,7 @@ class TrainedModelConfig:
 
         path: of that model; None or empty: this one.
         """
-        if path in (None, "", self.path):
+        if not path or path == self.path:
             return self
         return replace(self, path=path, override_config=OverrideConfig())
 
@@ -221,8 +221,15 @@ class ShardingConfig:
     forward_prefetch: StrictBool = False  # gather the next layer's weights early
     wrap_policy: WrapPolicyConfig = WrapPolicyConfig()
 
-    param_offload: ClassVar[bool] = False  # a key of RL alone
-    offload_policy: ClassVar[bool] = False  # a key of SFT alone
+    @property
+    def param_offload(self) -> bool:
+        """Whether weights are in host memory during generation; a key of RL."""
+        return False
+
+    @property
+    def offload_policy(self) -> bool:
+        """Whether shards, gradients and the optimizer are in host memory; a key of SFT."""
+        return False
 
 
 @dataclass(frozen=True)
