@@ -17,10 +17,11 @@ from torch import Tensor
 from . import _check as check
 from ._backend import choose_backend, native, register_backends
 from ._library import custom_op
+from ._per_token import unit_inner_stride
 from .linear_recurrence import check_parents
 
 OP = "causal_conv1d"
-register_backends(OP, cpu=("cpp", "reference"))
+register_backends(OP, cpu=("cpp", "reference"), cuda=("triton", "reference"))
 
 _WIDTHS = (2, 3, 4)
 
@@ -49,7 +50,7 @@ def causal_conv1d(
         initial_state: [S, W - 1, C], the rows before segments without a parent, oldest first, of
             the dtype of x; None is 0.
         activation: `silu` or None.
-        backend: `cpp` (CPU) or `reference`; None takes the best one.
+        backend: `cpp` (CPU), `triton` (CUDA) or `reference`; None takes the best one.
 
     Returns:
         [T, C] of the dtype of x, differentiable (once, in reverse mode) in x, weight, bias and
@@ -103,8 +104,13 @@ def causal_conv1d(
     return out
 
 
-def _unit_inner_stride(x: Tensor) -> Tensor:
-    return x if x.shape[1] == 1 or x.stride(1) == 1 else x.contiguous()
+def _kernels(x: Tensor) -> Any:
+    """Return what has the kernels for the device of x."""
+    if not x.is_cuda:
+        return native()
+    from . import causal_conv1d_triton
+
+    return causal_conv1d_triton
 
 
 _ARGUMENTS = (
@@ -115,7 +121,7 @@ _ARGUMENTS = (
 
 @custom_op(f"hybridengine::{OP}", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
 def _forward_op(x: Tensor, *arguments: Any) -> Tensor:
-    out: Tensor = native().causal_conv1d(_unit_inner_stride(x), *arguments)
+    out: Tensor = _kernels(x).causal_conv1d(unit_inner_stride(x), *arguments)
     return out
 
 
@@ -131,8 +137,8 @@ def _(x: Tensor, *_: Any) -> Tensor:
 )
 def _backward_op(grad_out: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """The gradients of x, weight, bias and initial_state; those not `wanted` are empty."""
-    operands = map(_unit_inner_stride, (grad_out, x))
-    grads = native().causal_conv1d_backward(*operands, *arguments)
+    operands = map(unit_inner_stride, (grad_out, x))
+    grads = _kernels(x).causal_conv1d_backward(*operands, *arguments)
     *first, grad_initial = (x.new_empty(0) if grad is None else grad for grad in grads)
     return *first, grad_initial.to(x.dtype)
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from . import _check as check
 from ._backend import choose_backend, native, register_backends
 from ._library import custom_op
+from ._per_token import unit_inner_stride
 
 OP = "linear_recurrence"
-register_backends(OP, cpu=("cpp", "reference"))
+register_backends(OP, cpu=("cpp", "reference"), cuda=("triton", "reference"))
 
 _NORM_EPS = 1e-6  # of flash-linear-attention's l2norm
 
@@ -58,7 +59,7 @@ def linear_recurrence(
         scale: None is D_k ** -0.5.
         l2_norm: divide q and k by sqrt(sum of squares + 1e-6) first.
         output_final_state: also return the last state of every segment.
-        backend: `cpp` (CPU) or `reference`; None takes the best one.
+        backend: `cpp` (CPU), `triton` (CUDA) or `reference`; None takes the best one.
 
     Returns:
         (out [T, H_v, D_v] of the dtype of v, final states [S, H_v, D_k, D_v] or None),
@@ -142,8 +143,13 @@ def check_parents(op: str, parents: Tensor, segments: int) -> Tensor:
     return parents
 
 
-def _unit_inner_stride(x: Tensor) -> Tensor:
-    return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
+def _kernels(x: Tensor) -> tuple[Any, Any]:
+    """Return what has the kernels for the device of x, forwards and backwards."""
+    if not x.is_cuda:
+        return native(), native()
+    from . import linear_recurrence_triton, linear_recurrence_triton_backward
+
+    return linear_recurrence_triton, linear_recurrence_triton_backward
 
 
 _OPTIONS = "float scale, bool delta_rule, bool l2_norm"
@@ -161,7 +167,8 @@ _OPERANDS = (
 )
 def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """out, the last states (empty unless wanted), and the states that the backward starts from."""
-    out, states, final = native().linear_recurrence(*map(_unit_inner_stride, (q, k, v)), *arguments)
+    forward, _ = _kernels(q)
+    out, states, final = forward.linear_recurrence(*map(unit_inner_stride, (q, k, v)), *arguments)
     return out, final, states
 
 
@@ -185,8 +192,9 @@ def _backward_op(
     grad_out: Tensor, grad_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, g, beta and initial_state; those not `wanted` are empty."""
-    grads = native().linear_recurrence_backward(
-        _unit_inner_stride(grad_out), grad_final, *map(_unit_inner_stride, (q, k, v)), *arguments
+    _, backward = _kernels(q)
+    grads = backward.linear_recurrence_backward(
+        unit_inner_stride(grad_out), grad_final, *map(unit_inner_stride, (q, k, v)), *arguments
     )
     of_heads = (  # of v, of which several share one of q and k
         None if x is None else x.unflatten(1, (q.shape[1], -1)).sum(2).to(q.dtype)

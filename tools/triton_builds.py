@@ -21,9 +21,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hybridengine.kernels import (
+    causal_conv1d_triton,
     decode_linear_triton,
     grouped_linear_triton,
     layer_triton,
+    linear_recurrence_triton,
+    linear_recurrence_triton_backward,
     paged_attention_triton,
 )
 from hybridengine.kernels.advantage import whiten_triton
@@ -80,6 +83,18 @@ def builds(capability: int) -> dict[str, Callable[[], Usage]]:
             by_name[f"rms_{name}_{width}_{dtype}"] = partial(_norm, name, width, dtype)
         for name in ("gated", "gated_backward"):
             by_name[f"{name}_activation_{dtype}"] = partial(_gated, name, dtype)
+        for general, name in itertools.product((False, True), _CONVOLUTION):
+            form = "every_option" if general else "plain"
+            by_name[f"causal_conv1d_{name}_{form}_{dtype}"] = partial(
+                _convolution, name, dtype, general
+            )
+        for (form, widths), name in itertools.product(_RECURRENCES.items(), _RECURRENCE_KERNELS):
+            for width in widths[: 2 if dtype == "fp32" else 3]:
+                by_name[f"linear_recurrence_{name}_{form}_{width}_{dtype}"] = partial(
+                    _linear_recurrence, name, form, width, dtype
+                )
+    by_name["causal_conv1d_heads"] = _convolution_heads
+    by_name["linear_recurrence_roots"] = _recurrence_roots
     for general in (False, True):
         name = f"logprob_unscaled_{'every_option' if general else 'plain'}"
         by_name[name] = partial(_unscaled, general)
@@ -305,6 +320,64 @@ def _gated(name: str, dtype: str, capability: int) -> Usage:
     types |= dict.fromkeys(strides, "i32")
     constants = _flags(kernel, BLOCK=layer_triton.GATED_BLOCK)
     return compile_kernel(kernel, types, constants, capability, aligned={*types} - {*constants})
+
+
+_CONVOLUTION = ("forward", "first_grads", "backward")
+
+
+def _convolution(name: str, dtype: str, general: bool, capability: int) -> Usage:
+    kernel = getattr(causal_conv1d_triton, f"{name}_kernel")
+    types = dict.fromkeys(kernel.arg_names, "i32")
+    tensors = ("x", "grad_out", "state", "out", "grad_rows")
+    types |= dict.fromkeys(tensors, f"*{dtype}")
+    types |= dict.fromkeys(("taps", "bias", "partials", "first_grads"), "*fp32") | {"order": "*i64"}
+    types |= dict.fromkeys(("ends", "segment_ids", "heads", "run_ends"), "*i32")
+    sizes = {"BLOCK_T": causal_conv1d_triton.BLOCK_T, "BLOCK_C": causal_conv1d_triton.BLOCK_C}
+    flags = dict.fromkeys(("HAS_HEADS", "HAS_STATE", "HAS_BIAS"), general)
+    constants = _flags(kernel, WIDTH=4, **flags, **sizes)
+    aligned = {*tensors, "taps", "channels", "stride", "grad_stride"}
+    launch = {"num_warps": causal_conv1d_triton.NUM_WARPS[name == "backward"]}
+    return compile_kernel(kernel, types, constants, capability, launch, aligned)
+
+
+def _convolution_heads(capability: int) -> Usage:
+    kernel = causal_conv1d_triton.heads_kernel
+    types = dict.fromkeys(("ends", "parents", "heads"), "*i32") | {"tokens": "i32"}
+    return compile_kernel(kernel, types, _flags(kernel, WIDTH=4), capability)
+
+
+_RECURRENCES = {"gated_delta": (64, 128), "kda": (64, 128), "mamba2": (64, 128, 256)}
+_RECURRENCE_KERNELS = (
+    *("decays", "scores", "inverse", "states", "out"),
+    *("state_grads", "value_grads", "key_grads", "score_grads"),
+)
+
+
+def _linear_recurrence(name: str, form: str, width: int, dtype: str, capability: int) -> Usage:
+    module = linear_recurrence_triton_backward if "grads" in name else linear_recurrence_triton
+    kernel = getattr(module, f"{name}_kernel")
+    types = dict.fromkeys(kernel.arg_names, "*fp32")
+    tensors = ("q", "k", "v", "grad_out", "grad_v", "out")
+    types |= dict.fromkeys(tensors, f"*{dtype}")
+    types |= dict.fromkeys(("ends", "owners", "parents", "roots"), "*i32")
+    integers = ("heads", "shared", "segments", "tokens")
+    strides = [name for name in kernel.arg_names if name.endswith("stride")]
+    types |= dict.fromkeys((*integers, *strides), "i32") | {"scale": "fp32"}
+    types["decays"] = "*fp32" if form == "kda" else "*fp64"
+    given = torch.float32 if dtype == "fp32" else torch.bfloat16
+    options = linear_recurrence_triton.sizes(width, width, given)
+    options |= {"CHANNELS": form == "kda", "DELTA": form != "mamba2", "L2_NORM": form != "mamba2"}
+    if name == "key_grads":
+        options["BLOCK_K"] = linear_recurrence_triton_backward.key_tile(options["BLOCK_K"])
+    constants = _flags(kernel, **options)
+    aligned = {*types} - {*constants, *integers, "scale"}
+    launch = {"num_warps": linear_recurrence_triton.NUM_WARPS}
+    return compile_kernel(kernel, types, constants, capability, launch, aligned)
+
+
+def _recurrence_roots(capability: int) -> Usage:
+    kernel = linear_recurrence_triton.roots_kernel
+    return compile_kernel(kernel, dict.fromkeys(kernel.arg_names, "*i32"), {}, capability)
 
 
 def _attention(name: str, dtype: str, head_size: int, options: bool, capability: int) -> Usage:

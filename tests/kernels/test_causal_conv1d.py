@@ -8,57 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.kernels import causal_conv1d
-from tests import tolerances
+from tests.kernels.linear_attention_cases import (
+    DTYPES,
+    assert_convolution,
+    make_convolution,
+    run_convolution,
+    segments,
+)
 from tests.kernels.strategies import integers
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def make_inputs(lengths, channels, width, *, bias=True, initial=False, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    return {
-        "x": normal(sum(lengths), channels).to(dtype),
-        "weight": normal(channels, width),
-        "bias": normal(channels) if bias else None,
-        "initial_state": normal(len(lengths), width - 1, channels).to(dtype) if initial else None,
-    }
-
-
-def segments(lengths, parents=None):
-    options = {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0)}
-    if parents is not None:
-        options["parents"] = torch.tensor(parents, dtype=torch.int64)
-    return options
-
-
-def run(inputs, options, backend, dtype=None):
-    """Return the output and the gradients of a fixed function of it."""
-    given = {
-        name: None if x is None else x.detach().to(dtype or x.dtype).requires_grad_()
-        for name, x in inputs.items()
-    }
-    out = causal_conv1d(**given, **options, backend=backend)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    weights = weights.to(inputs["x"].dtype).to(out.dtype)  # no rounding in the gradient of out
-    present = {name: x for name, x in given.items() if x is not None}
-    grads = torch.autograd.grad(
-        (out * weights).sum(), list(present.values()), allow_unused=True, materialize_grads=True
-    )
-    return {"out": out, **dict(zip(present, grads, strict=True))}
-
-
-def assert_close_to_float64(inputs, options):
-    got, expected = run(inputs, options, "cpp"), run(inputs, options, "reference", torch.float64)
-    rounding = tolerances.GRAD_ROUNDING[str(inputs["x"].dtype).removeprefix("torch.")]
-    for name, x in got.items():
-        if x.numel():
-            largest = expected[name].abs().max().clamp(min=1.0)
-            error = (x.double() - expected[name]).abs().max() / largest
-            assert error <= tolerances.CAUSAL_CONV + rounding, (name, float(error))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -75,28 +32,28 @@ def test_random_forests_against_float64(
 ):
     lengths = [data.draw(st.sampled_from((0, 1, 2, 3, 31, 32, 70))) for _ in range(count)]
     parents = [data.draw(st.integers(-1, index - 1)) for index in range(count)]
-    inputs = make_inputs(
+    inputs = make_convolution(
         lengths, channels, width, bias=bias, initial=initial, dtype=dtype, seed=seed
     )
     options = {**segments(lengths, parents), "activation": "silu" if silu else None}
-    assert_close_to_float64(inputs, options)
+    assert_convolution(inputs, options)
 
 
 @pytest.mark.parametrize("channels", (256, 300, 513))
 def test_several_tiles_of_channels(channels):
     lengths, parents = [65, 1, 0, 3, 40], [-1, 0, 1, 2, -1]
-    inputs = make_inputs(lengths, channels, 4, initial=True)
-    assert_close_to_float64(inputs, {**segments(lengths, parents), "activation": "silu"})
+    inputs = make_convolution(lengths, channels, 4, initial=True)
+    assert_convolution(inputs, {**segments(lengths, parents), "activation": "silu"})
 
 
 def test_the_bits_of_a_tree_depend_on_itself_alone():
     lengths, parents = [33, 2, 100], [-1, 0, -1]
-    inputs = make_inputs(lengths, 300, 4)
-    together = run(inputs, segments(lengths, parents), "cpp")
+    inputs = make_convolution(lengths, 300, 4)
+    together = run_convolution(inputs, segments(lengths, parents), "cpp")
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        for name, x in run(inputs, segments(lengths, parents), "cpp").items():
+        for name, x in run_convolution(inputs, segments(lengths, parents), "cpp").items():
             assert torch.equal(x, together[name]), name
     finally:
         torch.set_num_threads(before)
@@ -108,10 +65,10 @@ def test_the_bits_of_a_tree_depend_on_itself_alone():
 
 def test_nan_stays_in_its_tree():
     lengths, parents = [5, 4, 6], [-1, -1, 1]
-    inputs = make_inputs(lengths, 20, 4)
-    clean = run(inputs, segments(lengths, parents), "cpp")
+    inputs = make_convolution(lengths, 20, 4)
+    clean = run_convolution(inputs, segments(lengths, parents), "cpp")
     inputs["x"][4] = float("nan")
-    spoilt = run(inputs, segments(lengths, parents), "cpp")
+    spoilt = run_convolution(inputs, segments(lengths, parents), "cpp")
     for name in ("out", "x"):
         assert torch.equal(spoilt[name][5:], clean[name][5:])
         assert torch.equal(spoilt["out"][:4], clean["out"][:4])
@@ -128,11 +85,11 @@ def test_silu_of_large_values(value):
 
 
 def test_strided_inputs():
-    inputs = make_inputs([20, 30], 24, 3)
-    expected = run(inputs, segments([20, 30]), "cpp")
+    inputs = make_convolution([20, 30], 24, 3)
+    expected = run_convolution(inputs, segments([20, 30]), "cpp")
     wide = torch.cat([inputs["x"], inputs["x"]], 1)
     for x in (wide[:, :24], inputs["x"].t().contiguous().t()):
-        for name, y in run({**inputs, "x": x}, segments([20, 30]), "cpp").items():
+        for name, y in run_convolution({**inputs, "x": x}, segments([20, 30]), "cpp").items():
             assert torch.equal(y, expected[name])
 
 
@@ -145,6 +102,6 @@ def test_strided_inputs():
     ],
 )
 def test_wrong_arguments(change, message):
-    arguments = {**make_inputs([3, 5], 4, 3), **segments([3, 5]), **change}
+    arguments = {**make_convolution([3, 5], 4, 3), **segments([3, 5]), **change}
     with pytest.raises((ValueError, TypeError), match=message):
         causal_conv1d(**arguments)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,90 +9,13 @@ from hypothesis import strategies as st
 
 from hybridengine.kernels import linear_recurrence
 from tests import tolerances
+from tests.kernels.linear_attention_cases import (
+    DTYPES,
+    Problem,
+    assert_recurrence,
+    make_problem,
+)
 from tests.kernels.strategies import integers
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NAMES = ("q", "k", "v", "g", "beta", "initial_state")
-
-
-@dataclass
-class Problem:
-    tensors: dict[str, torch.Tensor | None]
-    options: dict
-
-    def run(self, backend=None, dtype=None):
-        """Return what the operator computes, and the gradients of a fixed function of it."""
-        given = {}
-        for name, x in self.tensors.items():
-            wanted = None if x is None else dtype or x.dtype
-            given[name] = None if x is None else x.detach().to(wanted).requires_grad_()
-        out, final = linear_recurrence(
-            **given, **self.options, output_final_state=True, backend=backend
-        )
-        generator, rounded = torch.Generator().manual_seed(1), self.tensors["v"].dtype
-        loss = sum(  # the gradient of an output is not rounded again
-            (x * torch.randn(x.shape, generator=generator).to(rounded).to(x.dtype)).sum().double()
-            for x in (out, final)
-        )
-        inputs = [x for x in given.values() if x is not None]
-        grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
-        names = [name for name, x in given.items() if x is not None]
-        return {"out": out, "final": final, **dict(zip(names, grads, strict=True))}
-
-
-def make_problem(
-    lengths,
-    parents=None,
-    *,
-    heads=(2, 2),
-    dims=(8, 8),
-    channels=False,
-    delta=True,
-    beta=True,
-    initial=False,
-    l2_norm=True,
-    dtype=torch.float32,
-    decay=(1e-4, 2.0),
-    seed=0,
-):
-    generator = torch.Generator().manual_seed(seed)
-    tokens, segments = sum(lengths), len(lengths)
-    k_heads, v_heads = heads
-    k_dim, v_dim = dims
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    def uniform(*shape):
-        return torch.rand(*shape, generator=generator)
-
-    per_head = (tokens, v_heads, k_dim) if channels else (tokens, v_heads)
-    low, high = decay
-    tensors = {
-        "q": normal(tokens, k_heads, k_dim).to(dtype),
-        "k": normal(tokens, k_heads, k_dim).to(dtype),
-        "v": normal(tokens, v_heads, v_dim).to(dtype),
-        "g": -(low + (high - low) * uniform(*per_head)),
-        "beta": uniform(tokens, v_heads) if beta else None,
-        "initial_state": normal(segments, v_heads, k_dim, v_dim) if initial else None,
-    }
-    if not l2_norm:
-        tensors["k"] = (tensors["k"] / tensors["k"].float().norm(dim=-1, keepdim=True)).to(dtype)
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    options = {"cu_seqlens": ends, "delta_rule": delta, "l2_norm": l2_norm}
-    if parents is not None:
-        options["parents"] = torch.tensor(parents, dtype=torch.int64)
-    return Problem(tensors, options)
-
-
-def assert_close_to_float64(problem, rounded=0.0):
-    got, expected = problem.run("cpp"), problem.run("reference", torch.float64)
-    assert got.keys() == expected.keys()
-    for name, x in got.items():
-        scale = expected[name].abs().max().clamp(min=1.0) if x.numel() else 1.0
-        error = (x.double() - expected[name]).abs().max() / scale if x.numel() else 0.0
-        assert error <= tolerances.LINEAR_RECURRENCE + rounded, (name, float(error))
-
 
 FOREST = ([70, 5, 0, 130, 1, 66, 40], [-1, 0, 0, 0, 2, 3, -1])
 
@@ -106,7 +27,7 @@ def test_a_forest_against_float64(channels, delta):
     problem = make_problem(
         lengths, parents, heads=(2, 4), dims=(20, 40), channels=channels, delta=delta, initial=True
     )
-    assert_close_to_float64(problem)
+    assert_recurrence(problem)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -152,20 +73,20 @@ def test_random_forests_against_float64(
         dtype=dtype,
         seed=seed,
     )
-    assert_close_to_float64(problem, tolerances.GRAD_ROUNDING[str(dtype).removeprefix("torch.")])
+    assert_recurrence(problem, tolerances.GRAD_ROUNDING[str(dtype).removeprefix("torch.")])
 
 
 @pytest.mark.parametrize("decay", ((0.0, 0.0), (1e-4, 1e-3), (19.0, 20.0)))
 @pytest.mark.parametrize("lengths", ([63], [64], [65], [300, 1]))
 def test_decays_and_lengths_at_borders(decay, lengths):
-    assert_close_to_float64(make_problem(lengths, decay=decay, dims=(16, 16)))
+    assert_recurrence(make_problem(lengths, decay=decay, dims=(16, 16)))
 
 
 @pytest.mark.parametrize("value", (0.0, 1.0))
 def test_beta_at_its_borders(value):
     problem = make_problem([100], dims=(16, 16))
     problem.tensors["beta"].fill_(value)
-    assert_close_to_float64(problem)
+    assert_recurrence(problem)
 
 
 def flattened(problem, threads=1):
@@ -270,4 +191,4 @@ def test_wrong_arguments(change, message):
 @pytest.mark.exhaustive
 def test_a_sequence_of_65536_tokens():
     problem = make_problem([65_536], heads=(1, 1), dims=(16, 16), dtype=torch.bfloat16)
-    assert_close_to_float64(problem, 2.0**-8)
+    assert_recurrence(problem, 2.0**-8)
