@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hybridengine.remote.roles import RoleLink, Roles, RoleWorld
-from hybridengine.remote.servers.network import has_remote, prepare_network
+from hybridengine.remote.servers.client import has_remote, prepare_network
 from hybridengine.run.config import JobConfig, RLConfig
 from hybridengine.run.rank import run_rank
 from hybridengine.run.session import Session

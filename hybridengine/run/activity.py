@@ -79,7 +79,7 @@ class Activity:
         self.record = Record(pid, name, rank, world_size, now, now, [])
         self._file: int | None = None
         self._size = 0  # of the file
-        folder = private_folder(create=True)
+        folder = private_folder()
         if folder is None:
             return
         self._request = folder / f"{pid}.{VERIFY}"
@@ -156,14 +156,12 @@ class Activity:
             os.pwrite(self._file, data.ljust(self._size), 0)  # spaces cover what was longer
 
 
-def private_folder(create: bool) -> Path | None:
+def private_folder() -> Path | None:
     """Return this user's folder; None where there is none that is only this user's."""
     base = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else _TEMPORARY
     folder = base / f"hybridengine-{os.getuid()}"
     try:
-        if create:
-            with suppress(FileExistsError):
-                folder.mkdir(0o700)
+        folder.mkdir(0o700, exist_ok=True)
         found = folder.lstat()
     except OSError:
         return None

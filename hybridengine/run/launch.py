@@ -145,7 +145,7 @@ def temporary_folder() -> Iterator[Path]:
 
     It is removed at the end, or by the next run where this process is killed.
     """
-    prefix, root = f"{os.getpid()}.", private_folder(create=True)
+    prefix, root = f"{os.getpid()}.", private_folder()
     with tempfile.TemporaryDirectory(prefix=prefix, dir=root, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridengine.remote.servers.client import BACKEND, VllmServer
-from hybridengine.remote.servers.network import address_for, prepare_network
+from hybridengine.remote.servers.client import BACKEND, VllmServer, address_for, prepare_network
 from hybridengine.run.errors import RolloutError
 from hybridengine.run.messages import broadcast_value, check_secret, run_on_all_ranks, run_on_rank0
 from hybridengine.sync.resharder import SyncReport

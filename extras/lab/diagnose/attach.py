@@ -26,7 +26,7 @@ _READS, _READ_PAUSE_S = 5, 0.02  # of a file that its process may be writing jus
 
 def read_records() -> list[Record]:
     """Return the records of this user's running processes; remove files of those that ended."""
-    if (folder := private_folder(create=False)) is None:
+    if (folder := private_folder()) is None:
         return []
     remove_stale(folder)
     paths = [p for p in sorted(folder.iterdir()) if p.suffix[1:].isdigit()]
@@ -188,7 +188,7 @@ def compare(target: str, timeout_s: float) -> list[Record]:
     """
     records, asked = find_records(target), time.time()
     trainers = {r.pid for r in records if r.name.startswith("trainer rank")}
-    if (folder := private_folder(create=False)) is not None:
+    if (folder := private_folder()) is not None:
         for pid in trainers:
             (folder / f"{pid}.{VERIFY}").touch(0o600)
     before = {(r.pid, r.started): r.compared for r in records}

@@ -13,19 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.model import SkippedUpdate
-from hybridengine.remote.critic.channel import (
-    COLUMNS,
-    Command,
-    CriticChannel,
-    End,
-    LoadTensors,
-    Ready,
-    SaveTensors,
-    Setup,
-    StepReport,
-    TrainStep,
-    saved_key,
-)
+from hybridengine.remote.critic import channel
 from hybridengine.remote.roles import RoleLink
 from hybridengine.run.config import RLConfig
 from hybridengine.run.messages import wait_for
@@ -56,7 +44,7 @@ class RemoteOptimizer:
     def failed_in_a_row(self) -> int:
         return int(self._state.get("failed_in_a_row", 0))
 
-    def report(self, report: StepReport) -> None:
+    def report(self, report: channel.StepReport) -> None:
         self._skipped += report.skipped
         self._state = report.optimizer_state
 
@@ -87,13 +75,13 @@ class RemoteCritic(ExternalCritic):
         self._waited_s = 0.0  # of this step
         self._total = Counter[str]()  # seconds of the run: step, actor and critic idle
         with session.phase("connect_critic"):
-            self._channel = CriticChannel(self._link)
-            self._channel.from_actor(Setup, Setup(config, num_updates))
+            self._channel = channel.CriticChannel(self._link)
+            self._channel.from_actor(channel.Setup, channel.Setup(config, num_updates))
 
     def wait_until_built(self) -> None:
         """Wait until the critic's ranks have loaded their model."""
         with self._session.phase("wait_for_critic"):
-            ready: Ready = self._channel.from_critic(Ready)
+            ready: channel.Ready = self._channel.from_critic(channel.Ready)
         self.optimizer.load_state_dict(dict(ready.optimizer_state))
 
     def begin(self, step: int, rollouts: Rollouts, batch: RolloutBatch) -> None:
@@ -105,11 +93,11 @@ class RemoteCritic(ExternalCritic):
             if self._session.is_main:
                 prompts = [prompt.prompt_ids for prompt in rollouts.prompts]
                 images = [prompt.images for prompt in rollouts.prompts]
-                command = TrainStep(step, rollouts.outcomes, prompts, images, self._actor)
-            self._channel.from_actor(Command, command)
+                command = channel.TrainStep(step, rollouts.outcomes, prompts, images, self._actor)
+            self._channel.from_actor(channel.Command, command)
             self._critic: RowLocations = self._channel.from_critic(RowLocations)
             exchange = self._channel.to_critic(rollouts.outcomes.ranks, self._critic)
-            rollouts.move(exchange, COLUMNS)
+            rollouts.move(exchange, channel.COLUMNS)
 
     def values(self, batch: RolloutBatch) -> Tensor:
         exchange = self._channel.to_actor(self._critic, self._actor)
@@ -127,7 +115,7 @@ class RemoteCritic(ExternalCritic):
     def finish(self, seconds: float) -> dict[str, float]:
         before_s = self._waited_s
         with self._waiting():
-            report: StepReport = self._channel.from_critic(StepReport)
+            report: channel.StepReport = self._channel.from_critic(channel.StepReport)
         seconds += self._waited_s - before_s
         self.optimizer.report(report)
         self.num_bytes, self._signal = report.num_bytes, report.signal
@@ -158,18 +146,18 @@ class RemoteCritic(ExternalCritic):
 
     def close(self, how: Literal["finished", "stopped"]) -> None:
         with self._session.phase("end_critic"):
-            self._channel.from_actor(Command, End(how))
+            self._channel.from_actor(channel.Command, channel.End(how))
 
     def save(self, folder: Path) -> None:
         """Start to write the critic's tensors into a checkpoint. Collective."""
-        self._channel.from_actor(Command, SaveTensors(folder))
+        self._channel.from_actor(channel.Command, channel.SaveTensors(folder))
 
     def saved(self, folder: Path) -> Mapping[str, list[int]]:
         """Wait until `save` has written; return size and checksum of every file. On one rank.
 
         Raises CheckpointError if a rank of the critic could not write.
         """
-        key, store = saved_key(folder), self._link.store
+        key, store = channel.saved_key(folder), self._link.store
         answer: dict[str, list[int]] | str = wait_for(
             lambda: store.get(key, dict[str, list[int]] | str)
         )  # each of its ranks limits its own write
@@ -183,4 +171,6 @@ class RemoteCritic(ExternalCritic):
 
         Collective.
         """
-        self._channel.from_actor(Command, LoadTensors(folder, self.optimizer.state_dict()))
+        self._channel.from_actor(
+            channel.Command, channel.LoadTensors(folder, self.optimizer.state_dict())
+        )

@@ -13,19 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from hybridengine.model import Optimizer
-from hybridengine.remote.critic.channel import (
-    COLUMNS,
-    Command,
-    CriticChannel,
-    End,
-    LoadTensors,
-    Ready,
-    SaveTensors,
-    Setup,
-    StepReport,
-    TrainStep,
-    saved_key,
-)
+from hybridengine.remote.critic import channel
 from hybridengine.remote.roles import RoleLink
 from hybridengine.run.session import Session
 from hybridengine.train.build import build_critic, build_data_parallel, import_external
@@ -47,8 +35,8 @@ class CriticWorker:
     def __init__(self, session: Session, link: RoleLink) -> None:
         self._session, self._link = session, link
         with session.phase("connect_critic"):
-            self._channel = CriticChannel(self._link)
-            setup: Setup = self._channel.from_actor(Setup)
+            self._channel = channel.CriticChannel(self._link)
+            setup: channel.Setup = self._channel.from_actor(channel.Setup)
         self._config = config = setup.config  # with the same data types
         torch.manual_seed(config.seed)
         with session.phase("load_model"):
@@ -58,16 +46,16 @@ class CriticWorker:
             self._critic = build_critic(config, self._dp, setup.num_updates)
         model, optimizer = self._critic.model, self._critic.optimizer
         self._tensors = PartWriter(self._critic.name, model, optimizer, self._announce)
-        self._channel.from_critic(Ready, Ready(optimizer.state_dict()))
+        self._channel.from_critic(channel.Ready, channel.Ready(optimizer.state_dict()))
 
     def run(self) -> None:
         """Work until the policy's ranks end the run."""
         session = self._session
         session.signals.can_wait = True
-        while not isinstance(command := self._next_command(), End):
-            if isinstance(command, TrainStep):
+        while not isinstance(command := self._next_command(), channel.End):
+            if isinstance(command, channel.TrainStep):
                 self._train(command)
-            elif isinstance(command, SaveTensors):
+            elif isinstance(command, channel.SaveTensors):
                 with session.phase("save_checkpoint"):
                     self._tensors.save(command.folder)
             else:
@@ -75,12 +63,12 @@ class CriticWorker:
         self._tensors.wait()
         session.was_stopped = command.how == "stopped"
 
-    def _next_command(self) -> Command:
+    def _next_command(self) -> channel.Command:
         with self._session.phase(_WAITING):
-            command: Command = self._channel.from_actor(Command)
+            command: channel.Command = self._channel.from_actor(channel.Command)
             return command
 
-    def _train(self, command: TrainStep) -> None:
+    def _train(self, command: channel.TrainStep) -> None:
         session, critic, config = self._session, self._critic, self._config
         session.step = command.step
         session.take_timings()
@@ -93,7 +81,7 @@ class CriticWorker:
         def receive(placement: RowLocations) -> Mapping[str, Tensor]:
             self._channel.from_critic(RowLocations, placement)
             exchange = self._channel.to_critic(command.outcomes.ranks, placement)
-            return rollouts.move(exchange, COLUMNS)
+            return rollouts.move(exchange, channel.COLUMNS)
 
         num_mini_batches = config.data.train_batch_size // config.ppo_mini_batch_size
         max_tokens = config.actor.ppo_max_token_len_per_gpu
@@ -112,8 +100,8 @@ class CriticWorker:
         optimizer, seconds = self._critic.optimizer, self._session.take_timings()
         del seconds[_WAITING]
         self._channel.from_critic(
-            StepReport,
-            StepReport(
+            channel.StepReport,
+            channel.StepReport(
                 metrics,
                 seconds,
                 optimizer.pop_skipped(),
@@ -123,7 +111,7 @@ class CriticWorker:
             ),
         )
 
-    def _load(self, command: LoadTensors) -> None:
+    def _load(self, command: channel.LoadTensors) -> None:
         with self._session.phase("resume"):
             self._tensors.load(command.folder)
             self._critic.optimizer.load_state_dict(dict(command.optimizer_state))
@@ -131,7 +119,7 @@ class CriticWorker:
     def _announce(self, folder: Path, answer: Mapping[str, list[int]] | str) -> None:
         """Tell the policy's first rank what is written, or why it is not."""
         if self._session.is_main:
-            self._link.store.set(saved_key(folder), answer)
+            self._link.store.set(channel.saved_key(folder), answer)
 
 
 class PartWriter:

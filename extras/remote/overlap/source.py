@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 from transformers import PreTrainedModel
@@ -109,6 +109,7 @@ class OverlappedRollouts(RolloutSource):
     ) -> list[WorkItem]:
         """Hand out prompts as items."""
         is_train = prompts.dataset is self._train
+        dataset: Literal["train", "val"] = "train" if is_train else "val"
         batch = self._loader.num_batches if is_train else self._version
         items = []
         for positions in self._split(len(prompts), is_train):
@@ -116,15 +117,7 @@ class OverlappedRollouts(RolloutSource):
             indices = [prompts.indices[k] for k in positions]
             receiver = number % self._session.world_size
             item = WorkItem(
-                number,
-                batch,
-                "train" if is_train else "val",
-                positions,
-                indices,
-                spec,
-                seed,
-                min_version,
-                receiver,
+                number, batch, dataset, positions, indices, spec, seed, min_version, receiver
             )
             items.append(item)
             if self._session.is_main:

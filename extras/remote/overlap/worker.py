@@ -22,7 +22,7 @@ from hybridengine.remote.servers import (
     TrainersStore,
     VllmServer,
 )
-from hybridengine.remote.servers.network import address_for
+from hybridengine.remote.servers.client import address_for
 from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.run.config import RLConfig
 from hybridengine.run.messages import wait_until

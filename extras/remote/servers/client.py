@@ -1,25 +1,31 @@
 """One vLLM server over HTTP: its settings, weight updates, and generation from token ids.
 
 The interface is vLLM's own: `/inference/v1/generate`, token ids in and token ids out, and the
-routes for weight transfer that a server has with VLLM_SERVER_DEV_MODE=1.
+routes for weight transfer that a server has with VLLM_SERVER_DEV_MODE=1. `prepare_network` and
+`address_for` find the addresses under which this machine and servers on others reach each other.
 """
 
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import json
 import math
+import os
 import socket
 import threading
-import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import psutil
 
 from hybridengine.engine.response import Response
 from hybridengine.remote.servers.images import ServerPrompt, check_image_settings
 from hybridengine.run.errors import RolloutError, shorten
+from hybridengine.run.messages import check_secret
 from hybridengine.sync.weight_target import combined_checksum
 
 BACKEND = "hybridengine"  # of vLLM's weight transfer
@@ -82,7 +88,7 @@ class VllmServer:
 
     def __init__(self, url: str, index: int, timeout_s: float) -> None:
         self.url, self.index, self._timeout_s = url.rstrip("/"), index, timeout_s
-        parts = urllib.parse.urlsplit(self.url)
+        parts = urlsplit(self.url)
         self.host, self._path = parts.hostname or "", parts.path
         secure = parts.scheme == "https"
         self._connection_type = (
@@ -210,8 +216,11 @@ class VllmServer:
             [version] = {worker.version for worker in workers}
             return ServerWeights(int(version), combined_checksum(w.checksum for w in workers))
         except (KeyError, TypeError, ValueError) as error:
-            text = shorten(json.dumps(answer), 300)
-            raise ServerLostError(f"{self} answered {text}, not as expected ({error!r})") from None
+            raise self._unexpected(answer, error) from None
+
+    def _unexpected(self, answer: object, error: Exception) -> ServerLostError:
+        text = shorten(json.dumps(answer), 300)
+        return ServerLostError(f"{self} answered {text}, not as expected ({error!r})")
 
     # The four calls of vLLM's `VLLMWeightSyncClient`
 
@@ -249,8 +258,7 @@ class VllmServer:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             completions = [self._completion(choice, versions) for choice in choices]
         except (KeyError, TypeError) as error:
-            text = shorten(json.dumps(answer), 300)
-            raise ServerLostError(f"{self} answered {text}, not as expected ({error!r})") from None
+            raise self._unexpected(answer, error) from None
         if len(completions) != sampling["n"]:
             raise ServerLostError(
                 f"{self} returned {len(completions)} completions, not {sampling['n']}"
@@ -328,3 +336,67 @@ class VllmServer:
             reason = text.decode(errors="replace").strip()
         message = f"{what}: status {status}: {shorten(str(reason), 500)}"
         raise ServerLostError(message, status) if status >= 500 else RolloutError(message)
+
+
+def address_for(host: str, address: tuple[str, int]) -> tuple[str, int]:
+    """Return `address`, of a port on this machine or another, as the machine `host` reaches it.
+
+    Raises RolloutError for a host that is unknown or cannot be reached.
+
+    Examples:
+        >>> address_for("localhost", ("127.0.0.1", 29500))
+        ('127.0.0.1', 29500)
+    """
+    own, port = address
+    if _is_loopback(own) and not _is_loopback(host):
+        own = _own_address_towards(host)
+    return own, port
+
+
+def prepare_network(urls: Sequence[str]) -> None:
+    """Let gloo and NCCL use the interface towards servers on other machines, unless one is set.
+
+    On one machine alone they use the loopback interface, which others cannot reach. Does nothing
+    for hosts that are unknown: who connects to them reports it. Raises SecretError if there are
+    servers and no secret, which they must have in common with the ranks.
+    """
+    if urls:
+        check_secret("the servers of rollout.servers verify by it what the trainers tell them")
+    with suppress(RolloutError):
+        remote = _remote_hosts(urls)
+        own = _own_address_towards(remote[0]) if remote else None
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(entry.address.partition("%")[0] == own for entry in addresses):
+                for library in ("GLOO", "NCCL"):
+                    os.environ.setdefault(f"{library}_SOCKET_IFNAME", name)
+
+
+def has_remote(urls: Sequence[str]) -> bool:
+    """Return whether a server may be on another machine."""
+    try:
+        return bool(_remote_hosts(urls))
+    except RolloutError:
+        return True
+
+
+def _remote_hosts(urls: Sequence[str]) -> list[str]:
+    hosts = (urlsplit(url).hostname or "" for url in urls)
+    return [host for host in hosts if not _is_loopback(host)]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(socket.gethostbyname(host))
+    except OSError as error:
+        raise RolloutError(f"rollout.servers: the host {host!r} is unknown ({error})") from None
+    return address.is_loopback or address.is_unspecified  # a client reaches itself at 0.0.0.0
+
+
+def _own_address_towards(host: str) -> str:
+    """Return the address of this machine from which packets to `host` leave."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise RolloutError(f"rollout.servers: no route to {host!r} ({error})") from None

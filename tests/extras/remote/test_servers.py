@@ -20,11 +20,11 @@ from hybridengine.remote.servers import (
     ServerPool,
     TrainersStore,
     VllmServer,
-    network,
+    client,
     pool,
 )
+from hybridengine.remote.servers.client import address_for, prepare_network
 from hybridengine.remote.servers.images import ServerPrompt
-from hybridengine.remote.servers.network import address_for, prepare_network
 from hybridengine.run.errors import RolloutError
 from hybridengine.sync.weight_target import StaleWeightsError
 from tests.extras.remote.stand_in_server import SETTINGS, answer_requests, as_choice
@@ -394,13 +394,13 @@ def test_addresses_that_other_machines_reach(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(RolloutError, match=r"the host 'no\.such\.host\.invalid' is unknown"):
         address_for("no.such.host.invalid", local)
     own = "10.9.8.7"
-    monkeypatch.setattr(network, "_own_address_towards", lambda host: own)
+    monkeypatch.setattr(client, "_own_address_towards", lambda host: own)
     assert address_for("192.0.2.1", local) == (own, 29500)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")  # to be restored
         monkeypatch.delenv(name)
     prepare_network(["http://127.0.0.1:8000", "http://no.such.host.invalid:8000"])
     assert "GLOO_SOCKET_IFNAME" not in os.environ
-    monkeypatch.setattr(network, "_own_address_towards", lambda host: "127.0.0.1")
+    monkeypatch.setattr(client, "_own_address_towards", lambda host: "127.0.0.1")
     prepare_network(["http://127.0.0.1:1", "http://192.0.2.1:8000"])
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"

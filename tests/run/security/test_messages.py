@@ -22,7 +22,7 @@ from hybridengine.remote.critic.channel import Command, End, TrainStep
 from hybridengine.remote.overlap import queue
 from hybridengine.remote.overlap.queue import EngineQueue, TrainerQueue, WorkItem
 from hybridengine.remote.roles import RoleLink, Roles
-from hybridengine.remote.servers.network import has_remote, prepare_network
+from hybridengine.remote.servers.client import has_remote, prepare_network
 from hybridengine.remote.sync.records import Holding, PlanInputs, SyncState, SyncStore
 from hybridengine.run import messages
 from hybridengine.run.errors import UserError

@@ -119,7 +119,7 @@ def damaged_engine(rank: int, world_size: int) -> list[str]:
     texts = []
     for version in (1, 2, 3):
         if rank == 1 and version > 1:
-            folder = activity.private_folder(create=False)
+            folder = activity.private_folder()
             assert folder is not None
             (folder / f"{os.getpid()}.{activity.VERIFY}").touch(0o600)
         if version == 3:
