@@ -1,16 +1,16 @@
 """Run by test_contract.py in Triton's interpreter."""
 
-import sys
-
 import pytest
 
-from hybridengine.kernels import _backend, layer_triton
+from hybridengine.kernels import _backend
 from tests.kernels import contract
 from tests.kernels.contract_cases import CASES, operator
-from tests.kernels.interpreter import round_to_nearest, widen_dot
+from tests.kernels.interpreter import take_triton_kernels
 
 SLOW = {  # in the interpreter, for all their arguments
     "linear_policy_loss",
+    "linear_recurrence",
+    "linear_recurrence, without the delta rule",
     "sample_tokens",
     "sparse_linear_token_log_probs",
     "tree_attention",
@@ -24,11 +24,7 @@ NAMES = [
 
 @pytest.fixture(autouse=True)
 def triton_on_cpu_tensors(monkeypatch):
-    widen_dot(monkeypatch)
-    round_to_nearest(monkeypatch)
-    monkeypatch.setattr(_backend, "_unavailable", lambda *_: None)
-    layer = sys.modules["hybridengine.kernels.layer"]
-    monkeypatch.setattr(layer, "_kernels", lambda _: layer_triton)
+    take_triton_kernels(monkeypatch)
 
 
 @pytest.mark.parametrize(

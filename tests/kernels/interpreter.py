@@ -150,3 +150,26 @@ def round_to_nearest(monkeypatch):
         return truncate(values, source, target, mode)
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+def take_triton_kernels(monkeypatch):
+    """Let operators with backend="triton" run their Triton kernels on CPU tensors."""
+    from hybridengine.kernels import (
+        _backend,
+        causal_conv1d_triton,
+        layer_triton,
+        linear_recurrence_triton,
+        linear_recurrence_triton_backward,
+    )
+
+    widen_dot(monkeypatch)
+    round_to_nearest(monkeypatch)
+    monkeypatch.setattr(_backend, "_unavailable", lambda *_: None)
+    recurrence = (linear_recurrence_triton, linear_recurrence_triton_backward)
+    for name, kernels in (
+        ("layer", layer_triton),
+        ("causal_conv1d", causal_conv1d_triton),
+        ("linear_recurrence", recurrence),
+    ):
+        module = sys.modules[f"hybridengine.kernels.{name}"]
+        monkeypatch.setattr(module, "_kernels", lambda _, kernels=kernels: kernels)
