@@ -61,7 +61,8 @@ class RowExchange:
     def __call__(self, values: Tensor, lengths: Tensor) -> Tensor:
         """Return the wanted rows end to end. Collective.
 
-        values: this rank's rows end to end, in ascending order.
+        values: the rows whose source is this rank end to end, in ascending order. A rank that is
+          the source of none may pass what it holds.
         lengths: int64 [N] on the CPU, the elements of every row.
         """
         return torch.cat([values.new_empty(0), *self.pieces(values, lengths)])
@@ -75,7 +76,8 @@ class RowExchange:
         at once; a longer row is a piece of its own.
         """
         own = (self._sources == self._rank).nonzero().flatten()
-        rows = dict(zip(own.tolist(), values.split(lengths[own].tolist()), strict=True))
+        sizes = lengths[own].tolist()
+        rows = dict(zip(own.tolist(), values[: sum(sizes)].split(sizes), strict=True))
         sent = torch.zeros(self._group.size(), dtype=torch.int64)
         for wanted in self._wanted:
             sent.index_add_(0, self._sources[wanted], lengths[wanted])

@@ -59,7 +59,7 @@ def compare(rank: int, world_size: int, path: str) -> list[tuple[float, float]]:
         actor = setup.actor(config)
         own = actor.old_log_probs(setup.batch)
         batch = replace(setup.batch, old_log_probs=setup.batch.rollout_log_probs)
-        metrics = actor.update(batch)
+        _, metrics = actor.update(batch)
         results.append((metrics["actor/pg_loss"], float(expected_loss(batch, own, options))))
     return results
 

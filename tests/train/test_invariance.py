@@ -90,7 +90,7 @@ def body(
     is_weights, response_mask, correction_metrics = actor.rollout_correction(batch)
     batch = replace(batch, is_weights=is_weights, response_mask=response_mask)
     metrics |= {name: float(value) for name, value in correction_metrics.items()}
-    metrics |= actor.update(batch)
+    metrics |= actor.update(batch)[1]
     return gradients, metrics
 
 

@@ -40,6 +40,9 @@ def exchange_body(rank: int, world_size: int, seed: int) -> None:
         pieces = list(exchange.pieces(values, lengths, max_elements=5))
         assert torch.equal(torch.cat(pieces), want)
         assert len(pieces) > 1
+    of_first = RowExchange(torch.zeros_like(sources), wanted)  # other ranks hold the rows as well
+    everything = rows_of([*range(count)], lengths, torch.int32)
+    assert torch.equal(of_first(everything, lengths), rows_of(wanted[rank], lengths, torch.int32))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

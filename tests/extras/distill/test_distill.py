@@ -111,7 +111,7 @@ def gathered_after_update(rank: int, world_size: int, path: str) -> list[str]:
     frozen = partial(on_device, teacher.requires_grad_(False))
     prompts, responses, _ = make_rollouts(101)
     batch = dp.build_batch(share(prompts, responses, rank, world_size), 1, 10_000)
-    metrics = Student(RLConfig(), student, frozen, optimizer, dp).update(batch)
+    _, metrics = Student(RLConfig(), student, frozen, optimizer, dp).update(batch)
     assert metrics["actor/distill_loss"] == pytest.approx(0, abs=1e-6)
     named = [*student.named_parameters(), *teacher.named_parameters()]
     return [name for name, p in named if not isinstance(p, DTensor)]
