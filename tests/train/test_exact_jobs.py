@@ -57,7 +57,8 @@ def train(rank: int, world_size: int, folder: Path, job: list[str]) -> tuple[int
             parameter.grad = None
         for micro_batch in calls:
             loss, _, output = loss_of(*micro_batch)
-            run.dp.backward(loss, optimizer, output)
+            optimizer.observe_loss(loss, output)
+            (loss * run.dp.grad_scale(optimizer)).backward()
         calls.clear()
         grads = [p.grad.to_local() for p in trained]
         holds.extend(torch.equal(x, y) for x, y in zip(before, grads, strict=True))

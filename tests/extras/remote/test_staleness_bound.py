@@ -87,9 +87,10 @@ def source_of(*overrides: str) -> tuple[OverlappedRollouts, Engines]:
     session = Session(Status())  # type: ignore[arg-type]
     prompts: Any = [PromptSample(k, [k], f"{k}", "d", "", {}) for k in range(48)]
     loader = PromptLoader(prompts, config.data.train_batch_size, seed=1, shuffle=False)
-    data: Any = SimpleNamespace(train=prompts, val=None)
+    data: Any = SimpleNamespace(train=prompts, val=None, loader=loader)
     choices: Any = None  # read by `connect` alone
-    source = OverlappedRollouts(config, choices, session, link, data, loader, SamplingSpec(n=1))
+    source = OverlappedRollouts(config, choices, session, link, data)
+    source._sampling = SamplingSpec(n=1)
     engines: Any = Engines()
     source._queue, source._sender, source._reward_model = engines, Sender(), None  # type: ignore[assignment]
     return source, engines
