@@ -213,15 +213,17 @@ def check_threads(name: str, backend: str | None) -> None:
     assert_same(*results, **EXACT)
 
 
-def check_float64(name: str) -> None:
+def check_float64(name: str, backend: str | None) -> None:
     """float64 is computed in float64: results have the dtype, and those of float32 are close."""
-    double = differentiated(name, copies(name, torch.float64), None)
-    single = differentiated(name, copies(name), None)
+    double = differentiated(name, copies(name, torch.float64), backend)
+    single = differentiated(name, copies(name), backend)
     for wide, narrow in zip(double, single, strict=True):
         if isinstance(narrow, Tensor) and narrow.dtype == torch.float32:
             assert wide.dtype == torch.float64
             torch.testing.assert_close(wide.float(), narrow, rtol=1e-4, atol=1e-4, equal_nan=True)
-    again = differentiated(name, changed(copies(name, torch.float64), lambda _, t: nudged(t)), None)
+    again = differentiated(
+        name, changed(copies(name, torch.float64), lambda _, t: nudged(t)), backend
+    )
     floats = [(a, b) for a, b in zip(double, again, strict=True) if isinstance(a, Tensor)]
     assert any(not torch.equal(a, b) for a, b in floats if a.is_floating_point())
 
