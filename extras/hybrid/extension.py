@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
 from hybridengine.hybrid.layers import MODEL_TYPES, pack_linear_attention
 from hybridengine.model.extensions import ModelExtension
 from hybridengine.model.validation import carried_state
-from hybridengine.run.config import JobConfig
+from hybridengine.run.config import JobConfig, RLConfig
 from hybridengine.run.errors import ModelError
 
 __all__ = ["HybridModels", "extension"]
@@ -21,8 +22,18 @@ class HybridModels(ModelExtension):
     stateful_model_types = MODEL_TYPES
 
     def check(self, config: JobConfig, model: PretrainedConfig) -> None:
-        size = config.sequence_parallel_size
-        if size > 1 and carried_state(model) is not None:
+        from hybridengine.train.choices import engine_name  # it asks the models
+
+        if carried_state(model) is None:
+            return
+        is_rl = isinstance(config, RLConfig)
+        if is_rl and not torch.cuda.is_available() and engine_name(config) == "vllm":
+            raise ModelError(
+                f"rollout.name is vllm, which packs the convolutions of a {model.model_type!r} "
+                "model on a CPU as it loads, so that a sync would write another layout; set "
+                "rollout.name=hf"
+            )
+        if (size := config.sequence_parallel_size) > 1:
             raise ModelError(
                 f"ulysses_sequence_parallel_size is {size}, expected 1 for a model of type "
                 f"{model.model_type!r}: a rank would need the last state of the rank before it"
