@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
@@ -34,7 +34,7 @@ class _Running:
 RUNNING = _Running()
 
 
-def _packed(*states: Any) -> dict[str, Tensor | None] | None:
+def _packed(*states: Any) -> dict[str, Any] | None:
     """Return the segments that run, as arguments; None: there are none. states: of a cache."""
     if (segments := RUNNING.segments) is None:
         return None
@@ -183,7 +183,7 @@ def _step(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
 
 
 def _lightning_attention(
-    original: Callable[..., Any], layer: nn.Module, hidden_states: Tensor, **arguments: Any
+    original: Callable[..., Any], layer: Any, hidden_states: Tensor, **arguments: Any
 ) -> tuple[Tensor, None]:
     """MiniMax's layer, which calls no function that could be replaced. hidden_states: [1, T, H]."""
     if (segments := _packed(arguments.get("past_key_values"))) is None:

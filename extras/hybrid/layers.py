@@ -74,9 +74,9 @@ def pack_linear_attention(model: nn.Module) -> None:
         layer.forward = types.MethodType(forward, layer)
         above = [model.get_submodule(x) for x in _prefixes(name)]
         decoder_layers[next(x for x in above if isinstance(x, GradientCheckpointingLayer))] = None
-        *outer, body = (x for x in above if isinstance(x, PreTrainedModel))
-        bodies |= dict.fromkeys([*outer, body])
-        body._passes_segments = True
+        models: list[Any] = [x for x in above if isinstance(x, PreTrainedModel)]
+        bodies |= dict.fromkeys(models)
+        models[-1]._passes_segments = True
     for decoder_layer in decoder_layers:
         decoder_layer.register_forward_pre_hook(_enter_layer, with_kwargs=True, prepend=True)
         decoder_layer.register_forward_hook(_leave_layer, always_call=True)
@@ -125,8 +125,10 @@ def _state_of(model: nn.Module) -> str | None:
 
 def _model_type(model: nn.Module) -> str:
     config = getattr(model, "config", None)
-    is_known = isinstance(config, PretrainedConfig)
-    return config.get_text_config().model_type if is_known else "unknown"
+    if not isinstance(config, PretrainedConfig):
+        return "unknown"
+    name: str = config.get_text_config().model_type
+    return name
 
 
 def _stateful_layers(
@@ -134,7 +136,7 @@ def _stateful_layers(
 ) -> Iterator[tuple[str, tuple[nn.Module, Callable[..., Any]]]]:
     """Yield name, module and its forward over packed segments."""
     for name, module in model.named_modules():
-        kind = type(module)
+        kind: Any = type(module)
         if kind.__module__.startswith(_CODE) and (forward := _packed_forward(kind)) is not None:
             yield name, (module, forward)
 
@@ -147,8 +149,7 @@ def _packed_forward(kind: type[nn.Module]) -> Callable[..., Any] | None:
         return lambda layer, *args, **kwargs: own(layer, *args, **kwargs)
     forward: Any = inspect.unwrap(kind.forward)
     code = getattr(forward, "__code__", None)
-    names = FUNCTIONS.keys() & set(code.co_names if code is not None else ())
-    if not names:
+    if code is None or not (names := FUNCTIONS.keys() & set(code.co_names)):
         return None
     # torch.compile would look a global up by the name of the module.
     scope = {name: x for name, x in forward.__globals__.items() if name != "__name__"}

@@ -208,6 +208,7 @@ class RewardWorkers:
                                 raise function.late(limit, line, index)
                             if isinstance(outcome, Failure):
                                 raise CallError(outcome.message, index)
+                            assert index is not None  # only a failure has no number
                             pending[worker].remove(index)
                             results[index] = outcome
                             if not source.is_async:  # async calls all started together

@@ -177,7 +177,9 @@ def _first_difference(
             _rows(getattr(trace.calls[key], part), len(index)) if key in trace.calls else None
             for trace, index in zip(alone, tokens, strict=True)
         ]
-        pairs = [] if x is None else zip(tokens, expected, strict=True)
+        if x is None:
+            return 0.0
+        pairs = zip(tokens, expected, strict=True)
         return max((_distance(x[i], y) for i, y in pairs if y is not None), default=0.0)
 
     keys, largest = list(packed.calls), _ROUNDING

@@ -388,7 +388,8 @@ def from_rank0(fn: Callable[[], T], expected: Any, error_type: type[Exception]) 
     Collective: one broadcast; rank 0 does not wait for the others. expected: see
     `all_gather_values`.
     """
-    value, error = None, None
+    value: Any = None
+    error = None
     if dist.get_rank() == 0:
         try:
             value = fn()
@@ -398,7 +399,8 @@ def from_rank0(fn: Callable[[], T], expected: Any, error_type: type[Exception]) 
     value, text = broadcast_value(own, tuple[expected | None, str | None])
     if text is not None:
         raise error_type(f"on rank 0: {text}") from error
-    return value
+    result: T = value
+    return result
 
 
 def run_on_rank0(

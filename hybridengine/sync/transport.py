@@ -207,7 +207,8 @@ def share_memory(size: int, device: torch.device) -> SharedMemory | None:
     offer = (own and own.address, problem)
     offers = all_gather_values(offer, tuple[str | int | None, str | None])
     addresses: list[Any] = [address for address, _ in offers]
-    problems, buffers = [text for _, text in offers], []
+    problems = [text for _, text in offers]
+    buffers: Any = []
     if device.type == "cuda" and not _access_each_other(addresses):
         return None
     if own is not None:

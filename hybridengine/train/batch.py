@@ -209,6 +209,7 @@ class DataParallel:
             sources[rows] = replica * self.sp_size
         held = [rows or [shortest] for rows in trained for _ in range(self.sp_size)]
         placement = RowLocations(held, sources)
+        received: Mapping[str, Tensor]
         with self.session.phase("exchange_rollouts"):
             if receive is None:
                 received = rollouts.move(RowExchange(outcomes.ranks, held))

@@ -131,8 +131,8 @@ class RLTrainer(BaseTrainer[RLConfig]):
         With filter_groups (DAPO), further batches are generated until enough groups have signal.
         """
         filtering, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
-        batches, self._generation_metrics = [self.source.next_batch(step, 0)], {}
-        rollouts = batches[0]
+        batches = [self.source.next_batch(step, 0)]
+        rollouts, self._generation_metrics = batches[0], dict[str, float]()
         if filtering.enable:
             rollouts, with_signal = select_groups(batches, filtering.metric, wanted)
             while with_signal < wanted and len(batches) != filtering.max_num_gen_batches:

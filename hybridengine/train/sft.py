@@ -9,6 +9,7 @@ section 3.5), whatever the number of ranks and the split into micro-batches.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,10 +46,9 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
         torch.manual_seed(config.seed + session.rank)  # dropout differs between the ranks
         with session.phase("load_data"):
             self.tokenizer = load_tokenizer(config)
-            self.data, self.val = (
-                load_dataset(config, self.tokenizer, files) if files else None
-                for files in (data.train_files, data.val_files)
-            )
+            load = partial(load_dataset, config, self.tokenizer)
+            self.data: SFTDataset = load(data.train_files)
+            self.val = load(data.val_files) if data.val_files else None
             self.loader = PromptLoader(
                 self.data, data.train_batch_size, seed=config.seed, shuffle=data.shuffle
             )

@@ -346,7 +346,7 @@ class Deltas:
     def of(cls, trainers: Trainers, mover: Mover, *, is_far: bool, pulls: bool) -> Deltas | None:
         """As `find_changes`, whose arguments it takes and whose errors it raises. Collective."""
         finder = find_changes(trainers, mover.plan, is_far=is_far, pulls=pulls)
-        return finder and cls(finder, mover)
+        return None if finder is None else cls(finder, mover)
 
     @property
     def remembers(self) -> bool:

@@ -140,7 +140,7 @@ class Checkpointer:
         for leftover in self._root.glob(".global_step_*.partial"):
             with writing_to(leftover):
                 shutil.rmtree(leftover)
-        parts = (self._tensors, *self._others)
+        parts: list[TensorFiles | RemotePart] = [self._tensors, *self._others]
         check_disk_space(self._root, sum(part.num_bytes for part in parts))
         state = {name: stateful.state_dict() for name, stateful in self._states.items()}
         with writing_to(folder):

@@ -254,12 +254,12 @@ class ChatTemplate:
 
 def _with_text_arguments(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a chat whose calls have their arguments as JSON text, as a few templates take them."""
-    chat = copy.deepcopy([dict(message) for message in chat])
-    for function in (call["function"] for m in chat for call in m.get("tool_calls") or ()):
+    copied = copy.deepcopy([dict(message) for message in chat])
+    for function in (call["function"] for m in copied for call in m.get("tool_calls") or ()):
         arguments = function.get("arguments", {})
         if not isinstance(arguments, str):
             function["arguments"] = json.dumps(arguments, ensure_ascii=False)
-    return chat
+    return copied
 
 
 def _text_ends(chat: Sequence[Mapping[str, Any]]) -> Iterator[_TextEnd]:

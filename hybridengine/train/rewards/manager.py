@@ -110,7 +110,7 @@ class RewardResult:
             self.scores[k],
             {name: x[k] for name, x in self.extras.items()},
             {name: (part.weight, part.scores[k]) for name, part in self.parts.items()},
-            {name: x[k] for name, x in self.texts.items() if x[k] is not None},
+            {name: text for name, x in self.texts.items() if (text := x[k]) is not None},
             {name: x[k] for name, x in self.counts.items()},
         )
 
@@ -305,16 +305,16 @@ def score_checked(
             f"reward manager {type(manager).__name__} raised SystemExit: {error}"
         ) from error
     parts = {name: part.scores for name, part in result.parts.items()}
-    numbers_of = {**parts, "score": result.scores, **result.extras, **result.counts}
+    numbers_of: dict[str, Any] = {**parts, "score": result.scores, **result.extras, **result.counts}
     for name, numbers in numbers_of.items():
         _check(name, numbers, len(samples), _is_finite, "a finite number")
     for name, column in result.texts.items():
         _check(name, column, len(samples), _is_text, "a text or None")
     extras = {name: x for name, x in result.extras.items() if name != "pred"}
     answers = {name: x for name, x in result.extras.items() if name == "pred"}
+    columns: dict[str, Any] = {**result.texts, **answers}
     texts = {
-        name: [x if x is None else to_text(x) for x in column]
-        for name, column in {**result.texts, **answers}.items()
+        name: [x if x is None else to_text(x) for x in column] for name, column in columns.items()
     }
     return replace(result, extras=extras, texts=texts)
 
