@@ -8,8 +8,6 @@ looks for the tokens that it would have written, and refuses a prompt that does 
 from __future__ import annotations
 
 import importlib
-import sys
-import types
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import torch
 from transformers.utils import is_torchvision_available
 
+from hybridengine.engine.vllm.environment import without_torchvision
 from hybridengine.model.attachments import Attachment
 from hybridengine.run.errors import RolloutError
 from hybridengine.vision.decoding import decode_image
@@ -25,13 +24,6 @@ from hybridengine.vision.formats import ImageFormat
 __all__ = ["PromptImages", "image_options", "import_image_models", "prepare_images"]
 
 _WITH_TORCHVISION = {"InternVLForConditionalGeneration"}  # vLLM builds a video processor for it
-_NAMES = (
-    "torchvision",
-    "torchvision.transforms",
-    "torchvision.transforms.functional",
-    "torchvision.transforms.v2",
-    "torchvision.transforms.v2.functional",
-)
 
 
 def prepare_images(processor: Any, architectures: Sequence[str]) -> None:
@@ -58,28 +50,10 @@ def import_image_models(architectures: Sequence[str]) -> None:
     registry: Any = importlib.import_module("vllm.model_executor.models.registry")
     for name in architectures:
         if name in registry.ModelRegistry.models:
-            _import_without_torchvision(registry.ModelRegistry.models[name].module_name)
+            with without_torchvision():
+                importlib.import_module(registry.ModelRegistry.models[name].module_name)
     # By default a process of its own inspects the model, and imports torchvision there.
     registry._run_in_subprocess = lambda inspect: inspect()
-
-
-def _import_without_torchvision(module: str) -> None:
-    """Import a module with empty modules in the place of torchvision's.
-
-    vLLM's model files import transformers' image processors of torchvision for a function or a type
-    hint alone. What runs then are those of Pillow, which give the same tokens.
-    """
-    empty = {name: types.ModuleType(name) for name in _NAMES}
-    for name, content in empty.items():
-        parent, _, own = name.rpartition(".")
-        if parent:
-            setattr(empty[parent], own, content)
-    sys.modules.update(empty)
-    try:
-        importlib.import_module(module)
-    finally:
-        for name in empty:
-            del sys.modules[name]
 
 
 def image_options(options: Mapping[str, Any], limit: int | None) -> dict[str, Any]:

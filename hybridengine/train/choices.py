@@ -26,7 +26,7 @@ from hybridengine.kernels import choose_backend, has_fast_products
 from hybridengine.model.exact import model_obstacle
 from hybridengine.model.packing_check import shared_prefix_obstacle
 from hybridengine.model.shared_parameters import untested_torch
-from hybridengine.model.validation import config_of
+from hybridengine.model.validation import carried_state, config_of
 from hybridengine.run.config import ConfigError, Dtype, JobConfig, RLConfig, SFTConfig, keys_of
 from hybridengine.run.config.validation import exactness_obstacle
 from hybridengine.run.errors import Faults
@@ -232,6 +232,8 @@ def decide(
         dtypes = {"trainer": dtypes["trainer"], "engine": config.rollout.dtype, **dtypes}
         engine = engine_name(config, machine)
         reasons["engine"] = f"rollout.name is {config.rollout.name}"
+        if engine == "vllm" and not config.rollout.servers and carried_state(model) is not None:
+            dtypes["engine's SSM states"] = "float32"
         inexact = faults.attempt(_inexact, config, engine, model, machine)
         unshared = faults.attempt(_unshared, config, engine, model, machine)
         delta, reasons["delta"] = _delta(config)

@@ -8,6 +8,8 @@ import importlib.util
 import inspect
 import logging
 import os
+import sys
+import types
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from transformers.utils import is_torchvision_available
 
 from hybridengine.run.errors import UserError
 from hybridengine.run.messages import broadcast_value
@@ -27,6 +30,13 @@ from hybridengine.run.messages import broadcast_value
 CPU_BLOCK_SIZE = 32
 # Of vLLM's attention on a CPU.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+_TORCHVISION = (
+    "torchvision",
+    "torchvision.transforms",
+    "torchvision.transforms.functional",
+    "torchvision.transforms.v2",
+    "torchvision.transforms.v2.functional",
+)
 
 
 def vllm_available() -> bool:
@@ -74,12 +84,41 @@ def models_inspected_here() -> Iterator[None]:
     """While open, vLLM looks at the class of a model in this process, which imports it anyway.
 
     By default it starts a process, which keeps CUDA uninitialized here, for every model that it
-    does not know yet: 15 s of CPU time on every rank.
+    does not know yet: 15 s of CPU time on every rank. The class may need `without_torchvision`.
     """
     from vllm.model_executor.models import registry
 
-    with patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()):
+    lazy_class = registry._LazyRegisteredModel
+    load = without_torchvision()(lazy_class.load_model_cls)
+    with (
+        patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()),
+        patch.object(lazy_class, "load_model_cls", load),
+    ):
         yield
+
+
+@contextmanager
+def without_torchvision() -> Iterator[None]:
+    """While open, empty modules are in the place of torchvision's where it is missing.
+
+    vLLM's files of models, of some that take text alone as well, import transformers' image
+    processors of torchvision for a function or a type hint. What runs are those of Pillow, which
+    give the same tokens.
+    """
+    if is_torchvision_available():
+        yield
+        return
+    empty = {name: types.ModuleType(name) for name in _TORCHVISION}
+    for name, content in empty.items():
+        parent, _, own = name.rpartition(".")
+        if parent:
+            setattr(empty[parent], own, content)
+    sys.modules.update(empty)
+    try:
+        yield
+    finally:
+        for name in empty:
+            del sys.modules[name]
 
 
 @contextmanager

@@ -47,6 +47,7 @@ def llm_options(options: EngineOptions) -> dict[str, Any]:
         "skip_tokenizer_init": not rollout.stop,  # which vLLM needs to find texts
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "distributed_executor_backend": "external_launcher",
+        "mamba_ssm_cache_dtype": "float32",  # of recurrent layers; "auto" may round their states
         "seed": options.seed,
         "max_model_len": rollout.max_model_len,
         "max_num_seqs": rollout.max_num_seqs,

@@ -31,6 +31,7 @@ from hybridengine.sync.reordering import (
 )
 from hybridengine.sync.weight_target import bit_checksums
 
+_Pack = Callable[[Any], object]
 _State = tuple[TensorSpec, int]  # of a tensor as it was loaded: spec, checksum of the content
 
 
@@ -97,14 +98,15 @@ def writable_weights() -> Iterator[PostLoadProcessing]:
 class PostLoadProcessing:
     """vLLM's processing of models after loading, run so that their weights stay writable.
 
-    CPU linears read their `weight` as it is, by `inference_linear` (vLLM packs it away). CPU expert
-    kernels read packed weights only: the plain ones are kept as well and packed again by `rerun`.
-    For every other tensor whose content changed, the permutation is detected; `adapt_layout`
-    applies it.
+    CPU linears read their `weight` as it is, by `inference_linear` (vLLM packs it away). The CPU
+    kernels of experts and of Gated DeltaNet's convolutions read packed weights only: the plain ones
+    are kept as well and packed again by `rerun`. For every other tensor whose content changed, the
+    permutation is detected; `adapt_layout` applies it.
     """
 
     def __init__(self) -> None:
-        self._experts: list[tuple[Any, torch.nn.Module, dict[str, torch.nn.Parameter]]] = []
+        # Layers that read packed weights only: (what packs them, layer, plain parameters).
+        self._packed: list[tuple[_Pack, torch.nn.Module, dict[str, torch.nn.Parameter]]] = []
         self._attention: list[tuple[Any, str, torch.nn.Parameter]] = []
         # By id of the model (a draft model has the same names): tensor → its permutation, or why it
         # cannot be written in place.
@@ -119,19 +121,27 @@ class PostLoadProcessing:
         from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
         experts_class = cpu_moe.CPUUnquantizedExperts
-        self._pack = experts_class.process_weights_after_loading
+        pack_experts = experts_class.process_weights_after_loading
+        pack_convolution = partial(_pack_convolution, utils.dispatch_cpu_unquantized_gemm)
+        convolutions = _delta_net_convolutions(model)
+
+        def keep_and_pack(pack: _Pack, layer: torch.nn.Module) -> None:
+            self._packed.append((pack, layer, dict(layer.named_parameters(recurse=False))))
+            pack(layer)
 
         def use_plain_weight(layer: Any, remove_weight: bool) -> None:
-            layer.cpu_linear = inference_linear
+            if layer in convolutions:
+                keep_and_pack(pack_convolution, layer)
+            else:
+                layer.cpu_linear = inference_linear
 
-        def keep_and_pack(experts: Any, layer: torch.nn.Module) -> None:
-            self._experts.append((experts, layer, dict(layer.named_parameters(recurse=False))))
-            self._pack(experts, layer)
+        def keep_and_pack_experts(experts: Any, layer: torch.nn.Module) -> None:
+            keep_and_pack(partial(pack_experts, experts), layer)
 
         loaded = {name: _state(tensor) for name, tensor in engine_tensors(model).items()}
         with (
             patch.object(utils, "dispatch_cpu_unquantized_gemm", use_plain_weight),
-            patch.object(experts_class, "process_weights_after_loading", keep_and_pack),
+            patch.object(experts_class, "process_weights_after_loading", keep_and_pack_experts),
         ):
             process(model, *args, **kwargs)
             self._find_changes(model, loaded)
@@ -165,7 +175,7 @@ class PostLoadProcessing:
 
     def restore_plain_weights(self) -> None:
         """Make the plain weights of packed layers their parameters again, for vLLM's loader."""
-        for _, layer, plain in self._experts:
+        for _, layer, plain in self._packed:
             for name, parameter in plain.items():
                 layer.register_parameter(name, parameter)
 
@@ -174,8 +184,8 @@ class PostLoadProcessing:
         from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
         self.restore_plain_weights()
-        for experts, layer, _ in self._experts:
-            self._pack(experts, layer)
+        for pack, layer, _ in self._packed:
+            pack(layer)
         for backend, attribute, parameter in self._attention:
             setattr(backend, attribute, parameter)
         module: Any
@@ -241,17 +251,33 @@ class PostLoadProcessing:
         prefixes = {id(module): name for name, module in model.named_modules()}
         plain = {
             f"{prefixes[id(layer)]}.{name}": parameter
-            for _, layer, parameters in self._experts
+            for _, layer, parameters in self._packed
             if id(layer) in prefixes
             for name, parameter in parameters.items()
         }
-        tensors = {name.replace(".base_layer.", "."): t.data for name, t in registered.items()}
-        return tensors | {name: parameter.data for name, parameter in plain.items()}
+        tensors = registered | plain
+        return {name.replace(".base_layer.", "."): tensor.data for name, tensor in tensors.items()}
 
 
 def _state(tensor: Tensor) -> _State:
     (checksum,) = bit_checksums([tensor.data])
     return TensorSpec.of(tensor), checksum
+
+
+def _delta_net_convolutions(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """Return the layers whose weight the CPU's Gated DeltaNet takes as vLLM packs it.
+
+    vLLM packs other convolutions of their shape, too, and then fails to read them.
+    """
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+
+    return {m.conv1d for m in model.modules() if isinstance(m, QwenGatedDeltaNetAttention)}
+
+
+def _pack_convolution(dispatch: Callable[[Any, bool], None], layer: Any) -> None:
+    """Let vLLM's `dispatch` pack the weight of `layer` where the CPU has a kernel for that."""
+    layer.weight = torch.nn.Parameter(layer.weight.data, requires_grad=False)  # it sets its data
+    dispatch(layer, True)
 
 
 def _attention_parameters(model: torch.nn.Module) -> list[tuple[Any, str, torch.nn.Parameter]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
@@ -54,18 +55,22 @@ TYPES = (
 )
 
 
-def hybrid_config(kind: str) -> PretrainedConfig:
+def hybrid_config(kind: str, **changes: Any) -> PretrainedConfig:
     """Return a tiny configuration with layers of every kind that the type has."""
     if kind in _OTHERS:
-        return AutoConfig.for_model(kind, **SIZES | _OTHERS[kind])
+        return AutoConfig.for_model(kind, **SIZES | _OTHERS[kind] | changes)
     entry = CATALOGUE[kind]
-    return AutoConfig.for_model(kind, **entry.overrides | _CHANGES.get(kind, {}))
+    return AutoConfig.for_model(kind, **entry.overrides | _CHANGES.get(kind, {}) | changes)
 
 
-def hybrid_models(kind: str, seed: int = 0):
-    """Two models with the same random weights: over packed batches, and transformers' own."""
+def hybrid_models(kind: str, seed: int = 0, **changes: Any):
+    """Two models with the same random weights: over packed batches, and transformers' own.
+
+    changes: of the configuration.
+    """
     torch.manual_seed(seed)
-    own = AutoModelForCausalLM.from_config(hybrid_config(kind), attn_implementation="eager")
+    config = hybrid_config(kind, **changes)
+    own = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in own.named_parameters():
             if "A_log" in name:  # decays slow enough that a state of another sequence shows

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hybridengine.engine.vllm.environment import vllm_available
 from hybridengine.hybrid import pack_linear_attention, takes_packed
 from hybridengine.hybrid.extension import extension
 from hybridengine.integrations import transformers as integration
 from hybridengine.integrations.trl import add_fused_lm_head
+from hybridengine.run.config import load_config
 from hybridengine.run.errors import ModelError
 from tests.extras.hybrid.hybrid_models import hybrid_config
 from tests.model.cases import GRADIENTS, LOGITS
 from tests.tiny_models import VOCAB, tiny_config
 
 LENGTHS = (5, 1, 9)
+DELTA_NET = dict(linear_key_head_dim=128, linear_value_head_dim=128)
 
 
 def sdpa_model(kind: str = "qwen3_5_text"):
@@ -113,6 +117,32 @@ def test_sequence_parallelism_is_refused_at_the_start():
     with pytest.raises(ModelError, match=r"ulysses_sequence_parallel_size is 2, .* 'qwen3_5_text'"):
         extension.check(config, hybrid_config("qwen3_5_text"))
     extension.check(config, tiny_config("llama"))
+
+
+@pytest.mark.skipif(not vllm_available(), reason="the rollout engine")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of vLLM's CPU build")
+@pytest.mark.parametrize(
+    ("kind", "changes", "settings", "message"),
+    [
+        ("jamba", {}, [], r"compared for models of the types \('qwen3_next', .*is of 'jamba'"),
+        ("qwen3_5_text", DELTA_NET, ["rollout.dtype=float32"], "rollout.dtype is float32"),
+        ("qwen3_next", {}, [], r"of \(\(64, 64\), \(128, 128\)\), and they are \(32, 16\)"),
+        (
+            "qwen3_next",
+            DELTA_NET,
+            ["rollout.enable_chunked_prefill=false"],
+            "enable_chunked_prefill is false, but vLLM caches prefixes",
+        ),
+    ],
+)
+def test_what_vllm_on_a_cpu_cannot_have(kind, changes, settings, message):
+    needed = ["model.path=m", "data.train_files=t.jsonl", "rollout.name=vllm"]
+    config = load_config(None, [*needed, "rollout.dtype=bfloat16", *settings])
+    with pytest.raises(ModelError, match=message):
+        extension.check(config, hybrid_config(kind, **changes))
+    extension.check(
+        replace(config, rollout=replace(config.rollout, name="hf")), hybrid_config(kind)
+    )
 
 
 def test_layers_that_cannot_be_replaced():

@@ -1,0 +1,119 @@
+"""Gated DeltaNet in vLLM on a CPU, which packs convolutions: after syncs as one freshly loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.engines import build_engine
+from tests.extras.hybrid.hybrid_models import hybrid_models
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.multirank
+pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
+
+LONG = [5, 9, 33, 2] * 600  # longer than a block, which holds a state: its prefix is cached
+PROMPTS = [[1, 5, 9, 33, 2], [7, 8, 9, 10, 11, 12, 13], [3], LONG, LONG]
+CHANGES = dict(linear_key_head_dim=128, linear_value_head_dim=128, max_position_embeddings=4096)
+
+
+def convolutions(llm) -> dict[str, torch.Tensor]:
+    """Weights of all convolutions as vLLM's kernels read them."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    return {
+        f"{name}.{key}": getattr(module, key).detach().clone()
+        for name, module in runner.get_model().named_modules()
+        if name.endswith("conv1d")
+        for key in ("weight", "_cpu_unpacked_conv_weight")
+        if hasattr(module, key)
+    }
+
+
+def trained_body(rank: int, world_size: int, folder: str, prefix_caching: bool):
+    """Sync and generate three times, scaling weights in between.
+
+    Returns (convolutions, differences of log-probs to transformers' at last, dtypes of states).
+    """
+    from hybridengine.engine.interface import SamplingSpec
+    from hybridengine.model import parameter_shards, sharding_mesh
+    from hybridengine.sync.resharder import Resharder
+    from tests.loading import load_sharded
+
+    engine = build_engine(
+        "vllm",
+        folder,
+        dtype="bfloat16",
+        tensor_model_parallel_size=world_size,
+        kv_cache_gib=64 / 1024,
+        max_model_len=4096,
+        enable_prefix_caching=prefix_caching,
+    )
+    model = load_sharded(folder, mesh=sharding_mesh("cpu", world_size))
+    resharder = Resharder(lambda: parameter_shards(model), engine, bucket_bytes=1 << 20)
+    for version in (1, 2, 3):
+        resharder.sync(version, verify=True)
+        responses = engine.generate(PROMPTS, SamplingSpec(max_tokens=16), seed=version)
+        if version < 3:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.1)
+    state = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    reference.load_state_dict(state, strict=False)
+    if rank == 0:
+        reference.save_pretrained(f"{folder}/trained")
+    differences = []
+    for prompt, (response,) in zip(PROMPTS, responses, strict=True):
+        ids = response.token_ids
+        with torch.no_grad():
+            logits = reference(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        own = logits.float().log_softmax(-1)[range(len(ids)), ids]
+        differences += (own - torch.tensor(response.log_probs)).abs().tolist()
+    runner = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    layers = runner.compilation_config.static_forward_context.values()
+    states = {layer.kv_cache[1].dtype for layer in layers if hasattr(layer, "conv1d")}
+    return convolutions(engine.llm), torch.tensor(differences), states
+
+
+def loaded_body(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
+    """vLLM alone, from what was trained."""
+    from hybridengine.engine.vllm.environment import (
+        models_inspected_here,
+        prepare_environment,
+        unique_shared_memory,
+    )
+
+    prepare_environment()
+    from vllm import LLM
+
+    with unique_shared_memory(), models_inspected_here():
+        llm = LLM(
+            model=f"{folder}/trained",
+            dtype="bfloat16",
+            distributed_executor_backend="external_launcher",
+            tensor_parallel_size=world_size,
+            max_model_len=64,
+            skip_tokenizer_init=True,
+            kv_cache_memory_bytes=64 << 20,
+            enforce_eager=True,
+        )
+    return convolutions(llm)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp_size", "prefix_caching"), [("qwen3_5_text", 1, True), ("qwen3_next", 2, False)]
+)
+def test_synced_engine_is_as_one_loaded(
+    tmp_path: Path, kind: str, tp_size: int, prefix_caching: bool
+) -> None:
+    hybrid_models(kind, **CHANGES)[1].save_pretrained(tmp_path)
+    synced = run_ranks(trained_body, tp_size, str(tmp_path), prefix_caching, timeout_s=500)
+    loaded = run_ranks(loaded_body, tp_size, str(tmp_path), timeout_s=500)
+    for (convs, differences, states), expected in zip(synced, loaded, strict=True):
+        assert convs.keys() == expected.keys() and convs
+        assert all(torch.equal(convs[name], expected[name]) for name in convs)
+        assert states == {torch.float32}
+        assert differences.median() < 0.03  # convolutions in another layout: above 1
