@@ -8,9 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hybridengine.run.config import load_config
+from hybridengine.train.choices import decide
 from tests.engines import build_engine
-from tests.extras.hybrid.hybrid_models import hybrid_models
+from tests.extras.hybrid.hybrid_models import hybrid_config, hybrid_models
 from tests.ranks import run_ranks
+from tests.sync.vllm_engines import build_llm
 
 pytestmark = pytest.mark.multirank
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
@@ -117,3 +120,39 @@ def test_synced_engine_is_as_one_loaded(
         assert all(torch.equal(convs[name], expected[name]) for name in convs)
         assert states == {torch.float32}
         assert differences.median() < 0.03  # convolutions in another layout: above 1
+
+
+def connected_body(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
+    """A trainer's sync into a plain `LLM`; the trained model is saved as well."""
+    from torch.distributed.fsdp import fully_shard
+
+    from hybridengine.integrations.vllm import connect
+
+    llm = build_llm(folder, max_model_len=64, kv_cache_memory_bytes=64 << 20)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    connected = connect(fully_shard(model), llm)
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        connected.sync(verify=True)
+    trained = AutoModelForCausalLM.from_pretrained(folder)
+    trained.load_state_dict({n: p.full_tensor() for n, p in model.named_parameters()}, strict=False)
+    trained.save_pretrained(f"{folder}/trained")
+    return convolutions(llm)
+
+
+def test_plain_engines_of_other_trainers_follow(tmp_path: Path) -> None:
+    hybrid_models("qwen3_5_text", **CHANGES)[1].save_pretrained(tmp_path)
+    (synced,) = run_ranks(connected_body, 1, str(tmp_path), timeout_s=500)
+    (loaded,) = run_ranks(loaded_body, 1, str(tmp_path), timeout_s=500)
+    assert synced.keys() == loaded.keys() and synced
+    assert all(torch.equal(synced[name], loaded[name]) for name in synced)
+
+
+def test_the_plan_states_the_type_of_states() -> None:
+    needed = ["model.path=m", "data.train_files=t.jsonl", "rollout.dtype=bfloat16"]
+    for name, is_stated in (("vllm", True), ("hf", False)):
+        config = load_config(None, [*needed, f"rollout.name={name}"])
+        choices = decide(config, hybrid_config("qwen3_5_text", **CHANGES))
+        assert ("engine's SSM states float32" in choices.reasons["dtypes"]) == is_stated
