@@ -34,7 +34,7 @@ def engine_options(path: str, **settings: Any) -> Any:
 
 def build_engine(kind: str, path: str, **settings: Any) -> Any:
     """Return an engine without weights; kind: vllm or hf, settings: as of `engine_options`."""
-    from hybridengine.engine.hf import HfEngine
+    from hybridengine.hf.engine import HfEngine
     from hybridengine.engine.vllm.engine import VllmEngine
 
     return {"vllm": VllmEngine, "hf": HfEngine}[kind](engine_options(path, **settings))

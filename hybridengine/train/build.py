@@ -196,7 +196,7 @@ def build_engine(
 ) -> RolloutEngine:
     """Build the rollout engine on this rank, without weights.
 
-    name: "vllm" or "hf" (`Choices.engine`).
+    name: "vllm" or "hf" (`Choices.engine`), in the entry-point group `engines`.
     exact: with the trained model's operators (`Choices.exact`).
     """
     options = EngineOptions(
@@ -215,15 +215,10 @@ def build_engine(
         record_routes=config.actor.router_replay == "rollout",
         preparer=load_preparer(config),
     )
-    if name == "hf":
-        from hybridengine.engine.hf import HfEngine
-
-        return HfEngine(options)
-    from hybridengine.engine.vllm.engine import VllmEngine
-
-    given = config.rollout.engine_kwargs.vllm
+    engine, given = load_plugin("engines", name, "rollout.name"), config.rollout.engine_kwargs.vllm
     try:
-        return VllmEngine(options)
+        built: RolloutEngine = engine(options)
+        return built
     except (TypeError, ValueError) as error:
         if isinstance(error, UserError) or not given:
             raise

@@ -39,7 +39,7 @@ def test_the_table_has_intervals_and_pass_at_k_of_binary_results() -> None:
 @pytest.fixture
 def prompts_of_generate(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The token ids that the engine gets."""
-    from hybridengine.engine.hf import HfEngine
+    from hybridengine.hf.engine import HfEngine
 
     seen, generate = list[list[int]](), HfEngine.generate
 

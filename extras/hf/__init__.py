@@ -1,0 +1,1 @@
+"""The rollout engine `hf`: Hugging Face `generate`."""
