@@ -34,8 +34,8 @@ def engine_options(path: str, **settings: Any) -> Any:
 
 def build_engine(kind: str, path: str, **settings: Any) -> Any:
     """Return an engine without weights; kind: vllm or hf, settings: as of `engine_options`."""
-    from hybridengine.hf.engine import HfEngine
     from hybridengine.engine.vllm.engine import VllmEngine
+    from hybridengine.hf.engine import HfEngine
 
     return {"vllm": VllmEngine, "hf": HfEngine}[kind](engine_options(path, **settings))
 
