@@ -85,6 +85,7 @@ def loaded_body(rank: int, world_size: int, folder: str) -> list:
         logprobs_mode="processed_logprobs",
         kv_cache_memory_bytes=64 << 20,
         enforce_eager=True,
+        attention_backend="CPU_MLA",  # the one for AMX takes no float32
     )
     sampling = SamplingParams(
         temperature=0, max_tokens=MAX_TOKENS, logprobs=0, ignore_eos=True, detokenize=False

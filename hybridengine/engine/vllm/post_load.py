@@ -85,14 +85,30 @@ def quantizations() -> dict[str, Quantization]:
 def writable_weights() -> Iterator[PostLoadProcessing]:
     """While open, models that vLLM loads keep weights that can be written in place."""
     from vllm.model_executor.model_loader import base_loader
+    from vllm.platforms.cpu import CpuPlatform
 
     post_load = PostLoadProcessing()
     run = partial(post_load.run, base_loader.process_weights_after_loading)
     with ExitStack() as stack:
         stack.enter_context(patch.object(base_loader, "process_weights_after_loading", run))
+        choose = staticmethod(_without_copies(CpuPlatform.get_attn_backend_cls))
+        stack.enter_context(patch.object(CpuPlatform, "get_attn_backend_cls", choose))
         for quantization in quantizations().values():
             stack.enter_context(quantization.watched())
         yield post_load
+
+
+def _without_copies(choose: Callable[..., str]) -> Callable[..., str]:
+    """Return vLLM's choice of attention on a CPU, but without copies of MLA's weights for AMX."""
+
+    def chosen(selected: Any, attn_selector_config: Any, **options: Any) -> str:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        if attn_selector_config.use_mla:
+            selected = AttentionBackendEnum.CPU_MLA
+        return choose(selected, attn_selector_config=attn_selector_config, **options)
+
+    return chosen
 
 
 class PostLoadProcessing:
@@ -160,7 +176,8 @@ class PostLoadProcessing:
             raise LayoutError(
                 f"vLLM changed the weight {name!r} after loading, for a kernel of its own, by more "
                 f"than a regular permutation ({problems[name]}), so it cannot be written in "
-                "place. Choose another kernel (for experts: moe_backend='triton')."
+                "place. Choose another kernel (for experts: moe_backend='triton'; for MLA on a "
+                "CPU with AMX: attention_backend='CPU_MLA')."
             )
         layout = reordered_layout(layout, self._reorderings[id(model)], shapes)
         for quantization in quantizations().values():

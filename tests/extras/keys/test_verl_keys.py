@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hybridengine.run import plugins as registered
+from hybridengine import run as registered
 from hybridengine.run.config import (
     ConfigError,
     ConfigNote,
