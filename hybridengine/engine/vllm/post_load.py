@@ -161,6 +161,8 @@ class PostLoadProcessing:
         ):
             process(model, *args, **kwargs)
             self._find_changes(model, loaded)
+        # vLLM's attention uses AMX. Its own linears would have asked the kernel's permission.
+        torch.cpu._init_amx()
         self._attention += _attention_parameters(model)
 
     def adapt_layout(
