@@ -71,7 +71,9 @@ def test_adapters(kind):
     assert_close_by_scale(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("qwen3_5_text", marks=pytest.mark.exhaustive), "mamba2"]
+)
 def test_compiled_layers(kind):
     model, own = hybrid_models(kind)
     compile_layers((model.model if kind == "qwen3_5_text" else model.backbone).layers)
