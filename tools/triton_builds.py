@@ -84,14 +84,14 @@ def builds(capability: int) -> dict[str, Callable[[], Usage]]:
         for name in ("gated", "gated_backward"):
             by_name[f"{name}_activation_{dtype}"] = partial(_gated, name, dtype)
         for general, name in itertools.product((False, True), _CONVOLUTION):
-            form = "every_option" if general else "plain"
-            by_name[f"causal_conv1d_{name}_{form}_{dtype}"] = partial(
+            suffix = "every_option" if general else "plain"
+            by_name[f"causal_conv1d_{name}_{suffix}_{dtype}"] = partial(
                 _convolution, name, dtype, general
             )
-        for (form, widths), name in itertools.product(_RECURRENCES.items(), _RECURRENCE_KERNELS):
-            for width in widths[: 2 if dtype == "fp32" else 3]:
-                by_name[f"linear_recurrence_{name}_{form}_{width}_{dtype}"] = partial(
-                    _linear_recurrence, name, form, width, dtype
+        for (model, widths), name in itertools.product(_RECURRENCES.items(), _RECURRENCE_KERNELS):
+            for size in widths[: 2 if dtype == "fp32" else 3]:
+                by_name[f"linear_recurrence_{name}_{model}_{size}_{dtype}"] = partial(
+                    _linear_recurrence, name, model, size, dtype
                 )
     by_name["causal_conv1d_heads"] = _convolution_heads
     by_name["linear_recurrence_roots"] = _recurrence_roots
