@@ -30,9 +30,11 @@ def run(bench: Bench) -> None:
 
 def compare(bench: Bench, lengths: list[int], channels: int, dtype: torch.dtype) -> None:
     tokens, generator = sum(lengths), torch.Generator().manual_seed(0)
-    x, grad = (torch.randn(tokens, channels, generator=generator).to(dtype) for _ in range(2))
-    weight = torch.randn(channels, WIDTH, generator=generator).to(dtype)
-    ends = torch.tensor([0, *lengths]).cumsum(0)
+    x, grad, weight = (
+        torch.randn(*shape, generator=generator).to(bench.device, dtype)
+        for shape in ((tokens, channels), (tokens, channels), (channels, WIDTH))
+    )
+    ends = torch.tensor([0, *lengths], device=bench.device).cumsum(0)
 
     def ours(x: Tensor, weight: Tensor) -> Tensor:
         return causal_conv1d(x, weight, cu_seqlens=ends, activation="silu")

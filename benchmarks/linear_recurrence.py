@@ -1,4 +1,6 @@
-"""linear_recurrence against transformers' torch form, which runs each sequence alone.
+"""linear_recurrence against transformers' torch form, which runs each sequence alone, and fla.
+
+flash-linear-attention is compared on a GPU where it is installed.
 
 Gated DeltaNet with 16 heads of 128. Packed lengths are uniform or have a long tail; in a group, 8
 responses continue one prompt, which transformers' form computes 8 times. Operations are those of
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -46,10 +49,12 @@ def compare(
     g = -torch.rand(tokens, heads, generator=generator)
     beta = torch.rand(tokens, heads, generator=generator)
     operands = [q.to(dtype), k.to(dtype), v.to(dtype), g, beta]
-    ends = torch.tensor([0, *lengths]).cumsum(0)
+    operands = [x.to(bench.device) for x in operands]
+    grad = grad.to(bench.device, dtype)
+    ends = torch.tensor([0, *lengths], device=bench.device).cumsum(0)
     options: dict[str, Any] = {"cu_seqlens": ends, "l2_norm": True}
     if parents is not None:
-        options["parents"] = torch.tensor(parents)
+        options["parents"] = torch.tensor(parents, device=bench.device)
 
     def ours(*operands: Tensor) -> Tensor:
         return linear_recurrence(*operands, **options)[0]
@@ -57,6 +62,8 @@ def compare(
     functions: dict[str, Callable[..., Tensor]] = {OURS: ours}
     if parents is None:
         functions["transformers"] = partial(_each_alone, lengths)
+        if bench.device.type == "cuda" and find_spec("fla") is not None:
+            functions["flash-linear-attention"] = partial(_fla, ends)
 
     def forward(function: Callable[..., Tensor]) -> Tensor:
         with torch.no_grad():
@@ -64,7 +71,7 @@ def compare(
 
     def both(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in operands]
-        return torch.autograd.grad(function(*leaves), leaves, grad.to(dtype))
+        return torch.autograd.grad(function(*leaves), leaves, grad)
 
     for pass_, call in (("forward", forward), ("both", both)):
         bench.compare(
@@ -76,6 +83,18 @@ def compare(
             flops=FLOPS[pass_] * tokens * heads,
             peak="gemm",
         )
+
+
+def _fla(ends: Tensor, *operands: Tensor) -> Tensor:
+    from fla.ops.gated_delta_rule import (  # type: ignore[import-not-found, unused-ignore]
+        chunk_gated_delta_rule,
+    )
+
+    q, k, v, g, beta = (x[None] for x in operands)
+    out: Tensor = chunk_gated_delta_rule(
+        q, k, v, g, beta.to(q.dtype), cu_seqlens=ends, use_qk_l2norm_in_kernel=True
+    )[0][0]
+    return out
 
 
 def _each_alone(lengths: list[int], *operands: Tensor) -> Tensor:
