@@ -532,7 +532,9 @@ def linear_recurrence_backward(
     grad_q = g.new_empty(q.shape[0], heads, q.shape[2])
     grad_k, grad_g = torch.empty_like(grad_q), torch.empty_like(g)
     grad_beta = g.new_empty(q.shape[0], heads)
-    grad_initial = None if initial_state is None else torch.zeros_like(initial_state)
+    grad_initial = None
+    if wants_initial and initial_state is not None:
+        grad_initial = torch.empty_like(initial_state)
 
     def asked() -> tuple[Tensor | None, ...]:
         grads = (grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial)
