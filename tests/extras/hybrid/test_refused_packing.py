@@ -124,7 +124,14 @@ def test_sequence_parallelism_is_refused_at_the_start():
 @pytest.mark.parametrize(
     ("kind", "changes", "settings", "message"),
     [
-        ("jamba", {}, [], r"compared for models of the types \('qwen3_next', .*is of 'jamba'"),
+        ("jamba", {}, [], "lacks selective_scan_fwd for its layer MambaMixer; set rollout.name=hf"),
+        ("olmo_hybrid", {}, [], "lacks any operator for its layer OlmoHybridGatedDeltaNet"),
+        ("kimi_linear", {}, [], "lacks any operator for its layer Kimi"),
+        ("minimax", {}, [], "vllm, which has no model MiniMaxForCausalLM; set rollout.name=hf"),
+        ("mamba2", {}, [], "does not compute 4 groups with one norm over all of the model"),
+        ("falcon_h1", {"mamba_rms_norm": True}, [], "not compute mamba_norm_before_gate of"),
+        ("nemotron_h", {"time_step_limit": (0.1, 1.0)}, [], r"time_step_limit \(0.1, 1.0\)"),
+        ("nemotron_h", {}, [], "Mamba2 in vLLM on a CPU returns no states from inside a prompt"),
         ("qwen3_5_text", DELTA_NET, ["rollout.dtype=float32"], "rollout.dtype is float32"),
         ("qwen3_next", {}, [], r"of \(\(64, 64\), \(128, 128\)\), and they are \(32, 16\)"),
         (
