@@ -7,6 +7,8 @@ batch: in a trainer's packed sequences and in a decoding step of an engine (csrc
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,8 +20,14 @@ from ._backend import choose_backend, native, register_backends
 from ._library import custom_op
 from ._per_token import unit_inner_stride
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "sigmoid", "softplus"]
 
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+    "softplus": F.softplus,
+}
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 _DTYPES = (*_KERNEL_DTYPES, torch.float64)
 
@@ -114,7 +122,8 @@ def gated_activation(
     Args:
         gate, up: [..., H] of the same shape and dtype, float32 or bfloat16 (float64: on the
             reference backend).
-        activation: `silu`, or `gelu_tanh` (GELU by its approximation with tanh).
+        activation: `silu`, `gelu_tanh` (GELU by its approximation with tanh), `sigmoid` or
+            `softplus`.
         backend: `cpp` (CPU), `triton` (CUDA) or `reference`; None: the best one for the device.
 
     Returns:
@@ -138,8 +147,8 @@ def gated_activation(
         )
     check.dtype(op, "gate", gate, _DTYPES)
     check.dtype(op, "up", up, (gate.dtype,))
-    if activation not in ("silu", "gelu_tanh"):
-        raise ValueError(f"{op}: activation is {activation!r}; expected 'silu' or 'gelu_tanh'.")
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"{op}: activation is {activation!r}; expected one of {[*_ACTIVATIONS]}.")
     chosen = choose_backend(op, gate.device, backend, gate.dtype)
     if chosen == "reference":
         return _gated_reference(gate, up, activation)
@@ -265,5 +274,4 @@ def _rms_norm_reference(
 
 def _gated_reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
-    active = F.silu(wide) if activation == "silu" else F.gelu(wide, approximate="tanh")
-    return (active * up.to(wide.dtype)).to(gate.dtype)
+    return (_ACTIVATIONS[activation](wide) * up.to(wide.dtype)).to(gate.dtype)

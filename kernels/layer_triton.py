@@ -161,32 +161,45 @@ def rms_norm_backward(
 
 
 @triton.jit
-def _gate(value, GELU: tl.constexpr):
-    """sigmoid(s) with activation(value) = value * sigmoid(s), and ds / dvalue.
+def _activated(value, ACTIVATION: tl.constexpr):
+    """The activation of value, and its derivative.
 
-    GELU by tanh is value * (1 + tanh(s / 2)) / 2 with s / 2 = sqrt(2 / pi) (value + c value^3).
+    GELU by tanh is value * sigmoid(s) with s / 2 = sqrt(2 / pi) (value + c value^3).
     """
-    if GELU:
-        square = value * value
-        s = 2 * _SQRT_2_OVER_PI * value * (1.0 + _CUBIC * square)
-        slope = 2 * _SQRT_2_OVER_PI * (1.0 + 3.0 * _CUBIC * square)
+    s = value
+    if ACTIVATION == "gelu_tanh":
+        s = 2 * _SQRT_2_OVER_PI * value * (1.0 + _CUBIC * value * value)
+    sigmoid = 1.0 / (1.0 + tl.exp(-s))
+    change = sigmoid * (1.0 - sigmoid)
+    if ACTIVATION == "sigmoid":
+        result = sigmoid
+        slope = change
+    elif ACTIVATION == "softplus":
+        small = tl.exp(-tl.abs(value))
+        total = 1.0 + small  # whose rounding is made up for
+        log_total = tl.where(total == 1.0, small, tl.log(total) * (small / (total - 1.0)))
+        result = tl.where(value < 0.0, 0.0, value) + log_total
+        slope = sigmoid
     else:
-        s = value
+        result = value * sigmoid
         slope = value * 0.0 + 1.0
-    return 1.0 / (1.0 + tl.exp(-s)), slope
+        if ACTIVATION == "gelu_tanh":
+            slope = 2 * _SQRT_2_OVER_PI * (1.0 + 3.0 * _CUBIC * value * value)
+        slope = tl.where(change == 0.0, 0.0, slope)  # s and the slope may be infinite there
+        slope = sigmoid + value * change * slope
+    return result, slope
 
 
 @triton.jit
 def gated_kernel(
-    gate, up, out, width, gate_stride, up_stride, GELU: tl.constexpr, BLOCK: tl.constexpr
+    gate, up, out, width, gate_stride, up_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     value = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     factor = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-    sigmoid, _ = _gate(value, GELU)
-    result = value * sigmoid * factor
+    result = _activated(value, ACTIVATION)[0] * factor
     tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -201,7 +214,7 @@ def gated_backward_kernel(
     grad_stride,
     gate_stride,
     up_stride,
-    GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -210,11 +223,9 @@ def gated_backward_kernel(
     value = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     factor = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     given = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
-    sigmoid, slope = _gate(value, GELU)
-    change = sigmoid * (1.0 - sigmoid)  # 0 where s and the slope may be infinite
-    slope = tl.where(change == 0.0, 0.0, slope)
-    of_gate = given * factor * (sigmoid + value * change * slope)
-    of_up = given * value * sigmoid
+    result, slope = _activated(value, ACTIVATION)
+    of_gate = given * factor * slope
+    of_up = given * result
     at = row * width + column
     tl.store(grad_gate + at, of_gate.to(grad_gate.dtype.element_ty), mask=inside)
     tl.store(grad_up + at, of_up.to(grad_up.dtype.element_ty), mask=inside)
@@ -243,7 +254,7 @@ def _launch_gated(
             kernel,
             (rows, ceil_div(width, GATED_BLOCK)),
             *(*inputs, *outputs, width, *(x.stride(0) for x in inputs)),
-            GELU=activation == "gelu_tanh",
+            ACTIVATION=activation,
             BLOCK=GATED_BLOCK,
         )
     return outputs

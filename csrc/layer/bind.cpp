@@ -141,10 +141,16 @@ void add_scaled_(const Tensor& out, const Tensor& update, double scale) {
 }
 
 Gate gate_of(const std::string& name) {
-  if (name == "silu") return Gate::silu;
-  HE_CHECK_VALUE(name == "gelu_tanh", "gated_activation: activation is '", name,
-                 "'; expected 'silu' or 'gelu_tanh'");
-  return Gate::gelu_tanh;
+  constexpr std::pair<const char*, Gate> kGates[] = {{"silu", Gate::silu},
+                                                     {"gelu_tanh", Gate::gelu_tanh},
+                                                     {"sigmoid", Gate::sigmoid},
+                                                     {"softplus", Gate::softplus}};
+  for (const auto& [known, gate] : kGates) {
+    if (name == known) return gate;
+  }
+  HE_CHECK_VALUE(false, "gated_activation: activation is '", name,
+                 "'; expected 'silu', 'gelu_tanh', 'sigmoid' or 'softplus'");
+  return {};
 }
 
 Tensor gated_activation(const Tensor& gate, const Tensor& up, const std::string& activation) {

@@ -1,4 +1,6 @@
 // Element by element, row by row; see params.h.
+#include <type_traits>
+
 #include "common/parallel.h"
 #include "layer/row_vectors.h"
 
@@ -11,11 +13,28 @@ struct Activated {
   VecF value, slope;
 };
 
+// exp(-|x|)
+HE_SIMD VecF small_exp(VecF x) { return exp(-(VecF)((VecI)x & 0x7FFFFFFF)); }
+
+HE_SIMD VecF logistic(VecF x, VecF small) {
+  return select(x < 0.0f, small, splat(1.0f)) / (1.0f + small);
+}
+
 HE_SIMD Activated silu(VecF x) {
-  const VecF magnitude = (VecF)((VecI)x & 0x7FFFFFFF);
-  const VecF small = exp(-magnitude);
-  const VecF sigmoid = select(x < 0.0f, small, splat(1.0f)) / (1.0f + small);
+  const VecF sigmoid = logistic(x, small_exp(x));
   return {x * sigmoid, sigmoid * (1.0f + x * (1.0f - sigmoid))};
+}
+
+HE_SIMD Activated sigmoid(VecF x) {
+  const VecF value = logistic(x, small_exp(x));
+  return {value, value * (1.0f - value)};
+}
+
+// max(x, 0) + log(1 + exp(-|x|)), where the rounding of 1 + exp(-|x|) is made up for.
+HE_SIMD Activated softplus(VecF x) {
+  const VecF small = small_exp(x), sum = 1.0f + small;
+  const VecF log_sum = select(sum == 1.0f, small, log(sum) * (small / (sum - 1.0f)));
+  return {select(x < 0.0f, splat(0.0f), x) + log_sum, logistic(x, small)};
 }
 
 HE_SIMD Activated gelu_tanh(VecF x) {
@@ -30,8 +49,12 @@ template <Gate gate>
 HE_SIMD Activated activated(VecF x) {
   if constexpr (gate == Gate::silu) {
     return silu(x);
-  } else {
+  } else if constexpr (gate == Gate::gelu_tanh) {
     return gelu_tanh(x);
+  } else if constexpr (gate == Gate::sigmoid) {
+    return sigmoid(x);
+  } else {
+    return softplus(x);
   }
 }
 
@@ -66,24 +89,34 @@ void backward(const GatedActivationBackward& p) {
   });
 }
 
+// Calls body(value of T, constant of the activation).
+template <typename Body>
+void with_types(DType dtype, Gate activation, const Body& body) {
+  const auto with_gate = [&](auto type) {
+    switch (activation) {
+      case Gate::silu:
+        return body(type, std::integral_constant<Gate, Gate::silu>());
+      case Gate::gelu_tanh:
+        return body(type, std::integral_constant<Gate, Gate::gelu_tanh>());
+      case Gate::sigmoid:
+        return body(type, std::integral_constant<Gate, Gate::sigmoid>());
+      case Gate::softplus:
+        return body(type, std::integral_constant<Gate, Gate::softplus>());
+    }
+  };
+  dtype == DType::f32 ? with_gate(float()) : with_gate(bf16());
+}
+
 }  // namespace
 
 void gated_activation_cpu(const GatedActivation& p) {
-  const bool f32 = p.dtype == DType::f32;
-  if (p.activation == Gate::silu) {
-    (f32 ? forward<float, Gate::silu> : forward<bf16, Gate::silu>)(p);
-  } else {
-    (f32 ? forward<float, Gate::gelu_tanh> : forward<bf16, Gate::gelu_tanh>)(p);
-  }
+  with_types(p.dtype, p.activation,
+             [&](auto type, auto gate) { forward<decltype(type), gate()>(p); });
 }
 
 void gated_activation_backward_cpu(const GatedActivationBackward& p) {
-  const bool f32 = p.dtype == DType::f32;
-  if (p.activation == Gate::silu) {
-    (f32 ? backward<float, Gate::silu> : backward<bf16, Gate::silu>)(p);
-  } else {
-    (f32 ? backward<float, Gate::gelu_tanh> : backward<bf16, Gate::gelu_tanh>)(p);
-  }
+  with_types(p.dtype, p.activation,
+             [&](auto type, auto gate) { backward<decltype(type), gate()>(p); });
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

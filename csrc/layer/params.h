@@ -47,7 +47,7 @@ struct RmsNormBackward {
   int num_threads;
 };
 
-enum class Gate { silu, gelu_tanh };
+enum class Gate { silu, gelu_tanh, sigmoid, softplus };
 
 // out = activation(gate) * up, in float32, rounded once.
 struct GatedActivation {

@@ -80,8 +80,10 @@ def check_activation(device, width, dtype, activation, rows=21):
     large.requires_grad_()
     got = gated_activation(large, torch.ones_like(large), activation)
     got.sum().backward()
-    torch.testing.assert_close(got[0, -2:], large[0, -2:].detach())
-    assert bool((got[0, :3] == 0).all()) and bool(large.grad.isfinite().all())
+    wide = large.detach().double()
+    exact = gated_activation(wide, torch.ones_like(wide), activation)
+    torch.testing.assert_close(got.detach().double(), exact, rtol=1e-2, atol=1e-30)
+    assert bool(large.grad.isfinite().all())
 
 
 def check_paged(device, dtype, options, heads=(6, 2), dims=(32, 32), block_size=16, scale=1):

@@ -55,7 +55,7 @@ def test_norm(dtype, width):
 
 
 @DTYPES
-@pytest.mark.parametrize("activation", ("silu", "gelu_tanh"))
+@pytest.mark.parametrize("activation", ("silu", "gelu_tanh", "sigmoid", "softplus"))
 def test_activation(dtype, activation):
     cases.check_activation("cpu", 70, dtype, activation, 5)
 

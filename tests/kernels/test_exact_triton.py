@@ -60,7 +60,7 @@ def test_norm_on_the_gpu(dtype, width):
 @pytest.mark.gpu
 @DTYPES
 @pytest.mark.parametrize("width", (31, 1536, 11008))
-@pytest.mark.parametrize("activation", ("silu", "gelu_tanh"))
+@pytest.mark.parametrize("activation", ("silu", "gelu_tanh", "sigmoid", "softplus"))
 def test_activation_on_the_gpu(dtype, activation, width):
     cases.check_activation("cuda", width, dtype, activation, 100)
 

@@ -10,7 +10,7 @@ from tests.kernels.layer_cases import NORMS, check_activation, check_norm, draw
 
 DTYPES = (torch.float32, torch.bfloat16)
 WIDTHS = (1, 5, 8, 31, 64, 576, 1100)
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid", "softplus")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

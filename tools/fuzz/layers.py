@@ -92,7 +92,7 @@ def rms_norm_backward(d: Draw) -> list:
 def gated_activation(d: Draw) -> list:
     dtype, rows, width = d.pick((torch.float32, torch.bfloat16)), d.size(), d.size(70)
     gate, up = (d.rows(d.floats(rows, width, dtype=dtype)) for _ in range(2))
-    return [gate, up, d.pick(("silu", "gelu_tanh"))]
+    return [gate, up, d.pick(("silu", "gelu_tanh", "sigmoid", "softplus"))]
 
 
 def gated_activation_backward(d: Draw) -> list:
