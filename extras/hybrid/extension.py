@@ -14,6 +14,9 @@ from hybridengine.run.errors import ModelError
 
 __all__ = ["HybridModels", "extension"]
 
+# Names of the number of heads with a state.
+_HEADS = ("linear_num_value_heads", "linear_num_heads", "mamba_num_heads", "mamba_n_heads")
+
 
 class HybridModels(ModelExtension):
     """Types of models whose layers with a state along the sequence take packed batches."""
@@ -33,11 +36,16 @@ class HybridModels(ModelExtension):
         if isinstance(config, RLConfig) and engine_name(config) == "vllm":
             dtype = resolve_dtypes(config, Machine.here()).rollout.dtype
             check_vllm(config.rollout, dtype, model.get_text_config())
-        if (size := config.sequence_parallel_size) > 1:
-            raise ModelError(
-                f"ulysses_sequence_parallel_size is {size}, expected 1 for a model of type "
-                f"{model.model_type!r}: a rank would need the last state of the rank before it"
-            )
+        text, size = model.get_text_config(), config.sequence_parallel_size
+        heads = {name: getattr(text, name) for name in _HEADS if hasattr(text, name)}
+        if text.model_type == "jamba":
+            heads["mamba_expand * hidden_size"] = text.mamba_expand * text.hidden_size
+        for name, number in heads.items():
+            if number % size:
+                raise ModelError(
+                    f"ulysses_sequence_parallel_size is {size}, which does not divide {name} of "
+                    f"the model of type {text.model_type!r}, {number}; choose a divisor"
+                )
 
     def prepare(self, model: Any) -> None:
         if model.config.get_text_config().model_type in MODEL_TYPES:

@@ -5,7 +5,7 @@ Without segments each is transformers' own, which gets a padded batch, or a cach
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from transformers.activations import ACT2FN
 
 from hybridengine.hybrid.segments import Segments
 from hybridengine.kernels import causal_conv1d, linear_recurrence
+from hybridengine.model.attention import gather_heads_scatter_seq
 from hybridengine.run.errors import ModelError
 
 __all__ = ["FORWARDS", "FUNCTIONS", "RUNNING"]
@@ -53,6 +54,24 @@ def _row(x: Tensor) -> Tensor:
     return x[0]
 
 
+def _gather_tokens(*tensors: Tensor) -> Sequence[Tensor]:
+    """[T, H, ...]: where ranks share the batch, all tokens of the heads of this rank."""
+    share = RUNNING.segments.share
+    return tensors if share is None else share.gather_tokens(*tensors)
+
+
+def _scatter_tokens(out: Tensor) -> Tensor:
+    """[T, H, D]: the tokens of this rank, of all heads."""
+    share = RUNNING.segments.share
+    return out if share is None else gather_heads_scatter_seq(out, share.group)
+
+
+def _own_heads(x: Tensor) -> Tensor:
+    """[H, ...]: the heads of this rank."""
+    share = RUNNING.segments.share
+    return x if share is None else x.chunk(share.group.size())[share.group.rank()]
+
+
 def _convolution(
     original: Callable[..., Tensor],
     hidden_states: Tensor,
@@ -66,6 +85,8 @@ def _convolution(
         return original(hidden_states, weight, bias, activation=activation, **options)
     silu = activation in ("silu", "swish")
     x = _row(hidden_states).t()  # the layer's own order in memory
+    if (share := RUNNING.segments.share) is not None:
+        segments = share.of_convolution(x, weight.shape[1])
     out = causal_conv1d(x, weight, bias, activation="silu" if silu else None, **segments)
     if activation is not None and not silu:
         out = ACT2FN[activation](out)
@@ -90,8 +111,8 @@ def _delta_rule(
     if (segments := _packed(*states.values())) is None:
         options |= {**states, "use_qk_l2norm_in_kernel": norm}
         return original(query, key, value, g=g, beta=beta, **options)
-    rows = map(_row, (query, key, value, g, beta))
-    return linear_recurrence(*rows, l2_norm=norm, **segments)[0][None], None
+    heads = _gather_tokens(*map(_row, (query, key, value, g, beta)))
+    return _scatter_tokens(linear_recurrence(*heads, l2_norm=norm, **segments)[0])[None], None
 
 
 def _mamba2(
@@ -124,8 +145,8 @@ def _mamba2(
     x, step, k, q = map(_row, (hidden_states, dt, B, C))
     step = _step(step, dt_bias, dt_softplus).clamp(*dt_limit)
     options = {"scale": 1.0, "delta_rule": False, **segments}
-    out, _ = linear_recurrence(q, k, x, A.float() * step, step, **options)
-    out = out.float()
+    heads = _gather_tokens(q, k, x, A.float() * step, step)
+    out = _scatter_tokens(linear_recurrence(*heads, **options)[0]).float()
     if D is not None:
         out = out + x * D.float()[:, None]
     return out[None]
@@ -165,10 +186,12 @@ def _mamba1(
         return original(hidden_states, dt, A, B, C, **options)
     x, step, k, q = (_row(part).t() for part in (hidden_states, dt, B, C))
     step = _step(step, delta_bias, delta_softplus)
-    heads = (q.to(x.dtype)[:, None], k.to(x.dtype)[:, None], x[..., None])
-    g = step[..., None] * A.float()
-    out, _ = linear_recurrence(*heads, g, step, scale=1.0, delta_rule=False, **segments)
-    out = out[..., 0].float()
+    *heads, rate = _gather_tokens(
+        *(q.to(x.dtype)[:, None], k.to(x.dtype)[:, None], x[..., None], step)
+    )
+    g = rate[..., None] * _own_heads(A.float())
+    out, _ = linear_recurrence(*heads, g, rate, scale=1.0, delta_rule=False, **segments)
+    out = _scatter_tokens(out)[..., 0].float()
     if D is not None:
         out = out + x * D.float()
     if z is not None:
@@ -192,7 +215,9 @@ def _lightning_attention(
     heads = layer.act_fn(layer.qkv_proj(x)).unflatten(1, (layer.num_attention_heads, -1))
     q, k, v = heads.split(layer.head_dim, 2)
     g = -layer.slope_rate.flatten().expand(len(x), -1)
-    out, _ = linear_recurrence(q, k, v, g, scale=1.0, delta_rule=False, **segments)
+    heads = _gather_tokens(q, k, v, g)
+    out, _ = linear_recurrence(*heads, scale=1.0, delta_rule=False, **segments)
+    out = _scatter_tokens(out)
     out = torch.sigmoid(layer.output_gate(x)) * layer.norm(out.flatten(1))
     return layer.out_proj(out)[None], None
 

@@ -165,7 +165,7 @@ def varlen_attention(
         )
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if sequence_parallel is not None:
-        q, k, v = gather_seq_scatter_heads(q, k, v, sequence_parallel)
+        q, k, v = gather_seq_scatter_heads(q, k, v, group=sequence_parallel)
         if s_aux is not None:
             s_aux = s_aux.chunk(sequence_parallel.size())[sequence_parallel.rank()]
             options = options._replace(sinks=s_aux)
@@ -197,9 +197,7 @@ def varlen_attention(
     return out.unflatten(0, (query.shape[0], -1)), None
 
 
-def gather_seq_scatter_heads(
-    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor, Tensor]:
+def gather_seq_scatter_heads(*tensors: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Exchange T / s tokens of all heads for all T tokens of H / s heads.
 
     Ulysses sequence parallelism (Jacobs et al. 2023, arXiv 2309.14509): each of the s ranks of a
@@ -207,33 +205,35 @@ def gather_seq_scatter_heads(
     sequences. `gather_heads_scatter_seq` is the way back. The gradients of the ranks sum to that of
     the full micro-batch; FSDP2 reduces them as for data parallelism.
 
-    q: [T/s, H, D], k and v: [T/s, H_kv, D*]; H is a multiple of H_kv and of s. Return [T, H/s, D]
-    and [T, H_kv', D*]; key-value heads are repeated if s does not divide their number.
+    tensors: of one dtype, [T/s, H_i, ...]. The largest H_i is H, a multiple of s and of the others,
+    such as the key-value heads. Return [T, H_i'/s, ...] each; heads are repeated if s does not
+    divide their number.
     """
-    size = group.size()
-    if q.shape[1] % size:
+    size, heads = group.size(), max(x.shape[1] for x in tensors)
+    if heads % size:
         raise ModelError(
-            f"an attention layer has {q.shape[1]} heads, which {size} ranks "
+            f"a layer has {heads} heads, which {size} ranks "
             "(ulysses_sequence_parallel_size) cannot split evenly; choose a divisor"
         )
-    repeats = size // math.gcd(k.shape[1], size)
-    k, v = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
-    parts = [x.unflatten(1, (size, -1)) for x in (q, k, v)]
+    parts = []
+    for x in tensors:
+        repeats = size // math.gcd(x.shape[1], size)
+        x = x.repeat_interleave(repeats, dim=1) if repeats > 1 else x
+        parts.append(x.unflatten(1, (size, -1)))
     shapes = [part.shape[2:] for part in parts]
     widths = [shape.numel() for shape in shapes]
     sent = torch.cat([part.flatten(2) for part in parts], dim=-1).transpose(0, 1)
-    received = _exchange(sent, group).flatten(0, 1)
-    q, k, v = (x.unflatten(1, s) for x, s in zip(received.split(widths, -1), shapes, strict=True))
-    return q, k, v
+    received = exchange(sent, group).flatten(0, 1)
+    return [x.unflatten(1, s) for x, s in zip(received.split(widths, -1), shapes, strict=True)]
 
 
 def gather_heads_scatter_seq(out: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchange all T tokens of H / s heads for T / s tokens of all heads: -> [T/s, H, D]."""
     sent = out.unflatten(0, (group.size(), -1))
-    return _exchange(sent, group).transpose(0, 1).flatten(1, 2)
+    return exchange(sent, group).transpose(0, 1).flatten(1, 2)
 
 
-def _exchange(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+def exchange(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-to-all of [s, ...], differentiable: send entry i to rank i, receive entry i from it."""
     return all_to_all_single_autograd(sent.contiguous(), None, None, group)
 

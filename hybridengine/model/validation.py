@@ -204,7 +204,8 @@ def packing_obstacle(config: PretrainedConfig, trust_remote_code: bool = False) 
 
 def check_sequence_parallel(config: PretrainedConfig, size: int) -> None:
     """Raise ModelError if the model of `config` does not support sequence parallelism of `size`."""
-    num_heads = config.get_text_config().num_attention_heads
+    text = config.get_text_config()
+    num_heads = getattr(text, "num_attention_heads", None) or text.num_heads  # of Mamba alone
     if num_heads % size:
         raise ModelError(
             f"ulysses_sequence_parallel_size is {size}, which does not divide the model's "

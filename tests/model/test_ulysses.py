@@ -105,14 +105,14 @@ def heads_body(rank: int, world_size: int, dtype: torch.dtype) -> None:
     q, k, v = (random(tokens * world_size, n, w) for n, w in ((heads, 4), (kv_heads, 4), (3, 2)))
     mine = slice(rank * tokens, (rank + 1) * tokens)
     group = dist.group.WORLD
-    got = gather_seq_scatter_heads(q[mine], k[mine], v[mine], group)
+    got = gather_seq_scatter_heads(q[mine], k[mine], v[mine], group=group)
     for full, part in zip((q, k, v), got, strict=True):
         one_each = full.repeat_interleave(heads // full.shape[1], dim=1)
         of_rank = one_each.chunk(world_size, dim=1)[rank]
         assert torch.equal(part.repeat_interleave(heads // 4 // part.shape[1], dim=1), of_rank)
     assert torch.equal(gather_heads_scatter_seq(got[0], group), q[mine])
     with pytest.raises(ModelError, match=r"has 6 heads, which 4 ranks"):
-        gather_seq_scatter_heads(q[mine, :6], k[mine], v[mine], group)
+        gather_seq_scatter_heads(q[mine, :6], k[mine], v[mine], group=group)
 
 
 @pytest.mark.multirank

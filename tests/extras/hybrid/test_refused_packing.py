@@ -15,6 +15,7 @@ from hybridengine.hybrid import pack_linear_attention, takes_packed
 from hybridengine.hybrid.extension import extension
 from hybridengine.integrations import transformers as integration
 from hybridengine.integrations.trl import add_fused_lm_head
+from hybridengine.model import check_sequence_parallel
 from hybridengine.run.config import load_config
 from hybridengine.run.errors import ModelError
 from tests.extras.hybrid.hybrid_models import hybrid_config
@@ -112,11 +113,22 @@ def test_losses_of_other_trainers_refuse_it(change, described_by):
     assert model(**packed_inputs(parts, described_by), labels=labels).loss.isfinite()
 
 
-def test_sequence_parallelism_is_refused_at_the_start():
-    config = SimpleNamespace(sequence_parallel_size=2)
-    with pytest.raises(ModelError, match=r"ulysses_sequence_parallel_size is 2, .* 'qwen3_5_text'"):
-        extension.check(config, hybrid_config("qwen3_5_text"))
-    extension.check(config, tiny_config("llama"))
+@pytest.mark.parametrize(
+    ("kind", "size", "message"),
+    [
+        ("qwen3_next", 8, "divide linear_num_value_heads .* 'qwen3_next', 4"),
+        ("kimi_linear", 4, "divide linear_num_heads .* 'kimi_linear', 2"),
+        ("nemotron_h", 3, "divide mamba_num_heads .* 'nemotron_h', 8"),
+        ("bamba", 3, "divide mamba_n_heads .* 'bamba', 8"),
+        ("jamba", 3, r"divide mamba_expand \* hidden_size .* 'jamba', 256"),
+    ],
+)
+def test_heads_that_ranks_cannot_share(kind, size, message):
+    with pytest.raises(ModelError, match=f"ulysses_sequence_parallel_size is {size}, .*{message}"):
+        extension.check(SimpleNamespace(sequence_parallel_size=size), hybrid_config(kind))
+    extension.check(SimpleNamespace(sequence_parallel_size=2), hybrid_config(kind))
+    with pytest.raises(ModelError, match="is 3, which does not divide the model's 8 attention"):
+        check_sequence_parallel(hybrid_config("mamba2"), 3)
 
 
 @pytest.mark.skipif(not vllm_available(), reason="the rollout engine")
@@ -166,8 +178,6 @@ def test_what_a_packed_call_cannot_have():
     model, parts = sdpa_model(), sequences()
     pack_linear_attention(model)
     inputs = packed_inputs(parts, "cu_seq_lens_q")
-    with pytest.raises(ModelError, match="ulysses_sequence_parallel_size to 1"):
-        model(**inputs, sequence_parallel=object())
     with pytest.raises(ModelError, match="packed in 2 rows"):
         rows = packed_inputs(parts)
         model(**rows | {name: rows[name].repeat(2, 1) for name in ("input_ids", "position_ids")})
