@@ -46,6 +46,8 @@ def _specialized(value: Any) -> Any:
         return value % 16 == 0 if -(2**31) <= value < 2**31 else (value % 16 == 0, value < 2**63)
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, tuple):
+        return tuple(map(_specialized, value))
     return type(value)
 
 

@@ -35,77 +35,124 @@ NUM_WARPS = 8
 NORM_EPS = tl.constexpr(1e-6)  # of flash-linear-attention's l2norm
 
 
+class Problem(NamedTuple):
+    """The arguments of both passes; rows of q, k and v have inner stride 1."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None
+    ends: Tensor
+    parents: Tensor | None
+    initial_state: Tensor | None
+    scale: float
+    delta_rule: bool
+    l2_norm: bool
+
+
+class Inputs(NamedTuple):
+    """What the kernels read; None is absent. q, k, v, grad_out: (tensor, strides of row, head)."""
+
+    q: Any
+    k: Any
+    v: Any
+    grad_out: Any
+    decays: Any  # G, of the shape of g; float64 for one decay per head
+    beta: Any
+    ends: Any
+    owners: Any  # [chunks] int32: the segment of each chunk
+    parents: Any
+    roots: Any  # [S] int32
+    squares: Any  # [1 or 2, chunks, H, CHUNK, CHUNK]: B, A
+    inverses: Any  # [chunks, H, CHUNK, CHUNK]
+    scale: Any
+    segments: Any
+    heads: Any
+    shared: Any  # heads of v that share one of q and k
+
+
+class Form(NamedTuple):
+    """The constants of all kernels."""
+
+    K: int
+    V: int
+    CHUNK: int
+    BLOCK_K: int
+    BLOCK_V: int
+    PRECISION: str
+    ROWS: int = ROWS
+    CHANNELS: bool = False  # a decay per channel
+    DELTA: bool = False
+    L2_NORM: bool = False
+
+
 @triton.jit
-def chunk_bounds(ends, owners, chunk, CHUNK: tl.constexpr):
+def zeros(rows: tl.constexpr, columns: tl.constexpr):
+    return tl.zeros((rows, columns), tl.float32)
+
+
+@triton.jit
+def dot(a, b, form: tl.constexpr):
+    return tl.dot(a, b, input_precision=form.PRECISION)
+
+
+@triton.jit
+def add_dot(total, a, b, form: tl.constexpr):
+    return tl.dot(a, b, total, input_precision=form.PRECISION)
+
+
+@triton.jit
+def chunk_bounds(inputs, chunk, form: tl.constexpr):
     """Return the chunk's first token, and the end of its segment."""
-    segment = tl.load(owners + chunk)
-    begin = tl.load(ends + segment)
-    return begin + (chunk - begin // CHUNK - segment) * CHUNK, tl.load(ends + segment + 1)
+    segment = tl.load(inputs.owners + chunk)
+    begin = tl.load(inputs.ends + segment)
+    start = begin + (chunk - begin // form.CHUNK - segment) * form.CHUNK
+    return start, tl.load(inputs.ends + segment + 1)
 
 
 @triton.jit
-def load_rows(
-    x, row, has, head, row_stride, head_stride, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Return the columns of a head from `first` on, in float32; 0 where there are none."""
+def load_rows(x, row, has, head, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the columns of a head from `first` on, in float32; 0 where there are none.
+
+    x: (tensor, strides of row and head).
+    """
     column = first + tl.arange(0, BLOCK)
-    source = x + row.to(tl.int64)[:, None] * row_stride + head * head_stride + column[None, :]
+    source = x[0] + row.to(tl.int64)[:, None] * x[1] + head * x[2] + column[None, :]
     return tl.load(source, mask=has[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_keys(
-    x,
-    row,
-    has,
-    head,
-    row_stride,
-    head_stride,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    L2_NORM: tl.constexpr,
-):
+def load_keys(x, row, has, head, form: tl.constexpr):
     """Return rows of q or k, normed if L2_NORM."""
-    rows = load_rows(x, row, has, head, row_stride, head_stride, 0, K, BLOCK_K)
-    if L2_NORM:
+    rows = load_rows(x, row, has, head, 0, form.K, form.BLOCK_K)
+    if form.L2_NORM:
         rows *= tl.rsqrt(tl.sum(rows * rows, 1) + NORM_EPS)[:, None]
     return rows
 
 
 @triton.jit
-def load_decays(
-    decays,
-    row,
-    has,
-    head,
-    heads,
-    first,
-    CHANNELS: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+def load_decays(decays, row, has, head, heads, first, form: tl.constexpr):
     """Return G of rows, [rows, BLOCK_K] with a decay per channel, else [rows, 1]."""
     at = row.to(tl.int64) * heads + head
-    if CHANNELS:
-        column = first + tl.arange(0, BLOCK_K)
-        source = decays + at[:, None] * K + column[None, :]
-        sums = tl.load(source, mask=has[:, None] & (column < K)[None, :], other=0.0)
+    if form.CHANNELS:
+        column = first + tl.arange(0, form.BLOCK_K)
+        source = decays + at[:, None] * form.K + column[None, :]
+        sums = tl.load(source, mask=has[:, None] & (column < form.K)[None, :], other=0.0)
     else:
         sums = tl.load(decays + at, mask=has, other=0.0)[:, None]
     return sums
 
 
 @triton.jit
-def load_decay(
-    decays, row, head, heads, first, CHANNELS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr
-):
+def load_decay(inputs, row, head, first, form: tl.constexpr):
     """Return G of one row, [BLOCK_K] or [1]."""
-    at = row.to(tl.int64) * heads + head
-    if CHANNELS:
-        column = first + tl.arange(0, BLOCK_K)
-        sums = tl.load(decays + at * K + column, mask=column < K, other=0.0)
+    at = row.to(tl.int64) * inputs.heads + head
+    if form.CHANNELS:
+        column = first + tl.arange(0, form.BLOCK_K)
+        sums = tl.load(inputs.decays + at * form.K + column, mask=column < form.K, other=0.0)
     else:
-        sums = tl.load(decays + at + tl.arange(0, 1))
+        sums = tl.load(inputs.decays + at + tl.arange(0, 1))
     return sums
 
 
@@ -116,9 +163,10 @@ def decay_of(difference):
 
 
 @triton.jit
-def load_betas(beta, row, has, head, heads, HAS_BETA: tl.constexpr):
-    if HAS_BETA:
-        betas = tl.load(beta + row.to(tl.int64) * heads + head, mask=has, other=0.0)
+def load_betas(inputs, row, has, head):
+    if inputs.beta is not None:
+        at = row.to(tl.int64) * inputs.heads + head
+        betas = tl.load(inputs.beta + at, mask=has, other=0.0)
     else:
         betas = tl.where(has, 1.0, 0.0)
     return betas
@@ -133,151 +181,121 @@ def load_square(squares, chunk, head, heads, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def state_tile(
-    states,
-    index,
-    head,
-    heads,
-    first_k,
-    first_v,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+def state_tile(states, index, head, heads, first_k, first_v, form: tl.constexpr):
     """Return the addresses of a tile of a state [K, V], and which of them exist."""
-    i = first_k + tl.arange(0, BLOCK_K)
-    j = first_v + tl.arange(0, BLOCK_V)
-    at = (index.to(tl.int64) * heads + head) * (K * V)
-    return states + at + i[:, None] * V + j[None, :], (i < K)[:, None] & (j < V)[None, :]
+    i = first_k + tl.arange(0, form.BLOCK_K)
+    j = first_v + tl.arange(0, form.BLOCK_V)
+    at = (index.to(tl.int64) * heads + head) * (form.K * form.V)
+    exists = (i < form.K)[:, None] & (j < form.V)[None, :]
+    return states + at + i[:, None] * form.V + j[None, :], exists
 
 
 @triton.jit
-def decays_kernel(
-    g,
-    decays,
-    ends,
-    owners,
-    heads,
-    CHANNELS: tl.constexpr,
-    K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+def load_state(states, index, head, heads, first_k, first_v, form: tl.constexpr):
+    source, exists = state_tile(states, index, head, heads, first_k, first_v, form)
+    return tl.load(source, mask=exists, other=0.0)
+
+
+@triton.jit
+def store_state(states, index, head, heads, first_v, state, form: tl.constexpr):
+    target, exists = state_tile(states, index, head, heads, 0, first_v, form)
+    tl.store(target, state, mask=exists)
+
+
+@triton.jit
+def value_tile(row, has, head, heads, first_v, form: tl.constexpr):
+    """Return where the columns of rows are in a tensor [T, H, V], and which of them exist."""
+    column = first_v + tl.arange(0, form.BLOCK_V)
+    at = (row.to(tl.int64) * heads + head)[:, None] * form.V + column[None, :]
+    return at, has[:, None] & (column < form.V)[None, :]
+
+
+@triton.jit
+def decays_kernel(g, inputs, form: tl.constexpr):
     """decays: G, of the shape of g. A program per chunk and head."""
-    chunk, head = tl.program_id(0), tl.program_id(1)
-    start, end = chunk_bounds(ends, owners, chunk, CHUNK)
+    chunk, head, heads, decays = tl.program_id(0), tl.program_id(1), inputs.heads, inputs.decays
+    start, end = chunk_bounds(inputs, chunk, form)
     if start >= end:
         return
-    row = start + tl.arange(0, CHUNK)
+    row = start + tl.arange(0, form.CHUNK)
     has = row < end
-    sums = load_decays(g, row, has, head, heads, 0, CHANNELS, K, BLOCK_K).to(
-        decays.dtype.element_ty
-    )
+    sums = load_decays(g, row, has, head, heads, 0, form).to(decays.dtype.element_ty)
     sums = tl.cumsum(sums, 0)
     at = row.to(tl.int64)[:, None] * heads + head
-    if CHANNELS:
-        column = tl.arange(0, BLOCK_K)
-        tl.store(decays + at * K + column[None, :], sums, mask=has[:, None] & (column < K)[None, :])
+    if form.CHANNELS:
+        column = tl.arange(0, form.BLOCK_K)
+        inside = has[:, None] & (column < form.K)[None, :]
+        tl.store(decays + at * form.K + column[None, :], sums, mask=inside)
     else:
         tl.store(decays + at, sums, mask=has[:, None])
 
 
 @triton.jit
-def scores_kernel(
-    q,
-    k,
-    decays,
-    ends,
-    owners,
-    squares,
-    q_stride,
-    q_head_stride,
-    k_stride,
-    k_head_stride,
-    scale,
-    heads,
-    shared,
-    CHANNELS: tl.constexpr,
-    DELTA: tl.constexpr,
-    L2_NORM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """squares [1 or 2, chunks, H, CHUNK, CHUNK]: B, then A. A program per ROWS rows of a chunk."""
+def scores_kernel(squares, inputs, form: tl.constexpr):
+    """squares: B, then A. A program per ROWS rows of a chunk."""
     chunk, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start, end = chunk_bounds(ends, owners, chunk, CHUNK)
+    start, end = chunk_bounds(inputs, chunk, form)
     if start >= end:
         return
-    first = start + block * ROWS
-    row, column = first + tl.arange(0, ROWS), start + tl.arange(0, CHUNK)
+    heads, decays, first = inputs.heads, inputs.decays, start + block * form.ROWS
+    row, column = first + tl.arange(0, form.ROWS), start + tl.arange(0, form.CHUNK)
     has_row, has_column = row < end, column < end
-    key_head = head // shared
-    q_i = load_keys(q, row, has_row, key_head, q_stride, q_head_stride, K, BLOCK_K, L2_NORM)
-    k_i = load_keys(k, row, has_row, key_head, k_stride, k_head_stride, K, BLOCK_K, L2_NORM)
-    k_j = load_keys(k, column, has_column, key_head, k_stride, k_head_stride, K, BLOCK_K, L2_NORM)
-    g_i = load_decays(decays, row, has_row, head, heads, 0, CHANNELS, K, BLOCK_K)
-    g_j = load_decays(decays, column, has_column, head, heads, 0, CHANNELS, K, BLOCK_K)
-    of_keys = tl.zeros((ROWS, CHUNK), tl.float32)
-    if CHANNELS:
-        nearest = tl.minimum(first, end - 1)
-        between = load_decay(decays, nearest, head, heads, 0, CHANNELS, K, BLOCK_K)[None, :]
+    key_head = head // inputs.shared
+    q_i = load_keys(inputs.q, row, has_row, key_head, form)
+    k_i = load_keys(inputs.k, row, has_row, key_head, form)
+    k_j = load_keys(inputs.k, column, has_column, key_head, form)
+    g_i = load_decays(decays, row, has_row, head, heads, 0, form)
+    g_j = load_decays(decays, column, has_column, head, heads, 0, form)
+    of_keys = zeros(form.ROWS, form.CHUNK)
+    if form.CHANNELS:
+        between = load_decay(inputs, tl.minimum(first, end - 1), head, 0, form)[None, :]
         left = decay_of(g_i - between)
         right = tl.where((column < first)[:, None], k_j * decay_of(between - g_j), 0.0)
-        of_queries = tl.dot(q_i * left, tl.trans(right), input_precision=PRECISION)
-        if DELTA:
-            of_keys = tl.dot(k_i * left, tl.trans(right), input_precision=PRECISION)
+        of_queries = dot(q_i * left, tl.trans(right), form)
+        if form.DELTA:
+            of_keys = dot(k_i * left, tl.trans(right), form)
         other = first
-        while other < tl.minimum(first + ROWS, end):
+        while other < tl.minimum(first + form.ROWS, end):
             one = other + tl.arange(0, 1)
-            key = load_keys(
-                k, one, one < end, key_head, k_stride, k_head_stride, K, BLOCK_K, L2_NORM
-            )
-            key *= decay_of(
-                g_i - load_decay(decays, other, head, heads, 0, CHANNELS, K, BLOCK_K)[None, :]
-            )
+            key = load_keys(inputs.k, one, one < end, key_head, form)
+            key *= decay_of(g_i - load_decay(inputs, other, head, 0, form)[None, :])
             here = (column == other)[None, :]
             of_queries = tl.where(here, tl.sum(q_i * key, 1)[:, None], of_queries)
-            if DELTA:
+            if form.DELTA:
                 of_keys = tl.where(here, tl.sum(k_i * key, 1)[:, None], of_keys)
             other += 1
     else:
         between = decay_of(g_i - tl.trans(g_j))
-        of_queries = tl.dot(q_i, tl.trans(k_j), input_precision=PRECISION) * between
-        if DELTA:
-            of_keys = tl.dot(k_i, tl.trans(k_j), input_precision=PRECISION) * between
+        of_queries = dot(q_i, tl.trans(k_j), form) * between
+        if form.DELTA:
+            of_keys = dot(k_i, tl.trans(k_j), form) * between
     lower = (row[:, None] >= column[None, :]) & has_row[:, None]
-    at = (chunk.to(tl.int64) * heads + head) * (CHUNK * CHUNK)
-    target = squares + at + (row - start)[:, None] * CHUNK + (column - start)[None, :]
-    tl.store(target, tl.where(lower, of_queries * scale, 0.0))
-    if DELTA:
+    at = (chunk.to(tl.int64) * heads + head) * (form.CHUNK * form.CHUNK)
+    target = squares + at + (row - start)[:, None] * form.CHUNK + (column - start)[None, :]
+    tl.store(target, tl.where(lower, of_queries * inputs.scale, 0.0))
+    if form.DELTA:
         lower &= row[:, None] > column[None, :]
-        target += tl.num_programs(0).to(tl.int64) * heads * (CHUNK * CHUNK)
+        target += tl.num_programs(0).to(tl.int64) * heads * (form.CHUNK * form.CHUNK)
         tl.store(target, tl.where(lower, of_keys, 0.0))
 
 
 @triton.jit
-def inverse_kernel(
-    scores, beta, ends, owners, inverses, heads, HAS_BETA: tl.constexpr, CHUNK: tl.constexpr
-):
+def inverse_kernel(scores, inputs, form: tl.constexpr):
     """inverses: (I + diag(beta) A)^-1, by substitution. A program per chunk and head."""
-    chunk, head = tl.program_id(0), tl.program_id(1)
-    start, end = chunk_bounds(ends, owners, chunk, CHUNK)
+    chunk, head, heads = tl.program_id(0), tl.program_id(1), inputs.heads
+    start, end = chunk_bounds(inputs, chunk, form)
     if start >= end:
         return
-    i = tl.arange(0, CHUNK)
-    at = (chunk.to(tl.int64) * heads + head) * (CHUNK * CHUNK)
+    i = tl.arange(0, form.CHUNK)
+    at = (chunk.to(tl.int64) * heads + head) * (form.CHUNK * form.CHUNK)
     inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    for row in range(1, tl.minimum(CHUNK, end - start)):
-        factors = tl.load(scores + at + row * CHUNK + i)
-        if HAS_BETA:
-            factors *= tl.load(beta + (start + row).to(tl.int64) * heads + head)
+    for row in range(1, tl.minimum(form.CHUNK, end - start)):
+        factors = tl.load(scores + at + row * form.CHUNK + i)
+        if inputs.beta is not None:
+            factors *= tl.load(inputs.beta + (start + row).to(tl.int64) * heads + head)
         solved = tl.sum(factors[:, None] * inverse, 0)
         inverse = tl.where(i[:, None] == row, inverse - solved[None, :], inverse)
-    tl.store(inverses + at + i[:, None] * CHUNK + i[None, :], inverse)
+    tl.store(inputs.inverses + at + i[:, None] * form.CHUNK + i[None, :], inverse)
 
 
 @triton.jit
@@ -292,306 +310,168 @@ def roots_kernel(parents, roots):
 
 
 @triton.jit
-def states_kernel(
-    k,
-    v,
-    decays,
-    beta,
-    ends,
-    parents,
-    roots,
-    initial,
-    inverses,
-    states,
-    updates,
-    finals,
-    k_stride,
-    k_head_stride,
-    v_stride,
-    v_head_stride,
-    segments,
-    heads,
-    shared,
-    CHANNELS: tl.constexpr,
-    DELTA: tl.constexpr,
-    L2_NORM: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    HAS_PARENTS: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-    HAS_FINALS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+def is_of_tree(inputs, segment, root):
+    """Whether the path of a segment begins with `root`."""
+    result = True
+    if inputs.roots is not None:
+        result = tl.load(inputs.roots + segment) == root
+    return result
+
+
+@triton.jit
+def states_kernel(inputs, initial, states, updates, finals, form: tl.constexpr):
     """states [chunks, H, K, V] before each chunk, updates U [T, H, V] and finals [S, H, K, V].
 
     A program per root, head and tile of columns.
     """
-    root, head, first_v = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_V
-    last = root + 1
-    if HAS_PARENTS:
-        last = tl.where(tl.load(parents + root) < 0, segments, root)
-    key_head = head // shared
+    root, head, first_v = tl.program_id(0), tl.program_id(1), tl.program_id(2) * form.BLOCK_V
+    heads, parents, last = inputs.heads, inputs.parents, root + 1
+    if parents is not None:
+        last = tl.where(tl.load(parents + root) < 0, inputs.segments, root)
+    key_head = head // inputs.shared
     segment = root
     while segment < last:
-        is_of_tree = True
-        if HAS_PARENTS:
-            is_of_tree = tl.load(roots + segment) == root
-        if is_of_tree:
-            state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
-            if HAS_STATE:
-                source, has_entry = state_tile(
-                    initial, segment, head, heads, 0, first_v, K, V, BLOCK_K, BLOCK_V
-                )
-                state = tl.load(source, mask=has_entry, other=0.0)
-            if HAS_PARENTS:
+        if is_of_tree(inputs, segment, root):
+            state = zeros(form.BLOCK_K, form.BLOCK_V)
+            if initial is not None:
+                state = load_state(initial, segment, head, heads, 0, first_v, form)
+            if parents is not None:
                 parent = tl.load(parents + segment)
                 if parent >= 0:
-                    source, has_entry = state_tile(
-                        finals, parent, head, heads, 0, first_v, K, V, BLOCK_K, BLOCK_V
-                    )
-                    state = tl.load(source, mask=has_entry, other=0.0)
-            begin, end = tl.load(ends + segment), tl.load(ends + segment + 1)
-            chunk = begin // CHUNK + segment
+                    state = load_state(finals, parent, head, heads, 0, first_v, form)
+            begin, end = tl.load(inputs.ends + segment), tl.load(inputs.ends + segment + 1)
+            chunk = begin // form.CHUNK + segment
             start = begin
             while start < end:
-                target, has_entry = state_tile(
-                    states, chunk, head, heads, 0, first_v, K, V, BLOCK_K, BLOCK_V
-                )
-                tl.store(target, state, mask=has_entry)
-                row = start + tl.arange(0, CHUNK)
+                store_state(states, chunk, head, heads, first_v, state, form)
+                row = start + tl.arange(0, form.CHUNK)
                 has = row < end
-                keys = load_keys(
-                    k, row, has, key_head, k_stride, k_head_stride, K, BLOCK_K, L2_NORM
-                )
-                values = load_rows(v, row, has, head, v_stride, v_head_stride, first_v, V, BLOCK_V)
-                sums = load_decays(decays, row, has, head, heads, 0, CHANNELS, K, BLOCK_K)
-                if DELTA:
-                    values -= tl.dot(keys * decay_of(sums), state, input_precision=PRECISION)
-                values *= load_betas(beta, row, has, head, heads, HAS_BETA)[:, None]
-                if DELTA:
-                    inverse = load_square(inverses, chunk, head, heads, CHUNK)
-                    values = tl.dot(inverse, values, input_precision=PRECISION)
-                column = first_v + tl.arange(0, BLOCK_V)
-                at = (row.to(tl.int64) * heads + head)[:, None] * V + column[None, :]
-                tl.store(updates + at, values, mask=has[:, None] & (column < V)[None, :])
-                newest = tl.minimum(start + CHUNK, end) - 1
-                total = load_decay(decays, newest, head, heads, 0, CHANNELS, K, BLOCK_K)
+                keys = load_keys(inputs.k, row, has, key_head, form)
+                values = load_rows(inputs.v, row, has, head, first_v, form.V, form.BLOCK_V)
+                sums = load_decays(inputs.decays, row, has, head, heads, 0, form)
+                if form.DELTA:
+                    values -= dot(keys * decay_of(sums), state, form)
+                values *= load_betas(inputs, row, has, head)[:, None]
+                if form.DELTA:
+                    inverse = load_square(inputs.inverses, chunk, head, heads, form.CHUNK)
+                    values = dot(inverse, values, form)
+                at, inside = value_tile(row, has, head, heads, first_v, form)
+                tl.store(updates + at, values, mask=inside)
+                newest = tl.minimum(start + form.CHUNK, end) - 1
+                total = load_decay(inputs, newest, head, 0, form)
                 keys *= decay_of(total[None, :] - sums)
                 state *= decay_of(total)[:, None]
-                state = tl.dot(tl.trans(keys), values, state, input_precision=PRECISION)
-                start += CHUNK
+                state = add_dot(state, tl.trans(keys), values, form)
+                start += form.CHUNK
                 chunk += 1
-            if HAS_FINALS:
-                target, has_entry = state_tile(
-                    finals, segment, head, heads, 0, first_v, K, V, BLOCK_K, BLOCK_V
-                )
-                tl.store(target, state, mask=has_entry)
+            if finals is not None:
+                store_state(finals, segment, head, heads, first_v, state, form)
                 tl.debug_barrier()  # before children of the segment read it
         segment += 1
 
 
 @triton.jit
-def out_kernel(
-    q,
-    decays,
-    ends,
-    owners,
-    squares,
-    states,
-    updates,
-    out,
-    q_stride,
-    q_head_stride,
-    scale,
-    heads,
-    shared,
-    CHANNELS: tl.constexpr,
-    L2_NORM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+def out_kernel(inputs, states, updates, out, form: tl.constexpr):
     """out [T, H, V]. A program per chunk, head and tile of columns."""
-    chunk, head, first_v = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_V
-    start, end = chunk_bounds(ends, owners, chunk, CHUNK)
+    chunk, head, first_v = tl.program_id(0), tl.program_id(1), tl.program_id(2) * form.BLOCK_V
+    start, end = chunk_bounds(inputs, chunk, form)
     if start >= end:
         return
-    row = start + tl.arange(0, CHUNK)
+    heads, row = inputs.heads, start + tl.arange(0, form.CHUNK)
     has = row < end
-    queries = load_keys(q, row, has, head // shared, q_stride, q_head_stride, K, BLOCK_K, L2_NORM)
-    queries *= decay_of(load_decays(decays, row, has, head, heads, 0, CHANNELS, K, BLOCK_K)) * scale
-    source, has_entry = state_tile(states, chunk, head, heads, 0, first_v, K, V, BLOCK_K, BLOCK_V)
-    state = tl.load(source, mask=has_entry, other=0.0)
-    result = tl.dot(queries, state, input_precision=PRECISION)
-    values = load_rows(updates, row, has, head, heads * V, V, first_v, V, BLOCK_V)
-    square = load_square(squares, chunk, head, heads, CHUNK)
-    result = tl.dot(square, values, result, input_precision=PRECISION)
-    column = first_v + tl.arange(0, BLOCK_V)
-    target = out + (row.to(tl.int64) * heads + head)[:, None] * V + column[None, :]
-    tl.store(target, result.to(out.dtype.element_ty), mask=has[:, None] & (column < V)[None, :])
+    queries = load_keys(inputs.q, row, has, head // inputs.shared, form)
+    queries *= decay_of(load_decays(inputs.decays, row, has, head, heads, 0, form)) * inputs.scale
+    result = dot(queries, load_state(states, chunk, head, heads, 0, first_v, form), form)
+    source = (updates, heads * form.V, form.V)
+    values = load_rows(source, row, has, head, first_v, form.V, form.BLOCK_V)
+    square = load_square(inputs.squares, chunk, head, heads, form.CHUNK)
+    result = add_dot(result, square, values, form)
+    at, inside = value_tile(row, has, head, heads, first_v, form)
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
-class Tables(NamedTuple):
-    """What forward and backward compute of all chunks before states follow one another."""
-
-    owners: Tensor  # [chunks] int32: the segment of each chunk
-    roots: Tensor | None  # [S] int32
-    decays: Tensor  # G, of the shape of g; float64 for one decay per head
-    squares: Tensor  # [1 or 2, chunks, H, CHUNK, CHUNK]: B, A
-    inverses: Tensor | None  # [chunks, H, CHUNK, CHUNK]
-    constants: dict[str, Any]  # of all kernels
-
-
-def sizes(key_width: int, value_width: int, dtype: torch.dtype) -> dict[str, Any]:
+def form_of(key_width: int, value_width: int, dtype: torch.dtype, **flags: bool) -> Form:
     """Return sizes and tiles of all kernels for keys and values of so many channels."""
     block_k = max(16, next_power_of_2(key_width))
     # Float32 operands are three products each of tensor cores, which is as exact as float32.
     is_wide = block_k > 128 or dtype == torch.float32
     tile = 16 if is_wide else 32
-    return {
-        "K": key_width,
-        "V": value_width,
-        "CHUNK": tile,
-        "ROWS": ROWS,
-        "BLOCK_K": block_k,
-        "BLOCK_V": min(tile, max(16, next_power_of_2(value_width))),
-        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
-    }
+    block_v = min(tile, max(16, next_power_of_2(value_width)))
+    precision = "tf32x3" if dtype == torch.float32 else "tf32"
+    return Form(key_width, value_width, tile, block_k, block_v, precision, **flags)
 
 
-def run(
-    kernel: Any,
-    grid: tuple[int, ...],
-    *arguments: Any,
-    constants: dict[str, Any],
-    num_warps: int = 8,
-) -> None:
-    """Launch a kernel with those of the constants that it has."""
-    taken = {name: x for name, x in constants.items() if name in kernel.arg_names}
-    launch(kernel, grid, *arguments, **taken, num_warps=NUM_WARPS)
+def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, form: Form) -> None:
+    launch(kernel, grid, *arguments, form=form, num_warps=NUM_WARPS)
 
 
-def make_tables(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    ends: Tensor,
-    parents: Tensor | None,
-    scale: float,
-    delta_rule: bool,
-    l2_norm: bool,
-) -> Tables:
+def strided(x: Tensor) -> tuple[Any, ...]:
+    """Return rows [T, heads, ...] with their strides, as `load_rows` takes them."""
+    return (x, *x.stride()[:2])
+
+
+def make_inputs(problem: Problem, grad_out: Tensor | None = None) -> tuple[Inputs, Form]:
+    """Compute what forward and backward need of all chunks before states follow one another."""
+    q, k, v, g, beta, ends, parents, _, scale, delta_rule, l2_norm = problem
     heads, segments = v.shape[1], ends.shape[0] - 1
-    constants = sizes(q.shape[2], v.shape[2], q.dtype) | {
-        "CHANNELS": g.dim() == 3,
-        "DELTA": delta_rule,
-        "L2_NORM": l2_norm,
-        "HAS_BETA": beta is not None,
-        "HAS_PARENTS": parents is not None,
-    }
-    size = constants["CHUNK"]
-    chunks = q.shape[0] // size + segments
+    flags = {"CHANNELS": g.dim() == 3, "DELTA": delta_rule, "L2_NORM": l2_norm}
+    form = form_of(q.shape[2], v.shape[2], q.dtype, **flags)
+    chunks = q.shape[0] // form.CHUNK + segments
     index = torch.arange(chunks, device=q.device, dtype=torch.int32)
-    first = ends[:-1] // size + index[:segments]
+    first = ends[:-1] // form.CHUNK + index[:segments]
     owners = torch.searchsorted(first, index, right=True, out_int32=True) - 1
     roots = None
     if parents is not None:
         roots = torch.empty_like(parents)
         launch(roots_kernel, (segments,), parents, roots)
-    decays = torch.empty_like(g, dtype=torch.float32 if g.dim() == 3 else torch.float64)
-    grid = (chunks, heads)
-    arguments: tuple[Any, ...] = (g, decays, ends, owners, heads)
-    run(decays_kernel, grid, *arguments, constants=constants)
-    squares = g.new_empty(1 + delta_rule, chunks, heads, size, size)
-    strides = (*q.stride()[:2], *k.stride()[:2])
-    arguments = (q, k, decays, ends, owners, squares, *strides, scale, heads, heads // q.shape[1])
-    run(scores_kernel, (*grid, size // ROWS), *arguments, constants=constants)
-    inverses = None
+    squares = g.new_empty(1 + delta_rule, chunks, heads, form.CHUNK, form.CHUNK)
+    inputs = Inputs(
+        q=strided(q),
+        k=strided(k),
+        v=strided(v),
+        grad_out=None if grad_out is None else strided(grad_out),
+        decays=torch.empty_like(g, dtype=torch.float32 if g.dim() == 3 else torch.float64),
+        beta=beta,
+        ends=ends,
+        owners=owners,
+        parents=parents,
+        roots=roots,
+        squares=squares,
+        inverses=torch.empty_like(squares[1]) if delta_rule else None,
+        scale=scale,
+        segments=segments,
+        heads=heads,
+        shared=heads // q.shape[1],
+    )
+    run(decays_kernel, (chunks, heads), g, inputs, form=form)
+    run(scores_kernel, (chunks, heads, form.CHUNK // ROWS), squares, inputs, form=form)
     if delta_rule:
-        inverses = torch.empty_like(squares[1])
-        arguments = (squares[1], beta, ends, owners, inverses, heads)
-        run(inverse_kernel, grid, *arguments, constants=constants)
-    return Tables(owners, roots, decays, squares, inverses, constants)
+        run(inverse_kernel, (chunks, heads), squares[1], inputs, form=form)
+    return inputs, form
 
 
-def linear_recurrence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    ends: Tensor,
-    parents: Tensor | None,
-    initial_state: Tensor | None,
-    scale: float,
-    delta_rule: bool,
-    l2_norm: bool,
-    keep_states: bool,
-    wants_final: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (out, states before each chunk, or none of them, last states, or none of them)."""
+def linear_recurrence(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (out, states before each chunk, or none of them, last states, or none of them).
+
+    arguments: those of a Problem, keep_states and wants_final.
+    """
+    *given, keep_states, wants_final = arguments
+    problem = Problem(*given)
+    q, _, v, g, _, ends, parents, initial_state, *_ = problem
     segments, (heads, width) = ends.shape[0] - 1, v.shape[1:]
     state_shape = (heads, q.shape[2], width)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     empty = g.new_empty(0, *state_shape)
     if segments == 0:
         return out, empty, empty
-    tables = make_tables(q, k, v, g, beta, ends, parents, scale, delta_rule, l2_norm)
-    chunks, shared = tables.owners.shape[0], heads // q.shape[1]
+    inputs, form = make_inputs(problem)
+    chunks = inputs.owners.shape[0]
     states, updates = g.new_empty(chunks, *state_shape), g.new_empty(v.shape)
     has_finals = wants_final or parents is not None
-    finals = g.new_empty(segments, *state_shape) if has_finals else empty
-    constants = tables.constants | {
-        "HAS_STATE": initial_state is not None,
-        "HAS_FINALS": has_finals,
-    }
-    tiles = ceil_div(width, constants["BLOCK_V"])
-    run(
-        states_kernel,
-        (segments, heads, tiles),
-        k,
-        v,
-        tables.decays,
-        beta,
-        ends,
-        parents,
-        tables.roots,
-        initial_state,
-        tables.inverses,
-        states,
-        updates,
-        finals,
-        *k.stride()[:2],
-        *v.stride()[:2],
-        segments,
-        heads,
-        shared,
-        constants=constants,
-    )
-    run(
-        out_kernel,
-        (chunks, heads, tiles),
-        q,
-        tables.decays,
-        ends,
-        tables.owners,
-        tables.squares,
-        states,
-        updates,
-        out,
-        *q.stride()[:2],
-        scale,
-        heads,
-        shared,
-        constants=constants,
-    )
-    return out, states if keep_states else empty, finals if wants_final else empty
+    finals = g.new_empty(segments, *state_shape) if has_finals else None
+    tiles = ceil_div(width, form.BLOCK_V)
+    of_states = (inputs, initial_state, states, updates, finals)
+    run(states_kernel, (segments, heads, tiles), *of_states, form=form)
+    run(out_kernel, (chunks, heads, tiles), inputs, states, updates, out, form=form)
+    final = finals if finals is not None and wants_final else empty
+    return out, states if keep_states else empty, final

@@ -16,7 +16,14 @@ from torch import Tensor
 from ._launch import launch
 from .attention.triton_forward import begin_softmax
 from .attention.triton_paths import add_keys, load_queries, path_tiles, store_results
-from .attention.triton_tiles import block_sizes, capability_of, scale_arguments
+from .attention.triton_tiles import (
+    Inputs,
+    block_sizes,
+    capability_of,
+    form_of,
+    scale_arguments,
+    strided,
+)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -55,41 +62,28 @@ def write_kernel(
 
 @triton.jit(do_not_specialize=["sequences", "window_size"])
 def paged_kernel(
-    query,
+    inputs,
     cache,
     sinks,
-    block_table,
-    query_start_loc,
-    seq_lens,
+    tables,
     out,
-    sequences,
-    group,
-    query_stride,
-    query_head_stride,
     out_stride,
-    block_stride,
-    cache_head_stride,
-    table_stride,
-    width,
-    value_width,
+    sequences,
     window_size,
-    factor,
-    cap_scale,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    ALL_COLUMNS: tl.constexpr,
     SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    form: tl.constexpr,
 ):
     """out [T, H, D_v]; programs [T * group / BLOCK_M + S, H_kv].
 
     The tiles of sequence s begin at query_start_loc[s] * group / BLOCK_M + s: at most one of a
     sequence has no rows.
     """
+    BLOCK_M: tl.constexpr = form.BLOCK_M
+    BLOCK_N: tl.constexpr = form.BLOCK_N
+    BLOCK_V: tl.constexpr = form.BLOCK_V
+    group, width, value_width = inputs.group, inputs.width, inputs.value_width
+    block_table, table_stride, query_start_loc, seq_lens = tables
+    rows_of_head, block_stride, cache_head_stride = cache
     tile, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     low, high = tl.full((), 0, tl.int32), sequences
     while high - low > 1:
@@ -108,14 +102,15 @@ def paged_kernel(
         row_position = first + local
         end = first + tl.minimum((row_start + BLOCK_M - 1) // group + 1, count)
         token = (query_start + local).to(tl.int64)
+        query, query_stride, query_head_stride = inputs.query
         offsets = token * query_stride + head * query_head_stride
-        q = load_queries(query, offsets, width, is_row, BLOCK_D)
+        q = load_queries(query, offsets, width, is_row, form.BLOCK_D)
         sums = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-        total, top = begin_softmax(sinks, head, HAS_SINKS, BLOCK_M)
-        cache += kv_head * cache_head_stride
+        total, top = begin_softmax(sinks, head, BLOCK_M)
+        rows_of_head += kv_head * cache_head_stride
         block_table += low.to(tl.int64) * table_stride
         begin = tl.full((), 0, tl.int32)
-        if HAS_WINDOW:
+        if form.HAS_WINDOW:
             lowest = first + row_start // group - window_size + 1
             begin = tl.maximum(lowest, 0) // BLOCK_N * BLOCK_N
         for start in range(begin, end, BLOCK_N):
@@ -124,25 +119,11 @@ def paged_kernel(
             block = tl.load(block_table + position // SIZE, mask=is_key, other=0).to(tl.int64)
             rows = block * block_stride + position % SIZE * (width + value_width)
             seen = is_row[:, None] & (position[None, :] <= row_position[:, None])
-            if HAS_WINDOW:
+            if form.HAS_WINDOW:
                 seen = seen & (row_position[:, None] - position[None, :] < window_size)
+            key_rows = rows_of_head + rows
             sums, total, top = add_keys(
-                sums,
-                total,
-                top,
-                q,
-                cache + rows,
-                cache + rows + width,
-                is_key,
-                seen,
-                width,
-                value_width,
-                factor,
-                cap_scale,
-                HAS_CAP,
-                ALL_COLUMNS,
-                BLOCK_D,
-                BLOCK_V,
+                sums, total, top, q, key_rows, key_rows + width, is_key, seen, inputs, form
             )
         total = tl.where(total == 0, 1.0, total)
         rows = token * out_stride + head * value_width
@@ -154,13 +135,12 @@ def write_kv_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: T
     if key.numel() == 0:
         return
     key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
-    sizes = block_sizes(width, value_width)
     launch(
         write_kernel,
         (tokens, heads),
         *(key, value, kv_cache, slot_mapping, *key.stride()[:2], *value.stride()[:2]),
         *(*kv_cache.stride()[:2], kv_cache.shape[0] * kv_cache.shape[2]),
-        *(kv_cache.shape[2], width, value_width, sizes["BLOCK_D"], sizes["BLOCK_V"]),
+        *(kv_cache.shape[2], width, value_width, *block_sizes(width, value_width)),
     )
 
 
@@ -178,25 +158,24 @@ def paged_attention(
 
     sequences: block_table, query_start_loc and seq_lens.
     """
-    block_table, _, seq_lens = sequences
+    block_table, *starts = sequences
     (tokens, heads, width), (_, kv_heads, size, _) = query.shape, kv_cache.shape
-    value_width, count, group = out.shape[2], len(seq_lens), heads // kv_heads
+    value_width, count, group = out.shape[2], len(starts[1]), heads // kv_heads
     if out.numel() == 0:
         return
     query, scores = scale_arguments(query, softmax_scale, softcap)
-    query = query if query.stride(2) == 1 else query.contiguous()
     tiles = path_tiles(max(width, value_width), query.dtype.itemsize, capability_of(query))
+    operands = (strided(query), None, None, None)
+    inputs = Inputs(*operands, group, width, value_width, softmax_scale, **scores)
+    cache, tables = (
+        (kv_cache, *kv_cache.stride()[:2]),
+        (block_table, block_table.stride(0), *starts),
+    )
     launch(
         paged_kernel,
         (tokens * group // tiles.block_m + count, kv_heads),
-        *(query, kv_cache, sinks, *sequences, out, count, group),
-        *(*query.stride()[:2], out.stride(0), *kv_cache.stride()[:2], block_table.stride(0)),
-        *(width, value_width, window_size or 0),
-        **scores,
-        HAS_WINDOW=window_size is not None,
-        HAS_CAP=softcap is not None,
-        HAS_SINKS=sinks is not None,
+        *(inputs, cache, sinks, tables, out, out.stride(0), count, window_size or 0),
         SIZE=size,
-        **block_sizes(width, value_width),
-        **tiles.arguments,
+        form=form_of(width, value_width, window_size, softcap, tiles),
+        **tiles.options,
     )

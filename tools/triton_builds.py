@@ -36,12 +36,12 @@ from hybridengine.kernels.attention import (
     triton_paths,
     triton_tables,
 )
-from hybridengine.kernels.attention.triton_tiles import choose_tiles
+from hybridengine.kernels.attention.triton_tiles import Form, Inputs, Tiles, choose_tiles
 from hybridengine.kernels.linear import distillation_triton, rescale
 from hybridengine.kernels.logprob import triton as logprob_triton
 from hybridengine.kernels.logprob import triton_unscaled
 from hybridengine.kernels.policy_loss import triton as policy_loss_triton
-from hybridengine.kernels.policy_loss.terms import KERNEL_MODES, SEQUENCE_MODES
+from hybridengine.kernels.policy_loss.terms import KERNEL_MODES, SEQUENCE_MODES, LossOptions
 from hybridengine.kernels.rollout_correction import triton as correction_triton
 from hybridengine.kernels.rollout_correction.reference import REJECTION_CRITERIA
 from hybridengine.kernels.sampling import triton as sampling_triton
@@ -122,7 +122,7 @@ def builds(capability: int) -> dict[str, Callable[[], Usage]]:
 
 def compile_kernel(
     kernel: Any,
-    types: Mapping[str, str | tuple[str, ...]],
+    types: Mapping[str, Any],
     constants: Mapping[str, object],
     capability: int,
     options: Mapping[str, int] | None = None,
@@ -130,14 +130,29 @@ def compile_kernel(
 ) -> Usage:
     """Compile a kernel. types: argument name -> Triton type; `constants` are constexpr.
 
-    aligned: arguments that are multiples of 16, which a launch finds out itself.
+    types: of a tuple, a tuple of the types of its fields; None is absent.
+    aligned: arguments and fields that are multiples of 16, which a launch finds out itself.
     """
-    signature = {
-        name: "constexpr" if name in constants else types[name] for name in kernel.arg_names
-    }
-    names = enumerate(kernel.arg_names)
-    attributes = {(i,): [["tt.divisibility", 16]] for i, name in names if name in aligned}
-    source = ASTSource(kernel, signature, dict(constants), attributes)
+    signature: dict[str, Any] = {}
+    absent: dict[Any, object] = {}
+    attributes = {}
+
+    def described(path: tuple[int, ...], name: str, given: Any) -> Any:
+        if isinstance(given, tuple):
+            pairs = zip(getattr(given, "_fields", [name] * len(given)), given, strict=True)
+            fields = [described((*path, j), *field) for j, field in enumerate(pairs)]
+            return given._make(fields) if hasattr(given, "_make") else tuple(fields)
+        if given is None:
+            absent[path] = None
+            return "constexpr"
+        if name in aligned and given != "constexpr":
+            attributes[path] = [["tt.divisibility", 16]]
+        return given
+
+    for i, name in enumerate(kernel.arg_names):
+        given = "constexpr" if name in constants else types[name]
+        signature[name] = described((i,), name, given)
+    source = ASTSource(kernel, signature, dict(constants) | absent, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
@@ -150,66 +165,72 @@ def compile_kernel(
     return int(usage["REG"]), compiled.metadata.shared, int(usage["STACK"])
 
 
-_FLOATS = (
-    *("log_probs", "old_log_probs", "advantages", "ref_log_probs", "entropy", "is_weights"),
-    *("sequence_stats", "shared_weight", "partials", "gradients", "entropy_gradients"),
-    *("seq_num_tokens", "token_terms"),
-)
-_OPTIONS = (
-    *("low", "high", "c", "tau_pos", "tau_neg", "cov_kl_coef", "dro_beta"),
-    *("kl_input", "kl_output", "kl_coef", "entropy_coeff"),
-)
-_TYPES = {
-    **dict.fromkeys(_FLOATS, "*fp32"),
-    **dict.fromkeys(_OPTIONS, "fp32"),
-    **{"mask": "*i1", "selected": "*i1", "token_clips": "*i1", "cu_seqlens": "*i32"},
-    **{"num_tokens": "i64", "num_sequences": "i32"},
-}
-
-
 def _flags(kernel: Any, **values: object) -> dict[str, object]:
     """Return the constexpr arguments of a kernel, which have upper-case names: True by default."""
     return {name: values.get(name, True) for name in kernel.arg_names if name.isupper()}
 
 
+def _policy_loss_types() -> dict[str, Any]:
+    tensors = dict.fromkeys(policy_loss_triton.LossTensors._fields, "*fp32")
+    tensors |= {"mask": "*i1", "selected": "*i1", "cu_seqlens": "*i32", "denominators": None}
+    return {
+        "given": policy_loss_triton.LossTensors(**tensors),
+        "options": LossOptions._make(["fp32"] * len(LossOptions._fields)),
+        "coefficients": ("fp32", "fp32"),
+        "outputs": ("*fp32", "*fp32", "*fp32", "*i1"),
+        **dict.fromkeys(("sequence_stats", "shared_weight", "partials"), "*fp32"),
+        **{"num_tokens": "i64", "num_sequences": "i32"},
+    }
+
+
 def _policy_loss_token(mode: str, capability: int) -> Usage:
     kernel = policy_loss_triton._token_kernel
     constants = _flags(kernel, MODE=mode, KL=3, STRAIGHT=False, BLOCK=policy_loss_triton.BLOCK)
-    return compile_kernel(kernel, _TYPES, constants, capability)
+    return compile_kernel(kernel, _policy_loss_types(), constants, capability)
 
 
 def _policy_loss_sequence(mode: str, capability: int) -> Usage:
     kernel = policy_loss_triton._sequence_kernel
     constants = _flags(kernel, MODE=mode, KL=3, BLOCK=policy_loss_triton.BLOCK)
-    return compile_kernel(kernel, _TYPES, constants, capability)
+    return compile_kernel(kernel, _policy_loss_types(), constants, capability)
+
+
+def _logprob_inputs(logits: str, general: bool, parallel: bool) -> logprob_triton.Inputs:
+    return logprob_triton.Inputs(
+        logits=logits,
+        vocab_mask="*u8" if general else None,
+        token_ids="*i64",
+        temperatures="*fp32" if general else None,
+        vocab_range="*i64" if parallel else None,
+        row_stride="i64",
+        mask_stride="i64",
+        vocab="i32",
+        ignore_index="i64",
+        temperature="fp32",
+        scale="fp32",
+        softcap="fp32" if general else None,
+    )
 
 
 def _logprob(forward: bool, dtype: str, general: bool, capability: int) -> Usage:
     kernel = logprob_triton.forward_kernel if forward else logprob_triton.backward_kernel
-    types = dict.fromkeys(kernel.arg_names, "*fp32")
-    types |= dict.fromkeys(("logits", "out"), f"*{dtype}")
-    types |= {"vocab_mask": "*u8", "token_ids": "*i64", "bad_label": "*i32", "row_index": "*i32"}
-    types |= dict.fromkeys(("row_stride", "mask_stride", "out_stride", "ignore_index"), "i64")
-    types |= {"vocab": "i32", "vocab_range": "*i64"}
-    types |= dict.fromkeys(("temperature", "scale", "softcap"), "fp32")
-    optional = ("HAS_MASK", "HAS_CAP", "HAS_TEMPERATURES", "PARALLEL", "WANT_SQUARES")
-    values: dict[str, object] = dict.fromkeys((*optional, "HAS_ROW_INDEX"), general)
-    values["BLOCK"] = logprob_triton.FORWARD_BLOCK if forward else logprob_triton.BACKWARD_BLOCK
-    constants = _flags(kernel, **values)
+    types: dict[str, Any] = dict.fromkeys(kernel.arg_names, "*fp32")
+    types |= {"inputs": _logprob_inputs(f"*{dtype}", general, general), "out": f"*{dtype}"}
+    types |= {"results": ("*fp32",) * 4, "bad_label": "*i32", "out_stride": "i64"}
+    types["row_index"] = "*i32" if general else None
+    block = logprob_triton.FORWARD_BLOCK if forward else logprob_triton.BACKWARD_BLOCK
+    constants = _flags(kernel, WANT_SQUARES=general, BLOCK=block)
     aligned = () if general else ("logits", "out", "row_stride", "out_stride", "vocab")
     return compile_kernel(kernel, types, constants, capability, {"num_warps": 8}, aligned)
 
 
 def _unscaled(general: bool, capability: int) -> Usage:
-    kernel = triton_unscaled.unscaled_kernel
-    types = dict.fromkeys(kernel.arg_names, "*fp32")
-    types |= {"out": "*bf16", "vocab_mask": "*u8", "token_ids": "*i64", "bad_label": "*i32"}
-    types |= dict.fromkeys(("row_stride", "mask_stride", "out_stride", "ignore_index"), "i64")
-    types |= {"vocab": "i32", **dict.fromkeys(("temperature", "scale", "softcap"), "fp32")}
-    optional = dict.fromkeys(("HAS_MASK", "HAS_CAP", "HAS_TEMPERATURES"), general)
-    constants = _flags(kernel, BLOCK=triton_unscaled.BLOCKS[general], **optional)
+    types = {"inputs": _logprob_inputs("*fp32", general, False), "results": ("*fp32",) * 3}
+    types |= {"out": "*bf16", "bad_label": "*i32", "out_stride": "i64"}
+    constants = {"BLOCK": triton_unscaled.BLOCKS[general]}
     aligned = {"logits", "out", "vocab_mask", "row_stride", "mask_stride", "out_stride", "vocab"}
     options = {"num_warps": triton_unscaled.NUM_WARPS}
+    kernel = triton_unscaled.unscaled_kernel
     return compile_kernel(kernel, types, constants, capability, options, aligned)
 
 
@@ -327,14 +348,16 @@ _CONVOLUTION = ("forward", "first_grads", "backward")
 
 def _convolution(name: str, dtype: str, general: bool, capability: int) -> Usage:
     kernel = getattr(causal_conv1d_triton, f"{name}_kernel")
-    types = dict.fromkeys(kernel.arg_names, "i32")
+    types = dict.fromkeys((*kernel.arg_names, *causal_conv1d_triton.Inputs._fields), "i32")
     tensors = ("x", "grad_out", "state", "out", "grad_rows")
     types |= dict.fromkeys(tensors, f"*{dtype}")
     types |= dict.fromkeys(("taps", "bias", "partials", "first_grads"), "*fp32") | {"order": "*i64"}
     types |= dict.fromkeys(("ends", "segment_ids", "heads", "run_ends"), "*i32")
-    sizes = {"BLOCK_T": causal_conv1d_triton.BLOCK_T, "BLOCK_C": causal_conv1d_triton.BLOCK_C}
-    flags = dict.fromkeys(("HAS_HEADS", "HAS_STATE", "HAS_BIAS"), general)
-    constants = _flags(kernel, WIDTH=4, **flags, **sizes)
+    absent = () if general else ("bias", "state", *(() if name == "first_grads" else ("heads",)))
+    fields = causal_conv1d_triton.Inputs._fields
+    inputs = (None if name in absent else types[name] for name in fields)
+    types["inputs"] = causal_conv1d_triton.Inputs._make(inputs)
+    constants = _flags(kernel, WIDTH=4, **causal_conv1d_triton.TILE)
     aligned = {*tensors, "taps", "channels", "stride", "grad_stride"}
     launch = {"num_warps": causal_conv1d_triton.NUM_WARPS[name == "backward"]}
     return compile_kernel(kernel, types, constants, capability, launch, aligned)
@@ -356,23 +379,24 @@ _RECURRENCE_KERNELS = (
 def _linear_recurrence(name: str, form: str, width: int, dtype: str, capability: int) -> Usage:
     module = linear_recurrence_triton_backward if "grads" in name else linear_recurrence_triton
     kernel = getattr(module, f"{name}_kernel")
-    types = dict.fromkeys(kernel.arg_names, "*fp32")
-    tensors = ("q", "k", "v", "grad_out", "grad_v", "out")
-    types |= dict.fromkeys(tensors, f"*{dtype}")
+    of_inputs = linear_recurrence_triton.Inputs
+    types = dict.fromkeys((*kernel.arg_names, *of_inputs._fields), "*fp32")
+    types |= dict.fromkeys(("grad_v", "out"), f"*{dtype}")
+    types |= dict.fromkeys(("q", "k", "v", "grad_out"), (f"*{dtype}", "i32", "i32"))
     types |= dict.fromkeys(("ends", "owners", "parents", "roots"), "*i32")
     integers = ("heads", "shared", "segments", "tokens")
-    strides = [name for name in kernel.arg_names if name.endswith("stride")]
-    types |= dict.fromkeys((*integers, *strides), "i32") | {"scale": "fp32"}
+    types |= dict.fromkeys(integers, "i32") | {"scale": "fp32"}
     types["decays"] = "*fp32" if form == "kda" else "*fp64"
+    types["inputs"] = of_inputs._make(types[name] for name in of_inputs._fields)
     given = torch.float32 if dtype == "fp32" else torch.bfloat16
-    options = linear_recurrence_triton.sizes(width, width, given)
-    options |= {"CHANNELS": form == "kda", "DELTA": form != "mamba2", "L2_NORM": form != "mamba2"}
+    flags = {"CHANNELS": form == "kda", "DELTA": form != "mamba2", "L2_NORM": form != "mamba2"}
+    sizes = linear_recurrence_triton.form_of(width, width, given, **flags)
     if name == "key_grads":
-        options["BLOCK_K"] = linear_recurrence_triton_backward.key_tile(options["BLOCK_K"])
-    constants = _flags(kernel, **options)
-    aligned = {*types} - {*constants, *integers, "scale"}
+        block_k = linear_recurrence_triton_backward.key_tile(sizes.BLOCK_K)
+        sizes = sizes._replace(BLOCK_K=block_k)
+    aligned = {*types} - {*integers, "scale"}
     launch = {"num_warps": linear_recurrence_triton.NUM_WARPS}
-    return compile_kernel(kernel, types, constants, capability, launch, aligned)
+    return compile_kernel(kernel, types, {"form": sizes}, capability, launch, aligned)
 
 
 def _recurrence_roots(capability: int) -> Usage:
@@ -382,41 +406,40 @@ def _recurrence_roots(capability: int) -> Usage:
 
 def _attention(name: str, dtype: str, head_size: int, options: bool, capability: int) -> Usage:
     module = triton_forward if name == "forward" else triton_backward
-    kernel = getattr(module, f"{name}_kernel")
     itemsize = 4 if dtype == "fp32" else 2
-    tiles = choose_tiles(name, head_size, itemsize, capability, not options).arguments
-    launch = {key: tiles.pop(key) for key in ("num_warps", "num_stages")}
-    types = dict.fromkeys(kernel.arg_names, "i32")
-    tensors = ("query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value")
-    types |= dict.fromkeys(tensors, f"*{dtype}")
-    types |= dict.fromkeys(("ends", "positions", "tables"), "*i32")
-    types |= dict.fromkeys(("sinks", "lse", "delta"), "*fp32")
-    types |= dict.fromkeys(("scale", "factor", "cap_scale"), "fp32")
-    flags = dict.fromkeys(("HAS_WINDOW", "HAS_CAP", "HAS_SINKS"), options)
-    constants = _flags(kernel, **flags, BLOCK_D=head_size, BLOCK_V=head_size, **tiles)
-    strides = [name for name in kernel.arg_names if name.endswith(("stride", "width"))]
-    return compile_kernel(kernel, types, constants, capability, launch, {*tensors, *strides})
+    tiles = choose_tiles(name, head_size, itemsize, capability, not options)
+    kernel = getattr(module, f"{name}_kernel")
+    return _attention_kernel(kernel, dtype, head_size, options, tiles, capability)
 
 
 def _invariant_attention(
     name: str, dtype: str, head_size: int, options: bool, capability: int
 ) -> Usage:
     module = triton_paths if name == "path" else paged_attention_triton
+    tiles = triton_paths.path_tiles(head_size, 4 if dtype == "fp32" else 2, capability)
     kernel = getattr(module, f"{name}_kernel")
-    itemsize = 4 if dtype == "fp32" else 2
-    tiles = triton_paths.path_tiles(head_size, itemsize, capability).arguments
-    launch = {key: tiles.pop(key) for key in ("num_warps", "num_stages")}
+    return _attention_kernel(kernel, dtype, head_size, options, tiles, capability)
+
+
+def _attention_inputs(dtype: str) -> Inputs:
+    heads = [(f"*{dtype}", "i32", "i32")] * 4
+    return Inputs(*heads, "i32", "i32", "i32", "fp32", "fp32", "fp32")
+
+
+def _attention_kernel(
+    kernel: Any, dtype: str, head_size: int, options: bool, tiles: Tiles, capability: int
+) -> Usage:
     types = dict.fromkeys(kernel.arg_names, "i32")
-    tensors = ("query", "key", "value", "cache", "out")
-    types |= dict.fromkeys(tensors, f"*{dtype}")
-    integers = ("positions", "begins", "parents", "block_table", "query_start_loc", "seq_lens")
-    types |= dict.fromkeys(integers, "*i32")
-    types |= {"sinks": "*fp32", "lse": "*fp32", "factor": "fp32", "cap_scale": "fp32"}
-    sizes = {"BLOCK_D": head_size, "BLOCK_V": head_size, "SIZE": 16, **tiles}
-    flags = dict.fromkeys(("HAS_WINDOW", "HAS_CAP", "HAS_SINKS"), options)
-    constants = _flags(kernel, **flags, **sizes)
-    strides = [name for name in kernel.arg_names if name.endswith(("stride", "width"))]
-    return compile_kernel(kernel, types, constants, capability, launch, {*tensors, *strides})
+    types |= {"out": f"*{dtype}", "grad_query": f"*{dtype}", "grads": (f"*{dtype}",) * 2}
+    types |= {"cache": (f"*{dtype}", "i32", "i32"), "inputs": _attention_inputs(dtype)}
+    types |= dict.fromkeys(("positions", "begins", "parents"), "*i32")
+    types |= {"trees": ("*i32",) * 3, "tables": ("*i32", "i32", "*i32", "*i32")}
+    types |= {"sinks": "*fp32" if options else None, "lse": "*fp32", "delta": "*fp32"}
+    form = Form(options, options, True, head_size, head_size, *tiles[:2])
+    constants = {"form": form, "SIZE": 16} if "SIZE" in kernel.arg_names else {"form": form}
+    aligned = {"query", "key", "value", "grad_out", "cache", "out", "grad_query", "grads"}
+    aligned |= {"width", "value_width", "out_stride"}
+    return compile_kernel(kernel, types, constants, capability, tiles.options, aligned)
 
 
 def _attention_parents(capability: int) -> Usage:
@@ -438,7 +461,7 @@ def _attention_tables(name: str, capability: int) -> Usage:
     kernel = getattr(triton_backward if name == "delta" else triton_tables, f"{name}_kernel")
     types = dict.fromkeys(kernel.arg_names, "i32")
     types |= dict.fromkeys(("ends", "positions", "tables"), "*i32")
-    types |= {"grad_out": "*bf16", "out": "*bf16", "delta": "*fp32"}
+    types |= {"inputs": _attention_inputs("bf16"), "out": "*bf16", "delta": "*fp32"}
     constants = _flags(kernel, BLOCK=64, BLOCK_M=128, BLOCK_V=128, SCAN=1024)
     return compile_kernel(kernel, types, constants, capability)
 

@@ -10,7 +10,7 @@ results do not depend on timing.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +23,15 @@ from .triton_forward import forward_kernel
 from .triton_tables import block_tables
 from .triton_tiles import (
     MAX_HEAD_SIZE,
+    Form,
+    Inputs,
     Tiles,
     block_sizes,
     capability_of,
     choose_tiles,
+    form_of,
     scale_arguments,
-    strides,
+    strided,
 )
 
 _DELTA_BLOCK = 64
@@ -37,42 +40,38 @@ _DELTA_BLOCK = 64
 class _Problem(NamedTuple):
     """Arguments that the kernels share. sign: factor of the caller's query, for a scale <= 0."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float
+    inputs: Inputs
+    options: TreeOptions
     sign: float
-    sizes: dict[str, Any]
-    flags: dict[str, Any]
 
     def tiles(self, kernel: str) -> Tiles:
-        head_size = max(self.query.shape[2], self.value.shape[2])
-        plain = not (self.flags["HAS_WINDOW"] or self.flags["HAS_CAP"])
-        capability = capability_of(self.query)
-        return choose_tiles(kernel, head_size, self.query.dtype.itemsize, capability, plain)
+        query, width = self.inputs.query[0], max(self.inputs.width, self.inputs.value_width)
+        plain = self.options.window_size is None and self.options.softcap is None
+        return choose_tiles(kernel, width, query.dtype.itemsize, capability_of(query), plain)
+
+    def form(self, tiles: Tiles) -> Form:
+        window_size, softcap = self.options.window_size, self.options.softcap
+        return form_of(self.inputs.width, self.inputs.value_width, window_size, softcap, tiles)
+
+    def trees(self, block_n: int, block_m: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        ends, positions, _, window_size, _ = self.options
+        return ends, positions, block_tables(ends, positions, window_size, block_n, block_m)
 
 
-def _problem(inputs: Heads, options: TreeOptions) -> _Problem:
-    query, key, value = inputs
-    _, _, softmax_scale, window_size, softcap = options
-    width, value_width = query.shape[2], value.shape[2]
-    query, scores = scale_arguments(query, softmax_scale, softcap)
-    query, key, value = map(_unit_stride, (query, key, value))
-    sizes = {
-        **{"group": query.shape[1] // key.shape[1], "width": width, "value_width": value_width},
-        **strides(query=query, key=key, value=value),
-        **{"window_size": window_size or 0, **scores},
-    }
-    flags = {
-        **{"HAS_WINDOW": window_size is not None, "HAS_CAP": softcap is not None},
-        **block_sizes(width, value_width),
-    }
-    sign = float((softmax_scale > 0) - (softmax_scale < 0))
-    return _Problem(query, key, value, abs(softmax_scale) or 1.0, sign, sizes, flags)
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(2) == 1 else x.contiguous()
+def _problem(heads: Heads, options: TreeOptions, grad_out: Tensor | None = None) -> _Problem:
+    query, key, value = heads
+    scale = options.softmax_scale
+    query, scores = scale_arguments(query, scale, options.softcap)
+    inputs = Inputs(
+        *map(strided, (query, key, value)),
+        grad_out=None if grad_out is None else strided(grad_out),
+        group=query.shape[1] // key.shape[1],
+        width=query.shape[2],
+        value_width=value.shape[2],
+        scale=abs(scale) or 1.0,
+        **scores,
+    )
+    return _Problem(inputs, options, float((scale > 0) - (scale < 0)))
 
 
 def _heads_per_program(key_blocks: int, heads: int, kv_heads: int, device: torch.device) -> int:
@@ -101,28 +100,19 @@ def tree_attention_forward(
         return out, lse
     if max(query.shape[2], value_width) > MAX_HEAD_SIZE:
         return reference.tree_attention_forward(inputs, options, sinks)
-    subtree_ends, position_ids, _, window_size, _ = options
     problem = _problem(inputs, options)
     tiles = problem.tiles("forward")
-    tables = block_tables(subtree_ends, position_ids, window_size, tiles.block_n, tiles.block_m)
+    trees, grid = (
+        problem.trees(tiles.block_n, tiles.block_m),
+        (heads, ceil_div(tokens, tiles.block_m)),
+    )
     launch(
         forward_kernel,
-        (heads, ceil_div(tokens, tiles.block_m)),
-        problem.query,
-        problem.key,
-        problem.value,
-        sinks,
-        subtree_ends,
-        position_ids,
-        tables,
-        out,
-        lse,
-        tokens,
-        tables.shape[1],
-        **problem.sizes,
-        **problem.flags,
-        HAS_SINKS=sinks is not None,
-        **tiles.arguments,
+        grid,
+        *(problem.inputs, sinks, trees, out, lse, tokens, trees[2].shape[1]),
+        options.window_size or 0,
+        form=problem.form(tiles),
+        **tiles.options,
     )
     return out, lse
 
@@ -137,93 +127,54 @@ def tree_attention_backward(
         return grads, delta
     if max(inputs.query.shape[2], inputs.value.shape[2]) > MAX_HEAD_SIZE:
         return reference.tree_attention_backward(grad_out, inputs, out, lse, options)
-    subtree_ends, position_ids, _, window_size, _ = options
-    problem = _problem(inputs, options)
-    grad_out = _unit_stride(grad_out)
+    problem = _problem(inputs, options, grad_out)
     tokens, heads, value_width = out.shape
-    launch(
-        delta_kernel,
-        (heads, ceil_div(tokens, _DELTA_BLOCK)),
-        grad_out,
-        out,
-        delta,
-        tokens,
-        grad_out.stride(0),
-        grad_out.stride(1),
-        value_width,
-        BLOCK=_DELTA_BLOCK,
-        BLOCK_V=problem.flags["BLOCK_V"],
-    )
-    problem.sizes.update(strides(grad=grad_out), scale=problem.scale)
-    rows = (problem.query, problem.key, problem.value, grad_out, lse, delta)
-    _query_grad(problem, rows, subtree_ends, position_ids, window_size, grads.query)
-    _key_grad(problem, rows, subtree_ends, position_ids, window_size, grads.key, grads.value)
+    block_v = block_sizes(inputs.query.shape[2], value_width)[1]
+    grid = (heads, ceil_div(tokens, _DELTA_BLOCK))
+    arguments = (problem.inputs, out, delta, tokens)
+    launch(delta_kernel, grid, *arguments, BLOCK=_DELTA_BLOCK, BLOCK_V=block_v)
+    _query_grad(problem, lse, delta, grads.query)
+    _key_grad(problem, lse, delta, grads.key, grads.value)
     if problem.sign != 1:
         grads = grads._replace(query=grads.query * problem.sign)
     return grads, delta
 
 
-def _query_grad(
-    problem: _Problem,
-    rows: tuple[Tensor, ...],
-    ends: Tensor,
-    positions: Tensor | None,
-    window_size: int | None,
-    grad_query: Tensor,
-) -> None:
+def _query_grad(problem: _Problem, lse: Tensor, delta: Tensor, grad_query: Tensor) -> None:
     tokens, heads, _ = grad_query.shape
     tiles = problem.tiles("query_grad")
-    tables = block_tables(ends, positions, window_size, tiles.block_n, tiles.block_m)
+    trees = problem.trees(tiles.block_n, tiles.block_m)
     launch(
         query_grad_kernel,
         (heads, ceil_div(tokens, tiles.block_m)),
-        *rows,
-        ends,
-        positions,
-        tables,
-        grad_query,
-        tokens,
-        tables.shape[1],
-        **problem.sizes,
-        **problem.flags,
-        **tiles.arguments,
+        *(problem.inputs, lse, delta, trees, grad_query, tokens, trees[2].shape[1]),
+        problem.options.window_size or 0,
+        form=problem.form(tiles),
+        **tiles.options,
     )
 
 
 def _key_grad(
-    problem: _Problem,
-    rows: tuple[Tensor, ...],
-    ends: Tensor,
-    positions: Tensor | None,
-    window_size: int | None,
-    grad_key: Tensor,
-    grad_value: Tensor,
+    problem: _Problem, lse: Tensor, delta: Tensor, grad_key: Tensor, grad_value: Tensor
 ) -> None:
-    tiles = problem.tiles("key_grad")
-    (tokens, heads, _), kv_heads = rows[0].shape, grad_key.shape[1]
+    tiles, (heads, tokens), kv_heads = problem.tiles("key_grad"), lse.shape, grad_key.shape[1]
+    ends, positions, *_ = problem.options
     blocks = ceil_div(tokens, tiles.block_n)
     per_program = _heads_per_program(blocks, heads, kv_heads, ends.device)
     parts = heads // per_program
-    sums = grads = [grad_key, grad_value]
+    sums = grads = (grad_key, grad_value)
     if parts > kv_heads:
-        sums = [x.new_empty(tokens, parts, x.shape[2], dtype=torch.float32) for x in grads]
-    tables = None
+        sums = tuple(x.new_empty(tokens, parts, x.shape[2], dtype=torch.float32) for x in grads)
+    window_size = problem.options.window_size
+    trees: tuple[Tensor | None, ...] = (ends, positions, None)
     if window_size is not None:
-        tables = block_tables(ends, positions, window_size, tiles.block_n, tiles.block_n)
+        trees = problem.trees(tiles.block_n, tiles.block_n)
     launch(
         key_grad_kernel,
         (parts, blocks),
-        *rows,
-        ends,
-        positions,
-        tables,
-        *sums,
-        tokens,
-        blocks,
-        heads=per_program,
-        **problem.sizes,
-        **problem.flags,
-        **tiles.arguments,
+        *(problem.inputs, lse, delta, trees, sums, tokens, blocks, per_program, window_size or 0),
+        form=problem.form(tiles),
+        **tiles.options,
     )
     if parts > kv_heads:
         for grad, partial in zip(grads, sums, strict=True):

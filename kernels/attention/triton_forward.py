@@ -2,8 +2,8 @@
 
 Online softmax in base 2 (Dao 2023, arXiv 2307.08691, algorithm 1), first over the query block's own
 tokens, then over earlier key blocks (triton_tables.py). Only partially visible blocks are masked.
-Tuples of arguments: `keys` is (key, value, key_stride, value_stride, width, value_width) of a head,
-`forest` is (ends, positions, tokens, window_size).
+Tuples of arguments: `keys` are key and value of a head, each its first row and the stride of rows,
+`trees` is (ends, positions, tables), `forest` is (ends, positions, tokens, window_size).
 """
 
 # mypy: allow-untyped-defs
@@ -21,10 +21,15 @@ LOWEST = tl.constexpr(-1e30)  # finite: a difference of two is not NaN
 
 
 @triton.jit
+def of_head(x, head):
+    """The first row of a head, and the stride of its rows. x: as in `Inputs`."""
+    return x[0] + head * x[2], x[1]
+
+
+@triton.jit
 def load_rows(
-    base,
+    x,
     first,
-    stride,
     end,
     width,
     ROWS: tl.constexpr,
@@ -32,7 +37,11 @@ def load_rows(
     ALL_ROWS: tl.constexpr,
     ALL_COLUMNS: tl.constexpr,
 ):
-    """Load rows [first, first + ROWS) of a matrix; 0 from row `end` and column `width` on."""
+    """Load rows [first, first + ROWS) of a matrix; 0 from row `end` and column `width` on.
+
+    x: its first row and the stride of rows.
+    """
+    base, stride = x
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK_W)[None, :]
     address = base + (tl.zeros((), tl.int64) + first) * stride + (row * stride + column)
@@ -47,7 +56,9 @@ def load_rows(
 
 
 @triton.jit
-def store_rows(base, first, stride, end, width, values, ROWS: tl.constexpr, BLOCK_W: tl.constexpr):
+def store_rows(out, head, first, end, width, values, ROWS: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Write rows of `head` of out [T, heads, width], with a program in grid dimension 0 each."""
+    base, stride = out + head * width, tl.num_programs(0) * width
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK_W)[None, :]
     address = base + (tl.zeros((), tl.int64) + first) * stride + (row * stride + column)
@@ -56,23 +67,19 @@ def store_rows(base, first, stride, end, width, values, ROWS: tl.constexpr, BLOC
 
 
 @triton.jit
-def load_keys(
-    keys,
-    start,
-    tokens,
-    ALL_ROWS: tl.constexpr,
-    ALL_COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Keys and values of the tokens from `start` on."""
-    key, value, key_stride, value_stride, width, value_width = keys
-    k = load_rows(key, start, key_stride, tokens, width, ROWS, BLOCK_D, ALL_ROWS, ALL_COLUMNS)
-    v = load_rows(
-        value, start, value_stride, tokens, value_width, ROWS, BLOCK_V, ALL_ROWS, ALL_COLUMNS
+def load_key_rows(keys, inputs, start, tokens, ALL_ROWS: tl.constexpr, form: tl.constexpr):
+    ROWS: tl.constexpr = form.BLOCK_N
+    return load_rows(
+        keys[0], start, tokens, inputs.width, ROWS, form.BLOCK_D, ALL_ROWS, form.ALL_COLUMNS
     )
-    return k, v
+
+
+@triton.jit
+def load_value_rows(keys, inputs, start, tokens, ALL_ROWS: tl.constexpr, form: tl.constexpr):
+    ROWS: tl.constexpr = form.BLOCK_N
+    return load_rows(
+        keys[1], start, tokens, inputs.value_width, ROWS, form.BLOCK_V, ALL_ROWS, form.ALL_COLUMNS
+    )
 
 
 @triton.jit
@@ -110,14 +117,27 @@ def mask(values, other, rows, columns, row_position, forest, HAS_WINDOW: tl.cons
 
 
 @triton.jit
-def is_partial(tables, blocks, block, row_end, highest, forest, HAS_WINDOW: tl.constexpr):
-    """Whether a query before row_end does not see all of an earlier key block."""
+def begin_rows(inputs, forest, form: tl.constexpr):
+    """The head, the first row, rows and positions of a program's queries, and keys of the head."""
+    _, positions, tokens, _ = forest
+    head = tl.program_id(0).to(tl.int64)
+    row_start = (tl.num_programs(1) - 1 - tl.program_id(1)) * form.BLOCK_M
+    rows = row_start + tl.arange(0, form.BLOCK_M)
+    row_position = load_positions(positions, rows, tokens, form.HAS_WINDOW)
+    kv_head = head // inputs.group
+    keys = (of_head(inputs.key, kv_head), of_head(inputs.value, kv_head))
+    return head, row_start, rows, row_position, keys
+
+
+@triton.jit
+def key_block(tables, blocks, block, row_end, highest, forest, form: tl.constexpr):
+    """Where an earlier key block begins, and whether a query before row_end misses some of it."""
     partial = tl.load(tables + MIN_END * blocks + block) < row_end
-    if HAS_WINDOW:
+    if form.HAS_WINDOW:
         _, _, _, window_size = forest
         lowest = tl.load(tables + MIN_POSITION * blocks + block)
         partial = partial | (highest - lowest >= window_size)
-    return partial
+    return block * form.BLOCK_N, partial
 
 
 @triton.jit
@@ -140,14 +160,14 @@ def previous_block(tables, blocks, block):
 
 
 @triton.jit
-def begin_softmax(sinks, head, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr):
+def begin_softmax(sinks, head, BLOCK_M: tl.constexpr):
     """Total and maximum of rows that have seen no key yet, but the sink of their head.
 
     head: of all rows, or of each row.
     """
     total = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), LOWEST, tl.float32)
-    if HAS_SINKS:
+    if sinks is not None:
         sink = tl.load(sinks + head) * LOG2E
         top = tl.maximum(top, sink)
         total += tl.exp2(sink - top)
@@ -168,157 +188,60 @@ def _forward_block(
     sums,
     total,
     top,
-    query,
+    queries,
     keys,
     start,
     partial,
-    rows,
-    row_position,
     forest,
-    factor,
-    cap_scale,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
+    inputs,
     ALL_KEYS: tl.constexpr,
-    ALL_COLUMNS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    form: tl.constexpr,
 ):
     """Add the keys from `start` on to the online softmax."""
+    query, rows, row_position = queries
     _, _, tokens, _ = forest
-    key, value, key_stride, value_stride, width, value_width = keys
-    k = load_rows(key, start, key_stride, tokens, width, BLOCK_N, BLOCK_D, ALL_KEYS, ALL_COLUMNS)
-    scores = scores_of(tl.dot(query, k.T, input_precision="ieee"), cap_scale, HAS_CAP)
+    k = load_key_rows(keys, inputs, start, tokens, ALL_KEYS, form)
+    products = tl.dot(query, k.T, input_precision="ieee")
+    scores = scores_of(products, inputs.cap_scale, form.HAS_CAP)
     if partial:
-        columns = start + tl.arange(0, BLOCK_N)[None, :]
-        scores = mask(
-            scores, -float("inf"), rows[:, None], columns, row_position[:, None], forest, HAS_WINDOW
-        )
-    p, shrink, total, top = softmax_step(scores, total, top, factor)
-    v = load_rows(  # here, not next to k: the compiler then needs fewer registers
-        value, start, value_stride, tokens, value_width, BLOCK_N, BLOCK_V, ALL_KEYS, ALL_COLUMNS
-    )
+        columns, position = start + tl.arange(0, form.BLOCK_N)[None, :], row_position[:, None]
+        lowest = -float("inf")
+        scores = mask(scores, lowest, rows[:, None], columns, position, forest, form.HAS_WINDOW)
+    p, shrink, total, top = softmax_step(scores, total, top, inputs.factor)
+    # Here, not next to k: the compiler then needs fewer registers.
+    v = load_value_rows(keys, inputs, start, tokens, ALL_KEYS, form)
     sums = tl.dot(p.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
     return sums, total, top
 
 
 @triton.jit(do_not_specialize=VARYING)
-def forward_kernel(
-    query,
-    key,
-    value,
-    sinks,
-    ends,
-    positions,
-    tables,
-    out,
-    lse,
-    tokens,
-    blocks,
-    group,
-    query_stride,
-    query_head_stride,
-    key_stride,
-    key_head_stride,
-    value_stride,
-    value_head_stride,
-    width,
-    value_width,
-    window_size,
-    factor,
-    cap_scale,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    ALL_COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+def forward_kernel(inputs, sinks, trees, out, lse, tokens, blocks, window_size, form: tl.constexpr):
     """out [T, H, D_v] and lse [H, T]; programs [H, T / BLOCK_M], those with most keys first."""
-    head = tl.program_id(0).to(tl.int64)
-    row_start = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
-    row_end = tl.minimum(row_start + BLOCK_M, tokens)
-    key += head // group * key_head_stride
-    value += head // group * value_head_stride
-    keys = (key, value, key_stride, value_stride, width, value_width)
+    BLOCK_M: tl.constexpr = form.BLOCK_M
+    BLOCK_V: tl.constexpr = form.BLOCK_V
+    ends, positions, tables = trees
     forest = (ends, positions, tokens, window_size)
-    rows = row_start + tl.arange(0, BLOCK_M)
-    row_position = load_positions(positions, rows, tokens, HAS_WINDOW)
-    highest = tl.max(row_position, 0)
-    q = load_rows(
-        query + head * query_head_stride,
-        row_start,
-        query_stride,
-        tokens,
-        width,
-        BLOCK_M,
-        BLOCK_D,
-        False,
-        ALL_COLUMNS,
-    )
+    head, row_start, rows, row_position, keys = begin_rows(inputs, forest, form)
+    row_end, highest = tl.minimum(row_start + BLOCK_M, tokens), tl.max(row_position, 0)
+    query, width = of_head(inputs.query, head), inputs.width
+    q = load_rows(query, row_start, tokens, width, BLOCK_M, form.BLOCK_D, False, form.ALL_COLUMNS)
+    queries = (q, rows, row_position)
     sums = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-    total, top = begin_softmax(sinks, head, HAS_SINKS, BLOCK_M)
-    for start in range(row_start, row_end, BLOCK_N):
+    total, top = begin_softmax(sinks, head, BLOCK_M)
+    for start in range(row_start, row_end, form.BLOCK_N):
         sums, total, top = _forward_block(
-            sums,
-            total,
-            top,
-            q,
-            keys,
-            start,
-            True,
-            rows,
-            row_position,
-            forest,
-            factor,
-            cap_scale,
-            HAS_WINDOW,
-            HAS_CAP,
-            False,
-            ALL_COLUMNS,
-            BLOCK_N,
-            BLOCK_D,
-            BLOCK_V,
+            sums, total, top, queries, keys, start, True, forest, inputs, False, form
         )
-    block, begin = first_blocks(tables, blocks, row_start // BLOCK_N, HAS_WINDOW)
+    block, begin = first_blocks(tables, blocks, row_start // form.BLOCK_N, form.HAS_WINDOW)
     while block >= begin:
         run = run_begin(tables, blocks, block, begin)
         for other in range(run, block + 1):
-            partial = is_partial(tables, blocks, other, row_end, highest, forest, HAS_WINDOW)
+            first, partial = key_block(tables, blocks, other, row_end, highest, forest, form)
             sums, total, top = _forward_block(
-                sums,
-                total,
-                top,
-                q,
-                keys,
-                other * BLOCK_N,
-                partial,
-                rows,
-                row_position,
-                forest,
-                factor,
-                cap_scale,
-                HAS_WINDOW,
-                HAS_CAP,
-                True,
-                ALL_COLUMNS,
-                BLOCK_N,
-                BLOCK_D,
-                BLOCK_V,
+                sums, total, top, queries, keys, first, partial, forest, inputs, True, form
             )
         block = previous_block(tables, blocks, run)
     total = tl.where(total == 0, 1.0, total)
-    store_rows(
-        out + head * value_width,
-        row_start,
-        tl.num_programs(0) * value_width,
-        tokens,
-        value_width,
-        sums / total[:, None],
-        BLOCK_M,
-        BLOCK_V,
-    )
+    results = sums / total[:, None]
+    store_rows(out, head, row_start, tokens, inputs.value_width, results, BLOCK_M, BLOCK_V)
     tl.store(lse + head * tokens + rows, (top + tl.log2(total)) * LN2, mask=rows < tokens)

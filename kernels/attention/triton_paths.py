@@ -22,8 +22,16 @@ from torch import Tensor
 
 from .._launch import ceil_div, launch
 from .reference import Heads, TreeOptions
-from .triton_forward import LN2, begin_softmax, scores_of, softmax_step
-from .triton_tiles import MAX_HEAD_SIZE, Tiles, block_sizes, capability_of, scale_arguments, strides
+from .triton_forward import LN2, begin_softmax, of_head, scores_of, softmax_step
+from .triton_tiles import (
+    MAX_HEAD_SIZE,
+    Inputs,
+    Tiles,
+    capability_of,
+    form_of,
+    scale_arguments,
+    strided,
+)
 
 _SCAN = 1024  # tokens at a time
 
@@ -76,36 +84,23 @@ def find_ancestors(position, chain, positions, begins, parents):
 
 @triton.jit
 def add_keys(
-    sums,
-    total,
-    top,
-    query,
-    key_rows,
-    value_rows,
-    is_key,
-    visible,
-    width,
-    value_width,
-    factor,
-    cap_scale,
-    HAS_CAP: tl.constexpr,
-    ALL_COLUMNS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    sums, total, top, query, key_rows, value_rows, is_key, visible, inputs, form: tl.constexpr
 ):
     """Add a block of keys to the online softmax.
 
     key_rows, value_rows: pointers to the rows of the keys. is_key: rows that are read; visible:
     which rows of the tile see them.
     """
-    column = tl.arange(0, BLOCK_D)[None, :]
-    reads = is_key[:, None] if ALL_COLUMNS else is_key[:, None] & (column < width)
+    column = tl.arange(0, form.BLOCK_D)[None, :]
+    reads = is_key[:, None] if form.ALL_COLUMNS else is_key[:, None] & (column < inputs.width)
     k = tl.load(key_rows[:, None] + column, mask=reads, other=0.0)
-    scores = scores_of(tl.dot(query, k.T, input_precision="ieee"), cap_scale, HAS_CAP)
+    products = tl.dot(query, k.T, input_precision="ieee")
+    scores = scores_of(products, inputs.cap_scale, form.HAS_CAP)
     scores = tl.where(visible, scores, -float("inf"))
-    p, shrink, total, top = softmax_step(scores, total, top, factor)
-    column = tl.arange(0, BLOCK_V)[None, :]
-    reads = is_key[:, None] if ALL_COLUMNS else is_key[:, None] & (column < value_width)
+    p, shrink, total, top = softmax_step(scores, total, top, inputs.factor)
+    column = tl.arange(0, form.BLOCK_V)[None, :]
+    width = inputs.value_width
+    reads = is_key[:, None] if form.ALL_COLUMNS else is_key[:, None] & (column < width)
     v = tl.load(value_rows[:, None] + column, mask=reads, other=0.0)
     sums = tl.dot(p.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
     return sums, total, top
@@ -129,54 +124,30 @@ def store_results(out, rows, value_width, is_row, sums, total, BLOCK_V: tl.const
 
 @triton.jit(do_not_specialize=["tokens", "window_size"])
 def path_kernel(
-    query,
-    key,
-    value,
-    sinks,
-    positions,
-    begins,
-    parents,
-    out,
-    lse,
-    tokens,
-    group,
-    query_stride,
-    query_head_stride,
-    key_stride,
-    key_head_stride,
-    value_stride,
-    value_head_stride,
-    width,
-    value_width,
-    window_size,
-    factor,
-    cap_scale,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    ALL_COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    inputs, sinks, positions, begins, parents, out, lse, tokens, window_size, form: tl.constexpr
 ):
     """out [T, H, D_v] and lse [H, T]; programs [H_kv, T * group / BLOCK_M].
 
     The chains of a tile's tokens are attended one after the other.
     """
+    BLOCK_M: tl.constexpr = form.BLOCK_M
+    BLOCK_N: tl.constexpr = form.BLOCK_N
+    BLOCK_V: tl.constexpr = form.BLOCK_V
+    group, width, value_width = inputs.group, inputs.width, inputs.value_width
     kv_head = tl.program_id(0).to(tl.int64)
     row_start = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     row = row_start + tl.arange(0, BLOCK_M)
     token, head = row // group, kv_head * group + row % group
     is_row = token < tokens
-    key += kv_head * key_head_stride
-    value += kv_head * value_head_stride
+    key, key_stride = of_head(inputs.key, kv_head)
+    value, value_stride = of_head(inputs.value, kv_head)
     row_position = tl.load(positions + token, mask=is_row, other=0)
     row_chain = tl.load(begins + token, mask=is_row, other=-1)
+    query, query_stride, query_head_stride = inputs.query
     offsets = token.to(tl.int64) * query_stride + head * query_head_stride
-    q = load_queries(query, offsets, width, is_row, BLOCK_D)
+    q = load_queries(query, offsets, width, is_row, form.BLOCK_D)
     sums = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-    total, top = begin_softmax(sinks, head, HAS_SINKS, BLOCK_M)
+    total, top = begin_softmax(sinks, head, BLOCK_M)
     current = row_start // group
     last = tl.minimum((row_start + BLOCK_M - 1) // group, tokens - 1)
     while current <= last:
@@ -185,7 +156,7 @@ def path_kernel(
         chain_position = tl.load(positions + chain)
         end = chain_position + stop - chain  # of the positions that these tokens see
         begin = tl.full((), 0, tl.int32)
-        if HAS_WINDOW:
+        if form.HAS_WINDOW:
             lowest = chain_position + current - chain - window_size + 1
             begin = tl.maximum(lowest, 0) // BLOCK_N * BLOCK_N
         for start in range(begin, end, BLOCK_N):
@@ -195,25 +166,11 @@ def path_kernel(
                 index = find_ancestors(position, chain, positions, begins, parents)
             index = index.to(tl.int64)
             seen = (row_chain == chain)[:, None] & (position[None, :] <= row_position[:, None])
-            if HAS_WINDOW:
+            if form.HAS_WINDOW:
                 seen = seen & (row_position[:, None] - position[None, :] < window_size)
+            key_rows, value_rows = key + index * key_stride, value + index * value_stride
             sums, total, top = add_keys(
-                sums,
-                total,
-                top,
-                q,
-                key + index * key_stride,
-                value + index * value_stride,
-                position < end,
-                seen,
-                width,
-                value_width,
-                factor,
-                cap_scale,
-                HAS_CAP,
-                ALL_COLUMNS,
-                BLOCK_D,
-                BLOCK_V,
+                sums, total, top, q, key_rows, value_rows, position < end, seen, inputs, form
             )
         current = stop
     total = tl.where(total == 0, 1.0, total)
@@ -244,21 +201,16 @@ def path_attention(
     assert positions is not None
     begins, parents = _chains(ends, positions)
     query, scores = scale_arguments(query, options.softmax_scale, softcap)
-    query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     tiles = path_tiles(max(width, value_width), query.dtype.itemsize, capability_of(query))
     group = heads // kv_heads
+    operands = (*map(strided, (query, key, value)), None)
+    inputs = Inputs(*operands, group, width, value_width, options.softmax_scale, **scores)
     launch(
         path_kernel,
         (kv_heads, ceil_div(tokens * group, tiles.block_m)),
-        *(query, key, value, sinks, positions, begins, parents, out, lse, tokens, group),
-        **strides(query=query, key=key, value=value),
-        **{"width": width, "value_width": value_width, "window_size": window_size or 0},
-        **scores,
-        HAS_WINDOW=window_size is not None,
-        HAS_CAP=softcap is not None,
-        HAS_SINKS=sinks is not None,
-        **block_sizes(width, value_width),
-        **tiles.arguments,
+        *(inputs, sinks, positions, begins, parents, out, lse, tokens, window_size or 0),
+        form=form_of(width, value_width, window_size, softcap, tiles),
+        **tiles.options,
     )
     return out, lse
 

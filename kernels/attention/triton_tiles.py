@@ -20,6 +20,33 @@ from .._launch import next_power_of_2
 MAX_HEAD_SIZE = 256  # of the kernels
 
 
+class Inputs(NamedTuple):
+    """What the kernels read of heads. Tensors come with their strides of a token and a head."""
+
+    query: Any
+    key: Any  # None in a paged cache
+    value: Any
+    grad_out: Any  # None in a forward
+    group: Any  # query heads of a key-value head
+    width: Any
+    value_width: Any
+    scale: Any
+    factor: Any  # of scores in base 2
+    cap_scale: Any  # see `scores_of`
+
+
+class Form(NamedTuple):
+    """The constants of a kernel."""
+
+    HAS_WINDOW: bool
+    HAS_CAP: bool
+    ALL_COLUMNS: bool  # the head sizes are BLOCK_D and BLOCK_V
+    BLOCK_D: int
+    BLOCK_V: int
+    BLOCK_M: int = 0
+    BLOCK_N: int = 0
+
+
 class Tiles(NamedTuple):
     """Queries and keys of a block; warps of a program; loads in flight."""
 
@@ -29,9 +56,9 @@ class Tiles(NamedTuple):
     num_stages: int
 
     @property
-    def arguments(self) -> dict[str, int]:
-        names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-        return dict(zip(names, self, strict=True))
+    def options(self) -> dict[str, int]:
+        """The options of a launch."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 # By kernel and compute capability (0: float32 inputs): head sizes up to 64, 128 and 256.
@@ -83,23 +110,30 @@ def capability_of(x: Tensor) -> int:
     return 10 * major + minor
 
 
-def block_sizes(width: int, value_width: int) -> dict[str, Any]:
-    """Return BLOCK_D and BLOCK_V of head sizes, and whether these are the head sizes."""
+def block_sizes(width: int, value_width: int) -> tuple[int, int]:
+    """Return BLOCK_D and BLOCK_V of head sizes."""
     block_d, block_v = (max(16, next_power_of_2(n)) for n in (width, value_width))
-    exact = (block_d, block_v) == (width, value_width)
-    return {"ALL_COLUMNS": exact, "BLOCK_D": block_d, "BLOCK_V": block_v}
+    return block_d, block_v
 
 
-def strides(**tensors: Tensor) -> dict[str, int]:
-    """Return the arguments x_stride (of a token) and x_head_stride."""
-    tokens = {f"{name}_stride": x.stride(0) for name, x in tensors.items()}
-    return tokens | {f"{name}_head_stride": x.stride(1) for name, x in tensors.items()}
+def form_of(
+    width: int, value_width: int, window_size: int | None, softcap: float | None, tiles: Tiles
+) -> Form:
+    blocks = block_sizes(width, value_width)
+    flags = (window_size is not None, softcap is not None, blocks == (width, value_width))
+    return Form(*flags, *blocks, *tiles[:2])
+
+
+def strided(x: Tensor) -> tuple[Any, ...]:
+    """Return x [T, heads, ...] of inner stride 1, copied if needed, with its other strides."""
+    x = x if x.stride(2) == 1 else x.contiguous()
+    return (x, *x.stride()[:2])
 
 
 def scale_arguments(
     query: Tensor, softmax_scale: float, softcap: float | None
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the query, with the sign of the scale, and the arguments factor and cap_scale.
+    """Return the query, with the sign of the scale, and `factor` and `cap_scale` of Inputs.
 
     The kernels take the maximum of the scores before they scale, which is therefore positive.
     """

@@ -9,6 +9,7 @@ and block. csrc/logprob/row_math.h has the formulas, and says why the token's ow
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,46 +40,56 @@ def _tanh(x):
     return tl.where(magnitude < 0.625, p * square * x + x, tl.where(x < 0, -large, large))
 
 
+class Inputs(NamedTuple):
+    """What the kernels read of rows; None is absent."""
+
+    logits: Any
+    vocab_mask: Any  # uint8
+    token_ids: Any
+    temperatures: Any
+    vocab_range: Any  # of a slice of the vocabulary
+    row_stride: Any
+    mask_stride: Any
+    vocab: Any
+    ignore_index: Any
+    temperature: Any
+    scale: Any
+    softcap: Any
+
+
 @triton.jit
-def _load_y(
-    logits,
-    vocab_mask,
-    offsets,
-    inside,
-    scale,
-    softcap,
-    HAS_MASK: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-):
-    """y of the columns; -inf outside the row and for masked entries."""
-    x = tl.load(logits + offsets, mask=inside, other=-float("inf")).to(tl.float32)
-    if HAS_CAP:
-        x = tl.where(inside, softcap * _tanh(scale * x / softcap), -float("inf"))
-    if HAS_MASK:
-        kept = tl.load(vocab_mask + offsets, mask=inside, other=0) != 0
+def _load_y(inputs, row, offsets, inside):
+    """y of the columns of a row; -inf outside the row and for masked entries."""
+    at = row * inputs.row_stride + offsets
+    x = tl.load(inputs.logits + at, mask=inside, other=-float("inf")).to(tl.float32)
+    if inputs.softcap is not None:
+        capped = inputs.softcap * _tanh(inputs.scale * x / inputs.softcap)
+        x = tl.where(inside, capped, -float("inf"))
+    if inputs.vocab_mask is not None:
+        at = row * inputs.mask_stride + offsets
+        kept = tl.load(inputs.vocab_mask + at, mask=inside, other=0) != 0
         x = tl.where(kept, x, -float("inf"))
     return x
 
 
 @triton.jit
-def _factor(
-    temperatures, row, temperature, scale, HAS_TEMPERATURES: tl.constexpr, HAS_CAP: tl.constexpr
-):
-    if HAS_TEMPERATURES:
-        temperature = tl.load(temperatures + row)
-    if HAS_CAP:
+def _factor(inputs, row):
+    temperature = inputs.temperature
+    if inputs.temperatures is not None:
+        temperature = tl.load(inputs.temperatures + row)
+    if inputs.softcap is not None:
         return 1.0 / temperature
     else:
-        return scale / temperature
+        return inputs.scale / temperature
 
 
 @triton.jit
-def _vocab_range(vocab_range, vocab, PARALLEL: tl.constexpr):
+def _vocab_range(inputs):
     """The first id of this slice of the vocabulary, and the size of the full vocabulary."""
-    if PARALLEL:
-        return tl.load(vocab_range), tl.load(vocab_range + 1)
+    if inputs.vocab_range is not None:
+        return tl.load(inputs.vocab_range), tl.load(inputs.vocab_range + 1)
     else:
-        return tl.zeros((), tl.int64), tl.zeros((), tl.int64) + vocab
+        return tl.zeros((), tl.int64), tl.zeros((), tl.int64) + inputs.vocab
 
 
 @triton.jit
@@ -116,43 +127,20 @@ def _finish_row(top, others, others_d, others_e, token_y, factor):
 
 @triton.jit
 def forward_kernel(
-    logits,
-    vocab_mask,
-    token_ids,
-    temperatures,
-    vocab_range,
-    log_probs,
-    entropy,
-    row_max,
-    log_sum,
-    squares,
-    partial,
-    bad_label,
-    row_stride,
-    mask_stride,
-    vocab,
-    ignore_index,
-    temperature,
-    scale,
-    softcap,
-    HAS_MASK: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_TEMPERATURES: tl.constexpr,
-    PARALLEL: tl.constexpr,
-    WANT_SQUARES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    inputs, results, squares, partial, bad_label, WANT_SQUARES: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """results: log_probs, entropy, row_max and log_sum; or only `partial` of a slice."""
+    PARALLEL: tl.constexpr = inputs.vocab_range is not None
+    vocab, ignore_index = inputs.vocab, inputs.ignore_index
     row = tl.program_id(0).to(tl.int64)
-    label = tl.load(token_ids + row)
+    label = tl.load(inputs.token_ids + row)
     ignored = label == ignore_index
-    vocab_start, vocab_total = _vocab_range(vocab_range, vocab, PARALLEL)
+    vocab_start, vocab_total = _vocab_range(inputs)
     bad = (label != ignore_index) & ((label < 0) | (label >= vocab_total))
     here = (label >= vocab_start) & (label - vocab_start < vocab) & (ignored == 0) & (bad == 0)
     token = tl.where(here, label - vocab_start, -1).to(tl.int32)
-    factor = _factor(temperatures, row, temperature, scale, HAS_TEMPERATURES, HAS_CAP)
+    factor = _factor(inputs, row)
     factor2 = factor * _LOG2E
-    logits += row * row_stride
-    vocab_mask += row * mask_stride
     top = -float("inf")
     e = tl.zeros((BLOCK,), tl.float32)
     e_d = tl.zeros((BLOCK,), tl.float32)  # d in units of log 2
@@ -161,7 +149,7 @@ def forward_kernel(
     # An ignored row is not read: its loop is empty.
     for begin in range(0, tl.where(ignored, 0, vocab), BLOCK):
         offsets = begin + columns
-        y = _load_y(logits, vocab_mask, offsets, offsets < vocab, scale, softcap, HAS_MASK, HAS_CAP)
+        y = _load_y(inputs, row, offsets, offsets < vocab)
         block_top = tl.max(y, 0)
         if block_top > top:
             # Nothing to rescale while top is -inf.
@@ -184,9 +172,7 @@ def forward_kernel(
     others_d = tl.sum(e_d.to(tl.float64), 0) * _LN2
     others, others_d = _unbiased(others, others_d, factor, factor2)
     others_e = tl.sum(e_e.to(tl.float64), 0)
-    token_y = _load_y(
-        logits, vocab_mask, tl.where(here, token, 0), here, scale, softcap, HAS_MASK, HAS_CAP
-    )
+    token_y = _load_y(inputs, row, tl.where(here, token, 0), here)
     token_y = tl.where(here, token_y, -float("inf"))
     if bad:
         token_y = token_y * float("nan")
@@ -204,6 +190,7 @@ def forward_kernel(
         log_prob, row_entropy, log_total, p_squared = _finish_row(
             top, others, others_d, others_e, token_y, factor
         )
+        log_probs, entropy, row_max, log_sum = results
         tl.store(log_probs + row, tl.where(ignored, 0.0, log_prob).to(tl.float32))
         tl.store(entropy + row, tl.where(ignored, 0.0, row_entropy).to(tl.float32))
         tl.store(row_max + row, top)
@@ -214,69 +201,34 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    logits,
-    vocab_mask,
-    token_ids,
-    temperatures,
-    vocab_range,
-    log_probs,
-    entropy,
-    row_max,
-    log_sum,
-    grad_log_probs,
-    grad_entropy,
-    row_index,
-    out,
-    row_stride,
-    mask_stride,
-    out_stride,
-    vocab,
-    ignore_index,
-    temperature,
-    scale,
-    softcap,
-    HAS_MASK: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_TEMPERATURES: tl.constexpr,
-    PARALLEL: tl.constexpr,
-    HAS_GRAD_LOG_PROBS: tl.constexpr,
-    HAS_GRAD_ENTROPY: tl.constexpr,
-    HAS_ROW_INDEX: tl.constexpr,
-    BLOCK: tl.constexpr,
+    inputs, results, grad_log_probs, grad_entropy, row_index, out, out_stride, BLOCK: tl.constexpr
 ):
+    log_probs, entropy, row_max, log_sum = results
+    vocab, softcap = inputs.vocab, inputs.softcap
     row = tl.program_id(0).to(tl.int64)
-    out_row = tl.load(row_index + row).to(tl.int64) if HAS_ROW_INDEX else row
+    out_row = tl.load(row_index + row).to(tl.int64) if row_index is not None else row
     if out_row < 0:
         return
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < vocab
-    label = tl.load(token_ids + row)
-    g = tl.load(grad_log_probs + row) if HAS_GRAD_LOG_PROBS else 0.0
-    h = tl.load(grad_entropy + row) if HAS_GRAD_ENTROPY else 0.0
+    label = tl.load(inputs.token_ids + row)
+    g = tl.load(grad_log_probs + row) if grad_log_probs is not None else 0.0
+    h = tl.load(grad_entropy + row) if grad_entropy is not None else 0.0
     # A row with zero gradient is not read: it may hold NaN.
     active = tl.abs(g) + tl.abs(h) != 0.0  # also NaN
-    readable = offsets < tl.where(active & (label != ignore_index), vocab, 0)
+    readable = offsets < tl.where(active & (label != inputs.ignore_index), vocab, 0)
     log_prob = tl.load(log_probs + row)
     row_entropy = tl.load(entropy + row)
-    factor = _factor(temperatures, row, temperature, scale, HAS_TEMPERATURES, HAS_CAP)
-    y = _load_y(
-        logits + row * row_stride,
-        vocab_mask + row * mask_stride,
-        offsets,
-        readable,
-        scale,
-        softcap,
-        HAS_MASK,
-        HAS_CAP,
-    )
+    factor = _factor(inputs, row)
+    y = _load_y(inputs, row, offsets, readable)
     # log p in units of log 2, the argument of exp2.
     log2_p = (y - tl.load(row_max + row)) * (factor * _LOG2E) - tl.load(log_sum + row) * _LOG2E
-    if HAS_GRAD_ENTROPY:
+    if grad_entropy is not None:
         log2_p = _clamped(log2_p)
         grad = tl.exp2(log2_p) * (-factor * (g + h * row_entropy) - factor * h * _LN2 * log2_p)
     else:
         grad = tl.exp2(log2_p) * (-factor * g)
-    vocab_start, _ = _vocab_range(vocab_range, vocab, PARALLEL)
+    vocab_start, _ = _vocab_range(inputs)
     token = (label - vocab_start) - tl.program_id(1) * BLOCK
     if (token >= 0) & (token < BLOCK):
         # 1 - p as -expm1(log p): exact as p -> 1.
@@ -287,32 +239,31 @@ def backward_kernel(
         entropy_part = tl.where(p_token > 0, p_token * (log_prob + row_entropy), 0.0)
         token_grad = factor * (g * one_minus_p - h * entropy_part)
         grad = tl.where(tl.arange(0, BLOCK) == token.to(tl.int32), token_grad, grad)
-    if HAS_CAP:
+    if softcap is not None:
         t = y / softcap
-        grad = grad * (1.0 - t * t) * scale
-    if HAS_MASK or HAS_CAP:
+        grad = grad * (1.0 - t * t) * inputs.scale
+    if inputs.vocab_mask is not None or softcap is not None:
         grad = tl.where(y == -float("inf"), 0.0, grad)
     grad = tl.where(readable, grad, 0.0)
     tl.store(out + out_row * out_stride + offsets, grad.to(out.dtype.element_ty), mask=inside)
 
 
-def _common(logits: Tensor, token_ids: Tensor, options: RowOptions) -> tuple[list, dict]:
-    """The first arguments of both kernels, and their common flags."""
-    vocab_mask, temperatures = options.vocab_mask, options.temperatures
-    pointers = [
+def inputs_of(logits: Tensor, token_ids: Tensor, options: RowOptions) -> Inputs:
+    mask = options.vocab_mask
+    return Inputs(
         logits,
-        logits if vocab_mask is None else vocab_mask.view(torch.uint8),
+        None if mask is None else mask.view(torch.uint8),
         token_ids,
-        logits if temperatures is None else temperatures,
-        token_ids if options.vocab_range is None else options.vocab_range,
-    ]
-    flags = {
-        "HAS_MASK": vocab_mask is not None,
-        "HAS_CAP": options.softcap > 0,
-        "HAS_TEMPERATURES": temperatures is not None,
-        "PARALLEL": options.vocab_range is not None,
-    }
-    return pointers, flags
+        options.temperatures,
+        options.vocab_range,
+        logits.stride(0),
+        0 if mask is None else mask.stride(0),
+        logits.shape[1],
+        options.ignore_index,
+        options.temperature,
+        options.logit_scale,
+        options.softcap or None,
+    )
 
 
 def forward(
@@ -326,35 +277,17 @@ def forward(
 
     With a slice of the vocabulary only [T, 5], as LogProbForward::partial in csrc/logprob/params.h.
     """
-    rows, vocab = logits.shape
+    rows = len(logits)
     floats = partial(torch.empty, dtype=torch.float32, device=logits.device)
-    vectors = [floats(rows) for _ in range(4)]
-    vectors.append(floats(rows if want_squares else 0))
+    results = tuple(floats(rows) for _ in range(4))
+    squares = floats(rows if want_squares else 0)
     parallel = options.vocab_range is not None
     sums = floats(rows if parallel else 0, 5)
-    pointers, flags = _common(logits, token_ids, options)
-    mask_stride = 0 if options.vocab_mask is None else options.vocab_mask.stride(0)
     if rows:
-        launch(
-            forward_kernel,
-            (rows,),
-            *pointers,
-            *vectors,
-            sums,
-            bad_label,
-            logits.stride(0),
-            mask_stride,
-            vocab,
-            options.ignore_index,
-            options.temperature,
-            options.logit_scale,
-            options.softcap,
-            **flags,
-            WANT_SQUARES=want_squares,
-            BLOCK=FORWARD_BLOCK,
-            num_warps=8,
-        )
-    return [sums] if parallel else vectors
+        arguments = (inputs_of(logits, token_ids, options), results, squares, sums, bad_label)
+        sizes = {"BLOCK": FORWARD_BLOCK, "num_warps": 8}
+        launch(forward_kernel, (rows,), *arguments, WANT_SQUARES=want_squares, **sizes)
+    return [sums] if parallel else [*results, squares]
 
 
 def backward(
@@ -369,30 +302,12 @@ def backward(
 ) -> None:
     """Write the gradient of the logits into `out`, see `rows_backward`."""
     rows, vocab = logits.shape
-    pointers, flags = _common(logits, token_ids, options)
-    mask_stride = 0 if options.vocab_mask is None else options.vocab_mask.stride(0)
-    grads = [row_results[0] if g is None else g for g in (grad_log_probs, grad_entropy)]
     if rows and vocab:
         launch(
             backward_kernel,
             (rows, ceil_div(vocab, BACKWARD_BLOCK)),
-            *pointers,
-            *row_results,
-            *grads,
-            token_ids if row_index is None else row_index,
-            out,
-            logits.stride(0),
-            mask_stride,
-            out.stride(0),
-            vocab,
-            options.ignore_index,
-            options.temperature,
-            options.logit_scale,
-            options.softcap,
-            **flags,
-            HAS_GRAD_LOG_PROBS=grad_log_probs is not None,
-            HAS_GRAD_ENTROPY=grad_entropy is not None,
-            HAS_ROW_INDEX=row_index is not None,
+            *(inputs_of(logits, token_ids, options), tuple(row_results)),
+            *(grad_log_probs, grad_entropy, row_index, out, out.stride(0)),
             BLOCK=BACKWARD_BLOCK,
             num_warps=8,
         )

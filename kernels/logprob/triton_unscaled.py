@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .._launch import launch
 from .options import RowOptions
-from .triton import _LN2, _LOG2E, _clamped, _common, _factor, _finish_row, _load_y, _unbiased
+from .triton import _LN2, _LOG2E, _clamped, _factor, _finish_row, _load_y, _unbiased, inputs_of
 
 NUM_WARPS = 8
 # Columns of an iteration, without and with a mask or a soft-cap, which need more registers.
@@ -39,105 +39,53 @@ def _cap_slope(y, scale, softcap):
 
 
 @triton.jit
-def _max_of(
-    top,
-    logits,
-    vocab_mask,
-    end,
-    readable,
-    scale,
-    softcap,
-    HAS_MASK: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _max_of(top, inputs, row, end, readable, BLOCK: tl.constexpr):
     """The maximum of top and of the columns below `end`."""
     columns = tl.arange(0, BLOCK)
     for begin in range(0, end, BLOCK):
         offsets = begin + columns
-        y = _load_y(
-            logits, vocab_mask, offsets, offsets < readable, scale, softcap, HAS_MASK, HAS_CAP
-        )
+        y = _load_y(inputs, row, offsets, offsets < readable)
         top = tl.maximum(top, tl.max(y, 0))
     return top
 
 
 @triton.jit
-def _write_row(
-    logits,
-    vocab_mask,
-    out,
-    token,
-    top,
-    factor2,
-    vocab,
-    readable,
-    scale,
-    softcap,
-    HAS_MASK: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _write_row(inputs, row, out, token, top, factor2, readable, BLOCK: tl.constexpr):
     """Write u of every column but the token's; return the sums of E and of E log E without it."""
     columns = tl.arange(0, BLOCK)
     shift = tl.where(top == -float("inf"), 0.0, top)
     e = tl.zeros((BLOCK,), tl.float32)
     e_d = tl.zeros((BLOCK,), tl.float32)  # d in units of log 2
-    for begin in range(0, vocab, BLOCK):
+    for begin in range(0, inputs.vocab, BLOCK):
         offsets = begin + columns
-        y = _load_y(
-            logits, vocab_mask, offsets, offsets < readable, scale, softcap, HAS_MASK, HAS_CAP
-        )
+        y = _load_y(inputs, row, offsets, offsets < readable)
         d = _clamped((y - shift) * factor2)
         value = tl.exp2(d)
         if (token >= begin) & (token < begin + BLOCK):
             value = tl.where(offsets == token, 0.0, value)
         e += value
         e_d += value * d
-        if HAS_CAP:
-            value *= _cap_slope(y, scale, softcap)
-        tl.store(out + offsets, value.to(out.dtype.element_ty), mask=offsets < vocab)
+        if inputs.softcap is not None:
+            value *= _cap_slope(y, inputs.scale, inputs.softcap)
+        tl.store(out + offsets, value.to(out.dtype.element_ty), mask=offsets < inputs.vocab)
     return tl.sum(e.to(tl.float64), 0), tl.sum(e_d.to(tl.float64), 0) * _LN2
 
 
 @triton.jit
-def unscaled_kernel(
-    logits,
-    vocab_mask,
-    token_ids,
-    temperatures,
-    log_probs,
-    entropy,
-    row_scale,
-    bad_label,
-    out,
-    row_stride,
-    mask_stride,
-    out_stride,
-    vocab,
-    ignore_index,
-    temperature,
-    scale,
-    softcap,
-    HAS_MASK: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_TEMPERATURES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def unscaled_kernel(inputs, results, bad_label, out, out_stride, BLOCK: tl.constexpr):
+    """results: log_probs, entropy and row_scale."""
+    log_probs, entropy, row_scale = results
+    vocab = inputs.vocab
     row = tl.program_id(0).to(tl.int64)
-    label = tl.load(token_ids + row)
-    ignored = label == ignore_index
-    bad = (label != ignore_index) & ((label < 0) | (label >= vocab))
+    label = tl.load(inputs.token_ids + row)
+    ignored = label == inputs.ignore_index
+    bad = (label != inputs.ignore_index) & ((label < 0) | (label >= vocab))
     here = (ignored == 0) & (bad == 0)
     token = tl.where(here, label, -1).to(tl.int32)
-    factor = _factor(temperatures, row, temperature, scale, HAS_TEMPERATURES, HAS_CAP)
+    factor = _factor(inputs, row)
     factor2 = factor * _LOG2E
-    logits += row * row_stride
-    vocab_mask += row * mask_stride
     out += row * out_stride
-    token_y = _load_y(
-        logits, vocab_mask, tl.where(here, token, 0), here, scale, softcap, HAS_MASK, HAS_CAP
-    )
+    token_y = _load_y(inputs, row, tl.where(here, token, 0), here)
     token_y = tl.where(here, token_y, -float("inf"))
     readable = tl.where(ignored, 0, vocab)  # an ignored row is not read: it may hold NaN
     top = token_y
@@ -146,24 +94,8 @@ def unscaled_kernel(
     search = tl.minimum(readable, BLOCK)  # columns whose maximum is taken
     again = search >= 0
     while again:
-        top = _max_of(
-            top, logits, vocab_mask, search, readable, scale, softcap, HAS_MASK, HAS_CAP, BLOCK
-        )
-        others, others_d = _write_row(
-            logits,
-            vocab_mask,
-            out,
-            token,
-            top,
-            factor2,
-            vocab,
-            readable,
-            scale,
-            softcap,
-            HAS_MASK,
-            HAS_CAP,
-            BLOCK,
-        )
+        top = _max_of(top, inputs, row, search, readable, BLOCK)
+        others, others_d = _write_row(inputs, row, out, token, top, factor2, readable, BLOCK)
         again = (search < readable) & (((others < _LIMIT) == 0) | (top == -float("inf")))
         search = readable
     others, others_d = _unbiased(others, others_d, factor, factor2)
@@ -175,9 +107,9 @@ def unscaled_kernel(
     tl.store(entropy + row, tl.where(ignored, 0.0, row_entropy).to(tl.float32))
     tl.store(row_scale + row, tl.where(ignored, 0.0, -factor / tl.exp(log_sum)).to(tl.float32))
     entry = -others.to(tl.float32)
-    if HAS_CAP:
-        entry *= _cap_slope(token_y, scale, softcap)
-    if HAS_MASK:
+    if inputs.softcap is not None:
+        entry *= _cap_slope(token_y, inputs.scale, inputs.softcap)
+    if inputs.vocab_mask is not None:
         entry = tl.where(token_y == -float("inf"), 0.0, entry)
     tl.debug_barrier()  # another thread stored the token's column before
     tl.store(out + token, entry.to(out.dtype.element_ty), mask=here)
@@ -187,31 +119,12 @@ def unscaled_gradient(
     logits: Tensor, out: Tensor, token_ids: Tensor, options: RowOptions, bad_label: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute log_probs, entropy and row_scale, see `rows_unscaled_gradient`."""
-    rows, vocab = logits.shape
-    results = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
-    (*pointers, _), flags = _common(logits, token_ids, options)
-    mask_stride = 0 if options.vocab_mask is None else options.vocab_mask.stride(0)
-    del flags["PARALLEL"]
-    block = BLOCKS[flags["HAS_MASK"] or flags["HAS_CAP"]]
+    rows = len(logits)
+    results = torch.empty(3, rows, dtype=torch.float32, device=logits.device).unbind()
+    inputs = inputs_of(logits, token_ids, options)
+    block = BLOCKS[inputs.vocab_mask is not None or inputs.softcap is not None]
     if rows:
-        launch(
-            unscaled_kernel,
-            (rows,),
-            *pointers,
-            *results,
-            bad_label,
-            out,
-            logits.stride(0),
-            mask_stride,
-            out.stride(0),
-            vocab,
-            options.ignore_index,
-            options.temperature,
-            options.logit_scale,
-            options.softcap,
-            **flags,
-            BLOCK=block,
-            num_warps=NUM_WARPS,
-        )
+        arguments = (inputs, results, bad_label, out, out.stride(0))
+        launch(unscaled_kernel, (rows,), *arguments, BLOCK=block, num_warps=NUM_WARPS)
     log_probs, entropy, row_scale = results
     return log_probs, entropy, row_scale

@@ -28,54 +28,71 @@ _NUM_SUMS = 8
 _NUM_STATS = 5
 
 
+class LossTensors(NamedTuple):
+    """The tensors of the C++ binding policy_loss, in its order."""
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    mask: Tensor | None
+    selected: Tensor | None
+    ref_log_probs: Tensor | None
+    entropy: Tensor | None
+    is_weights: Tensor | None
+    cu_seqlens: Tensor | None
+    seq_num_tokens: Tensor | None
+    denominators: Tensor | None
+
+
+@triton.jit
+def sequence_bounds(cu_seqlens, num_tokens):
+    """The tokens of a program's sequence. cu_seqlens is not checked on a GPU: a wrong one must not
+    read outside the tensors."""
+    n = tl.program_id(0)
+    begin = tl.maximum(tl.load(cu_seqlens + n), 0)
+    return n, begin, tl.minimum(tl.load(cu_seqlens + n + 1), num_tokens)
+
+
+@triton.jit
+def unmasked_tokens(mask, offsets, inside):
+    """Which of the tokens at `offsets` are inside and not masked."""
+    unmasked = inside
+    if mask is not None:
+        unmasked = unmasked & (tl.load(mask + offsets, mask=inside, other=0) != 0)
+    return unmasked
+
+
 @triton.jit
 def _sequence_kernel(
-    log_probs,
-    old_log_probs,
-    advantages,
-    mask,
-    ref_log_probs,
-    is_weights,
-    cu_seqlens,
+    given,
     sequence_stats,
     num_tokens,
-    low,
-    high,
-    kl_input,
-    kl_output,
+    options,
     MODE: tl.constexpr,
     KL: tl.constexpr,
     SEQUENCE_KL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    n = tl.program_id(0)
-    # cu_seqlens is not checked on a GPU: a wrong one must not read outside the tensors.
-    begin = tl.maximum(tl.load(cu_seqlens + n), 0)
-    end = tl.minimum(tl.load(cu_seqlens + n + 1), num_tokens)
-    length = tl.zeros([BLOCK], tl.float32)
-    log_ratio_sum = tl.zeros([BLOCK], tl.float32)
-    advantage_sum = tl.zeros([BLOCK], tl.float32)
-    log_weight = tl.zeros([BLOCK], tl.float32)
-    kl_sum = tl.zeros([BLOCK], tl.float32)
+    low, high = options.clip_ratio_low, options.clip_ratio_high
+    kl_input, kl_output = options.kl_input_clamp, options.kl_output_clamp
+    n, begin, end = sequence_bounds(given.cu_seqlens, num_tokens)
+    zeros = tl.zeros([BLOCK], tl.float32)
+    length, log_ratio_sum, advantage_sum, log_weight, kl_sum = zeros, zeros, zeros, zeros, zeros
     for start in range(begin, end, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
-        unmasked = offsets < end
-        if HAS_MASK:
-            unmasked = unmasked & (tl.load(mask + offsets, mask=unmasked, other=0) != 0)
+        unmasked = unmasked_tokens(given.mask, offsets, offsets < end)
         length += tl.where(unmasked, 1.0, 0.0)
-        log_prob = tl.load(log_probs + offsets, mask=unmasked, other=0.0)
-        old = tl.load(old_log_probs + offsets, mask=unmasked, other=0.0)
-        advantage = tl.load(advantages + offsets, mask=unmasked, other=0.0)
+        log_prob = tl.load(given.log_probs + offsets, mask=unmasked, other=0.0)
+        old = tl.load(given.old_log_probs + offsets, mask=unmasked, other=0.0)
+        advantage = tl.load(given.advantages + offsets, mask=unmasked, other=0.0)
         x = clamp(log_ratio(log_prob, old), -20.0, 20.0)
         if MODE == "gmpo":
             x = gmpo_log_ratio(x, advantage, low, high)
-            if HAS_WEIGHTS:
-                weight = tl.load(is_weights + offsets, mask=unmasked, other=1.0)
+            if given.is_weights is not None:
+                weight = tl.load(given.is_weights + offsets, mask=unmasked, other=1.0)
                 log_weight += tl.where(unmasked, tl.log(weight + 1e-10), 0.0)
         if SEQUENCE_KL:
-            ref = tl.load(ref_log_probs + offsets, mask=unmasked, other=0.0)
+            ref = tl.load(given.ref_log_probs + offsets, mask=unmasked, other=0.0)
             kl, _ = token_kl(log_prob, ref, kl_input, kl_output, KL, False)
             kl_sum += tl.where(unmasked, kl, 0.0)
         log_ratio_sum += x
@@ -106,106 +123,65 @@ def find_sequence(cu_seqlens, offsets, num_sequences, BLOCK: tl.constexpr):
 
 @triton.jit
 def _token_kernel(
-    log_probs,
-    old_log_probs,
-    advantages,
-    mask,
-    selected,
-    ref_log_probs,
-    entropy,
-    is_weights,
-    cu_seqlens,
-    seq_num_tokens,
+    given,
     sequence_stats,
     shared_weight,
     partials,
-    gradients,
-    entropy_gradients,
-    token_terms,
-    token_clips,
+    outputs,
     num_tokens,
     num_sequences,
-    low,
-    high,
-    c,
-    tau_pos,
-    tau_neg,
-    cov_kl_coef,
-    dro_beta,
-    kl_input,
-    kl_output,
-    kl_coef,
-    entropy_coeff,
+    options,
+    coefficients,
     MODE: tl.constexpr,
     BY_LENGTH: tl.constexpr,
     KL: tl.constexpr,
     STRAIGHT: tl.constexpr,
     TIMES_RATIO: tl.constexpr,
-    HAS_SEQ_NUM: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_SELECTED: tl.constexpr,
-    HAS_REF: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    HAS_STATS: tl.constexpr,
-    WANTS_GRADIENT: tl.constexpr,
-    WANTS_ENTROPY: tl.constexpr,
-    WANTS_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """outputs: gradients, entropy_gradients, token_terms and token_clips; None: not wanted."""
+    gradients, entropy_gradients, token_terms, token_clips = outputs
+    kl_coef, entropy_coeff = coefficients
+    kl_input, kl_output = options.kl_input_clamp, options.kl_output_clamp
     program = tl.program_id(0)
     offsets = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_tokens
-    unmasked = inside
-    if HAS_MASK:
-        unmasked = unmasked & (tl.load(mask + offsets, mask=inside, other=0) != 0)
+    unmasked = unmasked_tokens(given.mask, offsets, inside)
     token_weight = tl.load(shared_weight) + tl.zeros([BLOCK], tl.float32)
     seq_log_ratio = tl.zeros([BLOCK], tl.float32)
     seq_advantage = tl.zeros([BLOCK], tl.float32)
     is_weight = tl.full([BLOCK], 1.0, tl.float32)
-    if HAS_STATS:
-        sequence = find_sequence(cu_seqlens, offsets, num_sequences, BLOCK)
+    if sequence_stats is not None:
+        sequence = find_sequence(given.cu_seqlens, offsets, num_sequences, BLOCK)
         unmasked = unmasked & (sequence < num_sequences)  # else the token belongs to no sequence
         stats = sequence_stats + sequence.to(tl.int64) * 5
         if BY_LENGTH:
             length = stats
-            if HAS_SEQ_NUM:
-                length = seq_num_tokens + sequence
+            if given.seq_num_tokens is not None:
+                length = given.seq_num_tokens + sequence
             token_weight /= tl.maximum(tl.load(length, mask=unmasked, other=1.0), 1.0)
         seq_log_ratio = tl.load(stats + 1, mask=unmasked, other=0.0)
         seq_advantage = tl.load(stats + 2, mask=unmasked, other=0.0)
         is_weight = tl.load(stats + 3, mask=unmasked, other=1.0)
     is_selected = inside & (offsets < 0)
-    if HAS_SELECTED:
-        is_selected = unmasked & (tl.load(selected + offsets, mask=unmasked, other=0) != 0)
-    log_prob = tl.load(log_probs + offsets, mask=unmasked, other=0.0)
-    old = tl.load(old_log_probs + offsets, mask=unmasked, other=0.0)
+    if given.selected is not None:
+        is_selected = unmasked_tokens(given.selected, offsets, unmasked)
+    log_prob = tl.load(given.log_probs + offsets, mask=unmasked, other=0.0)
+    old = tl.load(given.old_log_probs + offsets, mask=unmasked, other=0.0)
     sums = partials + program * 8
     tl.store(sums + 5, tl.sum(tl.where(unmasked, -log_ratio(log_prob, old), 0.0)))
+    advantage = tl.load(given.advantages + offsets, mask=unmasked, other=0.0)
     loss, gradient, clipped, lower, ratio, grad_log_ratio = token_loss(
-        log_prob,
-        old,
-        tl.load(advantages + offsets, mask=unmasked, other=0.0),
-        seq_log_ratio,
-        seq_advantage,
-        is_selected,
-        low,
-        high,
-        c,
-        tau_pos,
-        tau_neg,
-        cov_kl_coef,
-        dro_beta,
-        MODE,
+        log_prob, old, advantage, seq_log_ratio, seq_advantage, is_selected, options, MODE
     )
-    if HAS_WEIGHTS:
+    if given.is_weights is not None:
         if MODE != "gmpo":
-            is_weight = tl.load(is_weights + offsets, mask=unmasked, other=0.0)
+            is_weight = tl.load(given.is_weights + offsets, mask=unmasked, other=0.0)
         loss *= is_weight
         gradient *= is_weight
     tl.store(sums, tl.sum(tl.where(unmasked, loss * token_weight, 0.0)))
-    if HAS_REF:
-        ref = tl.load(ref_log_probs + offsets, mask=unmasked, other=0.0)
+    if given.ref_log_probs is not None:
+        ref = tl.load(given.ref_log_probs + offsets, mask=unmasked, other=0.0)
         kl, kl_gradient = token_kl(log_prob, ref, kl_input, kl_output, KL, STRAIGHT)
         if TIMES_RATIO:
             mean_kl = kl
@@ -216,44 +192,28 @@ def _token_kernel(
         gradient += kl_coef * kl_gradient
         loss += kl_coef * kl
         tl.store(sums + 1, tl.sum(tl.where(unmasked, kl * token_weight, 0.0)))
-        if WANTS_TOKENS:
+        if token_terms is not None:
             kl = tl.where(unmasked, kl, 0.0)
             tl.store(token_terms + (offsets + num_tokens), kl, mask=inside)
-    if HAS_ENTROPY:
-        bonus = tl.load(entropy + offsets, mask=unmasked, other=0.0)
+    if given.entropy is not None:
+        bonus = tl.load(given.entropy + offsets, mask=unmasked, other=0.0)
         loss -= entropy_coeff * bonus
         tl.store(sums + 2, tl.sum(tl.where(unmasked, bonus * token_weight, 0.0)))
     tl.store(sums + 3, tl.sum(tl.where(unmasked & clipped, 1.0, 0.0)))
     tl.store(sums + 4, tl.sum(tl.where(unmasked & lower, 1.0, 0.0)))
     tl.store(sums + 6, tl.sum(tl.where(unmasked, ratio, 0.0)))
     tl.store(sums + 7, tl.max(tl.where(unmasked, ratio, -float("inf"))))
-    if WANTS_GRADIENT:
+    if gradients is not None:
         tl.store(gradients + offsets, tl.where(unmasked, gradient * token_weight, 0.0), mask=inside)
-    if WANTS_ENTROPY:
+    if entropy_gradients is not None:
         bonus_gradient = tl.where(unmasked, -entropy_coeff * token_weight, 0.0)
         tl.store(entropy_gradients + offsets, bonus_gradient, mask=inside)
-    if WANTS_TOKENS:
+    if token_terms is not None:
         tl.store(token_terms + offsets, tl.where(unmasked, loss, 0.0), mask=inside)
         ratio = tl.where(unmasked, ratio, 0.0)
         tl.store(token_terms + (offsets + num_tokens + num_tokens), ratio, mask=inside)
         tl.store(token_clips + offsets, unmasked & clipped, mask=inside)
         tl.store(token_clips + (offsets + num_tokens), unmasked & lower, mask=inside)
-
-
-class LossTensors(NamedTuple):
-    """The tensors of the C++ binding policy_loss, in its order."""
-
-    log_probs: Tensor
-    old_log_probs: Tensor
-    advantages: Tensor
-    mask: Tensor | None
-    selected: Tensor | None
-    ref_log_probs: Tensor | None
-    entropy: Tensor | None
-    is_weights: Tensor | None
-    cu_seqlens: Tensor | None
-    seq_num_tokens: Tensor | None
-    denominators: Tensor | None
 
 
 def policy_loss_triton(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -280,61 +240,29 @@ def policy_loss_triton(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor,
     partials = log_probs.new_zeros(programs, _NUM_SUMS)
     sequence_stats = log_probs.new_empty(num_sequences if needs_stats else 0, _NUM_STATS)
     shared_weight = _shared_weight(agg, denominators, loss_scale_factor)
-    flags = {"MODE": loss_mode, "HAS_MASK": mask is not None, "BLOCK": BLOCK}
-    flags["HAS_WEIGHTS"] = given.is_weights is not None
+    read = given._replace(denominators=None)
+    flags = {"MODE": loss_mode, "KL": kl_type, "BLOCK": BLOCK}
     sequence_kl = (
         kl_times_ratio and given.ref_log_probs is not None and loss_mode in SEQUENCE_RATIO_MODES
     )
     if needs_stats and num_sequences:
-        launch(
-            _sequence_kernel,
-            (num_sequences,),
-            log_probs,
-            given.old_log_probs,
-            given.advantages,
-            mask,
-            given.ref_log_probs,
-            given.is_weights,
-            cu_seqlens,
-            sequence_stats,
-            num_tokens,
-            options.clip_ratio_low,
-            options.clip_ratio_high,
-            options.kl_input_clamp,
-            options.kl_output_clamp,
-            KL=kl_type,
-            SEQUENCE_KL=sequence_kl,
-            **flags,
-        )
+        arguments: tuple[Any, ...] = (read, sequence_stats, num_tokens, options)
+        grid = (num_sequences,)
+        launch(_sequence_kernel, grid, *arguments, SEQUENCE_KL=sequence_kl, **flags)
     if programs:
+        wanted = (
+            gradient if wants_gradient else None,
+            entropy_gradient if wants_entropy_gradient else None,
+            *((token_terms, token_clips) if wants_tokens else (None, None)),
+        )
         launch(
             _token_kernel,
             (programs,),
-            *given[:-1],
-            sequence_stats,
-            shared_weight,
-            partials,
-            gradient,
-            entropy_gradient,
-            token_terms,
-            token_clips,
-            num_tokens,
-            num_sequences,
-            *options,
-            kl_coef,
-            entropy_coeff,
+            *(read, sequence_stats if needs_stats else None, shared_weight, partials, wanted),
+            *(num_tokens, num_sequences, options, (kl_coef, entropy_coeff)),
             BY_LENGTH=by_length,
-            KL=kl_type,
             STRAIGHT=kl_straight_through,
             TIMES_RATIO=kl_times_ratio,
-            HAS_SEQ_NUM=given.seq_num_tokens is not None,
-            WANTS_TOKENS=wants_tokens,
-            HAS_SELECTED=given.selected is not None,
-            HAS_REF=given.ref_log_probs is not None,
-            HAS_ENTROPY=given.entropy is not None,
-            HAS_STATS=needs_stats,
-            WANTS_GRADIENT=wants_gradient,
-            WANTS_ENTROPY=wants_entropy_gradient,
             **flags,
         )
     loss, metrics = _reduce(partials, denominators, kl_coef, entropy_coeff)

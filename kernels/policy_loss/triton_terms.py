@@ -82,16 +82,13 @@ def token_loss(
     seq_log_ratio,
     seq_advantage,
     selected,
-    low,
-    high,
-    c,
-    tau_pos,
-    tau_neg,
-    cov_kl_coef,
-    dro_beta,
+    options,
     MODE: tl.constexpr,
 ):
     """Return (loss, gradient, clipped, clipped_lower, ratio, gradient of the log-ratio)."""
+    low, high, c = options.clip_ratio_low, options.clip_ratio_high, options.clip_ratio_c
+    tau_pos, tau_neg = options.tau_pos, options.tau_neg
+    cov_kl_coef, dro_beta = options.cov_kl_coef, options.dro_beta
     x = clamp(log_ratio(log_prob, old), -20.0, 20.0)
     # d x / d log_prob: 0 where clamped, and for two log-probs of -inf, whose difference is NaN.
     grad_x = tl.where(x == log_prob - old, 1.0, 0.0)

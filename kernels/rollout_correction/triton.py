@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._launch import ceil_div, launch
 from ..policy_loss.importance import ImportanceBounds
-from ..policy_loss.triton import find_sequence
+from ..policy_loss.triton import find_sequence, sequence_bounds, unmasked_tokens
 from ..policy_loss.triton_terms import clamp, log_ratio
 from .reference import MAX_TERM, REJECTION_CRITERIA, Bounds, RolloutTokens
 
@@ -54,14 +54,10 @@ def sequence_kernel(
     num_tokens,
     bounds,
     CRITERIA: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """sequence_stats [N, 2]: sum of log rho, and whether every criterion of sequences holds."""
-    n = tl.program_id(0)
-    # cu_seqlens is not checked on a GPU: a wrong one must not read outside the tensors.
-    begin = tl.maximum(tl.load(cu_seqlens + n), 0)
-    end = tl.minimum(tl.load(cu_seqlens + n + 1), num_tokens)
+    n, begin, end = sequence_bounds(cu_seqlens, num_tokens)
     length = tl.zeros([BLOCK], tl.float32)
     exponent = tl.zeros([BLOCK], tl.float64)
     k1 = tl.zeros([BLOCK], tl.float32)
@@ -71,9 +67,7 @@ def sequence_kernel(
     k3_max = tl.zeros([BLOCK], tl.float32)
     for start in range(begin, end, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
-        unmasked = offsets < end
-        if HAS_MASK:
-            unmasked = unmasked & (tl.load(mask + offsets, mask=unmasked, other=0) != 0)
+        unmasked = unmasked_tokens(mask, offsets, offsets < end)
         old = tl.load(old_log_probs + offsets, mask=unmasked, other=0.0).to(tl.float32)
         rollout = tl.load(rollout_log_probs + offsets, mask=unmasked, other=0.0).to(tl.float32)
         log_rho = log_ratio(old, rollout)
@@ -123,7 +117,6 @@ def token_kernel(
     CRITERIA: tl.constexpr,
     HAS_LOWER: tl.constexpr,
     HAS_STATS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """weights, remaining [T]; partials [blocks, 8]: the sums of a block, the maximum in row 6.
@@ -133,9 +126,7 @@ def token_kernel(
     block = tl.program_id(0)
     offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_tokens
-    unmasked = inside
-    if HAS_MASK:
-        unmasked = unmasked & (tl.load(mask + offsets, mask=inside, other=0) != 0)
+    unmasked = unmasked_tokens(mask, offsets, inside)
     old = tl.load(old_log_probs + offsets, mask=unmasked, other=0.0).to(tl.float32)
     rollout = tl.load(rollout_log_probs + offsets, mask=unmasked, other=0.0).to(tl.float32)
     log_rho = log_ratio(old, rollout)  # 0 where masked
@@ -228,30 +219,23 @@ def correct_triton(
     partials = old_log_probs.new_empty(blocks, NUM_SUMS, dtype=torch.float32)
     metrics = old_log_probs.new_empty(_NUM_METRICS, dtype=torch.float64)
     stats = old_log_probs.new_empty(sequences if by_sequence else 0, 2, dtype=torch.float32)
-    flags = {"CRITERIA": sum(1 << i for i in numbers), "HAS_MASK": inputs.mask is not None}
+    criteria = sum(1 << i for i in numbers)
     given = (*inputs, stats)
     if by_sequence and sequences:
-        launch(sequence_kernel, (sequences,), *given, tokens, pairs, BLOCK=SEQUENCE_BLOCK, **flags)
+        flags = {"CRITERIA": criteria, "BLOCK": SEQUENCE_BLOCK}
+        launch(sequence_kernel, (sequences,), *given, tokens, pairs, **flags)
     if blocks:
         level = {None: 0, "token": 1, "sequence": 2}[rollout_is]
         lower = 0.0 if limits.lower is None else limits.lower
         launch(
             token_kernel,
             (blocks,),
-            *given,
-            weights,
-            remaining,
-            partials,
-            tokens,
-            sequences,
-            limits.upper,
-            lower,
-            pairs,
+            *(*given, weights, remaining, partials, tokens, sequences, limits.upper, lower, pairs),
             LEVEL=level,
+            CRITERIA=criteria,
             HAS_LOWER=limits.lower is not None,
             HAS_STATS=by_sequence,
             BLOCK=BLOCK,
-            **flags,
         )
     on_device = isinstance(num_tokens, Tensor)
     launch(

@@ -91,6 +91,9 @@ CHANGES = {
     "64 bits": (1, {"number": 2**31 + 1}),
     "64 bits, not specialized": (1, {"varying": 2**31}),
     "a float": (1, {"number": 3.0}),
+    "another tuple of the same kinds": (0, {"x": (ALIGNED, 9, None)}),
+    "the alignment of a tensor in a tuple": (1, {"x": (ALIGNED[1:], 7, None)}),
+    "no tensor in a tuple": (1, {"x": (None, 7, None)}),
     "a constant": (1, {"SIZE": 64}),
     "an option": (1, {"num_warps": 8}),
     "the device": (1, {"device": 1}),
@@ -103,6 +106,8 @@ def test_a_compiled_kernel_is_launched_again_for_what_triton_compiles_alike(chan
     forms = Forms(kernel)
     compilations, changed = CHANGES[change]
     call = {"device": 0, "x": ALIGNED, "varying": 7, "number": 3, "SIZE": 32, "num_warps": 4}
+    if isinstance(changed.get("x"), tuple):
+        call["x"] = (ALIGNED, 7, None)
     for given in (call, call | changed):
         x, number, device = given["x"], given["number"], given["device"]
         named = {name: given[name] for name in ("num_warps", "SIZE", "number")}
