@@ -88,11 +88,9 @@ def linear_recurrence(
     check.reverse_mode_only(OP, **tensors)
     check.floats(OP, **tensors)
     sizes: check.Sizes = {}
-    check.shape(OP, "q", q, "T H_k D_k", sizes)
-    check.shape(OP, "k", k, "T H_k D_k", sizes)
-    check.shape(OP, "v", v, "T H_v D_v", sizes)
-    check.dtype(OP, "k", k, (q.dtype,))
-    check.dtype(OP, "v", v, (q.dtype,))
+    for name, x, dims in (("q", q, "H_k D_k"), ("k", k, "H_k D_k"), ("v", v, "H_v D_v")):
+        check.shape(OP, name, x, f"T {dims}", sizes)
+        check.dtype(OP, name, x, (q.dtype,))
     if 0 in q.shape[1:] or 0 in v.shape[1:] or v.shape[1] % q.shape[1]:
         raise ValueError(
             f"{OP}: q has shape {list(q.shape)} and v {list(v.shape)}; expected sizes of at least "

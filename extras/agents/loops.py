@@ -22,7 +22,7 @@ from typing import Any
 from hybridengine.agents.parsers import ToolParser
 from hybridengine.agents.toolbox import call
 from hybridengine.agents.trajectory import AgentError, Trajectory
-from hybridengine.run import import_object
+from hybridengine.run import import_object, registers
 from hybridengine.run.config.rl import MultiTurnConfig
 from hybridengine.run.errors import ConfigError
 
@@ -59,13 +59,7 @@ class AgentLoop(ABC):
 
 def register_agent_loop(name: str) -> Callable[[type[AgentLoop]], type[AgentLoop]]:
     """Register a loop as `name`; ValueError for a name that is already registered."""
-
-    def register(loop: type[AgentLoop]) -> type[AgentLoop]:
-        if LOOPS.setdefault(name, loop) is not loop:
-            raise ValueError(f"agent loop {name!r} is already registered")
-        return loop
-
-    return register
+    return registers(LOOPS, "agent loop", name)
 
 
 def find_loop(name: str) -> Callable[[LoopContext], AgentLoop]:

@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
 from hybridengine.engine.vllm.post_load import Quantization
 from hybridengine.fp8.base import DequantizedWeights
 from hybridengine.kernels.block_quantize import block_quantize
-from hybridengine.sync.layout import EngineLayout, LayoutError, Quantized, Shape, TensorSpec
+from hybridengine.sync.layout import EngineLayout, LayoutError, Quantized, TensorSpec
 
 _SCALE = "_scale_inv"  # appended to the name of a weight
 _PROCESS = "process_weights_after_loading"
@@ -34,6 +33,7 @@ class Fp8(Quantization):
     """Blocks of 128 x 128 in float8_e4m3fn, by `kernels.block_quantize`."""
 
     vllm_name = "fp8_per_block"
+    parameters = DequantizedWeights
 
     def arguments(self) -> dict[str, Any]:
         # DeepGEMM would quantize again, to scales that are powers of two.
@@ -54,15 +54,6 @@ class Fp8(Quantization):
 
     def layout(self, model: torch.nn.Module, layout: EngineLayout) -> EngineLayout:
         return quantized_layout(model, layout)
-
-    def parameters(
-        self,
-        layout: EngineLayout,
-        weights: Mapping[str, Tensor],
-        shapes: Mapping[str, Shape],
-        dtype: torch.dtype,
-    ) -> DequantizedWeights:
-        return DequantizedWeights(layout, weights, shapes, dtype)
 
 
 quantization = Fp8()

@@ -21,6 +21,7 @@ from transformers.utils import is_torchvision_available
 from hybridengine.model.attachments import (
     Attachment,
     AttachmentPreparer,
+    AttachmentRows,
     Replacement,
     VllmPrompt,
 )
@@ -154,18 +155,14 @@ class ImagePreparer(AttachmentPreparer):
         tensors = {name: torch.as_tensor(value) for name, value in features.items()}
         return ImageInputs(key, len(runs[0]) // len(token), tensors), text
 
-    def parts(self, attachments: Sequence[Sequence[Attachment]]) -> dict[str, PartSource]:
+    def parts(self, attachments: AttachmentRows) -> dict[str, PartSource]:
         """A batch without images has a dummy image, so that every rank runs the vision tower."""
         inputs = [[self.inputs(image) for image in own] for own in attachments]
         return {"images": SequenceImages(inputs, self.image_format)}
 
     @contextmanager
     def padded(
-        self,
-        model: nn.Module,
-        ids: Tensor,
-        mask: Tensor,
-        attachments: Sequence[Sequence[Attachment]],
+        self, model: nn.Module, ids: Tensor, mask: Tensor, attachments: AttachmentRows
     ) -> Iterator[dict[str, Tensor]]:
         if not any(attachments):
             yield {}

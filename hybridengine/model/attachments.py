@@ -89,6 +89,9 @@ class Replacement:
     length: int
 
 
+AttachmentRows = Sequence[Sequence[Attachment]]  # of each sequence of a batch
+
+
 class AttachmentPreparer(ABC):
     """Opens attachments for one model.
 
@@ -114,16 +117,12 @@ class AttachmentPreparer(ABC):
         """
 
     @abstractmethod
-    def parts(self, attachments: Sequence[Sequence[Attachment]]) -> Mapping[str, PartSource]:
+    def parts(self, attachments: AttachmentRows) -> Mapping[str, PartSource]:
         """Return the `parts` of `pack_rollouts` for sequences with these attachments."""
 
     @abstractmethod
     def padded(
-        self,
-        model: nn.Module,
-        ids: Tensor,
-        mask: Tensor,
-        attachments: Sequence[Sequence[Attachment]],
+        self, model: nn.Module, ids: Tensor, mask: Tensor, attachments: AttachmentRows
     ) -> AbstractContextManager[dict[str, Tensor]]:
         """Open what the model reads of the attachments of a left-padded batch [B, L].
 

@@ -223,11 +223,7 @@ class _NoGather(AllGather):
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any
     ) -> None:
         if input_tensor.dtype != torch.bool:
             raise ModelError(

@@ -16,7 +16,7 @@ import importlib.util
 import pkgutil
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -55,6 +55,17 @@ def load_plugin(group: str, name: str, key: str) -> Any:
             "Install hybridengine with its extras/ again (`pip install .`)."
         )
     return known[name].load()
+
+
+def registers(registry: dict[str, Any], what: str, name: str) -> Callable[[Any], Any]:
+    """Return a decorator that registers as `name`; ValueError for a name that is registered."""
+
+    def register(value: Any) -> Any:
+        if registry.setdefault(name, value) is not value:
+            raise ValueError(f"{what} {name!r} is already registered")
+        return value
+
+    return register
 
 
 def import_object(key: str, name: str) -> Any:

@@ -238,17 +238,9 @@ def _group_advantage(
     """Compute the advantages per response [N] and per token [T] (empty without cu_seqlens)."""
     num_tokens = 0 if response_mask is None else response_mask.numel()
     if backend != "reference":
-        return native().group_advantage(
-            rewards,
-            group_ids,
-            estimator,
-            norm_by_std,
-            epsilon,
-            lengths,
-            cu_seqlens,
-            response_mask,
-            num_tokens,
-        )
+        options = (estimator, norm_by_std, epsilon)
+        segments = (lengths, cu_seqlens, response_mask, num_tokens)
+        return native().group_advantage(rewards, group_ids, *options, *segments)
     per_row = _reference(
         rewards, group_ids, GROUP_ESTIMATORS[estimator], norm_by_std, epsilon, lengths
     )

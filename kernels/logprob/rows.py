@@ -85,9 +85,9 @@ def rows_backward(
     if backend == "triton":
         from . import triton as logprob_triton
 
-        logprob_triton.backward(
-            logits, out, token_ids, options, row_results, grad_log_probs, grad_entropy, row_index
-        )
+        inputs = logprob_triton.inputs_of(logits, token_ids, options)
+        gradients = (grad_log_probs, grad_entropy, row_index)
+        logprob_triton.backward(inputs, out, row_results, *gradients)
     else:
         native().log_prob_backward(
             logits,

@@ -291,23 +291,13 @@ def forward(
 
 
 def backward(
-    logits: Tensor,
-    out: Tensor,
-    token_ids: Tensor,
-    options: RowOptions,
-    row_results: list[Tensor],
-    grad_log_probs: Tensor | None,
-    grad_entropy: Tensor | None,
-    row_index: Tensor | None,
+    inputs: Inputs, out: Tensor, row_results: list[Tensor], *gradients: Tensor | None
 ) -> None:
-    """Write the gradient of the logits into `out`, see `rows_backward`."""
-    rows, vocab = logits.shape
-    if rows and vocab:
-        launch(
-            backward_kernel,
-            (rows, ceil_div(vocab, BACKWARD_BLOCK)),
-            *(inputs_of(logits, token_ids, options), tuple(row_results)),
-            *(grad_log_probs, grad_entropy, row_index, out, out.stride(0)),
-            BLOCK=BACKWARD_BLOCK,
-            num_warps=8,
-        )
+    """Write the gradient of the logits into `out`, see `rows_backward`.
+
+    gradients: grad_log_probs, grad_entropy and row_index.
+    """
+    grid = len(inputs.token_ids), ceil_div(inputs.vocab, BACKWARD_BLOCK)
+    if all(grid):
+        arguments = (inputs, tuple(row_results), *gradients, out, out.stride(0))
+        launch(backward_kernel, grid, *arguments, BLOCK=BACKWARD_BLOCK, num_warps=8)

@@ -49,12 +49,7 @@ class OverlappedRollouts(RolloutSource):
     """
 
     def __init__(
-        self,
-        config: RLConfig,
-        choices: Choices,
-        session: Session,
-        link: RoleLink,
-        data: RunData,
+        self, config: RLConfig, choices: Choices, session: Session, link: RoleLink, data: RunData
     ) -> None:
         self._config, self._choices = config, choices
         self._session, self._link = session, link

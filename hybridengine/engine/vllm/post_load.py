@@ -41,9 +41,12 @@ class Quantization(ABC):
     A sync writes what vLLM would have made of the trained values.
 
     vllm_name: vLLM's name of the scheme.
+    parameters: makes the full parameters of shapes in a dtype out of an engine's weights; called
+        with layout, weights, shapes and dtype.
     """
 
     vllm_name: str
+    parameters: Callable[..., LayeredWeights]
 
     @abstractmethod
     def arguments(self) -> dict[str, Any]:
@@ -64,16 +67,6 @@ class Quantization(ABC):
         layout: of the model without quantization. Raises LayoutError for a tensor that cannot be
         written in place.
         """
-
-    @abstractmethod
-    def parameters(
-        self,
-        layout: EngineLayout,
-        weights: Mapping[str, Tensor],
-        shapes: Mapping[str, Shape],
-        dtype: torch.dtype,
-    ) -> LayeredWeights:
-        """Return the full parameters of `shapes` in `dtype`, made of an engine's `weights`."""
 
 
 def quantizations() -> dict[str, Quantization]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import Any, NamedTuple
 
-from hybridengine.run import import_object, load_plugin
+from hybridengine.run import import_object, load_plugin, registers
 from hybridengine.run.config import RewardConfig, RLConfig
 from hybridengine.run.errors import ConfigError, Faults, RewardError, shorten
 from hybridengine.train.algorithms import NEEDS
@@ -196,13 +196,7 @@ def _describe(sample: PromptSample, response: str) -> str:
 
 def register_manager(name: str) -> Callable[[type[RewardManager]], type[RewardManager]]:
     """Register a manager as `name`; ValueError for a name that is already registered."""
-
-    def register(manager: type[RewardManager]) -> type[RewardManager]:
-        if MANAGERS.setdefault(name, manager) is not manager:
-            raise ValueError(f"reward manager {name!r} is already registered")
-        return manager
-
-    return register
+    return registers(MANAGERS, "reward manager", name)
 
 
 @register_manager("naive")
