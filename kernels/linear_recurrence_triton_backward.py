@@ -369,7 +369,7 @@ def linear_recurrence_backward(
     arguments: those of a Problem, with the states before its scale, and `wanted`.
     """
     *operands, states, scale, delta_rule, l2_norm, wanted = arguments
-    problem = Problem(*operands, scale, delta_rule, l2_norm)
+    problem = Problem._make([*operands, scale, delta_rule, l2_norm])
     q, _, v, g, _, ends, parents, initial_state, *_ = problem
     segments, (heads, width) = ends.shape[0] - 1, v.shape[1:]
     wants_q, wants_k, _, wants_g, _, wants_initial = wanted
@@ -393,7 +393,7 @@ def linear_recurrence_backward(
     if parents is not None:  # gradients of children are added
         of_finals = (segments, heads, q.shape[2], width)
         grad_finals = g.new_zeros(of_finals) if grad_final is None else grad_final.clone()
-    grid = (segments, heads, ceil_div(width, form.BLOCK_V))
+    grid: tuple[int, ...] = (segments, heads, ceil_div(width, form.BLOCK_V))
     of_states = (inputs, grad_finals, grad_states, grad_updates, grad_initial)
     run(state_grads_kernel, grid, *of_states, form=form)
     grad_squares, grid = torch.empty_like(inputs.squares), (states.shape[0], heads)

@@ -165,8 +165,8 @@ def paged_attention(
         return
     query, scores = scale_arguments(query, softmax_scale, softcap)
     tiles = path_tiles(max(width, value_width), query.dtype.itemsize, capability_of(query))
-    operands = (strided(query), None, None, None)
-    inputs = Inputs(*operands, group, width, value_width, softmax_scale, **scores)
+    sizes = (group, width, value_width, softmax_scale)
+    inputs = Inputs(strided(query), None, None, None, *sizes, **scores)
     cache, tables = (
         (kv_cache, *kv_cache.stride()[:2]),
         (block_table, block_table.stride(0), *starts),

@@ -171,7 +171,7 @@ def _flags(kernel: Any, **values: object) -> dict[str, object]:
 
 
 def _policy_loss_types() -> dict[str, Any]:
-    tensors = dict.fromkeys(policy_loss_triton.LossTensors._fields, "*fp32")
+    tensors: dict[str, Any] = dict.fromkeys(policy_loss_triton.LossTensors._fields, "*fp32")
     tensors |= {"mask": "*i1", "selected": "*i1", "cu_seqlens": "*i32", "denominators": None}
     return {
         "given": policy_loss_triton.LossTensors(**tensors),
@@ -380,7 +380,7 @@ def _linear_recurrence(name: str, form: str, width: int, dtype: str, capability:
     module = linear_recurrence_triton_backward if "grads" in name else linear_recurrence_triton
     kernel = getattr(module, f"{name}_kernel")
     of_inputs = linear_recurrence_triton.Inputs
-    types = dict.fromkeys((*kernel.arg_names, *of_inputs._fields), "*fp32")
+    types: dict[str, Any] = dict.fromkeys((*kernel.arg_names, *of_inputs._fields), "*fp32")
     types |= dict.fromkeys(("grad_v", "out"), f"*{dtype}")
     types |= dict.fromkeys(("q", "k", "v", "grad_out"), (f"*{dtype}", "i32", "i32"))
     types |= dict.fromkeys(("ends", "owners", "parents", "roots"), "*i32")
@@ -429,7 +429,7 @@ def _attention_inputs(dtype: str) -> Inputs:
 def _attention_kernel(
     kernel: Any, dtype: str, head_size: int, options: bool, tiles: Tiles, capability: int
 ) -> Usage:
-    types = dict.fromkeys(kernel.arg_names, "i32")
+    types: dict[str, Any] = dict.fromkeys(kernel.arg_names, "i32")
     types |= {"out": f"*{dtype}", "grad_query": f"*{dtype}", "grads": (f"*{dtype}",) * 2}
     types |= {"cache": (f"*{dtype}", "i32", "i32"), "inputs": _attention_inputs(dtype)}
     types |= dict.fromkeys(("positions", "begins", "parents"), "*i32")
@@ -459,7 +459,7 @@ def _write_kv_cache(capability: int) -> Usage:
 
 def _attention_tables(name: str, capability: int) -> Usage:
     kernel = getattr(triton_backward if name == "delta" else triton_tables, f"{name}_kernel")
-    types = dict.fromkeys(kernel.arg_names, "i32")
+    types: dict[str, Any] = dict.fromkeys(kernel.arg_names, "i32")
     types |= dict.fromkeys(("ends", "positions", "tables"), "*i32")
     types |= {"inputs": _attention_inputs("bf16"), "out": "*bf16", "delta": "*fp32"}
     constants = _flags(kernel, BLOCK=64, BLOCK_M=128, BLOCK_V=128, SCAN=1024)

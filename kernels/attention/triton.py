@@ -63,7 +63,9 @@ def _problem(heads: Heads, options: TreeOptions, grad_out: Tensor | None = None)
     scale = options.softmax_scale
     query, scores = scale_arguments(query, scale, options.softcap)
     inputs = Inputs(
-        *map(strided, (query, key, value)),
+        query=strided(query),
+        key=strided(key),
+        value=strided(value),
         grad_out=None if grad_out is None else strided(grad_out),
         group=query.shape[1] // key.shape[1],
         width=query.shape[2],
@@ -162,7 +164,8 @@ def _key_grad(
     blocks = ceil_div(tokens, tiles.block_n)
     per_program = _heads_per_program(blocks, heads, kv_heads, ends.device)
     parts = heads // per_program
-    sums = grads = (grad_key, grad_value)
+    grads = (grad_key, grad_value)
+    sums: tuple[Tensor, ...] = grads
     if parts > kv_heads:
         sums = tuple(x.new_empty(tokens, parts, x.shape[2], dtype=torch.float32) for x in grads)
     window_size = problem.options.window_size

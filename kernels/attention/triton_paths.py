@@ -203,12 +203,13 @@ def path_attention(
     query, scores = scale_arguments(query, options.softmax_scale, softcap)
     tiles = path_tiles(max(width, value_width), query.dtype.itemsize, capability_of(query))
     group = heads // kv_heads
-    operands = (*map(strided, (query, key, value)), None)
-    inputs = Inputs(*operands, group, width, value_width, options.softmax_scale, **scores)
+    q, k, v = map(strided, (query, key, value))
+    sizes = (group, width, value_width, options.softmax_scale)
+    read = Inputs(q, k, v, None, *sizes, **scores)
     launch(
         path_kernel,
         (kv_heads, ceil_div(tokens * group, tiles.block_m)),
-        *(inputs, sinks, positions, begins, parents, out, lse, tokens, window_size or 0),
+        *(read, sinks, positions, begins, parents, out, lse, tokens, window_size or 0),
         form=form_of(width, value_width, window_size, softcap, tiles),
         **tiles.options,
     )

@@ -246,9 +246,9 @@ def policy_loss_triton(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor,
         kl_times_ratio and given.ref_log_probs is not None and loss_mode in SEQUENCE_RATIO_MODES
     )
     if needs_stats and num_sequences:
-        arguments: tuple[Any, ...] = (read, sequence_stats, num_tokens, options)
+        of_sequences = (read, sequence_stats, num_tokens, options)
         grid = (num_sequences,)
-        launch(_sequence_kernel, grid, *arguments, SEQUENCE_KL=sequence_kl, **flags)
+        launch(_sequence_kernel, grid, *of_sequences, SEQUENCE_KL=sequence_kl, **flags)
     if programs:
         wanted = (
             gradient if wants_gradient else None,
