@@ -25,10 +25,10 @@ _DELTA_NET_SIZES = ((64, 64), (128, 128))  # of keys and values on a CPU
 _NO_LIMIT = (0.0, float("inf"))
 
 
-def check_vllm(rollout: RolloutConfig, dtype: str, text: PretrainedConfig) -> None:
+def check_vllm(rollout: RolloutConfig, dtype: str, exact: bool, text: PretrainedConfig) -> None:
     """Raise ModelError for what vLLM does not compute as the trainer does, or not at all.
 
-    dtype: of the engine.
+    dtype: of the engine. exact: its operators are the trainer's (`hybridengine.hybrid.exact`).
     """
     _check_mamba2(text)
     if rollout.servers:  # whoever starts them chooses the rest
@@ -40,6 +40,11 @@ def check_vllm(rollout: RolloutConfig, dtype: str, text: PretrainedConfig) -> No
             "rollout.enable_prefix_caching to false"
         )
     if torch.cuda.is_available():
+        if rollout.exact == "on":
+            raise ModelError(
+                "rollout.exact is on, but on a GPU a token's bits in linear attention depend on "
+                "where its sequence is cut; set it to off"
+            )
         return
     if (obstacle := cpu_obstacle(text)) is not None:
         raise ModelError(f"rollout.name is vllm, {obstacle}; set rollout.name=hf")
@@ -49,7 +54,7 @@ def check_vllm(rollout: RolloutConfig, dtype: str, text: PretrainedConfig) -> No
             "rollout.enable_prefix_caching is true, but Mamba2 in vLLM on a CPU returns no states "
             "from inside a prompt, which the cache would hold; set it to false"
         )
-    if "QwenGatedDeltaNetAttention" in layers:
+    if "QwenGatedDeltaNetAttention" in layers and not exact:
         _check_delta_net(dtype, text)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from transformers import PretrainedConfig
 
+from hybridengine.hybrid.exact import exact_forwards
 from hybridengine.hybrid.layers import MODEL_TYPES, pack_linear_attention
 from hybridengine.model.extensions import ModelExtension
 from hybridengine.model.validation import carried_state
 from hybridengine.run.config import JobConfig, RLConfig
-from hybridengine.run.errors import ModelError
+from hybridengine.run.errors import ConfigError, ModelError
 
 __all__ = ["HybridModels", "extension"]
 
@@ -27,6 +30,7 @@ class HybridModels(ModelExtension):
         from hybridengine.hybrid.engine import check_vllm
         from hybridengine.train.choices import (  # it asks the models
             Machine,
+            decide,
             engine_name,
             resolve_dtypes,
         )
@@ -34,8 +38,10 @@ class HybridModels(ModelExtension):
         if carried_state(model) is None:
             return
         if isinstance(config, RLConfig) and engine_name(config) == "vllm":
-            dtype = resolve_dtypes(config, Machine.here()).rollout.dtype
-            check_vllm(config.rollout, dtype, model.get_text_config())
+            dtype, exact = resolve_dtypes(config, Machine.here()).rollout.dtype, False
+            with suppress(ConfigError):  # which is reported elsewhere
+                exact = decide(config, model).exact
+            check_vllm(config.rollout, dtype, exact, model.get_text_config())
         text, size = model.get_text_config(), config.sequence_parallel_size
         heads = {name: getattr(text, name) for name in _HEADS if hasattr(text, name)}
         if text.model_type == "jamba":
@@ -46,6 +52,9 @@ class HybridModels(ModelExtension):
                     f"ulysses_sequence_parallel_size is {size}, which does not divide {name} of "
                     f"the model of type {text.model_type!r}, {number}; choose a divisor"
                 )
+
+    def exact_forwards(self, model: Any) -> Mapping[Any, Callable[..., Any]]:
+        return exact_forwards(model)
 
     def prepare(self, model: Any) -> None:
         if model.config.get_text_config().model_type in MODEL_TYPES:

@@ -5,7 +5,9 @@ Without segments each is transformers' own, which gets a padded batch, or a cach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from hybridengine.kernels import causal_conv1d, linear_recurrence
 from hybridengine.model.attention import gather_heads_scatter_seq
 from hybridengine.run.errors import ModelError
 
-__all__ = ["FORWARDS", "FUNCTIONS", "RUNNING"]
+__all__ = ["FORWARDS", "FUNCTIONS", "RUNNING", "packed_row", "packed_segments", "rebound"]
 
 
 class _Running:
@@ -35,7 +37,7 @@ class _Running:
 RUNNING = _Running()
 
 
-def _packed(*states: Any) -> dict[str, Any] | None:
+def packed_segments(*states: Any) -> dict[str, Any] | None:
     """Return the segments that run, as arguments; None: there are none. states: of a cache."""
     if (segments := RUNNING.segments) is None:
         return None
@@ -47,7 +49,7 @@ def _packed(*states: Any) -> dict[str, Any] | None:
     return {"cu_seqlens": segments.cu_seqlens, "parents": segments.parents}
 
 
-def _row(x: Tensor) -> Tensor:
+def packed_row(x: Tensor) -> Tensor:
     """[1, ...] -> [...]"""
     if x.shape[0] != 1:
         raise ModelError(f"packed sequences are one row; got a batch of {x.shape[0]}")
@@ -81,10 +83,10 @@ def _convolution(
     **options: Any,
 ) -> Tensor:
     """hidden_states: [1, C, T]."""
-    if (segments := _packed()) is None:
+    if (segments := packed_segments()) is None:
         return original(hidden_states, weight, bias, activation=activation, **options)
     silu = activation in ("silu", "swish")
-    x = _row(hidden_states).t()  # the layer's own order in memory
+    x = packed_row(hidden_states).t()  # the layer's own order in memory
     if (share := RUNNING.segments.share) is not None:
         segments = share.of_convolution(x, weight.shape[1])
     out = causal_conv1d(x, weight, bias, activation="silu" if silu else None, **segments)
@@ -108,10 +110,10 @@ def _delta_rule(
     """Gated DeltaNet, with a g per head [1, T, H], and KDA, with one per channel [1, T, H, D_k]."""
     states = {"initial_state": initial_state, "output_final_state": output_final_state}
     norm = use_qk_l2norm_in_kernel
-    if (segments := _packed(*states.values())) is None:
+    if (segments := packed_segments(*states.values())) is None:
         options |= {**states, "use_qk_l2norm_in_kernel": norm}
         return original(query, key, value, g=g, beta=beta, **options)
-    heads = _gather_tokens(*map(_row, (query, key, value, g, beta)))
+    heads = _gather_tokens(*map(packed_row, (query, key, value, g, beta)))
     return _scatter_tokens(linear_recurrence(*heads, l2_norm=norm, **segments)[0])[None], None
 
 
@@ -132,7 +134,7 @@ def _mamba2(
     **options: Any,
 ) -> Any:
     """Mamba2: hidden_states [1, T, H, P], dt [1, T, H], A and D [H], B and C [1, T, G, N]."""
-    if (segments := _packed(initial_states, return_final_states)) is None:
+    if (segments := packed_segments(initial_states, return_final_states)) is None:
         options |= {
             "D": D,
             "dt_bias": dt_bias,
@@ -142,7 +144,7 @@ def _mamba2(
             "return_final_states": return_final_states,
         }
         return original(hidden_states, dt, A, B, C, chunk_size, **options)
-    x, step, k, q = map(_row, (hidden_states, dt, B, C))
+    x, step, k, q = map(packed_row, (hidden_states, dt, B, C))
     step = _step(step, dt_bias, dt_softplus).clamp(*dt_limit)
     options = {"scale": 1.0, "delta_rule": False, **segments}
     heads = _gather_tokens(q, k, x, A.float() * step, step)
@@ -154,7 +156,7 @@ def _mamba2(
 
 def _mamba2_fused(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Return None for packed segments: the layer then calls the functions one by one."""
-    return original(*args, **options) if _packed() is None else None
+    return original(*args, **options) if packed_segments() is None else None
 
 
 def _mamba1(
@@ -175,7 +177,7 @@ def _mamba1(
 
     Each channel is a head whose value has one entry, with a decay per entry of the state.
     """
-    if (segments := _packed(return_last_state)) is None:
+    if (segments := packed_segments(return_last_state)) is None:
         options |= {
             "D": D,
             "z": z,
@@ -184,7 +186,7 @@ def _mamba1(
             "return_last_state": return_last_state,
         }
         return original(hidden_states, dt, A, B, C, **options)
-    x, step, k, q = (_row(part).t() for part in (hidden_states, dt, B, C))
+    x, step, k, q = (packed_row(part).t() for part in (hidden_states, dt, B, C))
     step = _step(step, delta_bias, delta_softplus)
     *heads, rate = _gather_tokens(
         *(q.to(x.dtype)[:, None], k.to(x.dtype)[:, None], x[..., None], step)
@@ -195,7 +197,7 @@ def _mamba1(
     if D is not None:
         out = out + x * D.float()
     if z is not None:
-        out = out * F.silu(_row(z).t())
+        out = out * F.silu(packed_row(z).t())
     return out.t()[None]
 
 
@@ -209,9 +211,9 @@ def _lightning_attention(
     original: Callable[..., Any], layer: Any, hidden_states: Tensor, **arguments: Any
 ) -> tuple[Tensor, None]:
     """MiniMax's layer, which calls no function that could be replaced. hidden_states: [1, T, H]."""
-    if (segments := _packed(arguments.get("past_key_values"))) is None:
+    if (segments := packed_segments(arguments.get("past_key_values"))) is None:
         return original(layer, hidden_states=hidden_states, **arguments)
-    x = _row(hidden_states)
+    x = packed_row(hidden_states)
     heads = layer.act_fn(layer.qkv_proj(x)).unflatten(1, (layer.num_attention_heads, -1))
     q, k, v = heads.split(layer.head_dim, 2)
     g = -layer.slope_rate.flatten().expand(len(x), -1)
@@ -220,6 +222,16 @@ def _lightning_attention(
     out = _scatter_tokens(out)
     out = torch.sigmoid(layer.output_gate(x)) * layer.norm(out.flatten(1))
     return layer.out_proj(out)[None], None
+
+
+def rebound(forward: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the code of a class's forward, with other globals of these names."""
+    own: Any = inspect.unwrap(forward)
+    # torch.compile would look a global up by the name of the module.
+    scope = {name: x for name, x in own.__globals__.items() if name != "__name__"} | names
+    made = types.FunctionType(own.__code__, scope, own.__name__, own.__defaults__, own.__closure__)
+    made.__kwdefaults__ = own.__kwdefaults__
+    return made
 
 
 # By the names of transformers: the first argument of each is the function that it replaces.

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hybridengine.hybrid.functions import FORWARDS, FUNCTIONS, RUNNING
+from hybridengine.hybrid.functions import FORWARDS, FUNCTIONS, RUNNING, rebound
 from hybridengine.hybrid.segments import find_segments
 from hybridengine.model.validation import carried_state
 from hybridengine.run.errors import ModelError
@@ -151,14 +151,8 @@ def _packed_forward(kind: type[nn.Module]) -> Callable[..., Any] | None:
     code = getattr(forward, "__code__", None)
     if code is None or not (names := FUNCTIONS.keys() & set(code.co_names)):
         return None
-    # torch.compile would look a global up by the name of the module.
-    scope = {name: x for name, x in forward.__globals__.items() if name != "__name__"}
-    scope |= {name: functools.partial(FUNCTIONS[name], scope[name]) for name in names}
-    rebound = types.FunctionType(
-        code, scope, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    rebound.__kwdefaults__ = forward.__kwdefaults__
-    return rebound
+    scope = forward.__globals__
+    return rebound(forward, {n: functools.partial(FUNCTIONS[n], scope[n]) for n in names})
 
 
 def _prefixes(name: str) -> list[str]:

@@ -20,7 +20,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridengine.kernels import decode_linear, gated_activation, rms_norm
 from hybridengine.kernels.rotary import RotaryTable
-from hybridengine.model.validation import head_size, meta_model, takes_images
+from hybridengine.model.extensions import exact_forwards
+from hybridengine.model.validation import meta_model, takes_images
 from hybridengine.run.errors import ModelError
 
 _EXACT = "has_exact_operators"
@@ -51,8 +52,12 @@ def use_exact_operators(model: PreTrainedModel, splits: Mapping[str, int]) -> No
             f"its head is a {type(head).__name__}, for which there is no exact operator"
         )
     decoder = model.get_decoder()
+    extended = exact_forwards(decoder)
     for name, module in decoder.named_modules():
-        _replace_forward(name, module, splits)
+        if module in extended:
+            module.forward = MethodType(extended[module], module)
+        else:
+            _replace_forward(name, module, splits)
         setattr(module, _EXACT, True)
     setattr(model, _EXACT, True)
 
@@ -107,8 +112,6 @@ def _replace_forward(name: str, module: Any, splits: Mapping[str, int]) -> None:
     elif kind.endswith("RotaryEmbedding"):
         if getattr(module, "rope_type", None) not in _ROPE_TYPES:
             raise _unknown(name, module, f"rope_type {getattr(module, 'rope_type', None)!r}")
-        if 2 * module.inv_freq.numel() != head_size(module.config):
-            raise _unknown(name, module, "angles for a part of a head's dimensions")
         forward = _rotary
     elif not isinstance(module, nn.Embedding) and list(module.parameters(recurse=False)):
         raise _unknown(name, module, "parameters of its own")
@@ -117,6 +120,8 @@ def _replace_forward(name: str, module: Any, splits: Mapping[str, int]) -> None:
 
 
 def _rotary(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    if position_ids.dim() == 3:  # M-RoPE: the positions of text are the same in every section
+        position_ids = position_ids[0]
     with torch.no_grad():
         if not hasattr(self, "_table"):  # the frequencies are on the meta device before loading
             self._table = RotaryTable(self.inv_freq, self.attention_scaling)

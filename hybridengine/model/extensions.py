@@ -98,6 +98,13 @@ class ModelExtension:
     def prepare(self, model: Any) -> None:
         """Change what `model`, which has just been built, needs to run packed; on every rank."""
 
+    def exact_forwards(self, model: nn.Module) -> Mapping[Any, Callable[..., Any]]:
+        """Return forwards of `rollout.exact` of modules of `model`, a trained one or an engine's.
+
+        They take the module first, and call those in it. Raises ModelError if there are none.
+        """
+        return {}
+
     def changes(self, config: JobConfig) -> Iterable[Callable[[Any], object]]:
         """Return changes of the trained model before it is sharded, the same on every rank."""
         return ()
@@ -189,6 +196,11 @@ def prepare_model(model: Any) -> None:
     """Let each registered extension change a model that has just been built, so it runs packed."""
     for extension in model_extensions():
         extension.prepare(model)
+
+
+def exact_forwards(model: nn.Module) -> dict[Any, Callable[..., Any]]:
+    """Return what the registered extensions have as `ModelExtension.exact_forwards`."""
+    return {m: f for x in model_extensions() for m, f in x.exact_forwards(model).items()}
 
 
 def mixture_extension(key: str) -> MixtureExtension:

@@ -56,8 +56,8 @@ _EXACT_OPERATORS = (
     "paged_attention",
     "tree_attention",
 )
-# Compared bit for bit with vLLM's models: tests/engine/test_exact.py.
-_COMPARED = ("gemma", "llama", "mistral", "qwen2", "qwen3")
+# Compared bit for bit with vLLM's models: tests/engine/test_exact.py, tests/extras/hybrid.
+_COMPARED = ("gemma", "llama", "mistral", "qwen2", "qwen3", "qwen3_5_text")
 _MASTER_BYTES = 4  # of a weight in the trainer's shards
 _USABLE = 0.9  # of a GPU's memory; the rest is context and fragments
 _SHARE = "model.share_engine_weights"

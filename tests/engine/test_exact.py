@@ -41,11 +41,13 @@ def open_model(path: str, dtype: str) -> Any:
 
     from hybridengine.model.attention import ATTENTION
     from hybridengine.model.exact import use_exact_operators
+    from hybridengine.model.extensions import prepare_model
     from hybridengine.model.head import patch_head
 
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
     ).eval()
+    prepare_model(model)
     use_exact_operators(model, {})
     patch_head(model)
     return model

@@ -22,6 +22,7 @@ from hybridengine.kernels import gated_activation
 from hybridengine.kernels.decode_linear import inference_linear, join_parts
 from hybridengine.kernels.layer import add_scaled_, inference_norm
 from hybridengine.kernels.rotary import RotaryTable, rotate
+from hybridengine.model.extensions import exact_forwards
 from hybridengine.run.errors import ModelError
 
 _ON_CPU = {  # of vLLM: what takes its place
@@ -79,6 +80,7 @@ def use_exact_operators(
     from vllm.model_executor.layers import activation, layernorm, linear, logits_processor
     from vllm.model_executor.layers import rotary_embedding as rotary
     from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     from hybridengine.engine.exact.attention_backend import ExactAttention
@@ -86,10 +88,15 @@ def use_exact_operators(
     if slot is not None:
         slot.keep_scale()
         _use_exact_adapters(model, slot)
+    rotary_kinds = rotary.RotaryEmbedding, rotary.Llama3RotaryEmbedding, rotary.MRotaryEmbedding
+    extended = exact_forwards(model)
     replaced = "\0"  # the newest module with another forward, which does not call its children
     for name, module in model.named_modules():
         forward: Any = None
         if name.startswith(f"{replaced}."):
+            continue
+        if module in extended:
+            module.forward = MethodType(extended[module], module)
             continue
         if isinstance(module, linear.LinearBase) and _is_plain(module):
             module.quant_method.apply = _linear  # type: ignore[method-assign]
@@ -103,7 +110,7 @@ def use_exact_operators(
             forward = _silu_and_mul
         elif isinstance(module, activation.GeluAndMul) and module.approximate == "tanh":
             forward = _gelu_and_mul
-        elif type(module) in (rotary.RotaryEmbedding, rotary.Llama3RotaryEmbedding):
+        elif type(module) in rotary_kinds:
             forward = _rotary(module, max_model_len)
         elif isinstance(module, logits_processor.LogitsProcessor) and module.soft_cap is None:
             module._apply_head = _head  # type: ignore[method-assign, assignment]
@@ -117,7 +124,9 @@ def use_exact_operators(
         if forward is not None:
             module.forward = MethodType(forward, module)
             replaced = name
-    if all(parameter.is_cpu for parameter in model.parameters()):
+    layers = [m for m in model.modules() if isinstance(m, AttentionLayerBase)]
+    on_cpu = all(parameter.is_cpu for parameter in model.parameters())
+    if on_cpu and all(isinstance(layer, Attention) for layer in layers):  # none with a state
         if get_tensor_model_parallel_world_size() == 1:
             use_decode_graphs(model, slot)
         compute_repeats_once(model)
@@ -233,11 +242,12 @@ def _gelu_and_mul(self: Any, x: Tensor) -> Tensor:
 
 def _rotary(module: Any, max_model_len: int) -> Any:
     """Return a forward that rotates as transformers does."""
-    if module.rotary_dim != module.head_size or not module.is_neox_style:
+    if not module.is_neox_style or getattr(module, "mscale", 1.0) != 1.0:
         raise ModelError(
-            f"rollout.exact: rotary embedding of {module.rotary_dim} of {module.head_size} "
-            "dimensions, or of neighbours; set rollout.exact=off for this model"
+            "rollout.exact: rotary embedding of neighbours, or M-RoPE with YaRN; set "
+            "rollout.exact=off for this model"
         )
+    size, turned = module.head_size, module.rotary_dim
     device = module.cos_sin_cache.device
     with torch.device("cpu"):  # as transformers does
         frequencies = module._compute_inv_freq(module.base)
@@ -246,13 +256,16 @@ def _rotary(module: Any, max_model_len: int) -> Any:
     cos, sin = (t.to(module.dtype) for t in table.rows(positions))
 
     def rotated(x: Tensor, positions: Tensor) -> Tensor:
-        heads = x.view(x.shape[0], -1, module.head_size)
+        heads = x.view(x.shape[0], -1, size)
+        if turned < size:
+            first = rotate(heads[..., :turned].contiguous(), positions, cos, sin)
+            return torch.cat([first, heads[..., turned:]], -1).view(x.shape)
         return rotate(heads, positions, cos, sin).view(x.shape)
 
     def forward(
         self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        positions = positions.flatten()
+        positions = positions.view(-1, query.shape[0])[0]  # M-RoPE: text has one for all sections
         return rotated(query, positions), None if key is None else rotated(key, positions)
 
     return forward

@@ -144,7 +144,12 @@ def test_heads_that_ranks_cannot_share(kind, size, message):
         ("falcon_h1", {"mamba_rms_norm": True}, [], "not compute mamba_norm_before_gate of"),
         ("nemotron_h", {"time_step_limit": (0.1, 1.0)}, [], r"time_step_limit \(0.1, 1.0\)"),
         ("nemotron_h", {}, [], "Mamba2 in vLLM on a CPU returns no states from inside a prompt"),
-        ("qwen3_5_text", DELTA_NET, ["rollout.dtype=float32"], "rollout.dtype is float32"),
+        (
+            "qwen3_5_text",
+            DELTA_NET,
+            ["rollout.dtype=float32", "rollout.exact=off"],
+            "rollout.dtype is float32",
+        ),
         ("qwen3_next", {}, [], r"of \(\(64, 64\), \(128, 128\)\), and they are \(32, 16\)"),
         (
             "qwen3_next",
@@ -162,6 +167,13 @@ def test_what_vllm_on_a_cpu_cannot_have(kind, changes, settings, message):
     extension.check(
         replace(config, rollout=replace(config.rollout, name="hf")), hybrid_config(kind)
     )
+
+
+def test_exact_operators_take_any_type_and_head_size_on_a_cpu():
+    needed = ["model.path=m", "data.train_files=t.jsonl", "rollout.name=vllm"]
+    for dtype in ("float32", "bfloat16"):
+        given = [f"rollout.dtype={dtype}", f"actor.fsdp_config.dtype={dtype}"]
+        extension.check(load_config(None, [*needed, *given]), hybrid_config("qwen3_5_text"))
 
 
 def test_layers_that_cannot_be_replaced():

@@ -1,0 +1,99 @@
+"""rollout.exact of Gated DeltaNet: the log-probs of engine and trained model are the same bits."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.test_exact import counted_preemptions, open_engine, open_model, sampled
+from tests.extras.hybrid.hybrid_models import hybrid_config, hybrid_models
+from tests.ranks import run_ranks
+from tests.tiny_models import VOCAB, save_tiny
+from tests.train.in_process import lines_of, small_job
+from tests.train.test_exact_jobs import VLLM, train
+
+pytestmark = pytest.mark.multirank
+pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
+
+LAYERS = ["linear_attention", "linear_attention", "full_attention"]
+BLOCKS = 16  # of 16 KiB, which hold a state or the keys and values of a layer
+
+
+def compare(rank: int, world_size: int, folder: str, dtype: str) -> None:
+    """Generate under pressure, and compare all log-probs in several packings."""
+    from hybridengine.model import pack_rollouts, packed_log_probs
+
+    # Prompts come in chunks of at most 48 tokens beside decoding sequences.
+    llm = open_engine(
+        folder, dtype, kv_cache_memory_bytes=BLOCKS << 14, max_num_batched_tokens=48,
+        enable_chunked_prefill=True, enable_prefix_caching=True, max_num_seqs=8,
+        mamba_ssm_cache_dtype="float32",
+    )  # fmt: skip
+    model = open_model(folder, dtype)
+    draw = random.Random(0)
+    tokens = lambda n: [draw.randrange(3, VOCAB) for _ in range(n)]  # noqa: E731
+    shared = tokens(70)
+    prompts = [tokens(n) for n in (1, 2, 17, 60, 90)] + [shared + tokens(n) for n in (1, 9, 30)]
+    with counted_preemptions() as preempted:
+        rows, _ = sampled(llm, prompts)
+        again, num_cached = sampled(llm, prompts[::-1])
+    assert preempted and num_cached > 0
+    rows += again
+    pairs = [(prompt, response) for prompt, response, _ in rows]
+    theirs = torch.tensor([value for *_, values in rows for value in values])
+    assert len(theirs) > 250
+    threads = torch.get_num_threads()
+    for shared_prefix, count in ((False, threads), (True, 1), (True, 3)):
+        torch.set_num_threads(count)
+        batch = pack_rollouts(pairs, shared_prefix=shared_prefix)
+        ours, _ = packed_log_probs(model, batch, 0.8)
+        assert torch.equal(ours.detach(), theirs), (shared_prefix, count)
+    torch.set_num_threads(threads)
+    ours.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+LONG = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=LONG)])
+def test_log_probs_are_the_same_bits(tmp_path: Path, dtype: str) -> None:
+    _, own = hybrid_models("qwen3_5_text", num_hidden_layers=len(LAYERS), layer_types=LAYERS)
+    own.to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    run_ranks(compare, 1, str(tmp_path), dtype, timeout_s=200)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "dtype", "prefix_caching"),
+    [
+        (1, "bfloat16", False),
+        pytest.param(1, "float32", True, marks=LONG),
+        pytest.param(2, "float32", False, marks=LONG),
+        pytest.param(2, "bfloat16", True, marks=LONG),
+    ],
+)
+def test_jobs(tmp_path: Path, tp_size: int, dtype: str, prefix_caching: bool) -> None:
+    """Two steps with shared prompts and recomputed layers."""
+    job = [
+        *small_job(tmp_path),
+        *VLLM,
+        f"model.path={save_tiny(hybrid_config('qwen3_5_text'), tmp_path / 'hybrid')}",
+        f"rollout.tensor_model_parallel_size={tp_size}",
+        f"rollout.enable_prefix_caching={str(prefix_caching).lower()}",
+        f"actor.fsdp_config.dtype={dtype}",
+        f"trainer.n_gpus_per_node={tp_size}",
+        "trainer.total_training_steps=2",
+        "data.max_response_length=16",
+        "actor.ppo_max_token_len_per_gpu=128",
+        "model.enable_gradient_checkpointing=true",
+    ]
+    for _, holds in run_ranks(train, tp_size, tmp_path, job, timeout_s=500):
+        assert holds and all(holds)
+    rows = [row for row in lines_of(tmp_path / "run" / "metrics.jsonl") if "actor/grad_norm" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["training/rollout_probs_diff_max"] == 0.0
+        assert row["rollout_corr/rollout_is_max"] == row["training/rollout_ratio_mean"] == 1.0
