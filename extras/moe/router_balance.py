@@ -43,9 +43,10 @@ from hybridengine.moe.routers import (
 )
 from hybridengine.run.errors import ModelError
 
-__all__ = ["BIAS", "RouterBalance", "balance_routers", "prepare_routers"]
+__all__ = ["BIASES", "RouterBalance", "balance_routers", "prepare_routers"]
 
-BIAS = "e_score_correction_bias"  # added to the scores where experts are selected, only there
+# Added to the scores where experts are selected, only there; the second name is that of LFM2.
+BIASES = ("e_score_correction_bias", "expert_bias")
 _PURPOSE = "balancing experts (router_aux_loss_coef, router_z_loss_coef, router_bias_update_rate)"
 
 
@@ -68,21 +69,23 @@ def prepare_routers(model: nn.Module, *, freeze: bool = False, updates_bias: boo
         if freeze:
             router.requires_grad_(False)
         if updates_bias:
-            owner = _bias_owner(block, model)
-            value = getattr(owner, BIAS)
+            owner, name = _find_bias(block, model)
+            value = getattr(owner, name)
             if isinstance(value, nn.Parameter):
-                delattr(owner, BIAS)
-                owner.register_buffer(BIAS, value.detach())
+                delattr(owner, name)
+                owner.register_buffer(name, value.detach())
 
 
-def _bias_owner(block: nn.Module, model: nn.Module) -> nn.Module:
-    owner = next((m for m in block.modules() if hasattr(m, BIAS)), None)
-    if owner is None:
-        raise ModelError(
-            f"router_bias_update_rate needs routers with {BIAS}, and those of "
-            f"{type(model).__name__} have none; set router_aux_loss_coef"
-        )
-    return owner
+def _find_bias(block: nn.Module, model: nn.Module) -> tuple[nn.Module, str]:
+    """Return the module that has the bias of a router, and its name there."""
+    for module in block.modules():
+        for name in BIASES:
+            if hasattr(module, name):
+                return module, name
+    raise ModelError(
+        f"router_bias_update_rate needs routers with {BIASES[0]}, and those of "
+        f"{type(model).__name__} have none; set router_aux_loss_coef"
+    )
 
 
 class RouterBalance(ModelHook):
@@ -113,7 +116,7 @@ class RouterBalance(ModelHook):
         self._rate = bias_update_rate
         self._biases = list[Tensor]()
         if bias_update_rate:
-            self._biases = [getattr(_bias_owner(r.block, model), BIAS) for r in routers]
+            self._biases = [getattr(*_find_bias(r.block, model)) for r in routers]
         self._has_loss = bool(aux_loss_coef or z_loss_coef)
         self._top_k, self._num_experts = routers[0].top_k, routers[0].num_experts
         self._in_step = False

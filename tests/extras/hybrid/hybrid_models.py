@@ -36,6 +36,11 @@ _CHANGES = {
     "qwen3_5_text": _LINEAR,
     "qwen3_5_moe_text": _LINEAR,
     "granitemoehybrid": dict(layer_types=["mamba", "attention"]),
+    "nemotron_h": _MOE
+    | dict(
+        **dict(hybrid_override_pattern="M*-E", num_hidden_layers=4, moe_latent_size=48),
+        **dict(n_routed_experts=4, n_group=1, topk_group=1, moe_shared_expert_intermediate_size=64),
+    ),
 }
 TYPES = (
     "qwen3_next",

@@ -8,6 +8,8 @@ import torch
 from hybridengine.hybrid.layers import MODEL_TYPES
 from hybridengine.model import pack_rollouts, packed_logits
 from hybridengine.model.packing_check import check_packing, shared_prefix_obstacle
+from hybridengine.moe.experts import EXPERTS
+from hybridengine.moe.router_replay import RouterReplay, SequenceRoutes
 from tests.extras.hybrid.hybrid_models import TYPES, hybrid_config, hybrid_models
 from tests.model.cases import (
     GRADIENTS,
@@ -19,6 +21,10 @@ from tests.model.cases import (
 )
 from tests.model.forests import group_pairs
 
+MIXTURES = (
+    *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "nemotron_h", "granitemoehybrid"),
+    *("minimax", "kimi_linear"),
+)
 PAIRS = rollouts([(5, 7), (1, 1), (20, 50), (3, 9), (60, 2), (4, 0), (1, 2)])
 
 
@@ -47,6 +53,31 @@ def test_packed_equals_each_sequence_alone(kind, shared_prefix):
     assert (batch.subtree_ends is not None) == shared_prefix
     expected, targets = one_by_one(own, pairs)
     assert_equal((model, packed_logits(model, batch), targets), (own, expected))
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_replayed_experts(kind):
+    """Experts that the routers do not take; with checkpointed layers and grouped products."""
+    models, pairs = hybrid_models(kind), group_pairs()
+    model, own = models
+    model.set_experts_implementation(EXPERTS)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    replay, of_own = map(RouterReplay, models)
+    natural, targets = one_by_one(own, pairs)
+    routes, logits = [], []
+    for prompt, response in pairs:
+        with of_own.record(len(prompt + response)) as call:
+            own(input_ids=torch.tensor([prompt + response]), use_cache=False)
+        routes.append(torch.where(call.routes < 0, -1, (call.routes + 1) % 4))
+        with of_own.replay(routes[-1]):
+            logits.append(one_by_one(own, [(prompt, response)])[0])
+    parts = {"routes": SequenceRoutes(routes)}
+    batch = pack_rollouts(pairs, shared_prefix=True, parts=parts)
+    expected = torch.cat(logits)
+    assert not torch.allclose(expected, natural, atol=1e-2)
+    assert_equal((model, packed_logits(model, batch), targets), (own, expected))
+    assert replay.pop_counts().tokens == len(batch.input_ids)
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -40,6 +40,7 @@ _DEEPSEEK = dict(
     v_head_dim=16,
     num_key_value_heads=4,
 )
+_MAMBA = dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1)
 _GROUPED = dict(n_routed_experts=NUM_EXPERTS, first_k_dense_replace=1, n_shared_experts=1)
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2_moe": _ROUTED | dict(num_experts=NUM_EXPERTS, shared_expert_intermediate_size=32),
@@ -57,6 +58,25 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         moe_num_experts=NUM_EXPERTS, moe_k=TOP_K, moe_num_shared_experts=1, moe_layer_start_index=0
     ),
     "granitemoe": _ROUTED | dict(num_local_experts=NUM_EXPERTS),
+    "qwen3_5_moe_text": _ROUTED | _LINEAR | dict(num_experts=NUM_EXPERTS),
+    "lfm2_moe": _ROUTED
+    | dict(num_experts=NUM_EXPERTS, num_dense_layers=0, layer_types=["conv", "full_attention"]),
+    "granitemoehybrid": _ROUTED
+    | _MAMBA
+    | dict(num_local_experts=NUM_EXPERTS, layer_types=["mamba", "attention"]),
+    "nemotron_h": _ROUTED
+    | dict(
+        **dict(hybrid_override_pattern="ME*E", mamba_num_heads=4, mamba_head_dim=16, n_groups=2),
+        **dict(n_routed_experts=NUM_EXPERTS, n_group=1, topk_group=1, moe_latent_size=48),
+        **dict(moe_shared_expert_intermediate_size=32, ssm_state_size=16, num_hidden_layers=4),
+    ),
+    "kimi_linear": _ROUTED
+    | _DEEPSEEK
+    | dict(
+        **dict(linear_num_heads=2, linear_head_dim=16, num_experts=NUM_EXPERTS, q_lora_rank=None),
+        **dict(layer_types=["linear_attention", "full_attention"], n_group=1, topk_group=1),
+        **dict(mlp_layer_types=["sparse", "sparse"], num_shared_experts=1),
+    ),
 }
 
 

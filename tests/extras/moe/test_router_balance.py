@@ -13,16 +13,30 @@ from torch import nn
 from hybridengine.model import PackedBatch, pack_rollouts, packed_log_probs
 from hybridengine.model.loading import compile_layers
 from hybridengine.moe.experts import EXPERTS
-from hybridengine.moe.router_balance import RouterBalance, balance_routers, prepare_routers
+from hybridengine.moe.router_balance import (
+    BIASES,
+    RouterBalance,
+    balance_routers,
+    prepare_routers,
+)
 from hybridengine.moe.router_replay import RouterReplay
 from hybridengine.moe.routers import find_routers
 from hybridengine.run.errors import ModelError
+from tests.extras.hybrid.hybrid_models import hybrid_config
 from tests.extras.moe.moe_models import ARCHITECTURES, NUM_EXPERTS, TOP_K, tiny_moe
 from tests.model.cases import load
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
-KINDS = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "granitemoe")
+KINDS = (
+    *("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "granitemoe"),
+    *("qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid", "nemotron_h", "kimi_linear"),
+)
+SIGMOIDS = ("deepseek_v3", "lfm2_moe", "nemotron_h", "kimi_linear")
+BIASED = (
+    *("deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe"),
+    *("lfm2_moe", "nemotron_h", "kimi_linear"),
+)
 AUX, Z = 3.0, 0.7
 LENGTH = 24
 
@@ -97,7 +111,7 @@ def test_losses_and_metrics_equal_their_formulas(kind: str) -> None:
     """In float64, but for routers that compute in float32 themselves."""
     model, ids = moe(kind).double(), torch.randint(3, 100, (1, LENGTH))
     model.set_experts_implementation("eager")  # the others have no float64
-    expected = reference_step(model, ids, sigmoid=kind == "deepseek_v3")
+    expected = reference_step(model, ids, sigmoid=kind in SIGMOIDS)
     plain = reference_step(model, ids, sigmoid=False)[0] if kind == "deepseek_v3" else None
     got = balanced_step(model, RouterBalance(model, AUX, Z), [ids])
     assert_close(got[0], expected[0])
@@ -107,10 +121,15 @@ def test_losses_and_metrics_equal_their_formulas(kind: str) -> None:
         assert not torch.allclose(got[0][name], plain[name], rtol=1e-2), "scores matter"
 
 
-def test_one_layer_equals_transformers() -> None:
+@pytest.mark.parametrize(
+    "kind", ("mixtral", "minimax", "qwen3_next", "qwen3_5_moe_text", "granitemoehybrid")
+)
+def test_one_layer_equals_transformers(kind: str) -> None:
     """Its loss pools the layers, so that with one layer both are the same."""
-    options = ARCHITECTURES["mixtral"] | {"num_hidden_layers": 1}
-    model, ids = tiny_moe("mixtral", **options), torch.randint(3, 100, (1, LENGTH))
+    options = ARCHITECTURES[kind] | {"num_hidden_layers": 1}
+    if "layer_types" in options:
+        options["layer_types"] = options["layer_types"][:1]
+    model, ids = tiny_moe(kind, **options), torch.randint(3, 100, (1, LENGTH))
     out = model(input_ids=ids, use_cache=False, output_router_logits=True)
     (out.logits.logsumexp(-1).sum() + AUX * out.aux_loss).backward()
     expected = gradients(model)
@@ -189,12 +208,12 @@ def test_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert results[1][1] == pytest.approx(results[0][1])
 
 
-@pytest.mark.parametrize("kind", ("deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe"))
+@pytest.mark.parametrize("kind", BIASED)
 def test_the_bias_moves_against_the_load(kind: str) -> None:
     model, ids = moe(kind), torch.randint(3, 100, (1, LENGTH))
     prepare_routers(model, updates_bias=True)
     balance = RouterBalance(model, bias_update_rate=0.25)
-    before = {n: b.clone() for n, b in model.named_buffers() if "correction_bias" in n}
+    before = {n: b.clone() for n, b in model.named_buffers() if n.endswith(BIASES)}
     assert len(before) == len(find_routers(model)) and before.keys() <= model.state_dict().keys()
     chosen: list[torch.Tensor] = []
     for router in find_routers(model):
@@ -276,13 +295,16 @@ def cases() -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("world_size", "sp_size"), [(2, 1), (2, 2)])
-def test_ranks_do_not_matter(tmp_path: Path, world_size: int, sp_size: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "world_size", "sp_size"),
+    [("qwen3_moe", 2, 1), ("qwen3_moe", 2, 2), ("qwen3_5_moe_text", 2, 2)],
+)
+def test_ranks_do_not_matter(tmp_path: Path, kind: str, world_size: int, sp_size: int) -> None:
     """One rank against two, which have different tokens or halves of each sequence.
 
     Without sequence parallelism rank 0 and rank 1 have the sequences of one prompt each.
     """
-    path = save_tiny("qwen3_moe", tmp_path)
+    path = save_tiny(kind if kind == "qwen3_moe" else hybrid_config(kind), tmp_path)
     expected = run_ranks(ranks_body, 1, path, 1)[0]
     assert expected[0][1] != expected[1][1], "a shared token counts once"
     for results in run_ranks(ranks_body, world_size, path, sp_size):

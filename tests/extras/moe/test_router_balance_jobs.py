@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hybridengine.moe.router_balance import BIAS
+from hybridengine.moe.router_balance import BIASES
 from tests.extras.moe.moe_models import ARCHITECTURES, tiny_moe
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -72,7 +72,7 @@ def test_the_bias_reaches_the_engine_and_the_files(tmp_path: Path, kind: str) ->
     assert second[0] != second[1], "the bias changes the routes"
     assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in moved.rows)
     saved = weights_of(tmp_path / "run" / "final")
-    biases = [x for n, x in saved.items() if BIAS in n]
+    biases = [x for n, x in saved.items() if BIASES[0] in n]
     assert biases and all(0.25 < float(x.abs().max()) < 0.95 for x in biases), (
         "three updates of 0.3"
     )

@@ -45,7 +45,10 @@ def test_own_routes_are_bit_equal_in_any_order(moe: Any) -> None:
     with replay.record(LENGTH) as recorded:
         model(input_ids=ids, use_cache=False)
     routes = recorded.routes
-    assert routes.shape == (LENGTH, *replay.shape) and replay.shape == (2, TOP_K)
+    assert routes.shape == (LENGTH, *replay.shape) and replay.shape == (
+        model.config.num_hidden_layers,
+        TOP_K,
+    )
     sparse = sorted({router.layer for router in find_routers(model)})
     assert (routes[:, sparse] >= 0).all(), "every router is recorded"
     with replay.replay(routes.flip(-1)) as call:
