@@ -51,6 +51,29 @@ def differences(rank: int, world_size: int) -> dict[tuple[str, int], float]:
     return found
 
 
+def rotated_heads(rank: int, world_size: int) -> list[float]:
+    """Differences between all heads in one dimension, and by vLLM's operator for CPUs, in two."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+    from hybridengine.engine.vllm.post_load import writable_weights
+
+    with set_current_vllm_config(VllmConfig()), writable_weights():
+        layer = RotaryEmbedding(32, 32, 64, 1e4, True, torch.float32)
+        rotate = layer.forward_cpu
+    positions, query, key = torch.arange(9), torch.randn(9, 4, 32), torch.randn(9, 2, 32)
+    expected = layer.forward_native(positions, query.flatten(1), key.flatten(1))
+    ours = rotate(positions, query.clone(), key.clone())
+    alone, none = rotate(positions, query.clone().flatten(1))
+    assert none is None and [x.shape for x in ours] == [query.shape, key.shape]
+    pairs = zip([*ours, alone], [*expected, expected[0]], strict=True)
+    return [(x.flatten(1) - y).abs().max().item() for x, y in pairs]
+
+
+def test_heads_of_a_dimension_of_their_own_are_all_rotated() -> None:
+    assert max(run_ranks(rotated_heads, 1)[0]) < 1e-6  # of vLLM's own: above 1
+
+
 def test_the_angles_are_those_of_vllm() -> None:
     (found,) = run_ranks(differences, 1)
     for (kind, length), difference in found.items():

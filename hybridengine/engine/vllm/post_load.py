@@ -77,6 +77,7 @@ def quantizations() -> dict[str, Quantization]:
 @contextmanager
 def writable_weights() -> Iterator[PostLoadProcessing]:
     """While open, models that vLLM loads keep weights that can be written in place."""
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
     from vllm.model_executor.model_loader import base_loader
     from vllm.platforms.cpu import CpuPlatform
 
@@ -86,6 +87,8 @@ def writable_weights() -> Iterator[PostLoadProcessing]:
         stack.enter_context(patch.object(base_loader, "process_weights_after_loading", run))
         choose = staticmethod(_without_copies(CpuPlatform.get_attn_backend_cls))
         stack.enter_context(patch.object(CpuPlatform, "get_attn_backend_cls", choose))
+        rotate = _of_all_heads(RotaryEmbedding.forward_cpu)
+        stack.enter_context(patch.object(RotaryEmbedding, "forward_cpu", rotate))
         for quantization in quantizations().values():
             stack.enter_context(quantization.watched())
         yield post_load
@@ -102,6 +105,25 @@ def _without_copies(choose: Callable[..., str]) -> Callable[..., str]:
         return choose(selected, attn_selector_config=attn_selector_config, **options)
 
     return chosen
+
+
+def _of_all_heads(
+    rotate: Callable[..., tuple[Tensor, Any]],
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Return vLLM's rotary embedding on a CPU, also where heads are a dimension (MLA, LFM2).
+
+    Its operator takes the last dimension for all heads. A layer that is built keeps this one.
+    """
+
+    def rotated(
+        layer: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        if positions.ndim > 1:
+            return rotate(layer, positions, query, key)
+        flat = rotate(layer, positions, query.flatten(1), None if key is None else key.flatten(1))
+        return flat[0].view_as(query), None if key is None else flat[1].view_as(key)
+
+    return rotated
 
 
 class PostLoadProcessing:
