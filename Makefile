@@ -46,7 +46,7 @@ test-sanitized: setup ## Tests and random calls of the extension under sanitizer
 	@$(PY) -m tools.sanitize address --calls $(CALLS)
 	@$(PY) -m tools.sanitize thread
 
-test-architectures: setup ## Reshard 83 architectures against vLLM's loader; docs/architectures.md
+test-architectures: setup ## Reshard 86 architectures against vLLM's loader; docs/architectures.md
 	@$(PY) -m pytest -q tests/architectures/all_architectures.py
 
 test-dropins: setup ## Run verl's, TRL's and others' own tests with ours in place; docs/dropins.md

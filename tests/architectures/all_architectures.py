@@ -26,7 +26,10 @@ NOT_LOADABLE = {
     "bamba": "vLLM model and loader",
     "dbrx": "vLLM model and loader",
     "internlm2": "transformers config",
+    "kimi_linear": "vLLM model and loader",
+    "minimax": "vLLM model and loader",
     "mpt": "vLLM config",
+    "olmo_hybrid": "vLLM model and loader",
 }
 
 

@@ -190,6 +190,18 @@ CATALOGUE: dict[str, Entry] = {
     "minimax_m2": _text(
         "minimax_m2", **_MOE, rotary_dim=16, scoring_func="sigmoid", use_routing_bias=True
     ),
+    "olmo_hybrid": _text("olmo_hybrid", **_LINEAR_ATTENTION),
+    "kimi_linear": _text(
+        "kimi_linear",
+        **_MOE,
+        **dict(linear_num_heads=4, linear_head_dim=32, n_routed_experts=4, n_shared_experts=1),
+        **dict(layer_types=["linear_attention", "full_attention"], n_group=1, topk_group=1),
+        **dict(mlp_layer_types=["dense", "sparse"], q_lora_rank=None, kv_lora_rank=64),
+        **dict(qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, num_key_value_heads=4),
+    ),
+    "minimax": _text(
+        "minimax", **_MOE, layer_types=["linear_attention", "full_attention"], block_size=8
+    ),
     "lfm2": _text(
         "lfm2",
         conv_dim=128,

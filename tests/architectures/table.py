@@ -6,6 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
+from hybridengine.hybrid.engine import cpu_obstacle
+from hybridengine.hybrid.layers import MODEL_TYPES
+from hybridengine.model.validation import carried_state, packing_obstacle
+from tests.architectures.catalogue import CATALOGUE
 from tests.architectures.sweep import Outcome
 
 __all__ = ["is_exact", "render"]
@@ -48,22 +52,35 @@ def render(results: Mapping[int, Mapping[str, Sequence[Outcome]]]) -> str:
         "from which the loader computes weights; they are gathered in full and passed to it at "
         "every sync. Variants of an architecture have their own rows. Where torchvision is "
         "missing, an empty stub lets vLLM import the models that need it (vision, and qwen3_5); "
-        "the tests process no images.",
-        "",
-        "A type that vLLM serves by its Transformers backend (olmo2, olmo3, smollm3, seed_oss, "
-        "glm, phi, gpt_neox, starcoder2 and others) trains as the others do: the engine derives a "
-        "class of its own from that of transformers, and the trained model has the original one "
+        "the tests process no images. Packed: the trainer takes the model in packed batches. A "
+        "note on CPUs: the weights arrive, but vLLM's build for CPUs cannot run the model ([hybrid "
+        "models](hybrid.md)). A type that vLLM serves by its Transformers backend (olmo2, olmo3, "
+        "smollm3, seed_oss, glm, phi, gpt_neox, starcoder2 and others) trains as the others do. "
+        "The engine derives its own class from the one of transformers; the trained model keeps "
+        "the original class "
         "(`tests/engine/test_transformers_backend.py`).",
         "",
-        f"| architecture | transformers class | {' | '.join(f'TP {tp}' for tp in sizes)} | notes |",
-        f"|---|---|{'---|' * len(sizes)}---|",
+        "| architecture | transformers class | packed | "
+        f"{' | '.join(f'TP {tp}' for tp in sizes)} | notes |",
+        f"|---|---|---|{'---|' * len(sizes)}---|",
     ]
     for name in names:
         per_size = {tp: results[tp][name] for tp in sizes}
         cells = " | ".join(_cell(outcomes) for outcomes in per_size.values())
         model_class = per_size[sizes[0]][0].model_class
-        lines.append(f"| {name} | {model_class} | {cells} | {_notes(per_size)} |")
+        packed, cpu_note = _facts(name) if model_class else ("no", "")
+        notes = "; ".join(filter(None, (_notes(per_size), cpu_note)))
+        lines.append(f"| {name} | {model_class} | {packed} | {cells} | {notes} |")
     return "\n".join(lines) + "\n"
+
+
+def _facts(name: str) -> tuple[str, str]:
+    """Return whether the trainer packs a model, and why vLLM on a CPU does not run it, if so."""
+    config = CATALOGUE[name].config()
+    stateful = carried_state(config) is not None
+    obstacle = cpu_obstacle(config) if stateful and config.model_type in MODEL_TYPES else None
+    packed = "no" if packing_obstacle(config) else "yes"
+    return packed, f"on CPUs: vLLM, {obstacle}" if obstacle else ""
 
 
 def _cell(outcomes: Sequence[Outcome]) -> str:

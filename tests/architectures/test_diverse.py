@@ -41,12 +41,15 @@ def test_the_table_shows_errors_and_unequal_tensors() -> None:
     )
     wrong = Outcome("phi", "Phi", "", "", 9, unequal=["layers.3.bias"])
     error = "ValidationError: 1 validation error for ModelConfig\n  Value error, no | [type=x]"
-    stopped = Outcome("mpt", "Mpt", "vLLM config", error)
+    stopped = Outcome("bamba", "Bamba", "vLLM config", error)
     results = {tp: {o.architecture: [o] for o in (right, slow, wrong, stopped)} for tp in (1, 2)}
     results[2]["llama"] = [right, Outcome("llama", "Llama", "", "", 15, ["x.1.y"])]
     table = render(results)
-    assert "| llama | Llama | exact (15) | **wrong** | TP 2: unequal: x.*.y |" in table
+    assert "| llama | Llama | yes | exact (15) | **wrong** | TP 2: unequal: x.*.y |" in table
     assert "| exact + fallback (9) | exact + fallback (9) | `l.*.A_log`: exp |" in table
-    assert "| phi | Phi | **wrong** | **wrong** | unequal: layers.*.bias |" in table
-    assert "| mpt | Mpt | no | no | vLLM config: no \\| |" in table
+    assert "| phi | Phi | yes | **wrong** | **wrong** | unequal: layers.*.bias |" in table
+    assert (
+        "| bamba | Bamba | yes | no | no | vLLM config: no \\|; on CPUs: vLLM, which has no model"
+        in table
+    )
     assert "Of 4 architectures 1 are exact at TP 1, 2" in table
