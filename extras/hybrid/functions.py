@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from hybridengine.hybrid.segments import Segments
+from hybridengine.hybrid.segments import Segments, Share
 from hybridengine.kernels import causal_conv1d, linear_recurrence
 from hybridengine.model.attention import gather_heads_scatter_seq
 from hybridengine.run.errors import ModelError
@@ -56,21 +56,26 @@ def packed_row(x: Tensor) -> Tensor:
     return x[0]
 
 
+def _share() -> Share | None:
+    """Where ranks share the batch, what this one has of it."""
+    return None if RUNNING.segments is None else RUNNING.segments.share
+
+
 def _gather_tokens(*tensors: Tensor) -> Sequence[Tensor]:
     """[T, H, ...]: where ranks share the batch, all tokens of the heads of this rank."""
-    share = RUNNING.segments.share
+    share = _share()
     return tensors if share is None else share.gather_tokens(*tensors)
 
 
 def _scatter_tokens(out: Tensor) -> Tensor:
     """[T, H, D]: the tokens of this rank, of all heads."""
-    share = RUNNING.segments.share
+    share = _share()
     return out if share is None else gather_heads_scatter_seq(out, share.group)
 
 
 def _own_heads(x: Tensor) -> Tensor:
     """[H, ...]: the heads of this rank."""
-    share = RUNNING.segments.share
+    share = _share()
     return x if share is None else x.chunk(share.group.size())[share.group.rank()]
 
 
@@ -87,7 +92,7 @@ def _convolution(
         return original(hidden_states, weight, bias, activation=activation, **options)
     silu = activation in ("silu", "swish")
     x = packed_row(hidden_states).t()  # the layer's own order in memory
-    if (share := RUNNING.segments.share) is not None:
+    if (share := _share()) is not None:
         segments = share.of_convolution(x, weight.shape[1])
     out = causal_conv1d(x, weight, bias, activation="silu" if silu else None, **segments)
     if activation is not None and not silu:

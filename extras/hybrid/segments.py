@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridengine.model.attention import exchange, gather_seq_scatter_heads
 from hybridengine.run.errors import ModelError
 
-__all__ = ["Segments", "find_segments"]
+__all__ = ["Segments", "Share", "find_segments"]
 
 
 class Segments:
@@ -113,16 +113,12 @@ class Share:
         self.sent, self.before = sent.flatten().to(device), places[before].to(device)
         _mark_dynamic(self.cu_seqlens, self.parents, self.sent, self.before)
 
-    def of_convolution(self, x: Tensor, width: int) -> dict[str, Tensor]:
+    def of_convolution(self, x: Tensor, width: int) -> dict[str, Any]:
         """Return what `causal_conv1d` takes besides x [T / s, C]; width: of its weight."""
         sent = x[self.sent].unflatten(0, (self.group.size(), -1))
         received = torch.cat([x.new_zeros(1, x.shape[1]), exchange(sent, self.group).flatten(0, 1)])
         before = received[self.before[:, _ROWS + 1 - width :]]
-        return {
-            "cu_seqlens": self.cu_seqlens,
-            "parents": self.parents,
-            "initial_state": before,
-        }
+        return {"cu_seqlens": self.cu_seqlens, "parents": self.parents, "initial_state": before}
 
     def gather_tokens(self, *tensors: Tensor) -> list[Tensor]:
         """Exchange the T / s tokens of all heads for all tokens of 1 / s of the heads."""

@@ -82,10 +82,9 @@ def test_divided_batches_equal_one_process(tmp_path: Path, kinds: Iterable[str])
     run_ranks(body, 2, paths)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.multirank
-@pytest.mark.parametrize(
-    "kind", [pytest.param("qwen3_5_text", marks=pytest.mark.exhaustive), "mamba2"]
-)
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2"])
 def test_compiled_layers(tmp_path: Path, kind: str) -> None:
     hybrid_models(kind)[1].save_pretrained(tmp_path / "compiled")
     run_ranks(body, 2, [str(tmp_path / "compiled")])
