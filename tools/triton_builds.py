@@ -258,8 +258,8 @@ def _distillation(form: int, dtype: str, softcap: bool, capability: int) -> Usag
 
 def _sparse_linear(name: str, dtype: str, capability: int) -> Usage:
     kernel = getattr(sparse_triton, f"{name}_kernel")
-    types = dict.fromkeys(kernel.arg_names, "i32")
-    types |= dict.fromkeys(("hidden", "weight", "out"), f"*{dtype}")
+    types: dict[str, Any] = dict.fromkeys(kernel.arg_names, "i32")
+    types |= dict.fromkeys(("hidden", "weight"), (f"*{dtype}", "i32")) | {"out": f"*{dtype}"}
     types |= {"ids": "*i32", "ends": "*i32", "logits": "*fp32", "grad_logits": "*fp32"}
     types |= dict.fromkeys(("row", "vocab_range", "order", "begin"), "*i64")
     constants = _flags(kernel, ACCUMULATE=False, BLOCK=sparse_triton.BLOCK)

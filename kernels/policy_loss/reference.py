@@ -148,15 +148,7 @@ def _policy_gradient_terms(
         seq_advantages = sequences.mean(advantages, mask)
         if is_weights is not None:
             is_weights = sequences.mean(torch.log(is_weights + 1e-10), mask).exp()
-    terms = token_loss(
-        loss_mode,
-        log_probs,
-        old,
-        advantages,
-        options,
-        seq_log_ratio=seq_log_ratio,
-        seq_advantages=seq_advantages,
-        selected=selected,
-    )
+    tokens, of_sequences = (log_probs, old, advantages), (seq_log_ratio, seq_advantages)
+    terms = token_loss(loss_mode, tokens, options, *of_sequences, selected)
     loss = terms.loss if is_weights is None else terms.loss * is_weights
     return terms._replace(loss=zero_masked(loss, mask))

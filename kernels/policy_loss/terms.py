@@ -194,22 +194,21 @@ def _dppo_allows(
 
 def token_loss(
     mode: str,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
+    tokens: tuple[Tensor, Tensor, Tensor],
     options: LossOptions,
-    *,
     seq_log_ratio: Tensor | None = None,
     seq_advantages: Tensor | None = None,
     selected: Tensor | None = None,
 ) -> TokenTerms:
     """Compute one row of the table above; all tensors are [T].
 
+    tokens: log-probs, old log-probs and advantages.
     seq_log_ratio: mean over the token's sequence of x (gspo, seq_sapo; without gradient) or of
       `gmpo_log_ratio` (gmpo; with its gradient).
     seq_advantages: mean advantage of the token's sequence (gmpo).
     selected: bool, the tokens that `select_by_covariance` chose (clip_cov, kl_cov).
     """
+    log_probs, old_log_probs, advantages = tokens
     x = clamped_log_ratio(log_probs, old_log_probs)
     ratio = x.exp()
     clipped = lower = torch.zeros_like(x, dtype=torch.bool)

@@ -18,27 +18,14 @@ BLOCK = 1024  # elements of a row at a time
 
 
 @triton.jit
-def logits_kernel(
-    hidden,
-    weight,
-    ids,
-    row,
-    vocab_range,
-    logits,
-    hidden_stride,
-    weight_stride,
-    width,
-    vocab,
-    SLICED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def logits_kernel(hidden, weight, ids, row, vocab_range, logits, width, vocab, BLOCK: tl.constexpr):
     entry = tl.program_id(0).to(tl.int64)
     local = tl.load(ids + entry).to(tl.int64)
-    if SLICED:
+    if vocab_range is not None:
         local -= tl.load(vocab_range)
     inside = (local >= 0) & (local < vocab)
-    a = hidden + tl.load(row + entry).to(tl.int64) * hidden_stride
-    b = weight + tl.where(inside, local, 0) * weight_stride
+    a = hidden[0] + tl.load(row + entry).to(tl.int64) * hidden[1]
+    b = weight[0] + tl.where(inside, local, 0) * weight[1]
     end = tl.where(inside, width, 0)
     total = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, width, BLOCK):
@@ -50,27 +37,17 @@ def logits_kernel(
 
 @triton.jit
 def hidden_grad_kernel(
-    weight,
-    ids,
-    ends,
-    vocab_range,
-    grad_logits,
-    out,
-    weight_stride,
-    width,
-    vocab,
-    SLICED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    weight, ids, ends, vocab_range, grad_logits, out, width, vocab, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
-    first = tl.load(vocab_range) if SLICED else 0
+    first = tl.load(vocab_range) if vocab_range is not None else 0
     for entry in range(tl.load(ends + row), tl.load(ends + row + 1)):
         local = tl.load(ids + entry).to(tl.int64) - first
         grad = tl.load(grad_logits + entry)
         used = (local >= 0) & (local < vocab) & (grad != 0)
-        source = weight + tl.where(used, local, 0) * weight_stride + columns
+        source = weight[0] + tl.where(used, local, 0) * weight[1] + columns
         value = tl.load(source, columns < tl.where(used, width, 0), 0.0).to(tl.float32)
         total += tl.where(used, grad, 0.0) * value
     tl.store(out + row * width + columns, total.to(out.dtype.element_ty), columns < width)
@@ -84,7 +61,6 @@ def weight_grad_kernel(
     begin,
     grad_logits,
     out,
-    hidden_stride,
     width,
     ACCUMULATE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -101,7 +77,7 @@ def weight_grad_kernel(
     for i in range(first, last):
         entry = tl.load(order + i)
         grad = tl.load(grad_logits + entry)
-        source = hidden + tl.load(row + entry).to(tl.int64) * hidden_stride + columns
+        source = hidden[0] + tl.load(row + entry).to(tl.int64) * hidden[1] + columns
         value = tl.load(source, columns < tl.where(grad != 0, width, 0), 0.0).to(tl.float32)
         total += grad * value
     tl.store(target, total.to(out.dtype.element_ty), columns < end)
@@ -116,22 +92,9 @@ def logits(
 ) -> Tensor:
     out = hidden.new_empty(ids.shape[0], dtype=torch.float32)
     if out.numel():
-        launch(
-            logits_kernel,
-            (ids.shape[0],),
-            hidden,
-            weight,
-            ids,
-            row,
-            first,
-            out,
-            hidden.stride(0),
-            weight.stride(0),
-            hidden.shape[1],
-            weight.shape[0],
-            first is not None,
-            _block(hidden.shape[1]),
-        )
+        vocab, width = weight.shape
+        operands = ((hidden, hidden.stride(0)), (weight, weight.stride(0)), ids, row, first)
+        launch(logits_kernel, (ids.shape[0],), *operands, out, width, vocab, _block(width))
     return out
 
 
@@ -141,21 +104,9 @@ def hidden_grad(
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     (rows, width), block = hidden.shape, _block(hidden.shape[1])
     if out.numel():
-        launch(
-            hidden_grad_kernel,
-            (rows, ceil_div(width, block)),
-            weight,
-            ids,
-            ends,
-            first,
-            grad,
-            out,
-            weight.stride(0),
-            width,
-            weight.shape[0],
-            first is not None,
-            block,
-        )
+        operands = ((weight, weight.stride(0)), ids, ends, first, grad, out)
+        grid = (rows, ceil_div(width, block))
+        launch(hidden_grad_kernel, grid, *operands, width, weight.shape[0], block)
     return out
 
 
@@ -165,17 +116,5 @@ def weight_grad(
     """order: entries sorted by id, stably. begin: [V + 1], where each id's begin in `order`."""
     (vocab, width), block = out.shape, _block(out.shape[1])
     if out.numel():
-        launch(
-            weight_grad_kernel,
-            (vocab, ceil_div(width, block)),
-            hidden,
-            row,
-            order,
-            begin,
-            grad,
-            out,
-            hidden.stride(0),
-            width,
-            add,
-            block,
-        )
+        operands = ((hidden, hidden.stride(0)), row, order, begin, grad, out)
+        launch(weight_grad_kernel, (vocab, ceil_div(width, block)), *operands, width, add, block)

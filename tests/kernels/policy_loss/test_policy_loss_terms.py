@@ -22,7 +22,7 @@ def one_token(mode, a, log_p, log_old, **sequence):
     x = torch.tensor([log_p], dtype=torch.float64, requires_grad=True)
     rest = (torch.tensor([v], dtype=torch.float64) for v in (log_old, a))
     sequence = {k: torch.tensor([v]) for k, v in sequence.items()}
-    terms = token_loss(mode, x, *rest, OPTIONS, **sequence)
+    terms = token_loss(mode, (x, *rest), OPTIONS, **sequence)
     gradient = torch.autograd.grad(terms.loss.sum(), x)[0].item()
     return terms.loss.item(), gradient, bool(terms.clipped), bool(terms.clipped_lower)
 
