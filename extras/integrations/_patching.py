@@ -42,15 +42,6 @@ class Replacement:
     group: str
 
 
-def replacements(package: str, groups: Mapping[str, Mapping[str, Any]]) -> list[Replacement]:
-    """Return the replacements of `package`, given by group and target within the package."""
-    return [
-        Replacement(f"{package}.{path}", function, group)
-        for group, functions in groups.items()
-        for path, function in functions.items()
-    ]
-
-
 @dataclass(frozen=True)
 class _Applied:
     replacement: Replacement
@@ -67,8 +58,9 @@ class Patches:
     Args:
         package: name of the package as it is imported.
         versions: a version specifier, ">=0.9,<0.10": releases whose functions were compared.
-        replacements: the replacements, in the order in which they are applied.
-        default_groups: the groups that `patch()` without arguments replaces.
+        groups: by group and target within the package, the functions in the order in which they
+            are applied.
+        default_groups: the groups that `patch()` without arguments replaces; (): all.
         distribution: name of the package as it is installed, where that is another one.
     """
 
@@ -76,19 +68,19 @@ class Patches:
         self,
         package: str,
         versions: str,
-        replacements: Sequence[Replacement],
-        default_groups: Sequence[str],
+        groups: Mapping[str, Mapping[str, Any]],
+        default_groups: Sequence[str] = (),
         distribution: str = "",
     ) -> None:
-        self.package, self.versions = package, SpecifierSet(versions)
-        self.replacements, self.default_groups = tuple(replacements), tuple(default_groups)
+        self.package, self.versions, self.groups = package, SpecifierSet(versions), tuple(groups)
+        self.replacements = tuple(
+            Replacement(f"{package}.{target}", function, group)
+            for group, functions in groups.items()
+            for target, function in functions.items()
+        )
+        self.default_groups = tuple(default_groups) or self.groups
         self.distribution = distribution or package
         self._applied: list[_Applied] = []
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """The names of all groups."""
-        return tuple(dict.fromkeys(r.group for r in self.replacements))
 
     def patch(self, *groups: str) -> None:
         """Replace the functions of `groups` (default: the default groups); again does nothing.
@@ -130,7 +122,8 @@ class Patches:
         self._applied = []
 
     def original(self, target: str) -> Any:
-        """Return what ours stands for at `target` of a patched package, to call it from ours."""
+        """Return what ours stands for at `target` of the patched package, to call it from ours."""
+        target = f"{self.package}.{target}"
         return next(a.original for a in self._applied if a.replacement.target == target)
 
     @contextmanager

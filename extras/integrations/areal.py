@@ -27,12 +27,12 @@ from hybridengine.run.messages import broadcast_value, run_on_all_ranks, run_on_
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.weight_target import ReshardError
 
-from ._patching import Patches, Replacement
+from ._patching import Patches
 
 __all__ = ["patch", "patched", "unpatch"]
 
-_ENGINE = "areal.engine.fsdp_engine.FSDPEngine"
-_CONFIG = "areal.api.cli_args.vLLMConfig"
+_ENGINE = "engine.fsdp_engine.FSDPEngine"
+_CONFIG = "api.cli_args.vLLMConfig"
 _SERVER = "hybridengine.integrations.areal_server"
 _TIMEOUT_S = 300.0
 _on_rank0 = partial(run_on_rank0, error_type=ReshardError)
@@ -134,12 +134,7 @@ _OURS: dict[str, Callable[..., Any]] = {
     f"{_CONFIG}.build_args": staticmethod(build_args),
     f"{_CONFIG}.build_cmd_from_args": staticmethod(build_cmd_from_args),
 }
-_PATCHES = Patches(
-    "areal",
-    ">=1.0,<1.1",
-    [Replacement(target, function, "weight_sync") for target, function in _OURS.items()],
-    default_groups=("weight_sync",),
-)
+_PATCHES = Patches("areal", ">=1.0,<1.1", {"weight_sync": _OURS})
 patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched
 
 

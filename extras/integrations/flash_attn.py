@@ -22,7 +22,7 @@ from hybridengine.kernels import _check as check
 from hybridengine.kernels import cross_entropy, pack
 from hybridengine.kernels.packing import inverse_order, move_rows
 
-from ._patching import Patches, replacements
+from ._patching import Patches
 
 __all__ = [
     "CrossEntropyLoss",
@@ -257,8 +257,7 @@ _CROSS_ENTROPY: dict[str, Callable[..., Any]] = {
 _PATCHES = Patches(
     "flash_attn",
     ">=2.7,<3",
-    replacements("flash_attn", {"padding": _PADDING, "cross_entropy": _CROSS_ENTROPY}),
-    default_groups=("padding", "cross_entropy"),
+    {"padding": _PADDING, "cross_entropy": _CROSS_ENTROPY},
     distribution="flash-attn",
 )
 patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

@@ -37,7 +37,7 @@ from hybridengine.kernels import (
     token_log_probs,
 )
 
-from ._patching import Patches, Replacement, replacements
+from ._patching import Patches
 
 __all__ = [
     "ChunkedDistributedEntropy",
@@ -314,19 +314,21 @@ def _pack_implementation(self: Any, sequence_lengths: list[int]) -> list[list[in
     return balance_by_tokens(sequence_lengths, self.bin_capacity)
 
 
-def _replacements() -> list[Replacement]:
-    functions = (
-        DistributedLogprob,
-        ChunkedDistributedLogprob,
-        ChunkedDistributedGatherLogprob,
-        ChunkedDistributedEntropy,
-        ChunkedDistributedHiddenStatesToLogprobs,
-    )
-    packer = "data.packing.algorithms.ModifiedFirstFitDecreasingPacker"
-    groups: dict[str, dict[str, Any]] = {
+# Of the releases that our functions were compared with.
+NemoPatches = partial(Patches, "nemo_rl", ">=0.6,<0.8", distribution="nemo-rl")
+_FUNCTIONS = (
+    DistributedLogprob,
+    ChunkedDistributedLogprob,
+    ChunkedDistributedGatherLogprob,
+    ChunkedDistributedEntropy,
+    ChunkedDistributedHiddenStatesToLogprobs,
+)
+_PACKER = "data.packing.algorithms.ModifiedFirstFitDecreasingPacker"
+_PATCHES = NemoPatches(
+    {
         "log_probs": {
             f"distributed.model_utils.{ours.__name__}.{name}": vars(ours)[name]
-            for ours in functions
+            for ours in _FUNCTIONS
             for name in ("forward", "backward")
         },
         "advantages": {
@@ -334,12 +336,8 @@ def _replacements() -> list[Replacement]:
                 calculate_baseline_and_std_per_prompt
             )
         },
-        "packing": {f"{packer}._pack_implementation": _pack_implementation},
-    }
-    return replacements("nemo_rl", groups)
-
-
-# Of the releases that our functions were compared with.
-NemoPatches = partial(Patches, "nemo_rl", ">=0.6,<0.8", distribution="nemo-rl")
-_PATCHES = NemoPatches(_replacements(), ("log_probs", "advantages"))
+        "packing": {f"{_PACKER}._pack_implementation": _pack_implementation},
+    },
+    default_groups=("log_probs", "advantages"),
+)
 patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

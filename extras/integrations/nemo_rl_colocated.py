@@ -29,7 +29,6 @@ import torch.distributed as dist
 from hybridengine.run.activity import this_process
 from hybridengine.run.messages import SignedStore, broadcast_value
 
-from ._patching import Replacement
 from .nemo_rl import NemoPatches
 
 __all__ = ["SendsShards", "patch", "patched", "receive_in_workers", "unpatch"]
@@ -39,10 +38,9 @@ _THEIRS = {  # policy worker → its module
     "DTensorPolicyWorker": f"{_WORKERS}.dtensor_policy_worker",
     "DTensorPolicyWorkerV2": f"{_WORKERS}.dtensor_policy_worker_v2",
 }
-_RESOLVE = "nemo_rl.models.policy.utils.resolve_policy_worker_cls"
+_RESOLVE = "models.policy.utils.resolve_policy_worker_cls"
 _RECEIVE = (
-    "nemo_rl.models.generation.vllm.vllm_backend.VllmInternalWorkerExtension."
-    "update_weights_via_ipc_zmq"
+    "models.generation.vllm.vllm_backend.VllmInternalWorkerExtension.update_weights_via_ipc_zmq"
 )
 _KEY = "hybridengine"  # of what `prepare_refit_info` returns: where the trainers are
 
@@ -158,10 +156,10 @@ def _join(info: dict[str, Any]) -> Any:
 
 
 _PATCHES = NemoPatches(
-    [
-        Replacement(_RESOLVE, resolve_policy_worker_cls, "driver"),
-        Replacement(_RECEIVE, update_weights_via_ipc_zmq, "engine"),
-    ],
+    {
+        "driver": {_RESOLVE: resolve_policy_worker_cls},
+        "engine": {_RECEIVE: update_weights_via_ipc_zmq},
+    },
     default_groups=("driver",),
 )
 patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

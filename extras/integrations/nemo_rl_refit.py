@@ -32,7 +32,6 @@ from hybridengine.remote.vllm_transfer.engine_sender import EngineSender, module
 from hybridengine.run.messages import broadcast_value
 from hybridengine.sync.layout import LayoutError
 
-from ._patching import Replacement
 from .nemo_rl import NemoPatches
 
 __all__ = ["ReshardEngine", "check_policy", "patch"]
@@ -177,18 +176,17 @@ async def _update_weights_from_checkpoint_engine_async(self: Any) -> bool:
     return True
 
 
-_POLICY = "nemo_rl.models.policy.workers.checkpoint_engine.PolicyCheckpointEngineMixin"
-_WORKER = "nemo_rl.models.generation.vllm.checkpoint_engine.VllmCheckpointEngineMixin"
+_POLICY = "models.policy.workers.checkpoint_engine.PolicyCheckpointEngineMixin"
+_WORKER = "models.generation.vllm.checkpoint_engine.VllmCheckpointEngineMixin"
 _SEND, _UPDATE = (
     "send_weights_via_checkpoint_engine",
     "_update_weights_from_checkpoint_engine_async",
 )
 _PATCHES = NemoPatches(
-    [
-        Replacement(f"{_POLICY}.{_SEND}", send_weights_via_checkpoint_engine, "policy"),
-        Replacement(f"{_WORKER}.{_UPDATE}", _update_weights_from_checkpoint_engine_async, "engine"),
-    ],
-    default_groups=("policy", "engine"),
+    {
+        "policy": {f"{_POLICY}.{_SEND}": send_weights_via_checkpoint_engine},
+        "engine": {f"{_WORKER}.{_UPDATE}": _update_weights_from_checkpoint_engine_async},
+    }
 )
 
 

@@ -34,7 +34,7 @@ from hybridengine.kernels import (
     value_loss,
 )
 
-from ._patching import Patches, Replacement, replacements
+from ._patching import Patches
 from .flash_attn import as_apply, index_first_axis, pad_input, unpad_input
 
 __all__ = [
@@ -332,9 +332,11 @@ class ValueLoss(torch.nn.Module):
         return loss if total is None else loss * dp_size
 
 
-def _replacements() -> list[Replacement]:
-    maker = "trainer.ppo_utils.experience_maker.RemoteExperienceMaker"
-    groups: dict[str, dict[str, Any]] = {
+_MAKER = "trainer.ppo_utils.experience_maker.RemoteExperienceMaker"
+_PATCHES = Patches(
+    "openrlhf",
+    ">=0.11,<0.12",
+    {
         "log_probs": {
             "models.utils.log_probs_from_logits": log_probs_from_logits,
             "models.utils.compute_entropy": compute_entropy,
@@ -345,8 +347,8 @@ def _replacements() -> list[Replacement]:
             "models.ring_attn_utils.index_first_axis": as_apply(index_first_axis),
         },
         "advantages": {
-            f"{maker}.get_advantages_and_returns": get_advantages_and_returns,
-            f"{maker}.get_cumulative_returns": get_cumulative_returns,
+            f"{_MAKER}.get_advantages_and_returns": get_advantages_and_returns,
+            f"{_MAKER}.get_cumulative_returns": get_cumulative_returns,
         },
         "balance": {
             "utils.seqlen_balancing.get_seqlen_balanced_partitions": get_seqlen_balanced_partitions,
@@ -359,14 +361,7 @@ def _replacements() -> list[Replacement]:
             "models.loss.ValueLoss.forward": ValueLoss.forward,
             "models.loss.GPTLMLoss.forward": GPTLMLoss.forward,
         },
-    }
-    return replacements("openrlhf", groups)
-
-
-_PATCHES = Patches(
-    "openrlhf",
-    ">=0.11,<0.12",
-    _replacements(),
+    },
     default_groups=("log_probs", "padding", "advantages", "balance"),
 )
 patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

@@ -19,12 +19,12 @@ from typing import Any
 from hybridengine.run.messages import broadcast_value, run_on_all_ranks
 from hybridengine.sync.layout import LayoutError
 
-from ._patching import Patches, Replacement
+from ._patching import Patches
 
 __all__ = ["patch", "patched", "unpatch"]
 
-_SYNC = "skyrl.backends.skyrl_train.weight_sync"
-_RAY = "skyrl.train.utils.utils.initialize_ray"
+_SYNC = "backends.skyrl_train.weight_sync"
+_RAY = "train.utils.utils.initialize_ray"
 
 
 def get_vllm_receive_backend(weight_sync_backend: str, colocate_all: bool) -> str:
@@ -121,13 +121,12 @@ def initialize_ray(cfg: Any) -> None:
 _PATCHES = Patches(
     "skyrl",
     ">=0.4,<0.5",
-    [
-        Replacement(f"{_SYNC}.get_vllm_receive_backend", get_vllm_receive_backend, "weight_sync"),
-        Replacement(
-            f"{_SYNC}.weight_senders.build_trainer_engine", build_trainer_engine, "weight_sync"
-        ),
-        Replacement(_RAY, initialize_ray, "weight_sync"),
-    ],
-    default_groups=("weight_sync",),
+    {
+        "weight_sync": {
+            f"{_SYNC}.get_vllm_receive_backend": get_vllm_receive_backend,
+            f"{_SYNC}.weight_senders.build_trainer_engine": build_trainer_engine,
+            _RAY: initialize_ray,
+        }
+    },
 )
 patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from hybridengine.hybrid import pack_linear_attention, refuse_packed
 from hybridengine.integrations._lm_head import OutputHead, rows_of_labels
-from hybridengine.integrations._patching import Patches, Replacement
+from hybridengine.integrations._patching import Patches
 from hybridengine.kernels import linear_cross_entropy, token_log_probs
 
 __all__ = [
@@ -157,12 +157,9 @@ def _items(num_items_in_batch: Tensor | int | None, kept: Tensor) -> Tensor | in
 _PATCHES = Patches(
     "transformers",
     ">=5.17,<5.20",
-    [
-        Replacement("transformers.loss.loss_utils.ForCausalLMLoss", ForCausalLMLoss, "loss"),
-        Replacement(
-            "transformers.trainer_pt_utils.LabelSmoother.__call__", smoothed_loss, "label_smoothing"
-        ),
-    ],
-    default_groups=("loss", "label_smoothing"),
+    {
+        "loss": {"loss.loss_utils.ForCausalLMLoss": ForCausalLMLoss},
+        "label_smoothing": {"trainer_pt_utils.LabelSmoother.__call__": smoothed_loss},
+    },
 )
 patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.integrations._patching import Patches, Replacement
+from hybridengine.integrations._patching import Patches
 from tools import dropins, dropins_plugin
 
 REPORT = """<testsuites><testsuite>
@@ -70,11 +70,8 @@ def test_the_plugin_counts_calls(monkeypatch, tmp_path):
     exec("def f(x): return x\nclass C:\n    @staticmethod\n    def s(x): return x", vars(host))
     monkeypatch.setitem(sys.modules, "dropinhost", host)
     adapter = types.ModuleType("hybridengine.integrations.dropinhost")
-    replacements = [
-        Replacement("dropinhost.f", lambda x: ("ours", x), "all"),
-        Replacement("dropinhost.C.s", staticmethod(lambda x: ("ours", x)), "all"),
-    ]
-    patches = Patches("dropinhost", ">=0", replacements, ["all"], distribution="packaging")
+    ours = {"f": lambda x: ("ours", x), "C.s": staticmethod(lambda x: ("ours", x))}
+    patches = Patches("dropinhost", ">=0", {"all": ours}, distribution="packaging")
     adapter.patch = patches.patch
     monkeypatch.setitem(sys.modules, adapter.__name__, adapter)
     monkeypatch.setenv("HYBRIDENGINE_DROPIN", "dropinhost")

@@ -16,7 +16,7 @@ The groups of `patch(*groups)`:
     cross_entropy   fused linear cross-entropy: what Liger's autograd function of it computes
 """
 
-from .._patching import Patches, Replacement, replacements
+from .._patching import Patches
 from .cross_entropy import (
     CrossEntropyOutput,
     LigerFusedLinearCrossEntropyLoss,
@@ -57,38 +57,32 @@ __all__ = [
 liger_fused_linear_grpo = LigerFusedLinearGRPOFunction.apply
 
 
-def _replacements() -> list[Replacement]:
-    ppo, paired = vars(LigerFusedLinearPPOBase), vars(LigerFusedLinearPreferenceBase)
-    unpaired = vars(LigerFusedLinearUnpairedPreferenceBase)
-    chunked, linear = "chunked_loss.fused_linear", "ops.fused_linear"
-    groups = {
+_ppo, _paired = vars(LigerFusedLinearPPOBase), vars(LigerFusedLinearPreferenceBase)
+_unpaired = vars(LigerFusedLinearUnpairedPreferenceBase)
+_CHUNKED, _CROSS_ENTROPY = "chunked_loss.fused_linear", "ops.fused_linear_cross_entropy"
+_PATCHES = Patches(
+    "liger_kernel",
+    ">=0.8.5,<0.9",
+    {
         "log_probs": {
-            f"{chunked}_ppo.LigerFusedLinearPPOBase.forward": ppo["forward"],
-            f"{chunked}_ppo.LigerFusedLinearPPOBase.chunk_forward": ppo["chunk_forward"],
-            f"{chunked}_preference.LigerFusedLinearPreferenceBase.forward": paired["forward"],
-            f"{chunked}_unpaired_preference.LigerFusedLinearUnpairedPreferenceBase.forward": (
-                unpaired["forward"]
+            f"{_CHUNKED}_ppo.LigerFusedLinearPPOBase.forward": _ppo["forward"],
+            f"{_CHUNKED}_ppo.LigerFusedLinearPPOBase.chunk_forward": _ppo["chunk_forward"],
+            f"{_CHUNKED}_preference.LigerFusedLinearPreferenceBase.forward": _paired["forward"],
+            f"{_CHUNKED}_unpaired_preference.LigerFusedLinearUnpairedPreferenceBase.forward": (
+                _unpaired["forward"]
             ),
             "ops.grpo_loss.fused_selective_log_softmax": fused_selective_log_softmax,
         },
         "policy_loss": {"transformers.grpo_loss.triton_grpo_loss": triton_grpo_loss},
         "cross_entropy": {
-            f"{linear}_cross_entropy.fused_linear_cross_entropy_forward": (
+            f"{_CROSS_ENTROPY}.fused_linear_cross_entropy_forward": (
                 fused_linear_cross_entropy_forward
             ),
-            f"{linear}_cross_entropy.fused_linear_cross_entropy_backward": (
+            f"{_CROSS_ENTROPY}.fused_linear_cross_entropy_backward": (
                 fused_linear_cross_entropy_backward
             ),
         },
-    }
-    return replacements("liger_kernel", groups)
-
-
-_PATCHES = Patches(
-    "liger_kernel",
-    ">=0.8.5,<0.9",
-    _replacements(),
-    default_groups=("log_probs", "policy_loss", "cross_entropy"),
+    },
     distribution="liger-kernel",
 )
 patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

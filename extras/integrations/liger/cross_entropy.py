@@ -56,17 +56,16 @@ def _losses(
     """Compute (loss, z-loss), reduced; the loss contains the z-loss."""
     hidden, weight, bias = head_operands(hidden, weight, bias)
     one_pass = options.ce_weight is None and not options.use_token_scaling
+    of_head: Any = {"bias": bias, "softcap": options.softcap, "ignore_index": options.ignore_index}
     if options.ce_weight is None:
         losses, z_losses = linear_cross_entropy(
             hidden,
             weight,
             target,
-            bias=bias,
-            softcap=options.softcap,
-            ignore_index=options.ignore_index,
             label_smoothing=options.label_smoothing,
             lse_square_scale=options.lse_square_scale,
             reduction=options.reduction if one_pass else "none",
+            **of_head,
         )
         if one_pass:
             return losses, z_losses
@@ -76,14 +75,7 @@ def _losses(
         losses, z_losses = _weighted_losses(hidden, weight, target, bias, options)
     if options.use_token_scaling:
         with torch.no_grad():
-            log_probs, _ = linear_token_log_probs(
-                hidden,
-                weight,
-                target,
-                bias=bias,
-                softcap=options.softcap,
-                ignore_index=options.ignore_index,
-            )
+            log_probs, _ = linear_token_log_probs(hidden, weight, target, **of_head)
         losses, z_losses = losses * log_probs.exp(), z_losses * log_probs.exp()
     if options.reduction == "none":
         return losses, z_losses

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridengine.integrations._patching import Patches, Replacement, replacements
+from hybridengine.integrations._patching import Patches
 from hybridengine.integrations.trl.head import FusedCausalLMOutput, add_fused_lm_head
 from hybridengine.integrations.trl.log_probs import (
     ChunkedLogProbFunction,
@@ -46,9 +46,9 @@ __all__ = [
     "unpatch",
 ]
 
-_GRPO = "trl.trainer.grpo_trainer.GRPOTrainer._compute_loss"
-_VLLM = "trl.generation.vllm_generation.VLLMGeneration"
-_CLIENT = "trl.generation.vllm_client.VLLMClient.init_communicator"
+_GRPO = "trainer.grpo_trainer.GRPOTrainer._compute_loss"
+_VLLM = "generation.vllm_generation.VLLMGeneration"
+_CLIENT = "generation.vllm_client.VLLMClient.init_communicator"
 
 
 def _init_vllm(self: Any) -> None:
@@ -63,9 +63,9 @@ def _init_communicator(self: Any, device: Any = 0) -> None:
     init_communicator(self, device, _PATCHES.original(_CLIENT))
 
 
-def _async_sync(package: str, trainer: str) -> list[Replacement]:
+def _async_sync(package: str, trainer: str) -> dict[str, Any]:
     """Return the replacements in one package of `trl.experimental`; each has a copy of the sync."""
-    package = f"trl.experimental.{package}"
+    package = f"experimental.{package}"
     sync = f"{package}.{trainer}._sync_weight_merged"
     init = f"{package}.weight_transfer.WeightTransferClient.init_weight_transfer"
 
@@ -79,10 +79,7 @@ def _async_sync(package: str, trainer: str) -> list[Replacement]:
 
         async_sync.init_weight_transfer(self, _PATCHES.original(init))
 
-    return [
-        Replacement(sync, _sync_weight_merged, "async_sync"),
-        Replacement(init, init_weight_transfer, "async_sync"),
-    ]
+    return {sync: _sync_weight_merged, init: init_weight_transfer}
 
 
 def _compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Any:
@@ -97,19 +94,16 @@ _GROUPS: dict[str, dict[str, Any]] = {
         "kernels.chunked_logprob.ChunkedLogProbFunction": ChunkedLogProbFunction,
     },
     "head": {"trainer.utils.add_fused_lm_head": add_fused_lm_head},
+    "sync": {
+        f"{_VLLM}._init_vllm": _init_vllm,
+        f"{_VLLM}.sync_weights": _sync_weights,
+        _CLIENT: _init_communicator,
+    },
+    "async_sync": {
+        **_async_sync("async_grpo", "async_grpo_trainer.AsyncGRPOTrainer"),
+        **_async_sync("async_distillation", "async_distillation_trainer.AsyncDistillationTrainer"),
+    },
+    "loss": {_GRPO: _compute_loss},
 }
-_PATCHES = Patches(
-    "trl",
-    ">=1.16,<1.17",
-    [
-        *replacements("trl", _GROUPS),
-        Replacement(f"{_VLLM}._init_vllm", _init_vllm, "sync"),
-        Replacement(f"{_VLLM}.sync_weights", _sync_weights, "sync"),
-        Replacement(_CLIENT, _init_communicator, "sync"),
-        *_async_sync("async_grpo", "async_grpo_trainer.AsyncGRPOTrainer"),
-        *_async_sync("async_distillation", "async_distillation_trainer.AsyncDistillationTrainer"),
-        Replacement(_GRPO, _compute_loss, "loss"),
-    ],
-    default_groups=("log_probs", "head", "sync"),
-)
+_PATCHES = Patches("trl", ">=1.16,<1.17", _GROUPS, default_groups=("log_probs", "head", "sync"))
 patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

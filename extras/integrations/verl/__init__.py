@@ -24,11 +24,12 @@ differences: docs/verl.md.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from hybridengine.integrations._patching import Patches, Replacement
+from hybridengine.integrations._patching import Patches
 from hybridengine.integrations.verl import (
     advantages,
     balancing,
@@ -62,43 +63,31 @@ def _linear_cross_entropy(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return log_probs.linear_cross_entropy(*args, **kwargs)
 
 
-def _replacements() -> list[Replacement]:
-    vocab_parallel = [name for name in log_probs.__all__ if name.startswith("vocab_parallel")]
-    from_logits = [name for name in log_probs.__all__ if "_from_logits" in name]
-    homes = [
-        ("log_probs", "verl.utils.torch_functional", log_probs, from_logits),
-        ("advantages", "verl.trainer.ppo.core_algos", advantages, advantages.__all__),
-        ("balancing", "verl.utils.seqlen_balancing", balancing, balancing.__all__),
-        ("padding", "verl.utils.attention_utils", padding, padding.__all__),
-        ("losses", "verl.trainer.ppo.core_algos", losses, losses.__all__),
-        ("policy_losses", "verl.trainer.ppo.core_algos", policy_losses, policy_losses.__all__),
-        ("vocab_parallel", "verl.utils.megatron.tensor_parallel", log_probs, vocab_parallel),
-    ]
-    return [
-        Replacement(f"{home}.{name}", getattr(module, name), group)
-        for group, home, module, names in homes
-        for name in names
-        if group == "vocab_parallel" or name not in vocab_parallel
-    ] + [
-        Replacement(
-            "verl.utils.experimental.torch_functional.FusedLinearForPPO.forward",
-            log_probs.FusedLinearForPPO.forward,
-            "fused_head",
-        ),
-        Replacement(
-            "verl.utils.kernel.linear_cross_entropy.linear_cross_entropy",
-            _linear_cross_entropy,
-            "fused_head",
-        ),
-    ]
+def _of(module: Any, home: str, names: Iterable[str]) -> dict[str, Any]:
+    return {f"{home}.{name}": getattr(module, name) for name in names}
 
 
+_CORE = "trainer.ppo.core_algos"
+_PARALLEL = [name for name in log_probs.__all__ if name.startswith("vocab_parallel")]
+_FROM_LOGITS = [n for n in log_probs.__all__ if "_from_logits" in n and n not in _PARALLEL]
 _PATCHES = Patches(
-    package="verl",
-    versions=">=0.9,<0.10",
-    replacements=_replacements(),
+    "verl",
+    ">=0.9,<0.10",
+    {
+        "log_probs": _of(log_probs, "utils.torch_functional", _FROM_LOGITS),
+        "advantages": _of(advantages, _CORE, advantages.__all__),
+        "balancing": _of(balancing, "utils.seqlen_balancing", balancing.__all__),
+        "padding": _of(padding, "utils.attention_utils", padding.__all__),
+        "losses": _of(losses, _CORE, losses.__all__),
+        "policy_losses": _of(policy_losses, _CORE, policy_losses.__all__),
+        "vocab_parallel": _of(log_probs, "utils.megatron.tensor_parallel", _PARALLEL),
+        "fused_head": {
+            "utils.experimental.torch_functional.FusedLinearForPPO.forward": (
+                log_probs.FusedLinearForPPO.forward
+            ),
+            "utils.kernel.linear_cross_entropy.linear_cross_entropy": _linear_cross_entropy,
+        },
+    },
     default_groups=("log_probs", "fused_head", "advantages", "balancing", "padding"),
 )
-patch = _PATCHES.patch
-unpatch = _PATCHES.unpatch
-patched = _PATCHES.patched
+patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from hybridengine.hybrid import pack_linear_attention, takes_packed
-from hybridengine.integrations._patching import Patches, Replacement
+from hybridengine.integrations._patching import Patches
 from hybridengine.run.errors import ModelError
 
 __all__ = ["PATCHES"]
 
-_BUILD = "verl.workers.engine.fsdp.transformer_impl.FSDPEngine._build_fsdp_module"
+_BUILD = "workers.engine.fsdp.transformer_impl.FSDPEngine._build_fsdp_module"
 
 
 def _build_fsdp_module(self: Any, module: torch.nn.Module) -> torch.nn.Module:
@@ -36,10 +36,5 @@ def _build_fsdp_module(self: Any, module: torch.nn.Module) -> torch.nn.Module:
     return wrapped
 
 
-PATCHES = Patches(
-    package="verl",
-    versions=">=0.9.1,<0.10",
-    replacements=[Replacement(_BUILD, _build_fsdp_module, "linear_attention")],
-    default_groups=("linear_attention",),
-)
+PATCHES = Patches("verl", ">=0.9.1,<0.10", {"linear_attention": {_BUILD: _build_fsdp_module}})
 PATCHES.patch()

@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateRequest,
 )
 
-from hybridengine.integrations._patching import Patches, Replacement
+from hybridengine.integrations._patching import Patches
 from hybridengine.integrations.verl import checkpoint_engine
 from hybridengine.integrations.verl.servers import ServerSender
 from hybridengine.integrations.verl.weights import PATCHES, ShardedWeights
@@ -180,20 +180,15 @@ def _is_ours(rollout: Any) -> bool:
     return rollout.checkpoint_engine.backend in ("naive", "hybridengine")
 
 
+_ROLLOUT = "workers.rollout.vllm_rollout"
+_ASYNC = f"{_ROLLOUT}.vllm_async_server"
 _OVERRIDING: dict[str, Callable[..., Any]] = {
-    "vllm_rollout.ServerAdapter.__init__": ServerAdapter.__init__,
-    "vllm_rollout.ServerAdapter.update_weights": ServerAdapter.update_weights,
-    "vllm_async_server.vLLMHttpServer._preprocess_engine_kwargs": Server._preprocess_engine_kwargs,
-    "vllm_async_server.vLLMReplica.__init__": Replica.__init__,
+    f"{_ROLLOUT}.vllm_rollout.ServerAdapter.__init__": ServerAdapter.__init__,
+    f"{_ROLLOUT}.vllm_rollout.ServerAdapter.update_weights": ServerAdapter.update_weights,
+    f"{_ASYNC}.vLLMHttpServer._preprocess_engine_kwargs": Server._preprocess_engine_kwargs,
+    f"{_ASYNC}.vLLMReplica.__init__": Replica.__init__,
 }
-OVERRIDDEN = Patches(  # compared with verl's, which stay as they are
-    package="verl",
-    versions=str(PATCHES.versions),
-    replacements=[
-        Replacement(f"verl.workers.rollout.vllm_rollout.{target}", function, "overridden")
-        for target, function in _OVERRIDING.items()
-    ],
-    default_groups=(),
-)
+# Compared with verl's, which stay as they are.
+OVERRIDDEN = Patches("verl", str(PATCHES.versions), {"overridden": _OVERRIDING})
 OVERRIDDEN.check("overridden")
 PATCHES.patch()

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from hybridengine.integrations import router_replay
-from hybridengine.integrations._patching import Patches, Replacement
+from hybridengine.integrations._patching import Patches
 from hybridengine.moe.router_replay import RouterReplay, pad_routes
 from hybridengine.run.errors import ModelError
 
 _STRATEGIES = ("fsdp", "fsdp2")
-_WORKER = "verl.workers.engine_workers.ActorRolloutRefWorker.__init__"
-_ENGINES = "verl.workers.engine.fsdp.transformer_impl"
+_WORKER = "workers.engine_workers.ActorRolloutRefWorker.__init__"
+_ENGINES = "workers.engine.fsdp.transformer_impl"
 _BUILD = f"{_ENGINES}.FSDPEngine._build_fsdp_module"
 _FORWARD = f"{_ENGINES}.FSDPEngineWithLMHead.forward_step"
 
@@ -140,17 +140,6 @@ def _layout(engine: Any, routed: Tensor, offsets: Tensor, num_padding: int) -> T
     return local
 
 
-PATCHES = Patches(
-    package="verl",
-    versions=">=0.9.1,<0.10",
-    replacements=[
-        Replacement(target, function, "router_replay")
-        for target, function in (
-            (_WORKER, _init_worker),
-            (_BUILD, _build_fsdp_module),
-            (_FORWARD, _forward_step),
-        )
-    ],
-    default_groups=("router_replay",),
-)
+_OURS = {_WORKER: _init_worker, _BUILD: _build_fsdp_module, _FORWARD: _forward_step}
+PATCHES = Patches("verl", ">=0.9.1,<0.10", {"router_replay": _OURS})
 PATCHES.patch()

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from hybridengine.integrations._patching import Patches, Replacement
+from hybridengine.integrations._patching import Patches
 from hybridengine.sync.layout import LayoutError
 
-_TARGET = "verl.workers.engine.fsdp.transformer_impl.FSDPEngine.get_per_tensor_param"
+_TARGET = "workers.engine.fsdp.transformer_impl.FSDPEngine.get_per_tensor_param"
 
 
 class ShardedWeights:
@@ -77,9 +77,4 @@ def _get_per_tensor_param(
     return ShardedWeights(self, gather), None
 
 
-PATCHES = Patches(
-    package="verl",
-    versions=">=0.9.1,<0.10",
-    replacements=[Replacement(_TARGET, _get_per_tensor_param, "weights")],
-    default_groups=("weights",),
-)
+PATCHES = Patches("verl", ">=0.9.1,<0.10", {"weights": {_TARGET: _get_per_tensor_param}})

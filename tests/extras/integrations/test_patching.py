@@ -43,7 +43,10 @@ def host(monkeypatch):
 
 
 def _patches(*replacements: Replacement, versions: str = ">=1.2,<2") -> Patches:
-    return Patches("hostpkg", versions, replacements, ["losses"])
+    groups: dict[str, dict] = {}
+    for r in replacements:
+        groups.setdefault(r.group, {})[r.target.removeprefix("hostpkg.")] = r.function
+    return Patches("hostpkg", versions, groups, ["losses"])
 
 
 def _loss(x, scale=1.0):
