@@ -222,7 +222,7 @@ class Bench:
         data = torch.ones(self._stream_bytes() // 4, device=self.device)
         return data.nbytes / self._measure(data.sum)["ms_p20"] / 1e6
 
-    def _copy_peak(self, _: torch.dtype) -> float:
+    def copy_peak(self, _: torch.dtype) -> float:
         source = torch.ones(self._stream_bytes() // 4, device=self.device)
         target = torch.empty_like(source)
         return 2 * source.nbytes / self._measure(lambda: target.copy_(source))["ms_p20"] / 1e6

@@ -20,7 +20,7 @@ class Results:
         self.peaks: dict[str, float] = {}  # of a GPU: GB/s or TFLOP/s
         self.states: list[dict[str, str]] = []  # clocks and temperature of a GPU over the run
         self._header: dict[str, Any] = {}
-        self._path: Path | None = None
+        self.path: Path | None = None
         self._earlier: dict[tuple, Row] = {}
 
     def open(self, path: Path, header: dict[str, Any], resume: bool) -> None:
@@ -29,7 +29,7 @@ class Results:
         An earlier run of another commit, device or library version is not kept.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._header = path, header
+        self.path, self._header = path, header
         if not resume or not path.exists():
             return
         earlier = json.loads(path.read_text())
@@ -76,15 +76,15 @@ class Results:
 
     def save(self) -> None:
         """Write the document; an interrupted write leaves the last one."""
-        if self._path is None:
+        if self.path is None:
             return
         document: dict[str, Any] = {**self._header, "finished": self.finished}
         if self.states:
             document |= {"peaks": self.peaks, "states": self.states}
         document["rows"] = [*self.rows, *self._earlier.values()]
-        partial = self._path.with_suffix(".partial")
+        partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(document, indent=1) + "\n")
-        partial.replace(self._path)
+        partial.replace(self.path)
 
 
 def _key(row: Row) -> tuple:

@@ -16,7 +16,7 @@ from typing import Any
 _SERVICES = ("ray", "tensordict", "codetiming", "hydra", "pylatexenc", "wandb", "orjson")
 
 
-class _Empty(types.ModuleType):
+class Empty(types.ModuleType):
     """A module in which every name is an empty class."""
 
     def __getattr__(self, name: str) -> type:
@@ -36,7 +36,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        module = _Empty(spec.name)
+        module = Empty(spec.name)
         module.__path__ = []
         return module
 
@@ -45,7 +45,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 @contextlib.contextmanager
-def _empty_services() -> Iterator[None]:
+def empty_services() -> Iterator[None]:
     """Import services that are not installed as empty modules, removed at the end."""
     before = set(sys.modules)
     finder = _Finder()
@@ -55,13 +55,13 @@ def _empty_services() -> Iterator[None]:
     finally:
         sys.meta_path.remove(finder)
         for name in set(sys.modules) - before:
-            if isinstance(sys.modules[name], _Empty):
+            if isinstance(sys.modules[name], Empty):
                 del sys.modules[name]
 
 
 if importlib.util.find_spec("verl") is None:
     raise ImportError("verl is not installed: pip install --no-deps verl==0.9.1", name="verl")
-with _empty_services():
+with empty_services():
     from verl.trainer.ppo import core_algos, rollout_corr_helper  # noqa: F401
     from verl.utils import seqlen_balancing, torch_functional  # noqa: F401
     from verl.utils.experimental.torch_functional import FusedLinearForPPO  # noqa: F401

@@ -102,7 +102,7 @@ def _add(bench: Bench, case: _Case) -> None:
 
 def published(bench: Bench) -> None:
     """Compare with figures that others report."""
-    for case in itertools.chain(_vllm(), [_hybridflow()], _nemo_rl()):
+    for case in itertools.chain(vllm_cases(), [hybridflow_case()], _nemo_rl()):
         _add(bench, case)
 
 
@@ -128,7 +128,7 @@ def _nemo_rl() -> Iterator[_Case]:
         yield _Case("published", case, result.best.seconds, seconds, "s a step")
 
 
-def _vllm() -> Iterator[_Case]:
+def vllm_cases() -> Iterator[_Case]:
     for name, gpu, tp_size, batch, reported in VLLM:
         cluster = Cluster.of(ClusterConfig(gpu=gpu))
         engine = EngineModel(_model(name), Workload(WorkloadConfig()), cluster, tp_size)
@@ -137,7 +137,7 @@ def _vllm() -> Iterator[_Case]:
         yield _Case("published", case, predicted, reported, "ms a token")
 
 
-def _hybridflow() -> _Case:
+def hybridflow_case() -> _Case:
     cluster = Cluster.of(ClusterConfig(gpu="a100", nodes=16, inter_gb_per_s=25 / 8))
     layout = Layout("sync", 128, 128, 64, 8)
     sync = estimate(_model("llama3-70b"), Workload(WorkloadConfig()), layout, cluster)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 
-def _load_extension() -> tuple[Any, str]:
+def load_extension() -> tuple[Any, str]:
     """Import `hybridengine._C`; return it, or None and why it is missing.
 
     An extension that exists but does not load is warned of: everything still runs, but slowly.
@@ -36,9 +36,9 @@ def _load_extension() -> tuple[Any, str]:
 
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16")  # of the CPU kernels, narrowest first
 
-_EXTENSION, _WHY_NO_EXTENSION = _load_extension()
+EXTENSION, WHY_NO_EXTENSION = load_extension()
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-_REGISTERED: dict[str, dict[str, tuple[str, ...]]] = {}
+REGISTERED: dict[str, dict[str, tuple[str, ...]]] = {}
 
 
 class BackendRow(NamedTuple):
@@ -61,7 +61,7 @@ def native() -> Any:
         raise ValueError(
             f"HYBRIDENGINE_ISA is {isa!r}; expected {', '.join(ISAS[:-1])} or {ISAS[-1]}."
         )
-    return _EXTENSION
+    return EXTENSION
 
 
 def has_triton() -> bool:
@@ -69,7 +69,7 @@ def has_triton() -> bool:
     return _HAS_TRITON
 
 
-def _unavailable(backend: str, device: str) -> str | None:
+def why_unavailable(backend: str, device: str) -> str | None:
     """Return why `backend` cannot run on `device`, or None if it can."""
     if backend in ("reference", "torch"):
         return None
@@ -80,7 +80,7 @@ def _unavailable(backend: str, device: str) -> str | None:
         return None if _HAS_TRITON else "triton is not installed"
     extension = native()
     if extension is None:
-        return _WHY_NO_EXTENSION
+        return WHY_NO_EXTENSION
     if backend == "cuda" and not extension.with_cuda:
         return "hybridengine._C was built without CUDA"
     return None
@@ -88,7 +88,7 @@ def _unavailable(backend: str, device: str) -> str | None:
 
 def register_backends(op: str, **by_device: tuple[str, ...]) -> None:
     """Declare the backends of `op` per device type, best first: cpu=("cpp", "reference")."""
-    _REGISTERED[op] = by_device
+    REGISTERED[op] = by_device
 
 
 def choose_backend(
@@ -107,14 +107,14 @@ def choose_backend(
 
 def _choose(op: str, device: str, requested: str | None) -> tuple[str, str]:
     """Return the backend and the reason for it."""
-    offered = _REGISTERED[op].get(device, ("reference",))
+    offered = REGISTERED[op].get(device, ("reference",))
     if requested is not None:
-        known = sorted({name for names in _REGISTERED[op].values() for name in names})
+        known = sorted({name for names in REGISTERED[op].values() for name in names})
         if requested not in known:
             raise ValueError(
                 f"{op}: backend {requested!r} does not exist; expected one of {', '.join(known)}."
             )
-        reason = _unavailable(requested, device)
+        reason = why_unavailable(requested, device)
         if reason is not None:
             raise ValueError(
                 f"{op}: backend {requested!r} cannot run here: {reason}. "
@@ -123,7 +123,7 @@ def _choose(op: str, device: str, requested: str | None) -> tuple[str, str]:
         return requested, "requested"
     skipped: list[str] = []
     for name in offered:
-        reason = _unavailable(name, device)
+        reason = why_unavailable(name, device)
         if reason is None:
             return name, "; ".join(skipped) or f"best for {device}"
         skipped.append(f"{name}: {reason}")
@@ -135,7 +135,7 @@ def backend_table() -> list[BackendRow]:
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     requested = os.environ.get("HYBRIDENGINE_BACKEND") or None
     rows = []
-    for op in sorted(_REGISTERED):
+    for op in sorted(REGISTERED):
         for device in devices:
             try:
                 rows.append(BackendRow(op, device, *_choose(op, device, requested)))

@@ -41,10 +41,10 @@ class CustomOp:
 
     def __init__(self, definition: Any, run: Callable[..., Any]) -> None:
         self._definition = definition
-        self._op = definition._opoverload
+        self.op = definition._opoverload
         self._run = run
-        schema = self._op._schema
-        self._name = schema.name.partition("::")[2]
+        schema = self.op._schema
+        self.name = schema.name.partition("::")[2]
         self._arguments = [argument.name for argument in schema.arguments]
         self._mutates = schema.is_mutable  # then the dispatcher counts versions
         types = [str(one.type) for one in (*schema.arguments, *schema.returns)]
@@ -56,15 +56,15 @@ class CustomOp:
 
     def __call__(self, *arguments: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self._op(*arguments)
+            return self.op(*arguments)
         if self._mutates or not _is_plain(arguments):
             named = dict(zip(self._arguments, arguments, strict=False))
-            self._refuse(self._name, **named)
-            return self._op(*arguments)
+            self._refuse(self.name, **named)
+            return self.op(*arguments)
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
             return self._run(*arguments)
         if self._function is None:
-            return self._op(*arguments)
+            return self.op(*arguments)
         return self._function.apply(*arguments)
 
     def register_fake(self, function: Callable) -> Callable:
@@ -91,7 +91,7 @@ class CustomOp:
         if self._has_lists:
             return  # a Function does not see tensors in lists
         methods = {"forward": staticmethod(forward), "backward": staticmethod(padded)}
-        self._function = type(self._name, (torch.autograd.Function,), methods)
+        self._function = type(self.name, (torch.autograd.Function,), methods)
 
 
 def without_autocast(function: Callable) -> Callable:

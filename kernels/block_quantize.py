@@ -139,7 +139,7 @@ def _block_quantize(weight: Tensor, backend: str | None) -> tuple[Tensor, Tensor
         return _reference(weight)
     quantized = empty_from_pool(weight.shape, QUANTIZED_DTYPE, weight.device)
     scale = _empty_scale(weight)
-    native_table = native().CopyTable(*_rows_of(weight.shape))
+    native_table = native().CopyTable(*block_rows(weight.shape))
     absmax = torch.zeros(scale.numel(), dtype=torch.int32, device=weight.device)
     native_table.absmax([weight], absmax, weight.dtype)
     scale.copy_(block_scales(absmax).view(scale.shape))
@@ -162,7 +162,7 @@ def _empty_scale(weight: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=8)
-def _rows_of(shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+def block_rows(shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return the table and the block numbers of all blocks of a contiguous tensor.
 
     Kept, as layers repeat their shapes; do not write to them.

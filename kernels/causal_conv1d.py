@@ -104,7 +104,7 @@ def causal_conv1d(
     return out
 
 
-def _kernels(x: Tensor) -> Any:
+def kernels_for(x: Tensor) -> Any:
     """Return what has the kernels for the device of x."""
     if not x.is_cuda:
         return native()
@@ -121,7 +121,7 @@ _ARGUMENTS = (
 
 @custom_op(f"hybridengine::{OP}", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
 def _forward_op(x: Tensor, *arguments: Any) -> Tensor:
-    out: Tensor = _kernels(x).causal_conv1d(unit_inner_stride(x), *arguments)
+    out: Tensor = kernels_for(x).causal_conv1d(unit_inner_stride(x), *arguments)
     return out
 
 
@@ -138,7 +138,7 @@ def _(x: Tensor, *_: Any) -> Tensor:
 def _backward_op(grad_out: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """The gradients of x, weight, bias and initial_state; those not `wanted` are empty."""
     operands = map(unit_inner_stride, (grad_out, x))
-    grads = _kernels(x).causal_conv1d_backward(*operands, *arguments)
+    grads = kernels_for(x).causal_conv1d_backward(*operands, *arguments)
     *first, grad_initial = (x.new_empty(0) if grad is None else grad for grad in grads)
     return *first, grad_initial.to(x.dtype)
 

@@ -112,10 +112,10 @@ def inference_linear(
     """
     if torch.compiler.is_compiling():
         return _inference_op(x, weight, bias, out_dtype, max_rows)
-    return _inference_linear(x, weight, bias, out_dtype, max_rows)
+    return eager_inference_linear(x, weight, bias, out_dtype, max_rows)
 
 
-def _inference_linear(
+def eager_inference_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -141,7 +141,7 @@ def _inference_linear(
     return out if x.dim() == 2 else out.view(shape)
 
 
-_inference_op = custom_op("hybridengine::inference_linear", mutates_args=())(_inference_linear)
+_inference_op = custom_op("hybridengine::inference_linear", mutates_args=())(eager_inference_linear)
 
 
 @_inference_op.register_fake

@@ -134,7 +134,7 @@ def _product(x: Tensor, weight: Tensor, cu_counts: Tensor, backend: str) -> Tens
         return out
     if backend != "reference":
         x, weight = unit_inner_stride(x), _unit_stride(weight)
-        backend = _narrow(backend, weight.shape, x, weight)
+        backend = narrow_backend(backend, weight.shape, x, weight)
     if backend == "torch":
         return F.grouped_mm(x, weight.transpose(1, 2), offs=cu_counts[1:])
     if backend == "triton":
@@ -157,7 +157,7 @@ def _weight_grad(
         return out
     if backend != "reference":
         grad, x = unit_inner_stride(grad), unit_inner_stride(x)
-        backend = _narrow(backend, weight.shape, grad, x)
+        backend = narrow_backend(backend, weight.shape, grad, x)
     if backend != "reference":
         transposed = _is_transposed(weight)
         left, right = (x, grad) if transposed else (grad, x)
@@ -174,7 +174,7 @@ def _weight_grad(
     return out
 
 
-def _narrow(backend: str, shape: torch.Size, *operands: Tensor) -> str:
+def narrow_backend(backend: str, shape: torch.Size, *operands: Tensor) -> str:
     """Return `backend`, or what runs in place of torch's grouped product where that cannot.
 
     shape: [E, N, K], of the weight. operands: of the product, with an inner stride of 1.

@@ -162,7 +162,7 @@ def _rows(x: Tensor) -> Tensor:
     return unit_inner_stride(rows)
 
 
-def _kernels(x: Tensor) -> Any:
+def kernels_for(x: Tensor) -> Any:
     """Return what has the kernels for the device of x."""
     if not x.is_cuda:
         return native()
@@ -177,7 +177,7 @@ def _rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return the normed rows and 1 / rms of each."""
     arguments = (x, weight.contiguous(), eps, offset, round_first, True)
-    results: tuple[Tensor, Tensor] = _kernels(x).rms_norm(*arguments)
+    results: tuple[Tensor, Tensor] = kernels_for(x).rms_norm(*arguments)
     return results
 
 
@@ -192,7 +192,7 @@ def _(
 def _rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, offset: float
 ) -> tuple[Tensor, Tensor]:
-    grads: tuple[Tensor, Tensor] = _kernels(x).rms_norm_backward(
+    grads: tuple[Tensor, Tensor] = kernels_for(x).rms_norm_backward(
         _rows(grad), x, weight.contiguous(), inverse_rms, offset
     )
     return grads
@@ -225,7 +225,7 @@ _rms_norm.register_autograd(_norm_gradients, setup_context=_save_norm)
 
 @custom_op("hybridengine::gated_activation", mutates_args=())
 def _gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    out: Tensor = _kernels(gate).gated_activation(gate, up, activation)
+    out: Tensor = kernels_for(gate).gated_activation(gate, up, activation)
     return out
 
 
@@ -238,7 +238,7 @@ def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 def _gated_activation_backward(
     grad: Tensor, gate: Tensor, up: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
-    grads: tuple[Tensor, Tensor] = _kernels(gate).gated_activation_backward(
+    grads: tuple[Tensor, Tensor] = kernels_for(gate).gated_activation_backward(
         _rows(grad), gate, up, activation
     )
     return grads

@@ -141,7 +141,7 @@ def check_parents(op: str, parents: Tensor, segments: int) -> Tensor:
     return parents
 
 
-def _kernels(x: Tensor) -> tuple[Any, Any]:
+def kernels_for(x: Tensor) -> tuple[Any, Any]:
     """Return what has the kernels for the device of x, forwards and backwards."""
     if not x.is_cuda:
         return native(), native()
@@ -165,7 +165,7 @@ _OPERANDS = (
 )
 def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """out, the last states (empty unless wanted), and the states that the backward starts from."""
-    forward, _ = _kernels(q)
+    forward, _ = kernels_for(q)
     out, states, final = forward.linear_recurrence(*map(unit_inner_stride, (q, k, v)), *arguments)
     return out, final, states
 
@@ -190,7 +190,7 @@ def _backward_op(
     grad_out: Tensor, grad_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, g, beta and initial_state; those not `wanted` are empty."""
-    _, backward = _kernels(q)
+    _, backward = kernels_for(q)
     grads = backward.linear_recurrence_backward(
         unit_inner_stride(grad_out), grad_final, *map(unit_inner_stride, (q, k, v)), *arguments
     )

@@ -68,8 +68,8 @@ def write_kv_cache(
     key, value = key.where(finite, 0), value.where(finite, 0)
     key[..., :1] = key[..., :1].where(finite, torch.nan)
     written = slot_mapping >= 0
-    keys, values = _views(kv_cache, key.shape[2])
-    in_keys, in_values = _indices(slot_mapping[written], kv_cache)
+    keys, values = cache_views(kv_cache, key.shape[2])
+    in_keys, in_values = slot_indices(slot_mapping[written], kv_cache)
     keys[in_keys] = key[written].unflatten(2, keys.shape[3:])
     values[in_values] = value[written]
 
@@ -150,14 +150,14 @@ def paged_attention(
         return out
     _check_operands(query, kv_cache, *sequences, out)
     check.cu_seqlens(OP, query_start_loc, query.shape[0], name="query_start_loc")
-    keys, values = _views(kv_cache, query.shape[2])
+    keys, values = cache_views(kv_cache, query.shape[2])
     starts = query_start_loc.tolist()
     for i, length in enumerate(seq_lens.tolist()):
         rows = slice(starts[i], starts[i + 1])
         positions = torch.arange(length, device=query.device)
         size = kv_cache.shape[2]
         slots = block_table[i].long()[positions // size] * size + positions % size
-        in_keys, in_values = _indices(slots, kv_cache)
+        in_keys, in_values = slot_indices(slots, kv_cache)
         own = query.new_zeros(length, *query.shape[1:])
         first = length - (rows.stop - rows.start)
         own[first:] = query[rows]
@@ -221,7 +221,7 @@ def _check_operands(
             raise ValueError(f"{OP}: query has shape {list(query.shape)}; expected {expected}.")
 
 
-def _views(kv_cache: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def cache_views(kv_cache: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return keys [num_blocks, block_size, H_kv, D / n, n] and values [..., D_v] of the cache.
 
     The values have the dimensions [num_blocks, block_size / n, n, H_kv, D_v].
@@ -234,7 +234,7 @@ def _views(kv_cache: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return keys.permute(0, 3, 1, 2, 4), values.permute(0, 2, 4, 1, 3)
 
 
-def _indices(slots: Tensor, kv_cache: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def slot_indices(slots: Tensor, kv_cache: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return the indices of slots in the two views."""
     size, n = kv_cache.shape[2], 4 // kv_cache.element_size()
     blocks, offsets = slots // size, slots % size

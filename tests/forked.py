@@ -58,7 +58,7 @@ class ForkedProcess:
         process.begun.recv()  # it has its session: it can be killed with all of this
 
     @classmethod
-    def _of_rank(cls, command: Sequence[str], env: Mapping[str, str]) -> ForkedProcess:
+    def of_rank(cls, command: Sequence[str], env: Mapping[str, str]) -> ForkedProcess:
         """Start a rank from its launcher, which is a fork of the server itself."""
         self = cls.__new__(cls)
         process = _new_process(command, env, _files_here)
@@ -162,7 +162,7 @@ def _main(
 
     def start_rank(args: Sequence[str], env: Mapping[str, str], **options: Any) -> ForkedProcess:
         assert options == {"stdout": None, "stderr": None, "start_new_session": True}, options
-        return ForkedProcess._of_rank(args, env)
+        return ForkedProcess.of_rank(args, env)
 
     try:
         with patch.object(subprocess_handler, "Popen", start_rank):

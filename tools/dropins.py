@@ -74,9 +74,9 @@ def run(name: str, upstream: Upstream, given_source: str | None) -> dict[str, An
     for test in upstream.tests:
         _rewrite(source / test, upstream.rewrite)
     if upstream.from_source:
-        _write_metadata(source, upstream.requirements)
-    without, _ = _pytest(python, source, upstream, {})
-    outcomes, calls = _pytest(python, source, upstream, {"HYBRIDENGINE_DROPIN": name})
+        write_metadata(source, upstream.requirements)
+    without, _ = run_pytest(python, source, upstream, {})
+    outcomes, calls = run_pytest(python, source, upstream, {"HYBRIDENGINE_DROPIN": name})
     counts = Counter(outcomes.values())
     return {
         "upstream": name,
@@ -109,7 +109,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return json.loads(file.read_text())["rows"] if file.is_file() else []
 
 
-def _write_metadata(source: Path, requirements: tuple[str, ...]) -> None:
+def write_metadata(source: Path, requirements: tuple[str, ...]) -> None:
     """Give the packages of a source tree the metadata that importlib.metadata looks for."""
     for requirement in requirements:
         name, _, version = requirement.partition("==")
@@ -158,7 +158,7 @@ def _rewrite(path: Path, rewrite: dict[str, str]) -> None:
         file.write_text(text)
 
 
-def _pytest(
+def run_pytest(
     python: Path, source: Path, upstream: Upstream, variables: dict[str, str]
 ) -> tuple[dict[str, str], dict[str, int]]:
     """Run the tests; return test id → outcome, and function of ours → number of calls."""
@@ -185,10 +185,10 @@ def _pytest(
             ) from None
         if not report.is_file():
             raise SystemExit(f"pytest ended with {status}; see {log}")
-        return _outcomes(report), json.loads(calls.read_text()) if calls.is_file() else {}
+        return outcomes_of(report), json.loads(calls.read_text()) if calls.is_file() else {}
 
 
-def _outcomes(report: Path) -> dict[str, str]:
+def outcomes_of(report: Path) -> dict[str, str]:
     outcomes = {}
     for case in ElementTree.parse(report).iter("testcase"):
         tags = {child.tag for child in case}

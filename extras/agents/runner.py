@@ -45,7 +45,7 @@ from hybridengine.train.rollouts import ScoredResponse
 __all__ = ["AgentRunner", "build_agents", "tool_schemas"]
 
 _REQUESTS = list[Request] | None  # of a step, to all ranks of a replica
-_HEARTBEAT_S = 1.0  # while all tools run: between messages to other ranks, looks for new weights
+HEARTBEAT_S = 1.0  # while all tools run: between messages to other ranks, looks for new weights
 
 
 def tool_schemas(config: RLConfig) -> list[dict[str, Any]]:
@@ -275,7 +275,7 @@ def _lead(engine: RolloutEngine, stream: RequestStream, queue: _RequestQueue) ->
             if stream.num_running == 0:
                 wait_for = queue.num_live if stream.in_batches else 1
                 if engine.tp_size > 1 or (engine.in_flight and not stream.in_batches):
-                    timeout_s = _HEARTBEAT_S
+                    timeout_s = HEARTBEAT_S
             requests = engine.broadcast(queue.take(wait_for, timeout_s), _REQUESTS)
             queue.deliver(_step(engine, stream, requests))
     finally:

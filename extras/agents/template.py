@@ -110,7 +110,7 @@ class TurnTemplate:
     """
 
     def __init__(self, chats: ChatTemplate, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
-        self._chats, self._tokenizer, self._special = chats, tokenizer, chats.special
+        self.chats, self._tokenizer, self._special = chats, tokenizer, chats.special
         self._stop_texts = {token: self.decode([token]) for token in stop_token_ids}
         self.form, self._thought = "raw", None
         self._thought = self._find_thought()
@@ -126,30 +126,30 @@ class TurnTemplate:
         if not tools and not options:
             return self
         own, hidden = copy.copy(self), self._special.hide("a tool", list(tools))
-        own._chats = self._chats.of_row(hidden or self._chats.tools, options)
+        own.chats = self.chats.of_row(hidden or self.chats.tools, options)
         own._thought = own._find_thought()
         return own
 
-    def _render(self, chat: Sequence[Entry], prompt: bool, form: str | None = None) -> str:
-        return self._chats.render(_WHERE, self.messages(chat, form), prompt)
+    def render(self, chat: Sequence[Entry], prompt: bool, form: str | None = None) -> str:
+        return self.chats.render(_WHERE, self.messages(chat, form), prompt)
 
     def _renders(self, form: str) -> bool:
         """Whether the template renders two tool results in this form, and leaves none out."""
         turns, results = _probe_turns("called0", "called1")
         chat: list[Entry] = [_QUESTION, turns[0], results[0], turns[1], results[1]]
         try:
-            text = self._render(chat, True, form)
+            text = self.render(chat, True, form)
         except DataError:
             return False
         return all(str(result["content"]) in text for result in results)
 
     def _find_thought(self) -> ThoughtFormat | None:
         """Find out how the template writes thoughts; None: it reads none."""
-        for key in filter(self._chats.reads, THOUGHTS):
+        for key in filter(self.chats.reads, THOUGHTS):
             turn = {"role": "assistant", "content": "probeanswer", key: "probethought"}
             try:
-                prompt = self._render([_QUESTION], True)
-                text = self._render([_QUESTION, turn], False)
+                prompt = self.render([_QUESTION], True)
+                text = self.render([_QUESTION, turn], False)
             except DataError:
                 continue
             start, content = text.find("probethought"), text.find("probeanswer")
@@ -167,8 +167,8 @@ class TurnTemplate:
         sampled = f"{thought.opening}\nprobethought\n{thought.closing}\n\ncalled0"
         turns, results = _probe_turns(sampled)
         try:
-            before = self._render([_QUESTION], True) + sampled
-            text = self._render([_QUESTION, *turns, *results], True, form)
+            before = self.render([_QUESTION], True) + sampled
+            text = self.render([_QUESTION, *turns, *results], True, form)
         except DataError:
             return False
         return prefix_end(text, before) is not None
@@ -187,12 +187,12 @@ class TurnTemplate:
 
     def begin(self, chat: Sequence[Message]) -> Segment:
         """Return the prompt of a chat."""
-        text, images = self._render(chat, True), images_of(chat)
+        text, images = self.render(chat, True), images_of(chat)
         ids = self.encode(self._expanded(text, images))
         return Segment(self._special.reveal(text), ids, images)
 
     def _expanded(self, text: str, images: Sequence[Attachment]) -> str:
-        return self._chats.expand(_WHERE, text, images)[0]
+        return self.chats.expand(_WHERE, text, images)[0]
 
     def sampled_text(self, ids: Sequence[int]) -> str:
         """Return the text of a sampled turn without the token that ended it."""
@@ -206,11 +206,11 @@ class TurnTemplate:
         chat: all of it, new messages at the end.
         Raises DataError where the template refuses the chat, or leaves out new messages.
         """
-        rendered_chat = self._render(chat, True)
+        rendered_chat = self.render(chat, True)
         text = self._special.reveal(rendered_chat)  # of the same length
         last = max(i for i, entry in enumerate(chat) if isinstance(entry, ModelTurn))
         messages, first = self.messages(chat), len(self.messages(chat[: last + 1]))
-        dropped = self._chats.left_out(_WHERE, messages, True, first)
+        dropped = self.chats.left_out(_WHERE, messages, True, first)
         if dropped is not None:
             raise DataError(
                 f"the chat template leaves out messages of role {messages[dropped]['role']!r}; set "
@@ -219,7 +219,7 @@ class TurnTemplate:
         before = [segment.text for segment in segments[:-1]]
         sampled: str | None = segments[-1].text
         if self.form == "structured":
-            rendered = self._through_stop(self._render(chat[: last + 1], False))
+            rendered = self._through_stop(self.render(chat[: last + 1], False))
             if not self._is_ended(segments[-1].ids):  # the template then ends the turn
                 rendered = self._before_stop(rendered)
             rendered = self._special.reveal(rendered)

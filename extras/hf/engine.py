@@ -78,7 +78,7 @@ class HfWeights(WeightTarget):
         for name, tensor in weights:
             own_weights[name].copy_(tensor)
 
-    def _finish_update(self) -> None:
+    def finish_update(self) -> None:
         """Do nothing: generation caches nothing between calls."""
 
 

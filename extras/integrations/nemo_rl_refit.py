@@ -63,7 +63,7 @@ class ReshardEngine(CheckpointEngine):
 
     def prepare(self) -> dict[str, Any]:
         """Return what the other side needs. Collective over the policy workers."""
-        if _is_engine():
+        if is_engine():
             return {"engine_world_size": dist.get_world_size()}
         import ray
 
@@ -130,7 +130,7 @@ class ReshardEngine(CheckpointEngine):
         raise NotImplementedError(_REPLACED)
 
 
-def _is_engine() -> bool:
+def is_engine() -> bool:
     """Tell whether this process is a worker of vLLM."""
     state = sys.modules.get("vllm.distributed.parallel_state")
     return state is not None and state.model_parallel_is_initialized()
@@ -192,4 +192,4 @@ _PATCHES = NemoPatches(
 
 def patch() -> None:
     """Replace the method that uses an engine here: of the policy, or of vLLM's worker."""
-    _PATCHES.patch("engine" if _is_engine() else "policy")
+    _PATCHES.patch("engine" if is_engine() else "policy")

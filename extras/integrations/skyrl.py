@@ -55,14 +55,14 @@ def build_trainer_engine(
     from ._servers import TIMEOUT_S, connect_servers
 
     module = run_on_all_ranks(
-        lambda: _trained_module(ie_cfg, source_factory, data_parallel_size), LayoutError
+        lambda: trained_module(ie_cfg, source_factory, data_parallel_size), LayoutError
     )
     host = broadcast_value(ray.util.get_node_ip_address(), str)
     clients = [HTTPVLLMWeightSyncClient(url, TIMEOUT_S) for url in server_urls]
     return connect_servers(module, clients, host, transfer=_engine_class())
 
 
-def _trained_module(ie_cfg: Any, source_factory: Callable[[Any, str], Any], dp_size: int) -> Any:
+def trained_module(ie_cfg: Any, source_factory: Callable[[Any, str], Any], dp_size: int) -> Any:
     if dp_size > 1:
         raise LayoutError(
             f"data_parallel_size: got {dp_size}, expected 1. Start an engine of its own for each "

@@ -43,15 +43,15 @@ from hybridengine.train.rewards.function import (
 )
 from hybridengine.train.rewards.manager import score_responses
 
-_LOAD_S = 60.0  # at least, to start a worker and import the user's file
+LOAD_S = 60.0  # at least, to start a worker and import the user's file
 _POLL_S = 0.5  # between checks whether a worker still runs
 _STACK_S = 1.0  # limit for a worker to write its stack
-_STOP_S = 2.0  # limit for workers to end by themselves
+STOP_S = 2.0  # limit for workers to end by themselves
 _KILL_S = 10.0  # limit for a guard to end all processes of its worker
 _CHECKED_AT_ONCE = 1000  # ground truths
 # Of a rule: too much CPU time, recursion or memory.
 _LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT)
-_MAIN = (
+PROGRAM = (
     "import sys; sys.path[:] = {path!r}\n"
     "from hybridengine.rewards.worker_main import main; main{arguments!r}"
 )
@@ -151,7 +151,7 @@ class RewardWorkers:
             if k not in self._workers:
                 self._workers[k] = Worker(k, self._threads)
         starting = [self._workers[k] for k in indices]
-        limit, file = max(_LOAD_S, self._timeout_s), Path()
+        limit, file = max(LOAD_S, self._timeout_s), Path()
         try:
             for worker in starting:  # they import at the same time
                 for key in range(len(worker.loaded), len(self._requests)):
@@ -282,7 +282,7 @@ class Worker:
         self.connection, theirs = Pipe()
         arguments = (theirs.fileno(), self._stack.fileno(), os.getpid(), index)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN.format(path=sys.path, arguments=arguments)],
+            [sys.executable, "-c", PROGRAM.format(path=sys.path, arguments=arguments)],
             stdin=subprocess.DEVNULL,
             pass_fds=arguments[:2],
             start_new_session=True,  # Ctrl-C reaches the rank only
@@ -334,7 +334,7 @@ class Worker:
     def _ended(self) -> WorkerError:
         """Return how the process ended."""
         try:
-            code = self.process.wait(_STOP_S)
+            code = self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             return WorkerError("closed the connection of its process")
         if code < 0:
@@ -371,7 +371,7 @@ def _stop(workers: dict[int, Worker], owner: int) -> None:
         return  # a fork of the process that owns them
     for worker in workers.values():
         worker.connection.close()  # on which it ends
-    deadline = time.monotonic() + _STOP_S
+    deadline = time.monotonic() + STOP_S
     for worker in workers.values():
         worker.wait(max(0.0, deadline - time.monotonic()))
         worker.kill()

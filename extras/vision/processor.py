@@ -45,7 +45,7 @@ _TOKEN_SETTINGS = (
     "vision_aspect_ratio",
     "vision_feature_select_strategy",
 )
-_CACHE_BYTES = 1 << 30  # of prepared images that a process keeps
+CACHE_BYTES = 1 << 30  # of prepared images that a process keeps
 
 
 class ImagePreparer(AttachmentPreparer):
@@ -104,7 +104,7 @@ class ImagePreparer(AttachmentPreparer):
             return self._prepared[key]
         prepared = self._prepared[key] = self._prepare(key, image)
         self._num_bytes += _size(prepared[0])
-        while self._num_bytes > _CACHE_BYTES and len(self._prepared) > 1:
+        while self._num_bytes > CACHE_BYTES and len(self._prepared) > 1:
             _, (oldest, _) = self._prepared.popitem(last=False)
             self._num_bytes -= _size(oldest)
         return prepared

@@ -248,7 +248,7 @@ def _raise_if_unsupported(module: nn.Module, *cases: tuple[Any, str, str]) -> No
             )
 
 
-def _attention_mask(use_vmap: bool = False, **kwargs: Any) -> Tensor | None:
+def causal_mask(use_vmap: bool = False, **kwargs: Any) -> Tensor | None:
     """Build a mask for transformers, only if there is padding or a KV cache."""
     if use_vmap:
         raise ModelError(
@@ -346,4 +346,4 @@ def _(cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 AttentionInterface.register(ATTENTION, varlen_attention)
-AttentionMaskInterface.register(ATTENTION, _attention_mask)
+AttentionMaskInterface.register(ATTENTION, causal_mask)

@@ -125,7 +125,7 @@ def find_flash_kernel(capability: int) -> FlashKernel:
     return torch_kernel()
 
 
-_chosen = torch_kernel()
+chosen_kernel = torch_kernel()
 
 
 def choose_flash_kernel(device: torch.device, deterministic: bool = False) -> None:
@@ -135,10 +135,10 @@ def choose_flash_kernel(device: torch.device, deterministic: bool = False) -> No
     deterministic: gradients are added in a fixed order, in attention and wherever torch can; torch
       warns where it cannot.
     """
-    global _chosen
+    global chosen_kernel
     if device.type != "cuda":
         return
-    _chosen = find_flash_kernel(torch.cuda.get_device_capability(device)[0])
+    chosen_kernel = find_flash_kernel(torch.cuda.get_device_capability(device)[0])
     if deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -146,4 +146,4 @@ def choose_flash_kernel(device: torch.device, deterministic: bool = False) -> No
 
 def flash_kernel() -> FlashKernel:
     """Return the kernel that `choose_flash_kernel` chose; torch's before that."""
-    return _chosen
+    return chosen_kernel

@@ -120,7 +120,7 @@ def patch_head(model: PreTrainedModel, use_fused_kernels: bool = True) -> None:
     if type(head) is not nn.Linear:
         return
     transform = detect_logit_transform(model, head) if use_fused_kernels else None
-    head.forward = MethodType(_float32_linear, head)  # type: ignore[method-assign]
+    head.forward = MethodType(float32_linear, head)  # type: ignore[method-assign]
     if transform is not None:
         _accept_head_function(model, head, *transform)
     elif use_fused_kernels:
@@ -196,7 +196,7 @@ def _accept_head_function(
     def head_forward(self: nn.Linear, hidden: Tensor) -> Tensor:
         nonlocal results
         if function is None:
-            return _float32_linear(self, hidden)
+            return float32_linear(self, hidden)
         dtype = torch.promote_types(hidden.dtype, self.weight.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         rows, weight = hidden[0].to(dtype), self.weight.to(dtype)
@@ -229,7 +229,7 @@ class Float32Product(torch.autograd.Function):
         return grad @ weight if for_rows else None, grad.t() @ rows if for_weight else None
 
 
-def _float32_linear(head: nn.Linear, hidden: Tensor) -> Tensor:
+def float32_linear(head: nn.Linear, hidden: Tensor) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
         weight, bias = head.weight, None if head.bias is None else head.bias.float()
         # On a CPU most machines multiply 16-bit operands slowly.

@@ -20,7 +20,7 @@ from hybridengine.sync.shards import full_tensor, local_shard
 _SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
 # Loss scale of float16: halved by an overflow, doubled after this many steps without one.
-_INITIAL_LOSS_SCALE = 2.0**16
+INITIAL_LOSS_SCALE = 2.0**16
 _GROWTH_INTERVAL = 400
 
 
@@ -94,12 +94,12 @@ class Optimizer:
         self.last_lr = 0.0
         self._param_dtype = str(param_dtype).removeprefix("torch.")
         self._scaling = param_dtype == torch.float16
-        self.loss_scale = _INITIAL_LOSS_SCALE if self._scaling else 1.0
+        self.loss_scale = INITIAL_LOSS_SCALE if self._scaling else 1.0
         self._steps_at_scale = 0
         self.skipped_in_a_row = self.failed_in_a_row = 0
         self._skipped: list[SkippedUpdate] = []
         self._observed: torch.Tensor | None = None  # [loss, outputs that are not finite]
-        self.offloader = Offloader(self._moments, offload)
+        self.offloader = Offloader(self.moment_tensors, offload)
 
     def _rate(self, step: int) -> float:
         """Return the learning rate of an update as a part of `lr`."""
@@ -108,7 +108,7 @@ class Optimizer:
             return factor
         return self._min_lr_ratio + (1 - self._min_lr_ratio) * factor
 
-    def _moments(self) -> Iterable[torch.Tensor]:
+    def moment_tensors(self) -> Iterable[torch.Tensor]:
         states = self.adamw.state.values()
         return (x for state in states for x in state.values() if isinstance(x, torch.Tensor))
 

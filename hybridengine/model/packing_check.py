@@ -35,14 +35,14 @@ _DRAWS = 3
 _PREFIX, _SUFFIXES = 6, (5, 19)
 
 
-class _Outcome(NamedTuple):
+class Outcome(NamedTuple):
     """What is wrong with packed sequences, and with shared prefixes; None: nothing."""
 
     packed: str | None = None
     shared: str | None = None
 
 
-_outcomes: dict[str, _Outcome] = {}
+OUTCOMES: dict[str, Outcome] = {}
 
 
 def check_packing(path: str, config: PretrainedConfig, trust_remote_code: bool = False) -> None:
@@ -71,18 +71,18 @@ def shared_prefix_obstacle(config: PretrainedConfig, trust_remote_code: bool = F
     return outcome.packed or outcome.shared
 
 
-def _outcome(config: PretrainedConfig, trust_remote_code: bool) -> _Outcome:
+def _outcome(config: PretrainedConfig, trust_remote_code: bool) -> Outcome:
     """Return the outcome of the comparison, made once per configuration and process."""
     if is_own_code(config, trust_remote_code):  # which may change between two calls
         return _compare(config, trust_remote_code)
     key = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
-    if key not in _outcomes:
-        _outcomes[key] = _compare(config, trust_remote_code)
-    return _outcomes[key]
+    if key not in OUTCOMES:
+        OUTCOMES[key] = _compare(config, trust_remote_code)
+    return OUTCOMES[key]
 
 
-def _compare(config: PretrainedConfig, trust_remote_code: bool) -> _Outcome:
-    outcome = _Outcome()
+def _compare(config: PretrainedConfig, trust_remote_code: bool) -> Outcome:
+    outcome = Outcome()
     with (
         patch.dict(os.environ),
         torch.no_grad(),
@@ -96,15 +96,15 @@ def _compare(config: PretrainedConfig, trust_remote_code: bool) -> _Outcome:
             for seed in range(_DRAWS):
                 if seed:
                     probe.draw(seed)
-                outcome = _faults(probe, seed)
-                if outcome == _Outcome():
+                outcome = find_faults(probe, seed)
+                if outcome == Outcome():
                     break
         except ModelError as error:
-            return _Outcome(str(error))
+            return Outcome(str(error))
     return outcome
 
 
-def _faults(probe: Probe, seed: int) -> _Outcome:
+def find_faults(probe: Probe, seed: int) -> Outcome:
     generator = torch.Generator().manual_seed(seed)
     choice = torch.randint(len(probe.token_ids), (_PREFIX + sum(_SUFFIXES),), generator=generator)
     prefix, *ends = torch.tensor(probe.token_ids)[choice].split([_PREFIX, *_SUFFIXES])
@@ -116,14 +116,14 @@ def _faults(probe: Probe, seed: int) -> _Outcome:
         return _difference(probe, parts, [alone[i] for i in order], shared_prefix)
 
     if found := fault([1]):
-        return _Outcome(
+        return Outcome(
             f"{found} from transformers' own attention: a mask of its own (a sliding window?) or "
             "an argument does not reach AttentionInterface. If no sequence is longer than the "
             "window, set it to null in config.json; otherwise use another model"
         )
     for order in ([0, 1], [1, 0]):
         if found := fault(order):
-            return _Outcome(
+            return Outcome(
                 f"{found} in a batch with another sequence: it depends on the batch, or its "
                 "attention does not pass cu_seq_lens_q and the other keyword arguments on to "
                 "AttentionInterface. Mend its code, or use transformers' implementation or another "
@@ -132,8 +132,8 @@ def _faults(probe: Probe, seed: int) -> _Outcome:
     try:
         shared = fault([0, 1], shared_prefix=True)
     except ModelError as error:
-        return _Outcome(None, str(error))
-    return _Outcome(None, shared and f"{shared} where sequences share a prefix")
+        return Outcome(None, str(error))
+    return Outcome(None, shared and f"{shared} where sequences share a prefix")
 
 
 def _difference(

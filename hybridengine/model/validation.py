@@ -31,7 +31,7 @@ from hybridengine.model.extensions import image_model_types, stateful_model_type
 from hybridengine.run.config.common import TrainedModelConfig
 from hybridengine.run.errors import ModelError, located, reason_of
 
-_HUB_SECONDS = 8.0
+HUB_SECONDS = 8.0
 # Rotary types whose limit grows by their factor. Not of dynamic NTK: vLLM has no positions beyond.
 _SCALED = {"linear", "ntk"}
 _FIXED_ROPE = ("default", "linear", "llama3")  # their frequencies do not depend on the length
@@ -267,8 +267,8 @@ def _parse_config(
     # In a thread, because no time-out of the hub client covers name resolution.
     reading = threading.Thread(target=read, daemon=True)
     reading.start()
-    reading.join(None if Path(path).is_dir() else _HUB_SECONDS)
-    result = outcome[0] if outcome else TimeoutError(f"no answer in {_HUB_SECONDS:g} s")
+    reading.join(None if Path(path).is_dir() else HUB_SECONDS)
+    result = outcome[0] if outcome else TimeoutError(f"no answer in {HUB_SECONDS:g} s")
     if not isinstance(result, Exception):
         return result
     if Path(path).is_dir():

@@ -25,7 +25,7 @@ import psutil
 
 VERIFY = "verify"  # suffix of a request
 _MAX_MISMATCHES = 20  # listed in a file
-_SHARED_MEMORY, _TEMPORARY = Path("/dev/shm"), Path("/tmp")
+SHARED_MEMORY, _TEMPORARY = Path("/dev/shm"), Path("/tmp")
 _numbers = itertools.count()
 
 
@@ -158,7 +158,7 @@ class Activity:
 
 def private_folder() -> Path | None:
     """Return this user's folder; None where there is none that is only this user's."""
-    base = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else _TEMPORARY
+    base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else _TEMPORARY
     folder = base / f"hybridengine-{os.getuid()}"
     try:
         folder.mkdir(0o700, exist_ok=True)

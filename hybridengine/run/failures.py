@@ -36,16 +36,16 @@ from hybridengine.run.messages import MessageError, SignedStore, group_timeout, 
 STORE_GONE = "the rendezvous store is gone: its host, rank 0's node or agent, ended"
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # of the environment
 
-_ANSWER_S = 6.0  # a collective fails on all ranks, and monitors answer, within this time
+ANSWER_S = 6.0  # a collective fails on all ranks, and monitors answer, within this time
 _POLL_S = 1.0  # between two looks for a question
-_LOOK_S, _LONGEST_LOOK_S = 2.0, 60.0  # between two looks for lost ranks: longer and longer
-_LIMIT_SHARE = 0.8  # of a group's timeout, at which NCCL's watchdog ends the process
+LOOK_S, _LONGEST_LOOK_S = 2.0, 60.0  # between two looks for lost ranks: longer and longer
+LIMIT_SHARE = 0.8  # of a group's timeout, at which NCCL's watchdog ends the process
 _MAX_NAMED = 4  # ranks in one message
 # Of the plain RuntimeErrors of gloo and NCCL; those of a computation have none of these words.
 _OF_A_CONNECTION = re.compile(
     r"gloo|nccl|pair closure|connection|socket|timed out|time-?out|aborted", re.IGNORECASE
 )
-_guards = itertools.count()  # every rank makes its guards in the same order
+guard_numbers = itertools.count()  # every rank makes its guards in the same order
 
 
 class CollectiveError(dist.DistError):
@@ -105,10 +105,10 @@ class CollectiveGuard:
         groups: Callable[[], Iterable[dist.ProcessGroup]] = default_groups,
         name: str = "",
     ) -> None:
-        self._timeout_s, self._groups, self._own_store = timeout_s, groups, store
+        self.timeout_s, self._groups, self._own_store = timeout_s, groups, store
         self.rank, self.others = rank, [r for r in range(world_size) if r != rank]
         self.activity = Activity(name or f"rank {rank}", rank, world_size)
-        self._prefix = f"hybridengine/{os.environ.get(RESTART_COUNT, '0')}/{next(_guards)}"
+        self.prefix = f"hybridengine/{os.environ.get(RESTART_COUNT, '0')}/{next(guard_numbers)}"
         self._operation, self._count, self._phase = "", 0, "starting"
         self._answered: set[str] = set()
         self.set(f"process/{rank}", this_process())
@@ -161,7 +161,7 @@ class CollectiveGuard:
         timeout_s: instead of the guard's.
         """
         self._phase = phase
-        key, limit_s = f"{self._count}/{phase}", timeout_s or self._timeout_s
+        key, limit_s = f"{self._count}/{phase}", timeout_s or self.timeout_s
         limit = _limited(self._groups(), limit_s) if limit_s else nullcontext()
         try:
             with self.activity.in_collective(self.place, key), limit:
@@ -188,7 +188,7 @@ class CollectiveGuard:
         device: of the tensors. On a GPU this is `work.wait`, which blocks no host.
         stopped_after_s: after this time a stopped rank counts as lost, too.
         """
-        look_s, started = _LOOK_S, time.monotonic()
+        look_s, started = LOOK_S, time.monotonic()
         while device.type == "cpu" and not work.is_completed():
             try:
                 work.wait(timedelta(seconds=look_s))
@@ -206,7 +206,7 @@ class CollectiveGuard:
 
     def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks why this one ends."""
-        self.set(self._key("failure", self.rank), f"failed in {self.place}: {one_line(error)}")
+        self.set(self.key("failure", self.rank), f"failed in {self.place}: {one_line(error)}")
 
     def finish(self) -> None:
         """Tell the other ranks that this one may end."""
@@ -215,7 +215,7 @@ class CollectiveGuard:
     def failed_rank(self) -> RankReport | None:
         """Another rank that has reported its failure."""
         for rank in self.others:
-            if reason := self.get(self._key("failure", rank)):
+            if reason := self.get(self.key("failure", rank)):
                 return RankReport(rank, "failed", reason)
         return None
 
@@ -236,10 +236,10 @@ class CollectiveGuard:
         """
         self._answered |= {"place", "stacks"}
         answer = f"waiting|is in {self.place}, and waits too"
-        if not self.set(self._key("answer", self.rank), answer):
+        if not self.set(self.key("answer", self.rank), answer):
             return []
-        self.set(self._key("question"), "stacks" if stacks else "place")
-        deadline = time.monotonic() + _ANSWER_S
+        self.set(self.key("question"), "stacks" if stacks else "place")
+        deadline = time.monotonic() + ANSWER_S
 
         def read() -> list[RankReport] | None:
             late = time.monotonic() > deadline
@@ -257,12 +257,12 @@ class CollectiveGuard:
 
     def answer(self) -> None:
         """Answer a rank that asks: report the line that the main thread executes."""
-        question = self.get(self._key("question"))
+        question = self.get(self.key("question"))
         if not question or question in self._answered:
             return
         self._answered.add(question)
         place = f"busy|is in {self.place}, at {_line_of_main_thread()}"
-        self.set(self._key("answer", self.rank), place)
+        self.set(self.key("answer", self.rank), place)
         if question == "stacks":
             with suppress(OSError, ValueError):  # a log that is closed, or full
                 print(f"rank {self.rank} stalls in {self.place}; its stacks:", file=sys.stderr)
@@ -284,7 +284,7 @@ class CollectiveGuard:
         return process_state(self.get(f"process/{rank}"))
 
     def _report_of(self, rank: int) -> RankReport:
-        if answer := self.get(self._key("answer", rank)):
+        if answer := self.get(self.key("answer", rank)):
             return RankReport(rank, *answer.split("|", 1))
         if self.get(f"finished/{rank}"):
             return RankReport(rank, "waiting", "has finished")
@@ -294,7 +294,7 @@ class CollectiveGuard:
         texts = {"ended": "has ended", "stopped": "is stopped (SIGSTOP)"}
         return RankReport(rank, state, texts.get(state, "was killed or stalled") + last)
 
-    def _key(self, kind: str, rank: int | str = "") -> str:
+    def key(self, kind: str, rank: int | str = "") -> str:
         return f"{self._count}/{kind}/{rank}"
 
     def set(self, key: str, value: str) -> bool:
@@ -316,7 +316,7 @@ class CollectiveGuard:
 
     def _store(self) -> SignedStore:
         store = self._own_store or dist.distributed_c10d._get_default_store()
-        return SignedStore(store, self._prefix, is_required=False)
+        return SignedStore(store, self.prefix, is_required=False)
 
 
 @contextmanager
@@ -384,8 +384,8 @@ class DeviceProgress:
         marks, self._marks = self._marks, []
         if not marks:
             return
-        limit_s = self._limit_s or _LIMIT_SHARE * group_timeout(self._device).total_seconds()
-        started, next_look = time.monotonic(), _LOOK_S
+        limit_s = self._limit_s or LIMIT_SHARE * group_timeout(self._device).total_seconds()
+        started, next_look = time.monotonic(), LOOK_S
         for phase, completion in marks:
             with self._guard.collective(phase):
                 while not completion.query():
@@ -395,7 +395,7 @@ class DeviceProgress:
                     if waited > next_look:
                         if lost := self._guard.lost_rank():
                             raise dist.DistError(str(lost))
-                        next_look = waited + _LOOK_S
+                        next_look = waited + LOOK_S
                     time.sleep(min(1e-2, 1e-4 + waited / 100))
 
 

@@ -57,7 +57,7 @@ def launch_ranks(
     if not failures and all(s.end == "finished" for s in statuses.values()) and statuses:
         return 0
     print_error(describe_failure(failures, statuses))
-    return _exit_code(failures, statuses)
+    return exit_code_of(failures, statuses)
 
 
 def _run_ranks(
@@ -205,7 +205,7 @@ def only_stopped(failures: Mapping[int, Any]) -> bool:
     return failures.keys() == stopped | victims
 
 
-def _exit_code(failures: Mapping[int, Any], statuses: Mapping[int, RankStatus]) -> int:
+def exit_code_of(failures: Mapping[int, Any], statuses: Mapping[int, RankStatus]) -> int:
     """Return EXIT_USER_ERROR if the rank to blame has met a UserError before its first step."""
     rank = _first_failure(failures, statuses, _records(failures))[0]
     if rank not in failures or rank not in statuses or statuses[rank].step:

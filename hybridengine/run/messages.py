@@ -36,7 +36,7 @@ SECRET = "HYBRIDENGINE_SECRET"  # of the environment
 _MIN_LENGTH = 16  # characters of a secret
 _MAC_BYTES = 32
 _SIZE_BYTES, _BLOCK_BYTES = 8, 512  # ranks exchange a message's size and its first bytes at once
-_file: Path | None = None  # with the secret of this machine's ranks, see `share_secret`
+secret_file: Path | None = None  # with the secret of this machine's ranks, see `share_secret`
 _SHORT_S, _LONG_S, _GROWTH = 1e-3, 2e-2, 1.1  # between two looks at a store
 _DTYPES = {str(x)[6:]: x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 
@@ -131,11 +131,11 @@ def share_secret(file: Path, is_owner: bool) -> None:
     is_owner: this rank makes it. The others read the file when they first need it, which must be
     after the owner's call.
     """
-    global _file
+    global secret_file
     if SECRET in os.environ:
         return
     if not is_owner:
-        _file = file
+        secret_file = file
         return
     file.unlink(missing_ok=True)
     os.environ[SECRET] = new_secret()
@@ -143,9 +143,9 @@ def share_secret(file: Path, is_owner: bool) -> None:
         out.write(os.environ[SECRET])
 
 
-def _secret(is_required: bool) -> bytes:
-    if SECRET not in os.environ and _file is not None:
-        os.environ[SECRET] = _file.read_text()
+def shared_secret(is_required: bool) -> bytes:
+    if SECRET not in os.environ and secret_file is not None:
+        os.environ[SECRET] = secret_file.read_text()
     if is_required or SECRET in os.environ:
         check_secret("processes that are started apart sign their messages by it")
     return os.environ.get(SECRET, "").encode()
@@ -177,7 +177,7 @@ def verified(name: str, signed: Any, what: str, is_required: bool = False) -> An
 
 def _mac(name: str, message: Any, is_required: bool) -> bytes:
     key = name.encode()
-    mac = hmac.new(_secret(is_required), len(key).to_bytes(4, "little") + key, "sha256")
+    mac = hmac.new(shared_secret(is_required), len(key).to_bytes(4, "little") + key, "sha256")
     mac.update(message)
     return mac.digest()
 

@@ -27,7 +27,7 @@ EXIT_RANK_FAILED = 75  # the exit code of a rank that ends because another one f
 _STORE_SILENT = "the rendezvous store, on rank 0's node, has not answered"
 _INTERVAL_S = 1.0
 _ENDED_S = 3 * _INTERVAL_S  # without heartbeat, of a rank whose process has ended
-_STOPPED_S = 10.0  # of a rank whose process is stopped (SIGSTOP)
+STOPPED_S = 10.0  # of a rank whose process is stopped (SIGSTOP)
 _UNREACHABLE_S = 60.0  # of a rank on another machine, which may be loaded or gone
 
 
@@ -135,7 +135,7 @@ class RankMonitor:
         elif state == "ended":
             limit, text = 0.0, "has ended without finishing the run"
         elif state == "stopped":
-            limit, text = _STOPPED_S, f"is stopped (SIGSTOP) for {silent_s:.0f} s"
+            limit, text = STOPPED_S, f"is stopped (SIGSTOP) for {silent_s:.0f} s"
         elif state == "remote":
             phase = self._phase_of(rank)
             is_starting = phase == "starting" or phase.endswith(" of step 0")

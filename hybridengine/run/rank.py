@@ -94,7 +94,7 @@ def rank_session(
     signals.open()
     status = PhaseStatus(run_dir, rank, world.name)
     secret_file = Path(run_dir) / ".secret"
-    store = _join_start(rank, world_size, timeout_s, secret_file)
+    store = join_start(rank, world_size, timeout_s, secret_file)
     # The main thread may wait in the connection of the process group.
     guard = CollectiveGuard(rank, world_size, connect_store(timeout_s=30))
     monitor = RankMonitor(guard, timeout_s, lambda: signals.requested == signal.SIGTERM)
@@ -206,7 +206,7 @@ def agree_on_run_start(store: dist.Store) -> None:
     os.environ[_STARTED] = values.claim("start", run_start().isoformat(), str)
 
 
-def _join_start(rank: int, world_size: int, timeout_s: float, secret_file: Path) -> dist.Store:
+def join_start(rank: int, world_size: int, timeout_s: float, secret_file: Path) -> dist.Store:
     """Make number of restarts and start of the run the same on all ranks; connect to the store.
 
     Keys of later connections contain that number. secret_file: see `share_secret`.
@@ -239,7 +239,9 @@ def number_of_start(store: Any, rank: int, world_size: int, timeout_s: float) ->
     if rank == 0:
         number: int = counters.add("number", 1)
         arguments = store.clone(), number, world_size - 1
-        threading.Thread(target=_answer, args=arguments, name="start-number", daemon=True).start()
+        answering = threading.Thread(target=answer_questions, args=arguments, name="start-number")
+        answering.daemon = True
+        answering.start()
         return number
     answer = f"answer/{counters.add('questions', 1)}"
     try:
@@ -253,7 +255,7 @@ def number_of_start(store: Any, rank: int, world_size: int, timeout_s: float) ->
     return number
 
 
-def _answer(store: Any, number: int, others: int) -> None:
+def answer_questions(store: Any, number: int, others: int) -> None:
     """Answer questions until all other ranks of this start have theirs."""
     counters, answers = dist.PrefixStore(_STARTS, store), SignedStore(store, _STARTS)
     answered = 0

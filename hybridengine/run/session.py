@@ -27,7 +27,7 @@ from hybridengine.run.storage import atomic_file
 PHASE = "phase: "  # before the name of a phase, in a profile
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-_SAME_REQUEST_S = 1.0  # schedulers signal every process, and torchrun forwards its own signal
+SAME_REQUEST_S = 1.0  # schedulers signal every process, and torchrun forwards its own signal
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ class StopSignals:
         while True:
             for number in os.read(self._read, 64):
                 if number in STOP_SIGNALS:
-                    self._receive(number)
+                    self.receive(number)
 
-    def _receive(self, number: int) -> None:
-        again = self.requested and time.monotonic() - self._since > _SAME_REQUEST_S
+    def receive(self, number: int) -> None:
+        again = self.requested and time.monotonic() - self._since > SAME_REQUEST_S
         if again or not self.can_wait:
             with suppress(OSError, ValueError):
                 sys.stdout.flush()

@@ -218,12 +218,12 @@ class StepLine:
         if large := [p for p in longest if shares[p] >= _SMALLEST_SHARE]:
             yield " ".join(f"{_PHASES.get(p, p)} {shares[p]:.0%}" for p in large)
         if tokens := values.get("perf/total_num_tokens"):
-            yield f"{_short(tokens / seconds)} tok/s"
+            yield f"{short_number(tokens / seconds)} tok/s"
         self._ends.append(time.monotonic())
         between = len(self._ends) - 1
         mean = (self._ends[-1] - self._ends[0]) / between if between else seconds
         if step < self._total:
-            yield f"ETA {_duration(mean * (self._total - step))}"
+            yield f"ETA {duration_text(mean * (self._total - step))}"
 
 
 class Progress(RichProgress):
@@ -269,7 +269,7 @@ def _validation(values: Mapping[str, float]) -> list[tuple[str, float]]:
     return [(n, v) for n, v in values.items() if n.startswith("val/")] + shown
 
 
-def _short(number: float) -> str:
+def short_number(number: float) -> str:
     """Return a number in three digits: 870, 5.1k, 12M."""
     for unit in ("", "k", "M"):
         if number < 999.5:
@@ -278,7 +278,7 @@ def _short(number: float) -> str:
     return f"{number:.0f}G"
 
 
-def _duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Return a time in its two largest units, such as 45s, 12m, 1h05m, 3d04h."""
     minutes, hours = round(seconds / 60), round(seconds / 3600)
     if seconds < 59.5:

@@ -266,9 +266,9 @@ def record_layout_by_layer(
             recorded, replace(checkpoint, tensors=tensors, copies=copies)
         )
 
-    classes = _layer_classes(model, checkpoint)
+    classes = layer_classes(model, checkpoint)
     every = {number for layers in classes for number in layers}
-    samples = {number for layers in classes for number in _samples(layers)}
+    samples = {number for layers in classes for number in samples(layers)}
     if samples < every:
         with suppress(LayoutError):  # the loader may refuse a part of a checkpoint
             if layout := _with_all_layers(record(samples), classes):
@@ -276,12 +276,12 @@ def record_layout_by_layer(
     return record(every).ordered()
 
 
-def _samples(layers: list[int]) -> list[int]:
+def samples(layers: list[int]) -> list[int]:
     """Return the layers of a class to record: two neighbours (loaders may alternate), the last."""
     return [*layers[:2], *layers[-1:]]
 
 
-def _layer_classes(model: torch.nn.Module, checkpoint: CheckpointLayout) -> list[list[int]]:
+def layer_classes(model: torch.nn.Module, checkpoint: CheckpointLayout) -> list[list[int]]:
     """Return the numbers of all layers, grouped by class."""
     traits: dict[int | None, list[tuple]] = defaultdict(list)  # without the number
     for name, shape in checkpoint.parameters.items():
@@ -315,7 +315,7 @@ def _with_all_layers(layout: EngineLayout, classes: list[list[int]]) -> EngineLa
     for first, *others in classes:
         for number in others:
             part = _renumbered(layout, first, number)
-            if number not in _samples([first, *others]):
+            if number not in samples([first, *others]):
                 parts.append(part)
             elif part != _renumbered(layout, number, number):
                 return None

@@ -150,9 +150,9 @@ class Resharder:
         trainers = Trainers(parameters, adapters, merge, delta, timeout_s, frozen)
         self._trainers = trainers
         self.rank, self.world_size = trainers.rank, trainers.world_size
-        self._trained, self._guard = trainers.model, trainers.guard
-        doing = operation(self._guard, "planning the syncs")
-        with doing, self._guard.collective("comparing models and engines"):
+        self.trained, self.guard = trainers.model, trainers.guard
+        doing = operation(self.guard, "planning the syncs")
+        with doing, self.guard.collective("comparing models and engines"):
             trainers.compare()
             self._make_plan(bucket_bytes)
         self.engine_state: EngineState | None = None
@@ -163,8 +163,8 @@ class Resharder:
         """Plan with the other ranks and connect to them."""
         trainers, target = self._trainers, self.engine
         self._device = trainers.device
-        self._progress = DeviceProgress(self._guard, self._device, limit_s=trainers.timeout_s)
-        self._layout = target.layout.with_full_tensors(self._trained.factors)
+        self.progress = DeviceProgress(self.guard, self._device, limit_s=trainers.timeout_s)
+        self._layout = target.layout.with_full_tensors(self.trained.factors)
         layouts = self._gather_layouts()
 
         def plan(size: int, nodes: list[int]) -> ReshardPlan:
@@ -174,22 +174,22 @@ class Resharder:
 
         default_bytes = default_bucket_bytes(self._device)
         self.plan, nodes = trainers.plan(plan, bucket_bytes, default_bytes)
-        factors = self._trained.factors
+        factors = self.trained.factors
         run_on_all_ranks(lambda: engine_weights(target, self._device, factors), LayoutError)
-        self._transport, self._mover = self._connect()
-        self._deltas: Deltas | None = None
+        self.transport, self.mover = self._connect()
+        self.deltas: Deltas | None = None
         wanted = trainers.delta == "on" or (trainers.delta == "auto" and plugins("deltas"))
         if wanted and not target.discards_weights:
             make = load_plugin("deltas", "changes", "reshard.delta")
-            pulls = isinstance(self._transport, Pull)
-            self._deltas = make(trainers, self._mover, is_far=len(set(nodes)) > 1, pulls=pulls)
+            pulls = isinstance(self.transport, Pull)
+            self.deltas = make(trainers, self.mover, is_far=len(set(nodes)) > 1, pulls=pulls)
         frozen = any(spec.frozen for spec in trainers.specs.values())
         self._skips_frozen = frozen and not target.discards_weights
 
     @property
     def _remembers(self) -> bool:
         """Whether the next sync may leave out what has not changed."""
-        return self._skips_frozen or (self._deltas is not None and self._deltas.remembers)
+        return self._skips_frozen or (self.deltas is not None and self.deltas.remembers)
 
     def _gather_layouts(self) -> list[EngineLayout]:
         """Return the layout of every rank; equal layouts are broadcast once."""
@@ -207,9 +207,9 @@ class Resharder:
 
     def _connect(self) -> tuple[AllToAll, Mover]:
         """Return a pull if the ranks can map each other's memory, else an all-to-all."""
-        make = partial(Mover, self.plan, self.rank, self._device, self._trained, self.engine)
-        merges = bool(self._trained.merged)
-        ends = self._guard, self._progress, self._device, self.plan.staging_bytes, merges
+        make = partial(Mover, self.plan, self.rank, self._device, self.trained, self.engine)
+        merges = bool(self.trained.merged)
+        ends = self.guard, self.progress, self._device, self.plan.staging_bytes, merges
         machines = all_gather_values(machine_id(), str)
         if len(set(machines)) == 1 and any(self.plan.bytes_sent):
             mover = make(PullBuilder)
@@ -240,41 +240,41 @@ class Resharder:
         started = time.perf_counter()
         base = self.engine.weight_version or 0
         to = base + 1 if version is None else version
-        syncing = operation(self._guard, f"the sync to version {to}", _PARTIALLY_UPDATED)
+        syncing = operation(self.guard, f"the sync to version {to}", _PARTIALLY_UPDATED)
         with syncing, torch.no_grad():
             version, intact = self._trainers.start(
                 version, self._check, _PLAN_AGAIN, base + 1, self._skips_frozen
             )
             verify = verify or self._trainers.verify_requested
             before, self.engine_state = self.engine_state, None  # until this sync is complete
-            increment = self._deltas.find(intact, base, version) if self._deltas else None
+            increment = self.deltas.find(intact, base, version) if self.deltas else None
             order = Order(intact, verify, self._remembers)
-            transport = self._transport
+            transport = self.transport
             transport.begin()
             with self.engine.weight_update(version, self._finish_on_all_ranks):
-                received, sent = self._mover.move(transport, order, self._weights, increment)
+                received, sent = self.mover.move(transport, order, self._weights, increment)
                 if verify:
-                    self._finish_on_device("before verifying")
-                    self._verify(version)
-                if self._trained.unmerged:
-                    scales = {n: a.scale for n, a in self._trained.unmerged.items()}
+                    self.finish_on_device("before verifying")
+                    self.verify(version)
+                if self.trained.unmerged:
+                    scales = {n: a.scale for n, a in self.trained.unmerged.items()}
                     adapters = adapters_of_factors(scales, self._weights)
                     self.engine.load_adapters(adapters, version)
-                self._finish_on_device("before committing")
+                self.finish_on_device("before committing")
         if order.remembers and increment:
             self.engine_state = increment.state_of(self.engine, before)
         elif order.remembers:
             self.engine_state = EngineState.of(self.engine)
         elapsed = (time.perf_counter() - started) * 1e3
         received += increment.num_bytes if increment else 0
-        changed = self._deltas.changed if self._deltas else None
-        dense = self._mover.dense_bytes(order)
+        changed = self.deltas.changed if self.deltas else None
+        dense = self.mover.dense_bytes(order)
         return SyncReport(version, received, sent, elapsed, increment is not None, changed, dense)
 
-    def _finish_on_device(self, phase: str) -> None:
+    def finish_on_device(self, phase: str) -> None:
         """Return when this rank's device has done all that the sync has enqueued."""
-        self._progress.mark(f"waiting for the device {phase}")
-        self._progress.wait()
+        self.progress.mark(f"waiting for the device {phase}")
+        self.progress.wait()
 
     def _finish_on_all_ranks(self, finish: Callable[[], None]) -> None:
         """Call `finish`; the weight version may change when no rank has raised."""
@@ -283,7 +283,7 @@ class Resharder:
             finish()
         except Exception as error:
             problem = error
-        raise_if_any(problem, self._guard, "committing")
+        raise_if_any(problem, self.guard, "committing")
 
     def _check(self, frozen_is_kept: bool) -> bool:
         """Return whether the engine holds what the last sync left there, frozen weights included.
@@ -296,21 +296,21 @@ class Resharder:
                 f"{place[1]}: make a new Resharder for the new world"
             )
         self.engine.check_ready()
-        self._weights = engine_weights(self.engine, self._device, self._trained.factors)
+        self._weights = engine_weights(self.engine, self._device, self.trained.factors)
         state = self.engine_state if frozen_is_kept else None
         return state is not None and state.is_kept_by(self.engine)
 
-    def _verify(self, version: int) -> None:
+    def verify(self, version: int) -> None:
         """Raise ReshardError on every rank if an engine tensor differs from its source."""
-        with self._guard.collective("verifying"):
-            own = find_mismatches(self._transport, self._mover, self._weights)
+        with self.guard.collective("verifying"):
+            own = find_mismatches(self.transport, self.mover, self._weights)
             mismatches = from_all_ranks(own, Mismatch)
             if self.plan.fallback:
                 loaded = self.engine.layout.by_loader & self._weights.keys()
                 tensors = {name: self._weights[name] for name in sorted(loaded)}
-                reload = partial(self._mover.load_full, self._transport, skip_frozen=False)
+                reload = partial(self.mover.load_full, self.transport, skip_frozen=False)
                 mismatches += find_unstable(self.rank, self._layout, tensors, reload)
-            warn_of_nan(self._trained.shards)
-        self._guard.activity.compared(version, mismatches)
+            warn_of_nan(self.trained.shards)
+        self.guard.activity.compared(version, mismatches)
         if mismatches:
             raise checksum_error(mismatches, f"rank {mismatches[0][0]}", "in all")

@@ -91,7 +91,7 @@ class TrainedTensors:
                     "(lambda: parameter_shards(model)). It is called at every sync, because a "
                     "model's tensors may be replaced."
                 )
-        self._read_parameters, self._read_adapters = read_parameters, read_adapters
+        self.read_parameters, self._read_adapters = read_parameters, read_adapters
         self._merge, self._read_frozen = merge, read_frozen
         self.parameters: dict[str, torch.Tensor] = {}  # until the first read
 
@@ -101,7 +101,7 @@ class TrainedTensors:
         self.merged: Mapping[str, Adapter] = adapters if self._merge else {}
         self.unmerged: Mapping[str, Adapter] = {} if self._merge else adapters
         self.factors = adapter_factors(self.unmerged)
-        self.parameters = {**self._read_parameters(), **self.factors}
+        self.parameters = {**self.read_parameters(), **self.factors}
         self.shards = {name: local_shard(t).detach() for name, t in self.parameters.items()}
         tensors = {**self.parameters, **adapter_factors(self.merged)}
         self.placements = {name: ShardProperties.of(tensor) for name, tensor in tensors.items()}

@@ -54,7 +54,7 @@ class Buffers:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._count = device, 0
-        self._buffers: list[torch.Tensor] = []
+        self.buffers: list[torch.Tensor] = []
 
     def next(self, size: int, largest: int) -> torch.Tensor:
         """Return a buffer, uint8 [size]; valid until two others have been requested.
@@ -62,19 +62,19 @@ class Buffers:
         largest: the size of the largest buffer; 0: allocate a new one of the size needed.
         """
         i, self._count = self._count % 2, self._count + 1
-        if len(self._buffers) <= i:
-            self._buffers.append(torch.empty(0, dtype=torch.uint8, device=self._device))
-        if not largest or self._buffers[i].numel() < size:
-            self._buffers[i].untyped_storage().resize_(0)  # gloo's threads may keep references
+        if len(self.buffers) <= i:
+            self.buffers.append(torch.empty(0, dtype=torch.uint8, device=self._device))
+        if not largest or self.buffers[i].numel() < size:
+            self.buffers[i].untyped_storage().resize_(0)  # gloo's threads may keep references
             new = torch.empty(max(size, largest), dtype=torch.uint8, device=self._device)
-            self._buffers[i] = new
-        return self._buffers[i][:size]
+            self.buffers[i] = new
+        return self.buffers[i][:size]
 
     def end(self, keep: bool = False) -> None:
         """Free the buffers, or keep them: the next sync gets the same ones in the same order."""
         self._count = 0
-        while self._buffers and not keep:
-            self._buffers.pop().untyped_storage().resize_(0)
+        while self.buffers and not keep:
+            self.buffers.pop().untyped_storage().resize_(0)
 
 
 class Transport(ABC):
@@ -263,7 +263,7 @@ class AllToAll(Transport):
     def begin(self) -> None:
         self.bytes_received = self.bytes_sent = 0
         # A sync that failed may still write to its own.
-        self._buffers, self._kept = self._kept or Buffers(self._device), None
+        self.buffers, self._kept = self._kept or Buffers(self._device), None
 
     def post_bucket(self, where: str, exchange: Exchange, sources: Tensors) -> Pending:
         sent, received = exchange.bytes_sent, exchange.bytes_received
@@ -271,7 +271,7 @@ class AllToAll(Transport):
         if start + sum(received) > self._staging_bytes:
             start = sum(sent)
         size = start + sum(received)
-        buffer = self._buffers.next(size, 0 if self._merges else self._staging_bytes)
+        buffer = self.buffers.next(size, 0 if self._merges else self._staging_bytes)
         outgoing, incoming = buffer[: sum(sent)], buffer[start:]
         exchange.pack_into(outgoing, sources)
         pending = self._exchange(where, incoming, outgoing, received, sent)
@@ -314,8 +314,8 @@ class AllToAll(Transport):
         raise_if_any(problem, self.guard, "checking what has arrived")
 
     def end(self) -> None:
-        self._buffers.end(keep=self._keeps_staging)
-        self._kept = self._buffers if self._keeps_staging else None
+        self.buffers.end(keep=self._keeps_staging)
+        self._kept = self.buffers if self._keeps_staging else None
 
 
 class Pull(AllToAll):

@@ -161,14 +161,14 @@ class WeightTarget(ABC):
         state.updates_begun += 1
         self._prepare_update()
         yield
-        run_on_all_ranks(self._finish_update)
+        run_on_all_ranks(self.finish_update)
         state.version, state.discarded, state.updating_to = version, False, None
 
     def _prepare_update(self) -> None:  # noqa: B027, optional
         """Bring the weights back into memory."""
 
     @abstractmethod
-    def _finish_update(self) -> None:
+    def finish_update(self) -> None:
         """Recompute or drop everything derived from older weights, caches included.
 
         Raises ReshardError if some of it remains.

@@ -61,7 +61,7 @@ class Learner(ABC):
         self.model, self.optimizer = model, optimizer
         self._config, self._dp = config, dp
 
-    def _step(self, batch: RolloutBatch, number: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+    def take_step(self, batch: RolloutBatch, number: int) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Run the optimizer step of a mini-batch; return metrics and each micro-batch's outputs."""
         parts, outputs = list[dict[str, Tensor]](), list[Tensor]()
         counts, max_norm = self._dp.num_trained(batch, number), self._config.actor.grad_clip
@@ -89,7 +89,7 @@ class Learner(ABC):
         for number in numbers:
             if parts and self.between_steps is not None:
                 self.between_steps()
-            metrics, outputs = self._step(batch, number)
+            metrics, outputs = self.take_step(batch, number)
             parts.append(metrics)
         return mean_metrics(parts), outputs
 
@@ -188,18 +188,18 @@ class Actor(Learner):
         """
         return correct_batch(batch, self._dp, self._correction)
 
-    def _step(self, batch: RolloutBatch, number: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+    def take_step(self, batch: RolloutBatch, number: int) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Run one optimizer step; with bypass_mode, normalised weights need a forward before it."""
         options = self._correction
         if not (options.bypass_mode and options.rollout_is_batch_normalize):
-            return super()._step(batch, number)
+            return super().take_step(batch, number)
         own = torch.zeros_like(batch.rollout_log_probs)
         with torch.no_grad():
             for micro_batch in batch.mini_batches[number]:
                 own[micro_batch.row_index] = self._forward(self.model, micro_batch)[0]
         mask = batch.response_mask & batch.in_mini_batch(number)
         correction = self.rollout_correction(replace(batch, old_log_probs=own, response_mask=mask))
-        metrics, outputs = super()._step(replace(batch, is_weights=correction.weights), number)
+        metrics, outputs = super().take_step(replace(batch, is_weights=correction.weights), number)
         return correction.metrics | metrics, outputs
 
     def update(self, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
@@ -213,10 +213,10 @@ class Actor(Learner):
             pop_metrics(self.model)  # of the passes before
             given = batch
             if self._config.actor.policy_loss.loss_mode in _COV_MODES:
-                given = replace(given, selected=self._select(given))
+                given = replace(given, selected=self.select(given))
             if given.old_log_probs is not None and self._recorded:
                 given = given.with_parts(self._recorded)
-            metrics, log_probs = self._epochs(self._with_active_rows(given))
+            metrics, log_probs = self._epochs(self.with_active_rows(given))
             metrics |= pop_metrics(self.model)
             metrics |= self._next_kl_coef(batch, metrics)
             if batch.old_log_probs is None:
@@ -231,7 +231,7 @@ class Actor(Learner):
         self.kl.update(metrics["actor/kl_loss"], len(batch.outcomes.last))
         return {"actor/kl_coef": used}
 
-    def _with_active_rows(self, batch: RolloutBatch) -> RolloutBatch:
+    def with_active_rows(self, batch: RolloutBatch) -> RolloutBatch:
         """Find the tokens that may have a gradient: unmasked, with an advantage other than 0.
 
         Their numbers set the sizes of the head's gradient products, so the host waits for them,
@@ -267,7 +267,7 @@ class Actor(Learner):
             kl_coef=self._kl_coef,
             rollout_is_weights=take(batch.is_weights),
         )
-        in_one_pass, rollout = self._permits_one_pass(batch, micro_batch), batch.rollout_log_probs
+        in_one_pass, rollout = self.permits_one_pass(batch, micro_batch), batch.rollout_log_probs
         if in_one_pass:  # from hidden states: 6 T H V operations in the head
             weights = dict[str, Any]()
             if batch.old_log_probs is None and correction.rollout_is is not None:
@@ -299,7 +299,7 @@ class Actor(Learner):
             self.record.add(batch, micro_batch, log_probs, entropy, options)
         return loss, {f"actor/{name}": x for name, x in metrics.items()} | corrected, log_probs
 
-    def _permits_one_pass(self, batch: RolloutBatch, micro_batch: PackedBatch) -> bool:
+    def permits_one_pass(self, batch: RolloutBatch, micro_batch: PackedBatch) -> bool:
         """Return whether the loss and its gradients can be computed in the forward.
 
         Not without a head function, for the rows of part of a sequence (Ulysses), over kept entries
@@ -317,7 +317,7 @@ class Actor(Learner):
             and not (options.bypass_mode and corrects)
         )
 
-    def _select(self, batch: RolloutBatch) -> Tensor:
+    def select(self, batch: RolloutBatch) -> Tensor:
         """Select tokens of each mini-batch of all replicas by covariance, bool [R]. Collective."""
         assert batch.old_log_probs is not None and batch.advantages is not None
         session = self._dp.session

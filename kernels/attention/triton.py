@@ -76,7 +76,7 @@ def _problem(heads: Heads, options: TreeOptions, grad_out: Tensor | None = None)
     return _Problem(inputs, options, float((scale > 0) - (scale < 0)))
 
 
-def _heads_per_program(key_blocks: int, heads: int, kv_heads: int, device: torch.device) -> int:
+def heads_per_program_of(key_blocks: int, heads: int, kv_heads: int, device: torch.device) -> int:
     """Return how many query heads of a group one program of key_grad_kernel sums over.
 
     Key blocks of a prompt have many queries, others few: as many programs as balance the GPU.
@@ -162,7 +162,7 @@ def _key_grad(
     tiles, (heads, tokens), kv_heads = problem.tiles("key_grad"), lse.shape, grad_key.shape[1]
     ends, positions, *_ = problem.options
     blocks = ceil_div(tokens, tiles.block_n)
-    per_program = _heads_per_program(blocks, heads, kv_heads, ends.device)
+    per_program = heads_per_program_of(blocks, heads, kv_heads, ends.device)
     parts = heads // per_program
     grads = (grad_key, grad_value)
     sums: tuple[Tensor, ...] = grads

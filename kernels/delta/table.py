@@ -41,7 +41,7 @@ class ChangeTable:
         self._native: Any = None
         self._on_cpu = device.type == "cpu"
         if choose_backend("change_table", device) == "reference":
-            self._rows = rows.to(device)
+            self.rows = rows.to(device)
         else:
             self._native = native().ChangeTable(rows, device)
 
@@ -71,7 +71,7 @@ class ChangeTable:
             checksums = self._native.scatter(list(indices), list(values), list(destinations))
             return checksums if self._on_cpu else None
         rows, positions, mapped = self._follow(indices, values)
-        to = self._rows[rows, 1]
+        to = self.rows[rows, 1]
         for i, destination in enumerate(destinations):
             chosen = to == i
             start = destination.storage_offset()
@@ -84,7 +84,7 @@ class ChangeTable:
         self, indices: Sequence[Tensor], values: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (row, position in its destination, value) of every change: the specification."""
-        table = self._rows
+        table = self.rows
         sizes, strides = table[:, _SIZE], table[:, _SRC]
         ends = table[:, 2] + ((sizes - 1) * strides).sum(1) + 1
         parts: list[tuple[Tensor, Tensor, Tensor]] = []

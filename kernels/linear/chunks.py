@@ -20,7 +20,7 @@ _DETERMINISTIC_ROWS = 128
 _DETERMINISTIC_COLUMNS = 64
 # Rows of a chunk where a group exchanges its row sums: the same number on all ranks, whatever the
 # sizes of their vocabulary slices.
-_GROUP_ROWS = 512
+GROUP_ROWS = 512
 # How many chunks of 16-bit gradients the buffer of a GPU holds.
 _CHUNKS_PER_PRODUCT = 8
 # Rows of logits on a GPU: more do not make their product faster, because it already reads the
@@ -77,7 +77,7 @@ class Chunks:
         elif deterministic:
             max_rows = self.rows = _DETERMINISTIC_ROWS
         elif group:
-            max_rows = self.rows = max(1, min(rows, _GROUP_ROWS))
+            max_rows = self.rows = max(1, min(rows, GROUP_ROWS))
         else:
             limit = min(max_rows, _GPU_ROWS) if hidden.is_cuda else max_rows
             self.rows = _equal_rows(rows, limit)
@@ -85,8 +85,8 @@ class Chunks:
         logits_rows = 0 if kept else max_rows if in_place else self.rows
         if not deterministic:
             logits_rows, max_rows = min(logits_rows, rows), min(max_rows * shared, grad_rows)
-        self._logits = _empty_rows(hidden, logits_rows, vocab, dtype)
-        self.grad_logits = self._logits
+        self.logits_buffer = _empty_rows(hidden, logits_rows, vocab, dtype)
+        self.grad_logits = self.logits_buffer
         if self.separate:
             self.grad_logits = _empty_rows(hidden, max_rows, vocab, grad_dtype)
         # Whether one product gives the full weight gradient, in the dtype of its operands.
@@ -104,11 +104,11 @@ class Chunks:
         """Compute logits [rows, V] into the buffer at row `offset`; valid until the next call."""
         hidden = self.hidden[rows]
         if self._invariant:
-            out = self._logits[offset : offset + hidden.shape[0]]
+            out = self.logits_buffer[offset : offset + hidden.shape[0]]
             product = find_kernel("triton" if hidden.is_cuda else "cpp")
             return product(hidden, self.weight, self.bias, out.dtype, out=out)
         padded = self._padded(hidden)
-        out = self._logits[offset : offset + padded.shape[0]]
+        out = self.logits_buffer[offset : offset + padded.shape[0]]
         self._multiply(out, padded, self.weight, self.bias)
         return out[: hidden.shape[0]]
 

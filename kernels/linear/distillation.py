@@ -228,10 +228,10 @@ def _reference(
         torch.log_softmax(transform(reference_logits(hidden, weight, bias, ~mask)), dim=1)
         for (hidden, weight, bias), transform in zip((student, teacher), transforms, strict=True)
     )
-    return _divergence(log_q, log_p, beta).sum(1).masked_fill(~mask, 0)
+    return divergence(log_q, log_p, beta).sum(1).masked_fill(~mask, 0)
 
 
-def _divergence(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
+def divergence(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
     """Return the terms of every entry, [T, V]; 0 log 0 is 0."""
     removed = log_q.isinf() & log_p.isinf()  # -inf in both has no gradient
     ratio = log_p.masked_fill(removed, 0) - log_q.masked_fill(removed, 0)

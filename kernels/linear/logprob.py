@@ -122,7 +122,7 @@ def linear_token_log_probs(
             "call without return_stats."
         )
     flat = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
-    keep_logits = _keeps_logits((flat, weight, bias), options, budget_bytes, deterministic)
+    keep_logits = keeps_logits((flat, weight, bias), options, budget_bytes, deterministic)
     results = _forward_op(
         flat,
         weight,
@@ -143,7 +143,7 @@ def linear_token_log_probs(
     return *outputs, LinearStats(*(in_shape(stat.detach(), shape) for stat in results[-2:]))
 
 
-def _keeps_logits(
+def keeps_logits(
     tensors: Sequence[Tensor | None], options: RowOptions, budget_bytes: int, deterministic: bool
 ) -> bool:
     """Return whether the forward saves the logits for the backward of hidden, weight and bias."""

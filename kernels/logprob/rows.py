@@ -27,11 +27,11 @@ def rows_forward(
 
     sum_p_squared is empty unless `want_squares`.
     """
-    backend = _backend_for(logits, backend)
+    backend = backend_for(logits, backend)
     if backend == "reference":
         with torch.no_grad():
             return reference_forward(logits, token_ids, options, want_squares)
-    logits, bad_label = unit_inner_stride(logits), _bad_label(logits.device)
+    logits, bad_label = unit_inner_stride(logits), bad_label_flag(logits.device)
     parallel = options.group != ""
     if backend == "triton":
         from . import triton as logprob_triton
@@ -68,7 +68,7 @@ def rows_backward(
         row_index: [T] int32: the gradient of row t goes to row row_index[t] of `out`, nowhere if
             that is -1.
     """
-    backend = _backend_for(logits, backend)
+    backend = backend_for(logits, backend)
     if backend == "reference":
         gradient = reference_backward(logits, token_ids, options, grad_log_probs, grad_entropy)
         if row_index is None:
@@ -123,7 +123,7 @@ def rows_unscaled_gradient(
     """
     from .triton_unscaled import unscaled_gradient
 
-    return unscaled_gradient(logits, out, token_ids, options, _bad_label(logits.device))
+    return unscaled_gradient(logits, out, token_ids, options, bad_label_flag(logits.device))
 
 
 def check_labels(device: torch.device | str = "cuda") -> None:
@@ -140,7 +140,7 @@ def check_labels(device: torch.device | str = "cuda") -> None:
         )
 
 
-def _bad_label(device: torch.device) -> Tensor | None:
+def bad_label_flag(device: torch.device) -> Tensor | None:
     if device.type == "cpu":
         return None  # the CPU kernels raise
     if device not in _bad_labels:
@@ -148,7 +148,7 @@ def _bad_label(device: torch.device) -> Tensor | None:
     return _bad_labels[device]
 
 
-def _backend_for(logits: Tensor, requested: str | None) -> str:
+def backend_for(logits: Tensor, requested: str | None) -> str:
     if logits.dtype == torch.float64:
         requested = requested or "reference"
     return choose_backend("token_log_probs", logits.device, requested)

@@ -109,12 +109,12 @@ class Products(NamedTuple):
             else:
                 from . import triton
 
-                triton.weight_grad(self.hidden, self.row_index, *self._by_id(), grad, out, add)
+                triton.weight_grad(self.hidden, self.row_index, *self.by_id(), grad, out, add)
         return self.weight.new_empty(0) if add else out
 
     def bias_grad(self, grad: Tensor) -> Tensor:
         """Compute the gradient of bias, [V]."""
-        order, begin = self._by_id()
+        order, begin = self.by_id()
         return segment_reduce(grad[order], begin, "sum")
 
     def _first_id(self) -> int:
@@ -131,7 +131,7 @@ class Products(NamedTuple):
         inside = (local >= 0) & (local < self.weight.shape[0])
         return local.where(inside, 0), inside
 
-    def _by_id(self) -> tuple[Tensor, Tensor]:
+    def by_id(self) -> tuple[Tensor, Tensor]:
         """Return the entries sorted by id, stably, and where each local id begins, [V + 1]."""
         ids, order = self._local_ids().sort(stable=True)
         every_id = torch.arange(self.weight.shape[0] + 1, device=ids.device)

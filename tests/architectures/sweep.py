@@ -77,7 +77,7 @@ class BareEngine(WeightTarget):
         self._post_load.restore_plain_weights()
         self._model.load_weights(self._checkpoint.assemble(weights))
 
-    def _finish_update(self) -> None:
+    def finish_update(self) -> None:
         self._post_load.rerun(self._model, self.dtype)
 
 

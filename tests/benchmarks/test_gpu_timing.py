@@ -105,7 +105,7 @@ def acted_bench(tmp_path, resume=False):
 
 def compare(bench, **calls):
     bench.compare("op", "forward", "T=1", torch.float32, calls, bytes_moved=8_000_000)
-    return json.loads((bench.results._path).read_text())["rows"]
+    return json.loads((bench.results.path).read_text())["rows"]
 
 
 def test_a_row_has_the_spread_and_how_it_was_timed(tmp_path):
@@ -171,9 +171,9 @@ def test_another_commit_and_a_fresh_run_start_over(tmp_path):
 def test_peaks_are_measured_once_and_states_are_kept(tmp_path, monkeypatch):
     bench = acted_bench(tmp_path)
     bench.log_state("op", "before")
-    monkeypatch.setattr(bench, "_copy_peak", lambda _: 4000.0)
+    monkeypatch.setattr(bench, "copy_peak", lambda _: 4000.0)
     assert bench.peak("copy", torch.float32) == 4000.0
-    monkeypatch.setattr(bench, "_copy_peak", lambda _: 1.0)
+    monkeypatch.setattr(bench, "copy_peak", lambda _: 1.0)
     assert bench.peak("copy", torch.bfloat16) == 4000.0
     bench.results.finished.append("op")
     bench.results.save()

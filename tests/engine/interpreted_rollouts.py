@@ -45,9 +45,9 @@ def _use_triton(patches: pytest.MonkeyPatch) -> set[str]:
         patches.setattr(sys.modules[f"{kernels}.{name}"], "choose_backend", choose)
     for name in ("layer", "rotary"):  # functions that have a form of their own on CPUs
         patches.setattr(sys.modules[f"{kernels}.{name}"], "native", lambda: None)
-    patches.setattr(sys.modules[f"{kernels}.layer"], "_kernels", lambda x: layer_triton)
+    patches.setattr(sys.modules[f"{kernels}.layer"], "kernels_for", lambda x: layer_triton)
     linear = sys.modules[f"{kernels}.decode_linear"]
-    before = linear._inference_linear
+    before = linear.eager_inference_linear
 
     def inference(x: Any, weight: Any, bias: Any, out_dtype: Any, max_rows: Any) -> torch.Tensor:
         if max_rows is not None:  # vLLM warms up before the model has exact operators
@@ -56,7 +56,7 @@ def _use_triton(patches: pytest.MonkeyPatch) -> set[str]:
         out = decode_linear_triton.decode_linear(rows, weight, bias, out_dtype or x.dtype)
         return out.view(*x.shape[:-1], -1)
 
-    patches.setattr(linear, "_inference_linear", inference)
+    patches.setattr(linear, "eager_inference_linear", inference)
     patches.setattr(linear, "find_kernel", lambda backend: decode_linear_triton.decode_linear)
     launched: set[str] = set()
 

@@ -67,13 +67,13 @@ class Checked:
 
     def forward(self, forward: Any, impl: Any, layer: Any, *arguments: Any, **named: Any) -> Any:
         from hybridengine.kernels import tree_attention
-        from hybridengine.kernels.paged_attention import _indices, _views
+        from hybridengine.kernels.paged_attention import cache_views, slot_indices
 
         out = forward(impl, layer, *arguments, **named)
         query, _, _, cache, metadata = arguments[:5]
         if metadata is None:
             return out
-        keys, values = _views(cache, impl.head_size)
+        keys, values = cache_views(cache, impl.head_size)
         starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
         output = named.get("output", arguments[5] if len(arguments) > 5 else out)
         counts = [end - begin for begin, end in itertools.pairwise(starts)]
@@ -83,7 +83,7 @@ class Checked:
             rows = slice(starts[i], starts[i + 1])
             positions = torch.arange(length)
             slots = metadata.block_table[i].long()[positions // 32] * 32 + positions % 32
-            in_keys, in_values = _indices(slots, cache)
+            in_keys, in_values = slot_indices(slots, cache)
             own = query.new_zeros(length, *query.shape[1:])
             own[length - count :] = query[rows]
             expected = tree_attention(
@@ -105,12 +105,12 @@ class Checked:
         return out
 
     def update(self, update: Any, impl: Any, layer: Any, *arguments: Any, **named: Any) -> None:
-        from hybridengine.kernels.paged_attention import _indices, _views
+        from hybridengine.kernels.paged_attention import cache_views, slot_indices
 
         update(impl, layer, *arguments, **named)
         key, value, cache, slots = arguments
-        in_keys, in_values = _indices(slots, cache)
-        keys, values = _views(cache, impl.head_size)
+        in_keys, in_values = slot_indices(slots, cache)
+        keys, values = cache_views(cache, impl.head_size)
         equal = torch.equal(keys[in_keys].flatten(2), key[: len(slots)])
         equal &= torch.equal(values[in_values], value[: len(slots)])
         self.calls["written" if equal else "miswritten"] += 1

@@ -16,7 +16,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors, MinPL
 from vllm.v1.sample.sampler import Sampler
 
 from benchmarks.sampling import sampling_metadata
-from hybridengine.engine.vllm.sampling import FusedSampler, _seeds
+from hybridengine.engine.vllm.sampling import FusedSampler, draw_seeds
 
 VOCAB = 700
 
@@ -41,9 +41,11 @@ def metadata(
     return sampling_metadata(torch.tensor(temperature), **limits, **options)
 
 
-def fused(exact: bool = False) -> tuple[FusedSampler, Sampler]:
-    """The fused sampler, and vLLM's own."""
+def fused(exact: bool = False, is_covered: bool = False) -> tuple[FusedSampler, Sampler]:
+    """The fused sampler, and vLLM's own; is_covered: the fused one leaves nothing to vLLM's."""
     runner = SimpleNamespace(sampler=Sampler(logprobs_mode="processed_logprobs"))
+    if is_covered:
+        runner.sampler.forward = None
     sampler = FusedSampler(runner, exact)
     assert FusedSampler.of(runner) is sampler
     return sampler, Sampler(logprobs_mode="processed_logprobs")
@@ -72,10 +74,8 @@ def test_tokens_have_vllms_distribution(
     top_p: list[float],
     min_p: list[float] | None,
     exact: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sampler, own = fused(exact)
-    monkeypatch.setattr(sampler, "_forward", None)  # not vLLM's
+    sampler, own = fused(exact, is_covered=True)
     sampler.records = True
     logits = torch.randn(len(temperature), VOCAB, generator=torch.Generator().manual_seed(0)) * 2
     given = metadata(temperature, top_k, top_p, min_p)
@@ -148,7 +148,7 @@ def test_seeds_are_those_of_the_generators_in_a_launch_each(rows: int) -> None:
         torch.manual_seed(7)
         logits = torch.zeros(rows, VOCAB)
         with Names() as seen:
-            seeds = _seeds(generators, logits)
+            seeds = draw_seeds(generators, logits)
         assert seen.names == ["random_"] * (3 if rows == 3 else 4)
         torch.manual_seed(7)
         expected = torch.randint(0, 2**31, (rows,))

@@ -59,7 +59,7 @@ def body(rank: int, world_size: int, path: str, kind: str) -> dict[str, Any]:
             preempt(request, *args, **options)
 
         scheduler._preempt_request = recording_preempt
-        engine._stop_token_ids = []
+        engine.stop_token_ids = []
         spec = SamplingSpec(n=2, max_tokens=150, temperature=0.7, top_k=20, record_kept=True)
         sampled.append(engine.generate(PROMPTS, spec, seed=2))
     without = [

@@ -20,7 +20,7 @@ def body(rank: int, world_size: int, path: str) -> str:
 
     registry._SUBPROCESS_COMMAND = ["false"]
     engine, _ = build_engine(path, 1, torch.float32)
-    return type(engine._runner.get_model()).__name__
+    return type(engine.model_runner.get_model()).__name__
 
 
 def test_an_unknown_model_is_imported_here(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_exact_log_probs_are_those_of_the_logits(batch: SimpleNamespace) -> None
 
 
 def sampled_by(sampler: Any, logits: torch.Tensor, batch: SimpleNamespace) -> torch.Tensor:
-    sampler._is_exact = False
+    sampler.is_exact = False
     return sampler(logits.clone(), batch).sampled_token_ids[:, 0]
 
 

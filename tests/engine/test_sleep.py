@@ -35,13 +35,13 @@ def discard(engine) -> None:
     """Overwrite all of the engine's weights and buffers that sleep level 2 would not keep."""
     from hybridengine.engine.vllm.sleep import Allocation, unwritten
 
-    model = engine._runner.get_model()
+    model = engine.model_runner.get_model()
     tensors = {
         name: tensor.data for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
     storages = {n: t.untyped_storage() for n, t in tensors.items() if t.numel()}
     allocations = {n: Allocation(s.data_ptr(), s.nbytes()) for n, s in storages.items()}
-    kept = set(unwritten(allocations.values(), engine._written_in_full()))
+    kept = set(unwritten(allocations.values(), engine.written_in_full()))
     discarded = {name for name, allocation in allocations.items() if allocation not in kept}
     assert any("cos_sin_cache" in n for n in tensors.keys() - discarded)
     assert {n.rpartition(".")[2] for n in discarded} <= {"weight", "bias"} and len(discarded) > 10
@@ -72,7 +72,7 @@ def body(rank: int, world_size: int, path: str) -> None:
         full = {n: p.full_tensor().clone() for n, p in shards.items()}
 
     def cache_bytes() -> int:
-        storages = {c.data_ptr(): c.untyped_storage() for c in engine._runner.kv_caches}
+        storages = {c.data_ptr(): c.untyped_storage() for c in engine.model_runner.kv_caches}
         return sum(map(resident_bytes, storages.values()))
 
     def generate() -> list:
@@ -81,7 +81,7 @@ def body(rank: int, world_size: int, path: str) -> None:
         return [[replace(c, versions=()) for c in group] for group in groups]
 
     [processor] = [
-        m for m in engine._runner.get_model().modules() if isinstance(m, LogitsProcessor)
+        m for m in engine.model_runner.get_model().modules() if isinstance(m, LogitsProcessor)
     ]
     assert processor._apply_head.func.__module__ == "hybridengine.engine.exact.operators"
     engine.sleep()

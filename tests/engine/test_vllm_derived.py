@@ -112,7 +112,8 @@ def sinks_body(rank: int, world_size: int, folder: str) -> list[tuple[torch.Tens
     engine, model, _ = train(folder, "gpt_oss", torch.float16)
     cache = engine.llm.llm_engine.vllm_config.cache_config
     assert cache.block_size == CPU_BLOCK_SIZE  # vLLM's default is 128
-    backends = [getattr(module, "impl", None) for module in engine._runner.get_model().modules()]
+    modules = engine.model_runner.get_model().modules()
+    backends = [getattr(module, "impl", None) for module in modules]
     used = [b.sinks.float() for b in backends if getattr(b, "sinks", None) is not None]
     trained = [p.full_tensor() for n, p in model.named_parameters() if n.endswith("sinks")]
     return [(u.clone(), t.detach().half().float()) for u, t in zip(used, trained, strict=True)]

@@ -18,7 +18,7 @@ SLOW = {  # in the interpreter, for all their arguments
 NAMES = [
     name
     for name, case in CASES.items()
-    if "triton" in _backend._REGISTERED.get(case.registered or operator(name), {}).get("cuda", ())
+    if "triton" in _backend.REGISTERED.get(case.registered or operator(name), {}).get("cuda", ())
 ]
 
 

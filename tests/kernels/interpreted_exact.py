@@ -33,7 +33,7 @@ def triton_on_cpu_tensors(monkeypatch):
             ),
         )
     monkeypatch.setattr(
-        sys.modules["hybridengine.kernels.layer"], "_kernels", lambda x: layer_triton
+        sys.modules["hybridengine.kernels.layer"], "kernels_for", lambda x: layer_triton
     )
 
 

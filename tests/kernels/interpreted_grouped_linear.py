@@ -14,7 +14,7 @@ DTYPES = pytest.mark.parametrize("dtype", cases.DTYPES, ids=("float32", "bfloat1
 def triton_on_cpu_tensors(monkeypatch):
     widen_dot(monkeypatch)
     round_to_nearest(monkeypatch)
-    monkeypatch.setattr(_backend, "_unavailable", lambda *_: None)
+    monkeypatch.setattr(_backend, "why_unavailable", lambda *_: None)
 
 
 @DTYPES

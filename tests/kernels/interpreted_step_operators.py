@@ -14,7 +14,7 @@ from tests.kernels.step_operators import (
 
 @pytest.fixture(autouse=True)
 def triton_on_the_cpu(monkeypatch):
-    monkeypatch.setattr(_backend, "_unavailable", lambda *_: None)
+    monkeypatch.setattr(_backend, "why_unavailable", lambda *_: None)
 
 
 @pytest.mark.parametrize("case", WHITENINGS)

@@ -164,7 +164,7 @@ def take_triton_kernels(monkeypatch):
 
     widen_dot(monkeypatch)
     round_to_nearest(monkeypatch)
-    monkeypatch.setattr(_backend, "_unavailable", lambda *_: None)
+    monkeypatch.setattr(_backend, "why_unavailable", lambda *_: None)
     recurrence = (linear_recurrence_triton, linear_recurrence_triton_backward)
     for name, kernels in (
         ("layer", layer_triton),
@@ -172,4 +172,4 @@ def take_triton_kernels(monkeypatch):
         ("linear_recurrence", recurrence),
     ):
         module = sys.modules[f"hybridengine.kernels.{name}"]
-        monkeypatch.setattr(module, "_kernels", lambda _, kernels=kernels: kernels)
+        monkeypatch.setattr(module, "kernels_for", lambda _, kernels=kernels: kernels)

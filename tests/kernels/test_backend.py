@@ -19,7 +19,7 @@ def test_every_operator_has_a_row_with_a_reason():
     for row in rows:
         assert row.why
         if row.device == "cpu" and native() is not None:
-            has_cpp = "cpp" in _backend._REGISTERED[row.op]["cpu"]
+            has_cpp = "cpp" in _backend.REGISTERED[row.op]["cpu"]
             assert row.backend == ("cpp" if has_cpp else "reference")
 
 
@@ -43,10 +43,10 @@ def test_an_extension_that_does_not_load_is_warned_of(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", fail)
     with pytest.warns(RuntimeWarning, match=r"does not load with torch .*undefined symbol: _ZN3"):
-        extension, reason = _backend._load_extension()
+        extension, reason = _backend.load_extension()
     assert extension is None and "install hybridengine again" in reason
-    monkeypatch.setattr(_backend, "_EXTENSION", None)
-    monkeypatch.setattr(_backend, "_WHY_NO_EXTENSION", reason)
+    monkeypatch.setattr(_backend, "EXTENSION", None)
+    monkeypatch.setattr(_backend, "WHY_NO_EXTENSION", reason)
     with pytest.raises(ValueError, match=r"backend 'cpp' cannot run here: .* does not load"):
         choose_backend("token_log_probs", torch.device("cpu"), "cpp")
 

@@ -8,7 +8,7 @@ import inspect
 import pytest
 
 from hybridengine import kernels as he
-from hybridengine.kernels._backend import _REGISTERED
+from hybridengine.kernels._backend import REGISTERED
 from tests.kernels import contract, contract_wrong
 from tests.kernels.contract_cases import CASES, NOT_OPERATORS, annotated, operator
 from tests.kernels.interpreter import run_interpreted
@@ -22,7 +22,7 @@ LEFT_OUT = {
 def backends(name):
     """The backends of an operator on a CPU."""
     case = CASES[name]
-    return list(_REGISTERED.get(case.registered or operator(name), {}).get("cpu", ())) or [None]
+    return list(REGISTERED.get(case.registered or operator(name), {}).get("cpu", ())) or [None]
 
 
 def every(names):

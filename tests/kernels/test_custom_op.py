@@ -59,13 +59,13 @@ class Seen(TorchDispatchMode):
 @pytest.fixture
 def dispatched(monkeypatch):
     """The calls of `scaled` that went through the dispatcher."""
-    calls, op = [], scaled._op
+    calls, op = [], scaled.op
 
     def record(*arguments):
         calls.append(arguments)
         return op(*arguments)
 
-    monkeypatch.setattr(scaled, "_op", record)
+    monkeypatch.setattr(scaled, "op", record)
     return calls
 
 

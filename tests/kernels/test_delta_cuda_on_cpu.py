@@ -103,7 +103,7 @@ def assert_followed(library, table, indices, values, size):
         [i.data_ptr(), v.data_ptr(), len(i), i.dtype == torch.int64]
         for i, v in zip(indices, values, strict=True)
     ]
-    rows, lists = entries(reference._rows), torch.tensor(lists, dtype=torch.int64)
+    rows, lists = entries(reference.rows), torch.tensor(lists, dtype=torch.int64)
 
     def follow(destination, positions, mapped):
         return library.follow_on_cpu(

@@ -70,8 +70,8 @@ def test_what_runs_in_place_of_torchs_product(monkeypatch, change, expected):
     with FakeTensorMode():
         x = torch.empty(5, case["k"], dtype=case["dtype"], device="cuda")
         weight = torch.empty(weight_shape, dtype=case["dtype"], device="cuda")
-        assert module._narrow("torch", weight_shape, x, weight) == expected
-        assert module._narrow("triton", weight_shape, x, weight) == "triton"
+        assert module.narrow_backend("torch", weight_shape, x, weight) == expected
+        assert module.narrow_backend("triton", weight_shape, x, weight) == "triton"
 
 
 @pytest.mark.gpu

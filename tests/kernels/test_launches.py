@@ -64,9 +64,9 @@ class Launches(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def meta_as_cuda(monkeypatch):
     """Choose the CUDA kernels for meta tensors, as a build with CUDA does for its own."""
-    as_cuda = {op: {**by, "meta": by.get("cuda", ())} for op, by in _backend._REGISTERED.items()}
-    monkeypatch.setattr(_backend, "_REGISTERED", as_cuda)
-    monkeypatch.setattr(_backend, "_unavailable", lambda *_: None)
+    as_cuda = {op: {**by, "meta": by.get("cuda", ())} for op, by in _backend.REGISTERED.items()}
+    monkeypatch.setattr(_backend, "REGISTERED", as_cuda)
+    monkeypatch.setattr(_backend, "why_unavailable", lambda *_: None)
 
 
 @pytest.fixture

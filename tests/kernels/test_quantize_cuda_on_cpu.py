@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridengine.kernels.block_quantize import _rows_of, block_quantize, block_scales
+from hybridengine.kernels.block_quantize import block_quantize, block_rows, block_scales
 from tests.kernels.cuda_on_cpu import compile_for_cpu
 from tests.kernels.quantize_cases import DTYPES, matrix, same
 
@@ -34,7 +34,7 @@ def test_blocks_of_a_tensor(library, kind, source_dtype) -> None:
         x = matrix(kind, n, k, source_dtype)
         for dtype in (torch.bfloat16, torch.float16):
             expected, scale = block_quantize(x.to(dtype), backend="reference")
-            table, blocks = _rows_of(x.shape)
+            table, blocks = block_rows(x.shape)
             absmax, out = torch.zeros(len(blocks), dtype=torch.int32), torch.zeros_like(expected)
             numbers = [ctypes.c_int(NUMBERS[d]) for d in (source_dtype, dtype)]
             fixed = (pointer(table), pointer(blocks), ctypes.c_int64(len(blocks)), pointer(x))

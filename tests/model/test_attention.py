@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.model import flash_attention
-from hybridengine.model.attention import _attention_mask, varlen_attention
+from hybridengine.model.attention import causal_mask, varlen_attention
 from hybridengine.model.flash_attention import (
     FlashKernel,
     choose_flash_kernel,
@@ -202,7 +202,7 @@ class OnCpu(FlashKernel):
 def use(monkeypatch, kernel):
     """Make attention call a kernel, with the function and options that it has."""
     on_cpu = OnCpu(**{field.name: getattr(kernel, field.name) for field in fields(kernel)})
-    monkeypatch.setattr(flash_attention, "_chosen", on_cpu)
+    monkeypatch.setattr(flash_attention, "chosen_kernel", on_cpu)
 
 
 @pytest.mark.parametrize("window", [None, 7])
@@ -295,7 +295,7 @@ def test_the_newest_flash_attention_that_fits_the_gpu_is_chosen(monkeypatch):
 
 def test_gradients_are_in_a_fixed_order_where_a_job_asks_for_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(flash_attention, "_chosen", None)
+    monkeypatch.setattr(flash_attention, "chosen_kernel", None)
     flags = []
     try:
         for name, deterministic in (("cpu", True), ("cuda", False), ("cuda", True)):
@@ -376,5 +376,5 @@ def test_mask_with_cu_seqlens_is_refused():
 
 def test_no_mask_is_built_for_packed_input():
     options = SimpleNamespace(batch_size=1, q_length=9, kv_length=9, device="cpu")
-    assert _attention_mask(**vars(options)) is None
-    assert _attention_mask(**vars(options), allow_is_causal_skip=False) is None
+    assert causal_mask(**vars(options)) is None
+    assert causal_mask(**vars(options), allow_is_causal_skip=False) is None

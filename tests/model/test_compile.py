@@ -171,7 +171,7 @@ def test_the_longest_sequence_is_no_constant_of_the_graph(traced, monkeypatch) -
         return tree_attention(q, k, v, ends, softmax_scale=scale)
 
     monkeypatch.setattr(flash_attention.FlashKernel, "fits", lambda *_: True)
-    monkeypatch.setattr(flash_attention, "_chosen", flash_attention.FlashKernel(flash))
+    monkeypatch.setattr(flash_attention, "chosen_kernel", flash_attention.FlashKernel(flash))
     eager, compiled = pair_of_models("qwen2")
     for sizes in LENGTHS:
         assert_same_results(eager, compiled, pack_rollouts(rollouts(sizes)))

@@ -166,10 +166,10 @@ def offload_body(rank: int, world_size: int, path: str) -> None:
                 assert sizes(model.parameters()) > 0
                 cases.backward(model, pairs, world_size)
                 norms.append(optimizer.step(0.5).item())
-                assert (sizes(optimizer._moments()) == 0) == offload
+                assert (sizes(optimizer.moment_tensors()) == 0) == offload
             assert (sizes(shards.values()) == 0) == offload
         with offloader.on_device(), offloader.on_device(), optimizer.offloader.on_device():
-            assert sizes(optimizer._moments()) > 0
+            assert sizes(optimizer.moment_tensors()) > 0
             return norms, {n: t.full_tensor() for n, t in shards.items()}
 
     kept, offloaded = steps(False), steps(True)

@@ -16,9 +16,9 @@ from hybridengine.model.attention import ATTENTION
 from hybridengine.model.forward import packed_head
 from hybridengine.model.head import (
     Float32Product,
-    _float32_linear,
     accepts_head_function,
     detect_logit_transform,
+    float32_linear,
     patch_head,
 )
 from hybridengine.run.errors import ModelError
@@ -127,7 +127,7 @@ def test_models_with_other_transforms_compute_logits():
 def test_no_logits_outside_of_the_operator(monkeypatch):
     """The memory of the operator is tested in tests/kernels/linear/test_linear_logprob.py."""
     logprob = sys.modules["hybridengine.kernels.linear.logprob"]
-    monkeypatch.setattr(logprob, "_keeps_logits", lambda *_: False)
+    monkeypatch.setattr(logprob, "keeps_logits", lambda *_: False)
     seen = []
 
     class Watch(TorchDispatchMode):
@@ -240,7 +240,7 @@ def test_a_head_on_a_gpu_converts_neither_hidden_states_nor_weight() -> None:
         )
         hidden = torch.empty(2, 17, 64, dtype=torch.bfloat16, device="cuda")
         with Casts() as seen, torch.no_grad():
-            logits = _float32_linear(head, hidden)
+            logits = float32_linear(head, hidden)
     assert logits.shape == (2, 17, 103) and logits.dtype == torch.float32
     assert seen.shapes == [(103,)], "of the bias alone"
 

@@ -50,7 +50,7 @@ def test_unreachable_hub_fails_within_seconds(name, monkeypatch):
 
     from hybridengine.model import validation
 
-    monkeypatch.setattr(validation, "_HUB_SECONDS", 2.0)
+    monkeypatch.setattr(validation, "HUB_SECONDS", 2.0)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     start = time.monotonic()
@@ -64,7 +64,7 @@ def test_unreachable_hub_fails_within_seconds(name, monkeypatch):
 def test_hub_that_never_answers_times_out(monkeypatch):
     from hybridengine.model import validation
 
-    monkeypatch.setattr(validation, "_HUB_SECONDS", 0.5)
+    monkeypatch.setattr(validation, "HUB_SECONDS", 0.5)
     monkeypatch.setattr(validation.AutoConfig, "from_pretrained", lambda *a, **k: time.sleep(30))
     with pytest.raises(ModelError, match=r"no such model \(no answer in 0.5 s\)"):
         check_model("some-org/some-model")

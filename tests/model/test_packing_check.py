@@ -37,7 +37,7 @@ CHEAP = [
 
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch):
-    monkeypatch.setattr(packing_check, "_outcomes", {})
+    monkeypatch.setattr(packing_check, "OUTCOMES", {})
 
 
 def runnable() -> list[str]:
@@ -93,7 +93,7 @@ def test_a_window_that_is_only_in_the_mask(kind):
     with pytest.raises(ModelError, match=rf"layers\.{layer}\.self_attn .*differ.*sliding window"):
         check_packing("m", config)
     config.sliding_window = 8192  # which no sequence exceeds
-    packing_check._outcomes.clear()
+    packing_check.OUTCOMES.clear()
     check_packing("m", config)
 
 
@@ -149,14 +149,14 @@ def test_a_layer_that_reads_the_packed_order_shares_no_prefixes(monkeypatch):
 
 def test_a_tie_of_a_router_is_no_leak(monkeypatch):
     """One draw of weights that differs is not enough, as it would be with a leak."""
-    faults = packing_check._faults
+    faults = packing_check.find_faults
     seeds = []
 
     def tie(probe, seed):
         seeds.append(seed)
-        return packing_check._Outcome("a tie") if seed == 0 else faults(probe, seed)
+        return packing_check.Outcome("a tie") if seed == 0 else faults(probe, seed)
 
-    monkeypatch.setattr(packing_check, "_faults", tie)
+    monkeypatch.setattr(packing_check, "find_faults", tie)
     check_packing("m", tiny_config("qwen3_moe"))
     assert seeds == [0, 1]
 

@@ -20,9 +20,9 @@ Guards = tuple[CollectiveGuard, CollectiveGuard]
 
 @pytest.fixture
 def guards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Guards]:
-    monkeypatch.setattr(failures, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(failures, "ANSWER_S", 0.2)
     store = dist.HashStore()
-    monkeypatch.setattr(failures, "_guards", iter([0, 0]))  # two processes count each for itself
+    monkeypatch.setattr(failures, "guard_numbers", iter([0, 0]))  # each process has its own
     yield CollectiveGuard(0, 2, store), CollectiveGuard(1, 2, store)
 
 

@@ -102,12 +102,12 @@ def test_what_cannot_be_used_has_its_own_exit_code(tmp_path, failure):
     failures = {k: failure(EXIT_USER_ERROR, "CheckpointError: damaged") for k in (0, 1)}
     for rank in (0, 1):
         PhaseStatus(tmp_path, rank).enter("resume", 0)
-    assert launch._exit_code(failures, read_status(tmp_path)) == EXIT_USER_ERROR
+    assert launch.exit_code_of(failures, read_status(tmp_path)) == EXIT_USER_ERROR
     victim = failure(EXIT_RANK_FAILED, "…", RankReport(0, "failed", "failed in …"))
-    assert launch._exit_code({**failures, 1: victim}, read_status(tmp_path)) == EXIT_USER_ERROR
-    assert launch._exit_code({0: failure(1, "OSError: x")}, read_status(tmp_path)) == 1
+    assert launch.exit_code_of({**failures, 1: victim}, read_status(tmp_path)) == EXIT_USER_ERROR
+    assert launch.exit_code_of({0: failure(1, "OSError: x")}, read_status(tmp_path)) == 1
     PhaseStatus(tmp_path, 0).enter("reward", 3)
-    assert launch._exit_code(failures, read_status(tmp_path)) == 1, "a rank failed in its step"
+    assert launch.exit_code_of(failures, read_status(tmp_path)) == 1, "a rank failed in its step"
 
 
 def test_status_is_what_each_rank_last_entered(tmp_path):

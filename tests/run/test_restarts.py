@@ -34,6 +34,6 @@ def test_all_ranks_agree_on_the_number_of_a_start() -> None:
     with pytest.raises(dist.DistError, match="rank 0 has not started within 1 s"):
         start((1,), timeout_s=1)
     assert start((2, 1, 0)) == [2, 2, 2]
-    with patch.object(rank, "_answer"):  # the thread is killed with its process
+    with patch.object(rank, "answer_questions"):  # the thread is killed with its process
         assert start((0,)) == [3], "the others were killed before they asked"
     assert start((1, 2, 0)) == [4, 4, 4]

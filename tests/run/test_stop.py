@@ -22,14 +22,14 @@ RANK = """
 import os, sys, time, threading
 from hybridengine.run import session
 
-session._SAME_REQUEST_S = 600.0
+session.SAME_REQUEST_S = 600.0
 signals = session.StopSignals()
 signals.can_wait = sys.argv[1] == "True"
-receive = signals._receive
+receive = signals.receive
 def receive_and_tell(number):
     receive(number)
     print("requested", signals.requested, flush=True)
-signals._receive = receive_and_tell
+signals.receive = receive_and_tell
 signals.open()
 if os.fork() == 0:
     print(os.getpid(), flush=True)
@@ -37,7 +37,7 @@ if os.fork() == 0:
     os._exit(0)
 def let_time_pass():
     sys.stdin.readline()
-    session._SAME_REQUEST_S = 0.0
+    session.SAME_REQUEST_S = 0.0
     print("later", flush=True)
 threading.Thread(target=let_time_pass).start()
 lock = threading.Lock()
@@ -90,7 +90,7 @@ def first_step(rank: int, world_size: int, folder: Path, sent: signal.Signals) -
     dist.barrier()
     dist.destroy_process_group()
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"record_{rank}.json")
-    monitor._STOPPED_S = 1.0  # not 10
+    monitor.STOPPED_S = 1.0  # not 10
 
     def main(run: Session) -> None:
         dist.barrier()

@@ -79,7 +79,7 @@ class MemoryEngine(WeightTarget, RolloutEngine):
     def load_adapters(self, adapters: Iterable[tuple[str, Adapter]], version: int) -> None:
         self.adapters[version] = dict(adapters)
 
-    def _finish_update(self) -> None: ...
+    def finish_update(self) -> None: ...
 
     def _generate(self, prompts, spec, seed):
         return [[] for _ in prompts]
@@ -144,7 +144,7 @@ def build(
     shards = shards_of(shapes, full, mesh, rows_on_dim1)
     with pulling(transport == "pull"):
         resharder = Resharder(lambda: shards, engine, bucket_bytes, **options)
-    assert world_size == 1 or isinstance(resharder._transport, Pull) == (transport == "pull")
+    assert world_size == 1 or isinstance(resharder.transport, Pull) == (transport == "pull")
     return engine, shards, resharder
 
 

@@ -114,7 +114,7 @@ def assert_written(layouts: Layouts, full: Tensors, engines: Sequence[Tensors]) 
             assert torch.equal(got, source)
 
 
-class _Ranks:
+class PlannedRanks:
     """The shards and engines of all ranks, and what builds their exchanges."""
 
     def __init__(
@@ -126,7 +126,7 @@ class _Ranks:
         builder: type[ExchangeBuilder],
     ) -> None:
         self.ranks, self._sources = range(plan.world_size), sources
-        self._shards = [
+        self.shards = [
             {n: _held(full[n], spec, r) for n, spec in sources.items()} for r in self.ranks
         ]
         self.engines = [
@@ -136,7 +136,7 @@ class _Ranks:
             }
             for r in self.ranks
         ]
-        strides = [{n: t.stride() for n, t in s.items()} for s in self._shards]
+        strides = [{n: t.stride() for n, t in s.items()} for s in self.shards]
         device = torch.device("cpu")
         self.builders = [builder(plan, r, strides[r], device) for r in self.ranks]
 
@@ -152,7 +152,7 @@ class _Ranks:
         return [self.engines[rank][name] for name in step.destinations]
 
     def _part(self, name: str, box: Box, rank: int) -> torch.Tensor:
-        spec, held = self._sources[name], self._shards[rank][name]
+        spec, held = self._sources[name], self.shards[rank][name]
         if not spec.merged or (shard := spec.shard_of(rank)) is None:
             return held
         origin = [low for low, _ in spec.box(shard)]
@@ -170,7 +170,7 @@ def exchange_all(
     plan: ReshardPlan, sources: Sources, layouts: Layouts, full: Tensors
 ) -> list[dict[str, torch.Tensor]]:
     """Run the all-to-all tables of all ranks; return every rank's engine tensors."""
-    world = _Ranks(plan, sources, layouts, full, ExchangeBuilder)
+    world = PlannedRanks(plan, sources, layouts, full, ExchangeBuilder)
     for bucket in plan.buckets:
         steps = [builder.build(bucket) for builder in world.builders]
         outboxes = [
@@ -188,7 +188,7 @@ def pull_all(
     plan: ReshardPlan, sources: Sources, layouts: Layouts, full: Tensors
 ) -> tuple[list[dict[str, torch.Tensor]], int]:
     """Run the pull tables of all ranks; return their engine tensors and the packed elements."""
-    world = _Ranks(plan, sources, layouts, full, PullBuilder)
+    world = PlannedRanks(plan, sources, layouts, full, PullBuilder)
     packed = 0
     for bucket in plan.buckets:
         steps = [builder.build(bucket) for builder in world.builders]

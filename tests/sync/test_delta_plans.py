@@ -21,10 +21,12 @@ from hybridengine.remote.sync.delta import (
 )
 from hybridengine.sync.planner import build_plan
 from hybridengine.sync.tables import ExchangeBuilder
-from tests.sync.random_plans import Case, _Ranks, assert_written, random_cases, values_of
+from tests.sync.random_plans import Case, PlannedRanks, assert_written, random_cases, values_of
 
 
-def delta_all(world: _Ranks, plan, sources, before: dict[str, torch.Tensor], groups: list) -> None:
+def delta_all(
+    world: PlannedRanks, plan, sources, before: dict[str, torch.Tensor], groups: list
+) -> None:
     """Apply to the engines of all ranks what differs between `before` and the ranks' shards."""
     for built in zip(*groups, strict=True):
         sent = []
@@ -42,7 +44,7 @@ def delta_all(world: _Ranks, plan, sources, before: dict[str, torch.Tensor], gro
 def changes_of(world, rank, group, sources, before) -> dict[Part, Changed]:
     changes = {}
     for part in group.parts:
-        shard = world._shards[rank][part.name]
+        shard = world.shards[rank][part.name]
         old = shard_before(before, part, sources, rank)
         spec = sources[part.name]
         if part.box is not None and (number := spec.shard_of(rank)) is not None:
@@ -76,7 +78,7 @@ def test_random_plans_and_changes(case: Case, share: float, bucket_bytes: int, s
     after = {
         n: (t | (changed[n] * 0x4000).short()).view(torch.bfloat16) for n, t in numbers.items()
     }
-    world = _Ranks(plan, sources, layouts, after, ExchangeBuilder)
+    world = PlannedRanks(plan, sources, layouts, after, ExchangeBuilder)
     for layout, engine in zip(layouts, world.engines, strict=True):
         for name in engine:
             engine[name] = engine[name].bfloat16()

@@ -242,7 +242,7 @@ def test_what_breaks_the_chain() -> None:
     assert not sync(4)
     assert sync(4), "the version may stay"
     step(shards)
-    with mock.patch.object(engine, "_finish_update", side_effect=RuntimeError("cache")):
+    with mock.patch.object(engine, "finish_update", side_effect=RuntimeError("cache")):
         assert "cache" in message_of(lambda: resharder.sync(5))
     step(shards)
     assert not sync(6)

@@ -35,8 +35,8 @@ class Counted:
     what a pull reads of the memory of other ranks."""
 
     def __init__(self, resharder) -> None:
-        self.pulls = [e.unpack for e in resharder._mover.exchanges]
-        self.pulls *= isinstance(resharder._transport, Pull)
+        self.pulls = [e.unpack for e in resharder.mover.exchanges]
+        self.pulls *= isinstance(resharder.transport, Pull)
 
     def __enter__(self):
         self.original, self.received, self.copy = dist.all_to_all_single, 0, CopyTable.copy
@@ -179,7 +179,7 @@ def memory_body(rank: int, world_size: int) -> dict:
         shard_bytes = sum(t.to_local().nbytes for t in shards.values())
         resharder.sync(1, verify=True)
         peaks[size, transport] = {
-            "shared": resharder._transport.memory.buffers[0].nbytes if transport == "pull" else 0,
+            "shared": resharder.transport.memory.buffers[0].nbytes if transport == "pull" else 0,
             "allocator": allocator_peak(lambda r=resharder: r.sync(2)),
             "verified": allocator_peak(lambda r=resharder: r.sync(3, verify=True)),
             "staged": resharder.plan.staging_bytes,
@@ -228,11 +228,11 @@ def overlap_body(rank: int, world_size: int) -> dict:
     waits: list[bool] = []
     start, copy = AllToAll.post_bucket, CopyTable.copy
     names = {}
-    for i, e in enumerate(resharder._mover.exchanges):
+    for i, e in enumerate(resharder.mover.exchanges):
         names |= {id(e.pack): f"pack {i}", id(e.local): f"local {i}", id(e.unpack): f"unpack {i}"}
 
     def noted_start(transport, where, exchange, pack):
-        i = resharder._mover.exchanges.index(exchange)
+        i = resharder.mover.exchanges.index(exchange)
         pending = start(transport, where, exchange, pack)
         log.append(f"send {i}")
         wait = pending.wait
@@ -259,7 +259,7 @@ def overlap_body(rank: int, world_size: int) -> dict:
     return {
         "log": log,
         "crossed_before_wait": waits,
-        "buckets": len(resharder._mover.exchanges),
+        "buckets": len(resharder.mover.exchanges),
     }
 
 
@@ -286,7 +286,7 @@ def unshared_body(rank: int, world_size: int) -> dict:
     resharder.sync(1, verify=True)
     files = [os.readlink(entry) for entry in glob("/proc/self/fd/*") if os.path.islink(entry)]
     return {
-        "pulls": isinstance(resharder._transport, Pull),
+        "pulls": isinstance(resharder.transport, Pull),
         "right": all(torch.equal(engine.tensors[n], t) for n, t in expected(engine, full).items()),
         "warnings": [str(w.message) for w in caught],
         "open": [name for name in files if "memfd:hybridengine" in name],
@@ -305,7 +305,7 @@ def reuse_body(rank: int, world_size: int) -> list[bool]:
     """Ranks that pack, copy and unpack at different speeds, another in each bucket."""
     shapes = {f"r{i}": ("replicated", (64, 64)) for i in range(8)} | {"c": ("column", (8, 4))}
     engine, shards, resharder = build(shapes, 2, full=values(shapes))
-    assert len(resharder._mover.exchanges) > 10
+    assert len(resharder.mover.exchanges) > 10
     copy, calls = CopyTable.copy, itertools.count(rank)
 
     def slow_copy(table, sources, destinations):

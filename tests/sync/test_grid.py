@@ -268,7 +268,7 @@ def in_world_body(
         for version in trainer.steps(STEPS[case.payload]):
             reports.append(resharder.sync(version))
             wrong += differing(given, case, engine, version)
-        transport_used = "pull" if isinstance(resharder._transport, Pull) else "all-to-all"
+        transport_used = "pull" if isinstance(resharder.transport, Pull) else "all-to-all"
         results.append(_result(reports, transport_used) | {"wrong": wrong})
     return results
 
@@ -290,7 +290,7 @@ def trainer_body(
             timeout_s=TIMEOUT_S,
         )
         reports = [sender.sync(version) for version in trainer.steps(STEPS[case.payload])]
-        link: Any = sender._link
+        link: Any = sender.link
         results.append(_result(reports, (type(link).__name__, link.relays)))
     return results
 
@@ -308,7 +308,7 @@ def engine_body(
         for version in range(1, STEPS[case.payload] + 1):
             reports.append(receiver.receive())
             wrong += differing(given, case, engine, version)
-        link: Any = receiver._link
+        link: Any = receiver.link
         results.append(_result(reports, (type(link).__name__, link.relays)) | {"wrong": wrong})
         receiver.close()
     return results

@@ -106,7 +106,7 @@ def corrupt_body(rank: int, world_size: int, transport: str) -> dict[str, str]:
     """Flip a bit of the data that rank 1 receives: in its receive buffer, or as it reads the first
     slice that another rank packed."""
     engine, _, resharder = build(SHAPES, 2, full=values(SHAPES), transport=transport)
-    unpack = resharder._mover.exchanges[0].unpack
+    unpack = resharder.mover.exchanges[0].unpack
 
     class Damaging(type(unpack)):
         def copy(self, sources, destinations):
@@ -148,7 +148,7 @@ def failing_body(rank: int, world_size: int, how: str, transport: str) -> dict:
     resharder.sync(1)
     group = dist.distributed_c10d._get_default_group()
     group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=3))
-    pack = resharder._mover.exchanges[0].pack
+    pack = resharder.mover.exchanges[0].pack
 
     class Failing(type(pack)):
         def copy(self, *tensors):
@@ -209,7 +209,7 @@ def failing_inside_body(rank: int, world_size: int) -> str:
 
     if rank == 1:
         dist.all_reduce = fail
-        resharder._guard.ask = lambda: pytest.fail("it asked the other rank")
+        resharder.guard.ask = lambda: pytest.fail("it asked the other rank")
     return message_of(lambda: resharder.sync(2))  # rank 1 lives on: no connection is closed
 
 
@@ -253,7 +253,7 @@ def stopped_body(rank: int, world_size: int, where: str, transport: str) -> list
     engine, shards, resharder = build(SHAPES, 2, full=values(SHAPES), transport=transport)
     resharder.sync(1)
     store = dist.distributed_c10d._get_default_store()
-    packing = resharder._mover.exchanges[0].pack
+    packing = resharder.mover.exchanges[0].pack
 
     def stop_rank1() -> None:
         if rank == 1:
@@ -274,9 +274,9 @@ def stopped_body(rank: int, world_size: int, where: str, transport: str) -> list
     if where == "plan":
         message = message_of(lambda: Resharder(read, engine, timeout_s=1))
     else:
-        resharder._guard._timeout_s = 1  # after what has to finish in time
+        resharder.guard.timeout_s = 1  # after what has to finish in time
         if where == "start":
-            resharder._trained._read_parameters = read
+            resharder.trained.read_parameters = read
         else:
             packing.__class__ = Stopping
         message = message_of(lambda: resharder.sync(2))
@@ -308,10 +308,10 @@ def uncommitted_body(rank: int, world_size: int) -> list:
     engine, _, resharder = build(SHAPES, 2, full=values(SHAPES))
     resharder.sync()
     if rank == 1:
-        engine._finish_update = lambda: 1 / 0
+        engine.finish_update = lambda: 1 / 0
     results = [message_of(resharder.sync), engine.weight_version]
     results.append(message_of(lambda: engine.generate([[1]], SamplingSpec(), seed=0)))
-    engine._finish_update = lambda: None
+    engine.finish_update = lambda: None
     if rank == 1:
         engine.weight_version = None  # as where its connection broke off after the agreement
     want = expected(engine, values(SHAPES))

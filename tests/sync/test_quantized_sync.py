@@ -122,7 +122,7 @@ def adapter_body(rank: int, world_size: int) -> tuple[list[str], str]:
     if rank == 1:
         engine.tensors["fused_scale_inv"][0, 0] *= 2
         engine.tensors["fused"].view(torch.uint8)[0, 0] ^= 1
-    with mock.patch.object(resharder._mover, "move_buckets"):
+    with mock.patch.object(resharder.mover, "move_buckets"):
         message = message_of(lambda: resharder.sync(verify=True))
     return wrong, message
 

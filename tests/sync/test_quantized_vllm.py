@@ -25,7 +25,7 @@ def load_again(engine, checkpoint: dict[str, torch.Tensor]) -> None:
         initialize_layerwise_reload,
     )
 
-    model = engine._runner.get_model()
+    model = engine.model_runner.get_model()
     with torch.no_grad(), torch.device("cpu"):
         initialize_layerwise_reload(model)
         model.load_weights(iter(checkpoint.items()))
@@ -68,7 +68,7 @@ def sync_body(rank: int, world_size: int, path: str) -> dict:
         "received": report.bytes_received,
         "planned": resharder.plan.bytes_received[rank],
         # A ring's all-reduce of a number per block.
-        "for_scales": 2 * resharder._mover.encoding.scale.nbytes * (world_size - 1) // world_size,
+        "for_scales": 2 * resharder.mover.encoding.scale.nbytes * (world_size - 1) // world_size,
         "version": engine.weight_version,
         "responses": [len(o.token_ids) for completions in outputs for o in completions],
     }

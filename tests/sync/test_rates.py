@@ -66,13 +66,13 @@ def test_all_ranks_measure_the_same() -> None:
 def test_staging_buffers_that_serve_all_syncs(keeps: bool) -> None:
     transport = AllToAll(None, None, torch.device("cpu"), 64, False, keeps_staging=keeps)
     transport.begin()
-    buffers = [transport._buffers.next(size, 64) for size in (64, 64, 32)]
+    buffers = [transport.buffers.next(size, 64) for size in (64, 64, 32)]
     assert [b.data_ptr() == buffers[0].data_ptr() for b in buffers] == [True, False, True]
     addresses = [buffer.data_ptr() for buffer in buffers]
     transport.end()
     assert [buffer.untyped_storage().nbytes() for buffer in buffers] == [64 * keeps] * 3
     transport.begin()
     if keeps:
-        assert [transport._buffers.next(64, 64).data_ptr() for _ in range(3)] == addresses
+        assert [transport.buffers.next(64, 64).data_ptr() for _ in range(3)] == addresses
         transport.begin()  # the last sync has failed, and may still write
-        assert transport._buffers.next(64, 64).data_ptr() not in addresses
+        assert transport.buffers.next(64, 64).data_ptr() not in addresses

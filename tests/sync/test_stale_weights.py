@@ -229,8 +229,8 @@ def test_deltas_go_on_after_a_write() -> None:
     training.sync()
     for _ in training.deltas(2):
         training.model.norm.data.mul_(2)
-        assert training.sync() and training.resharder._deltas.changed > 0
-        assert training.sync() and training.resharder._deltas.changed == 0
+        assert training.sync() and training.resharder.deltas.changed > 0
+        assert training.sync() and training.resharder.deltas.changed == 0
 
 
 def test_two_engines_of_one_model() -> None:

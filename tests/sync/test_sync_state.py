@@ -106,12 +106,17 @@ def test_a_sync_commits_when_the_device_has_finished(monkeypatch: pytest.MonkeyP
 
     stream = SimpleNamespace(record_event=Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    resharder._progress = DeviceProgress(resharder._guard, torch.device("cuda"), limit_s=9)
-    resharder._transport.progress = resharder._progress
+
+    def limit(seconds: float) -> None:
+        progress = DeviceProgress(resharder.guard, torch.device("cuda"), limit_s=seconds)
+        resharder.progress = resharder.transport.progress = progress
+
+    limit(9)
     resharder.sync(1)
     assert seen == [(left, None) for left in (3, 2, 1, 0)] * (len(resharder.plan.buckets) + 1)
     assert engine.weight_version == 1
-    resharder._progress._limit_s, Event.query = 0.05, lambda self: False
+    limit(0.05)
+    Event.query = lambda self: False
     with pytest.raises(dist.DistError, match=r"has not finished it after 0\.05 s"):
         resharder.sync(2)
     with pytest.raises(StaleWeightsError, match="sync to weight version 2 did not finish"):
@@ -127,7 +132,7 @@ def test_discarded_weights_are_all_sent_again() -> None:
     resharder = Resharder(lambda: shards, engine, 4096, lambda: adapters)
     merged = full | {"q": full["q"] + 1}
     resharder.sync(1)
-    with mock.patch.object(resharder._mover, "move", wraps=resharder._mover.move) as move:
+    with mock.patch.object(resharder.mover, "move", wraps=resharder.mover.move) as move:
         resharder.sync(2)
         engine.tensors["norm"].data.fill_(7)
         resharder.sync(3)
@@ -169,7 +174,7 @@ def test_frozen_weights_are_sent_again_after_another_update(other_fails: bool) -
     )
     assert ours.sync().version == 1
     if other_fails:
-        other._finish_on_device = lambda phase: 1 / 0
+        other.finish_on_device = lambda phase: 1 / 0
         with pytest.raises(ZeroDivisionError):
             other.sync()
     else:
@@ -177,7 +182,7 @@ def test_frozen_weights_are_sent_again_after_another_update(other_fails: bool) -
         assert_arrived(engine, of_other | {"q": of_other["q"] + 1})
     assert ours.sync().version == 3 - other_fails
     assert_arrived(engine, full | {"q": full["q"] + 1})
-    with mock.patch.object(ours._mover, "move", wraps=ours._mover.move) as move:
+    with mock.patch.object(ours.mover, "move", wraps=ours.mover.move) as move:
         ours.sync()
     assert move.call_args.args[1].skip_frozen, "skipped: nothing else has updated the engine since"
 
@@ -195,9 +200,6 @@ def test_the_bucket_size_is_by_free_memory_and_the_same_on_all_ranks(monkeypatch
     monkeypatch.setattr(
         "hybridengine.sync.trainers.all_gather_values",
         lambda value, expected: [value, (5000, 0)] * 2,
-    )
-    monkeypatch.setattr(
-        Resharder, "_gather_layouts", lambda self: sizes.append(1) or [self._layout]
     )
     monkeypatch.setattr(
         "hybridengine.sync.resharder.build_plan",

@@ -24,11 +24,11 @@ def ran(monkeypatch, tmp_path):
     """The row of a package whose tests end as given, without and with ours."""
 
     def run(without, calls=None, untested=None):
-        results = iter([(without, {}), (dropins._outcomes(report), calls or {"p.f": 2})])
+        results = iter([(without, {}), (dropins.outcomes_of(report), calls or {"p.f": 2})])
         upstream = dropins.Upstream(("p==1",), "p==1", (), untested=untested or {})
         monkeypatch.setattr(dropins, "CACHE", tmp_path)
         monkeypatch.setattr(dropins, "overlay", lambda *_: tmp_path)
-        monkeypatch.setattr(dropins, "_pytest", lambda *_: next(results))
+        monkeypatch.setattr(dropins, "run_pytest", lambda *_: next(results))
         monkeypatch.setitem(dropins.UPSTREAMS, "p", upstream)
         source, out = tmp_path / "given", tmp_path / "out.json"
         source.mkdir(exist_ok=True)
@@ -61,7 +61,7 @@ def test_tests_that_do_not_end_are_reported(monkeypatch, tmp_path):
     upstream, source = dropins.Upstream(("p==1",), "p==1", ()), tmp_path / "p" / "source"
     source.mkdir(parents=True)
     with pytest.raises(SystemExit, match=r"p: its tests without ours did not end within .* 0\.1 s"):
-        dropins._pytest(Path(sys.executable), source, upstream, {})
+        dropins.run_pytest(Path(sys.executable), source, upstream, {})
     assert (tmp_path / "p" / "without.log").is_file()
 
 
@@ -86,6 +86,6 @@ def test_the_plugin_counts_calls(monkeypatch, tmp_path):
 
 
 def test_a_source_tree_has_the_version_of_its_release(monkeypatch, tmp_path):
-    dropins._write_metadata(tmp_path, ("drop-in-host==1.2.3",))
+    dropins.write_metadata(tmp_path, ("drop-in-host==1.2.3",))
     monkeypatch.syspath_prepend(str(tmp_path))
     assert importlib.metadata.version("drop-in-host") == "1.2.3"

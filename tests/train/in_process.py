@@ -123,10 +123,12 @@ def run_jobs(
     folder: Path, jobs: Sequence[Sequence[str]], world_size: int = 1, timeout_s: float = 400.0
 ) -> list[Result]:
     """Run jobs, each given by its overrides (and a config file before them), on gloo ranks."""
-    return run_ranks(_jobs, world_size, folder, jobs, timeout_s=timeout_s)[0]
+    return run_ranks(jobs_body, world_size, folder, jobs, timeout_s=timeout_s)[0]
 
 
-def _jobs(rank: int, world_size: int, folder: Path, jobs: Sequence[Sequence[str]]) -> list[Result]:
+def jobs_body(
+    rank: int, world_size: int, folder: Path, jobs: Sequence[Sequence[str]]
+) -> list[Result]:
     import torch.distributed as dist
 
     from hybridengine.run.session import PhaseStatus, Session
@@ -143,7 +145,7 @@ def _jobs(rank: int, world_size: int, folder: Path, jobs: Sequence[Sequence[str]
         if dist.is_initialized():  # not after a job with vLLM, which is the last
             dist.barrier()
         if rank == 0:  # which removes the folder next, maybe before another rank had read it
-            results.append(_result(folder / "run", refused))
+            results.append(result_of(folder / "run", refused))
     return results
 
 
@@ -163,7 +165,7 @@ def _run(overrides: Sequence[str], session: Any) -> str:
     return ""
 
 
-def _result(run: Path, refused: str) -> Result:
+def result_of(run: Path, refused: str) -> Result:
     def rows(file: Path) -> list[dict[str, Any]]:
         return [json.loads(row) for row in file.read_text().splitlines()] if file.is_file() else []
 

@@ -63,7 +63,7 @@ class Setup:
         else:
             weights, mask, _ = actor.rollout_correction(batch)
             batch = replace(batch, is_weights=weights, response_mask=mask)
-        [micro_batch] = actor._with_active_rows(batch).micro_batches
+        [micro_batch] = actor.with_active_rows(batch).micro_batches
         self.model.zero_grad()  # before the forward, which gathers the parameters
         loss, metrics, log_probs = actor.micro_batch_loss(
             batch, micro_batch, *self.dp.num_trained(batch, 0)

@@ -42,7 +42,7 @@ def active_rows(config: RLConfig) -> list[list[list[int] | None]]:
     )
     return [
         [None if m.active_rows is None else m.active_rows.tolist() for m in mini_batch]
-        for mini_batch in Actor._with_active_rows(actor, batch).mini_batches
+        for mini_batch in Actor.with_active_rows(actor, batch).mini_batches
     ]
 
 

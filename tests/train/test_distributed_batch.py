@@ -92,7 +92,7 @@ def body(rank: int, world_size: int, folder: Path, count: int, sp_size: int) -> 
         loss = SimpleNamespace(loss_mode=mode)
         config = SimpleNamespace(seed=3, actor=SimpleNamespace(policy_loss=loss))
         actor = SimpleNamespace(_dp=dp, _config=config)
-        results[mode] = Actor._select(actor, batch), None
+        results[mode] = Actor.select(actor, batch), None
     results["index"] = [] if batch.is_dummy else batch.index.tolist()
     results["bounds"] = batch.cu_seqlens.tolist()
     results["tokens"] = batch.rollout_log_probs, None

@@ -69,9 +69,9 @@ def body(rank: int, world_size: int, path: str, every: bool) -> tuple[list[bool]
     setup, count = Setup(rank, world_size, path), 0
     for config, own in cases(every):
         actor = setup.actor(config)
-        assert actor._permits_one_pass(setup.batch, setup.batch.micro_batches[0])
+        assert actor.permits_one_pass(setup.batch, setup.batch.micro_batches[0])
         got, metrics = setup.loss(actor, own)
-        two_steps = setup.actor(config, _permits_one_pass=lambda *_: False)
+        two_steps = setup.actor(config, permits_one_pass=lambda *_: False)
         expected, expected_metrics = setup.loss(two_steps, own)
         case = f"{config.actor}, {config.algorithm.rollout_correction}, own={own}"
         for g, e in zip(got, expected, strict=True):
@@ -98,11 +98,11 @@ def permitted(setup: Setup) -> list[bool]:
     rows = SequenceShard(torch.distributed.group.WORLD, torch.tensor([0]), 1)
     full_logits = setup.actor(RLConfig(), model=torch.nn.Linear(1, 1))
     return [
-        by_token._permits_one_pass(own, micro_batch),
-        by_response._permits_one_pass(setup.batch, micro_batch),
-        by_response._permits_one_pass(own, micro_batch),
-        by_token._permits_one_pass(own, replace(micro_batch, shard=rows)),
-        full_logits._permits_one_pass(own, micro_batch),
+        by_token.permits_one_pass(own, micro_batch),
+        by_response.permits_one_pass(setup.batch, micro_batch),
+        by_response.permits_one_pass(own, micro_batch),
+        by_token.permits_one_pass(own, replace(micro_batch, shard=rows)),
+        full_logits.permits_one_pass(own, micro_batch),
     ]
 
 
@@ -124,7 +124,7 @@ def clipped_tokens(rank: int, world_size: int, path: str) -> list[tuple[str, flo
     mask = setup.batch.response_mask
     for mode in MODES:
         config, records = config_of(mode, "token-mean", (None, 2.0), False), []
-        for changes in ({}, {"_permits_one_pass": lambda *_: False}):
+        for changes in ({}, {"permits_one_pass": lambda *_: False}):
             actor = setup.actor(config, record=TokenRecord(), **changes)
             _, metrics = setup.loss(actor, own=False)
             records.append({n: x[mask] for n, x in actor.record.columns.items()})

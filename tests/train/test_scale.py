@@ -40,7 +40,7 @@ def run_on(num_ranks: int, folder: Path, variants: list[list[str]]) -> list[Resu
     ]
     # The first loss scale of float16 would overflow now and then, and the step be skipped.
     library = folder / "small_loss_scale.py"
-    library.write_text("from hybridengine.model import optim\noptim._INITIAL_LOSS_SCALE = 2.0**8\n")
+    library.write_text("from hybridengine.model import optim\noptim.INITIAL_LOSS_SCALE = 2.0**8\n")
     base.append(f"model.external_lib={library}")
     return run_jobs(folder, [[*base, *variant] for variant in variants], num_ranks)
 

@@ -48,8 +48,8 @@ def write_slowly(rank: int, world_size: int, folder: Path) -> list[str]:
             distributed_c10d._set_pg_timeout(timedelta(seconds=LIMIT_S))
 
     pretrained.run_on_rank0 = partial(run_slowly, pretrained.run_on_rank0)
-    write = checkpointer._save_random_state
-    checkpointer._save_random_state = lambda file: time.sleep(rank == 0) or write(file)
+    write = checkpointer.save_random_state
+    checkpointer.save_random_state = lambda file: time.sleep(rank == 0) or write(file)
     more = {"trainer.save_freq": 1, "trainer.save_hf_model": True}
     with contextlib.redirect_stdout(io.StringIO()):
         start_run(rank, world_size, folder, **more, **{"trainer.total_training_steps": 1}).train()

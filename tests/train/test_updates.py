@@ -48,7 +48,7 @@ def run_rank(rank: int, world_size: int, folder: Path, overrides: list[str], fai
     dist.barrier()
     dist.destroy_process_group()
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"record_{rank}.json")
-    step = Learner._step
+    step = Learner.take_step
 
     def diverging_step(self: Any, batch: Any, number: int) -> Any:
         session, loss_of = self._dp.session, self.micro_batch_loss
@@ -63,7 +63,7 @@ def run_rank(rank: int, world_size: int, folder: Path, overrides: list[str], fai
             self.micro_batch_loss = micro_batch_loss
         return step(self, batch, number)
 
-    Learner._step = diverging_step
+    Learner.take_step = diverging_step
     return RLTrainer.run(load_config(None, overrides))
 
 

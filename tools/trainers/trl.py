@@ -105,7 +105,7 @@ class _Runner:
         if self.version("trl") != REQUIREMENT.partition("==")[2]:
             self._python = str(overlay(folder / "environment", (REQUIREMENT,)))
         self._site = folder / "site"
-        self._write_metadata()
+        self.write_metadata()
         self._environment = os.environ | {
             "HYBRIDENGINE_SECRET": secrets.token_hex(32),
             "OMP_NUM_THREADS": "1",
@@ -122,7 +122,7 @@ class _Runner:
         except importlib.metadata.PackageNotFoundError:
             return REQUIREMENT.partition("==")[2] if name == "trl" else ""
 
-    def _write_metadata(self) -> None:
+    def write_metadata(self) -> None:
         """Let a server find the plug-in for TRL's own sync, and `vllm serve` its distribution."""
         plugin = "[vllm.general_plugins]\ntrl = tools.trainers.trl_on_cpu:register_gloo_transfer\n"
         entries = {("trl_on_cpu", "1"): plugin}

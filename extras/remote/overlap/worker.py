@@ -76,7 +76,7 @@ class RolloutWorker:
                 self._receiver = build_receiver(self._engine, self._link)
         if (in_flight := config.rollout.in_flight_update) != "off":
             is_due, keep_kv = self._receiver.pending, in_flight == "keep_kv"
-            self._engine.in_flight = InFlightUpdate(is_due, self._update, keep_kv)
+            self._engine.in_flight = InFlightUpdate(is_due, self.update, keep_kv)
         self._queue: EngineQueue | None = None
         if self._engine.tp_rank == 0:
             with session.phase("connect_roles"):
@@ -87,14 +87,14 @@ class RolloutWorker:
         """Work until the trainer ranks need no more rollouts; they may still have to save."""
         while (action := self._next_action()) != "end":
             if isinstance(action, WorkItem):
-                self._generate(action)
+                self.generate(action)
             else:
-                self._update()
+                self.update()
         self._engine.shutdown()
         if self._queue is not None:
             self._queue.confirm_end()
 
-    def _update(self) -> None:
+    def update(self) -> None:
         with self._session.phase("update_weights"):
             self._checksum.before_sync()
             self._receiver.receive()
@@ -113,10 +113,10 @@ class RolloutWorker:
             report_signal(self._link, number)
         pending, action = self._receiver.pending(), None
         if self._queue is not None:
-            action = self._choose_on_first_rank(self._queue, pending)
+            action = self.choose_on_first_rank(self._queue, pending)
         return self._engine.broadcast(action, Action | None)
 
-    def _choose_on_first_rank(self, queue: EngineQueue, pending: bool) -> Action | None:
+    def choose_on_first_rank(self, queue: EngineQueue, pending: bool) -> Action | None:
         queue.release()
         if queue.is_ended():
             return "end"
@@ -131,7 +131,7 @@ class RolloutWorker:
             queue.request_weights()
         return None
 
-    def _generate(self, item: WorkItem) -> None:
+    def generate(self, item: WorkItem) -> None:
         session, engine = self._session, self._engine
         session.step = item.batch
         dataset = self._datasets[item.dataset]

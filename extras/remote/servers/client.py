@@ -104,11 +104,11 @@ class VllmServer:
     # State
 
     def check_health(self) -> None:
-        self._request("GET", "/health", timeout_s=_SHORT_TIMEOUT_S)
+        self.request("GET", "/health", timeout_s=_SHORT_TIMEOUT_S)
 
     def settings(self) -> dict[str, Any]:
         """Return vLLM's configuration of the server."""
-        info: dict[str, Any] = self._request("GET", "/server_info?config_format=json")
+        info: dict[str, Any] = self.request("GET", "/server_info?config_format=json")
         return dict(info["vllm_config"])
 
     def check_images(self, options: Mapping[str, Any]) -> None:
@@ -203,14 +203,14 @@ class VllmServer:
 
     def pause(self, keep_kv: bool | None) -> None:
         """Let new requests wait; what running ones do: see `update`."""
-        self._request("POST", f"/pause?{_PAUSES[keep_kv]}")
+        self.request("POST", f"/pause?{_PAUSES[keep_kv]}")
 
     def resume(self) -> None:
-        self._request("POST", "/resume")
+        self.request("POST", "/resume")
 
     def weights(self) -> ServerWeights:
         """Let the workers read their weights. Running requests wait meanwhile."""
-        answer = self._request("POST", "/collective_rpc", {"method": WEIGHTS_STATE})
+        answer = self.request("POST", "/collective_rpc", {"method": WEIGHTS_STATE})
         try:
             workers = [ServerWeights(x["version"], x["checksum"]) for x in answer["results"]]
             [version] = {worker.version for worker in workers}
@@ -225,20 +225,20 @@ class VllmServer:
     # The four calls of vLLM's `VLLMWeightSyncClient`
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        self._request("POST", "/init_weight_transfer_engine", {"init_info": init_info})
+        self.request("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        self._request("POST", "/start_weight_update")
+        self.request("POST", "/start_weight_update")
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
-        self._request("POST", "/update_weights", {"update_info": update_info})
+        self.request("POST", "/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._request("POST", "/finish_weight_update", {"weight_version": weight_version})
+        self.request("POST", "/finish_weight_update", {"weight_version": weight_version})
 
     def leave(self) -> None:
         """End its connections to the trainers."""
-        self._request("POST", "/shutdown_weight_transfer_engine", timeout_s=_SHORT_TIMEOUT_S)
+        self.request("POST", "/shutdown_weight_transfer_engine", timeout_s=_SHORT_TIMEOUT_S)
 
     # Generation
 
@@ -252,7 +252,7 @@ class VllmServer:
           server.
         """
         body = {**prompt.request(), "sampling_params": sampling}
-        answer = self._request("POST", "/inference/v1/generate", body)
+        answer = self.request("POST", "/inference/v1/generate", body)
         try:
             prompt.check(self, answer)
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -298,7 +298,7 @@ class VllmServer:
                 with suppress(OSError, AttributeError):  # AttributeError: not connected yet
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
-    def _request(
+    def request(
         self, method: str, path: str, body: object = None, timeout_s: float | None = None
     ) -> Any:
         """Return the JSON of the answer, None if it is empty."""
@@ -349,7 +349,7 @@ def address_for(host: str, address: tuple[str, int]) -> tuple[str, int]:
     """
     own, port = address
     if _is_loopback(own) and not _is_loopback(host):
-        own = _own_address_towards(host)
+        own = own_address_towards(host)
     return own, port
 
 
@@ -364,7 +364,7 @@ def prepare_network(urls: Sequence[str]) -> None:
         check_secret("the servers of rollout.servers verify by it what the trainers tell them")
     with suppress(RolloutError):
         remote = _remote_hosts(urls)
-        own = _own_address_towards(remote[0]) if remote else None
+        own = own_address_towards(remote[0]) if remote else None
         for name, addresses in psutil.net_if_addrs().items():
             if any(entry.address.partition("%")[0] == own for entry in addresses):
                 for library in ("GLOO", "NCCL"):
@@ -392,7 +392,7 @@ def _is_loopback(host: str) -> bool:
     return address.is_loopback or address.is_unspecified  # a client reaches itself at 0.0.0.0
 
 
-def _own_address_towards(host: str) -> str:
+def own_address_towards(host: str) -> str:
     """Return the address of this machine from which packets to `host` leave."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -20,8 +20,8 @@ from hybridengine.remote.sync.records import EngineInfo, SyncState, SyncStore
 from hybridengine.run.errors import RolloutError, UserError, print_note
 from hybridengine.sync.weight_target import EngineState
 
-_CHECK_S = 2.0  # between two health checks of a server
-_REPORT_S = 15.0  # between two notes about servers that have not come yet
+CHECK_S = 2.0  # between two health checks of a server
+REPORT_S = 15.0  # between two notes about servers that have not come yet
 _MAX_MISSES = 3  # failed health checks in a row, until a server is lost
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class ServerPool:
         timeout_s: float,
     ) -> None:
         self._members = [_Member(server) for server in servers]
-        self._join, self._max_sequences = join, max_sequences
+        self._join, self.max_sequences = join, max_sequences
         self._run = uuid.uuid4().hex  # no other run labels weights like this one
         self._newest: int | None = None
         self._versions = dict[str, int]()  # by label, of all updates
@@ -101,7 +101,7 @@ class ServerPool:
                         f"not all servers have come within {timeout_s:g} s ({reasons}); start them "
                         "before the run, raise trainer.timeout_s, and on a CPU use --enforce-eager"
                     )
-                if now - reported > _REPORT_S:
+                if now - reported > REPORT_S:
                     reported = now
                     print_note(
                         f"waiting for {len(missing)} of {len(self._members)} servers since "
@@ -212,7 +212,7 @@ class ServerPool:
                     reasons = "; ".join(f"{m.server}: {m.reason}" for m in self._members)
                     raise NoServerError(f"no server has weight version {version} ({reasons})")
                 member = min(ready, key=lambda m: m.running)
-                if not member.running or member.running + num_sequences <= self._max_sequences:
+                if not member.running or member.running + num_sequences <= self.max_sequences:
                     member.running += num_sequences
                     return member
                 self._changed.wait()
@@ -264,7 +264,7 @@ class ServerPool:
                     self._changed.notify_all()
                 if is_new and self._started:
                     warnings.warn(f"{error}. It gets no requests.", RuntimeWarning, stacklevel=2)
-            if self._closed.wait(_CHECK_S):
+            if self._closed.wait(CHECK_S):
                 return
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ class TrainersEnd(Transport):
             with self.link.collective(f"sending {where}"):
                 outgoing = self.link.buffer(int(sizes[self._rank].sum()), self._largest)
             exchange.pack_into(outgoing, sources)
-            return self._post(where, outgoing, sizes)
+            return self.send_parts(where, outgoing, sizes)
         return Pending(list)
 
     def post(
@@ -107,9 +107,9 @@ class TrainersEnd(Transport):
         with self.guard.collective(f"exchanging the sizes of {where}"):
             sizes = _of_all_trainers(own)
         assert outgoing is not None
-        return self._post(where, outgoing, sizes)
+        return self.send_parts(where, outgoing, sizes)
 
-    def _post(self, where: str, outgoing: torch.Tensor, sizes: np.ndarray) -> Pending:
+    def send_parts(self, where: str, outgoing: torch.Tensor, sizes: np.ndarray) -> Pending:
         """Send a message. sizes: from each trainer to each TP rank, int64 [trainers, tp_size]."""
         if self._is_out:
             return Pending(list)
@@ -138,7 +138,7 @@ class TrainersEnd(Transport):
         tp_size = len(self.receivers)
         own = data.split(parts)[self._rank].repeat(tp_size)
         sizes = np.repeat(np.array(parts)[:, None], tp_size, 1)
-        self._post(f"{name!r} in full", own, sizes).wait()
+        self.send_parts(f"{name!r} in full", own, sizes).wait()
 
     def check(self, problem: Exception | None) -> None:
         """Do nothing: the engines tell what was wrong."""
@@ -151,7 +151,7 @@ class TrainersEnd(Transport):
             each = [[len(self._checksums) * _CHECKSUM_BYTES] * len(by_tp_rank)]
             outgoing = torch.cat(by_tp_rank).view(torch.uint8)
             sizes = np.array(each * self._num_trainers)
-            self._post("the checksums", outgoing, sizes).wait()
+            self.send_parts("the checksums", outgoing, sizes).wait()
             self.bytes_sent = sent
         if not self.failure:  # else gloo's threads may still read
             with self._sending(), self.link.collective("waiting until everything was read"):
@@ -185,14 +185,14 @@ class EnginesEnd(Transport):
         self._messages: list[str] = []
 
     def post_bucket(self, where: str, exchange: Exchange, sources: Tensors) -> Pending:
-        return self._post(where, exchange.bytes_received, self._staging_bytes)
+        return self.receive_parts(where, exchange.bytes_received, self._staging_bytes)
 
     def post(
         self, where: str, outgoing: torch.Tensor | None, sent: Sizes, received: Sizes
     ) -> Pending:
-        return self._post(where, received)
+        return self.receive_parts(where, received)
 
-    def _post(self, where: str, sizes: Sequence[int], largest: int = 0) -> Pending:
+    def receive_parts(self, where: str, sizes: Sequence[int], largest: int = 0) -> Pending:
         sent, phase = np.array(sizes[: self._num_trainers], np.int64), f"receiving {where}"
         with self.link.collective(phase):
             pending = self.link.receive(sent, largest)
@@ -204,19 +204,19 @@ class EnginesEnd(Transport):
             self.progress.mark(phase)
             self.bytes_received += pending.received
             self.bytes_sent += pending.sent
-            self._remember(where, incoming)
+            self.remember(where, incoming)
             return incoming
 
         return Pending(wait, lambda: pending.release())
 
-    def _remember(self, where: str, parts: Sequence[torch.Tensor]) -> None:
+    def remember(self, where: str, parts: Sequence[torch.Tensor]) -> None:
         if self.link.checks:
             self._checksums.append(torch.stack([bit_checksum(part) for part in parts]))
             self._messages.append(where)
 
     def move_full(self, name: str, spec: ShardSpec, gather: Gather) -> torch.Tensor:
         parts = _parts_of_full(spec, self._num_trainers)
-        full = torch.cat(self._post(f"{name!r} in full", parts).wait())
+        full = torch.cat(self.receive_parts(f"{name!r} in full", parts).wait())
         return full.view(spec.dtype).view(spec.shape)
 
     def end(self) -> None:
@@ -227,7 +227,7 @@ class EnginesEnd(Transport):
         moved = self.bytes_received, self.bytes_sent
         actual = torch.stack(self._checksums, 1)  # [trainers, messages]
         messages, size = list(self._messages), actual[0].nbytes
-        heard = self._post("the checksums", [size] * self._num_trainers).wait()
+        heard = self.receive_parts("the checksums", [size] * self._num_trainers).wait()
         self.bytes_received, self.bytes_sent = moved
         expected = torch.cat(heard).view(torch.int64).view_as(actual)
         self.progress.wait()

@@ -144,15 +144,15 @@ class EngineRank:
     def invitation(self) -> SyncState | None:
         """Return the sync that waits for this engine; a dropped engine shows that it is back."""
         state = self._store.get_sync()
-        if state is None or (state.number == self.last and self._is_invited(state)):
+        if state is None or (state.number == self.last and self.is_invited(state)):
             return None
-        if self._is_invited(state) and state.is_open:
+        if self.is_invited(state) and state.is_open:
             return state
         if state.number:
             self._store.set(f"engine/{self._index}/back", (self.info.incarnation, state.number))
         return None
 
-    def _is_invited(self, state: SyncState) -> bool:
+    def is_invited(self, state: SyncState) -> bool:
         return state.invited.get(self._index) == self.info.incarnation
 
     def _is_member(self, transfer: Transfer) -> bool:
@@ -192,7 +192,7 @@ class EngineRank:
     def _fail(self, cause: str) -> NoReturn:
         raise RankFailedError(f"{self.name} stopped while {self.phase}: {cause}")
 
-    def _sync(self) -> SyncState:
+    def current_sync(self) -> SyncState:
         """Return the state of the sync that this engine takes part in."""
         state = self._store.get_sync()
         assert state is not None
@@ -207,14 +207,14 @@ class EngineRank:
         phase, beat, heard = self.phase, -1, time.monotonic()
 
         def read() -> SyncState | None:
-            now = self._sync()
+            now = self.current_sync()
             begun = now.number == state.number and now.attempt >= attempt and now.transfer
-            return now if begun and self._is_invited(now) and self._is_member(begun) else None
+            return now if begun and self.is_invited(now) and self._is_member(begun) else None
 
         def check() -> None:
             nonlocal beat, heard
-            now = self._sync()
-            if now.number != state.number or not self._is_invited(now) or not now.is_open:
+            now = self.current_sync()
+            if now.number != state.number or not self.is_invited(now) or not now.is_open:
                 if now.failure and now.number == state.number:
                     raise RankFailedError(f"{self.name}, while {phase}: {now.failure}")
                 self._check_own_engine(state)  # it may be why the trainers go on without it
@@ -241,7 +241,7 @@ class EngineRank:
         if self.world_size == 1:
             return False
         try:
-            now = self._sync()
+            now = self.current_sync()
         except RankFailedError:  # the store is gone
             return True
         return now.number != state.number or self._index in now.begun

@@ -156,7 +156,7 @@ class Link(ABC):
 
         largest: the size of the largest bucket; 0: each message gets a buffer of its own size.
         """
-        return self._buffers.next(size, largest)
+        return self.buffers.next(size, largest)
 
     @abstractmethod
     def send(self, outgoing: torch.Tensor, sizes: np.ndarray) -> dist.Work | None:
@@ -181,7 +181,7 @@ class Link(ABC):
 
     def end(self) -> None:
         """All messages of a transfer have arrived: free the memory."""
-        self._buffers.end()
+        self.buffers.end()
 
     @abstractmethod
     def close(self) -> None:
@@ -231,7 +231,7 @@ class GroupLink(Link):
         counts, part = divide(sizes, len(replicas))
         index, size = replicas.index(self.rank), part * len(replicas)
         most = largest and largest + ALIGNMENT * len(replicas)
-        buffer = self._buffers.next(size, most) if most else self._bytes(size)
+        buffer = self.buffers.next(size, most) if most else self._bytes(size)
         own = buffer[index * part :][: counts[:, index].sum()]
         group, among = self._groups["link"], self._groups.get("replicas")
         arriving = [*counts[:, index].tolist(), *[0] * len(self.members)]

@@ -39,7 +39,7 @@ from hybridengine.sync.weight_target import ReshardError
 _SLOTS = 2
 _MIN_SLOT_BYTES = 1 << 20
 _TOKEN_BYTES = 16
-_HELLO = struct.Struct(f"<{_TOKEN_BYTES}sI")  # the listener's token, rank of the member
+HELLO = struct.Struct(f"<{_TOKEN_BYTES}sI")  # the listener's token, rank of the member
 _POST = struct.Struct("<BB")  # slot, whether another piece of the message follows
 _PART = struct.Struct("<qq")  # offset in the slot, bytes
 _READ = b"r"  # the answer of a member
@@ -47,7 +47,7 @@ _READ = b"r"  # the answer of a member
 _Message = TypeVar("_Message", torch.Tensor, range)  # its bytes, or their numbers
 
 
-class _Listener(NamedTuple):
+class Listener(NamedTuple):
     """What a trainer tells the members that it feeds."""
 
     address: str
@@ -131,7 +131,7 @@ class MemoryLink(Link):
         ):
             listener.bind(f"\0{name}")
             listener.listen()  # more than come: a connection is refused where the queue is full
-            told = _Listener(name, token, offer, self._slot_bytes)
+            told = Listener(name, token, offer, self._slot_bytes)
             self._store.set(f"{self._key}/{self.rank}", told)
             deadline, by_member = time.monotonic() + self.timeout_s, dict[int, socket.socket]()
             while len(by_member) < len(fed):
@@ -154,7 +154,7 @@ class MemoryLink(Link):
         if user != os.geteuid():
             return -1
         try:
-            given, rank = _HELLO.unpack(_receive(connection, _HELLO.size))
+            given, rank = HELLO.unpack(_receive(connection, HELLO.size))
         except OSError:
             return -1
         return rank if secrets.compare_digest(given, token) else -1
@@ -266,19 +266,19 @@ class MemoryLink(Link):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.settimeout(self.timeout_s)
             connection.connect(f"\0{told.address}")
-            connection.sendall(_HELLO.pack(told.token, self.rank))
+            connection.sendall(HELLO.pack(told.token, self.rank))
             self._sockets.append(connection)
         self._unread: deque[Callable[[], None]] = deque()
 
-    def _find_listener(self, trainer: int, deadline: float) -> _Listener:
+    def _find_listener(self, trainer: int, deadline: float) -> Listener:
         """Return what a trainer has told, once it has."""
 
         def check() -> None:
             if (lost := self.lost_rank()) or time.monotonic() > deadline:
                 raise ConnectionError(lost or f"trainer rank {trainer} offers no memory")
 
-        def read() -> _Listener | None:
-            told: _Listener | None = self._store.get(f"{self._key}/{trainer}", _Listener)
+        def read() -> Listener | None:
+            told: Listener | None = self._store.get(f"{self._key}/{trainer}", Listener)
             return told
 
         return wait_for(read, check)

@@ -65,9 +65,9 @@ class WeightReceiver:
     ) -> None:
         self.engine, self.index = target_of(engine), index
         self._store, self._timeout_s = SyncStore(store), timeout_s
-        self._rank = EngineRank(self.engine, self._store, index, timeout_s)
-        self._device = self._rank.device
-        self._link: Link | None = None
+        self.rank = EngineRank(self.engine, self._store, index, timeout_s)
+        self._device = self.rank.device
+        self.link: Link | None = None
         self._group_number = self._plan_number = 0
         self.engine_state: EngineState | None = None
 
@@ -76,8 +76,8 @@ class WeightReceiver:
 
         The engine may go on generating; the sync waits for `receive` until its timeout.
         """
-        self._rank.phase = "looking for a sync"
-        return self._rank.on_rank0(lambda: self._rank.invitation() is not None, bool)
+        self.rank.phase = "looking for a sync"
+        return self.rank.on_rank0(lambda: self.rank.invitation() is not None, bool)
 
     def receive(self) -> SyncReport:
         """Take part in a sync: write the weights in place and set the weight version. Collective.
@@ -91,7 +91,7 @@ class WeightReceiver:
         dropped, or if a checksum differs. After an error during the transfer the engine refuses to
         generate until the next complete sync.
         """
-        rank = self._rank
+        rank = self.rank
         rank.phase = "waiting for a sync"
         state = rank.on_rank0(rank.wait_for_invitation, SyncState, 2 * self._timeout_s)
         started = time.perf_counter()
@@ -124,7 +124,7 @@ class WeightReceiver:
                     if increment
                     else EngineState.of(self.engine)
                 )
-            if self._link is not None and not self._link.is_kept:
+            if self.link is not None and not self.link.is_kept:
                 self._close_link()
             rank.tell_committed(state)
         rank.phase = f"after the sync to version {state.version}"
@@ -140,14 +140,14 @@ class WeightReceiver:
             self.engine.check_ready()
             engine_weights(self.engine, self._device, {})
 
-        self._rank.on_all_ranks(check, LayoutError, self._timeout_s)
+        self.rank.on_all_ranks(check, LayoutError, self._timeout_s)
 
     def _holding(self) -> Holding:
         """Return which weights all ranks of the engine have."""
         held = self.engine_state
         base = held.version if held and held.is_kept_by(self.engine) else None
         own = Holding(base is None, base)
-        ranks = self._rank.all_gather(own, Holding, self._timeout_s)
+        ranks = self.rank.all_gather(own, Holding, self._timeout_s)
         bases = {holding.base for holding in ranks}
         base = bases.pop() if len(bases) == 1 else None
         return Holding(any(holding.lost for holding in ranks), base)
@@ -159,7 +159,7 @@ class WeightReceiver:
             yield
         except BaseException as error:
             self._close_link()
-            rank = self._rank
+            rank = self.rank
             with suppress(RankFailedError):  # the store is gone
                 failure = f"rank {rank.rank} failed while {rank.phase}: {one_line(error)}"
                 rank.tell_state(state, failure)
@@ -173,17 +173,17 @@ class WeightReceiver:
 
         The engine refuses to generate if this fails after another rank of it may have begun.
         """
-        self._rank.tell_ready(state, 0)
+        self.rank.tell_ready(state, 0)
         try:
-            return self._rank.wait_for_transfer(state, 0)
+            return self.rank.wait_for_transfer(state, 0)
         except ReshardError:
-            if self._rank.others_may_receive(state):
+            if self.rank.others_may_receive(state):
                 self.engine.state.updating_to = state.version
             raise
 
     def _plan_for(self, transfer: Transfer) -> None:
         if transfer.plan != self._plan_number:
-            self._rank.phase = "planning"
+            self.rank.phase = "planning"
             inputs: PlanInputs = self._store.get(f"plan/{transfer.plan}", PlanInputs)
             plan = make_plan(
                 inputs, self._store, self.engine.optional_parameters, self.engine.config_differences
@@ -196,7 +196,7 @@ class WeightReceiver:
             self._transport = EnginesEnd(plan, num_trainers)
         if self._plan.digest != transfer.digest:
             raise LayoutError(
-                f"{self._rank.name} made another reshard plan than the trainers: run the same "
+                f"{self.rank.name} made another reshard plan than the trainers: run the same "
                 "version of this package on both sides"
             )
 
@@ -205,23 +205,23 @@ class WeightReceiver:
 
         None if a connection has failed, here or for another rank of the engine.
         """
-        self._rank.phase = "connecting to the trainers"
+        self.rank.phase = "connecting to the trainers"
         try:
             link = self._connect(transfer, state)
             try:
                 moved = self._transfer(transfer, state, link)
             finally:
-                self._rank.phase = link.phase
+                self.rank.phase = link.phase
         except LinkError:
             self._close_link()
             return None
         except CorruptDeltaError as error:
-            warnings.warn(f"{self._rank.name}: {error}: it requests all weights", stacklevel=2)
-            self._rank.tell_state(state, Holding(False, None))
+            warnings.warn(f"{self.rank.name}: {error}: it requests all weights", stacklevel=2)
+            self.rank.tell_state(state, Holding(False, None))
             self._close_link()
             return None
-        self._rank.phase = "waiting for the other ranks of the engine"
-        if self._rank.all_finish(state, "moving"):
+        self.rank.phase = "waiting for the other ranks of the engine"
+        if self.rank.all_finish(state, "moving"):
             return moved
         self._close_link()
         return None
@@ -248,14 +248,14 @@ class WeightReceiver:
         return moved
 
     def _connect(self, transfer: Transfer, state: SyncState) -> Link:
-        if self._link is None or self._group_number != transfer.groups:
+        if self.link is None or self._group_number != transfer.groups:
             self._close_link()
-            trainers = self._rank.trainers(state)
+            trainers = self.rank.trainers(state)
             engines = {member.engine for member in transfer.members}
-            own = self._rank.rank, self.index
+            own = self.rank.rank, self.index
             place = next(i for i, m in enumerate(transfer.members) if (m.rank, m.engine) == own)
             self._group_number = transfer.groups
-            self._link = open_link(
+            self.link = open_link(
                 self._store,
                 transfer,
                 trainers,
@@ -263,18 +263,18 @@ class WeightReceiver:
                 len(trainers) + place,
                 self._device,
                 self._timeout_s,
-                self._rank.guard,
+                self.rank.guard,
             )
-        return self._link
+        return self.link
 
     def _close_link(self) -> None:
-        if self._link is not None:
-            self._link.close()
-        self._link = None
+        if self.link is not None:
+            self.link.close()
+        self.link = None
 
     def _verify(self, link: Link, weights: dict[str, torch.Tensor], version: int) -> None:
         wrong = find_mismatches(self._transport, self._mover, weights)
-        self._rank.activity.compared(version, wrong)
+        self.rank.activity.compared(version, wrong)
         if wrong:
             link.phase = "verifying"
-            raise checksum_error(wrong, self._rank.name, "on this rank")
+            raise checksum_error(wrong, self.rank.name, "on this rank")

@@ -113,7 +113,7 @@ class WeightSender:
             )
         self._engines = {index: EngineStatus() for index in range(num_engines)}
         self._layouts: dict[int, str] = {}
-        self._link: Link | None = None
+        self.link: Link | None = None
         self._linked_to: list[EngineInfo] = []
         self._group_number = 0
         self._finder: ChangeFinder | None = None
@@ -249,18 +249,18 @@ class WeightSender:
         except Exception as caught:
             error = caught
             self._close_link()
-        if error is None and self._link is None and (lost := stopped_ranks(self._processes)):
+        if error is None and self.link is None and (lost := stopped_ranks(self._processes)):
             raise CollectiveError(f"rank {self.rank} stopped in {self._guard.place}: {lost}.")
         # Until then a rank may wait for a connection, and for an engine that another has not.
         with self._guard.collective("agreeing that everything was sent", 3 * self._timeout_s):
             raise_on_all_ranks(error, ReshardError, "the transfer")
-            if not all(all_gather_values(self._link is not None, bool)):
+            if not all(all_gather_values(self.link is not None, bool)):
                 self._close_link()
         return moved
 
     def _settle(self, infos: list[EngineInfo]) -> list[EngineInfo]:
         """Wait until the engines have committed; return those that ask for another attempt."""
-        sent, failed = self._sent, self._link is None
+        sent, failed = self._sent, self.link is None
         again, committed = self._on_rank0(
             lambda c: c.settle(infos, sent, failed),
             "waiting for engines to commit",
@@ -268,7 +268,7 @@ class WeightSender:
             wait_s=1.25 * self._timeout_s + 2,
         )
         # If not, an engine has closed its connections.
-        if not committed or (self._link is not None and not self._link.is_kept):
+        if not committed or (self.link is not None and not self.link.is_kept):
             self._close_link()
         return again
 
@@ -306,10 +306,10 @@ class WeightSender:
         return moved
 
     def _connect(self, infos: list[EngineInfo], transfer: Transfer) -> Link:
-        if self._link is None or self._group_number != transfer.groups:
+        if self.link is None or self._group_number != transfer.groups:
             self._close_link()
             self._group_number, self._linked_to = transfer.groups, infos
-            self._link = open_link(
+            self.link = open_link(
                 self._store,
                 transfer,
                 self._processes,
@@ -320,12 +320,12 @@ class WeightSender:
                 self._guard,
                 self._transport.sizes,
             )
-        return self._link
+        return self.link
 
     def _close_link(self) -> None:
-        if self._link is not None:
-            self._link.close()
-        self._link, self._linked_to = None, []
+        if self.link is not None:
+            self.link.close()
+        self.link, self._linked_to = None, []
 
     # Planning
 

@@ -219,7 +219,7 @@ class EngineSender:
         self._host, self._bucket_bytes, self._timeout_s = host, bucket_bytes, timeout_s
         self._store: dist.Store | None = self._open_store(port)
         self._model: tuple[SenderArguments, int] | None = None
-        self._sender: WeightSender | None = None
+        self.sender: WeightSender | None = None
 
     def _open_store(self, wanted: int) -> dist.Store:
         host, timeout = self._host, timedelta(seconds=self._timeout_s)
@@ -258,7 +258,7 @@ class EngineSender:
             raise RuntimeError("the connections to the engines were ended")
         num_engines = broadcast_value(num_engines, int)
         self._model = model, num_engines
-        self._sender = WeightSender(
+        self.sender = WeightSender(
             store=dist.PrefixStore(PREFIX, self._store),
             num_engines=num_engines,
             bucket_bytes=self._bucket_bytes,
@@ -272,19 +272,19 @@ class EngineSender:
         absent: as `WeightSender.sync`, whose errors it raises. Plans again where the parameters
         have changed.
         """
-        assert self._sender is not None and self._model is not None
+        assert self.sender is not None and self._model is not None
         try:
-            return self._sender.sync(version, absent=absent)
+            return self.sender.sync(version, absent=absent)
         except PlanOutdatedError:  # on every rank
             self.set_model(*self._model)
-            return self._sender.sync(version, absent=absent)
+            return self.sender.sync(version, absent=absent)
 
     def ended(self, engine: int) -> str:
         """Return which workers of an engine have ended, as `WeightSender.ended`."""
         with suppress(ReshardError, MessageError):  # of the store: the next sync raises it
-            return self._sender.ended(engine) if self._sender is not None else ""
+            return self.sender.ended(engine) if self.sender is not None else ""
         return ""
 
     def close(self) -> None:
         """End the connections to the engines, whose weights stay as they are."""
-        self._sender = self._store = None
+        self.sender = self._store = None

@@ -69,7 +69,7 @@ class ServerWorker:
         source, trust = config.model_config.model, config.model_config.trust_remote_code
         trained = AutoConfig.from_pretrained(source, trust_remote_code=trust)
         checkpoint = checkpoint_layout_from_config(trained, trust)
-        self._weights = _WorkerWeights(model, config, checkpoint, post_load)
+        self.weights = _WorkerWeights(model, config, checkpoint, post_load)
         self._receiver: WeightReceiver | None = None
         self._compute_logits = model.compute_logits
         model.compute_logits = self._compute_from_complete_weights
@@ -91,7 +91,7 @@ class ServerWorker:
             info.host, info.port, is_master=False, timeout=_CONNECT_TIMEOUT, wait_for_workers=False
         )
         self._receiver = WeightReceiver(
-            self._weights,
+            self.weights,
             dist.PrefixStore(info.prefix, store),
             index=info.index,
             timeout_s=info.timeout_s,
@@ -109,12 +109,12 @@ class ServerWorker:
 
     def weights_state(self) -> dict[str, Any]:
         """Return the version of the weights and a checksum of their bits as they are now."""
-        state = EngineState.of(self._weights)
+        state = EngineState.of(self.weights)
         return {"version": state.version, "checksum": state.checksum}
 
     def discard_weights(self) -> None:
         """Refuse to generate until the next sync, which then writes frozen weights too."""
-        self._weights.discarded = True
+        self.weights.discarded = True
 
     def leave(self) -> None:
         """End the connections to trainers; the weights stay as they are."""
@@ -127,5 +127,5 @@ class ServerWorker:
 
         Only a client that resumes a server after a failed update gets that far.
         """
-        self._weights.check_complete()
+        self.weights.check_complete()
         return self._compute_logits(*args, **kwargs)

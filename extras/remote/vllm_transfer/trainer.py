@@ -39,7 +39,7 @@ __all__ = ["HybridEngineTrainerInitInfo", "HybridEngineTrainerTransfer", "regist
 
 BACKEND = "hybridengine"
 _LOOK_S = 0.5  # between two looks for workers that have ended
-_CALLS = (
+CALLS = (
     "init_weight_transfer_engine",
     "start_weight_update",
     "update_weights",
@@ -103,15 +103,15 @@ class HybridEngineTrainerTransfer(TrainerWeightTransferEngine[HybridEngineTraine
         self.rank, self.version = init_info.rank, 0
         self.report: SyncReport | None = None
         self._info = init_info
-        self._clients = _clients_of(client) if self.is_sender else []
-        self._sender: EngineSender | None = EngineSender(
+        self._clients = clients_of(client) if self.is_sender else []
+        self.sender: EngineSender | None = EngineSender(
             init_info.master_address,
             port=init_info.master_port,
             bucket_bytes=init_info.bucket_bytes,
             timeout_s=init_info.timeout_s,
         )
-        self._sender.set_model(sender_arguments(source), len(self._clients))
-        join = self._sender.join_info
+        self.sender.set_model(sender_arguments(source), len(self._clients))
+        join = self.sender.join_info
         self._raise_on_all_ranks(self._call("init_weight_transfer_engine", self._engines, join))
 
     @classmethod
@@ -138,7 +138,7 @@ class HybridEngineTrainerTransfer(TrainerWeightTransferEngine[HybridEngineTraine
         Raises ReshardError, on every rank, if an engine does not have them; the others do, and the
         next call sends to all again. Raises RankFailedError if a trainer rank is lost.
         """
-        if self._sender is None:
+        if self.sender is None:
             raise RuntimeError("the trainer engine was shut down; call trainer_init again")
         self.version += 1
         if failed := self._call("start_weight_update", self._engines):
@@ -146,21 +146,21 @@ class HybridEngineTrainerTransfer(TrainerWeightTransferEngine[HybridEngineTraine
         self._raise_on_all_ranks(failed)
         update = self._begin("update_weights", self._engines, lambda _: {"version": self.version})
         try:
-            self.report = self._sender.send(self.version, absent=update.failed.get)
+            self.report = self.sender.send(self.version, absent=update.failed.get)
         except Exception as error:
             for failure in update.failed.copy().values():  # often the cause
                 error.add_note(failure)
             raise
-        failed = update.wait(self._info.timeout_s, self._sender.ended)
+        failed = update.wait(self._info.timeout_s, self.sender.ended)
         updated = self._engines - failed.keys()
         failed |= self._call("finish_weight_update", updated, lambda _: str(self.version))
         self._raise_on_all_ranks(failed)
 
     def shutdown(self) -> None:
         """End the connections to the engines, whose weights stay as they are."""
-        if self._sender is not None:
-            self._sender.close()
-        self._sender = None
+        if self.sender is not None:
+            self.sender.close()
+        self.sender = None
 
     # The engines
 
@@ -172,8 +172,8 @@ class HybridEngineTrainerTransfer(TrainerWeightTransferEngine[HybridEngineTraine
     def _call(
         self, name: str, engines: set[int], argument: Callable[[int], Any] | None = None
     ) -> dict[int, str]:
-        assert self._sender is not None
-        return self._begin(name, engines, argument).wait(self._info.timeout_s, self._sender.ended)
+        assert self.sender is not None
+        return self._begin(name, engines, argument).wait(self._info.timeout_s, self.sender.ended)
 
     def _begin(
         self, name: str, engines: set[int], argument: Callable[[int], Any] | None = None
@@ -247,8 +247,8 @@ def _check(init_info: Any, client: Any, source: Any) -> None:
     sender_arguments(source)
     if not init_info.is_sender:
         return
-    for each in (clients := _clients_of(client)):
-        if missing := [name for name in _CALLS if not callable(getattr(each, name, None))]:
+    for each in (clients := clients_of(client)):
+        if missing := [name for name in CALLS if not callable(getattr(each, name, None))]:
             raise TypeError(
                 f"client: a {type(each).__name__} has no {', '.join(missing)}; expected a "
                 "VLLMWeightSyncClient, such as HTTPVLLMWeightSyncClient(url), or a list of them"
@@ -257,10 +257,10 @@ def _check(init_info: Any, client: Any, source: Any) -> None:
         raise ValueError("client: got none, expected one for each engine")
 
 
-def _clients_of(client: Any) -> list[Any]:
+def clients_of(client: Any) -> list[Any]:
     """Return one client per engine."""
     if type(client) is RayVLLMWeightSyncClient:  # calls each of its engines with the same init info
         return [RayVLLMWeightSyncClient(handle) for handle in client.handles]
     if isinstance(client, list | tuple):
-        return [each for one in client for each in _clients_of(one)]
+        return [each for one in client for each in clients_of(one)]
     return [client]

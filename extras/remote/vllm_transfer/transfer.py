@@ -53,7 +53,7 @@ from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.resharder import Resharder
 from hybridengine.sync.weight_target import WeightState, operation
 
-_POST_LOAD = "_hybridengine_post_load"  # attribute of a model that vLLM loaded for this backend
+POST_LOAD = "_hybridengine_post_load"  # attribute of a model that vLLM loaded for this backend
 _STATE = "_hybridengine_weight_state"  # attribute of an `LLMEngine`
 _WORKERS_STATE = "hybridengine_weights_state"  # of vLLM's workers; `server_worker` calls it
 
@@ -78,7 +78,7 @@ def register() -> None:
             return
         post_load = PostLoadProcessing()
         post_load.run(process, model, *args, **kwargs)
-        setattr(model, _POST_LOAD, post_load)
+        setattr(model, POST_LOAD, post_load)
 
     base_loader.process_weights_after_loading = process_in_place
     check_quantization(for_this_backend)
@@ -155,7 +155,7 @@ def connect(
             "the LLM does not run in this process: set VLLM_ENABLE_V1_MULTIPROCESSING=0 before "
             'vLLM is imported and build it with distributed_executor_backend="external_launcher"'
         )
-    post_load = getattr(worker.model_runner.get_model(), _POST_LOAD, None)
+    post_load = getattr(worker.model_runner.get_model(), POST_LOAD, None)
     if post_load is None:
         raise LayoutError(
             "the LLM was loaded without this backend, so vLLM may have packed its weights away: "
@@ -243,7 +243,7 @@ class HybridEngineTransfer(WeightTransferEngine[WeightTransferInitInfo, _UpdateI
     init_info_cls, update_info_cls = WeightTransferInitInfo, _UpdateInfo
     supports_draft_weight_update = False
     _resharder: Resharder | None = None
-    _server: ServerWorker | None = None
+    server: ServerWorker | None = None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> WeightTransferInitInfo:
         kind = _InitInfo if "model" in init_dict else StoreInfo
@@ -257,13 +257,13 @@ class HybridEngineTransfer(WeightTransferEngine[WeightTransferInitInfo, _UpdateI
             self._resharder = connect(**vars(init_info))
             return
         assert isinstance(init_info, StoreInfo)
-        if self._server is None:
-            post_load = getattr(self.model, _POST_LOAD)
-            self._server = ServerWorker(self.model, self.vllm_config, post_load)
-        self._server.join(init_info)
+        if self.server is None:
+            post_load = getattr(self.model, POST_LOAD)
+            self.server = ServerWorker(self.model, self.vllm_config, post_load)
+        self.server.join(init_info)
 
     def start_weight_update(self) -> None:
-        if self._resharder is None and not (self._server and self._server.has_joined):
+        if self._resharder is None and not (self.server and self.server.has_joined):
             raise RuntimeError(
                 "call init_weight_transfer_engine first, with the model and the LLM, or with the "
                 "store of the trainers"
@@ -272,29 +272,29 @@ class HybridEngineTransfer(WeightTransferEngine[WeightTransferInitInfo, _UpdateI
     def receive_weights(self, update_info: _UpdateInfo) -> None:
         if self._resharder is not None:
             self._resharder.sync(update_info.version, verify=update_info.verify)
-        elif self._server is not None:
+        elif self.server is not None:
             if update_info.verify:
                 raise ValueError(
                     "update_info: verify is for an engine on the trainers' ranks; trainers "
                     "elsewhere choose it themselves (WeightSender.sync(version, verify=True))"
                 )
-            self._server.receive(update_info.version)
+            self.server.receive(update_info.version)
 
     def finish_weight_update(self) -> None:
         """Do nothing: a sync sets the weight version itself."""
 
     def weights_state(self) -> dict[str, Any]:
         """Return version and checksum of a server's weights (`ServerWorker.weights_state`)."""
-        if self._server is None:
+        if self.server is None:
             raise RuntimeError("the worker has not joined trainers: init_weight_transfer_engine")
-        return self._server.weights_state()
+        return self.server.weights_state()
 
     def discard_weights(self) -> None:
         """Note that the worker goes to sleep and keeps no copy of its weights."""
-        if self._server is not None:
-            self._server.discard_weights()
+        if self.server is not None:
+            self.server.discard_weights()
 
     def shutdown(self) -> None:
         self._resharder = None
-        if self._server is not None:
-            self._server.leave()
+        if self.server is not None:
+            self.server.leave()

@@ -82,7 +82,7 @@ class VllmEngine(RolloutEngine):
         groups = self._groups = tp_groups(world_size, self.tp_size, ranks_per_node(world_size))
         self.replicas, self.checkpoint = len(groups), checkpoint
         self.replica = next(j for j, group in enumerate(groups) if dist.get_rank() in group)
-        self._stop_token_ids, self.free_cache = options.stop_token_ids, rollout.free_cache_engine
+        self.stop_token_ids, self.free_cache = options.stop_token_ids, rollout.free_cache_engine
         arguments = llm_options(options) | slot_options(options.adapter_rank, checkpoint.parameters)
         self.takes_images = options.preparer is not None
         if options.preparer is not None:
@@ -108,28 +108,28 @@ class VllmEngine(RolloutEngine):
             self._llm = LLM(**arguments | required)
         self.target: EngineWeights = EngineWeights(self, self._llm, checkpoint, post_load)
         self.tp_rank, self.dtype = self.target.tp_rank, self.target.dtype
-        self._runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self.model_runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._prompt: VllmPrompt = plain_prompt
         if options.preparer is not None:
             self._prompt = options.preparer.vllm_prompt(self._llm.llm_engine.renderer)
         if self._recorder is not None:
-            self._recorder.attach(self._llm, self._runner)
-        self._slot = LoraSlot(self._runner) if options.adapter_rank else None
+            self._recorder.attach(self._llm, self.model_runner)
+        self._slot = LoraSlot(self.model_runner) if options.adapter_rank else None
         self.target.slot = self._slot
         sleeps = self.free_cache and on_gpu
         self._level2_sleep = Level2Sleep.of(self._llm) if sleeps else None
         self._keeps_weights = False
         self.target.discards_weights = self._level2_sleep is not None
         if not on_gpu:
-            for cache in self._runner.kv_caches:
+            for cache in self.model_runner.kv_caches:
                 advise_pages(cache.untyped_storage(), HUGEPAGE)
                 advise_pages(cache.untyped_storage(), DONTNEED)  # those that it has are small
         if options.exact:
             max_model_len = self._llm.model_config.max_model_len
-            use_exact_operators(self._runner.get_model(), max_model_len, self._slot)
+            use_exact_operators(self.model_runner.get_model(), max_model_len, self._slot)
         elif not on_gpu:
-            use_plain_head(self._runner.get_model())
-        fuse_sampler(self._runner, options.exact)
+            use_plain_head(self.model_runner.get_model())
+        fuse_sampler(self.model_runner, options.exact)
 
     @property
     def llm(self) -> Any:
@@ -206,14 +206,14 @@ class VllmEngine(RolloutEngine):
             max_tokens=spec.max_tokens,
             logprobs=0,
             flat_logprobs=True,
-            stop_token_ids=list(self._stop_token_ids),
+            stop_token_ids=list(self.stop_token_ids),
             stop=list(spec.stop),
             include_stop_str_in_output=True,
             detokenize=bool(spec.stop),
         )
         # The other ranks of a replica keep the same entries.
         record = spec.records and self.tp_rank == 0
-        recording = record_kept_ids(self._llm, self._runner) if record else nullcontext()
+        recording = record_kept_ids(self._llm, self.model_runner) if record else nullcontext()
         engine, in_flight = self._llm.llm_engine, self.in_flight
         updating = updates_between_steps(engine, in_flight) if in_flight else nullcontext()
         # vLLM draws from torch's state as well, though it uses the numbers of no seeded request.
@@ -242,7 +242,7 @@ class VllmEngine(RolloutEngine):
 
     def cache_size(self) -> CacheSize:
         cache = self._llm.llm_engine.vllm_config.cache_config
-        num_bytes = sum(x.numel() * x.element_size() for x in self._runner.kv_caches)
+        num_bytes = sum(x.numel() * x.element_size() for x in self.model_runner.kv_caches)
         assert cache.num_gpu_blocks is not None  # known once the engine is built
         return CacheSize(cache.num_gpu_blocks * cache.block_size, cache.block_size, num_bytes)
 
@@ -255,11 +255,11 @@ class VllmEngine(RolloutEngine):
             elif self._level2_sleep is None:
                 self._llm.sleep(level=1)
             else:
-                self._level2_sleep.sleep(self._written_in_full())
+                self._level2_sleep.sleep(self.written_in_full())
                 self.target.discarded = True
             return
         self.target.reset_caches()
-        for cache in self._runner.kv_caches:
+        for cache in self.model_runner.kv_caches:
             advise_pages(cache.untyped_storage(), DONTNEED)
 
     def _resume(self, part: str) -> None:
@@ -270,7 +270,7 @@ class VllmEngine(RolloutEngine):
         else:
             self._llm.wake_up(tags=[part])
 
-    def _written_in_full(self) -> list[torch.Tensor]:
+    def written_in_full(self) -> list[torch.Tensor]:
         """Return the tensors of which a sync writes every element."""
         by_loader, weights = self.target.layout.by_loader, self.target.weights()
         return [tensor for name, tensor in weights.items() if name not in by_loader]
@@ -295,8 +295,8 @@ class EngineWeights(VllmWeights):
     def _prepare_update(self) -> None:
         self._engine.wake_weights()
 
-    def _finish_update(self) -> None:
-        super()._finish_update()
+    def finish_update(self) -> None:
+        super().finish_update()
         version = str(self.state.updating_to)
         self._llm.llm_engine.set_weight_version(version)  # vLLM notes it with each token
 

@@ -106,7 +106,7 @@ class FusedSampler:
         )
         sampled = sample_tokens(
             logits,
-            _seeds(metadata.generators, logits),
+            draw_seeds(metadata.generators, logits),
             torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device),
             temperature=0.0 if metadata.temperature is None else metadata.temperature,
             top_k=0 if metadata.top_k is None else metadata.top_k,
@@ -151,7 +151,7 @@ def _min_p(metadata: Any) -> float | Tensor:
     return 0.0
 
 
-def _seeds(generators: dict[int, torch.Generator], logits: Tensor) -> Tensor:
+def draw_seeds(generators: dict[int, torch.Generator], logits: Tensor) -> Tensor:
     """Draw a seed for each row, int64 [B]; rows without a generator take torch's own.
 
     A launch for each generator, which has its state on the device, and none besides where every
@@ -187,7 +187,7 @@ class FusedSecondSampler(_SecondSampler):
 
     # Log-probs are those of `token_log_probs`, as the trained model computes them, in steps where
     # every request is sampled at a temperature, without other changes of logits.
-    _is_exact = False
+    is_exact = False
     _is_fused = False  # in the call that runs
     _log_probs: Any = None  # `LogprobsTensors`
 
@@ -232,7 +232,7 @@ class FusedSecondSampler(_SecondSampler):
             top_p=1.0 if top_p is None else top_p,
         )
         tokens, log_probs = sampled.tokens, sampled.log_probs
-        if self._is_exact and not states.any_greedy(rows):
+        if self.is_exact and not states.any_greedy(rows):
             log_probs, _ = token_log_probs(given.float(), tokens, states.temperature.gpu[mapping])
         self._log_probs = LogprobsTensors(
             tokens.unsqueeze(1).to(torch.int32),
@@ -257,7 +257,7 @@ def fuse_sampler(runner: Any, exact: bool = False, ranks: bool = False) -> None:
 
         if type(sampler) is second.Sampler:
             bases = FusedSecondSampler, second.Sampler
-            sampler.__class__ = type("FusedSecondSampler", bases, {"_is_exact": exact})
+            sampler.__class__ = type("FusedSecondSampler", bases, {"is_exact": exact})
 
 
 @contextmanager

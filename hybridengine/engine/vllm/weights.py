@@ -111,7 +111,7 @@ class ModelWeights(WeightTarget):
             raise LayoutError("this engine was built without LoRA slots; give it adapter_rank")
         self.slot.fill(adapters, version, self.dtype)
 
-    def _finish_update(self) -> None:
+    def finish_update(self) -> None:
         self._post_load.rerun(self._model, self.dtype)
 
 
@@ -141,8 +141,8 @@ class VllmWeights(ModelWeights):
                 "(llm.llm_engine.abort_request), before the sync"
             )
 
-    def _finish_update(self) -> None:
-        super()._finish_update()
+    def finish_update(self) -> None:
+        super().finish_update()
         self.reset_caches()
 
     def reset_caches(self) -> None:

@@ -86,7 +86,7 @@ class Checkpointer:
         def prepare() -> None:
             with self._removed_if_failed(folder):
                 messages.run_on_rank0(lambda: self._prepare(folder), doing, self.group)
-                self._on_all_ranks(lambda: _save_random_state(random_file), doing)
+                self._on_all_ranks(lambda: save_random_state(random_file), doing)
                 write_extra(folder)
 
         saving = self._tensors.save(folder, prepare)
@@ -211,7 +211,7 @@ def _random_state() -> dict[str, Any]:
     return state
 
 
-def _save_random_state(file: Path) -> None:
+def save_random_state(file: Path) -> None:
     with writing_to(file):
         torch.save(_random_state(), file)
 

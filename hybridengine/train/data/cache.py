@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 _PLACE = struct.Struct("<QII")  # offset, size and checksum of a record
 _FOOTER = struct.Struct("<QQQI")  # end of the records, number of samples, of dropped ones, checksum
-_MAX_UNUSED_S = 30 * 24 * 3600.0  # after which an entry is removed
+MAX_UNUSED_S = 30 * 24 * 3600.0  # after which an entry is removed
 _TUPLE = 0
 _MICROSECOND = datetime.timedelta(microseconds=1)
 # Values of parquet and JSON that msgpack lacks: type, to text, from text, by their code.
@@ -236,7 +236,7 @@ def _remove_unused(folder: Path) -> None:
     """Remove entries that no run has used for 30 days; a run keeps the file it has open."""
     for entry in folder.iterdir():
         with suppress(OSError):
-            if time.time() - entry.stat().st_mtime > _MAX_UNUSED_S:
+            if time.time() - entry.stat().st_mtime > MAX_UNUSED_S:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 

@@ -27,7 +27,7 @@ __all__ = ["THOUGHTS", "ChatTemplate", "prefix_end"]
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message, by template
 # Keys that hold what a model says; those of a data set (a language, a time) are left alone.
 _SAID = re.compile(r"thought|think|reason|function_call", re.IGNORECASE)
-_RENDER_TIMEOUT_S = 10.0  # for one chat; a template may loop forever
+RENDER_TIMEOUT_S = 10.0  # for one chat; a template may loop forever
 _RENDER_MIB = 512  # for one chat; a template may make a text of any length
 _MARK = "9405178263{:05}"
 _PART_AS_OBJECT = re.compile(r"""'text': ["']9405178263\d{5}""")  # of a template that expects text
@@ -314,7 +314,7 @@ def prefix_end(text: str, prefix: str) -> int | None:
 def _limits() -> Iterator[None]:
     """Limit time and memory of a rendering in the main thread; no effect in other threads.
 
-    Raises TimeoutError after `_RENDER_TIMEOUT_S`, and MemoryError for `_RENDER_MIB` more than
+    Raises TimeoutError after `RENDER_TIMEOUT_S`, and MemoryError for `_RENDER_MIB` more than
     the process has.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -322,13 +322,13 @@ def _limits() -> Iterator[None]:
         return
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"no text within {_RENDER_TIMEOUT_S:g} s; does it loop?")
+        raise TimeoutError(f"no text within {RENDER_TIMEOUT_S:g} s; does it loop?")
 
     with memory_limit(_RENDER_MIB << 20):
         handler = signal.signal(signal.SIGALRM, stop)
         started = time.monotonic()
         # left: of the caller's own alarm
-        left, interval = signal.setitimer(signal.ITIMER_REAL, _RENDER_TIMEOUT_S)
+        left, interval = signal.setitimer(signal.ITIMER_REAL, RENDER_TIMEOUT_S)
         try:
             yield
         finally:

@@ -136,7 +136,7 @@ def test_a_slow_tool_holds_up_its_own_trajectory_only() -> None:
 
 
 def test_weights_are_taken_while_all_tools_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(runner, "HEARTBEAT_S", 0.01)
     updated = threading.Event()
 
     def wait() -> str:

@@ -104,7 +104,7 @@ def test_tokens_are_the_template_s_text(family: str, with_tools: bool) -> None:
             if template.form == "structured":
                 assert f"{'result' if with_tools else 'next'}" in extension.added.text
                 continue
-            rendered = template._render(chat, True)
+            rendered = template.render(chat, True)
             decoded = template.decode(ids)
             if "\ufffd" in rendered:  # half of a character, which the next token may complete
                 continue
@@ -147,7 +147,7 @@ def test_a_thought_before_a_call_is_continued(family: str, form: str, opening: s
         assert (template.form, extension.kept) == (form, len(segments))
         tokens = [token for part in [*segments, extension.added] for token in part.ids]
         text = template.decode(tokens)
-        assert squash(text) == squash(template._render(chat, True))
+        assert squash(text) == squash(template.render(chat, True))
         turns = sum(isinstance(entry, ModelTurn) for entry in chat)
         assert all(f"<think>hm{k}</think>" in squash(text) for k in range(turns) if k != empty)
 
@@ -256,7 +256,7 @@ def test_a_row_s_tools_and_variables_are_those_of_its_prompt(
     chat = [{"role": "user", "content": "go"}]
     own = row(prompt=chat, tools=[other], enable_thinking=False)
     file = write_jsonl(tmp_path / "a.jsonl", [own, row(prompt=chat)])
-    data = DataConfig(chat_template=template._chats.text, max_prompt_length=4096)
+    data = DataConfig(chat_template=template.chats.text, max_prompt_length=4096)
     samples = PromptDataset(file, byte_tokenizer(), data, [*TOOLS, other])
     for sample, names in zip(samples, ("sub", "add sub"), strict=True):
         of_row = template.of_row(sample.tools, sample.template_options)

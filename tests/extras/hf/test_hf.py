@@ -148,7 +148,7 @@ def damaged_body(rank: int, world_size: int, path: str) -> list[str]:
 
     engine, resharder = build(path, world_size, [])
     resharder.sync(1, verify=True)
-    unpack = resharder._mover.exchanges[0].unpack
+    unpack = resharder.mover.exchanges[0].unpack
 
     class Damaging(type(unpack)):
         def copy(self, sources, destinations):
@@ -168,7 +168,7 @@ def damaged_body(rank: int, world_size: int, path: str) -> list[str]:
     weight = engine.target.weights()["model.norm.weight"]
     weight[[0, 1]] = weight[[1, 0]]  # the same values in other places
     with pytest.raises(ReshardError, match=r"'model\.norm\.weight' on rank 0"):
-        resharder._verify(3)
+        resharder.verify(3)
     return [str(refused.value)]
 
 
@@ -184,7 +184,7 @@ def other_plan_body(rank: int, world_size: int, path: str) -> str:
 
     engine, resharder = build(path, world_size, [])
     with pytest.raises(LayoutError) as refused:
-        Resharder(lambda: resharder._trained.parameters, engine, bucket_bytes=(1 << 16) + rank)
+        Resharder(lambda: resharder.trained.parameters, engine, bucket_bytes=(1 << 16) + rank)
     return str(refused.value)
 
 

@@ -183,7 +183,7 @@ REFIT = "hybridengine.integrations.nemo_rl_refit"
 def nemo_worker_body(rank: int, world_size: int, port: int, name: str, index: int) -> None:
     record("nemo_rl")
     refit = importlib.import_module(REFIT)
-    refit._is_engine = lambda: True
+    refit.is_engine = lambda: True
     worker, engine = Worker(), refit.ReshardEngine(64 << 10)
 
     def init(metadata: list[Any]) -> None:
@@ -272,7 +272,7 @@ def nemo_colocated_worker_body(rank: int, world_size: int, port: int, name: str)
 
     from hybridengine.integrations import nemo_rl_colocated
 
-    importlib.import_module(REFIT)._is_engine = lambda: True
+    importlib.import_module(REFIT).is_engine = lambda: True
     parallel_state.get_world_group = lambda: SimpleNamespace(cpu_group=dist.group.WORLD)
     nemo_rl_colocated.receive_in_workers()
     backend = sys.modules["nemo_rl.models.generation.vllm.vllm_backend"]
@@ -398,16 +398,16 @@ class FsdpWeightSource:
 
 
 def test_what_skyrl_cannot_send_is_refused() -> None:
-    from hybridengine.integrations.skyrl import _trained_module
+    from hybridengine.integrations.skyrl import trained_module
 
     def refusal(source: Any = None, dp_size: int = 1, **config: Any) -> str:
         factory = lambda dtype, backend: source or FsdpWeightSource("model")  # noqa: E731
         with pytest.raises(LayoutError) as error:
-            _trained_module(SimpleNamespace(**config), factory, dp_size)
+            trained_module(SimpleNamespace(**config), factory, dp_size)
         return str(error.value)
 
     plain = SimpleNamespace(speculative_config=None, fp8_weight_sync_mode=None)
-    assert _trained_module(plain, lambda *_: FsdpWeightSource("model"), 1) == "model"
+    assert trained_module(plain, lambda *_: FsdpWeightSource("model"), 1) == "model"
     assert "data_parallel_size: got 2" in refusal(dp_size=2)
     assert "draft model" in refusal(speculative_config={"method": "mtp"})
     assert "fp8_weight_sync_mode" in refusal(fp8_weight_sync_mode="blockwise")

@@ -178,7 +178,7 @@ def test_kl_times_the_ratio(trainer, calls, monkeypatch):
 )
 def test_other_losses_are_trls(trainer, calls, caplog, monkeypatch, name, value):
     monkeypatch.setattr(trainer.args if name == "delta" else trainer, name, value)
-    monkeypatch.setattr(trainer, loss._WARNED, False, raising=False)
+    monkeypatch.setattr(trainer, loss.WARNED, False, raising=False)
     with adapter.patched("loss"):
         for _ in range(2):
             trainer.compute_loss(trainer.model, batch()).backward()

@@ -199,7 +199,7 @@ def test_what_cannot_be_resharded_stays_with_trl(settings):
 
 def test_a_model_without_a_plan_is_reported_once(monkeypatch, caplog):
     from hybridengine.integrations import vllm
-    from hybridengine.integrations.trl.sync import _RESHARDS, sync_weights
+    from hybridengine.integrations.trl.sync import RESHARDS, sync_weights
     from hybridengine.sync.layout import LayoutError
 
     def refuse(model, llm):
@@ -208,7 +208,7 @@ def test_a_model_without_a_plan_is_reported_once(monkeypatch, caplog):
     monkeypatch.setattr(vllm, "reshard", refuse)
     generation, calls = Generation(), []
     generation.llm = None
-    setattr(generation, _RESHARDS, True)
+    setattr(generation, RESHARDS, True)
     for _ in range(2):
         sync_weights(generation, lambda self: calls.append("sync"))
     assert calls == ["sync", "sync"]

@@ -134,7 +134,7 @@ def compared(model: torch.nn.Module, url: str) -> dict[str, Any]:
     return {
         "bytes": sum(tensor.nbytes for tensor in full.values()),
         "trained": {name: digest_of(tensor) for name, tensor in full.items()},
-        "served": VllmServer(url, 0, TIMEOUT_S)._request("POST", "/weight_checker", {}),
+        "served": VllmServer(url, 0, TIMEOUT_S).request("POST", "/weight_checker", {}),
     }
 
 
@@ -242,7 +242,7 @@ def sync_and_fail(rank: int, path: str, url: str) -> tuple[str, int]:
 def fail_an_update(rank: int, path: str, url: str) -> tuple[str, int]:
     """A server that has joined fails in `update_weights`; the trainers have begun to send."""
     if rank == 0:
-        VllmServer(url, 0, TIMEOUT_S)._request("POST", "/fail_next_update", "of the server")
+        VllmServer(url, 0, TIMEOUT_S).request("POST", "/fail_next_update", "of the server")
     return sync_and_fail(rank, path, url)
 
 

@@ -17,13 +17,13 @@ def empty_services() -> Iterator[None]:
     """
     from benchmarks import _verl
 
-    ray = _verl._Empty("ray")
+    ray = _verl.Empty("ray")
     ray.__path__ = []
     vars(ray).update(
         remote=lambda *args, **options: args[0] if args else lambda cls: cls,
         is_initialized=lambda: False,
-        actor=_verl._Empty("ray.actor"),
+        actor=_verl.Empty("ray.actor"),
     )
     sys.modules["ray"] = ray
-    with _verl._empty_services():
+    with _verl.empty_services():
         yield

@@ -65,7 +65,7 @@ def body(rank: int, world_size: int, path: str) -> dict[str, Any]:
     spec = SamplingSpec(n=2, max_tokens=12, record_routes=True)
     result: dict[str, Any] = {"sampled": [(PROMPTS, engine.generate(PROMPTS, spec, seed=1))]}
     result["sampled"].append((PROMPTS, engine.generate(PROMPTS, spec, seed=2)))  # cached prompts
-    engine._stop_token_ids = []
+    engine.stop_token_ids = []
     long = SamplingSpec(n=3, max_tokens=150, record_routes=True)  # more than the cache holds
     result["sampled"].append((PROMPTS, engine.generate(PROMPTS, long, seed=3)))
     with engine.stream(spec, seed=4) as stream:

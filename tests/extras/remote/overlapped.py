@@ -13,7 +13,7 @@ from torch.distributed.elastic.utils.store import barrier
 
 from tests.extras.agents.turns import TURN_LOOP, TURN_TOOLS
 from tests.ranks import run_ranks
-from tests.train.in_process import Result, _result
+from tests.train.in_process import Result, result_of
 
 __all__ = ["MULTI_TURN", "overrides_of", "run_named", "run_overlapped", "update_inside_items"]
 
@@ -57,7 +57,7 @@ def run_overlapped(
     A job that sets trainer.mode has them all; any other trains on the first ranks alone. before:
     called on every rank.
     """
-    return run_ranks(_jobs, num_ranks, folder, jobs, before, timeout_s=timeout_s)[0]
+    return run_ranks(run_jobs, num_ranks, folder, jobs, before, timeout_s=timeout_s)[0]
 
 
 def update_inside_items(
@@ -73,8 +73,8 @@ def update_inside_items(
     from hybridengine.remote.overlap import worker
     from hybridengine.run.messages import wait_until
 
-    generate = worker.RolloutWorker._generate
-    choose = worker.RolloutWorker._choose_on_first_rank
+    generate = worker.RolloutWorker.generate
+    choose = worker.RolloutWorker.choose_on_first_rank
     is_awaited = False
 
     def generate_item(self: Any, item: Any) -> None:
@@ -103,11 +103,11 @@ def update_inside_items(
         return choose(self, queue, pending and not can_run)
 
     worker.InFlightUpdate = waiting  # type: ignore[misc, assignment]
-    worker.RolloutWorker._generate = generate_item  # type: ignore[method-assign]
-    worker.RolloutWorker._choose_on_first_rank = choose_items_first  # type: ignore[method-assign]
+    worker.RolloutWorker.generate = generate_item  # type: ignore[method-assign]
+    worker.RolloutWorker.choose_on_first_rank = choose_items_first  # type: ignore[method-assign]
 
 
-def _jobs(
+def run_jobs(
     rank: int,
     num_ranks: int,
     folder: Path,
@@ -136,8 +136,8 @@ def _jobs(
         run = Path(config.trainer.default_local_dir)
         if rank < ranks:
             os.environ.update(environment, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-            failures._guards = itertools.count()  # a rank that skipped a job has made fewer
+            failures.guard_numbers = itertools.count()  # a rank that skipped a job has made fewer
             code = RLTrainer.run(config)
             if rank == 0:
-                results.append(_result(run, f"exit code {code}" if code else ""))
+                results.append(result_of(run, f"exit code {code}" if code else ""))
     return results

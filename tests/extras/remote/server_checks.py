@@ -37,10 +37,10 @@ def check_checksum(server: VllmServer, engine: ServerEngine) -> None:
     checksum = WeightsChecksum(config, engine, engine.pool.weights)
     checksum.after_sync()
     assert checksum() == {2: server.weights().checksum}
-    server._request("POST", "/collective_rpc", {"method": "flip_bit"})
+    server.request("POST", "/collective_rpc", {"method": "flip_bit"})
     with pytest.raises(RolloutError, match=f"weights of server {server.url} have changed since"):
         checksum()
-    server._request("POST", "/collective_rpc", {"method": "flip_bit"})
+    server.request("POST", "/collective_rpc", {"method": "flip_bit"})
     assert checksum() == {2: server.weights().checksum}
 
 

@@ -85,14 +85,14 @@ def build_engine(tp_rank: int) -> MemoryEngine:
 
 
 def damage() -> mock._patch:
-    remember = EnginesEnd._remember
+    remember = EnginesEnd.remember
 
     def remember_and_flip(transport, where, parts):
         remember(transport, where, parts)
         if where.startswith("delta"):
             next(part for part in parts if len(part))[0] ^= 1
 
-    return mock.patch.object(EnginesEnd, "_remember", remember_and_flip)
+    return mock.patch.object(EnginesEnd, "remember", remember_and_flip)
 
 
 def engine_body(rank: int, world_size: int, port: int, index: int) -> dict:
@@ -113,7 +113,7 @@ def engine_body(rank: int, world_size: int, port: int, index: int) -> dict:
             with contextlib.ExitStack() as stack:
                 if rank == 1:
                     fault = mock.patch.object(
-                        engine, "_finish_update", side_effect=ValueError("cache")
+                        engine, "finish_update", side_effect=ValueError("cache")
                     )
                     stack.enter_context(fault)
                 delta.append(message_of(receiver.receive))

@@ -60,7 +60,7 @@ def look_after_the_drop() -> None:
 
     def wait_late(rank, state, attempt):
         if state.version == 2:
-            wait_for(lambda: None if rank._is_invited(rank._sync()) else True)
+            wait_for(lambda: None if rank.is_invited(rank.current_sync()) else True)
         return wait(rank, state, attempt)
 
     EngineRank.wait_for_transfer = wait_late

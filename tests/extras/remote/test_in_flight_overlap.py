@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engine.version_oracle import logits_by_version
-from tests.extras.remote.overlapped import _jobs, update_inside_items
+from tests.extras.remote.overlapped import run_jobs, update_inside_items
 from tests.ranks import run_ranks
 from tests.train.in_process import Result, small_job
 
@@ -37,7 +37,7 @@ def body(rank: int, num_ranks: int, folder: Path, jobs: Any) -> Any:
 
     announced, steps = list[tuple[int, int]](), itertools.count()
     weights = list[dict[int, Any]]()  # of each job, by version
-    run, update, send = worker.RolloutWorker.run, worker.RolloutWorker._update, EngineQueue.send
+    run, update, send = worker.RolloutWorker.run, worker.RolloutWorker.update, EngineQueue.send
 
     def begin() -> None:
         nonlocal steps
@@ -59,9 +59,9 @@ def body(rank: int, num_ranks: int, folder: Path, jobs: Any) -> Any:
         send(self, item, rollouts, version, seconds)
 
     update_inside_items(begin, lambda: next(steps) == PAUSE, lambda: None)
-    worker.RolloutWorker.run, worker.RolloutWorker._update = running, copying  # type: ignore[method-assign]
+    worker.RolloutWorker.run, worker.RolloutWorker.update = running, copying  # type: ignore[method-assign]
     EngineQueue.send = noting  # type: ignore[method-assign]
-    return _jobs(rank, num_ranks, folder, jobs), announced, weights
+    return run_jobs(rank, num_ranks, folder, jobs), announced, weights
 
 
 def test_every_update_is_taken_inside_responses(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def run_rank(rank: int, world_size: int, folder: Path, overrides: list[str], lin
     from hybridengine.train import report
     from hybridengine.train.rl import RLTrainer
 
-    monitor._STOPPED_S = 1.0  # not 10
+    monitor.STOPPED_S = 1.0  # not 10
     report.plugins = lambda group: {}
     dist.barrier()
     dist.destroy_process_group()
@@ -60,8 +60,8 @@ def run_rank(rank: int, world_size: int, folder: Path, overrides: list[str], lin
     send = queue.EngineQueue.send
 
     def lose(self: Any, item: queue.WorkItem, *rest: Any) -> None:
-        if item.batch > 1 and not hasattr(self, "_open"):
-            self._open = self._group  # its connections stay open
+        if item.batch > 1 and not hasattr(self, "opened"):
+            self.opened = self._group  # its connections stay open
             self._group = type("Stalled", (), {"send": lambda *args: Delivered()})()
         send(self, item, *rest)
 

@@ -23,14 +23,14 @@ def sleep_body(rank: int, world_size: int) -> list[object]:
 
     register()
     server = ServerWorker.__new__(ServerWorker)
-    server._weights = SimpleNamespace(discarded=False)
+    server.weights = SimpleNamespace(discarded=False)
     transfer = HybridEngineTransfer.__new__(HybridEngineTransfer)
     worker = SimpleNamespace(weight_transfer_engine=transfer)
     Worker.sleep(worker, level=2)  # before trainers have called: nothing to note
-    transfer._server = server
+    transfer.server = server
     for level in (1, 2):
         Worker.sleep(worker, level)
-        seen.append(server._weights.discarded)
+        seen.append(server.weights.discarded)
     Worker.sleep(SimpleNamespace(weight_transfer_engine=None), level=2)
     return seen
 

@@ -80,7 +80,7 @@ class StandIn:
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StandIn]]:
-    monkeypatch.setattr(pool, "_CHECK_S", 0.05)
+    monkeypatch.setattr(pool, "CHECK_S", 0.05)
     servers = [StandIn(), StandIn()]
     yield servers
     for server in servers:
@@ -254,7 +254,7 @@ def test_a_wait_for_servers_is_reported(
         if fault in text:  # the first notes may come before the first answer
             seen.set()
 
-    monkeypatch.setattr(pool, "_REPORT_S", 0.01)
+    monkeypatch.setattr(pool, "REPORT_S", 0.01)
     monkeypatch.setattr(pool, "print_note", note)
     late.routes["/health"] = lambda body: None if seen.is_set() else 503
     with engine_of(*stand_ins):
@@ -350,7 +350,7 @@ def test_an_update_inside_a_response(
     with engine_of(one) as engine:
         engine.in_flight = InFlightUpdate(is_due, update, keep_kv)
         engine.pool.update(3, {0}, print)
-        engine.pool._max_sequences = 1
+        engine.pool.max_sequences = 1
         updated.clear()
         one.routes["/inference/v1/generate"] = generate
         spec = SamplingSpec(max_tokens=2)
@@ -399,13 +399,13 @@ def test_addresses_that_other_machines_reach(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(RolloutError, match=r"the host 'no\.such\.host\.invalid' is unknown"):
         address_for("no.such.host.invalid", local)
     own = "10.9.8.7"
-    monkeypatch.setattr(client, "_own_address_towards", lambda host: own)
+    monkeypatch.setattr(client, "own_address_towards", lambda host: own)
     assert address_for("192.0.2.1", local) == (own, 29500)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")  # to be restored
         monkeypatch.delenv(name)
     prepare_network(["http://127.0.0.1:8000", "http://no.such.host.invalid:8000"])
     assert "GLOO_SOCKET_IFNAME" not in os.environ
-    monkeypatch.setattr(client, "_own_address_towards", lambda host: "127.0.0.1")
+    monkeypatch.setattr(client, "own_address_towards", lambda host: "127.0.0.1")
     prepare_network(["http://127.0.0.1:1", "http://192.0.2.1:8000"])
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
-from hybridengine.engine.interface import SamplingSpec
 from hybridengine.engine.response import Response
 from hybridengine.remote.overlap.queue import Finished, WorkItem
 from hybridengine.remote.overlap.source import OverlappedRollouts
@@ -32,6 +32,7 @@ class Engines:
         self.version, self.received = 0, list[int]()
         self.late: set[int] = set()  # numbers of items that are not finished
         self.lost = False  # an engine has lost its weights
+        self.synced: list[int] = []  # the versions of weights that were sent
 
     def submit(self, item: WorkItem) -> None:
         self.items[item.number] = item
@@ -48,6 +49,9 @@ class Engines:
     def weights_follow(self) -> None:
         self.lost, self.late = False, set()
 
+    def sync(self, version: int) -> Any:
+        self.synced.append(version)
+
     def receive(self, result: Finished) -> list[ScoredResponse]:
         self.received.append(result.number)
         return [
@@ -58,14 +62,6 @@ class Engines:
         ]
 
 
-class Sender:
-    def __init__(self) -> None:
-        self.versions: list[int] = []
-
-    def sync(self, version: int) -> Any:
-        self.versions.append(version)
-
-
 @pytest.fixture
 def world() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -73,7 +69,7 @@ def world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def source_of(*overrides: str) -> tuple[OverlappedRollouts, Engines]:
+def source_of(*overrides: str) -> tuple[OverlappedRollouts, Engines, PromptLoader]:
     from hybridengine.run.session import Session
 
     config = load_config(None, [*NEEDED, *overrides])
@@ -88,21 +84,26 @@ def source_of(*overrides: str) -> tuple[OverlappedRollouts, Engines]:
     prompts: Any = [PromptSample(k, [k], f"{k}", "d", "", {}) for k in range(48)]
     loader = PromptLoader(prompts, config.data.train_batch_size, seed=1, shuffle=False)
     data: Any = SimpleNamespace(train=prompts, val=None, loader=loader)
-    choices: Any = None  # read by `connect` alone
-    source = OverlappedRollouts(config, choices, session, link, data)
-    source._sampling = SamplingSpec(n=1)
-    engines: Any = Engines()
-    source._queue, source._sender, source._reward_model = engines, Sender(), None  # type: ignore[assignment]
-    return source, engines
+    given: Any = SimpleNamespace(delta="off")  # the trainer's choices; its actor
+    source, engines = OverlappedRollouts(config, given, session, link, data), Engines()
+    module = "hybridengine.remote.overlap.source"
+    with (
+        patch(f"{module}.TrainerQueue", lambda link: engines),
+        patch(f"{module}.build_sender", lambda *arguments: engines),
+    ):
+        source.connect(given, None)
+    return source, engines, loader
 
 
 ASYNC = ("trainer.mode=async", "data.train_batch_size=12", "rollout.max_num_seqs=16")
 
 
 def test_too_old_rollouts_are_dropped_and_generated_again(world: None) -> None:
-    source, engines = source_of(*ASYNC, "trainer.staleness=1", "trainer.total_training_steps=4")
+    source, engines, loader = source_of(
+        *ASYNC, "trainer.staleness=1", "trainer.total_training_steps=4"
+    )
     first = source.next_batch(1, 0)
-    assert source._loader.in_flight == 1 and len(engines.items) == 12
+    assert loader.in_flight == 1 and len(engines.items) == 12
     source.sync(1)
     source.sync(2)  # two updates: what version 0 has generated ahead is too old now
     engines.version = 0
@@ -119,21 +120,23 @@ def test_too_old_rollouts_are_dropped_and_generated_again(world: None) -> None:
 
 
 def test_an_engine_that_lost_its_weights_gets_them_again(world: None) -> None:
-    modes = ("trainer.mode=one_step_off", "rollout.n_gpus_per_node=1", "trainer.staleness=0")
+    modes = ("trainer.mode=one_step_off", "rollout.n_gpus_per_node=1", "trainer.staleness=1")
     steps = ("trainer.total_training_steps=3", "data.train_batch_size=12")
-    source, engines = source_of(*modes, *steps)
-    sender: Any = source._sender
+    source, engines, _ = source_of(*modes, *steps)
     source.sync(1)
     engines.lost, engines.late = True, {0}  # it has the prompts, and no weights
     assert source.next_batch(2, 0).outcomes.versions.unique().tolist() == [1]
-    assert sender.versions == [1, 1], "the weights of the last sync, once more"
-    source._open, engines.lost, engines.late = {7: engines.items[0]}, True, {7}
+    assert engines.synced == [1, 1], "the weights of the last sync, once more"
+    assert len(engines.items) == 2, "the next batch is generated ahead"
+    engines.lost, engines.late = True, {1}
     source.sync(2)
-    assert sender.versions == [1, 1, 2], "newer ones follow at once"
+    assert engines.synced == [1, 1, 2], "newer ones follow at once"
 
 
 def test_async_takes_what_is_finished_first(world: None) -> None:
-    source, engines = source_of(*ASYNC, "trainer.staleness=1", "trainer.total_training_steps=3")
+    source, engines, loader = source_of(
+        *ASYNC, "trainer.staleness=1", "trainer.total_training_steps=3"
+    )
     assert len({len(item.indices) for item in engines.items.values()}) <= 1
     engines.late = {0, 1}
     first = source.next_batch(1, 0)
@@ -144,13 +147,13 @@ def test_async_takes_what_is_finished_first(world: None) -> None:
     second = [prompt.index for prompt in source.next_batch(2, 0).prompts]
     assert second == [0, 1, 2, 3, *range(16, 24)]
     third = source.next_batch(3, 0)
-    assert source._loader.in_flight == 0 and not source._open
+    assert loader.in_flight == 0 and sorted(engines.received) == sorted(engines.items)
     assert [prompt.index for prompt in third.prompts] == list(range(24, 36))
 
 
 def test_one_step_off_waits_for_its_own_batch(world: None) -> None:
     settings = ("trainer.mode=one_step_off", "data.train_batch_size=4")
-    source, engines = source_of(*settings, "trainer.total_training_steps=2")
+    source, engines, _ = source_of(*settings, "trainer.total_training_steps=2")
     rollouts = source.next_batch(1, 0)
     assert [list(item.positions) for item in engines.items.values()][:3] == [[0, 3], [1], [2]]
     assert [prompt.index for prompt in rollouts.prompts] == [0, 1, 2, 3]

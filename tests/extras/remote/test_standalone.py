@@ -103,14 +103,14 @@ def standalone_body(rank: int, world_size: int, path: str) -> dict:
 
     # a sync that breaks off
     resharder = connect(model, llm)
-    cache = patch.object(resharder.engine, "_finish_update", side_effect=RuntimeError("cache"))
+    cache = patch.object(resharder.engine, "finish_update", side_effect=RuntimeError("cache"))
     with cache, pytest.raises(ReshardError, match="cache"):
         resharder.sync()
     with pytest.raises(StaleWeightsError, match="did not finish"):
         generate()
     resharder.sync()
     again = generate()
-    delattr(engine_model, plugin._POST_LOAD)
+    delattr(engine_model, plugin.POST_LOAD)
     with pytest.raises(LayoutError, match="weight_transfer_config"):
         connect(model, llm)
     return {

@@ -75,7 +75,7 @@ def fits(method: object, signature: str) -> bool:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_our_halves_take_the_calls_of_both_versions(version: str) -> None:
-    from hybridengine.remote.vllm_transfer.trainer import _CALLS, HybridEngineTrainerTransfer
+    from hybridengine.remote.vllm_transfer.trainer import CALLS, HybridEngineTrainerTransfer
     from hybridengine.remote.vllm_transfer.transfer import HybridEngineTransfer
 
     halves = {
@@ -92,7 +92,7 @@ def test_our_halves_take_the_calls_of_both_versions(version: str) -> None:
         if module == BASE and owner in halves and method != "__init__" and signature != "value":
             assert signature is not None and fits(getattr(halves[owner], method), signature), name
             checked.add(method)
-    assert len(checked) >= 9 and set(_CALLS) == of_client
+    assert len(checked) >= 9 and set(CALLS) == of_client
 
 
 def test_fits_tells_calls_apart() -> None:

@@ -112,7 +112,7 @@ def trainer_body(
             for parameter in trained.parameters():
                 parameter.mul_(FACTORS[version])
         if version == 3:
-            TrainersEnd._post = _fail  # type: ignore[method-assign]
+            TrainersEnd.send_parts = _fail  # type: ignore[method-assign]
         messages.append(message_of(lambda version=version: sender.sync(version)))
     return messages
 
@@ -151,7 +151,7 @@ def check_updates(
     for version in (1, 2):
         factor *= FACTORS[version]
         step_until(lambda version=version: engine.weight_version == version, receiver)
-        digests = server._request("POST", "/weight_checker", {"action": "checksum"})
+        digests = server.request("POST", "/weight_checker", {"action": "checksum"})
         assert digests["checksums"] == expected(factor=factor)
 
 
@@ -356,9 +356,9 @@ def test_what_a_server_listens_on_and_answers(server: VllmServer, tmp_path: Path
     for route in ("/health", "/server_info?config_format=json", "/is_paused", "/metrics"):
         with urllib.request.urlopen(f"{server.url}{route}", timeout=TIMEOUT_S) as response:
             assert response.status == 200, route
-    assert server._request("POST", "/pause?mode=wait") is not None
-    assert server._request("GET", "/is_paused") == {"is_paused": True}
-    server._request("POST", "/resume")
+    assert server.request("POST", "/pause?mode=wait") is not None
+    assert server.request("GET", "/is_paused") == {"is_paused": True}
+    server.request("POST", "/resume")
     assert not (tmp_path / "made").exists()
 
 
@@ -381,11 +381,11 @@ def test_packages_of_the_server_that_add_logits_processors(
 
 
 def test_vllms_own_trainer_interface(server: VllmServer, model: str, tp_size: int) -> None:
-    server._request("POST", "/pause?mode=wait")
+    server.request("POST", "/pause?mode=wait")
     sent = run_ranks(vllms_trainer_body, 2, model, server.url)
-    server._request("POST", "/resume")
+    server.request("POST", "/resume")
     assert min(sent) > 0.3 * sum(sent), "each rank sends its own shards"
-    digests = server._request("POST", "/weight_checker", {"action": "checksum"})
+    digests = server.request("POST", "/weight_checker", {"action": "checksum"})
     assert digests["checksums"] == expected_digests(model, tp_size, FACTORS[1] * FACTORS[2])
     sampling = {"n": 1, "max_tokens": 2, "logprobs": 0, "ignore_eos": True}
     [completion] = server.complete(ServerPrompt(Prompt([5, 9])), sampling, {"2": 2})
@@ -422,8 +422,8 @@ def test_slices_arrive_bit_for_bit_and_a_failed_update_ends_generation(
     # it ends, instead of using these weights; also where it has joined again, but has
     # no weights of theirs yet.
     wait_until(lambda: engine.wants_weights or None, TIMEOUT_S, "the server to be back")
-    assert server._request("GET", "/is_paused") == {"is_paused": True}
-    server._request("POST", "/resume")
+    assert server.request("GET", "/is_paused") == {"is_paused": True}
+    server.request("POST", "/resume")
     with pytest.raises(ServerLostError):
         server.complete(ServerPrompt(Prompt([5])), {"n": 1, "max_tokens": 1, "logprobs": 0}, {})
     has_ended = lambda: "ServerLostError" in message_of(server.check_health) or None  # noqa: E731

@@ -209,7 +209,7 @@ def source_body(
             for parameter in shards.values():
                 parameter.to_local().mul_(next_factor)
         errors.append(message_of(engine.send_weights))
-        statuses = engine._sender._sender.engines.values()
+        statuses = engine.sender.sender.engines.values()
         reasons.append([s.reason if s.state == "dropped" else "" for s in statuses])
         dist.barrier()
         if rank == 0:
@@ -403,11 +403,11 @@ def test_without_a_process_group() -> None:
 def test_a_ray_client_is_one_engine_for_each_handle() -> None:
     from vllm.distributed.weight_transfer import RayVLLMWeightSyncClient
 
-    from hybridengine.remote.vllm_transfer.trainer import _clients_of
+    from hybridengine.remote.vllm_transfer.trainer import clients_of
 
     plain = RefusingClient()
     ray = RayVLLMWeightSyncClient(["a", "b"])
-    first, second, third = _clients_of([ray, plain])
+    first, second, third = clients_of([ray, plain])
     assert (first.handles, second.handles, third) == (["a"], ["b"], plain)
 
 
@@ -416,7 +416,7 @@ def test_verify_is_the_trainers_choice_where_they_are_elsewhere() -> None:
 
     worker = HybridEngineTransfer.__new__(HybridEngineTransfer)
     versions: list[int | None] = []
-    worker._server = SimpleNamespace(receive=versions.append)  # type: ignore[assignment]
+    worker.server = SimpleNamespace(receive=versions.append)  # type: ignore[assignment]
     with pytest.raises(ValueError, match="verify is for an engine on the trainers' ranks"):
         worker.receive_weights(worker.parse_update_info({"version": 3, "verify": True}))
     with pytest.raises(ValueError, match="unexpected keyword argument 'names'"):

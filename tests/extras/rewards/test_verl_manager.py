@@ -163,7 +163,7 @@ def verl_managers():
     package.__path__ = list(spec.submodule_search_locations)
     package.DataProto = protocol.DataProto = VerlData
     sys.modules |= {"verl": package, "verl.protocol": protocol}
-    with stubs._empty_services():
+    with stubs.empty_services():
         yield importlib.import_module("verl.workers.reward_manager")
     for name in [name for name in sys.modules if name.startswith("verl")]:
         del sys.modules[name]

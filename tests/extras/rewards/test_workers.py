@@ -123,7 +123,7 @@ def test_a_call_that_does_not_return(pool, capfd, response, message):
 
 
 def test_a_worker_that_closes_its_connection(pool, monkeypatch):
-    monkeypatch.setattr(workers, "_STOP_S", 0.1)
+    monkeypatch.setattr(workers, "STOP_S", 0.1)
     hostile = pool.load(pool.file, "hostile")
     with pytest.raises(RewardError, match="hostile closed the connection of its process"):
         score_responses(hostile, samples(1), ["close"])
@@ -163,7 +163,7 @@ def test_a_file_that_ends_its_process(tmp_path, source, message):
 
 
 def test_a_file_that_hangs(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "_LOAD_S", 1.0)
+    monkeypatch.setattr(workers, "LOAD_S", 1.0)
     (tmp_path / "reward.py").write_text("import time\nwhile True:\n    time.sleep(0.01)")
     with pytest.raises(RewardError, match=r"reward\.py(:[23])? takes longer than 1 s to import"):
         RewardWorkers(1, timeout_s=0.1).load(tmp_path / "reward.py")
@@ -237,8 +237,8 @@ def test_a_built_in_rule_gives_up_on_too_much_memory(tmp_path, monkeypatch) -> N
         "from hybridengine.rewards import functions; from pathlib import Path\n"
         f"functions.BUILT_IN['greedy'] = lambda: functions.import_file(Path({str(file)!r}))\n"
     )
-    program = workers._MAIN.replace("from ", register.replace("{", "{{") + "from ", 1)
-    monkeypatch.setattr(workers, "_MAIN", program)
+    program = workers.PROGRAM.replace("from ", register.replace("{", "{{") + "from ", 1)
+    monkeypatch.setattr(workers, "PROGRAM", program)
     monkeypatch.setitem(BUILT_IN, "greedy", lambda: import_file(file))
     pool = RewardWorkers(1, timeout_s=300)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,9 @@ from transformers import AutoConfig
 
 from hybridengine.run.errors import ConfigError, DataError, ModelError
 from hybridengine.vision import EncodedImage, load_image_preparer, processor
-from tests.extras.vision.tiny_vision import FAMILIES, draw_squares, save_tiny_vision
+from tests.extras.vision.tiny_vision import FAMILIES, draw_squares, encoded, save_tiny_vision
 
 TEXT = "a<|image_pad|>b<|image_pad|><|image_pad|>c"
-
-
-def encoded(image: Image.Image, where: str = "row 0") -> EncodedImage:
-    content = BytesIO()
-    image.save(content, "PNG")
-    return EncodedImage.of_bytes(where, content.getvalue())
 
 
 def preparer_of(kind: str, folder: Path, **options: object) -> processor.ImagePreparer:
@@ -82,12 +75,13 @@ def test_an_image_is_prepared_once_while_it_is_cached(
     first = preparer.inputs(images[0])
     assert preparer.inputs(EncodedImage.of_bytes("another row", images[0].data)) is first
     size = first.tensors["pixel_values"].nbytes + first.tensors["image_grid_thw"].nbytes
-    monkeypatch.setattr(processor, "_CACHE_BYTES", 2 * size)
-    assert preparer.inputs(images[1]) is preparer.inputs(images[1])
+    monkeypatch.setattr(processor, "CACHE_BYTES", 2 * size)
+    second = preparer.inputs(images[1])
+    assert preparer.inputs(images[1]) is second
     assert preparer.inputs(images[0]) is first
     preparer.inputs(images[2])  # in the place of the one that was used least recently
     assert preparer.inputs(images[0]) is first
-    assert len(preparer._prepared) == 2
+    assert preparer.inputs(images[1]) is not second, "two are kept"
 
 
 def test_placeholders_and_images_have_to_match(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from hybridengine.run.errors import RolloutError
 from hybridengine.vision import EncodedImage, load_image_preparer
-from tests.extras.vision.tiny_vision import save_tiny_vision
+from tests.extras.vision.tiny_vision import draw_squares, encoded, save_tiny_vision
 from tests.extras.vision.vision_jobs import check_steps, run_vllm, vision_job
 
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
@@ -51,7 +51,7 @@ def test_other_tokens_than_vllm_would_write_are_refused(
     save_tiny_vision("qwen2_vl", tmp_path)
     preparer = load_image_preparer(AutoConfig.from_pretrained(tmp_path), str(tmp_path), {})
     assert preparer is not None
-    image = EncodedImage("row 3", "abc", data=b"")
+    image = encoded(draw_squares(1), "row 3")
     key = preparer.key(image)
     processor = SimpleNamespace(
         _validate_mm_kwargs=lambda *_: None,
@@ -61,7 +61,7 @@ def test_other_tokens_than_vllm_would_write_are_refused(
     prompts = PromptImages(
         preparer.image_format, preparer.key, SimpleNamespace(get_mm_processor=lambda: processor)
     )
-    prompts._names[key] = image.where
+    prompts.prompt(ids, [image])
     update = SimpleNamespace(content=SimpleNamespace(full=[100, 100]))
     result = SimpleNamespace(
         prompt_ids=ids, kwargs={}, prompt_updates={"image": [[update]]}, hashes={"image": [key]}

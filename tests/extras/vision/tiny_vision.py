@@ -7,6 +7,7 @@ patches per token, and random weights, as `save_pretrained` writes them.
 from __future__ import annotations
 
 import json
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from hybridengine.vision import EncodedImage
 from tests.extras.vision.vision_models import IMAGE, VIDEO, build
 from tests.tiny_models import VOCAB
 
@@ -126,6 +128,12 @@ def write_image_rows(folder: Path) -> None:
         for row in count_rows(folder, num_rows=8)
     ]
     (folder / "images.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def encoded(image: Image.Image, where: str = "row 0") -> EncodedImage:
+    content = BytesIO()
+    image.save(content, "PNG")
+    return EncodedImage.of_bytes(where, content.getvalue())
 
 
 def draw_squares(count: int, seed: int = 0) -> Image.Image:

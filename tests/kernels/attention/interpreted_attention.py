@@ -63,7 +63,7 @@ def test_sinks_at_their_limits():
 
 @pytest.mark.parametrize("heads_per_program", (1, 2, 4))
 def test_query_heads_of_a_group_in_several_programs(heads_per_program, monkeypatch):
-    monkeypatch.setattr(backend, "_heads_per_program", lambda *_: heads_per_program)
+    monkeypatch.setattr(backend, "heads_per_program_of", lambda *_: heads_per_program)
     assert_exact(problem(forest_of((20, [9, 18])), 8, 2, 16))
 
 

@@ -91,7 +91,7 @@ def test_kept_logits_and_the_buffer_of_their_gradient_fit_the_budget(dtype):
                 assert rows * vocab * 8 > 0.9 * 2**28
                 continue
             chunks = Chunks(hidden, weight, None, 2**28, False, rows, kept=True)
-            assert chunks._logits.numel() == 0
+            assert chunks.logits_buffer.numel() == 0
             assert list(chunks.parts()) == [slice(0, rows)] * (rows > 0)
             assert chunks.grad_logits.shape[0] == rows
             assert rows * vocab * 4 + chunks.grad_logits.nbytes <= 2**28

@@ -285,7 +285,7 @@ BOUNDS = ([0, 40, VOCAB], [0, VOCAB, VOCAB])
 
 
 def _of_a_slice(rank, size):
-    linear_chunks._GROUP_ROWS = 5  # several chunks
+    linear_chunks.GROUP_ROWS = 5  # several chunks
     tensors, token_ids, (incoming, _) = problem(23, WIDTH, VOCAB)
     labels, values = labels_of(token_ids), []
     options = EXTRAS["both"] | {"softcap": 3.0, "group": dist.group.WORLD}

@@ -66,7 +66,7 @@ def test_buffers_do_not_exceed_the_budget(dtype, backward):
         chunks = Chunks(hidden, weight, None, 2**28, False, rows if backward else 0)
         widths = rows and width * 8 * min(rows, chunks.rows)  # packed or widened, and a gradient
         widened = 0 if dtype == torch.float32 else WIDENED_BYTES
-        buffers = {id(b): b.nbytes for b in (chunks._logits, chunks.grad_logits)}
+        buffers = {id(b): b.nbytes for b in (chunks.logits_buffer, chunks.grad_logits)}
         assert sum(buffers.values()) + widths + widened <= 2**28
         covered = [row for part in chunks.parts() for row in range(part.start, part.stop)]
         assert covered == list(range(rows))
@@ -93,7 +93,7 @@ def test_chunks_of_a_gpu(rows, gib, chunk_rows, products):
         )
         chunks = Chunks(hidden, weight, None, budget_bytes, False, rows)
     assert chunks.rows == chunk_rows
-    assert chunks._logits.nbytes + chunks.grad_logits.nbytes <= budget_bytes
+    assert chunks.logits_buffer.nbytes + chunks.grad_logits.nbytes <= budget_bytes
     assert chunks.one_product is (products == 1)
     assert -(-rows // chunks.grad_logits.shape[0]) == products
     assert chunks.one_product or gib < 4 or chunks.grad_logits.shape[0] > 7330

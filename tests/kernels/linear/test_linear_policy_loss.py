@@ -209,7 +209,7 @@ SPLITS = {2: ([0, 31, 61], [0, 61, 61]), 3: ([0, 21, 42, 61], [0, 40, 61, 61])}
 
 
 def _vocabulary_parallel(rank, size):
-    linear_chunks._GROUP_ROWS = 5  # several chunks
+    linear_chunks.GROUP_ROWS = 5  # several chunks
     return [_results_of_slice(slice(*bounds[rank : rank + 2])) for bounds in SPLITS[size]]
 
 

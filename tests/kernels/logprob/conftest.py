@@ -11,10 +11,10 @@ from hybridengine.kernels.logprob import rows
 @pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1")
 def bad_label(monkeypatch):
     flag = torch.zeros(1, dtype=torch.int32)
-    monkeypatch.setattr(rows, "_bad_label", lambda device: flag)
+    monkeypatch.setattr(rows, "bad_label_flag", lambda device: flag)
     monkeypatch.setattr(
         rows,
-        "_backend_for",
+        "backend_for",
         lambda logits, requested: "reference" if logits.dtype == torch.float64 else "triton",
     )
     return flag

@@ -24,7 +24,7 @@ def test_the_three_products(width, first):
     close(products.logits(None), reference.logits(None))
     close(products.hidden_grad(grad), reference.hidden_grad(grad))
     exact = reference.weight_grad(grad, None)
-    order, begin = products._by_id()
+    order, begin = products.by_id()
     for add in (False, True):
         out = torch.full_like(exact, 2.0)
         triton.weight_grad(hidden, row, order, begin, grad, out, add)

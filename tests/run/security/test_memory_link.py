@@ -57,8 +57,8 @@ def trainer_body(rank: int, world_size: int, port: int, made: Path) -> list[int 
     set_value = SyncStore.set
 
     def set_with_visits(store: SyncStore, key: str, told: Any) -> None:
-        if isinstance(told, memory_link._Listener):
-            pack, size, member = memory_link._HELLO.pack, memory_link._HELLO.size, world_size
+        if isinstance(told, memory_link.Listener):
+            pack, size, member = memory_link.HELLO.pack, memory_link.HELLO.size, world_size
             hellos = [bytes(size), pickle.dumps(Bomb(made)).ljust(size), pack(told.token, 9)]
             visits: list[tuple[bytes, int | None]] = [(hello, None) for hello in hellos]
             if os.geteuid() == 0:  # the store shows the token to whoever reaches it

@@ -38,7 +38,7 @@ from hybridengine.run.messages import (
     share_secret,
     sign,
 )
-from hybridengine.run.rank import _join_start
+from hybridengine.run.rank import join_start
 from hybridengine.sync.shards import ShardSpec
 from hybridengine.train.exchange import RowLocations
 from tests.ranks import message_of, run_ranks
@@ -302,7 +302,7 @@ def test_the_queue_of_rollouts(
 def test_reports_of_ranks_that_others_write_are_warnings(stores: tuple) -> None:
     ours, theirs = stores
     guard = CollectiveGuard(0, 2, ours)
-    put(theirs, f"{guard._prefix}/0/failure/1", "failed, says somebody")
+    put(theirs, f"{guard.prefix}/0/failure/1", "failed, says somebody")
     with pytest.warns(RuntimeWarning, match="failure/1 in the rendezvous store was refused"):
         assert guard.failed_rank() is None
 
@@ -318,7 +318,7 @@ def test_a_secret_is_required_of_worlds_that_are_started_apart(
             monkeypatch.setenv(SECRET, value)
         for start in (
             lambda: SyncStore(stores[0]).set("sync", 1),
-            lambda: _join_start(0, 2, 5.0, tmp_path / "secret"),  # of a rank of several machines
+            lambda: join_start(0, 2, 5.0, tmp_path / "secret"),  # of a rank of several machines
             lambda: prepare_network(["http://127.0.0.1:8000"]),
         ):
             with pytest.raises(UserError, match=r"HYBRIDENGINE_SECRET is not set.*openssl rand"):
@@ -328,7 +328,7 @@ def test_a_secret_is_required_of_worlds_that_are_started_apart(
 
 def test_ranks_of_one_machine_share_a_file(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.delenv(SECRET)
-    monkeypatch.setattr(messages, "_file", None)
+    monkeypatch.setattr(messages, "secret_file", None)
     file = tmp_path / "secret"
     file.write_text("of an earlier run")
     share_secret(file, is_owner=True)
@@ -337,7 +337,7 @@ def test_ranks_of_one_machine_share_a_file(tmp_path: Path, monkeypatch) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
     share_secret(file, is_owner=False)
     assert SECRET not in os.environ
-    assert messages._secret(is_required=True) == made.encode()
+    assert messages.shared_secret(is_required=True) == made.encode()
 
 
 def test_the_store_is_open_to_servers_on_other_machines_only() -> None:

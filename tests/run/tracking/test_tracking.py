@@ -142,7 +142,7 @@ def test_the_time_of_a_save_has_no_line():
     ],
 )
 def test_a_duration_has_its_two_largest_units(seconds, text):
-    assert console_lines._duration(seconds) == text
+    assert console_lines.duration_text(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_duration_has_its_two_largest_units(seconds, text):
     [(0.3, "0"), (999.4, "999"), (999.6, "1.0k"), (9_960, "10k"), (1.25e6, "1.2M"), (4e9, "4G")],
 )
 def test_a_rate_has_three_digits(number, text):
-    assert console_lines._short(number) == text
+    assert console_lines.short_number(number) == text
 
 
 def test_a_log_file_has_no_progress_bar():

@@ -18,7 +18,7 @@ def settings_of(folder: Path, run: str, **changes) -> dict:
         "trainer.logger": ["jsonl"],
         "trainer.default_local_dir": folder / run,
     }
-    typed = {key: _typed(value) for key, value in pairs.items()}
+    typed = {key: typed(value) for key, value in pairs.items()}
     return typed | values | changes
 
 
@@ -35,7 +35,7 @@ def alone() -> None:
     report.plugins = lambda group: {}
 
 
-def _typed(text: str):
+def typed(text: str):
     import yaml
 
     return yaml.safe_load(text) if "/" not in text else text

@@ -17,7 +17,7 @@ import hybridengine
 from tests.forked import run_forked
 from tests.ports import free_port
 from tests.ranks import message_of, run_ranks
-from tests.train.api.small_job import TORCHRUN, _typed, alone, settings_of
+from tests.train.api.small_job import TORCHRUN, alone, settings_of, typed
 from tests.train.in_process import small_job
 from tests.train.sft_job import sft_settings, write_sft_job
 
@@ -292,7 +292,7 @@ def _resume_and_sft(rank: int, world_size: int, folder: Path) -> dict:
             found["metrics"] = trainer.fit()
             trainer.close()
     sft = dict(pair.split("=", 1) for pair in sft_settings(folder / "sft"))
-    overrides = {**{k: _typed(v) for k, v in sft.items()}, "trainer.total_training_steps": 2}
+    overrides = {**{k: typed(v) for k, v in sft.items()}, "trainer.total_training_steps": 2}
     with Trainer(overrides=overrides, task="sft") as trainer:
         data = trainer.collect_data()
         found["conversations"] = len(data), type(data[0]).__name__

@@ -203,7 +203,7 @@ def test_files_have_the_mode_of_the_umask(tmp_path):
 
 
 def test_a_killed_process_leaves_no_temporary_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(activity, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(activity, "SHARED_MEMORY", tmp_path)
     with temporary_folder() as first, temporary_folder() as second:
         left = first.with_name("4194305.left")  # no process has that number
         left.mkdir()

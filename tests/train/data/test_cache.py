@@ -206,7 +206,7 @@ def test_an_entry_without_samples(cache):
 def test_unused_entries_are_removed(cache):
     for key in ("unused", "used"):
         CachedDataset(key, lambda: [1], Any)
-    long_ago = time.time() - 2 * cache_files._MAX_UNUSED_S
+    long_ago = time.time() - 2 * cache_files.MAX_UNUSED_S
     for path in cache.iterdir():
         os.utime(path, (long_ago, long_ago))
     assert list(CachedDataset("used", lambda: [2], Any)) == [1]  # which renews it

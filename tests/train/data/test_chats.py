@@ -118,7 +118,7 @@ def test_templates_that_fail(tokenizer, template, message):
 def test_a_template_that_loops_is_stopped(tokenizer, monkeypatch):
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     with monkeypatch.context() as patch:
-        patch.setattr(chats, "_RENDER_TIMEOUT_S", 0.2)
+        patch.setattr(chats, "RENDER_TIMEOUT_S", 0.2)
         with pytest.raises(DataError, match=r"TimeoutError: no text within 0\.2 s; does it loop"):
             render(tokenizer, loop)
     with pytest.raises(DataError, match="got multiple values for keyword argument 'tokenize'"):
@@ -139,7 +139,7 @@ def test_a_template_that_loops_is_stopped(tokenizer, monkeypatch):
     ],
 )
 def test_a_template_that_takes_too_much_memory_is_stopped(tokenizer, monkeypatch, expression):
-    monkeypatch.setattr(chats, "_RENDER_TIMEOUT_S", 300.0)  # a busy machine is slow
+    monkeypatch.setattr(chats, "RENDER_TIMEOUT_S", 300.0)  # a busy machine is slow
     before = resource.getrlimit(resource.RLIMIT_AS)
     template = f"{{{{ ({expression})|length }}}}" if "{%" not in expression else expression
     with pytest.raises(DataError, match="takes more than 512 MiB of memory"):

@@ -89,7 +89,7 @@ def slow_trainer(rank: int, world_size: int, port: int) -> None:
 def late_engine(rank: int, world_size: int, port: int) -> None:
     store = link_store(port)
     receiver = WeightReceiver(build_engine(0, 1), store, index=0, timeout_s=TIMEOUT_S)
-    receiver._rank.phase = "generating"
+    receiver.rank.phase = "generating"
     store.wait(["go on"], timedelta(seconds=TIMEOUT_S))
     receiver.receive()
 
@@ -115,7 +115,7 @@ def damaged_engine(rank: int, world_size: int) -> list[str]:
     full, mesh = values(SHAPES), mesh_of(world_size, 1)
     shards = {name: shard(full[name], mesh, 0) for name in SHAPES}
     resharder = Resharder(lambda: shards, engine)
-    own = resharder._guard.activity
+    own = resharder.guard.activity
     texts = []
     for version in (1, 2, 3):
         if rank == 1 and version > 1:
@@ -123,7 +123,7 @@ def damaged_engine(rank: int, world_size: int) -> list[str]:
             assert folder is not None
             (folder / f"{os.getpid()}.{activity.VERIFY}").touch(0o600)
         if version == 3:
-            resharder._finish_on_device = lambda phase: engine.tensors["norm"].add_(1)
+            resharder.finish_on_device = lambda phase: engine.tensors["norm"].add_(1)
             with pytest.raises(RuntimeError, match="checksum"):
                 resharder.sync(version)
         else:
@@ -169,7 +169,7 @@ def test_a_chain_of_waits_ends_at_its_cause() -> None:
 def test_records_are_private_and_go_with_their_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activity, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(activity, "SHARED_MEMORY", tmp_path)
     own = Activity("trainer rank 0", 0, 1)
     own.enter("somewhere")
     [folder] = tmp_path.iterdir()
@@ -184,7 +184,9 @@ def test_records_are_private_and_go_with_their_process(
     assert len(read_records()) == 1 and not gone.exists()
     folder.chmod(0o755)  # others could have written here
     assert read_records() == []
-    assert Activity("trainer rank 1", 1, 2)._file is None
+    files = sorted(folder.iterdir())
+    Activity("trainer rank 1", 1, 2).enter("somewhere else")
+    assert sorted(folder.iterdir()) == files and "else" not in file.read_text()
 
 
 SERVER = """

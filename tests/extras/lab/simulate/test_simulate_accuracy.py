@@ -17,9 +17,9 @@ def test_memory_of_a_training_step_is_near_the_measured_peaks(capsys) -> None:
 
 
 def test_decoding_is_near_what_vllm_reaches() -> None:
-    for case in benchmark._vllm():
+    for case in benchmark.vllm_cases():
         assert abs(case.predicted / case.reference - 1) < 0.15, case.name
 
 
 def test_the_transition_is_not_slower_than_hybridflows() -> None:
-    assert benchmark._hybridflow().predicted < benchmark.HYBRIDFLOW_S
+    assert benchmark.hybridflow_case().predicted < benchmark.HYBRIDFLOW_S
