@@ -124,6 +124,7 @@ def test_an_engine_that_lost_its_weights_gets_them_again(world: None) -> None:
     steps = ("trainer.total_training_steps=3", "data.train_batch_size=12")
     source, engines, _ = source_of(*modes, *steps)
     source.sync(1)
+    engines.version = 1
     engines.lost, engines.late = True, {0}  # it has the prompts, and no weights
     assert source.next_batch(2, 0).outcomes.versions.unique().tolist() == [1]
     assert engines.synced == [1, 1], "the weights of the last sync, once more"
