@@ -237,7 +237,7 @@ def _unscaled(general: bool, capability: int) -> Usage:
 def _rescale(dtype: str, capability: int) -> Usage:
     types = {"values": f"*{dtype}", "factor": "*fp32", "size": "i64"}
     kernel = rescale.rescale_kernel
-    constants = {"BLOCK": rescale.BLOCK}
+    constants = {"BLOCK": rescale.BLOCK_SIZE}
     return compile_kernel(
         kernel, types, constants, capability, {"num_warps": 8}, {"values", "size"}
     )

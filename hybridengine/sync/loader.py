@@ -268,7 +268,7 @@ def record_layout_by_layer(
 
     classes = layer_classes(model, checkpoint)
     every = {number for layers in classes for number in layers}
-    samples = {number for layers in classes for number in samples(layers)}
+    samples = {number for layers in classes for number in sampled_layers(layers)}
     if samples < every:
         with suppress(LayoutError):  # the loader may refuse a part of a checkpoint
             if layout := _with_all_layers(record(samples), classes):
@@ -276,7 +276,7 @@ def record_layout_by_layer(
     return record(every).ordered()
 
 
-def samples(layers: list[int]) -> list[int]:
+def sampled_layers(layers: list[int]) -> list[int]:
     """Return the layers of a class to record: two neighbours (loaders may alternate), the last."""
     return [*layers[:2], *layers[-1:]]
 
@@ -315,7 +315,7 @@ def _with_all_layers(layout: EngineLayout, classes: list[list[int]]) -> EngineLa
     for first, *others in classes:
         for number in others:
             part = _renumbered(layout, first, number)
-            if number not in samples([first, *others]):
+            if number not in sampled_layers([first, *others]):
                 parts.append(part)
             elif part != _renumbered(layout, number, number):
                 return None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._launch import ceil_div, launch
 
-BLOCK = 4096
+BLOCK_SIZE = 4096
 _PROGRAMS_PER_SM = 4
 
 
@@ -34,9 +34,15 @@ def rescale_(tensor: Tensor, factor: Tensor) -> Tensor:
     if tensor.is_cuda:
         device = torch.cuda.get_device_properties(tensor.device)
         programs = _PROGRAMS_PER_SM * device.multi_processor_count
-    programs = min(programs, ceil_div(tensor.numel(), BLOCK))
+    programs = min(programs, ceil_div(tensor.numel(), BLOCK_SIZE))
     if programs:
         launch(
-            rescale_kernel, (programs,), tensor, factor, tensor.numel(), BLOCK=BLOCK, num_warps=8
+            rescale_kernel,
+            (programs,),
+            tensor,
+            factor,
+            tensor.numel(),
+            BLOCK=BLOCK_SIZE,
+            num_warps=8,
         )
     return tensor

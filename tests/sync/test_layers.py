@@ -58,7 +58,7 @@ def record_both(rank: int, world_size: int, folder: str) -> dict[str, dict]:
     from hybridengine.lab.layouts import record_engine_layouts
 
     dist.destroy_process_group()  # the advisor makes a world of its own
-    by_class, some, loaded = loader.layer_classes, loader.samples, []
+    by_class, some, loaded = loader.layer_classes, loader.sampled_layers, []
 
     def counted(model, checkpoint):
         classes = by_class(model, checkpoint)
@@ -74,9 +74,9 @@ def record_both(rank: int, world_size: int, folder: str) -> dict[str, dict]:
         path = Path(folder) / name.replace(" ", "_")
         config.save_pretrained(path)
         loaded.clear()
-        loader.layer_classes, loader.samples = counted, some
+        loader.layer_classes, loader.sampled_layers = counted, some
         _, few = record_engine_layouts(str(path), 2)
-        loader.samples = list
+        loader.sampled_layers = list
         _, full = record_engine_layouts(str(path), 2)
         results[name] = {
             "differs": [

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from hybridengine.kernels.linear.rescale import BLOCK, rescale_
+from hybridengine.kernels.linear.rescale import BLOCK_SIZE, rescale_
 
 
-@pytest.mark.parametrize("size", (0, 1, BLOCK, 5 * BLOCK + 3))
+@pytest.mark.parametrize("size", (0, 1, BLOCK_SIZE, 5 * BLOCK_SIZE + 3))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("factor", (1.0, 0.5, 0.0, torch.nan))
 def test_in_place(size, dtype, factor):

@@ -18,8 +18,8 @@ def settings_of(folder: Path, run: str, **changes) -> dict:
         "trainer.logger": ["jsonl"],
         "trainer.default_local_dir": folder / run,
     }
-    typed = {key: typed(value) for key, value in pairs.items()}
-    return typed | values | changes
+    given = {key: typed(value) for key, value in pairs.items()}
+    return given | values | changes
 
 
 def alone() -> None:
