@@ -19,13 +19,20 @@ import hybridengine.remote.vllm_transfer.transfer  # noqa: E402, F401
 configure_logging_if_needed(LoggingConfig())
 if current_platform.is_cpu():
     import vllm.distributed.device_communicators.cpu_communicator
+    import vllm.distributed.elastic_ep.elastic_execute
+    import vllm.entrypoints.launchers.cli_args
     import vllm.lora.punica_wrapper.punica_cpu
     import vllm.model_executor.layers.fused_moe.experts.cpu_moe
+    import vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn
+    import vllm.model_executor.layers.quantization.auto_awq
+    import vllm.model_executor.layers.quantization.auto_gptq
+    import vllm.model_executor.layers.quantization.inc
     import vllm.model_executor.layers.quantization.online.base
     import vllm.model_executor.models.llama
     import vllm.plugins.lora_resolvers.hf_hub_resolver
     import vllm.v1.attention.backends.cpu_attn
     import vllm.v1.core.sched.scheduler
+    import vllm.v1.pool.flash_maxsim
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
     current_platform.register_triton_kernel_overrides()  # searches all modules for kernels

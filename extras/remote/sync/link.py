@@ -176,7 +176,7 @@ class Link(ABC):
         """
 
     @cached_property
-    def _buffers(self) -> Buffers:
+    def buffers(self) -> Buffers:
         return Buffers(self.device)
 
     def end(self) -> None:

@@ -100,7 +100,7 @@ def test_attach_names_the_engine_that_trainers_wait_for() -> None:
         store = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
         store.set_timeout(timedelta(seconds=LIMIT_S))
         pid = store.get("pid/1").decode()
-        until(lambda: any("engine 0 is what" in line for line in waits(find_records(pid))))
+        until(lambda: any("it is generating" in line for line in waits(find_records(pid))))
         [line] = waits(find_records(pid))
         assert line == (
             "engine 0 is what trainer rank 0, trainer rank 1 wait for; it is generating"
