@@ -20,9 +20,9 @@ def engine_options(path: str, **settings: Any) -> Any:
     from hybridengine.model.validation import check_model
     from hybridengine.run.config.rl import EngineKwargsConfig, ModelConfig, RolloutConfig
 
-    keys = {field.name for field in fields(RolloutConfig)}
+    own, keys = ({field.name for field in fields(x)} for x in (EngineOptions, RolloutConfig))
     rollout = {"dtype": "float32", "max_model_len": 64, "kv_cache_gib": 8 / 1024} | {
-        name: settings.pop(name) for name in sorted(settings.keys() & keys)
+        name: settings.pop(name) for name in sorted(settings.keys() & keys - own)
     }
     rollout["engine_kwargs"] = EngineKwargsConfig(rollout.get("engine_kwargs", {}))
     if "checkpoint" not in settings:

@@ -19,6 +19,14 @@ pytestmark = pytest.mark.multirank
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
 
 LAYERS = ["linear_attention", "linear_attention", "full_attention"]
+# As in checkpoints: vLLM then passes three positions of each token. A head has 32 dimensions.
+ROPE = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
 BLOCKS = 16  # of 16 KiB, which hold a state or the keys and values of a layer
 
 
@@ -61,7 +69,8 @@ LONG = pytest.mark.exhaustive
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=LONG)])
 def test_log_probs_are_the_same_bits(tmp_path: Path, dtype: str) -> None:
-    _, own = hybrid_models("qwen3_5_text", num_hidden_layers=len(LAYERS), layer_types=LAYERS)
+    changes = {"num_hidden_layers": len(LAYERS), "layer_types": LAYERS, "rope_parameters": ROPE}
+    _, own = hybrid_models("qwen3_5_text", **changes)
     own.to(getattr(torch, dtype)).save_pretrained(tmp_path)
     run_ranks(compare, 1, str(tmp_path), dtype, timeout_s=200)
 
