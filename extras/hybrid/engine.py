@@ -40,11 +40,6 @@ def check_vllm(rollout: RolloutConfig, dtype: str, exact: bool, text: Pretrained
             "rollout.enable_prefix_caching to false"
         )
     if torch.cuda.is_available():
-        if rollout.exact == "on":
-            raise ModelError(
-                "rollout.exact is on, but on a GPU a token's bits in linear attention depend on "
-                "where its sequence is cut; set it to off"
-            )
         return
     if (obstacle := cpu_obstacle(text)) is not None:
         raise ModelError(f"rollout.name is vllm, {obstacle}; set rollout.name=hf")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
 from hybridengine.hybrid.exact import exact_forwards
@@ -52,6 +53,15 @@ class HybridModels(ModelExtension):
                     f"ulysses_sequence_parallel_size is {size}, which does not divide {name} of "
                     f"the model of type {text.model_type!r}, {number}; choose a divisor"
                 )
+
+    def exactness_obstacle(self, config: JobConfig, model: PretrainedConfig) -> str | None:
+        if carried_state(model) is None:
+            return None
+        if torch.cuda.is_available():
+            return "on a GPU bits of linear attention depend on where a sequence is cut"
+        if config.model.lora_rank:
+            return "adapters of a model with linear attention have no exact form (model.lora_rank)"
+        return None
 
     def exact_forwards(self, model: Any) -> Mapping[Any, Callable[..., Any]]:
         return exact_forwards(model)

@@ -105,6 +105,10 @@ class ModelExtension:
         """
         return {}
 
+    def exactness_obstacle(self, config: JobConfig, model: PretrainedConfig) -> str | None:
+        """Return why a job cannot have `rollout.exact` with the model, None if it can."""
+        return None
+
     def changes(self, config: JobConfig) -> Iterable[Callable[[Any], object]]:
         """Return changes of the trained model before it is sharded, the same on every rank."""
         return ()

@@ -24,6 +24,7 @@ from transformers import PretrainedConfig
 from hybridengine.engine.vllm.environment import vllm_available
 from hybridengine.kernels import choose_backend, has_fast_products
 from hybridengine.model.exact import model_obstacle
+from hybridengine.model.extensions import model_extensions
 from hybridengine.model.packing_check import shared_prefix_obstacle
 from hybridengine.model.shared_parameters import untested_torch
 from hybridengine.model.validation import carried_state, config_of
@@ -320,6 +321,8 @@ def _inexact(
     obstacle = obstacle or machine.obstacles.get("exact")
     if chosen == "auto":
         obstacle = obstacle or _doubt(config, model, machine)
+    found = (x.exactness_obstacle(config, model) for x in model_extensions())
+    obstacle = obstacle or next(filter(None, found), None)
     if obstacle is None:  # last, as it builds the model on the meta device
         obstacle = model_obstacle(model, config.model.trust_remote_code)
     _refuse(chosen, _EXACT, obstacle, f"set {_EXACT}=auto to train without exact log-probs")

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridengine.run.config import ConfigError, load_config
+from hybridengine.train.choices import decide
 from tests.engine.test_exact import counted_preemptions, open_engine, open_model, sampled
 from tests.extras.hybrid.hybrid_models import hybrid_config, hybrid_models
 from tests.ranks import run_ranks
@@ -106,3 +108,13 @@ def test_jobs(tmp_path: Path, tp_size: int, dtype: str, prefix_caching: bool) ->
     for row in rows:
         assert row["training/rollout_probs_diff_max"] == 0.0
         assert row["rollout_corr/rollout_is_max"] == row["training/rollout_ratio_mean"] == 1.0
+
+
+def test_adapters_are_not_exact(tmp_path: Path) -> None:
+    model = save_tiny(hybrid_config("qwen3_5_text"), tmp_path / "hybrid")
+    job = [*small_job(tmp_path), *VLLM, f"model.path={model}"]
+    adapters = ["model.lora_rank=2", "reshard.lora=adapters"]
+    assert decide(load_config(None, job)).exact
+    assert "have no exact form" in decide(load_config(None, job + adapters)).reasons["exact"]
+    with pytest.raises(ConfigError, match="is on, but adapters of a model with"):
+        decide(load_config(None, [*job, *adapters, "rollout.exact=on"]))
