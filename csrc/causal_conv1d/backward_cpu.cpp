@@ -1,115 +1,165 @@
 // The backward; see params.h. Segments come in reverse, children before their parents: what a row
 // receives from children, or from a gradient of the last rows, is in the tail of its segment.
-#include <vector>
-
 #include "causal_conv1d/window.h"
 
 namespace hybridengine::HYBRIDENGINE_ISA {
 
 namespace {
 
-// A vector of channels of all tokens.
+// Channels [begin, end) of all tokens.
 template <typename T, int width>
-class Column {
+class Strip {
  public:
-  Column(const CausalConv1dBackward& p, const Channels& channels)
-      : p_(p), channels_(channels), taps_(p, channels) {}
+  Strip(const CausalConv1dBackward& p, int64_t begin, int64_t end, const T* zeros)
+      : p_(p), begin_(begin), end_(end), zeros_(zeros) {
+    streamed_ = is_streamed(p.grad_x, p.channels * sizeof(T), p.tokens);
+    taps_.load_strip(p, begin, end);
+    sums_.fill_zeros();
+  }
 
-  // Rows [begin, end) of a segment, whose later rows have run.
-  void run_rows(const ConvSegment& s, int64_t begin, int64_t end) {
-    if (end == s.end) {
-      for (VecF& grad : grads_) grad = VecF{};
+  void run() {
+    for (auto s = p_.segments->rbegin(); s != p_.segments->rend(); ++s) {
+      grads_.fill_zeros();
+      int64_t t = s->end;
+      while (t - kGroup >= s->begin) run_rows<kGroup>(*s, t -= kGroup);
+      while (t > s->begin) run_rows<1>(*s, --t);
+      leave(*s);
     }
-    VecF rows[width], sums[width] = {}, bias{};
-    for (int j = 0; j < width; ++j) rows[j] = load_row(s, end - 1, j);
-    for (int64_t t = end; t-- > begin;) {
-      VecF grad = channels_.load_from(static_cast<const T*>(p_.grad_out) + t * p_.grad_stride);
+    for_channels<T>(begin_, end_, [&](const auto& channels) {
+      VecF sum[2];
+      for (int j = 0; j <= width; ++j) {
+        sums_.load_from(j, channels.at, sum);
+        float* to = j < width ? p_.grad_weight + j * p_.channels : p_.grad_bias;
+        if (j < width ? p_.grad_weight : p_.grad_bias) channels.store_floats(to, sum);
+      }
+    });
+  }
+
+ private:
+  // Rows [t, t + count) of a segment, whose later rows have run.
+  template <int count>
+  void run_rows(const ConvSegment& s, int64_t t) {
+    const T* from[width - 1 + count];
+    for (int j = 0; j < width - 1 + count; ++j) {
+      from[j] = row_before(p_, s, t, width - 1 - j, zeros_);
+    }
+    const T* grad_out = static_cast<const T*>(p_.grad_out) + t * p_.grad_stride;
+    T* grad_x = static_cast<T*>(p_.grad_x) + t * p_.channels;
+    for_channels<T>(begin_, end_, [&](const auto& channels) __attribute__((always_inline)) {
+      const int64_t at = channels.at;
+      VecF weights[width][2], bias[2], rows[width - 1 + count][2], sums[count][2], gates[count][2];
+      taps_.load_weights(at, weights);
+      taps_.load_bias(at, bias);
+#pragma GCC unroll 8
+      for (int j = 0; j < width - 1 + count; ++j) channels.load_from(from[j], rows[j]);
+      // Of the sums of tokens t, t + 1, ...
+      VecF grads[count + width - 1][2];
+#pragma GCC unroll 8
+      for (int i = 0; i < count; ++i) channels.load_from(grad_out + i * p_.grad_stride, grads[i]);
+#pragma GCC unroll 4
+      for (int j = 0; j < width - 1; ++j) grads_.load_from(j, at, grads[count + j]);
       if (p_.silu) {
-        const VecF x = taps_.sum(rows), gate = sigmoid(x);
-        grad *= gate * (1.0f + x * (1.0f - gate));
+        run_windows<width, count>(weights, bias, rows, true, sums, gates);
+#pragma GCC unroll 8
+        for (int i = 0; i < count; ++i) {
+#pragma GCC unroll 2
+          for (int h = 0; h < 2; ++h) {
+            grads[i][h] *= gates[i][h] * (1.0f + sums[i][h] * (1.0f - gates[i][h]));
+          }
+        }
       }
-      if (p_.grad_weight) {
-        for (int j = 0; j < width; ++j) sums[j] += grad * rows[j];
+#pragma GCC unroll 4
+      for (int j = 0; j < width - 1; ++j) grads_.store_to(j, at, grads[j]);
+#pragma GCC unroll 8
+      for (int j = 0; j <= width; ++j) {
+        VecF sum[2];
+        sums_.load_from(j, at, sum);
+#pragma GCC unroll 8
+        for (int i = 0; i < count; ++i) {
+#pragma GCC unroll 2
+          for (int h = 0; h < 2; ++h) {
+            sum[h] += j < width ? grads[i][h] * rows[i + j][h] : grads[i][h];
+          }
+        }
+        sums_.store_to(j, at, sum);
       }
-      bias += grad;
-      for (int j = width - 1; j > 0; --j) grads_[j] = grads_[j - 1];
-      grads_[0] = grad;
-      if (p_.grad_x) {
-        VecF total = tail(s, s.end - t);
-        for (int j = 0; j < width; ++j) total += taps_.of[j] * grads_[j];
-        channels_.store_to(static_cast<T*>(p_.grad_x) + t * p_.channels, total);
+      if (!p_.grad_x) return;
+#pragma GCC unroll 8
+      for (int i = 0; i < count; ++i) {
+        VecF total[2];
+        load_tail(s, s.end - t - i, channels, total);
+#pragma GCC unroll 4
+        for (int j = 0; j < width; ++j) {
+#pragma GCC unroll 2
+          for (int h = 0; h < 2; ++h) total[h] += weights[width - 1 - j][h] * grads[i + j][h];
+        }
+        channels.store_to(grad_x + i * p_.channels, total, streamed_);
       }
-      for (int j = 0; j + 1 < width; ++j) rows[j] = rows[j + 1];
-      if (t > begin) rows[width - 1] = load_row(s, t - 1, width - 1);
-    }
-    for (int j = 0; p_.grad_weight && j < width; ++j) {
-      add(p_.grad_weight + (width - 1 - j) * p_.channels, sums[j]);
-    }
-    if (p_.grad_bias) add(p_.grad_bias, bias);
+    });
   }
 
   // Hands the gradients of the rows before a segment, which has run, to those that have them.
   void leave(const ConvSegment& s) {
-    const int64_t size = s.end - s.begin;
-    if (size == 0) {
-      for (VecF& grad : grads_) grad = VecF{};
-    }
-    for (int64_t distance = 1; distance < width; ++distance) {
-      VecF total = tail(s, size + distance);
-      for (int64_t j = distance; j < width; ++j) {
-        total += taps_.of[j] * grads_[j - distance];
+    if (s.parent < 0 && !p_.grad_initial) return;
+    const int64_t size = s.end - s.begin, index = &s - p_.segments->data();
+    const int64_t slot = s.parent >= 0 ? (*p_.segments)[s.parent].tail_slot : 0;
+    for_channels<T>(begin_, end_, [&](const auto& channels) {
+      VecF weights[width][2], grad[2], total[2], other[2];
+      taps_.load_weights(channels.at, weights);
+      for (int distance = 1; distance < width; ++distance) {
+        load_tail(s, size + distance, channels, total);
+        for (int j = distance; j < width; ++j) {
+          grads_.load_from(j - distance, channels.at, grad);
+          for (int h = 0; h < 2; ++h) total[h] += weights[width - 1 - j][h] * grad[h];
+        }
+        if (s.parent >= 0) {
+          float* to = tail_row(slot, distance);
+          channels.load_floats(to, other);
+          channels.store_floats(to, {other[0] + total[0], other[1] + total[1]});
+        } else {
+          const int64_t row = index * (width - 1) + width - 1 - distance;
+          channels.store_floats(p_.grad_initial + row * p_.channels, total);
+        }
       }
-      if (s.parent >= 0) {
-        const int64_t slot = (*p_.segments)[s.parent].tail_slot;
-        add(p_.tails + (slot * (width - 1) + distance - 1) * p_.channels, total);
-      } else if (p_.grad_initial) {
-        const int64_t index = &s - p_.segments->data();
-        const int64_t row = index * (width - 1) + width - 1 - distance;
-        channels_.store_to(p_.grad_initial + row * p_.channels, total);
-      }
-    }
+    });
   }
 
- private:
-  VecF load_row(const ConvSegment& s, int64_t t, int64_t distance) const {
-    if (distance > 0) return row_before<T>(p_, s, t, distance, channels_);
-    return channels_.load_from(static_cast<const T*>(p_.x) + t * p_.x_stride);
+  float* tail_row(int64_t slot, int64_t distance) const {
+    return p_.tails + (slot * (width - 1) + distance - 1) * p_.channels;
   }
 
   // What the row that is `distance` before the segment's end receives from elsewhere.
-  VecF tail(const ConvSegment& s, int64_t distance) const {
-    if (s.tail_slot < 0 || distance >= width) return VecF{};
-    return channels_.load_from(p_.tails + (s.tail_slot * (width - 1) + distance - 1) * p_.channels);
+  template <typename Channels>
+  HE_INLINE void load_tail(const ConvSegment& s, int64_t distance, const Channels& channels,
+                           VecF (&to)[2]) const {
+    if (s.tail_slot >= 0 && distance < width) {
+      channels.load_floats(tail_row(s.tail_slot, distance), to);
+    } else {
+      to[0] = to[1] = VecF{};
+    }
   }
 
-  void add(float* to, VecF v) const { channels_.store_to(to, channels_.load_from(to) + v); }
-
   const CausalConv1dBackward& p_;
-  const Channels channels_;
-  const Taps<width> taps_;
-  VecF grads_[width] = {};  // of the sums of tokens t, t + 1, ..., where t has run last
+  const int64_t begin_, end_;
+  const T* zeros_;
+  bool streamed_;
+  Taps<T, width> taps_;
+  StripRows grads_{width - 1};  // of the sums of the tokens after those that run
+  StripRows sums_{width + 1};   // gradients of the weights and the bias
 };
 
 template <typename T, int width>
 void backward(const CausalConv1dBackward& p) {
-  const int64_t strips = (p.channels + kTileChannels - 1) / kTileChannels;
-  if (p.grad_weight) std::fill_n(p.grad_weight, width * p.channels, 0.0f);
-  if (p.grad_bias) std::fill_n(p.grad_bias, p.channels, 0.0f);
-  parallel_for(strips, 1, p.num_threads, [&](int64_t first, int64_t last) {
+  const std::vector<T> zeros(p.channels);
+  // Narrower strips for many threads change no bit.
+  const int64_t share = (p.channels + p.num_threads - 1) / p.num_threads;
+  const int64_t size = std::min(kTileChannels, (share + 63) / 64 * 64);
+  parallel_for((p.channels + size - 1) / size, 1, p.num_threads, [&](int64_t first, int64_t last) {
     for (int64_t strip = first; strip < last; ++strip) {
-      std::vector<Column<T, width>> columns;
-      const int64_t begin = strip * kTileChannels;
-      for_channels(begin, std::min(p.channels, begin + kTileChannels),
-                   [&](const Channels& channels) { columns.emplace_back(p, channels); });
-      for (auto s = p.segments->rbegin(); s != p.segments->rend(); ++s) {
-        for (int64_t end = s->end; end > s->begin;) {
-          const int64_t start = std::max(s->begin, end - kTileRows);
-          for (auto& column : columns) column.run_rows(*s, start, end);
-          end = start;
-        }
-        for (auto& column : columns) column.leave(*s);
-      }
+      const int64_t end = std::min(p.channels, (strip + 1) * size);
+      Strip<T, width>(p, strip * size, end, zeros.data()).run();
     }
+    stream_fence();
   });
 }
 

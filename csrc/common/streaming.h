@@ -27,7 +27,8 @@ static inline void stream(char* p, Line v) { std::memcpy(p, &v, sizeof v); }
 #endif
 
 constexpr int64_t kCacheLine = 64;
-constexpr int64_t kMinStreamBytes = 512;  // bytes; shorter copies are mostly unaligned ends
+constexpr int64_t kMinStreamBytes = 512;      // bytes; shorter copies are mostly unaligned ends
+constexpr int64_t kStreamedBytes = 16 << 20;  // results of this size bypass the caches
 
 // Call once per thread after its last streaming store, to order it before later stores.
 static inline void stream_fence() {

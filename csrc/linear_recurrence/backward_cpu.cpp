@@ -8,7 +8,6 @@
 //   D = exp(g) D'                     of the state before the token
 #include <map>
 
-#include "common/transpose.h"
 #include "linear_recurrence/block.h"
 
 namespace hybridengine::HYBRIDENGINE_ISA {
@@ -24,18 +23,28 @@ HE_SIMD VecF sum_columns(const Columns& c) {
   return v;
 }
 
+// Leaves the sum of the lanes of row i in lane i of rows[0].
+template <int half>
+HE_SIMD void fold_rows(VecF (&rows)[kWidth]) {
+  VecI same{}, other{};
+  for (int j = 0; j < kWidth; ++j) {
+    same[j] = j & half ? kWidth + j : j;
+    other[j] = j & half ? kWidth + j - half : j + half;
+  }
+  for (int i = 0; i < half; ++i) {
+    const VecF a = rows[i], b = rows[i + half];
+    rows[i] = __builtin_shuffle(a, b, same) + __builtin_shuffle(a, b, other);
+  }
+  if constexpr (half > 1) fold_rows<half / 2>(rows);
+}
+
 // Adds the sum of each row's lanes to `to`, for `count` rows.
 void add_row_sums(const VecF* rows, int64_t count, float* to) {
   for_vectors(count, [&](int64_t begin, int64_t size) {
-    VecU block[kWidth];
-    for (int i = 0; i < kWidth; ++i) block[i] = i < size ? (VecU)rows[begin + i] : VecU{};
-    swap_blocks<1>(block);
-    for (int half = kWidth / 2; half > 0; half /= 2) {
-      for (int i = 0; i < half; ++i) {
-        block[i] = (VecU)((VecF)block[i] + (VecF)block[i + half]);
-      }
-    }
-    store_first(to + begin, load_first(to + begin, size) + (VecF)block[0], size);
+    VecF block[kWidth];
+    for (int i = 0; i < kWidth; ++i) block[i] = i < size ? rows[begin + i] : VecF{};
+    fold_rows<kWidth / 2>(block);
+    store_first(to + begin, load_first(to + begin, size) + block[0], size);
   });
 }
 

@@ -11,9 +11,8 @@
 namespace hybridengine::HYBRIDENGINE_ISA {
 namespace {
 
-constexpr int64_t kLayoutGrain = 16384;       // mask elements per task
-constexpr int64_t kMoveGrainBytes = 65536;    // bytes per task
-constexpr int64_t kStreamedBytes = 16 << 20;  // results of this size bypass the caches
+constexpr int64_t kLayoutGrain = 16384;     // mask elements per task
+constexpr int64_t kMoveGrainBytes = 65536;  // bytes per task
 
 template <typename Mask>
 int64_t count_row(const Mask* row, int64_t seqlen) {

@@ -46,6 +46,26 @@ def test_several_tiles_of_channels(channels):
     assert_convolution(inputs, {**segments(lengths, parents), "activation": "silu"})
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_result_that_bypasses_the_caches_has_the_bits_of_its_halves(dtype):
+    generator = torch.Generator().manual_seed(0)
+    rows = 2**24 // (1024 * dtype.itemsize) + 5
+    x, grad = (torch.randn(rows, 1024, generator=generator).to(dtype) for _ in range(2))
+    weight = torch.randn(1024, 4, generator=generator)
+    x.requires_grad_()
+    cut = rows // 2
+
+    def half(part, **options):
+        ends = segments([len(part)])
+        return causal_conv1d(part, weight, activation="silu", **ends, **options)
+
+    halves = torch.cat([half(x[:cut]), half(x[cut:], initial_state=x[None, cut - 3 : cut])])
+    assert torch.equal(half(x), halves)
+    [whole], [parts] = (torch.autograd.grad(out, x, grad) for out in (half(x), halves))
+    whole[cut - 3 : cut] = parts[cut - 3 : cut]  # the sum of two gradients
+    assert torch.equal(whole, parts)
+
+
 def test_the_bits_of_a_tree_depend_on_itself_alone():
     lengths, parents = [33, 2, 100], [-1, 0, -1]
     inputs = make_convolution(lengths, 300, 4)
