@@ -91,11 +91,13 @@ def test_replicas_share_what_the_trainers_send(sent: list[int], replicas: int) -
     ("trainers", "engines", "tp_size", "case", "over"),
     [
         (2, [1], 1, {}, "groups"),
-        (3, [2, 2], 2, {}, "groups"),
+        pytest.param(3, [2, 2], 2, {}, "groups", marks=pytest.mark.exhaustive),
         (2, [1, 2], 1, {"rows_on_dim1": False}, "groups"),  # one engine of two replicas
         (4, [2], 2, {"replicas": 2}, "groups"),
         (3, [2, 2], 2, {}, "memory"),
-        (2, [1, 2], 1, {"rows_on_dim1": False}, "memory"),
+        pytest.param(
+            *(2, [1, 2], 1, {"rows_on_dim1": False}, "memory"), marks=pytest.mark.exhaustive
+        ),
         (4, [2], 2, {"replicas": 2}, "relayed"),  # two trainers have no engine
         (2, [2, 1], 1, {}, "relayed"),  # one of them has two engine ranks
     ],

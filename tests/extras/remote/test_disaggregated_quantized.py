@@ -94,9 +94,9 @@ def engine_body(rank: int, world_size: int, port: int, index: int, tp_size: int)
 @pytest.mark.parametrize(
     ("trainers", "engines", "tp_size", "over"),
     [
-        pytest.param(2, [1, 1], 1, "groups", marks=pytest.mark.exhaustive),
+        (2, [1, 1], 1, "groups"),
         (2, [2], 2, "memory"),
-        (3, [4], 2, "groups"),
+        pytest.param(3, [4], 2, "groups", marks=pytest.mark.exhaustive),
         (2, [2], 2, "relayed"),
     ],
 )
