@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hybridengine.run.config import load_config
 from hybridengine.train.choices import decide
 from tests.engines import build_engine
 from tests.extras.hybrid.hybrid_models import hybrid_config, hybrid_models
+from tests.model.lora_shared import float64_update
 from tests.ranks import run_ranks
 from tests.sync.vllm_engines import build_llm
 
@@ -35,39 +38,12 @@ def convolutions(llm) -> dict[str, torch.Tensor]:
     }
 
 
-def trained_body(rank: int, world_size: int, folder: str, prefix_caching: bool):
-    """Sync and generate three times, scaling weights in between.
+def clones(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
-    Returns (convolutions, differences of log-probs to transformers' at last, dtypes of states).
-    """
-    from hybridengine.engine.interface import SamplingSpec
-    from hybridengine.model import parameter_shards, sharding_mesh
-    from hybridengine.sync.resharder import Resharder
-    from tests.loading import load_sharded
 
-    engine = build_engine(
-        "vllm",
-        folder,
-        dtype="bfloat16",
-        tensor_model_parallel_size=world_size,
-        kv_cache_gib=64 / 1024,
-        max_model_len=4096,
-        enable_prefix_caching=prefix_caching,
-    )
-    model = load_sharded(folder, mesh=sharding_mesh("cpu", world_size))
-    resharder = Resharder(lambda: parameter_shards(model), engine, bucket_bytes=1 << 20)
-    for version in (1, 2, 3):
-        resharder.sync(version, verify=True)
-        responses = engine.generate(PROMPTS, SamplingSpec(max_tokens=16), seed=version)
-        if version < 3:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1.1)
-    state = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    reference.load_state_dict(state, strict=False)
-    if rank == 0:
-        reference.save_pretrained(f"{folder}/trained")
+def log_prob_differences(reference, responses) -> list[float]:
+    """Between those of transformers and of the engine, of responses to PROMPTS."""
     differences = []
     for prompt, (response,) in zip(PROMPTS, responses, strict=True):
         ids = response.token_ids
@@ -75,10 +51,81 @@ def trained_body(rank: int, world_size: int, folder: str, prefix_caching: bool):
             logits = reference(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
         own = logits.float().log_softmax(-1)[range(len(ids)), ids]
         differences += (own - torch.tensor(response.log_probs)).abs().tolist()
+    return differences
+
+
+def trained_body(
+    rank: int,
+    world_size: int,
+    folder: str,
+    settings: dict[str, Any],
+    lora: str = "",
+    dtype: torch.dtype = torch.bfloat16,
+):
+    """Sync, generate and sleep three times, changing a few weights, then all, in between.
+
+    settings: of the group rollout. lora: whether adapters are trained, "merged" or in a "slot".
+
+    Returns (convolutions, differences of log-probs to transformers', dtypes of states, which syncs
+    were deltas, what vLLM's own loader writes otherwise).
+    """
+    from hybridengine.engine.interface import SamplingSpec
+    from hybridengine.model import frozen_parameters, parameter_shards, sharding_mesh
+    from hybridengine.model.lora import adapter_shards, apply_lora
+    from hybridengine.sync.resharder import Resharder
+    from tests.loading import load_sharded
+
+    engine = build_engine(
+        "vllm",
+        folder,
+        dtype=str(dtype).removeprefix("torch."),
+        tensor_model_parallel_size=world_size,
+        kv_cache_gib=64 / 1024,
+        max_model_len=4096,
+        adapter_rank=4 if lora == "slot" else 0,
+        **settings,
+    )
+    adapt = (lambda model: apply_lora(model, 4, 8.0)) if lora else None
+    model = load_sharded(folder, mesh=sharding_mesh("cpu", world_size), adapt=adapt)
+    resharder = Resharder(
+        lambda: parameter_shards(model),
+        engine,
+        1 << 20,
+        lambda: adapter_shards(model),
+        delta="on",
+        merge=lora != "slot",
+        frozen=lambda: frozen_parameters(model),
+    )
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    differences, deltas, unequal = [], [], set[str]()
+    for version in (1, 2, 3):
+        deltas.append(resharder.sync(version, verify=True).delta)
+        trained = {name: p.full_tensor().detach() for name, p in parameter_shards(model).items()}
+        for name, adapter in adapter_shards(model).items():
+            trained[name] = (trained[name].double() + float64_update(adapter.full())).float()
+        reference.load_state_dict(trained, strict=False)
+        responses = engine.generate(PROMPTS, SamplingSpec(max_tokens=16), seed=version)
+        differences += log_prob_differences(reference, responses)
+        if lora != "slot":
+            held = convolutions(engine.llm) | clones(engine.target.weights())
+            engine.target.load_full(trained.items())
+            loaded = convolutions(engine.llm) | engine.target.weights()
+            unequal |= {name for name, x in held.items() if not torch.equal(x, loaded[name])}
+        engine.sleep()
+        if version < 3:
+            with torch.no_grad():
+                for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+                    values = parameter.to_local().flatten()
+                    values[:: 50 if version == 1 else 1] *= 1.1
+                    parameter.to_local().copy_(values.view_as(parameter.to_local()))
+                    if lora:
+                        parameter.add_(0.01)
+    if rank == 0:
+        reference.save_pretrained(f"{folder}/trained")
     runner = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
     layers = runner.compilation_config.static_forward_context.values()
     states = {layer.kv_cache[1].dtype for layer in layers if hasattr(layer, "conv1d")}
-    return convolutions(engine.llm), torch.tensor(differences), states
+    return convolutions(engine.llm), torch.tensor(differences), states, deltas, sorted(unequal)
 
 
 def loaded_body(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
@@ -106,20 +153,41 @@ def loaded_body(rank: int, world_size: int, folder: str) -> dict[str, torch.Tens
     return convolutions(llm)
 
 
+WITH_CACHE = dict(enable_prefix_caching=True, max_num_batched_tokens=1024)  # long prompts in chunks
+NO_CACHE = dict(enable_prefix_caching=False, max_num_batched_tokens=1024)
+NO_CHUNKS = dict(enable_prefix_caching=False, enable_chunked_prefill=False)
+
+
 @pytest.mark.parametrize(
-    ("kind", "tp_size", "prefix_caching"), [("qwen3_5_text", 1, True), ("qwen3_next", 2, False)]
+    ("kind", "tp_size", "settings"), [("qwen3_5_text", 1, WITH_CACHE), ("qwen3_next", 2, NO_CHUNKS)]
 )
 def test_synced_engine_is_as_one_loaded(
-    tmp_path: Path, kind: str, tp_size: int, prefix_caching: bool
+    tmp_path: Path, kind: str, tp_size: int, settings: dict[str, Any]
 ) -> None:
     hybrid_models(kind, **CHANGES)[1].save_pretrained(tmp_path)
-    synced = run_ranks(trained_body, tp_size, str(tmp_path), prefix_caching, timeout_s=500)
+    synced = run_ranks(trained_body, tp_size, str(tmp_path), settings, timeout_s=500)
     loaded = run_ranks(loaded_body, tp_size, str(tmp_path), timeout_s=500)
-    for (convs, differences, states), expected in zip(synced, loaded, strict=True):
+    for (convs, differences, states, deltas, unequal), expected in zip(synced, loaded, strict=True):
         assert convs.keys() == expected.keys() and convs
         assert all(torch.equal(convs[name], expected[name]) for name in convs)
-        assert states == {torch.float32}
+        assert states == {torch.float32} and deltas == [False, True, False] and not unequal
         assert differences.median() < 0.03  # convolutions in another layout: above 1
+
+
+@pytest.mark.parametrize(("kind", "lora"), [("qwen3_5_text", "slot"), ("qwen3_next", "merged")])
+def test_adapters_arrive(tmp_path: Path, kind: str, lora: str) -> None:
+    """Of the projections of Gated DeltaNet, too."""
+    hybrid_models(kind, **CHANGES)[1].save_pretrained(tmp_path)
+    (result,) = run_ranks(trained_body, 1, str(tmp_path), NO_CHUNKS, lora, timeout_s=500)
+    assert result[1].median() < 0.03
+
+
+def test_mamba2_is_exact_in_float32(tmp_path: Path) -> None:
+    hybrid_models("falcon_h1", max_position_embeddings=4096)[1].save_pretrained(tmp_path)
+    arguments = str(tmp_path), NO_CACHE, "", torch.float32
+    ((_, differences, states, _, unequal),) = run_ranks(trained_body, 1, *arguments, timeout_s=500)
+    assert not unequal and states == {torch.float32}
+    assert differences.median() < 1e-4
 
 
 def connected_body(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
