@@ -182,11 +182,13 @@ def test_adapters_arrive(tmp_path: Path, kind: str, lora: str) -> None:
     assert result[1].median() < 0.03
 
 
-def test_mamba2_is_exact_in_float32(tmp_path: Path) -> None:
-    hybrid_models("falcon_h1", max_position_embeddings=4096)[1].save_pretrained(tmp_path)
+@pytest.mark.parametrize("kind", ["falcon_h1", pytest.param("lfm2", marks=pytest.mark.exhaustive)])
+def test_mamba2_and_short_convolutions(tmp_path: Path, kind: str) -> None:
+    """In float32: LFM2 without all heads rotated is off by 0.002."""
+    hybrid_models(kind, max_position_embeddings=4096)[1].save_pretrained(tmp_path)
     arguments = str(tmp_path), NO_CACHE, "", torch.float32
     ((_, differences, states, _, unequal),) = run_ranks(trained_body, 1, *arguments, timeout_s=500)
-    assert not unequal and states == {torch.float32}
+    assert not unequal and states <= {torch.float32}
     assert differences.median() < 1e-4
 
 
