@@ -21,8 +21,10 @@ import torch.distributed as dist
 
 from hybridengine.run.activity import private_folder
 from hybridengine.run.errors import EXIT_STOPPED, EXIT_USER_ERROR, ConfigError, print_error
+from hybridengine.run.failures import RESTART_COUNT
 from hybridengine.run.messages import SECRET, new_secret
 from hybridengine.run.monitor import EXIT_RANK_FAILED
+from hybridengine.run.rank import run_start
 from hybridengine.run.session import STOP_SIGNALS, RankStatus, read_status
 
 _POLL_S = 0.1  # between two looks at the ranks
@@ -50,11 +52,11 @@ def launch_ranks(
     statuses = read_status(run_dir)
     if any(status.end == "stopped" for status in statuses.values()):  # rank 0 has printed it
         return EXIT_STOPPED
-    if only_stopped(failures) and (signum or failures):
+    if (signum or failures) and only_stopped(failures):
         by = signal.Signals(signum).name if signum else "a signal to a rank"
         print(f"stopped by {by}: {how_to_resume()}", file=sys.stderr)
         return EXIT_STOPPED
-    if not failures and all(s.end == "finished" for s in statuses.values()) and statuses:
+    if not failures and statuses and all(s.end == "finished" for s in statuses.values()):
         return 0
     print_error(describe_failure(failures, statuses))
     return exit_code_of(failures, statuses)
@@ -71,20 +73,25 @@ def _run_ranks(
     from torch.distributed.elastic import multiprocessing as elastic
 
     logging.disable(logging.ERROR)  # of torch's launcher; `describe_failure` replaces it
-    cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
-    os.environ.setdefault(SECRET, new_secret())
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"  # `stop` handles the others
-    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    where["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 makes none
-    variables = {
-        rank: {**dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), **sizes, **where}
-        for rank in range(num_ranks)
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)),
+        SECRET: new_secret(),
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
-    same = dict.fromkeys(variables, tuple(arguments))
+    os.environ.update(defaults | os.environ)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"  # `stop` handles the others
+    run_start()  # its processes inherit it
+    same = {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 makes none
+        RESTART_COUNT: "0",
+    }
+    variables = {r: {"RANK": str(r), "LOCAL_RANK": str(r), **same} for r in range(num_ranks)}
+    commands = dict.fromkeys(variables, tuple(arguments))
     ranks: Any = None
     first = 0
 
@@ -110,7 +117,7 @@ def _run_ranks(
     with temporary_folder() as errors:  # of the error records: the run's disk may be full
         logs = elastic.DefaultLogsSpecs(log_dir=str(errors))
         try:
-            ranks = elastic.start_processes("ranks", sys.executable, same, variables, logs)
+            ranks = elastic.start_processes("ranks", sys.executable, commands, variables, logs)
             return dict(ranks.wait(period=_POLL_S).failures), first
         except elastic.SignalException as error:
             if ranks is not None:

@@ -38,6 +38,7 @@ from hybridengine.run.session import PhaseStatus, Session, StopSignals, World
 
 _STARTS = "hybridengine/starts"
 _POLL_S = 0.02
+_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"  # in the environment of the ranks that its agent starts
 _STARTED = "HYBRIDENGINE_RUN_START"  # in the environment, which started processes inherit
 
 
@@ -94,7 +95,10 @@ def rank_session(
     signals.open()
     status = PhaseStatus(run_dir, rank, world.name)
     secret_file = Path(run_dir) / ".secret"
-    store = join_start(rank, world_size, timeout_s, secret_file)
+    if _BY_TORCHRUN in os.environ:
+        store = join_start(rank, world_size, timeout_s, secret_file)
+    else:
+        store = connect_store(timeout_s)
     # The main thread may wait in the connection of the process group.
     guard = CollectiveGuard(rank, world_size, connect_store(timeout_s=30))
     monitor = RankMonitor(guard, timeout_s, lambda: signals.requested == signal.SIGTERM)
@@ -207,9 +211,10 @@ def agree_on_run_start(store: dist.Store) -> None:
 
 
 def join_start(rank: int, world_size: int, timeout_s: float, secret_file: Path) -> dist.Store:
-    """Make number of restarts and start of the run the same on all ranks; connect to the store.
+    """Let ranks that torchrun started agree on what the launcher puts into the environment.
 
-    Keys of later connections contain that number. secret_file: see `share_secret`.
+    The secret, the number of restarts, which keys of later connections contain, and the start of
+    the run. secret_file: see `share_secret`. Returns the connected store.
     """
     if _on_one_machine():
         share_secret(secret_file, is_owner=rank == 0)
