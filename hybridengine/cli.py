@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.main
@@ -47,10 +47,12 @@ from hybridengine.run.errors import (
     print_note,
 )
 
+if TYPE_CHECKING:  # a command that runs no job does not load torch
+    from hybridengine.train.preflight import Checked
+
 __all__ = [
     "JobSettings",
     "app",
-    "check_and_plan",
     "load_checked",
     "report_user_errors",
     "split_settings",
@@ -227,31 +229,29 @@ def _is_first() -> bool:
 
 
 def _run(config: JobConfig, dry_run: bool, invalid: InvalidConfigError | None) -> None:
+    from hybridengine.train.preflight import check_job
     from hybridengine.train.start import check_launch, launch, start_rank
 
     faults = Faults(invalid)
     if not dry_run:
-        with faults:
-            check_launch(config)
+        faults.attempt(check_launch, config)
     if _is_first() or faults:  # a rank that ends now would end the checks of rank 0
-        plan = check_and_plan(config, dry_run, faults)
+        checked = check_job(config, faults)
         if dry_run:
-            Console().print(plan)
+            Console().print(_plan(checked))
     if not dry_run:
         raise typer.Exit(start_rank(config) if "RANK" in os.environ else launch(config))
 
 
-def check_and_plan(config: JobConfig, dry_run: bool, faults: Faults) -> Table:
+def _plan(checked: Checked) -> Table:
+    """Return what a run prints itself, when all of it is known."""
     from hybridengine.train.plan import plan_table, start_of
-    from hybridengine.train.preflight import check_job
 
-    checked = check_job(config, faults)
     table = plan_table(*checked)
-    if dry_run:  # a run prints these itself, when they are known
-        table.add_row("[bold]start", start_of(checked.config, len(checked.train)))
-        for name, entry in plugins("plan").items():
-            if row := entry.load()(checked.config, checked.choices):
-                table.add_row(f"[bold]{name.replace('_', ' ')}", row)
+    table.add_row("[bold]start", start_of(checked.config, len(checked.train)))
+    for name, entry in plugins("plan").items():
+        if row := entry.load()(checked.config, checked.choices):
+            table.add_row(f"[bold]{name.replace('_', ' ')}", row)
     return table
 
 

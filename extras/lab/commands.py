@@ -16,7 +16,6 @@ from rich.console import Console
 
 from hybridengine.cli import (
     JobSettings,
-    check_and_plan,
     load_checked,
     report_user_errors,
     split_settings,
@@ -235,12 +234,12 @@ def tune(
     with stop_before_start(), report_user_errors():
         config, invalid = load_checked(kind, settings or [])
         from hybridengine.lab.tune.run import launch_tuning
+        from hybridengine.train.preflight import check_job
         from hybridengine.train.start import check_launch
 
         faults = Faults(invalid)
-        with faults:
-            check_launch(config)
-        check_and_plan(config, False, faults)
+        faults.attempt(check_launch, config)
+        check_job(config, faults)
         raise typer.Exit(launch_tuning(config))
 
 
