@@ -199,13 +199,12 @@ def fill_buckets(
             tables[key] = divide(name, *key, bucket_bytes)
         table, first = tables[key], 0
         treatment = (spec.dtype, dtype, (name, dtype) in sent_once, spec.merged)
+        into = latest.get(treatment)
         while first < len(table.chunks):
-            into, end = latest.get(treatment), first
-            if into is not None:
-                end = table.end_of_fit(first, into.staged, bucket_bytes)
+            end = table.end_of_fit(first, into.staged, bucket_bytes) if into else first
             if into is None or end == first:
-                latest[treatment] = _Filling(Bucket(*treatment[1:]), world_size)
-                fillings.append(latest[treatment])
+                into = latest[treatment] = _Filling(Bucket(*treatment[1:]), world_size)
+                fillings.append(into)
                 continue
             into.bucket.chunks += [(name, chunk) for chunk in table.chunks[first:end]]
             into.staged += table.staged_before[end] - table.staged_before[first]

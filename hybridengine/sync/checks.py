@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,11 @@ def check_coverage(layout: EngineLayout) -> None:
         copies[c.destination].append(c.written)
     for name, offset, sizes, strides, _ in layout.constants:
         constants[name].append((offset, sizes, strides))
-    checked: set[tuple] = set()  # layers of a model repeat
     for name, spec in layout.destinations.items():
-        case = (spec.shape, spec.stride, tuple(copies[name]), tuple(constants[name]))
-        if name in layout.by_loader or case in checked or math.prod(spec.shape) == 0:
+        if name in layout.by_loader or math.prod(spec.shape) == 0:
             continue
         full = (0, spec.shape, spec.stride)
-        missing, twice = _count_unwritten(full, copies[name], constants[name])
+        missing, twice = _count_unwritten(full, tuple(copies[name]), tuple(constants[name]))
         if twice:
             raise LayoutError(f"engine tensor {name!r}: some elements would be written twice")
         if missing:
@@ -42,11 +41,11 @@ def check_coverage(layout: EngineLayout) -> None:
                 f"engine tensor {name!r}: {missing} of {math.prod(spec.shape)} elements are "
                 "written by no checkpoint tensor"
             )
-        checked.add(case)
 
 
+@lru_cache(maxsize=64)  # layers of a model repeat
 def _count_unwritten(
-    full: Region, once: Sequence[Region], more: Iterable[Region]
+    full: Region, once: Sequence[Region], more: Collection[Region]
 ) -> tuple[int, bool]:
     """Return how many elements of `full` are in no region, and whether two of `once` overlap.
 
@@ -101,14 +100,11 @@ def check_sources(
         exempt |= layout.fallback.keys()
         for c in layout.copies:
             copies[c.source].append(c)
-    checked: set[tuple] = set()  # layers of a model repeat
     for name, shape in shapes.items():
-        regions = {c.read for c in copies[name]}
-        case = (shape, frozenset(regions))
-        if name in exempt or case in checked:
-            continue
         full, total = (0, shape, contiguous_strides(shape)), math.prod(shape)
-        unread = _count_unwritten(full, (), regions)[0] if total else 0
+        if name in exempt or not total:
+            continue
+        unread, _ = _count_unwritten(full, (), frozenset(c.read for c in copies[name]))
         if unread:
             parts = ", ".join(_describe_reach(shape, copies[name])) or "parts of it"
             what = f"only {parts}" if copies[name] else "nothing"
@@ -118,7 +114,6 @@ def check_sources(
                 "smaller than the trained model or has another structure. Build both from one "
                 "configuration."
             )
-        checked.add(case)
 
 
 def _describe_reach(shape: tuple[int, ...], copies: Sequence[Copy]) -> Iterator[str]:

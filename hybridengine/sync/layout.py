@@ -279,6 +279,8 @@ class EngineLayout:
 
     def with_full_tensors(self, tensors: Mapping[str, torch.Tensor | TensorSpec]) -> EngineLayout:
         """Return this layout plus each of `tensors`, unsharded and contiguous, by its own name."""
+        if not tensors:
+            return self
         added = identity_layout(
             {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()}
         )

@@ -68,8 +68,7 @@ class Mover:
     ) -> None:
         self.plan, self.rank, self.source = plan, rank, source
         self.device, self._engine = device, engine
-        placements = source.placements if source else {}
-        strides = {n: p.local_stride for n, p in placements.items()}
+        strides = {n: p.local_stride for n, p in source.placements.items()} if source else {}
         self.encoding = encoding_of(plan, rank, device)
         self.builder = builder(plan, rank, strides, device, self.encoding)
         self.exchanges = [self.builder.build(bucket) for bucket in plan.buckets]
@@ -165,17 +164,17 @@ class Mover:
         They keep their dtype, so that a loader computes from the master weights. It gets all of
         them or none: one tensor of the engine, or of the checkpoint, may be made of several.
         """
-        names = list(self.plan.fallback)
-        if skip_frozen and all(self.plan.sources[name].frozen for name in names):
-            names = []
-        fulls = self._fulls(transport, names)
-        if names and self._engine is not None:
+        names = self.plan.fallback
+        if not names or (skip_frozen and all(self.plan.sources[name].frozen for name in names)):
+            return
+        fulls = self._fulls(transport)
+        if self._engine is not None:
             self._engine.load_full(fulls)
         for _ in fulls:  # on a rank that only trains
             pass
 
-    def _fulls(self, transport: Transport, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in names:
+    def _fulls(self, transport: Transport) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in self.plan.fallback:
             gather = partial(self._unsharded, transport, name)
             full = transport.move_full(name, self.plan.sources[name], gather)
             if full is not None:

@@ -94,6 +94,8 @@ def reordered_layout(
     source_shapes: trained parameter → shape. Raises LayoutError where the two do not compose.
     """
     permuted = reorderings.keys() & layout.destinations.keys()
+    if not permuted:
+        return layout
     if loaded := sorted(permuted & layout.by_loader):
         raise LayoutError(
             f"engine tensor {loaded[0]!r} is made by the engine's own loader and reordered after "

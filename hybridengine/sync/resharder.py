@@ -26,7 +26,13 @@ from hybridengine.sync.mover import Mover, Order
 from hybridengine.sync.planner import ReshardPlan, build_plan
 from hybridengine.sync.tables import PullBuilder
 from hybridengine.sync.trainers import DeltaMode, Parameters, Trainers
-from hybridengine.sync.transport import AllToAll, Pull, raise_if_any, share_memory
+from hybridengine.sync.transport import (
+    AllToAll,
+    Collectives,
+    Pull,
+    raise_if_any,
+    share_memory,
+)
 from hybridengine.sync.verify import (
     Mismatch,
     checksum_error,
@@ -147,8 +153,7 @@ class Resharder:
         frozen: Callable[[], Set[str]] = frozenset,
     ) -> None:
         self.engine = target_of(engine)
-        trainers = Trainers(parameters, adapters, merge, delta, timeout_s, frozen)
-        self._trainers = trainers
+        self._trainers = trainers = Trainers(parameters, adapters, merge, delta, timeout_s, frozen)
         self.rank, self.world_size = trainers.rank, trainers.world_size
         self.trained, self.guard = trainers.model, trainers.guard
         doing = operation(self.guard, "planning the syncs")
@@ -168,14 +173,15 @@ class Resharder:
         layouts = self._gather_layouts()
 
         def plan(size: int, nodes: list[int]) -> ReshardPlan:
-            engine = target.optional_parameters, target.config_differences
-            check_fit(trainers.specs, layouts, *engine)
+            check_fit(
+                trainers.specs, layouts, target.optional_parameters, target.config_differences
+            )
             return build_plan(trainers.specs, layouts, size, nodes)
 
-        default_bytes = default_bucket_bytes(self._device)
-        self.plan, nodes = trainers.plan(plan, bucket_bytes, default_bytes)
-        factors = self.trained.factors
-        run_on_all_ranks(lambda: engine_weights(target, self._device, factors), LayoutError)
+        self.plan, nodes = trainers.plan(plan, bucket_bytes, default_bucket_bytes(self._device))
+        run_on_all_ranks(
+            lambda: engine_weights(target, self._device, self.trained.factors), LayoutError
+        )
         self.transport, self.mover = self._connect()
         self.deltas: Deltas | None = None
         wanted = trainers.delta == "on" or (trainers.delta == "auto" and plugins("deltas"))
@@ -185,11 +191,6 @@ class Resharder:
             self.deltas = make(trainers, self.mover, is_far=len(set(nodes)) > 1, pulls=pulls)
         frozen = any(spec.frozen for spec in trainers.specs.values())
         self._skips_frozen = frozen and not target.discards_weights
-
-    @property
-    def _remembers(self) -> bool:
-        """Whether the next sync may leave out what has not changed."""
-        return self._skips_frozen or (self.deltas is not None and self.deltas.remembers)
 
     def _gather_layouts(self) -> list[EngineLayout]:
         """Return the layout of every rank; equal layouts are broadcast once."""
@@ -205,22 +206,20 @@ class Resharder:
         layouts = {t: broadcast_value(self._layout, EngineLayout, r) for t, r in first.items()}
         return [layouts[tp_rank] for tp_rank, _ in keys]
 
-    def _connect(self) -> tuple[AllToAll, Mover]:
+    def _connect(self) -> tuple[Collectives, Mover]:
         """Return a pull if the ranks can map each other's memory, else an all-to-all."""
         make = partial(Mover, self.plan, self.rank, self._device, self.trained, self.engine)
-        merges = bool(self.trained.merged)
-        ends = self.guard, self.progress, self._device, self.plan.staging_bytes, merges
+        ends = self.guard, self.progress, self._device
         machines = all_gather_values(machine_id(), str)
         if len(set(machines)) == 1 and any(self.plan.bytes_sent):
             mover = make(PullBuilder)
             assert isinstance(mover.builder, PullBuilder)
             if memory := share_memory(mover.builder.memory_bytes, self._device):
-                pull = Pull(*ends)
-                pull.memory = memory
-                return pull, mover
+                return Pull(*ends, memory), mover
         # An engine that sleeps needs the memory for its KV cache.
         keeps = self._device.type == "cuda" and not self.engine.discards_weights
-        return AllToAll(*ends, keeps_staging=keeps), make()
+        merges = bool(self.trained.merged)
+        return AllToAll(*ends, self.plan.staging_bytes, merges, keeps_staging=keeps), make()
 
     # Sync
 
@@ -248,7 +247,8 @@ class Resharder:
             verify = verify or self._trainers.verify_requested
             before, self.engine_state = self.engine_state, None  # until this sync is complete
             increment = self.deltas.find(intact, base, version) if self.deltas else None
-            order = Order(intact, verify, self._remembers)
+            remembers = self._skips_frozen or (self.deltas is not None and self.deltas.remembers)
+            order = Order(intact, verify, remembers)
             transport = self.transport
             transport.begin()
             with self.engine.weight_update(version, self._finish_on_all_ranks):

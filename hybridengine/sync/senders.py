@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -24,7 +25,6 @@ class Topology:
 
     layout_of, node_of: int64 [N], numbered from 0.
     ranks_of_layout: per layout its ranks, such that successive ranks are in different nodes.
-    interleaved: all ranks, successive ones of different layouts.
     """
 
     def __init__(self, layout_of: Sequence[int], node_of: Sequence[int]) -> None:
@@ -43,9 +43,15 @@ class Topology:
             self.by_layout[self.layout_of[self.by_layout] == layout]
             for layout in range(self.num_layouts)
         ]
+
+    @cached_property
+    def interleaved(self) -> np.ndarray:
+        """All ranks, successive ones of different layouts."""
+        index = np.empty(self.size, np.int64)  # among the ranks of equal layout
         for members in self.ranks_of_layout:
-            within[members] = np.arange(len(members))
-        self.interleaved = np.lexsort((self.layout_of, within))
+            index[members] = np.arange(len(members))
+        ranks: np.ndarray = np.lexsort((self.layout_of, index))
+        return ranks
 
 
 class Senders:

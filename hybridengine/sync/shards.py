@@ -41,10 +41,6 @@ class Split(NamedTuple):
     dim: int
     counts: tuple[int, ...]
 
-    @property
-    def num_chunks(self) -> int:
-        return math.prod(self.counts)
-
 
 @dataclass(frozen=True)
 class ShardSpec:
@@ -96,10 +92,7 @@ class ShardSpec:
         ordered = tuple(a for on in axes.values() for a in on)
         holders = _holders(mesh, ordered)
         spec = cls(shape, tensor.dtype, splits or (Split(0, (1,)),), holders)
-        if (coordinate := mesh.get_coordinate()) is not None:
-            shard = 0
-            for axis in ordered:
-                shard = shard * mesh.shape[axis] + coordinate[axis]
+        if (shard := spec.shard_of(mesh.get_rank())) is not None:
             actual = tuple(tensor.to_local().shape) or (1,)
             planned = tuple(stop - start for start, stop in spec.box(shard))
             if actual != planned and math.prod(actual) + math.prod(planned):
@@ -134,7 +127,7 @@ class ShardSpec:
             return (RowRange(0, 0),) * len(self.shape)
         ranges = [RowRange(0, size) for size in self.shape]
         for split in reversed(self.splits):
-            shard, chunk = divmod(shard, split.num_chunks)
+            shard, chunk = divmod(shard, math.prod(split.counts))
             low, high = _edges(self.shape[split.dim], split.counts)[chunk : chunk + 2].tolist()
             ranges[split.dim] = RowRange(low, high)
         low, high = ranges[self.row_dim]

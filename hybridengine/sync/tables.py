@@ -274,24 +274,25 @@ class ExchangeBuilder:
                 parts[way].append(rows._replace(table=table))
         pack, local, unpack = (joined(parts[way]) for way in ("pack", "local", "unpack"))
         sent, received = (x.elements_by_rank(self.plan.world_size) for x in (pack, unpack))
-        packing, unpacking = self._place(bucket, pack, unpack)
-        tables = packing, local.table, unpacking
+        packed_at, arrives_at, is_first = self._place(bucket, pack, unpack)
+        pack.table[:, 3] += packed_at[pack.slice_of]
+        unpack.table[:, 0] = unpack.ranks[unpack.slice_of]
+        unpack.table[:, 2] += arrives_at[unpack.slice_of]
+        tables = pack.table[is_first[pack.slice_of]], local.table, unpack.table
         return Exchange(bucket, sources, list(destination_index), *tables, sent, received)
 
     def _place(
         self, bucket: Bucket, pack: SliceRows, unpack: SliceRows
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tables of pack and unpack, with each slice in its place in the buffers.
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return where each slice is packed, where each arrives, and which of them are packed.
 
         Pack writes one buffer, in the order of the receivers; unpack reads one of each sender. The
         slices are in the order of `ReshardPlan.departures` and `arrivals`.
         """
         sent = pack.elements_by_rank(self.plan.world_size)
         starts = np.cumsum([0, *sent[:-1]])[pack.ranks]
-        pack.table[:, 3] += (starts + offsets_by_rank(pack))[pack.slice_of]
-        unpack.table[:, 0] = unpack.ranks[unpack.slice_of]
-        unpack.table[:, 2] += offsets_by_rank(unpack)[unpack.slice_of]
-        return pack.table, unpack.table
+        everything = np.ones(len(pack.ranks), bool)
+        return starts + offsets_by_rank(pack), offsets_by_rank(unpack), everything
 
     def _box_read(self, bucket: Bucket, name: str, chunk: Chunk) -> Box:
         """Return the box of this rank's full shard, or the part of it merged for the chunk."""
@@ -392,15 +393,12 @@ class PullBuilder(ExchangeBuilder):
 
     def _place(
         self, bucket: Bucket, pack: SliceRows, unpack: SliceRows
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         buffers = [self._send_buffer(bucket, r) for r in range(self.plan.world_size)]
         largest = max(buffer.size for buffer in buffers) * bucket.engine_dtype.itemsize
         self.buffer_bytes = max(self.buffer_bytes, largest)
         own = buffers[self.rank]
-        pack.table[:, 3] += own.offsets[pack.slice_of]
         offsets = np.zeros_like(unpack.numel)
         for sender, buffer in enumerate(buffers):
             offsets[unpack.ranks == sender] = buffer.offsets[buffer.receivers == self.rank]
-        unpack.table[:, 0] = unpack.ranks[unpack.slice_of]
-        unpack.table[:, 2] += offsets[unpack.slice_of]
-        return pack.table[own.is_first[pack.slice_of]], unpack.table
+        return own.offsets, offsets, own.is_first

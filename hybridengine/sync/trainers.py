@@ -50,21 +50,20 @@ class ShardProperties(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> ShardProperties:
-        local, mesh = local_shard(tensor), getattr(tensor, "device_mesh", None)
-        placements = getattr(tensor, "placements", None)
-        sizes = (tuple(t) or (1,) for t in (tensor.shape, local.shape, _strides(local)))
-        shape, local_shape, stride = sizes
-        return cls(shape, tensor.dtype, local.device, placements, mesh, local_shape, stride)
-
-
-def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides; of a dimension of size 1, which has any, that of a contiguous tensor."""
-    strides: list[int] = []
-    step = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        strides.append(step if size == 1 else stride)
-        step = strides[-1] * size
-    return tuple(reversed(strides))
+        local = local_shard(tensor)
+        strides = (  # a dimension of size 1 has any
+            1 if size == 1 else stride
+            for size, stride in zip(local.shape, local.stride(), strict=True)
+        )
+        return cls(
+            tuple(tensor.shape) or (1,),
+            tensor.dtype,
+            local.device,
+            getattr(tensor, "placements", None),
+            getattr(tensor, "device_mesh", None),
+            tuple(local.shape) or (1,),
+            tuple(strides) or (1,),
+        )
 
 
 class TrainedTensors:
@@ -135,11 +134,10 @@ class TrainedTensors:
         for name in sorted(planned.keys() ^ self.placements.keys()):
             return f"parameter {name!r} was {'removed' if name in planned else 'added'}"
         for name, placement in self.placements.items():
-            for what, then, now in zip(
-                ShardProperties._fields, planned[name], placement, strict=True
-            ):
-                if now != then:
-                    return f"parameter {name!r} changed its {what} from {then} to {now}"
+            if placement != planned[name]:
+                pairs = zip(ShardProperties._fields, planned[name], placement, strict=True)
+                what, then, now = next((n, a, b) for n, a, b in pairs if a != b)
+                return f"parameter {name!r} changed its {what} from {then} to {now}"
         return None
 
     def merge(
@@ -276,19 +274,19 @@ class Trainers:
           computed.
         Return the version, and whether `check` returned True on all ranks.
         """
-        changed: str | None = None
         problem: Exception | None = None
         is_kept, checksums = False, None
         try:
             self.model.read()
-            if not (changed := self.model.describe_change(self._placements)):
-                frozen = self._frozen if remembers else []
-                checksums = bit_checksums([self.model.shards[name] for name in frozen])
-                is_kept = check(checksums == self._frozen_checksums)
+            if changed := self.model.describe_change(self._placements):
+                raise PlanOutdatedError(f"{changed} {remedy}")
+            frozen = self._frozen if remembers else []
+            checksums = bit_checksums([self.model.shards[name] for name in frozen])
+            is_kept = check(checksums == self._frozen_checksums)
         except Exception as error:
             problem = error
         given = _NEXT if version is None else version
-        problems = problem is not None, changed is not None
+        problems = problem is not None, isinstance(problem, PlanOutdatedError)
         requested = self.guard.activity.verify_requested()
         state = [*problems, not is_kept, requested, given, -given, next_version]
         flags = torch.tensor(state, device=host_device())
@@ -296,11 +294,8 @@ class Trainers:
             work = dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True)
             self.guard.wait(work, flags.device)
             failed, outdated, differs, requested, highest, lowest, next_version = flags.tolist()
-            if failed or outdated:
-                raise_on_all_ranks(
-                    problem or (changed and f"{changed} {remedy}"),
-                    PlanOutdatedError if outdated else LayoutError,
-                )
+            if failed:
+                raise_on_all_ranks(problem, PlanOutdatedError if outdated else LayoutError)
         if highest != -lowest:
             raise ReshardError(
                 f"rank {self.rank} syncs to version {version}, other ranks to versions between "

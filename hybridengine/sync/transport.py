@@ -204,10 +204,9 @@ def share_memory(size: int, device: torch.device) -> SharedMemory | None:
     """
     kind: Any = HostMemory if device.type == "cpu" else _DeviceMemory
     own, problem = _attempt(lambda: kind(size, device))
-    offer = (own and own.address, problem)
-    offers = all_gather_values(offer, tuple[str | int | None, str | None])
-    addresses: list[Any] = [address for address, _ in offers]
-    problems = [text for _, text in offers]
+    offers = all_gather_values((own and own.address, problem), tuple[str | int | None, str | None])
+    addresses: Any
+    addresses, problems = map(list, zip(*offers, strict=True))
     buffers: Any = []
     if device.type == "cuda" and not _access_each_other(addresses):
         return None
@@ -234,50 +233,18 @@ def _access_each_other(gpus: Sequence[int | None]) -> bool:
     return all(torch.cuda.can_device_access_peer(a, b) for a in found for b in found - {a})
 
 
-class AllToAll(Transport):
-    """Two staging buffers serve all buckets, because allocating new memory is slow.
-
-    staging_bytes: the staging memory of the plan.
-    merges: each bucket gets a buffer of its own size, because merged rows take the rest of its
-      budget.
-    keeps_staging: the buffers serve all syncs, so that the addresses in the tables of copies stay
-      valid.
-    """
+class Collectives(Transport):
+    """Moves messages by collectives of the ranks that train."""
 
     guard: CollectiveGuard
 
     def __init__(
-        self,
-        guard: CollectiveGuard,
-        progress: DeviceProgress,
-        device: torch.device,
-        staging_bytes: int,
-        merges: bool,
-        keeps_staging: bool = False,
+        self, guard: CollectiveGuard, progress: DeviceProgress, device: torch.device
     ) -> None:
         self.guard, self.progress, self._device = guard, progress, device
-        self._staging_bytes, self._merges = staging_bytes, merges
-        self._keeps_staging = keeps_staging
-        self._kept: Buffers | None = None  # of the last sync, unless it failed
 
     def begin(self) -> None:
         self.bytes_received = self.bytes_sent = 0
-        # A sync that failed may still write to its own.
-        self.buffers, self._kept = self._kept or Buffers(self._device), None
-
-    def post_bucket(self, where: str, exchange: Exchange, sources: Tensors) -> Pending:
-        sent, received = exchange.bytes_sent, exchange.bytes_received
-        start = -(-sum(sent) // ALIGNMENT) * ALIGNMENT
-        if start + sum(received) > self._staging_bytes:
-            start = sum(sent)
-        size = start + sum(received)
-        buffer = self.buffers.next(size, 0 if self._merges else self._staging_bytes)
-        outgoing, incoming = buffer[: sum(sent)], buffer[start:]
-        exchange.pack_into(outgoing, sources)
-        pending = self._exchange(where, incoming, outgoing, received, sent)
-        if self._merges:
-            pending.release = partial(buffer.untyped_storage().resize_, 0)
-        return pending
 
     def post(
         self, where: str, outgoing: torch.Tensor | None, sent: Sizes, received: Sizes
@@ -313,20 +280,73 @@ class AllToAll(Transport):
     def check(self, problem: Exception | None) -> None:
         raise_if_any(problem, self.guard, "checking what has arrived")
 
+
+class AllToAll(Collectives):
+    """Two staging buffers serve all buckets, because allocating new memory is slow.
+
+    staging_bytes: the staging memory of the plan.
+    merges: each bucket gets a buffer of its own size, because merged rows take the rest of its
+      budget.
+    keeps_staging: the buffers serve all syncs, so that the addresses in the tables of copies stay
+      valid.
+    """
+
+    def __init__(
+        self,
+        guard: CollectiveGuard,
+        progress: DeviceProgress,
+        device: torch.device,
+        staging_bytes: int,
+        merges: bool,
+        keeps_staging: bool = False,
+    ) -> None:
+        super().__init__(guard, progress, device)
+        self._staging_bytes, self._merges = staging_bytes, merges
+        self._keeps_staging = keeps_staging
+        self._kept: Buffers | None = None  # of the last sync, unless it failed
+
+    def begin(self) -> None:
+        super().begin()
+        # A sync that failed may still write to its own.
+        self.buffers, self._kept = self._kept or Buffers(self._device), None
+
+    def post_bucket(self, where: str, exchange: Exchange, sources: Tensors) -> Pending:
+        sent, received = exchange.bytes_sent, exchange.bytes_received
+        start = -(-sum(sent) // ALIGNMENT) * ALIGNMENT
+        if start + sum(received) > self._staging_bytes:
+            start = sum(sent)
+        size = start + sum(received)
+        buffer = self.buffers.next(size, 0 if self._merges else self._staging_bytes)
+        outgoing, incoming = buffer[: sum(sent)], buffer[start:]
+        exchange.pack_into(outgoing, sources)
+        pending = self._exchange(where, incoming, outgoing, received, sent)
+        if self._merges:
+            pending.release = partial(buffer.untyped_storage().resize_, 0)
+        return pending
+
     def end(self) -> None:
         self.buffers.end(keep=self._keeps_staging)
         self._kept = self.buffers if self._keeps_staging else None
 
 
-class Pull(AllToAll):
+class Pull(Collectives):
     """pack → all ranks have packed → unpack from their buffers.
 
-    The two halves of the memory serve the buckets in turn: a rank packs bucket k+2 into the half of
+    The two halves of `memory` serve the buckets in turn: a rank packs bucket k+2 into the half of
     bucket k after all ranks have packed k+1, which each did after unpacking k.
     """
 
     overlaps = False
-    memory: SharedMemory
+
+    def __init__(
+        self,
+        guard: CollectiveGuard,
+        progress: DeviceProgress,
+        device: torch.device,
+        memory: SharedMemory,
+    ) -> None:
+        super().__init__(guard, progress, device)
+        self.memory = memory
 
     def begin(self) -> None:
         super().begin()
