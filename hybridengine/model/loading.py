@@ -250,11 +250,10 @@ def _load_weights(
     home = torch.device("cpu") if options.sharding.offload_policy else device
     # As `to_empty`, which would also replace the memory of the base.
     model._apply(lambda x: torch.empty_like(x, device=home) if x.device.type == "meta" else x)
-    fill_base(base_memory, weights)
+    base = {} if weights is None else base_parameters(weights, base_memory)
+    fill_base(base_memory, base)
     own_state = {} if weights is None else weights.state_dict(keep_vars=True)
-    in_base = (
-        set() if weights is None else {*map(id, base_parameters(weights, base_memory).values())}
-    )
+    in_base = {*map(id, base.values())}
     set_model_state_dict(
         model,
         {name: x.detach() for name, x in own_state.items() if id(x) not in in_base},

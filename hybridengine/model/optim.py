@@ -101,13 +101,6 @@ class Optimizer:
         self._observed: torch.Tensor | None = None  # [loss, outputs that are not finite]
         self.offloader = Offloader(self.moment_tensors, offload)
 
-    def _rate(self, step: int) -> float:
-        """Return the learning rate of an update as a part of `lr`."""
-        factor = self._lr_factor(step)
-        if step < self._warmup_steps:
-            return factor
-        return self._min_lr_ratio + (1 - self._min_lr_ratio) * factor
-
     def moment_tensors(self) -> Iterable[torch.Tensor]:
         states = self.adamw.state.values()
         return (x for state in states for x in state.values() if isinstance(x, torch.Tensor))
@@ -140,7 +133,10 @@ class Optimizer:
         stay unchanged. Collective.
         """
         norm, factor = clip_factor(self.parameters, max_norm, self.loss_scale)
-        self.last_lr = self._lr * self._rate(self.num_updates)
+        rate = self._lr_factor(self.num_updates)  # as a part of `lr`
+        if self.num_updates >= self._warmup_steps:
+            rate = self._min_lr_ratio + (1 - self._min_lr_ratio) * rate
+        self.last_lr = self._lr * rate
         for group in self.adamw.param_groups:
             group["lr"] = self.last_lr
         loss, num_nonfinite = self._take_observed()
@@ -183,17 +179,13 @@ class Optimizer:
         """
         moments: dict[str, torch.Tensor] = {}
         for name, parameter in self._named.items():
-            state = self._state_of(parameter)
+            state = self.adamw.state[parameter]
+            if not state:  # as torch's first update makes it
+                state["step"] = torch.zeros((), device=local_shard(parameter).device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
             moments |= {f"{name}/{key}": tensor for key, tensor in state.items()}
         return moments
-
-    def _state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        state = self.adamw.state[parameter]
-        if not state:  # as torch's first update makes it
-            state["step"] = torch.zeros((), device=local_shard(parameter).device)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        return state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters and the loss scale; for tensors see `moments`."""

@@ -273,9 +273,8 @@ def place_base(
 
 
 @torch.no_grad()
-def fill_base(memory: Mapping[str, Tensor], weights: nn.Module | None) -> None:
-    """Write the parameters of `weights`, the full model on rank 0, on every rank; collective."""
-    base = {} if weights is None else base_parameters(weights, memory)
+def fill_base(memory: Mapping[str, Tensor], base: Mapping[str, nn.Parameter]) -> None:
+    """Write the parameters `base`, of the full model on rank 0, on every rank; collective."""
     writing = memory.writing if isinstance(memory, LayeredWeights) else None
     for name in memory:
         with nullcontext(memory[name]) if writing is None else writing(name) as tensor:
