@@ -38,7 +38,7 @@ from hybridengine.train.build import (
     load_tokenizer,
     multi_turn,
 )
-from hybridengine.train.checkpoint import check_resume
+from hybridengine.train.checkpoint import check_resume, checkpoint_to_resume
 from hybridengine.train.choices import Choices, Machine, decide, engine_name, resolve_dtypes
 from hybridengine.train.data import PromptLoader, check_conversations, check_prompts
 from hybridengine.train.performance import GIB
@@ -126,10 +126,6 @@ def _check_run(config: RLConfig | SFTConfig, faults: Faults) -> PretrainedConfig
     faults.attempt(check_loggers, trainer.logger)
     if config.model.compile:
         faults.attempt(check_compiler)
-    for key, value in (("model.path", path), ("data.train_files", config.data.train_files)):
-        with faults:
-            if not value:
-                raise ConfigError(f"{key} is required and was not given; set it in the config")
     model, num_bytes = faults.attempt(config_of, config.model) if path else None, 0
     if model is not None:
         faults.attempt(check_weights, path, model, trust)
@@ -253,6 +249,9 @@ def _check_tokens(
 
 def _check_resume(config: RLConfig | SFTConfig, train: Any, model: PretrainedConfig) -> None:
     """Check that the checkpoint to resume from fits the data and the model."""
+    checkpoint = checkpoint_to_resume(config)
+    if checkpoint is None:
+        return
     data, states = config.data, ["actor.optimizer"]
     if isinstance(config, RLConfig):
         states += ["kl"] if config.algorithm.use_kl_in_reward else []
@@ -260,29 +259,31 @@ def _check_resume(config: RLConfig | SFTConfig, train: Any, model: PretrainedCon
         states += ["critic.optimizer"] if uses_critic(config) else []
     loader = PromptLoader(train, data.train_batch_size, seed=config.seed, shuffle=data.shuffle)
     layout = checkpoint_layout_from_config(model, config.model.trust_remote_code)
-    check_resume(config, loader, layout.parameters, states)
+    check_resume(checkpoint, config, loader, layout.parameters, states)
 
 
 def _check_engine(
     config: RLConfig, model: PretrainedConfig | None, machine: Machine, faults: Faults
 ) -> Choices | None:
     """Check the rollout engine against the machine and the model; return the run's choices."""
-    engine, choices = faults.attempt(engine_name, config, machine), None
+    engine = faults.attempt(engine_name, config, machine)
     if engine is not None:
         faults.attempt(check_engine, config, engine)
-    if model is not None:
-        faults.attempt(_check_heads, config, model)
-        lengths = "data.max_prompt_length or data.max_response_length"
-        key = "rollout.max_model_len" if config.rollout.max_model_len else lengths
-        faults.attempt(check_length, model, config.max_model_len, "the longest sequence", key)
-    if model is not None and engine is not None:
-        choices = faults.attempt(decide, config, model, machine)
-        if engine == "vllm" and not config.rollout.servers:
+    if model is None:
+        return None
+    faults.attempt(_check_heads, config, model)
+    lengths = "data.max_prompt_length or data.max_response_length"
+    key = "rollout.max_model_len" if config.rollout.max_model_len else lengths
+    faults.attempt(check_length, model, config.max_model_len, "the longest sequence", key)
+    if engine is None:
+        return None
+    choices = faults.attempt(decide, config, model, machine)
+    if engine == "vllm" and not config.rollout.servers:
+        if memory := machine.gpu_bytes:
             shares = choices is not None and choices.shares
-            if memory := machine.gpu_bytes:
-                faults.attempt(check_device_memory, config, model, memory, shares)
-            else:
-                faults.attempt(_check_head_size, model)
+            faults.attempt(check_device_memory, config, model, memory, shares)
+        else:
+            faults.attempt(_check_head_size, model)
     return choices
 
 

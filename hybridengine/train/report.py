@@ -179,8 +179,10 @@ def was_finished(
     steps: of the whole run.
     is_main: whether this rank prints.
     """
-    run_dir, first = Path(config.trainer.default_local_dir), resumed.step if resumed else 0
-    is_own = resumed is not None and resumed.path.resolve().parent == run_dir.resolve()
+    if resumed is None:
+        return False
+    run_dir, first = Path(config.trainer.default_local_dir), resumed.step
+    is_own = resumed.path.resolve().parent == run_dir.resolve()
     of_summary = steps_of_summary(run_dir / "summary.json")  # an earlier part may have ended
     complete = (run_dir / "final").is_dir() and of_summary == first
     finished = broadcast_value(is_own and complete and first >= steps, bool)
@@ -190,7 +192,6 @@ def was_finished(
             "before; raise trainer.total_training_steps (or total_epochs) to train longer, or "
             "start anew with trainer.resume_mode=disable or another trainer.default_local_dir"
         )
-        assert resumed is not None
         for change in changed_settings(resumed, config):
             print(f"  changed since, without effect: {change}")
     return finished

@@ -6,6 +6,7 @@ from hybridengine.train.checkpoint.folders import (
     SavedCheckpoint,
     changed_settings,
     check_resume,
+    checkpoint_to_resume,
     find_checkpoints,
     resume_plan,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "SavedCheckpoint",
     "changed_settings",
     "check_resume",
+    "checkpoint_to_resume",
     "find_checkpoints",
     "resume_plan",
 ]

@@ -114,11 +114,13 @@ def publish(
 
 
 def prune(root: Path, keep: int | None) -> None:
-    """Remove all checkpoints but the newest `keep` and the one with the best score."""
+    """Remove all checkpoints but the newest `keep` (None: all) and the one with the best score."""
+    if keep is None:
+        return
     checkpoints = find_checkpoints(root)
     scored = [c for c in checkpoints if c.score is not None]
     best = max(scored, key=lambda c: (c.score, c.step), default=None)
-    for checkpoint in checkpoints[: -keep if keep else 0]:
+    for checkpoint in checkpoints[:-keep]:
         if checkpoint is not best:
             storage.remove_folder(checkpoint.path)
 
@@ -174,6 +176,8 @@ def without_damaged(plan: ResumePlan, verify: Callable[[SavedCheckpoint], None])
     Raises:
         CheckpointError: no candidate is left.
     """
+    if not plan.candidates:
+        return plan
     skipped = list(plan.skipped)
     for k, checkpoint in enumerate(plan.candidates):
         try:
@@ -182,9 +186,7 @@ def without_damaged(plan: ResumePlan, verify: Callable[[SavedCheckpoint], None])
             skipped.append(str(error))
         else:
             return ResumePlan(plan.candidates[k:], skipped)
-    if plan.candidates:
-        raise _no_usable_checkpoint(skipped)
-    return plan
+    raise _no_usable_checkpoint(skipped)
 
 
 def _no_usable_checkpoint(reasons: Sequence[str]) -> CheckpointError:
@@ -210,13 +212,22 @@ def read_state(checkpoint: SavedCheckpoint) -> dict[str, Any]:
     return state
 
 
+def checkpoint_to_resume(config: JobConfig) -> SavedCheckpoint | None:
+    """Return the checkpoint from which the run of `config` would resume; None: it starts anew."""
+    trainer = config.trainer
+    plan = resume_plan(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
+    plan = without_damaged(plan, _verify_small_files)
+    return plan.candidates[0] if plan.candidates else None
+
+
 def check_resume(
+    checkpoint: SavedCheckpoint,
     config: JobConfig,
     loader: Stateful,
     parameters: Mapping[str, tuple[int, ...]],
     states: Sequence[str],
-) -> ResumePlan:
-    """Return what the run of `config` would resume from, after checking that it fits.
+) -> None:
+    """Check that a checkpoint fits the run of `config`.
 
     loader: the loader of the training data, which is moved to the checkpoint's position.
     parameters: the shape of every parameter of the trained model, by name.
@@ -226,12 +237,6 @@ def check_resume(
         CheckpointError: the checkpoint is of another model or another kind of training.
         DataError: the order of the training data differs.
     """
-    trainer = config.trainer
-    plan = resume_plan(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
-    plan = without_damaged(plan, _verify_small_files)
-    if not plan.candidates:
-        return plan
-    checkpoint = plan.candidates[0]
     state = read_state(checkpoint)
     if missing := [name for name in ("loader", *states) if name not in state]:
         raise CheckpointError(
@@ -240,7 +245,6 @@ def check_resume(
         )
     loader.load_state_dict(state["loader"])
     _check_tensors(checkpoint, config, parameters)
-    return plan
 
 
 def _verify_small_files(checkpoint: SavedCheckpoint) -> None:

@@ -78,16 +78,15 @@ def save_pretrained(
     num_bytes = sum(size * dtypes[name].itemsize for name, size in sizes.items())
     doing, source = f"saving the model to {str(out)!r}", model.config.name_or_path
 
-    def prepare() -> None:
-        check_disk_space(out, num_bytes + unread_bytes(meta_copy(model, dtype), source))
-
-    run_on_rank0(prepare, doing, group)
+    run_on_rank0(
+        lambda: check_disk_space(out, num_bytes + unread_bytes(meta_copy(model, dtype), source)),
+        doing,
+        group,
+    )
     state_dict = _full_state_dict(model, dtypes)
-
-    def write() -> None:
-        write_pretrained(model, tokenizer, state_dict, out, dtype, source)
-
-    run_on_rank0(write, doing, group)
+    run_on_rank0(
+        lambda: write_pretrained(model, tokenizer, state_dict, out, dtype, source), doing, group
+    )
 
 
 def save_model_files(
