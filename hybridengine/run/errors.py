@@ -121,6 +121,8 @@ class Faults:
 
     def report(self) -> None:
         """Raise a single error as it is, several as one ConfigError; each fault once."""
+        if not self:
+            return
         given, faults = self._given, list[str]()
         for error in self._errors:
             faults += error.faults if isinstance(error, ConfigError) else [str(error)]
@@ -129,8 +131,7 @@ class Faults:
         faults = list(dict.fromkeys(faults))
         if len(faults) == 1:
             raise given or self._errors[0]
-        if faults:
-            raise ConfigError(*faults)
+        raise ConfigError(*faults)
 
 
 def is_about(fault: str, keys: Collection[str]) -> bool:

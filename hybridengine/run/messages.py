@@ -364,15 +364,16 @@ def raise_on_all_ranks(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Raise `error_type` on every rank if any rank has an error. Collective."""
-    text = _text(error, error_type)
+    texts = all_gather_values(_text(error, error_type), str | None, group)
+    if all(text is None for text in texts):
+        return
     first: dict[str, int] = {}  # the same error of several ranks is reported once
-    for rank, found in enumerate(all_gather_values(text, str | None, group)):
+    for rank, found in enumerate(texts):
         if found is not None:
             first.setdefault(found, rank)
-    if first:
-        start = f"{doing} failed " if doing else ""
-        message = start + "; ".join(f"on rank {rank}: {found}" for found, rank in first.items())
-        raise error_type(message) from (error if isinstance(error, Exception) else None)
+    start = f"{doing} failed " if doing else ""
+    message = start + "; ".join(f"on rank {rank}: {found}" for found, rank in first.items())
+    raise error_type(message) from (error if isinstance(error, Exception) else None)
 
 
 def _text(error: Exception | str | None, expected: type[Exception]) -> str | None:

@@ -183,8 +183,7 @@ class BaseTrainer(ABC, Generic[ConfigT]):
                 mode = "auto"  # they are of this run: it has moved those of earlier runs away
             self._resumed = self.checkpoints.resume(mode, trainer.resume_from_path)
             self._first = self.steps_done = self._resumed.step if self._resumed else 0
-            finished = was_finished(self.config, self._resumed, self.steps, session.is_main)
-            return not finished
+            return not was_finished(self.config, self._resumed, self.steps, session.is_main)
 
     def start_report(self) -> Reporter:
         """Move the files of an earlier run away; return the reports of this one, a context."""
@@ -236,8 +235,7 @@ class BaseTrainer(ABC, Generic[ConfigT]):
         stopping = self.stop_signal() if step < self.steps else None
         if stopping or step == self.steps:
             self.end_rollouts()
-        save_due = trainer.save_freq > 0 and self._is_due(step, trainer.save_freq)
-        if save_due or stopping:
+        if stopping or (trainer.save_freq > 0 and self._is_due(step, trainer.save_freq)):
             self.save(step, score)
         self.report.draw_if_due()
         self.checkpoints.check()

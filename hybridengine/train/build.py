@@ -106,8 +106,10 @@ def load_preparer(config: JobConfig, path: str | None = None) -> AttachmentPrepa
 @cache
 def _load_preparer(path: str, trust_remote_code: bool, options: str) -> AttachmentPreparer | None:
     model = check_model(path, trust_remote_code)
-    arguments = model, path, json.loads(options), trust_remote_code
-    loaded = (extension.load_preparer(*arguments) for extension in model_extensions())
+    loaded = (
+        extension.load_preparer(model, path, json.loads(options), trust_remote_code)
+        for extension in model_extensions()
+    )
     return next((preparer for preparer in loaded if preparer is not None), None)
 
 
@@ -286,8 +288,8 @@ def load_model(
         base_memory,
         config.max_model_len,
     )
-    ranks = session.world_size
-    mesh = sharding_mesh(session.device.type, ranks, config.num_shards(ranks))
+    num_shards = config.num_shards(session.world_size)
+    mesh = sharding_mesh(session.device.type, session.world_size, num_shards)
     loaded = load_causal_lm(options, mesh)
     if is_policy and (is_trained or not path):
         for extension in model_extensions():
@@ -354,8 +356,7 @@ def build_actor(
     tp_size = config.rollout.tensor_model_parallel_size
     splits = {name: tp_size for name, dim in sliced.items() if dim == 1 and tp_size > 1}
     changes = [partial(use_exact_operators, splits=splits)] if choices.exact else []
-    dim1 = columns.__contains__
-    load = partial(load_model, config, dp.session, changes=changes, shard_dim1=dim1)
+    load = partial(load_model, config, dp.session, changes=changes, shard_dim1=columns.__contains__)
     reference: Any = None
     if config.uses_reference and not config.model.lora_rank:
         reference = partial(on_device, load().requires_grad_(False))

@@ -61,6 +61,7 @@ _EXACT_OPERATORS = (
 _COMPARED = ("gemma", "llama", "mistral", "qwen2", "qwen3", "qwen3_5_text")
 _MASTER_BYTES = 4  # of a weight in the trainer's shards
 _USABLE = 0.9  # of a GPU's memory; the rest is context and fragments
+_OF_THE_PLACE = ("_name_or_path", "transformers_version")  # and not of the model
 _SHARE = "model.share_engine_weights"
 _EXACT = "rollout.exact"
 
@@ -168,10 +169,10 @@ class Choices:
 
     def write(self, folder: Path) -> None:
         """Write the choices and their reasons to choices.json in a run's folder."""
-        names = ("engine", "dtypes", "exact", "shares", "prefix", "delta")
-        chosen = {name: {"choice": getattr(self, name)} for name in names}
-        for name, entry in chosen.items():
-            entry["reason"] = self.reasons[name]
+        chosen = {
+            name: {"choice": getattr(self, name), "reason": self.reasons[name]}
+            for name in ("engine", "dtypes", "exact", "shares", "prefix", "delta")
+        }
         with atomic_file(folder / "choices.json") as temporary:
             temporary.write_text(json.dumps(chosen, indent=2) + "\n")
 
@@ -183,8 +184,8 @@ def agree(config: ConfigT) -> tuple[ConfigT, Choices]:
     together, and where the configuration demands what is impossible.
     """
     model = config_of(config.model)
-    settings = json.dumps(_settings_of(model), sort_keys=True, default=str)
-    own = (Machine.here(), settings)
+    settings = {name: x for name, x in model.to_dict().items() if name not in _OF_THE_PLACE}
+    own = (Machine.here(), json.dumps(settings, sort_keys=True, default=str))
     gathered = all_gather_values(own, tuple[Machine, str]) if dist.is_initialized() else [own]
     for rank, (_, other) in enumerate(gathered):
         if other != gathered[0][1]:
@@ -201,11 +202,6 @@ def agree(config: ConfigT) -> tuple[ConfigT, Choices]:
     machine = Machine.common([machine for machine, _ in gathered], engine)
     config = resolve_dtypes(config, machine)
     return config, decide(config, model, machine)
-
-
-def _settings_of(model: PretrainedConfig) -> dict[str, Any]:
-    own = ("_name_or_path", "transformers_version")  # of the place, not of the model
-    return {name: value for name, value in model.to_dict().items() if name not in own}
 
 
 def decide(
@@ -285,19 +281,17 @@ def _no_prefix(
     config: RLConfig | SFTConfig, model: PretrainedConfig, machine: Machine
 ) -> str | None:
     """Return why no prefix is shared, None if prefixes are."""
-    key, chosen, trust = "actor.shared_prefix", "auto", config.model.trust_remote_code
-    models = {config.model.path: model}
+    key, chosen, others = "actor.shared_prefix", "auto", list[str | None]()
     if isinstance(config, RLConfig):
         chosen = config.actor.shared_prefix
         critic = config.critic.model.path if uses_critic(config) else None
-        for path in (critic, config.algorithm.distill.teacher_path):
-            if path and path not in models and chosen != "off":
-                models[path] = config_of(config.model.at(path))
+        others = [critic, config.algorithm.distill.teacher_path]
     if chosen == "off":
         return f"{key} is off"
     obstacle = machine.obstacles.get("prefix")
-    for path, one in models.items():
-        if reason := shared_prefix_obstacle(one, trust):
+    for path in dict.fromkeys([config.model.path, *filter(None, others)]):
+        one = model if path == config.model.path else config_of(config.model.at(path))
+        if reason := shared_prefix_obstacle(one, config.model.trust_remote_code):
             obstacle = f"model {path!r} cannot share prefixes: {reason}"
             break
     advice = "set it to auto, which packs every sequence with its own prompt there"
@@ -341,10 +335,10 @@ def _doubt(config: RLConfig, model: PretrainedConfig, machine: Machine) -> str |
         return f"rollout.servers may have other operators; start exact ones, and set {_EXACT}=on"
     if config.overlaps:
         return f"trainer.mode is {config.trainer.mode}, in which the engine's weights are older"
-    kind, trust = model.model_type, config.model.trust_remote_code
     advice = f"set {_EXACT}=on to try it"
     if machine.gpu_bytes:
         return f"log-probs were not compared bit for bit on a GPU; {advice}"
+    kind, trust = model.model_type, config.model.trust_remote_code
     if kind not in _COMPARED or trust:
         code = " of remote code" if trust else ""
         return f"models of the type {kind}{code} were not compared with vLLM's; {advice}"

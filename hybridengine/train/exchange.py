@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,9 +53,8 @@ class RowExchange:
         wanted: Sequence[Sequence[int]],
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        group = group or dist.group.WORLD
-        assert group is not None
-        self._group, self._rank = group, group.rank()
+        self._group: Any = group or dist.group.WORLD
+        self._rank = self._group.rank()
         self._sources = sources
         self._wanted = [torch.tensor(rows, dtype=torch.int64) for rows in wanted]
 
@@ -178,7 +178,11 @@ def split_micro_batches(
     replicas = _spread(trees, dp_size)
     count = max(1, *(-(-sum(t.num_tokens for t in part) // max_tokens) for part in replicas))
     split = [_bins(part, count) for part in replicas]
-    while any(_exceeds(part, max_tokens) for parts in split for part in parts):
+    while any(
+        len(part) > 1 and sum(tree.num_tokens for tree in part) > max_tokens
+        for parts in split
+        for part in parts
+    ):
         count += 1
         split = [_bins(part, count) for part in replicas]
     return [[sorted(i for tree in part for i in tree.indices) for part in parts] for parts in split]
@@ -218,7 +222,3 @@ def _largest_cost(bins: list[list[_Tree]]) -> int:
 def _bins(trees: list[_Tree], count: int) -> list[list[_Tree]]:
     bins = balance([tree.cost for tree in trees], count)
     return [[trees[k] for k in part] for part in bins]
-
-
-def _exceeds(trees: list[_Tree], max_tokens: int) -> bool:
-    return len(trees) > 1 and sum(tree.num_tokens for tree in trees) > max_tokens

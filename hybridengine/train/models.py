@@ -218,18 +218,12 @@ class Actor(Learner):
                 given = given.with_parts(self._recorded)
             metrics, log_probs = self._epochs(self.with_active_rows(given))
             metrics |= pop_metrics(self.model)
-            metrics |= self._next_kl_coef(batch, metrics)
+            if self.kl is not None:
+                metrics["actor/kl_coef"] = self.kl.coef  # of this update
+                self.kl.update(metrics["actor/kl_loss"], len(batch.outcomes.last))
             if batch.old_log_probs is None:
                 batch = replace(batch, old_log_probs=batch.join(log_probs))
             return batch, metrics
-
-    def _next_kl_coef(self, batch: RolloutBatch, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the KL coefficient of this update as a metric; set that of the next one."""
-        if self.kl is None:
-            return {}
-        used = self.kl.coef
-        self.kl.update(metrics["actor/kl_loss"], len(batch.outcomes.last))
-        return {"actor/kl_coef": used}
 
     def with_active_rows(self, batch: RolloutBatch) -> RolloutBatch:
         """Find the tokens that may have a gradient: unmasked, with an advantage other than 0.

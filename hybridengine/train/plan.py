@@ -15,7 +15,6 @@ from hybridengine.train.performance import GIB, memory_gib, num_parameters
 
 def plan_table(config: JobConfig, train: Any, val: Any, choices: Choices) -> Table:
     """Describe a run. train, val: its datasets; val may be None."""
-    assert isinstance(config, RLConfig | SFTConfig)
     describe: Any = _describe_sft if isinstance(config, SFTConfig) else _describe_rl
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in describe(config, train, val, choices).items():
@@ -29,7 +28,6 @@ def _describe_rl(
     data, trainer = config.data, config.trainer
     splits = config.overlaps and not config.rollout.servers
     per_epoch = len(train) // data.train_batch_size
-    responses = data.train_batch_size * config.rollout.n
     updates = config.actor.ppo_epochs * (data.train_batch_size // config.ppo_mini_batch_size)
     dropped = f", {train.dropped} overlong ones dropped" if train.dropped else ""
     sp_size = config.sequence_parallel_size
@@ -55,7 +53,8 @@ def _describe_rl(
         "training": f"{len(train)} prompts{dropped}, {per_epoch} steps per epoch, "
         f"{trainer.steps(per_epoch)} in all",
         "validation": f"{len(val)} prompts" if val is not None else "none",
-        "per step": f"{data.train_batch_size} prompts, {responses} responses, "
+        "per step": f"{data.train_batch_size} prompts, "
+        f"{data.train_batch_size * config.rollout.n} responses, "
         f"{updates} optimizer step{'s' if updates > 1 else ''}",
         "lengths": f"prompt up to {data.max_prompt_length}, response up to "
         f"{data.max_response_length} tokens",

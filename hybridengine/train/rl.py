@@ -195,10 +195,13 @@ class RLTrainer(BaseTrainer[RLConfig]):
             if not are_old_known and not config.distills:  # they are those of the update
                 metrics |= self._probs_diff(batch)
             sync = self.sync(step)
-        metrics |= critic.finish(self.step_seconds)
-        metrics |= reward_metrics | batch_metrics(batch, self.dp.group)
-        metrics |= sync.metrics
-        metrics |= self.source.metrics(step, rollouts)
+        metrics |= (
+            critic.finish(self.step_seconds)
+            | reward_metrics
+            | batch_metrics(batch, self.dp.group)
+            | sync.metrics
+            | self.source.metrics(step, rollouts)
+        )
         self._record(path, rollouts, batch, metrics)
         return metrics, rollouts.outcomes.lengths.tolist()
 

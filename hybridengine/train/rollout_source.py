@@ -260,9 +260,9 @@ class ColocatedRollouts(RolloutSource):
             "weight sync": f"into {type(self.engine).__name__}: "
             f"{max(plan.bytes_received) / mib:.1f} MiB received per rank and step (lower bound "
             f"{max(plan.lower_bound) / mib:.1f}), {len(plan.buckets)} buckets of up to "
-            f"{plan.staging_bytes / mib:.1f} MiB"
+            f"{plan.staging_bytes / mib:.1f} MiB",
+            "unsharded weights": self.shared.describe(),
         }
-        rows["unsharded weights"] = self.shared.describe()
         return rows | ({"fully gathered": ", ".join(plan.fallback)} if plan.fallback else {})
 
     def summary(self, last: SyncReport) -> dict[str, Any]:
@@ -369,9 +369,8 @@ class RolloutGenerator:
             return []
         with self.session.phase("reward"):
             own = [(i, c) for i, group in zip(samples, groups, strict=True) for c in group]
-            ids = [c.token_ids for _, c in own]
-            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-            tokens = list(map(ResponseTokens, ids))
+            tokens = [ResponseTokens(c.token_ids) for _, c in own]
+            texts = self.tokenizer.batch_decode([t.ids for t in tokens], skip_special_tokens=True)
             result = score_checked(self.reward, [samples[i] for i, _ in own], texts, tokens)
             return [
                 ScoredResponse(c.compact(), i, texts[k], result.of(k))

@@ -139,7 +139,10 @@ class GivenSettings:
                 both = f"{here[key][0]} and {given}"
                 self.add_fault(f"{key} is given twice in {source}, as {both}; keep one", key)
             else:
-                here[key] = (given, self._translated(key, value))
+                native, reason = self._foreign.values.get(f"{key}={value}", (value, ""))
+                if reason:  # the value has another name in verl
+                    self.notes.setdefault(reason, []).append(f"{key}={value}")
+                here[key] = (given, native)
         self.values |= {key: value for key, (_, value) in here.items()}
 
     def add_adapter(self) -> None:
@@ -170,13 +173,6 @@ class GivenSettings:
             if key.startswith(f"{free}."):
                 return free, _nested({key.removeprefix(f"{free}."): value})
         return key, value
-
-    def _translated(self, key: str, value: Any) -> Any:
-        """Return the native value of one that has another name in verl, and note it."""
-        native, reason = self._foreign.values.get(f"{key}={value}", (value, ""))
-        if reason:
-            self.notes.setdefault(reason, []).append(f"{key}={value}")
-        return native
 
     def add_fault(self, text: str, *keys: str) -> None:
         self.faults.append(text)

@@ -25,8 +25,15 @@ def find_faults(config: JobConfig) -> Iterator[str]:
     A sentence contains the full names of its keys: `load_job` drops those about a key whose value
     is already refused. Extras register checks of their own in the group `hybridengine.checks`.
     """
-    yield from _resume(config)
-    yield from _compile(config)
+    mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
+    if mode in _MODES_OF_A_PATH and path is None:
+        yield f"trainer.resume_mode is {mode}, which needs a folder in trainer.resume_from_path"
+    size, group = config.sharding.wrap_policy.min_num_params, config.policy_group
+    if config.model.compile and size:
+        yield (
+            f"model.compile is true and {group}.fsdp_config.wrap_policy.min_num_params is {size}, "
+            "but a compiled layer is one FSDP group; leave it 0, a group per layer"
+        )
     if isinstance(config, SFTConfig):
         yield from _sft(config)
     elif isinstance(config, RLConfig):
@@ -81,21 +88,6 @@ def _idle_kl(config: RLConfig) -> Iterator[str]:
                 f"{switch} is true with {key} 0: a reference is loaded and computed in every step, "
                 f"and only its KL is measured; set {switch}=false, or a coefficient"
             )
-
-
-def _resume(config: JobConfig) -> Iterator[str]:
-    mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
-    if mode in _MODES_OF_A_PATH and path is None:
-        yield f"trainer.resume_mode is {mode}, which needs a folder in trainer.resume_from_path"
-
-
-def _compile(config: JobConfig) -> Iterator[str]:
-    size, group = config.sharding.wrap_policy.min_num_params, config.policy_group
-    if config.model.compile and size:
-        yield (
-            f"model.compile is true and {group}.fsdp_config.wrap_policy.min_num_params is {size}, "
-            "but a compiled layer is one FSDP group; leave it 0, a group per layer"
-        )
 
 
 def _sft(config: SFTConfig) -> Iterator[str]:

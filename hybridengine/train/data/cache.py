@@ -34,7 +34,8 @@ import msgspec
 from msgspec.msgpack import Ext
 
 from hybridengine.run.config.common import DatasetConfig
-from hybridengine.run.errors import DataError
+from hybridengine.run.errors import DataError, OutputError
+from hybridengine.run.storage import atomic_file
 from hybridengine.train.data.chats import ChatTemplate
 from hybridengine.train.data.files import data_files
 from hybridengine.train.data.template import SpecialTokens
@@ -77,8 +78,8 @@ def identify(
     paths = data_files(files)
     folders = [str(f.parent.resolve()) for f in paths] if template.preparer else []  # of images
     content = _content_hash(paths)
-    settings = (*settings, template.inputs, data.image_key, folders)
-    return content, fingerprint(tokenizer, content, *settings)
+    own = (template.inputs, data.image_key, folders)
+    return content, fingerprint(tokenizer, content, *settings, *own)
 
 
 def fingerprint(tokenizer: Any, content: str, *settings: Any) -> str:
@@ -125,7 +126,7 @@ class CachedDataset(Sequence[T], Generic[T]):
         try:
             self._samples = entry = _read_or_write(_cache_folder() / key, make, sample_type)
             self.dropped = entry.dropped
-        except OSError as error:
+        except (OSError, OutputError) as error:
             print(f"tokenised data is not cached: {error}", file=sys.stderr)
             made = list(make())
             self._samples = [sample for sample in made if sample is not None]
@@ -157,7 +158,7 @@ class _StoredSamples(Sequence[T]):
 
     def __init__(self, path: Path, sample_type: Any) -> None:
         self._file = path.open("rb")
-        self._decoder = msgspec.msgpack.Decoder(
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(
             sample_type, dec_hook=_from_bytes, ext_hook=_from_extension
         )
         size = os.fstat(self._file.fileno()).st_size
@@ -192,8 +193,7 @@ class _StoredSamples(Sequence[T]):
         record = os.pread(self._file.fileno(), size, offset)
         if len(record) != size or zlib.crc32(record) != checksum:
             raise ValueError
-        sample: T = self._decoder.decode(record)
-        return sample
+        return self._decoder.decode(record)
 
 
 def _read_or_write(
@@ -205,12 +205,8 @@ def _read_or_write(
         fcntl.flock(lock, fcntl.LOCK_EX)
         with suppress(OSError, ValueError):
             return _StoredSamples(file, sample_type)
-        partial = file.with_suffix(".partial")
-        try:
+        with atomic_file(file) as partial:
             _write(partial, make())
-            partial.replace(file)
-        finally:
-            partial.unlink(missing_ok=True)
         _remove_unused(file.parent)
         return _StoredSamples(file, sample_type)
 

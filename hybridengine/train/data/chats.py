@@ -135,10 +135,11 @@ class ChatTemplate:
         A template may write a key that it names into some turns only, such as the last one.
         """
         message = chat[turn]
-        known = [name for name in THOUGHTS if self.reads(name)]
-        read = [message.get(name) for name in known]  # some have a thought under several keys
         for key, value in message.items():
-            if not _SAID.search(key) or self.reads(key) or value in read:
+            if not _SAID.search(key) or self.reads(key):
+                continue
+            known = [name for name in THOUGHTS if self.reads(name)]
+            if value in map(message.get, known):  # some have a thought under several keys
                 continue
             rest = {name: other for name, other in message.items() if name != key}
             without = [*chat[:turn], rest, *chat[turn + 1 :]]

@@ -149,6 +149,8 @@ def _fault(message: Any) -> str:
 def _take_loss_flag(where: str, message: dict[str, Any]) -> bool | None:
     """Remove the loss flags of a turn; return whether to train on it, None where it has none."""
     given = {name: message.pop(name) for name in _LOSS_FLAGS if name in message}
+    if not given:
+        return None
     for name, value in given.items():
         if value not in (0, 1):
             raise DataError(
@@ -163,7 +165,7 @@ def _take_loss_flag(where: str, message: dict[str, Any]) -> bool | None:
             f"{where}: {next(iter(given))} asks to train on a turn of the role "
             f"{message['role']!r}; only turns of the assistant are trained on"
         )
-    return values.pop() if values else None
+    return values.pop()
 
 
 def _tools(where: str, row: Mapping[str, Any], key: str) -> list[dict[str, Any]]:

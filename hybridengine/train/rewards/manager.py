@@ -304,9 +304,10 @@ def score_checked(
         _check(name, numbers, len(samples), _is_finite, "a finite number")
     for name, column in result.texts.items():
         _check(name, column, len(samples), _is_text, "a text or None")
-    extras = {name: x for name, x in result.extras.items() if name != "pred"}
-    answers = {name: x for name, x in result.extras.items() if name == "pred"}
-    columns: dict[str, Any] = {**result.texts, **answers}
+    columns: dict[str, Any] = dict(result.texts)
+    extras = dict(result.extras)
+    if "pred" in extras:
+        columns["pred"] = extras.pop("pred")
     texts = {
         name: [x if x is None else to_text(x) for x in column] for name, column in columns.items()
     }
@@ -427,18 +428,17 @@ def check_reward(
 def _check_reward_names(config: RLConfig, result: RewardResult) -> None:
     """Check that the reward returns the results, besides the score, that the algorithm needs."""
     algorithm = config.algorithm
-    model = ["reward_model"] if config.reward.reward_model.enable else []
-    turns = ["turn_rewards"] if config.rollout.multi_turn.enable else []
-    declared = [*result.parts, *turns, *model]
-    returned = ["score", *result.extras, *turns, *model]
-    metric = algorithm.filter_groups.metric
-    if algorithm.filter_groups.enable and metric not in {*returned, *SCORE_NAMES}:
-        raise ConfigError(
-            f"algorithm.filter_groups.metric names {metric!r}, which the reward does not return; "
-            f"it returns {', '.join(returned)}"
-        )
+    more = ["turn_rewards"] if config.rollout.multi_turn.enable else []
+    more += ["reward_model"] if config.reward.reward_model.enable else []
+    if algorithm.filter_groups.enable:
+        metric, returned = algorithm.filter_groups.metric, ["score", *result.extras, *more]
+        if metric not in {*returned, *SCORE_NAMES}:
+            raise ConfigError(
+                f"algorithm.filter_groups.metric names {metric!r}, which the reward does not "
+                f"return; it returns {', '.join(returned)}"
+            )
     if "reward_parts" in NEEDS[algorithm.adv_estimator]:
-        keys = algorithm.gdpo_reward_keys
+        keys, declared = algorithm.gdpo_reward_keys, [*result.parts, *more]
         if missing := sorted(set(keys) - set(declared)):
             raise ConfigError(
                 f"algorithm.gdpo_reward_keys names {missing[0]!r}, which is not a declared reward; "
