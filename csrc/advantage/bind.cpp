@@ -1,17 +1,12 @@
-
 #include <memory>
-#include <optional>
 #include <tuple>
 
 #include "advantage/params.h"
 #include "common/binding.h"
-#include "common/sequences.h"
 
 namespace hybridengine {
 
 namespace {
-
-using OptionalTensor = std::optional<Tensor>;
 
 // At least twice the number of rows, which keeps probes short.
 int64_t table_size_for(int64_t rows) {
@@ -21,126 +16,89 @@ int64_t table_size_for(int64_t rows) {
 }
 
 void check_finite(const char* op, const float* rewards, int64_t bad) {
-  HE_CHECK_VALUE(bad < 0, op, ": rewards[", bad, "] is ", bad < 0 ? 0.0f : rewards[bad],
+  HE_CHECK_VALUE(bad < 0, op, ": rewards[", bad, "] is ", rewards[bad],
                  "; expected finite rewards: check what the reward function returned for it");
 }
 
-void run_on_cpu(GroupAdvantageParams& params) {
-  const int64_t rows = params.num_rows;
-  params.table_size = table_size_for(rows);
-  const auto table = std::make_unique_for_overwrite<int64_t[]>(params.table_size);
-  const auto group_of = std::make_unique_for_overwrite<int64_t[]>(rows);
-  const auto groups = std::make_unique_for_overwrite<GroupStats[]>(rows);
+void run_on_cpu(const Arguments& given, GroupAdvantageParams& p) {
+  p.table_size = table_size_for(p.num_rows);
+  const auto table = std::make_unique_for_overwrite<int64_t[]>(p.table_size);
+  const auto group_of = std::make_unique_for_overwrite<int64_t[]>(p.num_rows);
+  const auto groups = std::make_unique_for_overwrite<GroupStats[]>(p.num_rows);
   int64_t bad_row = -1;
-  params.table = table.get();
-  params.group_of = group_of.get();
-  params.groups = groups.get();
-  params.bad_row = &bad_row;
-  without_gil([&] { group_advantage_cpu(params); });
-  check_finite("group_advantage", params.rewards, bad_row);
+  p.table = table.get();
+  p.group_of = group_of.get();
+  p.groups = groups.get();
+  p.bad_row = &bad_row;
+  given.run(p, group_advantage_cpu);
+  check_finite(given.op(), p.rewards, bad_row);
 }
 
-std::tuple<Tensor, Tensor> group_advantage(const Tensor& rewards, const Tensor& group_ids,
-                                           int64_t estimator, bool norm_by_std, double epsilon,
-                                           const OptionalTensor& lengths,
-                                           const OptionalTensor& cu_seqlens,
-                                           const OptionalTensor& token_mask, int64_t num_tokens) {
-  const int64_t rows = rewards.numel();
-  const Device device = rewards.device();
-  const DeviceGuard guard(device);
+void run_on_cuda(const Arguments& given, GroupAdvantageParams& p) {
+  const int64_t size = table_size_for(p.num_rows);
+  p.rows = {p.rewards, p.group_ids, p.lengths, nullptr, nullptr, size, p.options.leaves_one_out()};
+  const int64_t slot_bytes = size * static_cast<int64_t>(sizeof(GroupSlot));
+  const Tensor slots = given.make(p.rows.slots, {slot_bytes}, kByte);
+  const Tensor slot_of = given.make(p.rows.slot_of, {p.num_rows});
+  given.run(p, group_advantage_cpu, HE_CUDA(group_advantage_cuda));
+}
+
+std::tuple<Tensor, Tensor> group_advantage(In rewards, In group_ids, int64_t estimator,
+                                           bool norm_by_std, double epsilon, OptionalIn lengths,
+                                           OptionalIn cu_seqlens, OptionalIn token_mask,
+                                           int64_t num_tokens) {
   const Arguments given("group_advantage", "rewards", rewards);
-  GroupAdvantageParams params{};
-  params.rewards = given.data<float>("rewards", rewards, {rows});
-  params.group_ids = given.data<int64_t>("group_ids", group_ids, {rows});
-  params.lengths = given.data<float>("lengths", lengths, {rows});
-  params.cu_seqlens = given.data<int32_t>("cu_seqlens", cu_seqlens, {rows + 1});
-  if (cu_seqlens) check_cu_seqlens(*cu_seqlens, num_tokens, "group_advantage");
-  HE_CHECK_VALUE(cu_seqlens || num_tokens == 0, "group_advantage: num_tokens is ", num_tokens,
-                 "; expected 0 without cu_seqlens");
-  HE_CHECK_VALUE(estimator >= 0 && estimator <= static_cast<int64_t>(Estimator::grpo_loo),
-                 "group_advantage: estimator is ", estimator, ", which does not exist");
-  params.token_mask = given.data<bool>("response_mask", token_mask, {num_tokens});
-  Tensor advantages = empty({rows}, kFloat, device);
-  Tensor tokens = empty({num_tokens}, kFloat, device);
-  params.advantages = advantages.data<float>();
-  params.token_advantages = tokens.data<float>();
-  params.num_rows = rows;
-  params.num_tokens = num_tokens;
-  params.options = {static_cast<Estimator>(estimator), norm_by_std, epsilon};
-  params.num_threads = get_num_threads();
-  if (rows == 0) {
-    tokens = zeros({num_tokens}, kFloat, device);
-  } else if (device.is_cpu()) {
-    run_on_cpu(params);
-#ifdef HYBRIDENGINE_WITH_CUDA
-  } else if (device.is_cuda()) {
-    const int64_t table_size = table_size_for(rows);
-    const Tensor slots =
-        empty({table_size * static_cast<int64_t>(sizeof(GroupSlot))}, kByte, device);
-    const Tensor slot_of = empty({rows}, kLong, device);
-    params.rows = {params.rewards,
-                   params.group_ids,
-                   params.lengths,
-                   static_cast<GroupSlot*>(slots.data()),
-                   slot_of.data<int64_t>(),
-                   table_size,
-                   params.options.leaves_one_out()};
-    check_cuda(group_advantage_cuda(params, current_stream(device)), "group_advantage");
-#endif
+  GroupAdvantageParams p{};
+  int64_t sequences = rewards.numel();
+  p.rewards = given.data<float>("rewards", rewards, {&p.num_rows});
+  p.group_ids = given.data<int64_t>("group_ids", group_ids, {p.num_rows});
+  p.lengths = given.data<float>("lengths", lengths, {p.num_rows});
+  p.cu_seqlens = given.ends("cu_seqlens", cu_seqlens, &sequences, num_tokens);
+  given.expect(sequences == p.num_rows, "cu_seqlens has ", sequences, " sequences; expected ",
+               p.num_rows);
+  given.number("num_tokens", num_tokens, 0, cu_seqlens ? INT64_MAX : 0);
+  p.num_tokens = num_tokens;
+  p.token_mask = given.data<bool>("response_mask", token_mask, {num_tokens});
+  Tensor advantages = given.make(p.advantages, {p.num_rows});
+  Tensor tokens = given.make(p.token_advantages, {num_tokens});
+  p.options = {given.choice("estimator", estimator, Estimator::grpo_loo), norm_by_std, epsilon};
+  if (p.num_rows == 0) {
+    tokens = zeros({num_tokens}, kFloat, given.device());
   } else {
-    no_kernel_for(device, "group_advantage");
+    (given.device().is_cpu() ? run_on_cpu : run_on_cuda)(given, p);
   }
   return {advantages, tokens};
 }
 
-std::tuple<Tensor, Tensor> gae(const Tensor& rewards, const OptionalTensor& values,
-                               const Tensor& cu_seqlens, const OptionalTensor& token_mask,
+std::tuple<Tensor, Tensor> gae(In rewards, OptionalIn values, In cu_seqlens, OptionalIn token_mask,
                                double gamma, double lam) {
-  const int64_t tokens = rewards.numel();
-  const Device device = rewards.device();
-  const DeviceGuard guard(device);
   const Arguments given("gae", "rewards", rewards);
-  GaeParams params{};
-  params.rewards = given.data<float>("rewards", rewards, {tokens});
-  params.values = given.data<float>("values", values, {tokens});
-  params.token_mask = given.data<bool>("response_mask", token_mask, {tokens});
-  params.cu_seqlens = given.data<int32_t>("cu_seqlens", cu_seqlens, {cu_seqlens.numel()});
-  check_cu_seqlens(cu_seqlens, tokens, "gae");
-  Tensor advantages = empty({tokens}, kFloat, device);
-  Tensor returns = empty({tokens}, kFloat, device);
-  params.advantages = advantages.data<float>();
-  params.returns = returns.data<float>();
-  params.num_tokens = tokens;
-  params.num_sequences = cu_seqlens.numel() - 1;
-  params.gamma = gamma;
-  params.lam = lam;
-  params.num_threads = get_num_threads();
-  if (params.num_sequences <= 0) {
-    advantages = zeros({tokens}, kFloat, device);
-    returns = zeros({tokens}, kFloat, device);
-  } else if (device.is_cpu()) {
-    int64_t bad_token = -1;
-    params.bad_token = &bad_token;
-    without_gil([&] { gae_cpu(params); });
-    check_finite("gae", params.rewards, bad_token);
-#ifdef HYBRIDENGINE_WITH_CUDA
-  } else if (device.is_cuda()) {
-    check_cuda(gae_cuda(params, current_stream(device)), "gae");
-#endif
-  } else {
-    no_kernel_for(device, "gae");
+  GaeParams p{};
+  int64_t bad_token = -1;
+  p.rewards = given.data<float>("rewards", rewards, {&p.num_tokens});
+  p.values = given.data<float>("values", values, {p.num_tokens});
+  p.token_mask = given.data<bool>("response_mask", token_mask, {p.num_tokens});
+  p.cu_seqlens = given.ends("cu_seqlens", cu_seqlens, &p.num_sequences, p.num_tokens);
+  p.gamma = gamma;
+  p.lam = lam;
+  p.bad_token = &bad_token;
+  if (p.num_sequences == 0) {
+    const auto none = [&] { return zeros({p.num_tokens}, kFloat, given.device()); };
+    return {none(), none()};
   }
+  Tensor advantages = given.make(p.advantages, {p.num_tokens});
+  Tensor returns = given.make(p.returns, {p.num_tokens});
+  given.run(p, gae_cpu, HE_CUDA(gae_cuda));
+  if (given.device().is_cpu()) check_finite(given.op(), p.rewards, bad_token);
   return {advantages, returns};
 }
 
 }  // namespace
 
 void register_advantage(py::module_& m) {
-  m.def("group_advantage", &group_advantage, py::arg("rewards"), py::arg("group_ids"),
-        py::arg("estimator"), py::arg("norm_by_std"), py::arg("epsilon"), py::arg("lengths"),
-        py::arg("cu_seqlens"), py::arg("token_mask"), py::arg("num_tokens"));
-  m.def("gae", &gae, py::arg("rewards"), py::arg("values"), py::arg("cu_seqlens"),
-        py::arg("token_mask"), py::arg("gamma"), py::arg("lam"));
+  def(m, "group_advantage", &group_advantage,
+      "rewards group_ids estimator norm_by_std epsilon lengths cu_seqlens token_mask num_tokens");
+  def(m, "gae", &gae, "rewards values cu_seqlens token_mask gamma lam");
 }
 
 }  // namespace hybridengine

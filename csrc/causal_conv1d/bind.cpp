@@ -1,10 +1,9 @@
 #include <array>
-#include <optional>
 #include <tuple>
 #include <vector>
 
 #include "causal_conv1d/params.h"
-#include "common/sequences.h"
+#include "common/segments.h"
 
 namespace hybridengine {
 
@@ -33,47 +32,33 @@ std::vector<ConvSegment> plan_segments(const SegmentBounds& bounds, int64_t widt
   return segments;
 }
 
-void fill(CausalConv1d& p, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-          const std::optional<Tensor>& initial_state, const std::vector<ConvSegment>& segments,
-          bool silu) {
+Arguments fill(CausalConv1d& p, std::vector<ConvSegment>& segments, In x, In weight,
+               OptionalIn bias, In cu_seqlens, OptionalIn parents, OptionalIn initial_state,
+               bool silu) {
   const Arguments given(kOp, "x", x);
-  if (!x.device().is_cpu()) no_kernel_for(x.device(), kOp);
-  p.dtype = float_dtype(x, "x");
-  HE_CHECK_VALUE(p.dtype != DType::f64, kOp, ": x has dtype float64; use the reference");
-  p.tokens = x.size(0), p.channels = x.size(1), p.width = weight.size(0);
-  HE_CHECK_VALUE(x.has_unit_inner_stride(), kOp, ": x has strides ", x.strides(),
-                 "; expected inner stride 1");
-  p.weight = given.data<float>("weight", weight, {p.width, p.channels});
+  given.on_cpu();
+  p.dtype = given.dtype("x", x.scalar_type());
+  p.x = given.data("x", x, kFloats, {&p.tokens, &p.channels}, &p.x_stride);
+  p.weight = given.data<float>("weight", weight, {&p.width, p.channels});
+  given.number("the width of weight", p.width, 2, kMaxConvWidth);
   p.bias = given.data<float>("bias", bias, {p.channels});
-  if (initial_state) {
-    p.initial = given.data("initial_state", *initial_state, x.scalar_type(),
-                           {std::ssize(segments), p.width - 1, p.channels});
-  }
-  p.x = x.data(), p.x_stride = x.stride(0);
+  const SegmentBounds bounds = check_segments(given, cu_seqlens, parents, p.tokens);
+  p.initial = given.data("initial_state", initial_state, x.scalar_type(),
+                         {bounds.count, p.width - 1, p.channels});
+  segments = plan_segments(bounds, p.width, initial_state.has_value());
   p.segments = &segments;
   p.silu = silu;
-  p.num_threads = get_num_threads();
+  return given;
 }
 
-int64_t width_of(const Tensor& x, const Tensor& weight) {
-  HE_CHECK_VALUE(
-      x.dim() == 2 && weight.dim() == 2 && weight.size(0) >= 2 && weight.size(0) <= kMaxConvWidth,
-      kOp, ": x is ", x.sizes(), " and weight ", weight.sizes(),
-      "; expected [T, C] and [width, C], width from 2 to ", kMaxConvWidth);
-  return weight.size(0);
-}
-
-Tensor forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-               const Tensor& cu_seqlens, const std::optional<Tensor>& parents,
-               const std::optional<Tensor>& initial_state, bool silu) {
-  const int64_t width = width_of(x, weight);
-  const auto segments = plan_segments(check_segments(kOp, cu_seqlens, parents, x.size(0)), width,
-                                      initial_state.has_value());
+Tensor forward(In x, In weight, OptionalIn bias, In cu_seqlens, OptionalIn parents,
+               OptionalIn initial_state, bool silu) {
   CausalConv1dForward p{};
-  fill(p, x, weight, bias, initial_state, segments, silu);
-  Tensor out = empty({p.tokens, p.channels}, x.scalar_type());
-  p.out = out.data();
-  without_gil([&] { causal_conv1d_cpu(p); });
+  std::vector<ConvSegment> segments;
+  const Arguments given =
+      fill(p, segments, x, weight, bias, cu_seqlens, parents, initial_state, silu);
+  Tensor out = given.make(p.out, {p.tokens, p.channels}, x.scalar_type());
+  if (p.channels > 0) given.run(p, causal_conv1d_cpu);
   return out;
 }
 
@@ -81,58 +66,43 @@ using Gradient = std::optional<Tensor>;
 
 // The gradients of x, weight [width, C], bias and initial_state, the last three float32: those that
 // are `wanted`, in this order.
-std::tuple<Gradient, Gradient, Gradient, Gradient> backward(
-    const Tensor& grad_out, const Tensor& x, const Tensor& weight,
-    const std::optional<Tensor>& bias, const Tensor& cu_seqlens,
-    const std::optional<Tensor>& parents, const std::optional<Tensor>& initial_state, bool silu,
-    const std::array<bool, 4>& wanted) {
-  const int64_t width = width_of(x, weight);
-  auto segments = plan_segments(check_segments(kOp, cu_seqlens, parents, x.size(0)), width,
-                                initial_state.has_value());
+std::tuple<Gradient, Gradient, Gradient, Gradient> backward(In grad_out, In x, In weight,
+                                                            OptionalIn bias, In cu_seqlens,
+                                                            OptionalIn parents,
+                                                            OptionalIn initial_state, bool silu,
+                                                            const std::array<bool, 4>& wanted) {
+  CausalConv1dBackward p{};
+  std::vector<ConvSegment> segments;
+  const Arguments given =
+      fill(p, segments, x, weight, bias, cu_seqlens, parents, initial_state, silu);
+  p.grad_out =
+      given.data("grad_out", grad_out, x.scalar_type(), {p.tokens, p.channels}, &p.grad_stride);
   int64_t slots = 0;
   for (const ConvSegment& segment : segments) {
     if (segment.parent < 0) continue;
     int64_t& slot = segments[segment.parent].tail_slot;
     if (slot < 0) slot = slots++;
   }
-  CausalConv1dBackward p{};
-  fill(p, x, weight, bias, initial_state, segments, silu);
-  HE_CHECK_VALUE(grad_out.sizes() == x.sizes() && grad_out.scalar_type() == x.scalar_type() &&
-                     grad_out.device() == x.device() && grad_out.has_unit_inner_stride(),
-                 kOp, ": grad_out is ", grad_out.sizes(), " of ", grad_out.scalar_type(),
-                 "; expected ", x.sizes(), " of ", x.scalar_type(), " with inner stride 1");
-  p.grad_out = grad_out.data(), p.grad_stride = grad_out.stride(0);
-  Tensor tails = zeros({slots, width - 1, p.channels}, kFloat);
+  const Tensor tails = zeros({slots, p.width - 1, p.channels}, kFloat);
+  p.tails = tails.data<float>();
   Gradient grad_x, grad_weight, grad_bias, grad_initial;
-  if (wanted[0]) {
-    grad_x = empty({p.tokens, p.channels}, x.scalar_type());
-    p.grad_x = grad_x->data();
-  }
-  if (wanted[1]) {
-    grad_weight = empty({width, p.channels}, kFloat);
-    p.grad_weight = grad_weight->data<float>();
-  }
-  if (wanted[2] && bias) {
-    grad_bias = empty({p.channels}, kFloat);
-    p.grad_bias = grad_bias->data<float>();
-  }
+  if (wanted[0]) grad_x = given.make(p.grad_x, {p.tokens, p.channels}, x.scalar_type());
+  if (wanted[1]) grad_weight = given.make(p.grad_weight, {p.width, p.channels});
+  if (wanted[2] && bias) grad_bias = given.make(p.grad_bias, {p.channels});
   if (wanted[3] && initial_state) {
     grad_initial = zeros(initial_state->sizes(), kFloat);
     p.grad_initial = grad_initial->data<float>();
   }
-  p.tails = tails.data<float>();
-  without_gil([&] { causal_conv1d_backward_cpu(p); });
+  if (p.channels > 0) given.run(p, causal_conv1d_backward_cpu);
   return {grad_x, grad_weight, grad_bias, grad_initial};
 }
 
 }  // namespace
 
 void register_causal_conv1d(py::module_& m) {
-  m.def("causal_conv1d", &forward, py::arg("x"), py::arg("weight"), py::arg("bias"),
-        py::arg("cu_seqlens"), py::arg("parents"), py::arg("initial_state"), py::arg("silu"));
-  m.def("causal_conv1d_backward", &backward, py::arg("grad_out"), py::arg("x"), py::arg("weight"),
-        py::arg("bias"), py::arg("cu_seqlens"), py::arg("parents"), py::arg("initial_state"),
-        py::arg("silu"), py::arg("wanted"));
+  def(m, "causal_conv1d", &forward, "x weight bias cu_seqlens parents initial_state silu");
+  def(m, "causal_conv1d_backward", &backward,
+      "grad_out x weight bias cu_seqlens parents initial_state silu wanted");
 }
 
 }  // namespace hybridengine

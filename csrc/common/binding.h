@@ -1,118 +1,248 @@
-// Shared by every bind.cpp: argument checks and what follows a launch.
+// Shared by every bind.cpp: the checks of arguments, new tensors, and the run of a kernel.
+//
+// All that an address is computed from is checked here or in the bind.cpp. The operators of
+// hybridengine.kernels check for the user's sake, and word their errors for the user.
 #pragma once
 
 #include <pybind11/stl.h>
 
+#include <array>
 #include <initializer_list>
 #include <optional>
 
 #include "common/dtype.h"
 #include "common/graph.h"
 #include "common/heads.h"
+#include "common/rows.h"
 #include "common/tensor.h"
+
+#ifdef HYBRIDENGINE_WITH_CUDA
+#define HE_CUDA(kernel) kernel
+#else
+#define HE_CUDA(kernel) nullptr  // this build has none
+#endif
 
 namespace hybridengine {
 
-// Element type for kernels that do arithmetic; an error for anything but f32, f16, bf16, f64.
-inline DType float_dtype(const ScalarType& type, const char* name) {
-  if (type == kFloat) return DType::f32;
-  if (type == kHalf) return DType::f16;
-  if (type == kBFloat16) return DType::bf16;
-  HE_CHECK_VALUE(type == kDouble, name, " has dtype ", type,
-                 "; expected float32, float16, bfloat16 or float64");
-  return DType::f64;
-}
+// --- What an argument has to be ------------------------------------------------------------------
 
-inline DType float_dtype(const Tensor& tensor, const char* name) {
-  return float_dtype(tensor.scalar_type(), name);
-}
+// Element types; does not own them.
+class Types {
+ public:
+  Types(const ScalarType& type) : first_(&type), count_(1) {}
+  template <size_t count>
+  constexpr Types(const ScalarType (&types)[count]) : first_(types), count_(count) {}
 
-// Raises ValueError unless the argument is a contiguous vector of this size and type.
-inline void check_vector(const Tensor& tensor, const char* name, ScalarType dtype, int64_t size) {
-  HE_CHECK_VALUE(tensor.dim() == 1 && tensor.scalar_type() == dtype && tensor.size(0) == size &&
-                     tensor.is_contiguous(),
-                 name, " has shape ", tensor.sizes(), " and dtype ", tensor.scalar_type(),
-                 "; expected a contiguous [", size, "] tensor of ", dtype);
-}
+  const ScalarType* begin() const { return first_; }
+  const ScalarType* end() const { return first_ + count_; }
+  bool have(const ScalarType& type) const { return std::find(begin(), end(), type) != end(); }
 
-// Raises ValueError unless x is [tokens of like, heads, dim] of the type of `like`.
-inline HeadRows head_rows(const char* op, const char* name, const Tensor& x, const Tensor& like,
-                          int64_t heads, int64_t dim) {
-  HE_CHECK_VALUE(x.sizes() == Sizes({like.size(0), heads, dim}) &&
-                     x.scalar_type() == like.scalar_type() && x.has_unit_inner_stride(),
-                 op, ": ", name, " has shape ", x.sizes(), ", strides ", x.strides(), " and dtype ",
-                 x.scalar_type(), "; expected [", like.size(0), ", ", heads, ", ", dim, "] of ",
-                 like.scalar_type(), " with inner stride 1");
-  return {x.data(), x.stride(0), x.stride(1)};
-}
-
-// A tensor argument and its name; absent tensors are not checked.
-struct NamedTensor {
-  NamedTensor(const char* name, const Tensor& tensor) : name(name), tensor(&tensor) {}
-  NamedTensor(const char* name, const std::optional<Tensor>& tensor)
-      : name(name), tensor(tensor ? &*tensor : nullptr) {}
-  const char* name;
-  const Tensor* tensor;
+ private:
+  const ScalarType* first_;
+  int64_t count_;
 };
 
-// Raises ValueError naming the first tensor that is not on the device of the first one present.
-inline void check_same_device(const char* op, std::initializer_list<NamedTensor> arguments) {
-  const NamedTensor* first = nullptr;
-  for (const NamedTensor& argument : arguments) {
-    if (!argument.tensor) continue;
-    if (!first) first = &argument;
-    HE_CHECK_VALUE(argument.tensor->device() == first->tensor->device(), op, ": ", argument.name,
-                   " is on ", argument.tensor->device(), ", ", first->name, " on ",
-                   first->tensor->device(), "; move them to one device");
-  }
-}
+constexpr ScalarType kFloats[] = {kFloat, kBFloat16, kHalf};
+constexpr ScalarType kAllFloats[] = {kFloat, kBFloat16, kHalf, kDouble};
+constexpr ScalarType kWideFloats[] = {kFloat, kBFloat16};
+constexpr ScalarType kShortFloats[] = {kBFloat16, kHalf};
 
-// The tensors of a call: data() is where a tensor's elements are, if it is on the device of the
-// first one, contiguous and of this type and shape, else it raises ValueError. Absent tensors have
-// none.
-class Arguments {
+// Of one of kAllFloats.
+DType dtype_of(const ScalarType& type);
+
+// A size, or where the size of the argument goes, whatever it is.
+class Dim {
  public:
-  Arguments(const char* op, const char* first_name, const Tensor& first)
-      : op_(op), first_(first_name, first) {}
+  Dim(int64_t size) : size_(size) {}
+  Dim(int64_t* found) : found_(found) {}
 
-  void* data(const char* name, const Tensor& tensor, ScalarType dtype, Sizes shape) const {
-    check_same_device(op_, {first_, {name, tensor}});
-    HE_CHECK_VALUE(
-        tensor.scalar_type() == dtype && tensor.sizes() == shape && tensor.is_contiguous(), op_,
-        ": ", name, " has shape ", tensor.sizes(), " and dtype ", tensor.scalar_type(),
-        "; expected a contiguous ", shape, " tensor of ", dtype);
-    return tensor.data();
-  }
-  template <typename T>
-  T* data(const char* name, const Tensor& tensor, Sizes shape) const {
-    return static_cast<T*>(data(name, tensor, scalar_type_of<T>(), shape));
-  }
-  template <typename T>
-  T* data(const char* name, const std::optional<Tensor>& tensor, Sizes shape) const {
-    return tensor ? data<T>(name, *tensor, shape) : nullptr;
+  bool takes(int64_t size) const { return found_ ? (*found_ = size, true) : size == size_; }
+  friend std::ostream& operator<<(std::ostream& out, const Dim& dim) {
+    return dim.found_ ? out << "*" : out << dim.size_;
   }
 
  private:
-  const char* op_;
-  NamedTensor first_;
+  int64_t size_ = 0;
+  int64_t* found_ = nullptr;
 };
 
-// Calls kernel(params) with Python's lock released. params.*rows is the number of rows of its
-// operands: a graph that this thread captures calls it again, with fewer rows.
-template <typename Params, typename Kernel>
-void run_rows(const char* op, const Params& params, int64_t Params::* rows, const Kernel& kernel) {
-  if (Graph* graph = Graph::capturing()) graph->add(op, params, rows, kernel);
-  const py::gil_scoped_release released;
-  kernel(params);
+// Does not own its dimensions.
+class Shape {
+ public:
+  Shape(std::initializer_list<Dim> dims) : Shape(dims.begin(), std::ssize(dims)) {}
+
+  const Dim* begin() const { return first_; }
+  const Dim* end() const { return first_ + count_; }
+  bool takes(const Sizes& sizes) const {
+    const auto takes = [](const Dim& dim, int64_t size) { return dim.takes(size); };
+    return !first_ || std::equal(begin(), end(), sizes.begin(), sizes.end(), takes);
+  }
+  static Shape any() { return Shape(nullptr, 0); }
+  friend std::ostream& operator<<(std::ostream& out, const Shape& shape);
+
+ private:
+  Shape(const Dim* first, int64_t count) : first_(first), count_(count) {}
+
+  const Dim* first_;  // null: any
+  int64_t count_;
+};
+
+// Of an argument, or of an entry of a list of tensors.
+struct Name {
+  Name(const char* text) : text(text) {}
+  Name(const char* list, int64_t index) : text(list), index(index) {}
+  friend std::ostream& operator<<(std::ostream& out, const Name& name) {
+    out << name.text;
+    return name.index < 0 ? out : out << "[" << name.index << "]";
+  }
+
+  const char* text;
+  int64_t index = -1;
+};
+
+// How functions take tensors.
+using In = const Tensor&;
+using OptionalIn = const std::optional<Tensor>&;
+
+// A tensor, or none: nothing is checked of an absent one.
+struct MaybeTensor {
+  MaybeTensor(const Tensor& given) : tensor(&given) {}
+  MaybeTensor(const std::optional<Tensor>& given) : tensor(given ? &*given : nullptr) {}
+  const Tensor* tensor;
+};
+
+// --- A call --------------------------------------------------------------------------------------
+
+// The arguments of a call of an operator, all on the device of the first one. What is not as it has
+// to be raises ValueError with the name, what was given and what is expected.
+class Arguments {
+ public:
+  Arguments(const char* op, const Name& name, const Tensor& first)
+      : op_(op), name_(name), device_(first.device()) {}
+  explicit Arguments(const char* op) : op_(op), name_("") {}  // without tensors
+
+  const char* op() const { return op_; }
+  const Device& device() const { return device_; }
+  // RuntimeError on any other device.
+  const Arguments& on_cpu() const {
+    if (!device_.is_cpu()) no_kernel();
+    return *this;
+  }
+
+  // Where the elements of a tensor are, null for an absent one. It is contiguous; with a
+  // `row_stride` it is a matrix with inner stride 1.
+  void* data(const Name& name, const MaybeTensor& given, Types types, Shape shape,
+             int64_t* row_stride = nullptr) const;
+  template <typename T>
+  T* data(const Name& name, const MaybeTensor& given, Shape shape,
+          int64_t* row_stride = nullptr) const {
+    return static_cast<T*>(data(name, given, scalar_type_of<T>(), shape, row_stride));
+  }
+  Rows rows(const Name& name, const Tensor& given, Types types, Shape shape) const {
+    int64_t stride;
+    const void* first = data(name, given, types, shape, &stride);
+    return {first, stride};
+  }
+  // [tokens, heads, dim] with inner stride 1.
+  HeadRows heads(const Name& name, const Tensor& given, Types types, Shape shape) const {
+    check(name, given, types, shape, Layout::rows);
+    return {given.data(), given.stride(0), given.stride(1)};
+  }
+  DType dtype(const Name& name, const ScalarType& given, Types types = kFloats) const;
+  void same_device(const Name& name, const MaybeTensor& given) const;
+
+  // [*count + 1] numbers that ascend from 0 to `total`, or below it unless they `cover` all. On a
+  // GPU they are not read, which would synchronize: the kernels clamp them (sequence_bounds.h).
+  const int32_t* ends(const Name& name, const MaybeTensor& given, int64_t* count, int64_t total,
+                      const char* unit = "tokens", bool cover = false) const;
+
+  void expect(bool condition, const auto&... parts) const {
+    if (!condition) [[unlikely]]
+      throw py::value_error(joined(op_, ": ", parts...));
+  }
+  int64_t number(const Name& name, int64_t given, int64_t least, int64_t most) const {
+    expect(least <= given && given <= most, name, " is ", given, "; expected ", least, " to ",
+           most);
+    return given;
+  }
+  template <typename Enum>
+  Enum choice(const Name& name, int64_t given, Enum last) const {
+    return static_cast<Enum>(number(name, given, 0, static_cast<int64_t>(last)));
+  }
+
+  // A new tensor on the device, whose elements `data` becomes.
+  Tensor make(auto*& data, const Sizes& shape, const ScalarType& dtype) const {
+    Tensor made = empty(shape, dtype, device_);
+    data = static_cast<std::remove_reference_t<decltype(data)>>(made.data());
+    return made;
+  }
+  template <typename T>
+  Tensor make(T*& data, const Sizes& shape) const {
+    return make(data, shape, scalar_type_of<T>());
+  }
+  // Of these sizes; unless it is wanted, without elements and null.
+  template <typename T>
+  Tensor make_if(bool wanted, T*& data, int64_t first, auto... sizes) const {
+    Tensor made = make(data, {wanted ? first : 0, int64_t{sizes}...});
+    if (!wanted) data = nullptr;
+    return made;
+  }
+
+  // Calls the kernel of the device, on a CPU with Python's lock released.
+  template <typename Params>
+  void run(Params& p, void (*cpu)(const Params&),
+           std::type_identity_t<int (*)(const Params&, void*)> cuda = nullptr) const {
+    p.num_threads = get_num_threads();
+    if (device_.is_cpu()) return without_gil([&] { cpu(p); });
+    if (!cuda || !device_.is_cuda()) no_kernel();
+    launch([&](void* stream) { return cuda(p, stream); });
+  }
+  // The same on a CPU. params.*rows is the number of rows of its operands: a graph that this thread
+  // captures calls it again, with fewer rows.
+  template <typename Params, typename Kernel>
+  void run_rows(Params& p, int64_t Params::* rows, const Kernel& kernel) const {
+    p.num_threads = get_num_threads();
+    if (Graph* graph = Graph::capturing()) graph->add(op_, p, rows, kernel);
+    const py::gil_scoped_release released;
+    kernel(p);
+  }
+  // kernel(stream) returns a cudaError_t.
+  template <typename Kernel>
+  void launch(const Kernel& kernel) const {
+    const DeviceGuard guard(device_);
+    const int error = kernel(current_stream(device_));
+    HE_CHECK(error == 0, op_, " failed to launch: CUDA error ", error);
+  }
+  [[noreturn]] void no_kernel() const;
+
+ private:
+  enum class Layout { contiguous, rows };
+  void check(const Name& name, const Tensor& given, Types types, Shape shape, Layout layout) const;
+
+  const char* op_;
+  Name name_;  // of the first one
+  Device device_;
+};
+
+// ValueError unless values[i] is from `least` to `most`. For kernels: it needs no Arguments.
+template <typename T>
+void check_values(const char* op, const char* name, const T* values, int64_t count, int64_t least,
+                  int64_t most) {
+  for (int64_t i = 0; i < count; ++i)
+    HE_CHECK_VALUE(least <= values[i] && values[i] <= most, op, ": ", name, "[", i, "] is ",
+                   values[i], "; expected ", least, " to ", most);
 }
 
-inline void check_cuda(int error, const char* kernel) {
-  HE_CHECK(error == 0, kernel, " failed to launch: CUDA error ", error);
-}
-
-[[noreturn]] inline void no_kernel_for(const Device& device, const char* op) {
-  throw std::runtime_error(joined(op, ": this build of hybridengine._C has no kernel for ", device,
-                                  "; build with HYBRIDENGINE_CUDA=ON or use backend='reference'"));
+// Adds a function to the module. `names`, with a blank between them, and `last` are its arguments.
+template <typename Result, typename... Arguments, typename... Last>
+void def(py::module_& m, const char* name, Result (*function)(Arguments...), const char* names,
+         const Last&... last) {
+  std::istringstream words(names);
+  std::array<std::string, sizeof...(Arguments) - sizeof...(Last)> of;
+  for (std::string& word : of) words >> word;
+  HE_CHECK(words && words.peek() == EOF, name, " has other arguments than ", names);
+  std::apply([&](const auto&... word) { m.def(name, function, py::arg(word.c_str())..., last...); },
+             of);
 }
 
 }  // namespace hybridengine

@@ -164,19 +164,18 @@ struct Panel {
     const int64_t group = (row - first_row) / 4, groups = (last_row - first_row + 3) / 4;
     Tile<T> tile;
     for (int r = 0; r < kRows; ++r) {
-      tile.x[r] = static_cast<const T*>(p.x) + std::min(row + r, p.rows - 1) * p.x_stride + first_k;
+      tile.x[r] = p.x.row<T>(std::min(row + r, p.rows - 1)) + first_k;
     }
     tile.k = last_k - first_k;
-    tile.ahead = ahead * p.weight_stride;
+    tile.ahead = ahead * p.weight.stride;
     tile.ahead_begin = tile.k * group / groups;
     tile.ahead_end = tile.k * (group + 1) / groups;
-    const auto* weight = static_cast<const T*>(p.weight) + first_k;
     const bool is_whole = first_k == 0 && last_k == p.k;
     for (int64_t n = begin; n < end; n += S::kTiles * S::kOutputs) {
       VecF* lanes = carried[group] + (is_whole ? 0 : (n - begin) * kRows);
       for (int t = 0; t < S::kTiles; ++t) {
         for (int o = 0; o < S::kOutputs; ++o) {
-          tile.weight[o] = weight + std::min(n + t * S::kOutputs + o, end - 1) * p.weight_stride;
+          tile.weight[o] = p.weight.row<T>(std::min(n + t * S::kOutputs + o, end - 1)) + first_k;
         }
         multiply_tile<kRows, S::kOutputs>(tile, lanes + t * S::kSums, first_k > 0);
       }

@@ -10,14 +10,13 @@
 
 #include "common/dtype.h"
 #include "common/isa.h"
+#include "common/rows.h"
 
 namespace hybridengine {
 
 struct DecodeLinear {
-  const void* x;  // [rows, k], inner stride 1
-  int64_t x_stride;
-  const void* weight;  // [n, k], inner stride 1
-  int64_t weight_stride;
+  Rows x;            // [rows, k]
+  Rows weight;       // [n, k]
   const void* bias;  // [n] contiguous or null
   DType dtype;       // of x, weight and bias: f32 or bf16
   void* out;         // [rows, n] contiguous

@@ -11,7 +11,7 @@ void add(const AddScaled& p) {
   parallel_for(p.rows, kRowGrain, p.num_threads, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       T* out = static_cast<T*>(p.out) + row * p.out_stride;
-      const T* update = row_of<T>(p.update, row);
+      const T* update = p.update.row<T>(row);
       for_parts(p.width, [&](Part part) {
         const VecF scaled = product<T>(part.load_from(update), splat(p.scale));
         part.store_to(out, part.load_from(out) + scaled);

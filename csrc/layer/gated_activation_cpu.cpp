@@ -62,7 +62,7 @@ template <typename T, Gate activation>
 void forward(const GatedActivation& p) {
   parallel_for(p.rows, kRowGrain, p.num_threads, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const T *gate = row_of<T>(p.gate, row), *up = row_of<T>(p.up, row);
+      const T *gate = p.gate.row<T>(row), *up = p.up.row<T>(row);
       T* out = static_cast<T*>(p.out) + row * p.width;
       for_parts(p.width, [&](Part part) {
         part.store_to(out, activated<activation>(part.load_from(gate)).value * part.load_from(up));
@@ -75,8 +75,8 @@ template <typename T, Gate activation>
 void backward(const GatedActivationBackward& p) {
   parallel_for(p.rows, kRowGrain, p.num_threads, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const T *gate = row_of<T>(p.gate, row), *up = row_of<T>(p.up, row);
-      const T* grad = row_of<T>(p.grad_out, row);
+      const T *gate = p.gate.row<T>(row), *up = p.up.row<T>(row);
+      const T* grad = p.grad_out.row<T>(row);
       T* grad_gate = static_cast<T*>(p.grad_gate) + row * p.width;
       T* grad_up = static_cast<T*>(p.grad_up) + row * p.width;
       for_parts(p.width, [&](Part part) {

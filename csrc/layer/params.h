@@ -9,14 +9,9 @@
 
 #include "common/dtype.h"
 #include "common/isa.h"
+#include "common/rows.h"
 
 namespace hybridengine {
-
-// [rows, width], inner stride 1.
-struct Rows {
-  const void* data;
-  int64_t stride;
-};
 
 // out = x / sqrt(mean(x^2) + eps) * (weight + offset), in float32, rounded at the end. With
 // round_first x / sqrt(...) is rounded to the dtype before it is multiplied. Where there is a

@@ -62,7 +62,7 @@ void backward(const RmsNormBackward& p) {
   std::vector<float> sums(blocks * padded);
   parallel_for(blocks, 1, p.num_threads, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin * kBlockRows; row < std::min(p.rows, end * kBlockRows); ++row) {
-      const T *x = row_of<T>(p.x, row), *grad = row_of<T>(p.grad_out, row);
+      const T *x = p.x.row<T>(row), *grad = p.grad_out.row<T>(row);
       T* grad_x = static_cast<T*>(p.grad_x) + row * p.width;
       float* grad_weight = sums.data() + row / kBlockRows * padded;
       const float inverse = p.inverse_rms[row];

@@ -10,11 +10,6 @@ namespace hybridengine::HYBRIDENGINE_ISA {
 
 constexpr int64_t kRowGrain = 4;  // rows of a thread at least
 
-template <typename T>
-const T* row_of(const Rows& rows, int64_t row) {
-  return static_cast<const T*>(rows.data) + row * rows.stride;
-}
-
 // A vector of a row: the first `count` elements exist, the others are 0 and are not stored.
 struct Part {
   int64_t begin;

@@ -1,8 +1,7 @@
 #include <array>
-#include <optional>
 #include <tuple>
 
-#include "common/sequences.h"
+#include "common/segments.h"
 #include "linear_recurrence/params.h"
 
 namespace hybridengine {
@@ -40,57 +39,49 @@ Segments plan_segments(const SegmentBounds& bounds, bool keep_borders) {
   return plan;
 }
 
-void fill(LinearRecurrence& p, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
-          const std::optional<Tensor>& beta, const std::optional<Tensor>& initial_state,
-          const Segments& plan, double scale, bool delta, bool l2_norm) {
-  check_same_device(kOp, {{"q", q}, {"k", k}, {"v", v}});
+Arguments fill(LinearRecurrence& p, Segments& plan, In q, In k, In v, In g, OptionalIn beta,
+               In cu_seqlens, OptionalIn parents, OptionalIn initial_state, double scale,
+               bool delta, bool l2_norm, bool keep_borders) {
   const Arguments given(kOp, "q", q);
-  if (!q.device().is_cpu()) no_kernel_for(q.device(), kOp);
-  p.dtype = float_dtype(q, "q");
-  HE_CHECK_VALUE(p.dtype != DType::f64, kOp, ": q has dtype float64; use the reference");
-  HE_CHECK_VALUE(q.dim() == 3 && v.dim() == 3 && q.size(1) > 0 && q.size(2) > 0 && v.size(1) > 0 &&
-                     v.size(2) > 0 && v.size(1) % q.size(1) == 0,
-                 kOp, ": q is ", q.sizes(), " and v ", v.sizes(),
-                 "; expected [T, H_k, D_k] and [T, H_v, D_v], H_v a multiple of H_k");
-  p.tokens = q.size(0), p.k_heads = q.size(1), p.k_dim = q.size(2);
-  p.v_heads = v.size(1), p.v_dim = v.size(2);
-  p.q = head_rows(kOp, "q", q, q, p.k_heads, p.k_dim);
-  p.k = head_rows(kOp, "k", k, q, p.k_heads, p.k_dim);
-  p.v = head_rows(kOp, "v", v, q, p.v_heads, p.v_dim);
+  given.on_cpu();
+  const ScalarType type = q.scalar_type();
+  p.dtype = given.dtype("q", type);
+  p.q = given.heads("q", q, type, {&p.tokens, &p.k_heads, &p.k_dim});
+  p.k = given.heads("k", k, type, {p.tokens, p.k_heads, p.k_dim});
+  p.v = given.heads("v", v, type, {p.tokens, &p.v_heads, &p.v_dim});
+  given.expect(
+      p.k_heads > 0 && p.k_dim > 0 && p.v_heads > 0 && p.v_dim > 0 && p.v_heads % p.k_heads == 0,
+      "q is ", q.sizes(), " and v ", v.sizes(),
+      "; expected [T, H_k, D_k] and [T, H_v, D_v], H_v a multiple of H_k");
   p.g_channels = g.dim() == 3;
-  p.beta = given.data<float>("beta", beta, {p.tokens, p.v_heads});
   p.g = p.g_channels ? given.data<float>("g", g, {p.tokens, p.v_heads, p.k_dim})
                      : given.data<float>("g", g, {p.tokens, p.v_heads});
+  p.beta = given.data<float>("beta", beta, {p.tokens, p.v_heads});
+  const SegmentBounds bounds = check_segments(given, cu_seqlens, parents, p.tokens);
   p.initial = given.data<float>("initial_state", initial_state,
-                                {std::ssize(plan.segments), p.v_heads, p.k_dim, p.v_dim});
+                                {bounds.count, p.v_heads, p.k_dim, p.v_dim});
+  plan = plan_segments(bounds, keep_borders);
   p.plan = &plan;
   p.scale = static_cast<float>(scale);
   p.delta = delta, p.l2_norm = l2_norm;
-  p.num_threads = get_num_threads();
+  return given;
 }
 
 // The output, the states that a backward needs (without keep_states those of parents only), and the
 // last state of every segment if it is wanted (else empty).
-std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                           const Tensor& g, const std::optional<Tensor>& beta,
-                                           const Tensor& cu_seqlens,
-                                           const std::optional<Tensor>& parents,
-                                           const std::optional<Tensor>& initial_state, double scale,
-                                           bool delta, bool l2_norm, bool keep_states,
+std::tuple<Tensor, Tensor, Tensor> forward(In q, In k, In v, In g, OptionalIn beta, In cu_seqlens,
+                                           OptionalIn parents, OptionalIn initial_state,
+                                           double scale, bool delta, bool l2_norm, bool keep_states,
                                            bool wants_final) {
-  HE_CHECK_VALUE(q.dim() == 3, kOp, ": q has shape ", q.sizes(), "; expected [T, H_k, D_k]");
-  const Segments plan =
-      plan_segments(check_segments(kOp, cu_seqlens, parents, q.size(0)), keep_states);
   LinearRecurrenceForward p{};
-  fill(p, q, k, v, g, beta, initial_state, plan, scale, delta, l2_norm);
-  Tensor out = empty({p.tokens, p.v_heads, p.v_dim}, q.scalar_type());
-  Tensor states = empty({plan.slots, p.v_heads, p.k_dim, p.v_dim}, kFloat);
-  const int64_t finals = wants_final ? std::ssize(plan.segments) : 0;
-  Tensor final_states = empty({finals, p.v_heads, p.k_dim, p.v_dim}, kFloat);
-  p.out = out.data();
-  p.states = states.data<float>();
-  p.final_states = wants_final ? final_states.data<float>() : nullptr;
-  without_gil([&] { linear_recurrence_cpu(p); });
+  Segments plan;
+  const Arguments given = fill(p, plan, q, k, v, g, beta, cu_seqlens, parents, initial_state, scale,
+                               delta, l2_norm, keep_states);
+  Tensor out = given.make(p.out, {p.tokens, p.v_heads, p.v_dim}, q.scalar_type());
+  Tensor states = given.make(p.states, {plan.slots, p.v_heads, p.k_dim, p.v_dim});
+  Tensor final_states = given.make_if(wants_final, p.final_states, std::ssize(plan.segments),
+                                      p.v_heads, p.k_dim, p.v_dim);
+  given.run(p, linear_recurrence_cpu);
   return {out, states, final_states};
 }
 
@@ -99,53 +90,39 @@ using Gradient = std::optional<Tensor>;
 // The gradients of q and k for each head of v, and of v, g, beta and initial_state: those that are
 // `wanted`, in this order.
 std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient, Gradient> backward(
-    const Tensor& grad_out, const std::optional<Tensor>& grad_final, const Tensor& q,
-    const Tensor& k, const Tensor& v, const Tensor& g, const std::optional<Tensor>& beta,
-    const Tensor& cu_seqlens, const std::optional<Tensor>& parents,
-    const std::optional<Tensor>& initial_state, const Tensor& states, double scale, bool delta,
-    bool l2_norm, const std::array<bool, 6>& wanted) {
-  HE_CHECK_VALUE(q.dim() == 3, kOp, ": q has shape ", q.sizes(), "; expected [T, H_k, D_k]");
-  const Segments plan = plan_segments(check_segments(kOp, cu_seqlens, parents, q.size(0)), true);
+    In grad_out, OptionalIn grad_final, In q, In k, In v, In g, OptionalIn beta, In cu_seqlens,
+    OptionalIn parents, OptionalIn initial_state, In states, double scale, bool delta, bool l2_norm,
+    const std::array<bool, 6>& wanted) {
   LinearRecurrenceBackward p{};
-  fill(p, q, k, v, g, beta, initial_state, plan, scale, delta, l2_norm);
-  p.grad_out = head_rows(kOp, "grad_out", grad_out, q, p.v_heads, p.v_dim);
-  const Arguments given(kOp, "q", q);
-  check_same_device(kOp, {{"q", q}, {"grad_out", grad_out}});
+  Segments plan;
+  const Arguments given = fill(p, plan, q, k, v, g, beta, cu_seqlens, parents, initial_state, scale,
+                               delta, l2_norm, true);
+  p.grad_out = given.heads("grad_out", grad_out, q.scalar_type(), {p.tokens, p.v_heads, p.v_dim});
   p.states = given.data<float>("states", states, {plan.slots, p.v_heads, p.k_dim, p.v_dim});
   p.grad_final = given.data<float>("grad_final", grad_final,
                                    {std::ssize(plan.segments), p.v_heads, p.k_dim, p.v_dim});
   Gradient grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial;
-  const auto wants = [](Gradient& gradient, const Tensor& made) {
-    gradient = made;
-    return gradient->data<float>();
-  };
-  const auto per_head = [&] { return empty({p.tokens, p.v_heads, p.k_dim}, kFloat); };
-  if (wanted[0]) p.grad_q = wants(grad_q, per_head());
-  if (wanted[1]) p.grad_k = wants(grad_k, per_head());
-  if (wanted[2]) {
-    grad_v = empty({p.tokens, p.v_heads, p.v_dim}, q.scalar_type());
-    p.grad_v = grad_v->data();
-  }
-  if (wanted[3]) p.grad_g = wants(grad_g, empty_like(g));
-  if (wanted[4] && beta) p.grad_beta = wants(grad_beta, empty_like(*beta));
+  if (wanted[0]) grad_q = given.make(p.grad_q, {p.tokens, p.v_heads, p.k_dim});
+  if (wanted[1]) grad_k = given.make(p.grad_k, {p.tokens, p.v_heads, p.k_dim});
+  if (wanted[2]) grad_v = given.make(p.grad_v, v.sizes(), v.scalar_type());
+  if (wanted[3]) grad_g = given.make(p.grad_g, g.sizes());
+  if (wanted[4] && beta) grad_beta = given.make(p.grad_beta, beta->sizes());
   if (wanted[5] && initial_state) {
-    p.grad_initial = wants(grad_initial, zeros(initial_state->sizes(), kFloat));
+    grad_initial = zeros(initial_state->sizes(), kFloat);
+    p.grad_initial = grad_initial->data<float>();
   }
-  without_gil([&] { linear_recurrence_backward_cpu(p); });
+  given.run(p, linear_recurrence_backward_cpu);
   return {grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial};
 }
 
 }  // namespace
 
 void register_linear_recurrence(py::module_& m) {
-  m.def("linear_recurrence", &forward, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("g"),
-        py::arg("beta"), py::arg("cu_seqlens"), py::arg("parents"), py::arg("initial_state"),
-        py::arg("scale"), py::arg("delta"), py::arg("l2_norm"), py::arg("keep_states"),
-        py::arg("wants_final"));
-  m.def("linear_recurrence_backward", &backward, py::arg("grad_out"), py::arg("grad_final"),
-        py::arg("q"), py::arg("k"), py::arg("v"), py::arg("g"), py::arg("beta"),
-        py::arg("cu_seqlens"), py::arg("parents"), py::arg("initial_state"), py::arg("states"),
-        py::arg("scale"), py::arg("delta"), py::arg("l2_norm"), py::arg("wanted"));
+  def(m, "linear_recurrence", &forward,
+      "q k v g beta cu_seqlens parents initial_state scale delta l2_norm keep_states wants_final");
+  def(m, "linear_recurrence_backward", &backward,
+      "grad_out grad_final q k v g beta cu_seqlens parents initial_state states scale delta "
+      "l2_norm wanted");
 }
 
 }  // namespace hybridengine

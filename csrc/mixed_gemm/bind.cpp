@@ -1,7 +1,4 @@
-
 #include <dlfcn.h>
-
-#include <optional>
 
 #include "common/binding.h"
 #include "mixed_gemm/params.h"
@@ -68,57 +65,48 @@ bool has_mixed_gemm(ScalarType dtype) {
 }
 
 // `x` [rows, k], with stride 1 along one of them.
-Operand operand(const Tensor& x, const char* name, ScalarType dtype) {
-  HE_CHECK_VALUE(x.dim() == 2 && x.scalar_type() == dtype && (x.stride(0) == 1 || x.stride(1) == 1),
-                 "mixed_gemm: ", name, " has shape ", x.sizes(), ", strides ", x.strides(),
-                 " and dtype ", x.scalar_type(), "; expected a ", dtype,
-                 " matrix with stride 1 along a dimension");
+Operand operand(const Arguments& given, const char* name, In x, ScalarType dtype) {
+  given.same_device(name, x);
+  given.expect(x.dim() == 2 && x.scalar_type() == dtype && (x.stride(0) == 1 || x.stride(1) == 1),
+               name, " has shape ", x.sizes(), ", strides ", x.strides(), " and dtype ",
+               x.scalar_type(), "; expected a ", dtype, " matrix with stride 1 along a dimension");
   // A [rows, 1] matrix with row stride 1 counts as either layout.
   return {static_cast<const uint16_t*>(x.data()), x.stride(0), x.stride(1)};
 }
 
 // out [m, n] float32 (+)= a [m, k] @ b [n, k].T (+ bias [n]), a and b bfloat16 or float16.
-void mixed_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, Tensor& out,
-                bool accumulate) {
-  HE_CHECK(a.is_cpu() && has_mixed_gemm(a.scalar_type()),
-           "mixed_gemm: no 16-bit kernel with a float32 result for ", a.scalar_type(), " on ",
-           a.device(), " of this machine; convert the operands to float32");
-  check_same_device("mixed_gemm", {{"a", a}, {"b", b}, {"bias", bias}, {"out", out}});
+void mixed_gemm(In a, In b, OptionalIn bias, Tensor& out, bool accumulate) {
+  const Arguments given("mixed_gemm", "a", a);
+  const ScalarType type = a.scalar_type();
+  HE_CHECK(a.is_cpu() && has_mixed_gemm(type),
+           "mixed_gemm: no 16-bit kernel with a float32 result for ", type, " on ", a.device(),
+           " of this machine; convert the operands to float32");
   MixedGemm p{};
-  p.a = operand(a, "a", a.scalar_type());
-  p.b = operand(b, "b", a.scalar_type());
+  p.a = operand(given, "a", a, type);
+  p.b = operand(given, "b", b, type);
   p.m = a.size(0), p.n = b.size(0), p.k = a.size(1);
-  HE_CHECK_VALUE(b.size(1) == p.k && out.dim() == 2 && out.size(0) == p.m && out.size(1) == p.n &&
-                     out.scalar_type() == kFloat && out.is_cpu() && b.is_cpu() &&
-                     out.has_unit_inner_stride() && (p.m <= 1 || out.stride(0) >= p.n),
-                 "mixed_gemm: a is ", a.sizes(), ", b ", b.sizes(), " and out ", out.sizes(), " ",
-                 out.scalar_type(), "; expected [m, k], [n, k] and float32 [m, n]");
-  if (bias) {
-    HE_CHECK_VALUE(!accumulate, "mixed_gemm: bias and accumulate exclude each other");
-    check_vector(*bias, "bias", kFloat, p.n);
-    p.bias = bias->data<float>();
-  }
+  given.expect(b.size(1) == p.k, "a is ", a.sizes(), ", b ", b.sizes(),
+               "; expected [m, k] and [n, k]");
+  given.expect(!bias || !accumulate, "bias and accumulate exclude each other");
+  p.bias = given.data<float>("bias", bias, {p.n});
+  p.out = given.data<float>("out", out, {p.m, p.n}, &p.out_stride);
+  given.expect(p.m <= 1 || p.out_stride >= p.n, "out has strides ", out.strides(),
+               "; expected rows that do not share memory");
   if (p.m == 0 || p.n == 0) return;
-  p.out = out.data<float>();
-  p.out_stride = out.stride(0);
   p.accumulate = accumulate;
   p.share_a = p.m <= p.n;
   const int64_t rows = p.share_a ? rounded_up(p.m, kTileRows) : rounded_up(p.n, kTileColumns);
-  Tensor shared = empty({rows * padded_depth(p.k)}, a.scalar_type());
-  p.shared = static_cast<uint16_t*>(shared.data());
-  const bool half = a.scalar_type() == kHalf;
-  p.multiply_tile = half ? multiply_tile<f16> : multiply_tile<bf16>;
+  const Tensor shared = given.make(p.shared, {rows * padded_depth(p.k)}, type);
+  p.multiply_tile = type == kHalf ? multiply_tile<f16> : multiply_tile<bf16>;
   p.release = [] { brgemm_release(true); };
-  p.num_threads = get_num_threads();
-  without_gil([&] { mixed_gemm_cpu(p); });
+  given.run(p, mixed_gemm_cpu);
 }
 
 }  // namespace
 
 void register_mixed_gemm(py::module_& m) {
-  m.def("has_mixed_gemm", &has_mixed_gemm, py::arg("dtype"));
-  m.def("mixed_gemm", &mixed_gemm, py::arg("a"), py::arg("b"), py::arg("bias"), py::arg("out"),
-        py::arg("accumulate"));
+  def(m, "has_mixed_gemm", &has_mixed_gemm, "dtype");
+  def(m, "mixed_gemm", &mixed_gemm, "a b bias out accumulate");
 }
 
 }  // namespace hybridengine

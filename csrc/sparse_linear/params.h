@@ -9,18 +9,15 @@
 
 #include "common/dtype.h"
 #include "common/isa.h"
+#include "common/rows.h"
 
 namespace hybridengine {
 
 struct SparseRows {
-  const void* hidden;  // [rows, width], inner stride 1
-  int64_t hidden_stride;
-  const void* weight;  // [vocab, width], inner stride 1
-  int64_t weight_stride;
+  Rows hidden;  // [rows, width]
+  Rows weight;  // [vocab, width]
   DType dtype;  // of both
-  int64_t rows;
-  int64_t width;
-  int64_t vocab;
+  int64_t rows, width, vocab;
   const int32_t* ids;   // [ends[rows]], counted over the whole vocabulary
   const int32_t* ends;  // [rows + 1]
   int64_t first_id;     // vocab-parallel: the first id of this slice; else 0

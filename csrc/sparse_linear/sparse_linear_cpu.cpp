@@ -43,17 +43,15 @@ void write(T* out, const float* values, int64_t count) {
 }
 
 template <typename T>
-struct Rows {
-  explicit Rows(const SparseRows& p) : p(p) {}
+struct Operands {
+  explicit Operands(const SparseRows& p) : p(p) {}
   const SparseRows& p;
-  const T* hidden(int64_t row) const {
-    return static_cast<const T*>(p.hidden) + row * p.hidden_stride;
-  }
+  const T* hidden(int64_t row) const { return p.hidden.row<T>(row); }
   // The weight's row of an entry; null if it belongs to another slice of the vocabulary.
   const T* weight(int64_t entry) const {
     const int64_t id = p.ids[entry] - p.first_id;
     if (id < 0 || id >= p.vocab) return nullptr;
-    return static_cast<const T*>(p.weight) + id * p.weight_stride;
+    return p.weight.row<T>(id);
   }
   int64_t row_of(int64_t entry) const {
     return std::upper_bound(p.ends, p.ends + p.rows + 1, entry) - p.ends - 1;
@@ -62,7 +60,7 @@ struct Rows {
 
 template <typename T>
 void logits(const SparseLogits& p) {
-  const Rows<T> rows(p);
+  const Operands<T> rows(p);
   parallel_for(p.ends[p.rows], kGrain, p.num_threads, [&](int64_t begin, int64_t end) {
     int64_t row = rows.row_of(begin);
     for (int64_t entry = begin; entry < end; ++entry) {
@@ -75,7 +73,7 @@ void logits(const SparseLogits& p) {
 
 template <typename T>
 void hidden_grad(const SparseHiddenGrad& p) {
-  const Rows<T> rows(p);
+  const Operands<T> rows(p);
   parallel_for(p.rows, 1, p.num_threads, [&](int64_t begin, int64_t end) {
     std::vector<float> total(p.width);
     for (int64_t row = begin; row < end; ++row) {
@@ -92,7 +90,7 @@ void hidden_grad(const SparseHiddenGrad& p) {
 
 template <typename T, typename G>
 void weight_grad(const SparseWeightGrad& p) {
-  const Rows<T> rows(p);
+  const Operands<T> rows(p);
   // An id costs as much as writing its row, and as reading a row per entry: threads share that sum.
   const auto cost_before = [&](int64_t id) { return id + 2 * p.begin[id]; };
   const auto first_id_at = [&](int64_t cost) {

@@ -1,10 +1,8 @@
-
 #include <algorithm>
 #include <map>
-#include <optional>
 #include <vector>
 
-#include "common/binding.h"
+#include "common/slice_table.h"
 #include "strided_copy/params.h"
 #include "strided_copy/quantize.h"
 
@@ -14,12 +12,8 @@ namespace {
 
 using Tensors = std::vector<Tensor>;
 
-constexpr int64_t kTableColumns = 4 + 3 * kCopyDims;
+constexpr const char* kCopy = "strided_copy";
 constexpr const char* kQuantize = "block_quantize";
-
-bool is_float(const ScalarType& type) {
-  return type == kFloat || type == kHalf || type == kBFloat16 || type == kDouble;
-}
 
 DType raw_dtype(int64_t bytes) {
   return bytes == 1   ? DType::raw1
@@ -27,9 +21,6 @@ DType raw_dtype(int64_t bytes) {
          : bytes == 4 ? DType::raw4
                       : DType::raw8;
 }
-
-// No tensor has more: products of a size and a stride within it fit an int64_t.
-constexpr int64_t kMaxElements = int64_t{1} << 60;
 
 // The last element of a tensor that any row accesses, and that row.
 struct Reach {
@@ -49,23 +40,25 @@ struct Overlap {
 class CopyTable {
  public:
   // blocks: for block quantization, the number of the block that each row lies in.
-  CopyTable(const Tensor& table, const std::optional<Tensor>& blocks);
+  CopyTable(In table, OptionalIn blocks);
   void copy(const Tensors& sources, const Tensors& destinations);
   // absmax: int32 by block, raised to the bits of the largest magnitude. scale: float32 by block.
   // dtype: of the engine, to which values are rounded first.
-  void absmax(const Tensors& sources, const Tensor& absmax, ScalarType dtype) {
+  void absmax(const Tensors& sources, In absmax, ScalarType dtype) {
     run_blocks(sources, nullptr, absmax, dtype);
   }
-  void quantize(const Tensors& sources, const Tensors& destinations, const Tensor& scale,
-                ScalarType dtype) {
+  void quantize(const Tensors& sources, const Tensors& destinations, In scale, ScalarType dtype) {
     run_blocks(sources, &destinations, scale, dtype);
   }
 
  private:
-  void run_blocks(const Tensors& sources, const Tensors* destinations, Tensor per_block,
+  void run_blocks(const Tensors& sources, const Tensors* destinations, In per_block,
                   ScalarType dtype);
-  void resolve_destinations(const Tensors& destinations, const Device& device,
+  void resolve_destinations(const Arguments& given, const Tensors& destinations,
                             std::vector<void*>& addresses) const;
+  template <typename Params>
+  void set_tables(const Arguments& given, Params& params, const std::vector<void*>& addresses,
+                  size_t sources);
   void upload_tables(const Device& device, const std::vector<void*>& addresses);
 
   std::vector<CopyRow> rows_;
@@ -77,81 +70,58 @@ class CopyTable {
   std::vector<void*> uploaded_;
 };
 
-// last = offset + sum of (size - 1) * stride; false where that overflows or is above kMaxElements.
-bool last_element(int64_t offset, const int64_t* size, const int64_t* stride, int64_t& last) {
-  last = offset;
-  for (int dim = 0; dim < kCopyDims; ++dim) {
-    int64_t step;
-    if (__builtin_mul_overflow(size[dim] - 1, stride[dim], &step) ||
-        __builtin_add_overflow(last, step, &last))
-      return false;
-  }
-  return last <= kMaxElements;
-}
-
 // Checks one side of row `number`, updates the reach of its tensor and returns the last element.
-int64_t update_reach(Reaches& reaches, const char* name, int64_t number, int64_t index,
+int64_t update_reach(Reaches& reaches, const char* list, int64_t number, int64_t index,
                      int64_t offset, const int64_t* size, const int64_t* stride) {
-  HE_CHECK_INDEX(index >= 0 && index < (int64_t{1} << 31), "strided_copy: row ", number, " names ",
-                 name, "[", index, "], which cannot exist");
-  HE_CHECK_INDEX(offset >= 0, "strided_copy: row ", number, " begins at element ", offset, " of ",
-                 name, "[", index, "]; offsets must not be negative");
-  for (int dim = 0; dim < kCopyDims; ++dim)
-    HE_CHECK_INDEX(stride[dim] >= 0, "strided_copy: row ", number, " has stride ", stride[dim],
-                   " in dimension ", dim, " of ", name, "[", index,
-                   "]; strides must not be negative");
-  int64_t last;
-  HE_CHECK_INDEX(last_element(offset, size, stride, last), "strided_copy: row ", number,
-                 " reaches more than 2^60 elements beyond the start of ", name, "[", index,
-                 "]; no tensor has as many");
+  const auto expect = [&](bool condition, const auto&... parts) {
+    HE_CHECK_INDEX(condition, kCopy, ": row ", number, " of ", Name(list, index), " ", parts...);
+  };
+  expect(index >= 0 && index < (int64_t{1} << 31), "names tensor ", index, ", which cannot exist");
+  expect(offset >= 0, "begins at element ", offset, "; offsets must not be negative");
+  int64_t last = offset;
+  for (int dim = 0; dim < kCopyDims; ++dim) {
+    expect(stride[dim] >= 0, "has stride ", stride[dim], "; strides must not be negative");
+    expect(extend(last, size[dim], stride[dim]), "reaches more than 2^60 elements");
+  }
   Reach& reach = reaches[index];
   if (last > reach.last) reach = {last, number};
   return last;
 }
 
-CopyTable::CopyTable(const Tensor& table, const std::optional<Tensor>& blocks) {
-  HE_CHECK_VALUE(table.dim() == 2 && table.size(1) == kTableColumns &&
-                     table.scalar_type() == kLong && table.is_contiguous() &&
-                     table.device().is_cpu(),
-                 "strided_copy: table has shape ", table.sizes(), ", dtype ", table.scalar_type(),
-                 " on ", table.device(), "; expected a contiguous [P, 16] int64 tensor on the CPU");
-  if (blocks) check_vector(*blocks, "blocks", kLong, table.size(0));
-  const int64_t* block = blocks ? blocks->data<int64_t>() : nullptr;
-  const int64_t* entry = table.data<int64_t>();
-  rows_.reserve(table.size(0));
+CopyTable::CopyTable(In table, OptionalIn blocks) {
+  const Arguments given(kCopy, "table", table);
+  int64_t num_rows;
+  const SliceRow* slice = slice_rows(given, table, &num_rows);
+  const auto* block = given.data<int64_t>("blocks", blocks, {num_rows});
+  rows_.reserve(num_rows);
   int64_t all_elements = 0;
-  for (int64_t i = 0; i < table.size(0); ++i, entry += kTableColumns) {
-    const int64_t* size = entry + 4;
-    const int64_t* src_stride = size + kCopyDims;
-    const int64_t* dst_stride = src_stride + kCopyDims;
+  for (int64_t i = 0; i < num_rows; ++i, ++slice) {
     bool empty = false, fits = true;
     int64_t elements = 1;
     for (int dim = 0; dim < kCopyDims; ++dim) {
-      HE_CHECK_VALUE(size[dim] >= 0, "strided_copy: row ", i, " has size ", size[dim],
-                     " in dimension ", dim, "; sizes must not be negative");
-      empty |= size[dim] == 0;
-      fits = fits && !__builtin_mul_overflow(elements, size[dim], &elements);
+      given.expect(slice->size[dim] >= 0, "row ", i, " has size ", slice->size[dim],
+                   " in dimension ", dim, "; sizes must not be negative");
+      empty |= slice->size[dim] == 0;
+      fits = fits && !__builtin_mul_overflow(elements, slice->size[dim], &elements);
     }
     if (empty) continue;
-    HE_CHECK_VALUE(fits && elements <= kMaxElements - all_elements, "strided_copy: row ", i,
-                   " has, with those before it, more than 2^60 elements; expected the sizes of "
-                   "slices of tensors");
+    given.expect(fits && elements <= kMaxElements - all_elements, "row ", i,
+                 " has, with those before it, more than 2^60 elements");
     all_elements += elements;
-    update_reach(src_reach_, "sources", i, entry[0], entry[2], size, src_stride);
-    const int64_t last =
-        update_reach(dst_reach_, "destinations", i, entry[1], entry[3], size, dst_stride);
-    const int64_t places = last - entry[3] + 1;
+    update_reach(src_reach_, "sources", i, slice->src, slice->src_offset, slice->size,
+                 slice->src_stride);
+    const int64_t last = update_reach(dst_reach_, "destinations", i, slice->dst, slice->dst_offset,
+                                      slice->size, slice->dst_stride);
+    const int64_t places = last - slice->dst_offset + 1;
     if (elements > places && overlap_.row < 0) overlap_ = {i, elements, places};
     CopyRow row{};
-    row.src = static_cast<int32_t>(entry[0]);
-    row.dst = static_cast<int32_t>(entry[1]);
-    row.src_offset = entry[2];
-    row.dst_offset = entry[3];
-    for (int dim = 0; dim < kCopyDims; ++dim) {
-      row.size[dim] = size[dim];
-      row.src_stride[dim] = src_stride[dim];
-      row.dst_stride[dim] = dst_stride[dim];
-    }
+    row.src = static_cast<int32_t>(slice->src);
+    row.dst = static_cast<int32_t>(slice->dst);
+    row.src_offset = slice->src_offset;
+    row.dst_offset = slice->dst_offset;
+    std::copy_n(slice->size, kCopyDims, row.size);
+    std::copy_n(slice->src_stride, kCopyDims, row.src_stride);
+    std::copy_n(slice->dst_stride, kCopyDims, row.dst_stride);
     coalesce(row);
     row.src_align = alignment(row, row.src_stride);
     row.dst_align = alignment(row, row.dst_stride);
@@ -168,152 +138,115 @@ CopyTable::CopyTable(const Tensor& table, const std::optional<Tensor>& blocks) {
   }
 }
 
-// The addresses of the tensors of one side, after checking that the rows stay inside them.
-void resolve(const Tensors& tensors, const Reaches& reaches, const char* name, const Device& device,
-             std::vector<void*>& addresses) {
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const Tensor& tensor = tensors[i];
-    HE_CHECK_VALUE(tensor.scalar_type() == tensors[0].scalar_type(), "strided_copy: ", name, "[", i,
-                   "] has dtype ", tensor.scalar_type(), " but ", name, "[0] has ",
-                   tensors[0].scalar_type(), "; all of them must share one dtype");
-    HE_CHECK_VALUE(tensor.device() == device, "strided_copy: ", name, "[", i, "] is on ",
-                   tensor.device(), "; expected ", device, " like sources[0]");
-    addresses.push_back(tensor.data());
+// Adds the addresses of the tensors of one side, after checking that the rows stay inside them.
+void resolve(const Arguments& given, const Tensors& tensors, const Reaches& reaches,
+             const char* list, std::vector<void*>& addresses) {
+  for (int64_t i = 0; i < std::ssize(tensors); ++i) {
+    const Name name(list, i);
+    given.same_device(name, tensors[i]);
+    given.expect(tensors[i].scalar_type() == tensors[0].scalar_type(), name, " has dtype ",
+                 tensors[i].scalar_type(), " but ", list, "[0] has ", tensors[0].scalar_type(),
+                 "; all of them must share one dtype");
+    addresses.push_back(tensors[i].data());
   }
   for (const auto& [index, reach] : reaches) {
-    HE_CHECK_INDEX(index < static_cast<int64_t>(tensors.size()), "strided_copy: row ", reach.row,
-                   " names ", name, "[", index, "], but there are ", tensors.size());
-    const Tensor& tensor = tensors[index];
-    const int64_t available = tensor.extent();
-    HE_CHECK_INDEX(reach.last < available, "strided_copy: row ", reach.row, " reaches element ",
-                   reach.last, " of ", name, "[", index, "], which has ", available,
+    HE_CHECK_INDEX(index < std::ssize(tensors), given.op(), ": row ", reach.row, " names ",
+                   Name(list, index), ", but there are ", tensors.size());
+    const int64_t available = tensors[index].extent();
+    HE_CHECK_INDEX(reach.last < available, given.op(), ": row ", reach.row, " reaches element ",
+                   reach.last, " of ", Name(list, index), ", which has ", available,
                    " elements from its start");
   }
 }
 
 // Equal dtypes move bytes; others must be floats that convert.
-void choose_dtypes(const Tensor& source, const Tensor& destination, StridedCopyParams& params) {
-  const ScalarType src = source.scalar_type();
-  const ScalarType dst = destination.scalar_type();
+void choose_dtypes(const Arguments& given, In source, In destination, StridedCopyParams& params) {
+  const ScalarType src = source.scalar_type(), dst = destination.scalar_type();
   if (src == dst) {
-    HE_CHECK_VALUE(source.element_size() <= 8, "strided_copy: dtype ", src, " is not supported");
-    params.src_dtype = params.dst_dtype = raw_dtype(source.element_size());
+    given.expect(src.bytes() <= 8, "dtype ", src, " is not supported");
+    params.src_dtype = params.dst_dtype = raw_dtype(src.bytes());
     return;
   }
-  HE_CHECK_VALUE(is_float(src) && is_float(dst), "strided_copy: no cast from ", src, " to ", dst,
-                 "; float32, float16, bfloat16 and float64 cast to each other, every other "
-                 "dtype only copies to itself");
-  params.src_dtype = float_dtype(source, "sources[0]");
-  params.dst_dtype = float_dtype(destination, "destinations[0]");
+  const Types floats(kAllFloats);
+  given.expect(floats.have(src) && floats.have(dst), "no cast from ", src, " to ", dst,
+               "; float32, float16, bfloat16 and float64 cast to each other, every other "
+               "dtype only copies to itself");
+  params.src_dtype = dtype_of(src);
+  params.dst_dtype = dtype_of(dst);
 }
 
-void CopyTable::resolve_destinations(const Tensors& destinations, const Device& device,
+void CopyTable::resolve_destinations(const Arguments& given, const Tensors& destinations,
                                      std::vector<void*>& addresses) const {
-  HE_CHECK_VALUE(overlap_.row < 0, "strided_copy: row ", overlap_.row, " writes ",
-                 overlap_.elements, " elements to ", overlap_.places,
-                 "; expected destination slices that do not overlap");
-  resolve(destinations, dst_reach_, "destinations", device, addresses);
+  given.expect(overlap_.row < 0, "row ", overlap_.row, " writes ", overlap_.elements,
+               " elements to ", overlap_.places,
+               "; expected destination slices that do not overlap");
+  resolve(given, destinations, dst_reach_, "destinations", addresses);
+}
+
+// Sets the table and the addresses, of `sources` and then of destinations.
+template <typename Params>
+void CopyTable::set_tables(const Arguments& given, Params& params,
+                           const std::vector<void*>& addresses, size_t sources) {
+  params.num_rows = std::ssize(rows_);
+  params.rows = rows_.data();
+  const void* of_tensors = addresses.data();
+  if (!given.device().is_cpu()) {
+    if (!given.device().is_cuda()) given.no_kernel();
+    upload_tables(given.device(), addresses);
+    params.rows = static_cast<const CopyRow*>(device_rows_.data());
+    of_tensors = device_addresses_.data();
+  }
+  params.sources = static_cast<const char* const*>(of_tensors);
+  params.destinations = static_cast<char* const*>(of_tensors) + sources;
 }
 
 void CopyTable::copy(const Tensors& sources, const Tensors& destinations) {
   if (rows_.empty()) return;
-  HE_CHECK_VALUE(!sources.empty() && !destinations.empty(),
-                 "strided_copy: a table with rows needs sources and destinations, got ",
-                 sources.size(), " and ", destinations.size());
-  const Device device = sources[0].device();
+  HE_CHECK_VALUE(!sources.empty() && !destinations.empty(), kCopy,
+                 ": a table with rows needs sources and destinations, got ", sources.size(),
+                 " and ", destinations.size());
+  const Arguments given(kCopy, "sources[0]", sources[0]);
   StridedCopyParams params{};
   std::vector<void*> addresses;
-  resolve(sources, src_reach_, "sources", device, addresses);
-  resolve_destinations(destinations, device, addresses);
-  choose_dtypes(sources[0], destinations[0], params);
-  params.num_rows = static_cast<int64_t>(rows_.size());
-  params.num_chunks = num_chunks_;
-  params.num_threads = get_num_threads();
-  if (device.is_cpu()) {
-    params.rows = rows_.data();
-    params.sources = reinterpret_cast<const char* const*>(addresses.data());
-    params.destinations = reinterpret_cast<char* const*>(addresses.data() + sources.size());
-    return without_gil([&] { strided_copy_cpu(params); });
-  }
-#ifdef HYBRIDENGINE_WITH_CUDA
-  if (device.is_cuda()) {
-    HE_CHECK_VALUE(params.num_chunks < (int64_t{1} << 31),
-                   "strided_copy: the table moves more than 2^45 elements; split it");
-    const DeviceGuard guard(device);
-    void* stream = current_stream(device);
-    upload_tables(device, addresses);
-    params.rows = static_cast<const CopyRow*>(device_rows_.data());
+  resolve(given, sources, src_reach_, "sources", addresses);
+  resolve_destinations(given, destinations, addresses);
+  choose_dtypes(given, sources[0], destinations[0], params);
+  params.num_chunks = given.number("the number of chunks", num_chunks_, 0, INT32_MAX);
+  set_tables(given, params, addresses, sources.size());
+  if (!sources[0].is_cpu())
     params.row_of_chunk = static_cast<const int32_t*>(device_row_of_chunk_.data());
-    auto* device_data = static_cast<void**>(device_addresses_.data());
-    params.sources = reinterpret_cast<const char* const*>(device_data);
-    params.destinations = reinterpret_cast<char* const*>(device_data + sources.size());
-    check_cuda(strided_copy_cuda(params, stream), "strided_copy");
-    return;
-  }
-#endif
-  no_kernel_for(device, "strided_copy");
+  given.run(params, strided_copy_cpu, HE_CUDA(strided_copy_cuda));
 }
 
 // The destinations are of a type of one byte. per_block: see QuantizeParams.
-void CopyTable::run_blocks(const Tensors& sources, const Tensors* destinations, Tensor per_block,
+void CopyTable::run_blocks(const Tensors& sources, const Tensors* destinations, In per_block,
                            ScalarType dtype) {
   if (rows_.empty()) return;
   HE_CHECK_VALUE(num_blocks_ > 0, kQuantize, ": the table was made without blocks");
   HE_CHECK_VALUE(!sources.empty() && !(destinations && destinations->empty()), kQuantize,
                  ": a table with rows needs sources and destinations, got none");
-  const Device device = sources[0].device();
-  const ScalarType wanted = destinations ? kFloat : kInt;
-  HE_CHECK_VALUE(per_block.dim() == 1 && per_block.scalar_type() == wanted &&
-                     per_block.size(0) >= num_blocks_ && per_block.is_contiguous() &&
-                     per_block.device() == device,
-                 kQuantize, ": got ", per_block.sizes(), " ", per_block.scalar_type(), " on ",
-                 per_block.device(), " by block; expected a contiguous [", num_blocks_,
-                 "] tensor of ", wanted, " on ", device);
+  const Arguments given(kQuantize, "sources[0]", sources[0]);
   QuantizeParams params{};
-  params.src_dtype = float_dtype(sources[0], "sources[0]");
-  params.engine_dtype = float_dtype(dtype, "dtype");
-  HE_CHECK_VALUE(params.src_dtype != DType::f64 && params.engine_dtype != DType::f64, kQuantize,
-                 ": got sources of ", sources[0].scalar_type(), " for ", dtype,
-                 "; expected float32, float16 or bfloat16");
-  std::vector<void*> addresses;
-  resolve(sources, src_reach_, "sources", device, addresses);
+  int64_t blocks;
+  params.src_dtype = given.dtype("sources[0]", sources[0].scalar_type());
+  params.engine_dtype = given.dtype("dtype", dtype);
   if (destinations) {
-    resolve_destinations(*destinations, device, addresses);
-    HE_CHECK_VALUE((*destinations)[0].scalar_type() == kFloat8_e4m3fn, kQuantize,
-                   ": destinations[0] has dtype ", (*destinations)[0].scalar_type(),
-                   "; expected float8_e4m3fn");
-    params.scale = per_block.data<float>();
+    params.scale = given.data<float>("scale", per_block, {&blocks});
   } else {
-    params.absmax = per_block.data<int32_t>();
+    params.absmax = given.data<int32_t>("absmax", per_block, {&blocks});
   }
-  params.num_rows = static_cast<int64_t>(rows_.size());
-  params.num_threads = get_num_threads();
-  const auto set_tables = [&](const void* rows, void** table) {
-    params.rows = static_cast<const CopyRow*>(rows);
-    params.sources = reinterpret_cast<const char* const*>(table);
-    params.destinations = reinterpret_cast<char* const*>(table + sources.size());
-  };
-  if (device.is_cpu()) {
-    set_tables(rows_.data(), addresses.data());
-    return without_gil(
-        [&] { destinations ? block_quantize_cpu(params) : block_absmax_cpu(params); });
+  given.expect(blocks >= num_blocks_, "got numbers of ", blocks, " blocks; expected ", num_blocks_);
+  std::vector<void*> addresses;
+  resolve(given, sources, src_reach_, "sources", addresses);
+  if (destinations) {
+    resolve_destinations(given, *destinations, addresses);
+    given.dtype("destinations[0]", (*destinations)[0].scalar_type(), kFloat8_e4m3fn);
   }
-#ifdef HYBRIDENGINE_WITH_CUDA
-  if (device.is_cuda()) {
-    const DeviceGuard guard(device);
-    void* stream = current_stream(device);
-    upload_tables(device, addresses);
-    set_tables(device_rows_.data(), static_cast<void**>(device_addresses_.data()));
-    check_cuda(
-        destinations ? block_quantize_cuda(params, stream) : block_absmax_cuda(params, stream),
-        kQuantize);
-    return;
-  }
-#endif
-  no_kernel_for(device, kQuantize);
+  set_tables(given, params, addresses, sources.size());
+  destinations ? given.run(params, block_quantize_cpu, HE_CUDA(block_quantize_cuda))
+               : given.run(params, block_absmax_cpu, HE_CUDA(block_absmax_cuda));
 }
 
-#ifdef HYBRIDENGINE_WITH_CUDA
 void CopyTable::upload_tables(const Device& device, const std::vector<void*>& addresses) {
   if (!device_rows_.defined() || device_rows_.device() != device) {
     std::vector<int32_t> row_of_chunk(num_chunks_);
@@ -332,7 +265,6 @@ void CopyTable::upload_tables(const Device& device, const std::vector<void*>& ad
     uploaded_ = addresses;
   }
 }
-#endif
 
 }  // namespace
 
@@ -346,7 +278,7 @@ void register_strided_copy(py::module_& m) {
            py::arg("scale"), py::arg("dtype"));
   m.def(
       "strided_copy",
-      [](const Tensors& sources, const Tensors& destinations, const Tensor& table) {
+      [](const Tensors& sources, const Tensors& destinations, In table) {
         CopyTable(table, std::nullopt).copy(sources, destinations);
       },
       py::arg("sources"), py::arg("destinations"), py::arg("table"));

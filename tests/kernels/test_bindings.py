@@ -243,5 +243,5 @@ def test_rows_from_the_largest_index() -> None:
 def test_a_window_with_negative_positions() -> None:
     query = torch.zeros(2, 1, 4)
     ends, positions = torch.tensor([2, 2], dtype=I32), torch.tensor([0, -5], dtype=I32)
-    with pytest.raises(ValueError, match=r"position_ids\[1\] is negative"):
+    with pytest.raises(ValueError, match=r"position_ids\[1\] is -5; expected 0"):
         C.attention_forward(query, query, query, None, ends, positions, 1.0, 2, None)

@@ -141,9 +141,9 @@ def test_wrong_arguments_are_named() -> None:
         BlockTable(torch.tensor([row(0, 0, 0, 0, [2], [1], [1])]), one - 1, cpu)
     table = BlockTable(torch.tensor([row(0, 0, 0, 0, [2], [1], [1])]), one + 3, cpu)
     x, out = torch.ones(2), torch.zeros(2).to(E4M3)
-    with pytest.raises(ValueError, match=r"\[3\] int32 .* expected a contiguous \[4\] tensor"):
+    with pytest.raises(ValueError, match="numbers of 3 blocks; expected 4"):
         table.absmax([x], torch.zeros(3, dtype=torch.int32), torch.bfloat16)
-    with pytest.raises(ValueError, match="sources of float64"):
+    with pytest.raises(ValueError, match=r"sources\[0\] has dtype float64"):
         table.quantize([x.double()], [out], torch.ones(4), torch.bfloat16)
     with pytest.raises(
         ValueError, match=r"destinations\[0\] has dtype float32; expected float8_e4m3fn"

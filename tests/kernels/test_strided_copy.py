@@ -165,7 +165,7 @@ def test_an_empty_table_moves_nothing():
     [
         (row(0, 0, 98, 0, [3], [1], [1]), r"row 1 reaches element 100 of sources\[0\].* 100 el"),
         (row(0, 0, 0, 98, [3], [1], [1]), r"row 1 reaches element 100 of destinations\[0\]"),
-        (row(0, 0, -1, 0, [3], [1], [1]), r"row 1 begins at element -1 of sources\[0\]"),
+        (row(0, 0, -1, 0, [3], [1], [1]), r"row 1 of sources\[0\] begins at element -1"),
         (row(0, 0, 50, 0, [3], [-1], [1]), r"must not be negative"),
         (row(1, 0, 0, 0, [3], [1], [1]), r"row 1 names sources\[1\], but there are 1"),
         (row(0, 2, 0, 0, [3], [1], [1]), r"row 1 names destinations\[2\], but there are 1"),

@@ -258,9 +258,9 @@ def test_second_derivatives_go_through_both_ways():
     ("changed", "error", "message"),
     [
         ({"fills": []}, ValueError, "0 fills and 1 shifts for 1 tensors"),
-        ({"shifts": [1]}, ValueError, r"shifts\[0\] is 1; expected 0, or 1 with position_ids"),
-        ({"leading": 3}, ValueError, "leading is 3; expected 1 or 2"),
-        ({"out_shape": [4]}, ValueError, "has 4 rows; expected 3 as in index"),
+        ({"shifts": [1]}, ValueError, r"shifts\[0\] is 1; expected 0 to 0"),
+        ({"leading": 3}, ValueError, "leading is 3; expected 1 to 1"),
+        ({"out_shape": [4]}, ValueError, r"out_shape is \[4\]; expected 3 rows, as in index"),
         ({"index": torch.tensor([0, 1, 2], device="meta")}, ValueError, "index is on meta"),
         ({"index": torch.tensor([0, 1, 6])}, IndexError, "index 6 is outside the 6 rows"),
         ({"sources": [torch.zeros(6), torch.zeros(5)]}, ValueError, "2 tensors; expected one"),
