@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from hybridengine.engine.interface import RolloutEngine
 from hybridengine.lab.validation import gain_interval
 from hybridengine.model import parameter_shards
-from hybridengine.model.validation import auto_class, config_of, longest_sequence
+from hybridengine.model.validation import config_of, longest_sequence, read_pretrained
 from hybridengine.run.config import ConfigError, RLConfig, load_config, load_sft_config
 from hybridengine.run.config.common import DatasetConfig
 from hybridengine.run.config.loading import read_settings
@@ -116,9 +116,8 @@ def open_engine(
         engine = build_engine(config, tokenizer, engine_name(config))
         try:
             path, trust = config.model.path, config.model.trust_remote_code
-            model: Any = auto_class(config_of(config.model)).from_pretrained(
-                path, dtype=getattr(torch, config.rollout.dtype), trust_remote_code=trust
-            )
+            dtype = getattr(torch, config.rollout.dtype)
+            model: Any = read_pretrained(path, config_of(config.model), trust, dtype=dtype)
             model = model.to(session.device)
             engine.sleep()
             Resharder(partial(parameter_shards, model), engine, delta="off").sync(0)

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from hybridengine.model.parameters import parameter_shards, saved_dtypes
-from hybridengine.model.validation import auto_class, meta_model
+from hybridengine.model.stored import trained_config
+from hybridengine.model.validation import check_model, meta_model, read_pretrained
 from hybridengine.run import storage
 from hybridengine.run.errors import CheckpointError, ModelError, reason_of
 from hybridengine.train.checkpoint.folders import CONFIG, open_checkpoint, resume_plan
@@ -127,7 +128,8 @@ def _export_model(
     hf_folder = folder / "huggingface"
     if not (hf_folder / "config.json").is_file():
         raise CheckpointError(f"checkpoint {folder} has no huggingface/config.json")
-    config = AutoConfig.from_pretrained(hf_folder, trust_remote_code=trust_remote_code)
+    stored = AutoConfig.from_pretrained(hf_folder, trust_remote_code=trust_remote_code)
+    config = trained_config(stored)
     dtype = dtype or config.dtype or torch.bfloat16
     model = meta_model(config, trust_remote_code)
     expected, dtypes, source = parameter_shards(model), saved_dtypes(model, dtype), _source(folder)
@@ -175,11 +177,9 @@ def _merge_adapter(folder: Path, trust_remote_code: bool) -> dict[str, torch.Ten
 
     path = PeftConfig.from_pretrained(str(folder / _ADAPTER)).base_model_name_or_path
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        base = auto_class(config).from_pretrained(
-            path, dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
-    except (OSError, ValueError) as error:
+        config = check_model(path, trust_remote_code)
+        base = read_pretrained(path, config, trust_remote_code, dtype=torch.float32)
+    except (OSError, ValueError, ModelError) as error:
         raise CheckpointError(
             f"checkpoint {folder} is an adapter of the model {path!r}, which cannot be read: "
             f"{error}"

@@ -45,7 +45,7 @@ from hybridengine.model.shared_parameters import (
     place_base,
 )
 from hybridengine.model.shared_weights import LayeredWeights
-from hybridengine.model.validation import auto_class, config_of, meta_model
+from hybridengine.model.validation import config_of, meta_model, read_pretrained
 from hybridengine.run.config.common import ShardingConfig, TrainedModelConfig
 from hybridengine.run.errors import ModelError
 from hybridengine.run.messages import broadcast_value, run_on_rank0
@@ -170,17 +170,13 @@ def _read_weights(options: LoadOptions, config: PretrainedConfig) -> PreTrainedM
     """Read the full causal LM in float32, with its value head if it has one."""
     path, trust = options.model.path, options.model.trust_remote_code
     classifier = options.value_head and is_sequence_classifier(config)
-    loader = AutoModelForSequenceClassification if classifier else auto_class(config)
+    loader = AutoModelForSequenceClassification if classifier else None
     if classifier and config.num_labels != 1:
         raise ModelError(
             f"model {path!r} has {config.num_labels} labels; a reward or value model has one"
         )
-    model, report = loader.from_pretrained(
-        path,
-        config=config,
-        dtype=torch.float32,
-        trust_remote_code=trust,
-        output_loading_info=True,
+    model, report = read_pretrained(
+        path, config, trust, loader, dtype=torch.float32, output_loading_info=True
     )
     if classifier:
         _move_score_to_output_head(model, trust)

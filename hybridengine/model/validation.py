@@ -28,6 +28,12 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging
 
 from hybridengine.model.extensions import image_model_types, stateful_model_types
+from hybridengine.model.stored import (
+    WRAPPERS,
+    check_quantization,
+    reading,
+    trained_config,
+)
 from hybridengine.run.config.common import TrainedModelConfig
 from hybridengine.run.errors import ModelError, located, reason_of
 
@@ -64,14 +70,16 @@ def check_model(
 ) -> PretrainedConfig:
     """Return the configuration of the causal language model at `path`, a folder or a hub name.
 
+    It is that of the model that is trained (`hybridengine.model.stored`).
+
     overrides: entries of config.json → other values. Reads no weights and does not wait for the
     network: an unreachable hub is an error within seconds, unless the model is in the local cache.
 
     Raises:
-        ModelError: the path does not exist, has no weights or is not a causal language model of
-            text or of text and images, or the model cannot run packed (recurrent layers, attention
-            outside AttentionInterface), or an override has no such entry or would change the
-            rotary frequencies.
+        ModelError: the path does not exist, has no weights or none that can be dequantized, or is
+            not a causal language model of text or of text and images, or cannot run packed
+            (recurrent layers, attention outside AttentionInterface), or an override has no such
+            entry or would change the rotary frequencies.
     """
     local = Path(path)
     if local.is_dir():
@@ -80,8 +88,10 @@ def check_model(
         raise ModelError(f"model path {path!r} is a file; expected a folder with config.json")
     elif path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ModelError(f"model path {located(path)} does not exist; check the path")
-    config = _read_config(path, trust_remote_code, overrides)
-    _check_overrides(path, config, overrides)
+    stored = _read_config(path, trust_remote_code, overrides)
+    _check_overrides(path, stored, overrides)
+    check_quantization(path, stored)
+    config = trained_config(stored)
     _check_config(path, config, trust_remote_code)
     return config
 
@@ -89,6 +99,28 @@ def check_model(
 def config_of(model: TrainedModelConfig) -> PretrainedConfig:
     """Return the configuration of a job's model, see `check_model`."""
     return check_model(model.path, model.trust_remote_code, model.config_overrides)
+
+
+def read_pretrained(
+    path: str,
+    config: PretrainedConfig,
+    trust_remote_code: bool = False,
+    loader: Any = None,
+    **options: Any,
+) -> Any:
+    """Return what transformers' `from_pretrained` returns for the model that is trained.
+
+    config: of `check_model`.
+    loader: a class of transformers; by default that of `config`.
+    options: of `from_pretrained`.
+    """
+    with reading(path, _read_config(path, trust_remote_code, {}), config) as arguments:
+        found = (loader or auto_class(config)).from_pretrained(
+            path, trust_remote_code=trust_remote_code, **arguments, **options
+        )
+    if options.get("dtype") is torch.float32:  # in which experts stored in MXFP4 do not come
+        (found[0] if isinstance(found, tuple) else found).float()
+    return found
 
 
 def check_weights(
@@ -118,16 +150,17 @@ def check_weights(
                 f"weight file {str(file)!r} ({file.stat().st_size} bytes) cannot be read: {error}; "
                 "it is truncated, empty or a Git LFS pointer: copy it again"
             ) from None
-    loader = AutoModelForSequenceClassification if classifier else auto_class(config)
+    loader = AutoModelForSequenceClassification if classifier else None
     with _silent_transformers():
         try:
-            model, report = loader.from_pretrained(
+            model, report = read_pretrained(
                 path,
-                config=config,
+                config,
+                trust_remote_code,
+                loader,
                 device_map="meta",
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                trust_remote_code=trust_remote_code,
             )
         except Exception as error:  # torch, pickle and safetensors raise many types
             reason = f"{type(error).__name__}: {reason_of(error)}"
@@ -309,13 +342,10 @@ def _check_folder(folder: Path) -> None:
 
 def _check_config(path: str, config: PretrainedConfig, trust_remote_code: bool) -> None:
     if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and not takes_images(config):
-        text = config.get_text_config()
-        is_model = text is not config and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
-        kind = text.model_type if is_model else "qwen3"
         raise ModelError(
             f"model {path!r} ({config.model_type}) also takes images, video or audio, which cannot "
-            f"be packed; use a vision-language model of a type in {list(image_model_types())}, or "
-            f"a model of text alone, such as one of type {kind!r}"
+            f"be packed, nor can its language model alone; use a vision-language model of a type "
+            f"in {list(image_model_types())}, or of {list(WRAPPERS)} for text alone"
         )
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     model_class = _model_class(config)
@@ -324,8 +354,6 @@ def _check_config(path: str, config: PretrainedConfig, trust_remote_code: bool) 
         raise ModelError(
             f"model {path!r} ({config.model_type}) is not a causal language model{hint}"
         )
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"model {path!r} is quantized; training needs the unquantized weights")
     if obstacle := packing_obstacle(config, trust_remote_code):
         raise ModelError(f"model {path!r} ({config.model_type}) cannot run packed: {obstacle}")
 

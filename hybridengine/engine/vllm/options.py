@@ -6,18 +6,22 @@ another version, is refused: what it does to weights and log-probs is not known.
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from transformers import PretrainedConfig
 
 from hybridengine.engine.interface import EngineOptions
 from hybridengine.engine.vllm.environment import CPU_BLOCK_SIZE, prepare_environment
+from hybridengine.model.validation import config_of
 from hybridengine.run import load_plugin
 from hybridengine.run.errors import ConfigError
 
@@ -39,8 +43,7 @@ def llm_options(options: EngineOptions) -> dict[str, Any]:
     return {
         "model": str(model.path),
         "trust_remote_code": model.trust_remote_code,
-        # bfloat16 logits would change probabilities more than all other layers together
-        "hf_overrides": {"head_dtype": "float32", **model.config_overrides},
+        "hf_overrides": partial(_as_trained, config_of(model), model.config_overrides),
         "load_format": "dummy",
         "dtype": rollout.dtype,
         **quantization,
@@ -63,6 +66,19 @@ def llm_options(options: EngineOptions) -> dict[str, Any]:
         **cache,
         **rollout.engine_kwargs.vllm,
     }
+
+
+def _as_trained(
+    trained: PretrainedConfig, overrides: Mapping[str, Any], config: PretrainedConfig
+) -> PretrainedConfig:
+    """Return vLLM's configuration of the model that is `trained`, from that of its checkpoint."""
+    if trained.model_type != config.model_type:  # a language model, alone
+        config = copy.deepcopy(trained)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    # bfloat16 logits would change probabilities more than all other layers together
+    config.update({"head_dtype": "float32", **overrides})
+    return config
 
 
 def check_engine_options(options: Mapping[str, Any]) -> None:

@@ -12,7 +12,6 @@ import json
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,17 @@ from hybridengine.model.parameters import (
     use_checkpoint_names,
 )
 from hybridengine.model.shared_parameters import full_base
+from hybridengine.model.stored import (
+    INDEX,
+    WEIGHTS,
+    dequantize,
+    folder_of,
+    inner_names,
+    restore_config,
+    stored_entries,
+    stored_tensors,
+    weight_of,
+)
 from hybridengine.run.errors import ModelError
 from hybridengine.run.messages import run_on_rank0
 from hybridengine.run.storage import atomic_folder, check_disk_space, note_progress, writing_to
@@ -45,8 +55,6 @@ _PROCESSOR_FILES = (
     "video_preprocessor_config.json",
     "chat_template.json",
 )
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # Own code, vocabularies and terms of use; transformers writes the other files of a model itself.
 _FILES = ("*.py", "*.model", "*.tiktoken", "tekken.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
 _RENAMED_BY_PEFT = tuple(f".{n}.weight" for n in ("gate_proj", "up_proj", "down_proj", "gate"))
@@ -197,20 +205,30 @@ def write_pretrained(
     if model.can_generate():
         skeleton.generation_config = model.generation_config
     use_checkpoint_names(skeleton)
+    outer = _outer_names(source)
+    skeleton._weight_conversions = [*outer, *(skeleton._weight_conversions or [])] or None
     with atomic_folder(out, **origin) as partial:
         skeleton.save_pretrained(partial, state_dict=dict(state_dict))
+        if outer and (folder := folder_of(source)) is not None:
+            restore_config(skeleton.config, folder, partial)
         save_tokenizer(tokenizer, partial)
         copy_unread(skeleton, source, partial)
         copy_files(source, partial)
-        _compare(type(skeleton), partial, state_dict, dtype)
+        _compare(skeleton, partial, state_dict, dtype)
 
 
 def _compare(
-    model_class: Any, folder: Path, written: Mapping[str, torch.Tensor], dtype: torch.dtype
+    skeleton: PreTrainedModel,
+    folder: Path,
+    written: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
 ) -> None:
-    before = set_tqdm_hook(_note_loaded)
+    before, names = set_tqdm_hook(_note_loaded), inner_names(str(folder))
+    inner: Any = {"config": skeleton.config, "key_mapping": names} if names else {}
     try:
-        model, report = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        model, report = type(skeleton).from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, **inner
+        )
     finally:
         set_tqdm_hook(before)
     loaded, wrong = parameter_shards(model), set()
@@ -288,7 +306,7 @@ def copy_files(source: str | None, out: Path) -> None:
 
     source: path or hub name of a model; nothing is copied if it is None or not on this machine.
     """
-    folder = _folder_of(source)
+    folder = folder_of(source)
     if folder is None:
         return
     for file in (file for pattern in _FILES for file in folder.glob(pattern)):
@@ -297,7 +315,7 @@ def copy_files(source: str | None, out: Path) -> None:
 
 
 def unread_bytes(model: PreTrainedModel, source: str | None) -> int:
-    """Return the bytes that `copy_unread` will add."""
+    """Return the bytes that `copy_unread` will add, of FP8 before it is dequantized."""
     unread = _unread_tensors(model, source)
     tensors = ((_tensors(file), names) for file, names in unread.items())
     return sum(stored[name].nbytes for stored, names in tensors for name in names)
@@ -307,7 +325,7 @@ def copy_unread(model: PreTrainedModel, source: str | None, out: Path) -> None:
     """Add the tensors of the checkpoint `source` that `model` does not read, to that in `out`.
 
     A tensor that `model` has under another name or as a part of a fused one is read, and so is one
-    that is tied to another.
+    that is tied to another. Tensors in FP8 are dequantized to bfloat16, as the rest of the folder.
 
     model: of which names and configuration are used; it can be on the meta device.
     source: as for `copy_files`.
@@ -317,30 +335,21 @@ def copy_unread(model: PreTrainedModel, source: str | None, out: Path) -> None:
         part, stored, contents = f"unread-{i}.safetensors", _tensors(file), {}
         for name in names:
             note_progress()
-            contents[name] = stored[name].clone(memory_format=torch.contiguous_format)
+            tensor = stored[name]
+            if tensor.dtype == torch.float8_e4m3fn:
+                tensor = _dequantized(file.parent, name, tensor)
+            contents[name] = tensor.clone(memory_format=torch.contiguous_format)
         save_file(contents, out / part, metadata={"format": "pt"})
         added |= dict.fromkeys(names, part)
     if added:
         _number_files(out, added)
 
 
-def _folder_of(source: str | None) -> Path | None:
-    """Return the local folder of a model, a path or hub name; None if there is none."""
-    if not source:
-        return None
-    if Path(source).is_dir():
-        return Path(source)
-    with suppress(OSError):  # a path that does not exist is no name of the hub
-        config = cached_file(source, "config.json", local_files_only=True)
-        return None if config is None else Path(config).parent
-    return None
-
-
 def _unread_tensors(model: PreTrainedModel, source: str | None) -> dict[Path, list[str]]:
     """Return by file the tensors of the checkpoint `source` that `model` does not read."""
-    if (folder := _folder_of(source)) is None:
+    if (folder := folder_of(source)) is None:
         return {}
-    conversions = get_model_conversion_mapping(model)
+    conversions = [*_outer_names(source), *get_model_conversion_mapping(model)]
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     own = model.state_dict()
@@ -352,20 +361,40 @@ def _unread_tensors(model: PreTrainedModel, source: str | None) -> dict[Path, li
                 return True
         return False
 
-    unread = defaultdict[Path, list[str]](list)
-    for name, file in sorted(_stored_tensors(folder).items()):
-        if not is_read(name):
+    unread, files = defaultdict[Path, list[str]](list), stored_tensors(folder)
+    quantization = stored_entries(folder).get("quantization_config")
+    for name, file in sorted(files.items()):
+        weight = weight_of(name, quantization)
+        if not is_read(weight) and (weight == name or weight not in files):
             unread[file].append(name)
     return dict(unread)
+
+
+def _outer_names(source: str | None) -> list[WeightRenaming]:
+    """Return how transformers names tensors of the checkpoint `source`, as it reads and saves."""
+    return [WeightRenaming(*names) for names in inner_names(source).items()]
+
+
+def _dequantized(folder: Path, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """Return the FP8 `weight` of the checkpoint in `folder` in bfloat16."""
+    quantization, scale = stored_entries(folder).get("quantization_config"), f"{name}_scale_inv"
+    file = stored_tensors(folder).get(scale)
+    if quantization is None or file is None:
+        raise ModelError(
+            f"{name} of {str(folder)!r} is in FP8, but its scales {scale} are not there; "
+            "copy the whole checkpoint"
+        )
+    block_size = quantization["weight_block_size"]
+    return dequantize(weight, _tensors(file)[scale], block_size).bfloat16()
 
 
 def _number_files(out: Path, added: Mapping[str, str]) -> None:
     """Rename the weight files of `out`, and those of `added`, to the shards of one index."""
     index: dict[str, Any] = {"metadata": {}, "weight_map": {}}
-    if (out / _INDEX).is_file():
-        index = json.loads((out / _INDEX).read_text())
+    if (out / INDEX).is_file():
+        index = json.loads((out / INDEX).read_text())
     else:
-        index["weight_map"] = dict.fromkeys(_stored_tensors(out), _WEIGHTS)
+        index["weight_map"] = dict.fromkeys(stored_tensors(out), WEIGHTS)
     weight_map = index["weight_map"] | dict(added)
     files = list(dict.fromkeys(weight_map.values()))
     new = {f: f"model-{i:05}-of-{len(files):05}.safetensors" for i, f in enumerate(files, 1)}
@@ -376,18 +405,7 @@ def _number_files(out: Path, added: Mapping[str, str]) -> None:
     index["weight_map"] = {name: new[file] for name, file in sorted(weight_map.items())}
     tensors = (x for name in new.values() for x in _tensors(out / name).values())
     index["metadata"]["total_size"] = sum(x.nbytes for x in tensors)
-    (out / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _stored_tensors(folder: Path) -> dict[str, Path]:
-    """Return the tensors in the weight files that transformers reads in `folder`, with the file."""
-    for single, index in ((_WEIGHTS, _INDEX), (_PICKLED, _PICKLED_INDEX)):
-        if (file := folder / single).is_file():
-            return dict.fromkeys(_tensors(file), file)
-        if (folder / index).is_file():
-            names = json.loads((folder / index).read_text())["weight_map"]
-            return {name: folder / file for name, file in names.items()}
-    return {}
+    (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:

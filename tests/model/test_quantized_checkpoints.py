@@ -1,0 +1,157 @@
+"""Checkpoints that are stored quantized: read, trained, and exported in 16 bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hybridengine.model.stored import dequantize
+from hybridengine.model.validation import check_model, check_weights, meta_model, read_pretrained
+from hybridengine.run.errors import ModelError
+from hybridengine.train.checkpoint.pretrained import copy_unread
+from tests.quantized_checkpoints import quantize_fp8, quantize_mxfp4
+from tests.tiny_models import save_tiny, word_tokenizer
+from tests.train.in_process import run_jobs, small_job
+
+VLLM = ["rollout.name=vllm", "rollout.kv_cache_gib=0.01"]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("plain")
+    kinds = ("llama", "qwen3_moe", "gpt_oss")
+    return {kind: Path(save_tiny(kind, folder / kind)) for kind in kinds}
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "error"),
+    # FP8 has 3 bits of mantissa: half a step of 2^-4. 96 cuts the last blocks.
+    [("llama", 32, 2**-4), ("llama", 96, 2**-4), ("qwen3_moe", 32, 2**-4), ("gpt_oss", 0, 0.25)],
+)
+def test_weights_are_dequantized(
+    plain: dict[str, Path], tmp_path: Path, kind: str, size: int, error: float
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(plain[kind], dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    if size:
+        quantize_fp8(tmp_path, size)
+    else:
+        quantize_mxfp4(tmp_path)
+    config = check_model(str(tmp_path))
+    assert not hasattr(config, "quantization_config")
+    check_weights(str(tmp_path), config)
+    found = read_pretrained(str(tmp_path), config, dtype=torch.float32)
+    changed = 0
+    for (name, x), (other, y) in zip(
+        model.named_parameters(), found.named_parameters(), strict=True
+    ):
+        assert name == other and y.dtype == torch.float32
+        largest = x.abs().max()
+        assert (x - y).abs().max() <= error * largest, name
+        changed += not torch.equal(x, y)
+    assert changed > 2
+    assert not hasattr(found.config, "quantization_config")
+
+
+def test_blocks_that_the_last_row_and_column_cut() -> None:
+    weight = torch.randn(5, 7).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 2)
+    found = dequantize(weight, scales, (2, 4))
+    for i in range(5):
+        for k in range(7):
+            assert found[i, k] == weight[i, k].float() * scales[i // 2, k // 4]
+
+
+@pytest.mark.parametrize(
+    ("stored", "named"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "fp8"}, "fp8 with one scale for a tensor"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    ],
+)
+def test_what_cannot_be_dequantized(
+    plain: dict[str, Path], tmp_path: Path, stored: dict, named: str
+) -> None:
+    config = AutoConfig.from_pretrained(plain["llama"]).to_dict() | {"quantization_config": stored}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelError, match=rf"is quantized \({named}\).* in 16 bits, in fp8 with"):
+        check_model(str(tmp_path))
+
+
+def stored_and_dequantized(folder: Path, kind: str) -> list[Path]:
+    """Write the model of `kind` as it is published quantized, and what it is dequantized to."""
+    stored, plain = folder / "stored", folder / "dequantized"
+    save_tiny(kind, stored, torch.bfloat16)
+    if kind == "gpt_oss":
+        quantize_mxfp4(stored)
+    else:
+        quantize_fp8(stored, 32)
+    config = check_model(str(stored))
+    meta_model(config).save_pretrained(
+        plain, state_dict=read_pretrained(str(stored), config, dtype=torch.float32).state_dict()
+    )
+    word_tokenizer().save_pretrained(plain)
+    return [stored, plain]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("llama", []),
+        ("llama", VLLM),
+        pytest.param("gpt_oss", [], marks=pytest.mark.exhaustive),
+        pytest.param("gpt_oss", VLLM, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_job_is_that_of_the_dequantized_model(
+    tmp_path: Path, kind: str, settings: list[str]
+) -> None:
+    """Equal log-probs and equal final weights, which transformers loads without quantization."""
+    results, finals = [], []
+    for path in stored_and_dequantized(tmp_path, kind):
+        folder = tmp_path / f"{path.name}_job"
+        job = [*small_job(folder), f"model.path={path}", "trainer.total_training_steps=2"]
+        results += run_jobs(folder, [[*job, *settings]])
+        finals.append(folder / "run" / "final")
+    one, other = results
+    assert not one.refused and one.rollouts == other.rollouts and len(one.rollouts) == 2
+    final, expected = (load_file(folder / "model.safetensors") for folder in finals)
+    assert final.keys() == expected.keys()
+    for name, x in expected.items():
+        assert final[name].dtype == x.dtype and torch.equal(final[name], x), name
+    loaded = AutoModelForCausalLM.from_pretrained(finals[0])
+    assert not hasattr(loaded.config, "quantization_config")
+
+
+def test_layers_that_are_not_read_are_dequantized(tmp_path: Path) -> None:
+    """Those of multi-token prediction, with their scales in another file."""
+    folder, out = Path(save_tiny("llama", tmp_path / "stored")), tmp_path / "out"
+    quantize_fp8(folder, 32)
+    own = load_file(folder / "model.safetensors")
+    weight = torch.randn(64, 96).to(torch.float8_e4m3fn)
+    files = {
+        "a.safetensors": own | {"mtp.0.proj.weight": weight, "mtp.0.norm.weight": torch.ones(4)},
+        "b.safetensors": {"mtp.0.proj.weight_scale_inv": (scales := torch.rand(2, 3))},
+    }
+    (folder / "model.safetensors").unlink()
+    for file, tensors in files.items():
+        save_file(tensors, folder / file, {"format": "pt"})
+    index: dict = {"metadata": {}}
+    index |= {"weight_map": {name: file for file, tensors in files.items() for name in tensors}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    model = meta_model(check_model(str(folder)))
+    read_pretrained(str(folder), model.config).save_pretrained(out)
+    copy_unread(model, str(folder), out)
+    found = {k: x for file in out.glob("*.safetensors") for k, x in load_file(file).items()}
+    unread = {"mtp.0.proj.weight", "mtp.0.norm.weight"}
+    assert found.keys() == {*dict(model.named_parameters()), *unread}
+    expected = dequantize(weight, scales, (32, 32)).bfloat16()
+    assert torch.equal(found["mtp.0.proj.weight"], expected)
