@@ -106,7 +106,7 @@ def stored_and_dequantized(folder: Path, kind: str) -> list[Path]:
     ("kind", "settings"),
     [
         ("llama", []),
-        ("llama", VLLM),
+        pytest.param("llama", VLLM, marks=pytest.mark.exhaustive),
         pytest.param("gpt_oss", [], marks=pytest.mark.exhaustive),
         pytest.param("gpt_oss", VLLM, marks=pytest.mark.exhaustive),
     ],
