@@ -95,7 +95,7 @@ class _Tensors(WeightTarget):
                 full.as_strided(c.sizes, c.source_strides, c.source_offset)
             )
 
-    def _finish_update(self) -> None: ...
+    def finish_update(self) -> None: ...
 
 
 def _rank(

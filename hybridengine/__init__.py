@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridengine.train.api import Trainer
+    from hybridengine.api import Trainer
 
 __version__ = "0.2.0"
 __all__ = ["Trainer", "__version__"]
@@ -18,5 +18,5 @@ __all__ = ["Trainer", "__version__"]
 def __getattr__(name: str) -> Any:
     """Import the trainer, and with it torch, when it is first used."""
     if name == "Trainer":
-        return importlib.import_module("hybridengine.train.api").Trainer
+        return importlib.import_module("hybridengine.api").Trainer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,7 @@ from mkdocs.structure.files import File, Files
 
 import hybridengine.kernels
 import hybridengine.reshard
-import hybridengine.train.api
+import hybridengine.api
 from hybridengine.run.config.loading import key_reference
 from tools.package_links import link_package
 
@@ -24,7 +24,7 @@ _PAGES = {
 _REFERENCE = {
     "operators": ("Operators", hybridengine.kernels),
     "sync": ("Weight sync", hybridengine.reshard),
-    "trainer": ("Trainer", hybridengine.train.api),
+    "trainer": ("Trainer", hybridengine.api),
 }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
-from tests.train.api.small_job import alone, settings_of
+from tests.extras.api.small_job import alone, settings_of
 from tests.train.in_process import small_job
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "from_python.py"

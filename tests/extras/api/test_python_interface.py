@@ -17,7 +17,7 @@ import hybridengine
 from tests.forked import run_forked
 from tests.ports import free_port
 from tests.ranks import message_of, run_ranks
-from tests.train.api.small_job import TORCHRUN, alone, settings_of, typed
+from tests.extras.api.small_job import TORCHRUN, alone, settings_of, typed
 from tests.train.in_process import small_job
 from tests.train.sft_job import sft_settings, write_sft_job
 
@@ -315,7 +315,7 @@ def test_every_rank_of_torchrun_makes_the_same_calls(job):
     settings = settings_of(job, "two", **{"trainer.n_gpus_per_node": 2})
     (job / "two.json").write_text(json.dumps(settings, default=str))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = run_forked([*torchrun, "-m", "tests.train.api.calls_of_a_rank", job / "two.json"])
+    ended = run_forked([*torchrun, "-m", "tests.extras.api.calls_of_a_rank", job / "two.json"])
     assert ended.returncode == 0, ended.stderr
     (own, total, norm), (other, _, other_norm) = (
         json.loads((job / f"two.json.{rank}").read_text()) for rank in range(2)
@@ -345,4 +345,4 @@ def test_importing_the_package_stays_light():
         "assert not {'torch', 'transformers', 'vllm'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
-    assert hybridengine.Trainer.__module__ == "hybridengine.train.api"
+    assert hybridengine.Trainer.__module__ == "hybridengine.api"

@@ -1,4 +1,4 @@
-"""A step of a job on a rank of torchrun: `-m tests.train.api.calls_of_a_rank SETTINGS.json`."""
+"""A step of a job on a rank of torchrun: `-m tests.extras.api.calls_of_a_rank SETTINGS.json`."""
 
 import json
 import sys
