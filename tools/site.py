@@ -9,9 +9,9 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+import hybridengine.api
 import hybridengine.kernels
 import hybridengine.reshard
-import hybridengine.api
 from hybridengine.run.config.loading import key_reference
 from tools.package_links import link_package
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks
 from tests.extras.api.small_job import alone, settings_of
+from tests.ranks import run_ranks
 from tests.train.in_process import small_job
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "from_python.py"

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 import hybridengine
+from tests.extras.api.small_job import TORCHRUN, alone, settings_of, typed
 from tests.forked import run_forked
 from tests.ports import free_port
 from tests.ranks import message_of, run_ranks
-from tests.extras.api.small_job import TORCHRUN, alone, settings_of, typed
 from tests.train.in_process import small_job
 from tests.train.sft_job import sft_settings, write_sft_job
 
