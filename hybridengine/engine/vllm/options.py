@@ -6,11 +6,9 @@ another version, is refused: what it does to weights and log-probs is not known.
 
 from __future__ import annotations
 
-import copy
 import difflib
 from collections.abc import Mapping
-from dataclasses import fields
-from functools import partial
+from dataclasses import dataclass, fields
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from hybridengine.engine.interface import EngineOptions
 from hybridengine.engine.vllm.environment import CPU_BLOCK_SIZE, prepare_environment
 from hybridengine.model.validation import config_of
 from hybridengine.run import load_plugin
+from hybridengine.run.config.common import TrainedModelConfig
 from hybridengine.run.errors import ConfigError
 
 _TABLES = yaml.safe_load(Path(__file__).with_name("arguments.yaml").read_text())
@@ -43,7 +42,7 @@ def llm_options(options: EngineOptions) -> dict[str, Any]:
     return {
         "model": str(model.path),
         "trust_remote_code": model.trust_remote_code,
-        "hf_overrides": partial(_as_trained, config_of(model), model.config_overrides),
+        "hf_overrides": _AsTrained(model),
         "load_format": "dummy",
         "dtype": rollout.dtype,
         **quantization,
@@ -68,17 +67,21 @@ def llm_options(options: EngineOptions) -> dict[str, Any]:
     }
 
 
-def _as_trained(
-    trained: PretrainedConfig, overrides: Mapping[str, Any], config: PretrainedConfig
-) -> PretrainedConfig:
-    """Return vLLM's configuration of the model that is `trained`, from that of its checkpoint."""
-    if trained.model_type != config.model_type:  # a language model, alone
-        config = copy.deepcopy(trained)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    # bfloat16 logits would change probabilities more than all other layers together
-    config.update({"head_dtype": "float32", **overrides})
-    return config
+@dataclass(frozen=True)
+class _AsTrained:
+    """Makes vLLM's configuration of the model that is trained from that of its checkpoint."""
+
+    model: TrainedModelConfig
+
+    def __call__(self, config: PretrainedConfig) -> PretrainedConfig:
+        trained = config_of(self.model)
+        if trained.model_type != config.model_type:  # a language model, alone
+            config = trained
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        # bfloat16 logits would change probabilities more than all other layers together
+        config.update({"head_dtype": "float32", **self.model.config_overrides})
+        return config
 
 
 def check_engine_options(options: Mapping[str, Any]) -> None:
