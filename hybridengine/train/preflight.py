@@ -248,16 +248,16 @@ def _check_tokens(
 
 
 def _check_resume(config: RLConfig | SFTConfig, train: Any, model: PretrainedConfig) -> None:
-    """Check that the checkpoint to resume from fits the data and the model."""
+    """Check that a batch fits the data, and what is resumed from also the model."""
+    data, states = config.data, ["actor.optimizer"]
+    loader = PromptLoader(train, data.train_batch_size, seed=config.seed, shuffle=data.shuffle)
     checkpoint = checkpoint_to_resume(config)
     if checkpoint is None:
         return
-    data, states = config.data, ["actor.optimizer"]
     if isinstance(config, RLConfig):
         states += ["kl"] if config.algorithm.use_kl_in_reward else []
         states += ["kl_loss"] if config.schedules_kl_loss else []
         states += ["critic.optimizer"] if uses_critic(config) else []
-    loader = PromptLoader(train, data.train_batch_size, seed=config.seed, shuffle=data.shuffle)
     layout = checkpoint_layout_from_config(model, config.model.trust_remote_code)
     check_resume(checkpoint, config, loader, layout.parameters, states)
 
