@@ -49,6 +49,12 @@ def check_vllm(rollout: RolloutConfig, dtype: str, exact: bool, text: Pretrained
             "rollout.enable_prefix_caching is true, but Mamba2 in vLLM on a CPU returns no states "
             "from inside a prompt, which the cache would hold; set it to false"
         )
+    if rollout.quantization and not rollout.enforce_eager:
+        raise ModelError(
+            f"rollout.quantization is {rollout.quantization} and rollout.enforce_eager false, but "
+            f"with a model of type {text.model_type!r} on a CPU log-probs of a compiled engine "
+            "differ from run to run; set rollout.enforce_eager to true"
+        )
     if "QwenGatedDeltaNetAttention" in layers and not exact:
         _check_delta_net(dtype, text)
 

@@ -10,7 +10,10 @@ import pytest
 
 from tests.extras.hybrid.hybrid_models import hybrid_models
 from tests.extras.moe.test_router_replay_jobs import run_with_vllm
+from tests.extras.remote.overlapped import run_overlapped
+from tests.extras.remote.vllm_server import START_S, serving
 from tests.ranks import run_ranks
+from tests.sync.quantized_kernel import register_kernel
 from tests.train.in_process import lines_of, small_job
 
 pytestmark = pytest.mark.multirank
@@ -48,3 +51,38 @@ def test_steps_on_the_ranks_of_the_engine(tmp_path: Path, tp_size: int) -> None:
     run_ranks(run_with_vllm, tp_size, tmp_path, job, timeout_s=500)
     found = differences(lines_of(tmp_path / "run" / "metrics.jsonl"))
     assert len(found) == 3 and max(found) < 0.01  # bfloat16 on both sides
+
+
+FP8 = {"quantization": "fp8", "enforce_eager": "true"}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("settings", "rounding"), [({}, 1e-3), (FP8, 8e-3)], ids=["bfloat16", "fp8"]
+)
+def test_an_engine_on_another_rank(tmp_path: Path, settings, rounding: float) -> None:
+    """In bfloat16 weights that are a step old would differ by 2e-3 and more."""
+    job = hybrid_job(tmp_path, "qwen3_5_text", n_gpus_per_node=1, **settings)
+    job += ["trainer.mode=async", "trainer.staleness=0"]
+    if settings:
+        job[job.index("reshard.delta=on")] = "reshard.delta=auto"
+    [run] = run_overlapped(tmp_path, [job], 2, before=register_kernel if settings else None)
+    assert not run.refused
+    found = differences(run.rows)
+    assert len(found) == 3 and max(found) < rounding
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(START_S + 300)
+def test_a_server(tmp_path: Path) -> None:
+    """Its states are float32, as the option says; the convolutions packed in its own process."""
+    options = dict(dtype="bfloat16", mamba_ssm_cache_dtype="float32", kv_cache_memory_bytes=1 << 26)
+    job = hybrid_job(tmp_path, "qwen3_next")
+    with serving(str(tmp_path / "hybrid"), 1, tmp_path, **options) as server:
+        job += [f"rollout.servers=[{server.url}]", "rollout.max_num_seqs=8"]
+        job += ["rollout.name=auto", "rollout.dtype=auto"]
+        pairs = dict(override.split("=", 1) for override in job)
+        [run] = run_overlapped(tmp_path, [[f"{k}={v}" for k, v in pairs.items()]], 2)
+    assert not run.refused
+    found = differences(run.rows)
+    assert len(found) == 3 and max(found) < 0.01

@@ -157,6 +157,12 @@ def test_heads_that_ranks_cannot_share(kind, size, message):
             ["rollout.enable_chunked_prefill=false"],
             "enable_chunked_prefill is false, but vLLM caches prefixes",
         ),
+        (
+            "qwen3_5_text",
+            DELTA_NET,
+            ["rollout.quantization=fp8"],
+            "rollout.quantization is fp8 and rollout.enforce_eager false",
+        ),
     ],
 )
 def test_what_vllm_on_a_cpu_cannot_have(kind, changes, settings, message):

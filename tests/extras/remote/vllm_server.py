@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,9 +47,11 @@ def serving(
     fp8: bool = False,
     images: bool = False,
     exact: bool = False,
+    **more: Any,
 ) -> Iterator[VllmServer]:
+    """more: options of `vllm serve`, with _ for -."""
     port = free_port()
-    process = start(model, port, tp_size, folder, fp8, images, exact)
+    process = start(model, port, tp_size, folder, fp8, images, exact, **more)
     server = VllmServer(f"http://127.0.0.1:{port}", 0, TIMEOUT_S)
     try:
         deadline = time.monotonic() + START_S
@@ -62,7 +65,14 @@ def serving(
 
 
 def start(
-    model: str, port: int, tp_size: int, folder: Path, fp8: bool, images: bool, exact: bool
+    model: str,
+    port: int,
+    tp_size: int,
+    folder: Path,
+    fp8: bool,
+    images: bool,
+    exact: bool,
+    **more: Any,
 ) -> ForkedProcess:
     """Start a server, with `folder` on its import path.
 
@@ -101,6 +111,7 @@ def start(
         plugins["images"] = "tests.extras.vision.server_plugin:prepare"
     else:
         flags.append("--skip-tokenizer-init")
+    options |= {key.replace("_", "-"): value for key, value in more.items()}
     write_plugins(folder, plugins)
     arguments = [x for key, value in options.items() for x in (f"--{key}", str(value))]
     environment = os.environ | {
