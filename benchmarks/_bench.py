@@ -210,7 +210,7 @@ class Bench:
         if name in self.results.peaks:
             return self.results.peaks[name]
         budget, self.budget_s = self.budget_s, self.budget_s / 4
-        rate = getattr(self, f"_{kind}_peak")(dtype)
+        rate = getattr(self, f"{kind}_peak")(dtype)
         self.budget_s = budget
         unit = "TFLOP/s" if kind == "gemm" else "GB/s"
         print(f"# peak {kind} {dtype}: {rate:.3g} {unit}", flush=True)
@@ -218,7 +218,7 @@ class Bench:
             self.results.peaks[name] = rate
         return rate
 
-    def _read_peak(self, _: torch.dtype) -> float:
+    def read_peak(self, _: torch.dtype) -> float:
         data = torch.ones(self._stream_bytes() // 4, device=self.device)
         return data.nbytes / self._measure(data.sum)["ms_p20"] / 1e6
 
@@ -227,7 +227,7 @@ class Bench:
         target = torch.empty_like(source)
         return 2 * source.nbytes / self._measure(lambda: target.copy_(source))["ms_p20"] / 1e6
 
-    def _gemm_peak(self, dtype: torch.dtype) -> float:
+    def gemm_peak(self, dtype: torch.dtype) -> float:
         if not has_fast_products(dtype, self.device):
             dtype = torch.float32  # converting to it first is faster
         n = (8192 if self.device.type == "cuda" else 2048) // (4 if self.quick else 1)

@@ -12,7 +12,7 @@ from typing import Any
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
-__all__ = ["Result", "lines_of", "moe_job", "run_jobs", "small_job"]
+__all__ = ["Result", "lines_of", "moe_job", "run_jobs", "run_with_vllm", "small_job"]
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,18 @@ def save_stopping(folder: Path) -> None:
     file = folder / "stopping" / "generation_config.json"
     settings = json.loads(file.read_text()) | {"eos_token_id": [2, *range(70, 101)]}
     file.write_text(json.dumps(settings))
+
+
+def run_with_vllm(rank: int, world_size: int, folder: Path, job: list[str]) -> None:
+    """Run one job; vLLM ends the process group with its engine."""
+    from hybridengine.run.config import load_config
+    from hybridengine.run.session import PhaseStatus, Session
+    from hybridengine.train.preflight import check_job
+    from hybridengine.train.rl import RLTrainer
+
+    config = load_config(None, job)
+    check_job(config)
+    RLTrainer(config, Session(PhaseStatus(folder / "run", rank))).train()
 
 
 def run_jobs(

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,60 +16,13 @@ from hybridengine.run.errors import RolloutError
 from hybridengine.train.choices import Choices, Machine, decide
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
+from tests.train.exact_job import VLLM, train
 from tests.train.in_process import lines_of, small_job
 
 pytestmark = [
     pytest.mark.multirank,
     pytest.mark.skipif(not vllm_available(), reason="the rollout engine; `make setup` installs it"),
 ]
-
-
-VLLM = ("rollout.name=vllm", "rollout.kv_cache_gib=0.01", "rollout.dtype=auto")
-
-
-def train(rank: int, world_size: int, folder: Path, job: list[str]) -> tuple[int, list[bool]]:
-    """Run the job; return how many decoding steps were replayed, and what has to be true.
-
-    Of every parameter and optimizer step: the gradients of passes that are run twice are equal.
-    """
-    from hybridengine.kernels.graph import Graph
-    from hybridengine.run.session import PhaseStatus, Session
-    from hybridengine.train.preflight import check_job
-    from hybridengine.train.rl import RLTrainer
-
-    config = load_config(None, job)
-    check_job(config)
-    run = RLTrainer(config, Session(PhaseStatus(folder / "run", rank)))
-    actor, optimizer = run.actor, run.actor.optimizer
-    loss_of, take = actor.micro_batch_loss, optimizer.step
-    calls: list[Any] = []
-    holds: list[bool] = []
-
-    def recorded_loss(*micro_batch: Any) -> Any:
-        calls.append(micro_batch)
-        return loss_of(*micro_batch)
-
-    def repeated_step(max_norm: float) -> Any:
-        trained = [p for p in actor.model.parameters() if p.grad is not None]
-        before = [p.grad.to_local().clone() for p in trained]
-        for parameter in trained:
-            parameter.grad = None
-        for micro_batch in calls:
-            loss, _, output = loss_of(*micro_batch)
-            optimizer.observe_loss(loss, output)
-            (loss * run.dp.grad_scale(optimizer)).backward()
-        calls.clear()
-        grads = [p.grad.to_local() for p in trained]
-        holds.extend(torch.equal(x, y) for x, y in zip(before, grads, strict=True))
-        return take(max_norm)
-
-    with (
-        patch.object(Graph, "replay", autospec=True, side_effect=Graph.replay) as replay,
-        patch.object(actor, "micro_batch_loss", recorded_loss),
-        patch.object(optimizer, "step", repeated_step),
-    ):
-        run.train()
-    return replay.call_count, holds
 
 
 def one_token_differs(rank: int, world_size: int) -> None:

@@ -10,12 +10,12 @@ import torch
 
 from hybridengine.run.config import ConfigError, load_config
 from hybridengine.train.choices import decide
-from tests.engine.test_exact import counted_preemptions, open_engine, open_model, sampled
+from tests.engine.exact_engines import counted_preemptions, open_engine, open_model, sampled
 from tests.extras.hybrid.hybrid_models import hybrid_config, hybrid_models
 from tests.ranks import run_ranks
 from tests.tiny_models import VOCAB, save_tiny
+from tests.train.exact_job import VLLM, train
 from tests.train.in_process import lines_of, small_job
-from tests.train.test_exact_jobs import VLLM, train
 
 pytestmark = pytest.mark.multirank
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")

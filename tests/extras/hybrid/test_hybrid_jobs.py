@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from tests.extras.hybrid.hybrid_models import hybrid_models
-from tests.extras.moe.test_router_replay_jobs import run_with_vllm
 from tests.extras.remote.overlapped import run_overlapped
 from tests.extras.remote.vllm_server import START_S, serving
 from tests.ranks import run_ranks
 from tests.sync.quantized_kernel import register_kernel
-from tests.train.in_process import lines_of, small_job
+from tests.train.in_process import lines_of, run_with_vllm, small_job
 
 pytestmark = pytest.mark.multirank
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")

@@ -12,24 +12,12 @@ from hybridengine.engine.vllm.environment import vllm_available
 from hybridengine.moe.routes import decode_routes
 from tests.extras.remote.overlapped import run_overlapped
 from tests.ranks import run_ranks
-from tests.train.in_process import lines_of, moe_job, run_jobs, small_job
+from tests.train.in_process import lines_of, moe_job, run_jobs, run_with_vllm, small_job
 
 pytestmark = pytest.mark.multirank
 
 OLD = "actor.router_replay=old"
 REPLAY = "actor.router_replay=rollout"
-
-
-def run_with_vllm(rank: int, world_size: int, folder: Path, job: list[str]) -> None:
-    """Run one job; vLLM ends the process group with its engine."""
-    from hybridengine.run.config import load_config
-    from hybridengine.run.session import PhaseStatus, Session
-    from hybridengine.train.preflight import check_job
-    from hybridengine.train.rl import RLTrainer
-
-    config = load_config(None, job)
-    check_job(config)
-    RLTrainer(config, Session(PhaseStatus(folder / "run", rank))).train()
 
 
 @pytest.mark.skipif(not vllm_available(), reason="the rollout engine; `make setup` installs it")

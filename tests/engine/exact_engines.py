@@ -1,0 +1,78 @@
+"""Exact engines and models beside them, and what engines sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from tests.vllm_llm import open_llm
+
+__all__ = ["counted_preemptions", "open_engine", "open_model", "sampled"]
+
+
+def open_engine(path: str, dtype: str, **options: Any) -> Any:
+    from hybridengine.engine.exact.operators import use_exact_operators
+    from hybridengine.engine.vllm.sampling import FusedSampler
+
+    llm = open_llm(path, dtype, exact=True, max_model_len=160, **options)
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    use_exact_operators(runner.get_model(), 160)
+    FusedSampler(runner, exact=True)
+    return llm
+
+
+def open_model(path: str, dtype: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from hybridengine.model.attention import ATTENTION
+    from hybridengine.model.exact import use_exact_operators
+    from hybridengine.model.extensions import prepare_model
+    from hybridengine.model.head import patch_head
+
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
+    ).eval()
+    prepare_model(model)
+    use_exact_operators(model, {})
+    patch_head(model)
+    return model
+
+
+@contextmanager
+def counted_preemptions() -> Iterator[list[str]]:
+    """While open, the ids of requests that vLLM preempts are added to the list."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempt, preempted = Scheduler._preempt_request, list[str]()
+
+    def noting(self: Any, request: Any, *args: Any, **options: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(self, request, *args, **options)
+
+    with patch.object(Scheduler, "_preempt_request", noting):
+        yield preempted
+
+
+def sampled(
+    llm: Any, prompts: list[list[int]]
+) -> tuple[list[tuple[list[int], list[int], list[float]]], int]:
+    """Return (prompt, response, log-probs) of each response, and the cached tokens of prompts."""
+    from vllm import SamplingParams
+
+    options = {"temperature": 0.8, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+    requests = [
+        SamplingParams(n=1 + i % 3, max_tokens=1 + 7 * i % 24, **options)
+        for i in range(len(prompts))
+    ]
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], requests, use_tqdm=False)
+    rows = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        for sample in output.outputs:
+            ids = list(sample.token_ids)
+            values = [step[i].logprob for i, step in zip(ids, sample.logprobs, strict=True)]
+            rows.append((prompt, ids, values))
+    return rows, sum(output.num_cached_tokens or 0 for output in outputs)
