@@ -66,16 +66,25 @@ def trained_body(rank: int, world_size: int, folder: str, kind: str) -> list:
     _, model, after = train(folder, kind, torch.float32)
     words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
     save_pretrained(model, words, f"{folder}/exported", torch.float32)
+    for prompt, (response,) in zip(PROMPTS, after, strict=True):
+        ids = torch.tensor([*prompt, *response.token_ids])
+        log_probs = model(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        expected = log_probs.gather(1, ids[len(prompt) :, None]).flatten().tolist()
+        assert max(abs(a - b) for a, b in zip(response.log_probs, expected, strict=True)) < 1e-4
     return [(c[0].token_ids, c[0].log_probs) for c in after]
 
 
 def loaded_body(rank: int, world_size: int, folder: str) -> list:
     """vLLM alone, from the exported checkpoint."""
     from hybridengine.engine.vllm.environment import prepare_environment
+    from hybridengine.engine.vllm.post_load import of_all_heads
 
     prepare_environment()
     from vllm import LLM, SamplingParams
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
+    # vLLM's own rotates the queries of latent attention by other angles than the model has.
+    RotaryEmbedding.forward_cpu = of_all_heads(RotaryEmbedding.forward_cpu)
     llm = LLM(
         model=f"{folder}/exported",
         dtype="float32",

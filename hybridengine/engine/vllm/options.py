@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from hybridengine.engine.interface import EngineOptions
 from hybridengine.engine.vllm.environment import CPU_BLOCK_SIZE, prepare_environment
-from hybridengine.model.validation import config_of
+from hybridengine.model.stored import WRAPPERS, trained_config
 from hybridengine.run import load_plugin
 from hybridengine.run.config.common import TrainedModelConfig
 from hybridengine.run.errors import ConfigError
@@ -74,11 +74,9 @@ class _AsTrained:
     model: TrainedModelConfig
 
     def __call__(self, config: PretrainedConfig) -> PretrainedConfig:
-        trained = config_of(self.model)
-        if trained.model_type != config.model_type:  # a language model, alone
-            config = trained
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
+        if config.model_type in WRAPPERS:  # for which vLLM may have a class of its own
+            config = AutoConfig.from_pretrained(self.model.path)
+        config = trained_config(config)
         # bfloat16 logits would change probabilities more than all other layers together
         config.update({"head_dtype": "float32", **self.model.config_overrides})
         return config

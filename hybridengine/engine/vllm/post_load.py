@@ -87,7 +87,7 @@ def writable_weights() -> Iterator[PostLoadProcessing]:
         stack.enter_context(patch.object(base_loader, "process_weights_after_loading", run))
         choose = staticmethod(_without_copies(CpuPlatform.get_attn_backend_cls))
         stack.enter_context(patch.object(CpuPlatform, "get_attn_backend_cls", choose))
-        rotate = _of_all_heads(RotaryEmbedding.forward_cpu)
+        rotate = of_all_heads(RotaryEmbedding.forward_cpu)
         stack.enter_context(patch.object(RotaryEmbedding, "forward_cpu", rotate))
         for quantization in quantizations().values():
             stack.enter_context(quantization.watched())
@@ -107,7 +107,7 @@ def _without_copies(choose: Callable[..., str]) -> Callable[..., str]:
     return chosen
 
 
-def _of_all_heads(
+def of_all_heads(
     rotate: Callable[..., tuple[Tensor, Any]],
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Return vLLM's rotary embedding on a CPU, also where heads are a dimension (MLA, LFM2).
