@@ -33,7 +33,8 @@ SHARED = ("none", "outer", "all")
 def adapted(kind: str, shared: Any = "none") -> Any:
     """A tiny mixture whose adapters of linear layers and experts are random."""
     model = tiny_moe(kind, **ARCHITECTURES[kind])
-    apply_lora(model, 3, 5.0, "all-linear", None, EXPERT_WEIGHTS, shared)
+    experts = ["experts.up_proj", "experts.down_proj"] if kind == "nemotron_h" else EXPERT_WEIGHTS
+    apply_lora(model, 3, 5.0, "all-linear", None, experts, shared)
     generator = torch.Generator().manual_seed(1)
     for factor in peft_factors(model).values():
         torch.nn.init.normal_(factor.parameter, std=0.1, generator=generator)

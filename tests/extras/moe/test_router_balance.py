@@ -108,13 +108,13 @@ def assert_close(got: Any, expected: Any, rtol: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_metrics_equal_their_formulas(kind: str) -> None:
-    """In float64, but for routers that compute in float32 themselves."""
+    """In float64, but for routers that compute in float32 themselves, and KDA's recurrence."""
     model, ids = moe(kind).double(), torch.randint(3, 100, (1, LENGTH))
     model.set_experts_implementation("eager")  # the others have no float64
     expected = reference_step(model, ids, sigmoid=kind in SIGMOIDS)
     plain = reference_step(model, ids, sigmoid=False)[0] if kind == "deepseek_v3" else None
     got = balanced_step(model, RouterBalance(model, AUX, Z), [ids])
-    assert_close(got[0], expected[0])
+    assert_close(got[0], expected[0], rtol=1e-4 if kind == "kimi_linear" else 1e-5)
     assert got[1] == pytest.approx(expected[1], rel=1e-6)
     if plain is not None:
         name = next(n for n in plain if n.endswith("gate.weight"))
