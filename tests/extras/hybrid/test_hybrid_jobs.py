@@ -43,7 +43,8 @@ def differences(rows: list[dict[str, float]]) -> list[float]:
     return [row["training/rollout_probs_diff_mean"] for row in rows if "actor/pg_loss" in row]
 
 
-@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # test_hybrid_exact.py has a job, test_hybrid_vllm.py this engine
+@pytest.mark.parametrize("tp_size", [1, 2])
 def test_steps_on_the_ranks_of_the_engine(tmp_path: Path, tp_size: int) -> None:
     job = hybrid_job(tmp_path, "qwen3_next", tensor_model_parallel_size=tp_size)
     job += [f"trainer.n_gpus_per_node={tp_size}"]
