@@ -146,7 +146,8 @@ def test_a_job_trains_the_language_model(tmp_path: Path, kind: str, settings: li
         tokenizer = Qwen2Tokenizer(vocab={x: i for i, x in enumerate(characters)}, merges=[])
         tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
         tokenizer.save_pretrained(source)
-        job += ["data.max_prompt_length=16"]
+        # The tokens are characters: a "w" can come before any other, not only before a number.
+        job += ["data.max_prompt_length=16", "reward.custom_reward_function.name=hashed"]
     [result] = run_jobs(tmp_path, [[*job, *settings]], world_size=1 if settings else 2)
     assert not result.refused
     assert max(row["training/rollout_probs_diff_max"] for row in result.rows) < 1e-3
