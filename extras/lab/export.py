@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -128,8 +129,8 @@ def _export_model(
     hf_folder = folder / "huggingface"
     if not (hf_folder / "config.json").is_file():
         raise CheckpointError(f"checkpoint {folder} has no huggingface/config.json")
-    stored = AutoConfig.from_pretrained(hf_folder, trust_remote_code=trust_remote_code)
-    config = trained_config(stored)
+    stored: Any = AutoConfig.from_pretrained(hf_folder, trust_remote_code=trust_remote_code)
+    config: Any = trained_config(stored)
     dtype = dtype or config.dtype or torch.bfloat16
     model = meta_model(config, trust_remote_code)
     expected, dtypes, source = parameter_shards(model), saved_dtypes(model, dtype), _source(folder)

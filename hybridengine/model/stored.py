@@ -41,7 +41,8 @@ def trained_config(config: PretrainedConfig) -> PretrainedConfig:
     text = language_model(config)
     if text is not None:
         text = copy.deepcopy(text)
-        text.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__]
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
+        text.architectures = [model_class.__name__]
         text.dtype = text.dtype or config.dtype
         text.tie_word_embeddings = config.tie_word_embeddings  # that of the whole is read
         text.name_or_path = config.name_or_path

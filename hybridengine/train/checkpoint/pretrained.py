@@ -205,8 +205,8 @@ def write_pretrained(
     if model.can_generate():
         skeleton.generation_config = model.generation_config
     use_checkpoint_names(skeleton)
-    outer = _outer_names(source)
-    skeleton._weight_conversions = [*outer, *(skeleton._weight_conversions or [])] or None
+    outer, conversions = _outer_names(source), list[Any](skeleton._weight_conversions or [])  # type: ignore[arg-type]
+    skeleton._weight_conversions = [*outer, *conversions] or None  # type: ignore[assignment]
     with atomic_folder(out, **origin) as partial:
         skeleton.save_pretrained(partial, state_dict=dict(state_dict))
         if outer and (folder := folder_of(source)) is not None:
@@ -223,10 +223,11 @@ def _compare(
     written: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
 ) -> None:
-    before, names = set_tqdm_hook(_note_loaded), inner_names(str(folder))
-    inner: Any = {"config": skeleton.config, "key_mapping": names} if names else {}
+    before, renamed = set_tqdm_hook(_note_loaded), inner_names(str(folder))
+    inner: Any = {"config": skeleton.config, "key_mapping": renamed} if renamed else {}
+    model_class: Any = type(skeleton)
     try:
-        model, report = type(skeleton).from_pretrained(
+        model, report = model_class.from_pretrained(
             folder, dtype=dtype, output_loading_info=True, **inner
         )
     finally:
