@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -73,8 +74,8 @@ def cpu_obstacle(text: PretrainedConfig) -> str | None:
 
 def _model_class(text: PretrainedConfig) -> type:
     """Return transformers' class, by whose name vLLM knows the model."""
-    model_class: type = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
-    return model_class
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
+    return model_class  # type: ignore[no-any-return]
 
 
 def _layers(text: PretrainedConfig) -> list[str] | None:

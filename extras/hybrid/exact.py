@@ -31,6 +31,7 @@ def exact_forwards(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
         ModelError: a module of such a layer has another formula.
     """
     forwards = dict[nn.Module, Callable[..., Any]]()
+    module: Any
     for module in model.modules():
         kind = type(module)
         if kind.__name__ in _LAYERS:
@@ -119,7 +120,7 @@ def _engine_layer(self: Any, hidden_states: Tensor) -> Tensor:
     qkv, z = qkvz.split([x // self.tp_size for x in (self.conv_dim, self.value_dim)], 1)
     z = z.unflatten(1, (-1, self.head_v_dim))
     out = torch.zeros_like(z)
-    metadata = get_forward_context().attn_metadata
+    metadata: Any = get_forward_context().attn_metadata
     if metadata is not None:  # else vLLM warms up
         batch = metadata[self.prefix]
         tokens = batch.num_actual_tokens

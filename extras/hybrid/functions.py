@@ -193,11 +193,10 @@ def _mamba1(
         return original(hidden_states, dt, A, B, C, **options)
     x, step, k, q = (packed_row(part).t() for part in (hidden_states, dt, B, C))
     step = _step(step, delta_bias, delta_softplus)
-    *heads, rate = _gather_tokens(
-        *(q.to(x.dtype)[:, None], k.to(x.dtype)[:, None], x[..., None], step)
-    )
+    q, k = (part.to(x.dtype)[:, None] for part in (q, k))
+    q, k, v, rate = _gather_tokens(q, k, x[..., None], step)
     g = rate[..., None] * _own_heads(A.float())
-    out, _ = linear_recurrence(*heads, g, rate, scale=1.0, delta_rule=False, **segments)
+    out, _ = linear_recurrence(q, k, v, g, rate, scale=1.0, delta_rule=False, **segments)
     out = _scatter_tokens(out)[..., 0].float()
     if D is not None:
         out = out + x * D.float()

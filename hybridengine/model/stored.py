@@ -24,7 +24,6 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.hub import cached_file
 
-from hybridengine.model.extensions import image_model_types
 from hybridengine.run.errors import ModelError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -56,8 +55,8 @@ def trained_config(config: PretrainedConfig) -> PretrainedConfig:
 def language_model(config: PretrainedConfig) -> PretrainedConfig | None:
     """Return the configuration of the language model that is trained alone; None: all is."""
     text = config.get_text_config()
-    is_wrapper = config.model_type in WRAPPERS and config.model_type not in image_model_types()
-    return text if is_wrapper and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else None
+    is_wrapper = config.model_type in WRAPPERS and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return text if is_wrapper else None
 
 
 def stored_quantization(config: PretrainedConfig) -> dict[str, Any] | None:
@@ -108,7 +107,7 @@ def inner_names(path: str | None) -> dict[str, str]:
         ModelError: the checkpoint has no embedding where language models have it.
     """
     folder = folder_of(path)
-    if folder is None or stored_entries(folder)["model_type"] not in WRAPPERS:
+    if folder is None or stored_entries(folder).get("model_type") not in WRAPPERS:
         return {}
     names = stored_tensors(folder)
     prefixes = [found[1] for name in names if (found := _EMBEDDING.match(name))]
@@ -124,8 +123,10 @@ def inner_names(path: str | None) -> dict[str, str]:
 
 
 def stored_entries(folder: Path) -> dict[str, Any]:
-    """Return the entries of config.json."""
-    entries: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    """Return the entries of config.json; none without one, as in a folder that is no model's."""
+    if not (file := folder / "config.json").is_file():
+        return {}
+    entries: dict[str, Any] = json.loads(file.read_text())
     return entries
 
 
@@ -191,7 +192,7 @@ def _names(file: Path) -> list[str]:
     if file.suffix == ".safetensors":
         with safe_open(file, "pt") as tensors:
             return list(tensors.keys())
-    return list(torch.load(file, "meta", weights_only=True))
+    return list(torch.load(file, "cpu", weights_only=True, mmap=True))
 
 
 _dequantize_any = Fp8Dequantize._dequantize_one

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,8 +52,9 @@ class RowExchange:
         wanted: Sequence[Sequence[int]],
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._group: Any = group or dist.group.WORLD
-        self._rank = self._group.rank()
+        group = group or dist.group.WORLD
+        assert group is not None
+        self._group, self._rank = group, group.rank()
         self._sources = sources
         self._wanted = [torch.tensor(rows, dtype=torch.int64) for rows in wanted]
 

@@ -52,16 +52,15 @@ def compute_attention(
             "or write one with `hybridengine export RUN --out FOLDER`"
         )
     import torch
-    from transformers import AutoConfig
     from transformers.utils.logging import disable_progress_bar
 
     from hybridengine.model.rotary import fix_rotary_length
-    from hybridengine.model.validation import auto_class
+    from hybridengine.model.validation import check_model, read_pretrained
 
     disable_progress_bar()
-    config = AutoConfig.from_pretrained(checkpoint)
-    model = auto_class(config).from_pretrained(
-        checkpoint, attn_implementation="eager", dtype=torch.float32
+    path = str(checkpoint)
+    model = read_pretrained(
+        path, check_model(path), attn_implementation="eager", dtype=torch.float32
     )
     fix_rotary_length(model.eval(), max_model_len)
     ids, start = [*row["prompt_ids"], *row["response_ids"]], len(row["prompt_ids"])
