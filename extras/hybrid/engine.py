@@ -75,7 +75,7 @@ def cpu_obstacle(text: PretrainedConfig) -> str | None:
 def _model_class(text: PretrainedConfig) -> type:
     """Return transformers' class, by whose name vLLM knows the model."""
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
-    return model_class  # type: ignore[no-any-return]
+    return model_class
 
 
 def _layers(text: PretrainedConfig) -> list[str] | None:

@@ -108,7 +108,7 @@ def _trained_layer(self: Any, hidden_states: Tensor, cache_params: Any = None, *
     )
     weight = self.conv1d.weight.squeeze(1)
     qkv = causal_conv1d(qkv, weight, activation="silu", **segments)
-    out, _ = _mix(self, qkv, a, b, **segments)
+    out = _mix(self, qkv, a, b, **segments)[0]
     return self.out_proj(self.norm(out, z.view(out.shape)).flatten(1))[None]
 
 

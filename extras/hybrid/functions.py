@@ -232,7 +232,7 @@ def rebound(forward: Callable[..., Any], names: Mapping[str, Any]) -> Callable[.
     """Return the code of a class's forward, with other globals of these names."""
     own: Any = inspect.unwrap(forward)
     # torch.compile would look a global up by the name of the module.
-    scope = {name: x for name, x in own.__globals__.items() if name != "__name__"} | names
+    scope = {name: x for name, x in own.__globals__.items() if name != "__name__"} | dict(names)
     made = types.FunctionType(own.__code__, scope, own.__name__, own.__defaults__, own.__closure__)
     made.__kwdefaults__ = own.__kwdefaults__
     return made
