@@ -36,7 +36,8 @@ from hybridengine.model.flash_attention import choose_flash_kernel
 from hybridengine.model.fsdp import Offloader, mesh_2d, modules_of_size, shard_model
 from hybridengine.model.head import patch_head
 from hybridengine.model.packing_check import check_packing
-from hybridengine.model.parameters import is_finite, parameter_shards
+from hybridengine.model.parameters import is_finite, parameter_shards, unwrapped_name
+from hybridengine.model.replica import Replica
 from hybridengine.model.rotary import fix_rotary_length
 from hybridengine.model.shared_parameters import (
     GatheredBase,
@@ -133,18 +134,23 @@ def load_causal_lm(options: LoadOptions, mesh: DeviceMesh) -> PreTrainedModel:
     groups = modules_of_size(model, min_num_params) if min_num_params else layers
     experts, expert_mesh = _divide_experts(model, mesh, sharding.expert_parallel_size)
     base = base_parameters(model, base_memory)
-    shard_model(
-        model,
-        groups,
-        mesh,
-        sharding,
-        shard_dim1=options.shard_dim1,
-        ignored=set(base.values()),
-        experts=experts,
-        expert_mesh=expert_mesh,
-    )
+    is_sharded = mesh.size() > 1 or sharding.offload_policy
+    if is_sharded:
+        shard_model(
+            model,
+            groups,
+            mesh,
+            sharding,
+            shard_dim1=options.shard_dim1,
+            ignored=set(base.values()),
+            experts=experts,
+            expert_mesh=expert_mesh,
+        )
     place_base(model, base, base_memory)
-    _load_weights(model, weights, mesh, options)
+    _load_weights(model, weights, torch.device(mesh.device_type), options, is_sharded)
+    if not is_sharded:
+        ignored = {p for n, p in model.named_parameters() if unwrapped_name(n) in base_memory}
+        model.replica = Replica(model, groups, getattr(torch, sharding.dtype), ignored)  # type: ignore[assignment]
     fix_rotary_length(model, options.max_model_len)
     model.eval()
     if options.model.enable_gradient_checkpointing:
@@ -152,12 +158,13 @@ def load_causal_lm(options: LoadOptions, mesh: DeviceMesh) -> PreTrainedModel:
         for layer in layers:
             layer.training = True
 
-    def shards() -> list[Tensor]:
-        return [x for name, x in parameter_shards(model).items() if name not in base_memory]
+    def on_device() -> list[Tensor]:
+        shards = [x for name, x in parameter_shards(model).items() if name not in base_memory]
+        return shards if is_sharded else [*shards, *model.replica.owned()]  # type: ignore[operator, union-attr]
 
     if isinstance(base_memory, LayeredWeights):
         model.gathered_base = GatheredBase(model, layers, base_memory)  # type: ignore[assignment]
-    model.offloader = Offloader(shards, sharding.param_offload)  # type: ignore[assignment]
+    model.offloader = Offloader(on_device, sharding.param_offload)  # type: ignore[assignment]
     return model
 
 
@@ -238,25 +245,32 @@ def _divide_experts(
 def _load_weights(
     model: nn.Module,
     weights: nn.Module | None,
-    mesh: DeviceMesh,
+    device: torch.device,
     options: LoadOptions,
+    is_sharded: bool,
 ) -> None:
-    """Materialize the sharded meta `model` from `weights`, the full model on rank 0."""
-    device, base_memory = torch.device(mesh.device_type), options.base_memory
-    home = torch.device("cpu") if options.sharding.offload_policy else device
-    # As `to_empty`, which would also replace the memory of the base.
-    model._apply(lambda x: torch.empty_like(x, device=home) if x.device.type == "meta" else x)
+    """Materialize the meta `model` from `weights`, the full model on rank 0."""
+    base_memory = options.base_memory
+    if weights is not None and not is_sharded:
+        weights.to(device)
     base = {} if weights is None else base_parameters(weights, base_memory)
     fill_base(base_memory, base)
-    own_state = {} if weights is None else weights.state_dict(keep_vars=True)
     in_base = {*map(id, base.values())}
-    set_model_state_dict(
-        model,
-        {name: x.detach() for name, x in own_state.items() if id(x) not in in_base},
-        options=StateDictOptions(
-            full_state_dict=True, broadcast_from_rank0=True, strict=not base_memory
-        ),
-    )
+    own_state = {} if weights is None else weights.state_dict(keep_vars=True)
+    own_state = {name: x for name, x in own_state.items() if id(x) not in in_base}
+    if is_sharded:
+        home = torch.device("cpu") if options.sharding.offload_policy else device
+        # As `to_empty`, which would also replace the memory of the base.
+        model._apply(lambda x: torch.empty_like(x, device=home) if x.device.type == "meta" else x)
+        set_model_state_dict(
+            model,
+            {name: x.detach() for name, x in own_state.items()},
+            options=StateDictOptions(
+                full_state_dict=True, broadcast_from_rank0=True, strict=not base_memory
+            ),
+        )
+    else:  # tied ones stay one parameter
+        model.load_state_dict(own_state, strict=not base_memory, assign=True)
     # Computed buffers (rotary frequencies) are not in the state dict. Buffers are not offloaded.
     own = None if weights is None else dict(weights.named_buffers())
     buffers = broadcast_value(own, dict[str, Tensor])

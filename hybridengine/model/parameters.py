@@ -104,6 +104,8 @@ def free_gathered(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    if hasattr(model, "replica"):
+        model.replica.restore()  # type: ignore[operator, union-attr]
 
 
 def unwrapped_name(name: str) -> str:

@@ -13,7 +13,6 @@ part of it, or has it quantized (`LayeredWeights`), hooks gather it layer by lay
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,14 +24,14 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_iter
 
 from hybridengine.model.fsdp import on_device
 from hybridengine.model.parameters import unwrapped_name
+from hybridengine.model.replica import Writes
 from hybridengine.model.shared_weights import LayeredWeights, SlicedWeights
 from hybridengine.run.errors import ModelError
-from hybridengine.sync.shards import ShardSpec
+from hybridengine.sync.shards import ShardSpec, local_shard
 from hybridengine.sync.weight_target import StaleWeightsError, WeightTarget
 
 _TESTED = ("2.13.",)  # versions of torch; the extensions are no stable interface
@@ -63,18 +62,28 @@ class SharedParameters:
         if named.keys() != memory.keys():
             name = min(named.keys() ^ memory.keys())
             raise ModelError(f"{name!r} is a parameter of the model or of the engine alone")
-        self._memory, self._target = memory, target
-        self._shards: dict[str, DTensor] = {}
-        for name, parameter in named.items():
-            assert isinstance(parameter, DTensor)
-            if any(isinstance(p, Shard) and p.dim for p in parameter.placements):
-                raise ModelError(f"{name!r} is not sharded on dim 0, as FSDP2's extensions need")
-            self._shards[name] = parameter
+        self._memory, self._target, self._shards = memory, target, named
         self._state: list[int | None] = []  # in which shards and `memory` are compared
         self._unverified: set[str] = set()  # to be compared when they are unsharded
         self._differs: dict[str, Tensor] = {}  # of this forward
-        self._steps = _count_steps(model)
-        self._modules = _names_by_module(model)
+        self._writes = Writes(model, named.values())
+        self._modules: dict[fsdp.FSDPModule, list[str]] = {}
+        if hasattr(model, "replica"):
+            model.replica.compute_with(model, {p: memory[n].detach() for n, p in named.items()})  # type: ignore[operator, union-attr]
+        else:
+            self._extend(model)
+        # Before the hooks that place what it computes with: after an error these would be in the
+        # middle of a forward.
+        model.register_forward_pre_hook(lambda module, args: self._begin(), prepend=True)
+        model.register_forward_hook(lambda module, args, output: self._end())
+
+    def _extend(self, model: nn.Module) -> None:
+        """Give FSDP2's parameters their `_Extension`."""
+        for name, parameter in self._shards.items():
+            assert isinstance(parameter, DTensor)
+            if any(isinstance(p, Shard) and p.dim for p in parameter.placements):
+                raise ModelError(f"{name!r} is not sharded on dim 0, as FSDP2's extensions need")
+        self._modules, memory = _names_by_module(model), self._memory
         for module, names in self._modules.items():
             group = [unwrapped_name(name) for name in names]
             for name in group:
@@ -86,9 +95,6 @@ class SharedParameters:
             module.set_custom_all_gather(_NoGather())
         with on_device(model):
             self._check_addresses(model)
-        # Before FSDP2's own hook: after an error it would be in the middle of a forward.
-        model.register_forward_pre_hook(lambda module, args: self._begin(), prepend=True)
-        model.register_forward_hook(lambda module, args, output: self._end())
 
     def _check_addresses(self, model: nn.Module) -> None:
         """Raise ModelError if FSDP2 computes with other memory."""
@@ -108,8 +114,7 @@ class SharedParameters:
         """After a sync, a step of an optimizer, or a write, have all parameters compared again."""
         target = self._target
         target.check_complete()
-        versions = [p._version + p._local_tensor._version for p in self._shards.values()]
-        state = [target.weight_version, target.updates_begun, self._steps[0], *versions]
+        state = [target.weight_version, target.updates_begun, *self._writes.state()]
         if state == self._state:
             return
         for module in self._modules:
@@ -117,6 +122,8 @@ class SharedParameters:
         if isinstance(self._memory, SlicedWeights):
             self._memory.restart()
         self._state, self._unverified, self._differs = state, set(self._shards), {}
+        for name in () if self._modules else self._shards:
+            self._compare(name)
 
     @torch.no_grad()
     def _compare(self, name: str) -> None:
@@ -129,7 +136,7 @@ class SharedParameters:
         box = spec.box(spec.shard_of(dist.get_rank()))
         own = memory[tuple(slice(*rows) for rows in box)]
         bits = _BITS[memory.itemsize]
-        expected = shard.to_local().to(memory.dtype)
+        expected = local_shard(shard).to(memory.dtype)
         self._differs[name] = (expected.view(bits) != own.view(bits)).any()
 
     def _end(self) -> None:
@@ -230,20 +237,6 @@ class _NoGather(AllGather):
                 "the parameters of the model were replaced, by load_state_dict(assign=True) or a "
                 "cast; they are views of the engine's weights, so write into them"
             )
-
-
-def _count_steps(model: nn.Module) -> list[int]:
-    """Return [number of steps that any optimizer has made since], while `model` is in use.
-
-    The fused steps of sharded parameters do not change the versions of tensors.
-    """
-    count = [0]
-
-    def add(*_: Any) -> None:
-        count[0] += 1
-
-    weakref.finalize(model, register_optimizer_step_post_hook(add).remove)
-    return count
 
 
 def base_parameters(model: nn.Module, memory: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:

@@ -106,7 +106,9 @@ def backward(model, pairs: list, world_size: int) -> torch.Tensor:
 
 
 def full_tensors(model, attribute=lambda p: p) -> dict[str, torch.Tensor]:
-    return {n: attribute(p).full_tensor().clone() for n, p in model.named_parameters()}
+    from hybridengine.sync.shards import full_tensor
+
+    return {n: full_tensor(attribute(p)).clone() for n, p in model.named_parameters()}
 
 
 def assert_close_by_scale(ours: dict, theirs: dict) -> None:

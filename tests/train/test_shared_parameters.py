@@ -44,6 +44,7 @@ def share(engine: Any, model: Any, dtype: torch.dtype) -> Any:
 def trained(model: Any, rank: int, resharder: Any = None) -> list[torch.Tensor]:
     """Train in two micro-batches per step; return log-probs, norms, gradients and shards."""
     from hybridengine.model import Optimizer, on_device, pack_rollouts, packed_log_probs
+    from hybridengine.sync.shards import local_shard
 
     optimizer = Optimizer(model, lr=1e-2, total_steps=STEPS)
     batches = [
@@ -58,9 +59,9 @@ def trained(model: Any, rank: int, resharder: Any = None) -> list[torch.Tensor]:
                 log_probs, entropy = packed_log_probs(model, batch)
                 (log_probs.mean() + 0.01 * entropy.mean()).backward()
                 values.append(log_probs.detach())
-            values += [p.grad.to_local().clone() for p in model.parameters()]
+            values += [local_shard(p.grad).clone() for p in model.parameters()]
             values.append(optimizer.step(1.0))
-            values += [p.detach().to_local().clone() for p in model.parameters()]
+            values += [local_shard(p.detach()).clone() for p in model.parameters()]
     return values
 
 
