@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from transformers import get_scheduler
 
 from hybridengine.model.fsdp import Offloader
 from hybridengine.run.errors import ModelError
-from hybridengine.sync.shards import full_tensor, local_shard
+from hybridengine.sync.shards import local_shard, with_shard
 
 _SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
@@ -79,8 +80,10 @@ class Optimizer:
             raise ModelError(f"schedule {schedule!r} is unknown; choose from {sorted(_SCHEDULES)}")
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(self._named.values())
-        groups: list[dict[str, Any]] = [{"params": ps} for ps in by_mesh(self.parameters)]
-        self.adamw = torch.optim.AdamW(groups, lr, betas, eps, weight_decay, fused=True)
+        # One update of plain tensors: of DTensors it takes nine times as long on the host.
+        self._local = [nn.Parameter(local_shard(p.detach())) for p in self.parameters]
+        self._groups = by_placement(self.parameters)
+        self.adamw = torch.optim.AdamW(self._local, lr, betas, eps, weight_decay, fused=True)
         scheduler: Any = get_scheduler(
             _SCHEDULES[schedule],
             self.adamw,
@@ -116,45 +119,55 @@ class Optimizer:
         part = torch.stack([loss.detach().double(), count.double()])
         self._observed = part if self._observed is None else self._observed + part
 
-    def _take_observed(self) -> tuple[float, int]:
-        """Return (loss, outputs that are not finite) of this update over all ranks. Collective."""
+    def _take_observed(self, norm: torch.Tensor) -> torch.Tensor:
+        """Return [loss, outputs that are not finite] of this update over all ranks. Collective."""
         observed, self._observed = self._observed, None
         if observed is None:
-            return 0.0, 0
+            return norm.new_zeros(2, dtype=torch.float64)
         if dist.is_initialized():
             dist.all_reduce(observed)
-        loss, count = observed.tolist()
-        return loss, int(count)
+        return observed
 
+    @torch.no_grad()
     def step(self, max_norm: float) -> torch.Tensor:
         """Clip, update, advance the schedule, clear the gradients; return the norm before clipping.
 
         An update whose gradient norm or observed loss is not finite is skipped: weights and moments
-        stay unchanged. Collective.
+        stay unchanged. Collective. A device is waited for once, after its work has been queued.
         """
-        norm, factor = clip_factor(self.parameters, max_norm, self.loss_scale)
+        norm = gradient_norm(self._groups) / self.loss_scale
         rate = self._lr_factor(self.num_updates)  # as a part of `lr`
         if self.num_updates >= self._warmup_steps:
             rate = self._min_lr_ratio + (1 - self._min_lr_ratio) * rate
         self.last_lr = self._lr * rate
         for group in self.adamw.param_groups:
             group["lr"] = self.last_lr
-        loss, num_nonfinite = self._take_observed()
-        is_finite, clips = torch.stack([norm.isfinite(), factor != 1]).tolist()  # one wait
-        if math.isfinite(loss) and is_finite:
-            with self.offloader.on_device():
-                if clips:
-                    scale_gradients(self.parameters, factor)
-                self.adamw.step()
+        observed = self._take_observed(norm).to(norm.device)
+        failed = ~(norm.isfinite() & observed[0].isfinite())
+        self._update(self.loss_scale / clip_factor(norm, max_norm), failed.float())
+        loss, num_nonfinite, has_failed = torch.stack([*observed, failed]).tolist()
+        if has_failed:
+            self._skip(SkippedUpdate(float(norm), loss, int(num_nonfinite)))
+        else:
             self.skipped_in_a_row = self.failed_in_a_row = 0
             self._steps_at_scale += self._scaling
             if self._scaling and self._steps_at_scale % _GROWTH_INTERVAL == 0:
                 self.loss_scale *= 2
-        else:
-            self._skip(SkippedUpdate(float(norm), loss, num_nonfinite))
         self.num_updates += 1
-        self.adamw.zero_grad(set_to_none=True)
         return norm
+
+    def _update(self, divisor: torch.Tensor, failed: torch.Tensor) -> None:
+        """Update by the gradients, divided by `divisor`, unless `failed` is 1; clear them."""
+        for parameter, local in zip(self.parameters, self._local, strict=True):
+            local.grad = None if parameter.grad is None else local_shard(parameter.grad)
+            parameter.grad = None
+        # The update writes what it divides; a CPU tells for nothing that it need not.
+        is_one = divisor.is_cpu and bool(divisor == 1)
+        self.adamw.grad_scale = None if is_one else divisor  # type: ignore[attr-defined]
+        self.adamw.found_inf = failed  # type: ignore[attr-defined]
+        with self.offloader.on_device():
+            self.adamw.step()
+        self.adamw.zero_grad()
 
     def _skip(self, update: SkippedUpdate) -> None:
         """Count a skipped update; lower the loss scale where that may help the next one."""
@@ -178,13 +191,15 @@ class Optimizer:
         It is created (zeros) if no update has been made.
         """
         moments: dict[str, torch.Tensor] = {}
-        for name, parameter in self._named.items():
-            state = self.adamw.state[parameter]
+        for (name, parameter), local in zip(self._named.items(), self._local, strict=True):
+            state = self.adamw.state[local]
             if not state:  # as torch's first update makes it
-                state["step"] = torch.zeros((), device=local_shard(parameter).device)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-            moments |= {f"{name}/{key}": tensor for key, tensor in state.items()}
+                state["step"] = torch.zeros((), device=local.device)
+                state["exp_avg"] = torch.zeros_like(local)
+                state["exp_avg_sq"] = torch.zeros_like(local)
+            moments[f"{name}/step"] = state["step"]
+            for key in ("exp_avg", "exp_avg_sq"):
+                moments[f"{name}/{key}"] = with_shard(parameter, state[key])
         return moments
 
     def state_dict(self) -> dict[str, Any]:
@@ -207,32 +222,38 @@ class Optimizer:
         self.failed_in_a_row = int(state.get("failed_in_a_row", 0))
 
 
-def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group tensors as torch takes several at once: DTensors of one mesh, or plain tensors."""
-    groups: dict[Any, list[torch.Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        groups[getattr(tensor, "device_mesh", None)].append(tensor)
+class PlacedAlike(NamedTuple):
+    """Parameters whose gradients are divided along the same dimensions of one mesh."""
+
+    mesh: DeviceMesh | None  # None: plain tensors
+    is_sharded: tuple[bool, ...]  # along each dimension of the mesh
+    parameters: list[nn.Parameter]
+
+
+def by_placement(parameters: Iterable[nn.Parameter]) -> list[PlacedAlike]:
+    groups: dict[Any, PlacedAlike] = {}
+    for parameter in parameters:
+        mesh = getattr(parameter, "device_mesh", None)
+        placements = getattr(parameter, "placements", ())
+        key = mesh, tuple(not isinstance(p, Replicate) for p in placements)
+        groups.setdefault(key, PlacedAlike(*key, [])).parameters.append(parameter)
     return list(groups.values())
 
 
 @torch.no_grad()
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -> None:
-    """Multiply the local shards of the gradients by `factor`, float32 []."""
-    grads = [local_shard(p.grad) for p in parameters if p.grad is not None]
-    torch._foreach_mul_(grads, factor)
+def gradient_norm(groups: Iterable[PlacedAlike]) -> torch.Tensor:
+    """Return the global L2 norm of the gradients, float32 []: of the full model, on all ranks."""
+    norms = []
+    for mesh, is_sharded, parameters in groups:
+        grads = [local_shard(p.grad) for p in parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        if mesh is not None:
+            sums = [Partial() if sharded else Replicate() for sharded in is_sharded]
+            norm = DTensor.from_local(norm.square(), mesh, sums).full_tensor().sqrt()
+        norms.append(norm)
+    return torch.nn.utils.get_total_norm(norms)
 
 
-@torch.no_grad()
-def clip_factor(
-    parameters: Iterable[nn.Parameter], max_norm: float, loss_scale: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the global L2 norm of the gradients and the factor that clips them, float32 [] each.
-
-    Gradients are divided by `loss_scale` first, by the factor too; they are not written. The
-    norm, before clipping, is that of the full model's gradient and the same on all ranks.
-    """
-    groups = by_mesh(p.grad for p in parameters if p.grad is not None)
-    norms = [full_tensor(torch.nn.utils.get_total_norm(group)) for group in groups]
-    norm = torch.nn.utils.get_total_norm(norms) / loss_scale
-    clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return norm, torch.where(norm.isfinite(), clip, 1.0) / loss_scale
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Return the factor that clips gradients of the global norm `norm`; 1 if it is not finite."""
+    return torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)

@@ -224,6 +224,13 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def with_shard(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return `local`, wherever it is, as this rank's shard of a tensor placed like `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor(local, tensor._spec, requires_grad=False)  # from_local would move it
+
+
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the unsharded parameter on every rank; collective for a DTensor, else no copy."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

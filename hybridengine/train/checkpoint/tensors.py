@@ -32,7 +32,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, Metadata, filesystem, metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from hybridengine.model.fsdp import on_device
 from hybridengine.model.optim import Optimizer
@@ -40,6 +39,7 @@ from hybridengine.model.parameters import frozen_parameters, is_finite, paramete
 from hybridengine.run import messages
 from hybridengine.run.errors import CheckpointError
 from hybridengine.run.storage import file_records, writing_to
+from hybridengine.sync.shards import local_shard, with_shard
 
 TENSORS = "tensors"  # the folder of a checkpoint that DCP writes
 
@@ -154,10 +154,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().to("cpu", copy=True)
-    local = tensor.to_local().detach().to("cpu", copy=True)
-    return DTensor(local, tensor._spec, requires_grad=False)  # from_local would move it back
+    return with_shard(tensor, local_shard(tensor).detach().to("cpu", copy=True))
 
 
 class TensorFiles:
