@@ -107,7 +107,9 @@ def command_of(name: str, device: str, profiler: str | None) -> list[str]:
     script = [sys.executable, str(Path(__file__)), "--run", name, "--device", device]
     if profiler is None:
         return script
-    options = ("--csv", "--target-processes", "all", "--metrics", ",".join(METRICS))
+    # ncu would lock the clocks, of a card that others may use, at the base clock.
+    options = ("--clock-control", "none", "--csv", "--target-processes", "all")
+    options += ("--metrics", ",".join(METRICS))
     chosen = ("-k", KERNELS[name], "--launch-skip", "2", "--launch-count", "1")
     return [profiler, *options, *chosen, *script]
 

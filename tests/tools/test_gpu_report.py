@@ -177,6 +177,7 @@ def test_metrics_of_a_profile_are_read():
     assert gpu_profile.parse("==ERROR== nothing was profiled") == {}
     command = gpu_profile.command_of("pack", "cuda", "ncu")
     assert command[0] == "ncu" and "move_kernel" in command
+    assert command[command.index("--clock-control") + 1] == "none"
 
 
 def test_the_functions_that_are_profiled_are_kernels():
