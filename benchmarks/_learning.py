@@ -50,7 +50,6 @@ def settings_of(job: dict[str, Any]) -> dict[str, Any]:
         "data.shuffle": False,
         "actor.ppo_max_token_len_per_gpu": job["micro_batch"] * job["max_model_len"],
         "actor.fsdp_config.dtype": "float32",
-        "actor.fsdp_config.reshard_after_forward": False,
         "actor.optim.lr": job["lr"],
         "actor.optim.lr_warmup_steps": job.get("warmup_steps", 0),
         "actor.optim.betas": [0.9, job.get("beta2", 0.999)],

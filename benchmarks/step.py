@@ -50,7 +50,6 @@ def run(bench: Bench) -> None:
             "data.train_batch_size": prompts,
             "data.max_prompt_length": prompt_tokens,
             "data.max_response_length": tokens,
-            "actor.fsdp_config.reshard_after_forward": False,
             "rollout.n": n,
             "rollout.max_num_seqs": 64,  # Hugging Face keeps the logits of every token
             "reward.custom_reward_function.path": folder / "reward.py",

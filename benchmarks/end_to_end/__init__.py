@@ -95,7 +95,6 @@ def _train(folder: Path, job: dict) -> dict:
         "data.shuffle": False,
         # what TRL pads its micro-batches to at most
         "actor.ppo_max_token_len_per_gpu": MICRO_BATCH * job["max_model_len"],
-        "actor.fsdp_config.reshard_after_forward": False,
         "actor.optim.lr": job["lr"],
         "rollout.n": N,
         "rollout.enforce_eager": True,

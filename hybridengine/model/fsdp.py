@@ -28,6 +28,8 @@ from hybridengine.run.config.common import ShardingConfig
 from hybridengine.run.messages import group_timeout
 from hybridengine.sync.shards import local_shard
 
+KEPT_BYTES = 2 << 30  # of a model whose gathered weights stay until the backward pass
+
 
 def sharding_mesh(device_type: str, world_size: int, fsdp_size: int = -1) -> DeviceMesh:
     """Return a 1-D mesh of all ranks, or an HSDP mesh of replicas of `fsdp_size` ranks each.
@@ -72,6 +74,7 @@ def shard_model(
         for name, p in model.named_parameters()
     }
     shard_size, pinned = mesh.size(mesh.ndim - 1), torch.cuda.is_available()
+    dtype: torch.dtype = getattr(torch, sharding.dtype)
 
     def placement(param: nn.Parameter) -> Shard | None:
         divides = param.ndim > 1 and param.shape[1] % shard_size == 0
@@ -79,14 +82,16 @@ def shard_model(
 
     options: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": fsdp.MixedPrecisionPolicy(getattr(torch, sharding.dtype), torch.float32),
+        "mp_policy": fsdp.MixedPrecisionPolicy(dtype, torch.float32),
         "shard_placement_fn": placement,
         "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned)
         if sharding.offload_policy
         else fsdp.OffloadPolicy(),
         "ignored_params": ignored,
     }
-    inner = options | {"reshard_after_forward": sharding.reshard_after_forward}
+    size = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    reshards = {"on": True, "off": False}.get(sharding.reshard_after_forward, size > KEPT_BYTES)
+    inner = options | {"reshard_after_forward": reshards}
     for module in experts:  # FSDP2 requires inner modules first
         own = {"mesh": expert_mesh, "shard_placement_fn": lambda param: Shard(1)}
         fsdp.fully_shard(module, **inner | own)

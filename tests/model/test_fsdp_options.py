@@ -52,7 +52,8 @@ def local_fraction(model) -> float:
 LAYERS = ["", "model.layers.0", "model.layers.1"]
 VARIANTS: dict[str, dict[str, Any]] = {
     "hsdp": {"fsdp_size": 2},
-    "keep": {"reshard_after_forward": False},
+    "keep": {"reshard_after_forward": "off"},
+    "keep a small model": {"reshard_after_forward": "auto"},
     "prefetch": {"forward_prefetch": True},
     "cpu_offload": {"offload_policy": True},
     "attention_alone": {"min_num_params": 40_000, "enable_gradient_checkpointing": True},
@@ -86,7 +87,7 @@ def variants_body(
     torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=EPS, weight_decay=0.1).step()
     torch.compile = partial(torch.compile, backend="aot_eager")  # traced, no code generated
     for name, options in variants.items():
-        model = cases.load(path, world_size, **options)
+        model = cases.load(path, world_size, **{"reshard_after_forward": "on"} | options)
         seen = Watcher(model) if name not in (*GROUPS, "compiled") else None
         logits = cases.backward(model, cases.pairs_of_rank(pairs, rank, world_size), world_size)
         torch.testing.assert_close(logits, expected, **cases.LOGITS, msg=name)
@@ -101,7 +102,7 @@ def variants_body(
         assert abs(local_fraction(model) - 1 / size) < 0.02, name
         assert groups_of(model) == GROUPS.get(name, LAYERS), name
         if seen is not None:
-            assert seen.first_is_unsharded == (name == "keep"), name
+            assert seen.first_is_unsharded == name.startswith("keep"), name
             assert seen.next_is_prefetched == (name == "prefetch"), name
 
 

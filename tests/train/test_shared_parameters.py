@@ -28,6 +28,7 @@ def load(path: str, world_size: int, dtype: torch.dtype, fsdp_size: int = -1) ->
         enable_gradient_checkpointing=world_size == 2,
         forward_prefetch=world_size == 2,
         param_offload=world_size == 2,
+        reshard_after_forward="on",
     )
 
 

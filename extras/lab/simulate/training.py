@@ -278,7 +278,7 @@ def _training_buffers(
     layer = held / layers
     tokens, _ = work.tokens_per_micro_batch(ranks, layout.sequence_parallel)
     gathered = 2 * layer + model.root_parameters  # the next layer is gathered while one runs
-    if not layout.reshard_after_forward:
+    if ranks == 1 or not layout.reshard_after_forward:
         gathered = held + model.root_parameters
     of_shard = itemsize == 4 and min(layout.fsdp_size, ranks) == 1
     if of_shard or (layout.share_engine_weights and layout.tp_size == 1):

@@ -217,7 +217,7 @@ class ShardingConfig:
     expert_parallel_size: PositiveInt = 1  # ranks over which the policy's experts are divided
     dtype: Dtype = "auto"  # compute type; auto: bfloat16 where it is fast, else float32
     optimizer_offload: StrictBool = False  # AdamW's moments in host memory between steps
-    reshard_after_forward: StrictBool = True  # false: keep gathered weights until backward
+    reshard_after_forward: Switch = "auto"  # off: keep gathered weights; auto: above 2 GiB
     forward_prefetch: StrictBool = False  # gather the next layer's weights early
     wrap_policy: WrapPolicyConfig = WrapPolicyConfig()
 
