@@ -20,6 +20,7 @@ import torch
 
 from tests.engines import build_engine
 from tests.loading import load_sharded
+from tests.tensors import part
 
 __all__ = ["KINDS", "LARGE", "SMALL", "Load", "compare", "save_model"]
 
@@ -204,7 +205,7 @@ def _count(ours: torch.Tensor, theirs: torch.Tensor) -> int:
 
 
 def _local(gradient: Any) -> torch.Tensor:
-    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return part(gradient)
 
 
 def _differing_operators(model: Any, llm: Any, prompt: Sequence[int]) -> list[str]:

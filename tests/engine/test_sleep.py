@@ -13,6 +13,7 @@ import torch
 from tests.engines import build_engine
 from tests.loading import load_sharded
 from tests.ranks import run_ranks
+from tests.tensors import whole
 from tests.tiny_models import save_tiny
 
 pytestmark = pytest.mark.multirank
@@ -69,7 +70,7 @@ def body(rank: int, world_size: int, path: str) -> None:
     offloader = Offloader(lambda: shards.values())
     with offloader.on_device():
         resharder = Resharder(lambda: shards, engine, 1 << 20)
-        full = {n: p.full_tensor().clone() for n, p in shards.items()}
+        full = {n: whole(p).clone() for n, p in shards.items()}
 
     def cache_bytes() -> int:
         storages = {c.data_ptr(): c.untyped_storage() for c in engine.model_runner.kv_caches}

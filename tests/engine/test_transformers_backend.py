@@ -13,6 +13,7 @@ from tests.loading import load_sharded
 from tests.model.rotary_configs import LONG_ROPE, tiny
 from tests.ranks import run_ranks
 from tests.sync.vllm_engines import PROMPTS, build, unequal
+from tests.tensors import part, whole
 from tests.tiny_models import SIZES, save_tiny
 from tests.train.in_process import run_jobs, small_job
 
@@ -90,7 +91,7 @@ def engine_between_policies(rank: int, world_size: int, path: str) -> dict[str, 
         gaps.append((log_probs - theirs).abs().max().item())
     own, _ = packed_log_probs(earlier, batch)
     own.sum().backward()
-    weights = {n: p.full_tensor() for n, p in parameter_shards(later).items()}
+    weights = {n: whole(p) for n, p in parameter_shards(later).items()}
     return {
         "changed": changed,
         "gaps": gaps,
@@ -101,7 +102,7 @@ def engine_between_policies(rank: int, world_size: int, path: str) -> dict[str, 
             name
             for model in (earlier, later)
             for name, p in model.named_parameters()
-            if p.grad is None or not p.grad.to_local().any()
+            if p.grad is None or not part(p.grad).any()
         ],
     }
 

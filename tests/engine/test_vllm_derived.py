@@ -11,6 +11,7 @@ from hybridengine.engine.vllm.environment import CPU_BLOCK_SIZE
 from tests.architectures.catalogue import CATALOGUE
 from tests.engines import build_engine
 from tests.ranks import run_ranks
+from tests.tensors import whole
 
 pytestmark = pytest.mark.multirank
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
@@ -124,7 +125,7 @@ def sinks_body(rank: int, world_size: int, folder: str) -> list[tuple[torch.Tens
     modules = engine.model_runner.get_model().modules()
     backends = [getattr(module, "impl", None) for module in modules]
     used = [b.sinks.float() for b in backends if getattr(b, "sinks", None) is not None]
-    trained = [p.full_tensor() for n, p in model.named_parameters() if n.endswith("sinks")]
+    trained = [whole(p) for n, p in model.named_parameters() if n.endswith("sinks")]
     return [(u.clone(), t.detach().half().float()) for u, t in zip(used, trained, strict=True)]
 
 

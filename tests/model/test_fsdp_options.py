@@ -11,6 +11,7 @@ import torch
 
 from tests.model import cases
 from tests.ranks import run_ranks
+from tests.tensors import part, whole
 from tests.tiny_models import save_tiny
 
 pytestmark = pytest.mark.multirank
@@ -45,7 +46,7 @@ def groups_of(model) -> list[str]:
 def local_fraction(model) -> float:
     """The fraction of the weights on this rank."""
     parameters = list(model.parameters())
-    held = sum(p.to_local().numel() for p in parameters)
+    held = sum(part(p).numel() for p in parameters)
     return held / sum(p.numel() for p in parameters)
 
 
@@ -157,7 +158,7 @@ def offload_body(rank: int, world_size: int, path: str) -> None:
         optimizer = Optimizer(model, lr=1e-2, eps=EPS, total_steps=5, offload=offload)
 
         def sizes(tensors: Any) -> int:
-            local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
+            local = map(part, tensors)
             return sum(t.untyped_storage().nbytes() for t in local)
 
         norms = []
@@ -171,7 +172,7 @@ def offload_body(rank: int, world_size: int, path: str) -> None:
             assert (sizes(shards.values()) == 0) == offload
         with offloader.on_device(), offloader.on_device(), optimizer.offloader.on_device():
             assert sizes(optimizer.moment_tensors()) > 0
-            return norms, {n: t.full_tensor() for n, t in shards.items()}
+            return norms, {n: whole(t) for n, t in shards.items()}
 
     kept, offloaded = steps(False), steps(True)
     assert kept[0] == offloaded[0]

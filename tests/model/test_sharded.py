@@ -22,6 +22,7 @@ from tests.model.cases import (
     single_process_model,
 )
 from tests.ranks import run_ranks
+from tests.tensors import whole
 from tests.tiny_models import save_tiny
 
 pytestmark = pytest.mark.multirank
@@ -111,7 +112,7 @@ def export_body(rank: int, world_size: int, path: str, out: str) -> dict:
         save_pretrained(model, tokenizer, out, torch.bfloat16)
     with pytest.raises(ModelError, match=r"failed on rank 0.*is not writable"):
         save_pretrained(model, tokenizer, f"{path}/config.json/below", torch.bfloat16)
-    return {n: p.full_tensor() for n, p in parameter_shards(model).items()}
+    return {n: whole(p) for n, p in parameter_shards(model).items()}
 
 
 @pytest.mark.parametrize(("kind", "world_size"), [("llama", 2), ("qwen2", 4)])

@@ -10,6 +10,7 @@ import torch
 from tests.model.cases import LOGITS, assert_close_by_scale, load
 from tests.model.forests import group_pairs
 from tests.ranks import run_ranks
+from tests.tensors import whole
 from tests.tiny_models import save_tiny
 
 
@@ -50,7 +51,7 @@ def body(rank: int, world_size: int, path: str, kind: str) -> int:
             rows = packed_log_probs(model, batch)
         (weighted(*rows) * scale).backward()  # FSDP2 averages
         trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-        return [row.detach() for row in rows], {n: g.full_tensor() for n, g in trained.items()}
+        return [row.detach() for row in rows], {n: whole(g) for n, g in trained.items()}
 
     pairs = group_pairs()
     group = dist.group.WORLD

@@ -10,6 +10,7 @@ import torch
 
 from tests.model.cases import SIZES, load, rollouts
 from tests.ranks import run_ranks
+from tests.tensors import whole
 from tests.tiny_models import save_tiny
 
 pytestmark = pytest.mark.multirank
@@ -38,7 +39,7 @@ def train_step(path: str, world_size: int, device: str, dtype: torch.dtype) -> d
         assert before.device.type == entropy.device.type == device
         before.sum().backward()
         # Copies, on the CPU too: the step clips them in place.
-        gradients = {n: p.grad.full_tensor().cpu().clone() for n, p in model.named_parameters()}
+        gradients = {n: whole(p.grad).cpu().clone() for n, p in model.named_parameters()}
         assert optimizer.step(0.5).isfinite()
         with torch.no_grad():
             after, _ = packed_log_probs(model, batch)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.loading import load_sharded
 from tests.ranks import RankFailure, run_ranks
+from tests.tensors import part, whole
 from tests.tiny_models import save_classifier, save_tiny, tiny_config
 
 pytestmark = pytest.mark.multirank
@@ -29,11 +30,11 @@ def values_body(rank: int, world_size: int, path: str, head: torch.Tensor | None
     weight = model.get_output_embeddings().weight
     if head is not None:
         with torch.no_grad():
-            weight.copy_(distribute_tensor(head, mesh, weight.placements))
+            part(weight).copy_(part(distribute_tensor(head, mesh)))
     batch = pack_rollouts([(ids[:1], ids[1:]) for ids in SEQUENCES])
     values = packed_values(model, batch)
     values.sum().backward()
-    gradient = model.get_output_embeddings().weight.grad.full_tensor()
+    gradient = whole(model.get_output_embeddings().weight.grad)
     last = replace(batch, logit_positions=batch.cu_seqlens[1:].long() - 1)
     at_end = packed_values(model, last)
     return values.detach(), at_end.detach(), gradient

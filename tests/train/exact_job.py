@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 
 from hybridengine.run.config import load_config
+from tests.tensors import part
 
 __all__ = ["VLLM", "train"]
 
@@ -39,7 +40,7 @@ def train(rank: int, world_size: int, folder: Path, job: list[str]) -> tuple[int
 
     def repeated_step(max_norm: float) -> Any:
         trained = [p for p in actor.model.parameters() if p.grad is not None]
-        before = [p.grad.to_local().clone() for p in trained]
+        before = [part(p.grad).clone() for p in trained]
         for parameter in trained:
             parameter.grad = None
         for micro_batch in calls:
@@ -47,7 +48,7 @@ def train(rank: int, world_size: int, folder: Path, job: list[str]) -> tuple[int
             optimizer.observe_loss(loss, output)
             (loss * run.dp.grad_scale(optimizer)).backward()
         calls.clear()
-        grads = [p.grad.to_local() for p in trained]
+        grads = [part(p.grad) for p in trained]
         holds.extend(torch.equal(x, y) for x, y in zip(before, grads, strict=True))
         return take(max_norm)
 

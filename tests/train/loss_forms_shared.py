@@ -10,6 +10,7 @@ import torch
 
 from hybridengine.run.config import RLConfig
 from tests.loading import load_sharded
+from tests.tensors import whole
 from tests.train.rollout_cases import make_rollouts, share
 
 
@@ -70,7 +71,7 @@ class Setup:
         )
         (loss * self.dp.grad_scale(self.optimizer)).backward()
         mask = batch.mask_of(micro_batch)
-        gradients = [p.grad.full_tensor() for p in self.model.parameters()]
+        gradients = [whole(p.grad) for p in self.model.parameters()]
         scale = max(g.abs().max() for g in gradients)
         values = [loss.detach(), log_probs.detach() * mask, *(g / scale for g in gradients)]
         return values, metrics

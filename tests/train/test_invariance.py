@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.loading import load_sharded
 from tests.ranks import run_ranks
+from tests.tensors import whole
 from tests.tiny_models import save_tiny
 from tests.train.rollout_cases import make_rollouts, share
 
@@ -67,7 +68,7 @@ def body(
 
     class Recording(Optimizer):
         def step(self, max_norm: float) -> torch.Tensor:
-            gradients.append({n: p.grad.full_tensor().clone() for n, p in model.named_parameters()})
+            gradients.append({n: whole(p.grad).clone() for n, p in model.named_parameters()})
             return super().step(max_norm)
 
     optimizer = Recording(
@@ -85,7 +86,7 @@ def body(
         old_log_probs=actor.old_log_probs(batch),
     )
     for scored in (model, reference):  # without a backward nothing else frees embedding and head
-        assert all(isinstance(p, DTensor) for p in scored.parameters())
+        assert all(isinstance(p, DTensor) == (world_size > 1) for p in scored.parameters())
     metrics = probs_diff(batch, dp.group)
     is_weights, response_mask, correction_metrics = actor.rollout_correction(batch)
     batch = replace(batch, is_weights=is_weights, response_mask=response_mask)

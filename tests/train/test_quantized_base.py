@@ -16,6 +16,7 @@ from tests.ranks import run_ranks
 from tests.sync.quantized_cases import save
 from tests.sync.quantized_kernel import register_kernel
 from tests.sync.vllm_engines import PROMPTS, build_engine
+from tests.tensors import part
 from tests.train.in_process import small_job
 from tests.train.toy import metrics_of
 
@@ -86,15 +87,15 @@ def body(rank: int, world_size: int, path: str, checkpointing: bool) -> dict:
     draw = torch.Generator().manual_seed(1)
     for a, b in zip(shared.parameters(), expected.parameters(), strict=True):
         if a.requires_grad:
-            value = torch.randn(a.to_local().shape, generator=draw)
-            a.detach().to_local().copy_(value)
-            b.detach().to_local().copy_(value)
+            value = torch.randn(part(a).shape, generator=draw)
+            part(a.detach()).copy_(value)
+            part(b.detach()).copy_(value)
 
     def outcome(model: Any) -> list[torch.Tensor]:
         batch = pack_rollouts([(prompt, [4, 5, 6 + rank, 9]) for prompt in PROMPTS])
         log_probs, entropy = packed_log_probs(model, batch)
         (log_probs.mean() + 0.01 * entropy.mean()).backward()
-        gradients = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+        gradients = [part(p.grad) for p in model.parameters() if p.grad is not None]
         return [log_probs.detach(), *gradients]
 
     pairs = zip(outcome(shared), outcome(expected), strict=True)

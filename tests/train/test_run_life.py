@@ -17,6 +17,7 @@ import torch
 from hybridengine.train import sft
 from tests.forked import run_forked
 from tests.ranks import message_of, run_ranks
+from tests.tensors import whole
 from tests.train.sft_job import sft_settings, start_run, write_sft_job
 
 pytestmark = pytest.mark.multirank
@@ -166,7 +167,7 @@ def diverge_once(
     rank: int, world_size: int, folder: Path, bad_steps: set[int], steps: int
 ) -> tuple[str, bool]:
     run = start_run(rank, world_size, folder, **{"trainer.total_training_steps": steps})
-    before = [p.full_tensor().detach().clone() for p in run.model.parameters()]
+    before = [whole(p).detach().clone() for p in run.model.parameters()]
     loss_of = sft.packed_cross_entropy
 
     def spoiled(*arguments: Any) -> Any:
@@ -178,7 +179,7 @@ def diverge_once(
             run.train()
         except ValueError as error:
             message = str(error)
-    after = [p.full_tensor() for p in run.model.parameters()]
+    after = [whole(p) for p in run.model.parameters()]
     return message, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 

@@ -22,6 +22,7 @@ from tests.loading import load_sharded
 from tests.model.lora_shared import load_adapted
 from tests.ranks import run_ranks
 from tests.sync.vllm_engines import PROMPTS, build_engine
+from tests.tensors import part, whole
 from tests.tiny_models import save_tiny
 from tests.train.in_process import small_job
 from tests.train.toy import metrics_of, toy_job
@@ -50,9 +51,9 @@ def trained(model: Any, rank: int) -> list[torch.Tensor]:
     for _ in range(STEPS):
         log_probs, entropy = packed_log_probs(model, batch)
         (log_probs.mean() + 0.01 * entropy.mean()).backward()
-        values += [log_probs.detach(), *(p.grad.to_local().clone() for p in adapters)]
+        values += [log_probs.detach(), *(part(p.grad).clone() for p in adapters)]
         optimizer.step(1.0)
-        values += [p.detach().to_local().clone() for p in adapters]
+        values += [part(p.detach()).clone() for p in adapters]
     return values
 
 
@@ -92,14 +93,14 @@ def body(
     own, full = parameter_shards(shared), parameter_shards(sharded)
 
     def is_equal(name: str) -> bool:
-        expected = full[name].full_tensor().to(dtype)
+        expected = whole(full[name]).to(dtype)
         with full_base(shared, name):
             return torch.equal(expected, own[name])
 
     def gradients(model: Any) -> list[torch.Tensor]:
         first, second = (packed_log_probs(model, batch)[0] for _ in range(2))
         (first.sum() + 2 * second.sum()).backward()
-        return [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+        return [part(p.grad) for p in model.parameters() if p.grad is not None]
 
     of_two = zip(gradients(sharded), gradients(shared), strict=True)
     return {

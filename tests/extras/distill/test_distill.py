@@ -16,6 +16,7 @@ from tests import tolerances
 from tests.kernels.linear.distillation_cases import divergence_terms
 from tests.loading import load_sharded
 from tests.ranks import run_ranks
+from tests.tensors import whole
 from tests.tiny_models import VOCAB, save_tiny, tiny_config
 from tests.train.in_process import run_jobs, small_job
 from tests.train.rollout_cases import make_rollouts, share
@@ -57,7 +58,7 @@ def losses(rank: int, world_size: int, student_path: str, teacher_path: str) -> 
         total = loss.detach().clone()
         if world_size > 1:
             torch.distributed.all_reduce(total)
-        grads = [p.grad.full_tensor() for p in student.parameters()]
+        grads = [whole(p.grad) for p in student.parameters()]
         results[shared_prefix] = [total, divergences, *grads]
         assert all(p.grad is None for p in teacher.parameters())
     return results

@@ -17,6 +17,7 @@ from tests.extras.hybrid.hybrid_models import hybrid_config, hybrid_models
 from tests.model.lora_shared import float64_update
 from tests.ranks import run_ranks
 from tests.sync.vllm_engines import build_llm
+from tests.tensors import part, whole
 
 pytestmark = pytest.mark.multirank
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
@@ -100,7 +101,7 @@ def trained_body(
     differences, deltas, unequal = [], [], set[str]()
     for version in (1, 2, 3):
         deltas.append(resharder.sync(version, verify=True).delta)
-        trained = {name: p.full_tensor().detach() for name, p in parameter_shards(model).items()}
+        trained = {name: whole(p).detach() for name, p in parameter_shards(model).items()}
         for name, adapter in adapter_shards(model).items():
             trained[name] = (trained[name].double() + float64_update(adapter.full())).float()
         reference.load_state_dict(trained, strict=False)
@@ -115,9 +116,9 @@ def trained_body(
         if version < 3:
             with torch.no_grad():
                 for parameter in filter(lambda p: p.requires_grad, model.parameters()):
-                    values = parameter.to_local().flatten()
+                    values = part(parameter).flatten()
                     values[:: 50 if version == 1 else 1] *= 1.1
-                    parameter.to_local().copy_(values.view_as(parameter.to_local()))
+                    part(parameter).copy_(values.view_as(part(parameter)))
                     if lora:
                         parameter.add_(0.01)
     if rank == 0:
@@ -207,7 +208,7 @@ def connected_body(rank: int, world_size: int, folder: str) -> dict[str, torch.T
                 parameter.mul_(1.1)
         connected.sync(verify=True)
     trained = AutoModelForCausalLM.from_pretrained(folder)
-    trained.load_state_dict({n: p.full_tensor() for n, p in model.named_parameters()}, strict=False)
+    trained.load_state_dict({n: whole(p) for n, p in model.named_parameters()}, strict=False)
     trained.save_pretrained(f"{folder}/trained")
     return convolutions(llm)
 

@@ -16,6 +16,7 @@ from tests.extras.moe.moe_models import ARCHITECTURES, tiny_moe
 from tests.loading import load_sharded
 from tests.model.cases import LOGITS
 from tests.ranks import message_of, run_ranks
+from tests.tensors import part, whole
 from tests.tiny_models import save_tiny
 
 LENGTHS = (24, 1, 7, 16)  # of each rank's sequence
@@ -36,7 +37,7 @@ def step(model: Any, ids: torch.Tensor, max_norm: float) -> dict[str, Any]:
     optimizer = Optimizer(model, lr=1e-3, total_steps=2)
     logits = model(input_ids=ids, use_cache=False).logits
     logits.logsumexp(-1).mean().backward()
-    grads = {n: p.grad.full_tensor().clone() for n, p in model.named_parameters()}
+    grads = {n: whole(p.grad).clone() for n, p in model.named_parameters()}
     norm = optimizer.step(max_norm)
     return {"logits": logits.detach(), "grads": grads, "norm": norm}
 
@@ -54,7 +55,7 @@ def compare_body(rank: int, world_size: int, path: str, sizes: tuple[int, ...]) 
         first_experts = torch.arange(replay.shape[1], dtype=torch.int16)
         with replay.replay(first_experts.expand(ids.shape[1], *replay.shape).clone()):
             steps.append(step(model, ids, 1e9))
-        held = sum(p.to_local().numel() for n, p in model.named_parameters() if ".experts." in n)
+        held = sum(part(p).numel() for n, p in model.named_parameters() if ".experts." in n)
         results.append((steps, held))
     return results
 

@@ -24,6 +24,7 @@ from tests.extras.moe.moe_models import (
 )
 from tests.model.cases import load
 from tests.ranks import run_ranks
+from tests.tensors import whole
 from tests.tiny_models import save_tiny
 
 LENGTH = 24
@@ -129,7 +130,7 @@ def loaded_body(rank: int, world_size: int, path: str, out: str) -> tuple[str, b
             model.zero_grad()
             logits = model(input_ids=ids, use_cache=False).logits
             logits.logsumexp(-1).sum().backward()
-            norms = [float(p.grad.full_tensor().norm()) for p in model.parameters()]
+            norms = [float(whole(p.grad).norm()) for p in model.parameters()]
             results.append((logits.detach(), torch.tensor(norms)))
     model.config.save_pretrained(out)
     return chosen, product.called, results

@@ -16,6 +16,7 @@ from hybridengine.run.errors import ModelError
 from tests.extras.moe.moe_models import ARCHITECTURES, NUM_EXPERTS, TOP_K, tiny_moe
 from tests.loading import load_sharded
 from tests.ranks import run_ranks
+from tests.tensors import whole
 from tests.tiny_models import save_tiny
 
 LENGTH = 24
@@ -206,7 +207,7 @@ def ranks_body(rank: int, world_size: int, path: str, sp_size: int) -> dict[str,
         model.zero_grad()
         log_probs, _ = packed_log_probs(model, batch)
         (log_probs.sum() * sp_size).backward()  # FSDP2 averages over ranks, of part of the rows
-        grads = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+        grads = {n: whole(p.grad) for n, p in model.named_parameters()}
         counts = torch.stack(list(replay.pop_counts()))
         dist.all_reduce(counts)
         result[shared] = (log_probs.detach(), grads, counts.tolist())

@@ -37,6 +37,7 @@ from tests.extras.vision.vision_models import (
 )
 from tests.model.cases import LOGITS, load, loss_of
 from tests.ranks import run_ranks
+from tests.tensors import whole
 
 pytestmark = pytest.mark.multirank
 
@@ -55,13 +56,13 @@ def frozen_body(rank: int, world_size: int, path: str, kind: str) -> set[str]:
     tower = {n for n in parameter_shards(model) if "visual" in n or "vision_tower" in n}
     assert tower and frozen_parameters(model) == tower
     optimizer = Optimizer(model, lr=1e-2, total_steps=5)
-    before = {n: p.full_tensor().clone() for n, p in model.named_parameters()}
+    before = {n: whole(p).clone() for n, p in model.named_parameters()}
     batch = batch_of(model, kind)
     loss_of(packed_logits(model, batch), batch.target_ids).backward()
     assert all((p.grad is None) == (n in tower) for n, p in model.named_parameters())
     optimizer.step(1.0)
     assert len(optimizer.adamw.state) == len(before) - len(tower)
-    return {n for n, p in model.named_parameters() if torch.equal(p.full_tensor(), before[n])}
+    return {n for n, p in model.named_parameters() if torch.equal(whole(p), before[n])}
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "internvl", "gemma3"])
@@ -99,13 +100,13 @@ def test_all_linear_adapts_the_language_model_alone(kind: str) -> None:
 def values_body(rank: int, world_size: int, path: str, kind: str) -> torch.Tensor:
     model = load(path, world_size, value_head=True)
     head = model.get_output_embeddings().weight
-    assert head.shape[0] == 1 and not head.full_tensor().any()
+    assert head.shape[0] == 1 and not whole(head).any()
     with torch.no_grad():
         head.fill_(1.0)
     batch = batch_of(model, kind)
     values = packed_values(model, batch)
     values.sum().backward()
-    assert model.get_encoder(modality="image").patch_embed.proj.weight.grad.full_tensor().any()
+    assert whole(model.get_encoder(modality="image").patch_embed.proj.weight.grad).any()
     return values.detach()
 
 

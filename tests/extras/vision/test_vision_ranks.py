@@ -11,6 +11,7 @@ import torch
 from tests.extras.vision.vision_models import alone, cases, save_vision
 from tests.model.cases import LOGITS, assert_close_by_scale, load, loss_of
 from tests.ranks import run_ranks
+from tests.tensors import whole
 
 pytestmark = pytest.mark.multirank
 
@@ -72,7 +73,7 @@ def step_body(rank: int, world_size: int, path: str, kind: str, options: dict) -
 
 
 def full_tensors_of_gradients(model) -> dict[str, torch.Tensor]:
-    return {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+    return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize(

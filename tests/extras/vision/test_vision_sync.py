@@ -12,6 +12,7 @@ import torch
 from tests.extras.vision.tiny_vision import draw_squares, save_tiny_vision
 from tests.ranks import run_ranks
 from tests.sync.vllm_engines import build, unequal
+from tests.tensors import whole
 
 pytestmark = pytest.mark.multirank
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
@@ -66,7 +67,7 @@ def sync_body(rank: int, world_size: int, path: str, tp_size: int, freeze: bool)
         gaps.append((log_probs - sampled).abs().max().item())
         change(model, freeze)
     resharder.sync(4)
-    checkpoint = {n: p.full_tensor() for n, p in parameter_shards(model).items()}
+    checkpoint = {n: whole(p) for n, p in parameter_shards(model).items()}
     weights = engine.target.weights()
     return {
         "gaps": gaps,

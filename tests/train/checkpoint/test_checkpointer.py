@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
+from tests.tensors import part, whole
 from tests.train.checkpoint.hostile import hostile_metadata, replace_metadata
 from tests.train.sft_job import save_checkpoint, start_run, write_sft_job
 
@@ -19,14 +20,11 @@ pytestmark = pytest.mark.multirank
 
 
 def weights_of(run) -> dict[str, torch.Tensor]:
-    return {n: p.full_tensor().detach().clone() for n, p in run.model.named_parameters()}
+    return {n: whole(p).detach().clone() for n, p in run.model.named_parameters()}
 
 
 def moments_of(run) -> dict[str, torch.Tensor]:
-    full = (
-        t.full_tensor() if hasattr(t, "full_tensor") else t
-        for t in run.optimizer.moments().values()
-    )
+    full = (whole(t) for t in run.optimizer.moments().values())
     return dict(zip(run.optimizer.moments(), (t.clone() for t in full), strict=True))
 
 
@@ -183,7 +181,7 @@ def resume_damaged(rank: int, world_size: int, folder: Path) -> tuple[list[str],
     with pytest.raises(CheckpointError) as by_path:
         run.checkpoints.resume("path", folder / "run" / "global_step_2")
     parameter = next(run.model.parameters())
-    torch.nn.init.constant_(parameter.to_local(), float("nan"))
+    torch.nn.init.constant_(part(parameter), float("nan"))
     save_checkpoint(run, 3)
     run.checkpoints.wait()
     torch.distributed.barrier()  # rank 0 gives the folder its name
