@@ -134,7 +134,7 @@ def load_causal_lm(options: LoadOptions, mesh: DeviceMesh) -> PreTrainedModel:
     groups = modules_of_size(model, min_num_params) if min_num_params else layers
     experts, expert_mesh = _divide_experts(model, mesh, sharding.expert_parallel_size)
     base = base_parameters(model, base_memory)
-    is_sharded = mesh.size() > 1 or sharding.offload_policy
+    is_sharded = needs_fsdp(mesh, sharding)
     if is_sharded:
         shard_model(
             model,
@@ -166,6 +166,11 @@ def load_causal_lm(options: LoadOptions, mesh: DeviceMesh) -> PreTrainedModel:
         model.gathered_base = GatheredBase(model, layers, base_memory)  # type: ignore[assignment]
     model.offloader = Offloader(on_device, sharding.param_offload)  # type: ignore[assignment]
     return model
+
+
+def needs_fsdp(mesh: DeviceMesh, sharding: ShardingConfig) -> bool:
+    """Return whether ranks share the model, or FSDP2 streams it from host memory."""
+    return mesh.size() > 1 or sharding.offload_policy
 
 
 def is_sequence_classifier(config: PretrainedConfig) -> bool:

@@ -129,6 +129,7 @@ class Recorder:
             self._record_calls(build, name)
         self._load = build.load_causal_lm
         build.load_causal_lm = self._note_load
+        loading.needs_fsdp = lambda mesh, sharding: True  # as on several ranks
         loading.compile_layers = self._replacement("compile_layers")
         report.plugins = Mock(return_value={})  # called when time has passed
         base.save_pretrained = self._replacement("save_pretrained")
