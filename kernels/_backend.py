@@ -1,8 +1,9 @@
 """The choice of an operator's backend, by device or by name.
 
 An operator registers its backends per device in order of preference. `HYBRIDENGINE_BACKEND` or
-an operator's `backend=` requests one; if it is not available, the error says why. The functions
-have no caches: torch.compile traces through them, and warns of each cache that it meets.
+an operator's `backend=` requests one; if it is not available, the error says why. The environment
+is read once, at the import. The functions have no caches: torch.compile traces through them, and
+warns of each cache that it meets.
 """
 
 from __future__ import annotations
@@ -10,16 +11,28 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16")  # of the CPU kernels, narrowest first
 
 
 def load_extension() -> tuple[Any, str]:
     """Import `hybridengine._C`; return it, or None and why it is missing.
 
     An extension that exists but does not load is warned of: everything still runs, but slowly.
+
+    Raises:
+        ValueError: HYBRIDENGINE_ISA, which the extension reads, is no instruction set's name.
     """
+    isa = os.environ.get("HYBRIDENGINE_ISA") or ISAS[-1]
+    if isa not in ISAS:
+        raise ValueError(
+            f"HYBRIDENGINE_ISA is {isa!r}; expected {', '.join(ISAS[:-1])} or {ISAS[-1]}."
+        )
     if importlib.util.find_spec("hybridengine._C") is None:
         return None, "hybridengine._C is not built (pip install -e .)"
     try:
@@ -34,11 +47,21 @@ def load_extension() -> tuple[Any, str]:
     return _C, ""
 
 
-ISAS = ("portable", "avx2", "avx512", "avx512_bf16")  # of the CPU kernels, narrowest first
-
 EXTENSION, WHY_NO_EXTENSION = load_extension()
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 REGISTERED: dict[str, dict[str, tuple[str, ...]]] = {}
+_requested = os.environ.get("HYBRIDENGINE_BACKEND") or None
+
+
+@contextmanager
+def requested_backend(name: str | None) -> Iterator[None]:
+    """Request this backend of every operator, as HYBRIDENGINE_BACKEND does; None: the best one."""
+    global _requested
+    before, _requested = _requested, name
+    try:
+        yield
+    finally:
+        _requested = before
 
 
 class BackendRow(NamedTuple):
@@ -51,16 +74,7 @@ class BackendRow(NamedTuple):
 
 
 def native() -> Any:
-    """Return the extension module `hybridengine._C`, or None if it cannot be used.
-
-    Raises:
-        ValueError: HYBRIDENGINE_ISA is not the name of an instruction set.
-    """
-    isa = os.environ.get("HYBRIDENGINE_ISA") or ISAS[-1]
-    if isa not in ISAS:
-        raise ValueError(
-            f"HYBRIDENGINE_ISA is {isa!r}; expected {', '.join(ISAS[:-1])} or {ISAS[-1]}."
-        )
+    """Return the extension module `hybridengine._C`, or None if it cannot be used."""
     return EXTENSION
 
 
@@ -100,7 +114,7 @@ def choose_backend(
         ValueError: the requested backend (argument or HYBRIDENGINE_BACKEND) does not exist for
             this operator or is not available; the message says what is missing.
     """
-    requested = requested or os.environ.get("HYBRIDENGINE_BACKEND") or None
+    requested = requested or _requested
     chosen, _ = _choose(op, device.type, requested)
     return "reference" if dtype == torch.float64 else chosen
 
@@ -133,12 +147,11 @@ def _choose(op: str, device: str, requested: str | None) -> tuple[str, str]:
 def backend_table() -> list[BackendRow]:
     """Return a row (op, device, backend, why) per operator and device of this machine."""
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    requested = os.environ.get("HYBRIDENGINE_BACKEND") or None
     rows = []
     for op in sorted(REGISTERED):
         for device in devices:
             try:
-                rows.append(BackendRow(op, device, *_choose(op, device, requested)))
+                rows.append(BackendRow(op, device, *_choose(op, device, _requested)))
             except ValueError as error:
                 rows.append(BackendRow(op, device, "none", str(error)))
     return rows

@@ -8,16 +8,15 @@ sequences packed, with our attention, and each alone, with transformers' eager a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from hybridengine.kernels import pack_forest, pack_sequences
+from hybridengine.kernels._backend import requested_backend
 from hybridengine.model.forward import packed_logits
 from hybridengine.model.packed import pack_batch
 from hybridengine.model.probe import Probe, Trace
@@ -84,13 +83,12 @@ def _outcome(config: PretrainedConfig, trust_remote_code: bool) -> Outcome:
 def _compare(config: PretrainedConfig, trust_remote_code: bool) -> Outcome:
     outcome = Outcome()
     with (
-        patch.dict(os.environ),
+        requested_backend(None),  # the one of the environment can lack a CPU
         torch.no_grad(),
         torch.device("cpu"),
         torch.random.fork_rng(devices=[]),
         torch.autocast("cpu", enabled=False),
     ):
-        os.environ.pop("HYBRIDENGINE_BACKEND", None)  # it can be one that has no CPU
         try:
             probe = Probe(config, trust_remote_code)
             for seed in range(_DRAWS):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import strategies as st
 
+from hybridengine.kernels._backend import requested_backend
 from hybridengine.kernels.delta import ChangeTable
 from tests.kernels.copy_cases import row
 
@@ -65,6 +65,5 @@ def changes_of(
 
 
 def reference_table(table: torch.Tensor, device: str = "cpu") -> ChangeTable:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYBRIDENGINE_BACKEND", "reference")
+    with requested_backend("reference"):
         return ChangeTable(table, torch.device(device))

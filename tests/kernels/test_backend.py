@@ -2,7 +2,10 @@
 
 import ast
 import builtins
+import os
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 
 from hybridengine.kernels import _backend, backend_table, choose_backend
-from hybridengine.kernels._backend import native
+from hybridengine.kernels._backend import native, requested_backend
 
 
 def test_every_operator_has_a_row_with_a_reason():
@@ -23,14 +26,25 @@ def test_every_operator_has_a_row_with_a_reason():
             assert row.backend == ("cpp" if has_cpp else "reference")
 
 
-def test_the_environment_selects_a_backend(monkeypatch):
-    monkeypatch.setenv("HYBRIDENGINE_BACKEND", "reference")
-    assert choose_backend("token_log_probs", torch.device("cpu")) == "reference"
-    assert choose_backend("token_log_probs", torch.device("cpu"), "cpp") == "cpp"
-    monkeypatch.setenv("HYBRIDENGINE_BACKEND", "triton")
-    with pytest.raises(ValueError, match="'triton' cannot run here: it runs on CUDA tensors"):
-        choose_backend("token_log_probs", torch.device("cpu"))
-    assert any(row.backend == "none" for row in backend_table())
+def test_a_backend_is_requested_of_every_operator():
+    device = torch.device("cpu")
+    with requested_backend("reference"):
+        assert choose_backend("token_log_probs", device) == "reference"
+        assert choose_backend("token_log_probs", device, "cpp") == "cpp"
+    with requested_backend("triton"):
+        with pytest.raises(ValueError, match="'triton' cannot run here: it runs on CUDA tensors"):
+            choose_backend("token_log_probs", device)
+        assert any(row.backend == "none" for row in backend_table())
+        with requested_backend(None):
+            assert choose_backend("token_log_probs", device) == ("cpp" if native() else "reference")
+
+
+def test_the_environment_requests_a_backend():
+    code = "from hybridengine.kernels import backend_table as t; print({r.backend for r in t()})"
+    environment = os.environ | {"HYBRIDENGINE_BACKEND": "reference", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", code]
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "{'reference'}"
 
 
 def test_an_extension_that_does_not_load_is_warned_of(monkeypatch):

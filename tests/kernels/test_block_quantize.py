@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.kernels import block_quantize
+from hybridengine.kernels._backend import requested_backend
 from hybridengine.kernels.block_quantize import BlockTable, block_grid, block_scales
 from tests.kernels.copy_cases import row
 from tests.kernels.quantize_cases import DTYPES, E4M3, matrix, same
@@ -104,9 +105,13 @@ def test_a_stack_of_matrices_and_empty_ones() -> None:
 
 @pytest.mark.parametrize("backend", ["cpp", "reference"])
 @pytest.mark.parametrize("source_dtype", DTYPES)
-def test_slices_of_blocks_in_several_tensors(backend, source_dtype, monkeypatch) -> None:
+def test_slices_of_blocks_in_several_tensors(backend, source_dtype) -> None:
     """A block whose parts are in several tensors, one of them transposed, as one tensor."""
-    monkeypatch.setenv("HYBRIDENGINE_BACKEND", backend)
+    with requested_backend(backend):
+        check_slices_of_blocks(source_dtype)
+
+
+def check_slices_of_blocks(source_dtype) -> None:
     dtype = torch.bfloat16
     top, left, right = (torch.randn(s).to(source_dtype) for s in ((50, 200), (200, 60), (60, 141)))
     full = torch.cat([top, torch.cat([left.t(), right[:, 1:]], 1)[:, :200]]).to(dtype)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hybridengine.engine.vllm.environment import vllm_available
+from hybridengine.kernels._backend import requested_backend
 from hybridengine.run.config import ConfigError, load_config
 from hybridengine.run.errors import RolloutError
 from hybridengine.train.choices import Choices, Machine, decide
@@ -83,12 +84,12 @@ def test_auto_names_what_is_not_exact(
     assert inexact_reason(*job, "rollout.exact=off") == "rollout.exact is off"
 
 
-def test_a_missing_kernel_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_kernel_is_named(tmp_path: Path) -> None:
     job, message = [*small_job(tmp_path), *VLLM], r"decode_linear has no C\+\+ kernel"
-    monkeypatch.setenv("HYBRIDENGINE_BACKEND", "reference")
-    assert re.match(message, inexact_reason(*job))
-    with pytest.raises(ConfigError, match=f"rollout.exact is on, but {message}"):
-        choose(*job, "rollout.exact=on")
+    with requested_backend("reference"):
+        assert re.match(message, inexact_reason(*job))
+        with pytest.raises(ConfigError, match=f"rollout.exact is on, but {message}"):
+            choose(*job, "rollout.exact=on")
 
 
 def test_on_a_gpu_it_is_on_only_where_it_is_set(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hybridengine.kernels import has_fast_products, linear_policy_loss, linear_token_log_probs
-from hybridengine.kernels._backend import ISAS, native
+from hybridengine.kernels._backend import ISAS, load_extension, native
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::linear", "aten::matmul"}
 OPTIONS = [
@@ -38,7 +38,7 @@ def test_the_limit_is_respected():
 def test_an_unknown_limit_is_named(monkeypatch):
     monkeypatch.setenv("HYBRIDENGINE_ISA", "avx3")
     with pytest.raises(ValueError, match="HYBRIDENGINE_ISA is 'avx3'; expected portable, avx2"):
-        native()
+        load_extension()
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
