@@ -82,23 +82,19 @@ def shape(op: str, name: str, tensor: Tensor, pattern: str, sizes: Sizes) -> Non
         >>> sizes["V"]
         (4, 'weight')
     """
-    letters = pattern.split()
-    leading = letters[:1] == ["..."]
-    given: list[Any] = list(tensor.shape)
-    if tensor.dim() < len(letters) - 1 or (not leading and tensor.dim() != len(letters)):
-        raise _wrong_shape(op, name, given, letters, sizes)
-    if leading:
-        split = tensor.dim() - len(letters) + 1
-        given = [tuple(given[:split]), *given[split:]]
+    letters, given = pattern.split(), tensor.shape
+    if letters[:1] == ["..."] and len(given) >= len(letters) - 1:
+        split = len(given) - len(letters) + 1
+        given = (tuple(given[:split]), *given[split:])
+    if len(given) != len(letters):
+        raise _wrong_shape(op, name, tensor, letters, sizes)
     for letter, size in zip(letters, given, strict=True):
-        if letter not in sizes:
-            sizes[letter] = (size, name)
-        elif sizes[letter][0] != size:
-            raise _wrong_shape(op, name, list(tensor.shape), letters, sizes)
+        if sizes.setdefault(letter, (size, name))[0] != size:
+            raise _wrong_shape(op, name, tensor, letters, sizes)
 
 
 def _wrong_shape(
-    op: str, name: str, given: list[int], letters: list[str], sizes: Sizes
+    op: str, name: str, tensor: Tensor, letters: list[str], sizes: Sizes
 ) -> ValueError:
     known = [
         f"{letter} = {list(size) if isinstance(size, tuple) else size} (from {owner})"
@@ -106,7 +102,7 @@ def _wrong_shape(
         if letter in letters
     ]
     return ValueError(
-        f"{op}: {name} has shape {given}; expected [{', '.join(letters)}]"
+        f"{op}: {name} has shape {list(tensor.shape)}; expected [{', '.join(letters)}]"
         + (f" with {', '.join(known)}" if known else "")
         + "."
     )

@@ -9,27 +9,32 @@ an error that names it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from . import _check as check
 
-_PLAIN = frozenset((torch.Tensor, Parameter, list, str, int, float, bool, type(None), torch.dtype))
+_TENSORS = (torch.Tensor, Parameter)
+_PLAIN = frozenset((*_TENSORS, list, str, int, float, bool, type(None), torch.dtype))
 
 
-def _is_plain(arguments: tuple[Any, ...]) -> bool:
-    """Return whether nothing but the kernel and autograd has to see a call."""
+def _is_plain(arguments: Sequence[Any]) -> bool:
+    """Return whether nothing but the kernel and autograd has to see a call.
+
+    arguments: those of the op, tensors in lists by themselves.
+    """
     return (
-        isinstance(arguments[0], torch.Tensor)
-        and not arguments[0].is_meta
+        _PLAIN.issuperset(map(type, arguments))
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
-        and _PLAIN.issuperset(map(type, arguments))
+        and not next((one.is_meta for one in arguments if type(one) in _TENSORS), False)
     )
 
 
@@ -46,26 +51,46 @@ class CustomOp:
         schema = self.op._schema
         self.name = schema.name.partition("::")[2]
         self._arguments = [argument.name for argument in schema.arguments]
-        self._mutates = schema.is_mutable  # then the dispatcher counts versions
-        types = [str(one.type) for one in (*schema.arguments, *schema.returns)]
-        self._has_lists = any("List" in kind and "Tensor" in kind for kind in types)
+        # What is written, whose version is incremented as the dispatcher does.
+        self._written = [
+            i
+            for i, one in enumerate(schema.arguments)
+            if one.alias_info and one.alias_info.is_write
+        ]
+        self._lists = [i for i, one in enumerate(schema.arguments) if _is_list(one)]
+        self._returns_list = any(map(_is_list, schema.returns))
+        self._has_lists = bool(self._lists) or self._returns_list
         # Then torch.vmap calls an op once per entry.
-        takes_batches = not self._mutates and not self._has_lists
+        takes_batches = not (self._written or self._has_lists)
         self._refuse = check.reverse_mode_only if takes_batches else check.untransformed
-        self._function: Any = None
+        self._apply: Any = None  # of a Function for plain calls
 
     def __call__(self, *arguments: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.op(*arguments)
-        if self._mutates or not _is_plain(arguments):
+        flat: Sequence[Any] = arguments
+        if self._lists:
+            flat = [x for one in arguments for x in (one if type(one) is list else (one,))]
+        if not _is_plain(flat):
             named = dict(zip(self._arguments, arguments, strict=False))
             self._refuse(self.name, **named)
             return self.op(*arguments)
-        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
-            return self._run(*arguments)
-        if self._function is None:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*flat):
+            return self._differentiable(arguments)
+        for i in self._written:
+            if arguments[i] is not None:
+                increment_version(arguments[i])
+        return self._run(*arguments)
+
+    def _differentiable(self, arguments: tuple[Any, ...]) -> Any:
+        if self._apply is None:
             return self.op(*arguments)
-        return self._function.apply(*arguments)
+        if not self._has_lists:
+            return self._apply(*arguments)
+        lengths = [len(one) if i in self._lists else None for i, one in enumerate(arguments)]
+        flat = [[one] if n is None else one for one, n in zip(arguments, lengths, strict=True)]
+        results = self._apply(lengths, *chain.from_iterable(flat))
+        return list(results) if self._returns_list else results
 
     def register_fake(self, function: Callable) -> Callable:
         fake: Callable = self._definition.register_fake(function)
@@ -73,10 +98,11 @@ class CustomOp:
 
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
         """Register the gradients of the op's first arguments; the others have none."""
-        backward, count = without_autocast(backward), len(self._arguments)
+        count = len(self._arguments)
 
         def padded(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            results = backward(ctx, *grads)
+            with torch._C._DisableAutocast():
+                results = backward(ctx, *grads)
             results = results if isinstance(results, tuple) else (results,)
             return *results, *[None] * (count - len(results))
 
@@ -88,10 +114,41 @@ class CustomOp:
             setup_context(ctx, arguments, output)
             return output
 
+        methods = {"forward": forward, "backward": padded}
         if self._has_lists:
-            return  # a Function does not see tensors in lists
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(padded)}
-        self._function = type(self.name, (torch.autograd.Function,), methods)
+            methods = _with_lists(forward, padded, self._returns_list)
+        statics = {name: staticmethod(method) for name, method in methods.items()}
+        function = type(self.name, (Function,), statics)
+        # Without what Function.apply does about torch.func, for every argument.
+        self._apply = super(Function, function).apply  # type: ignore[misc]
+
+
+def _is_list(declared: Any) -> bool:
+    """Return whether an argument or result is a list of tensors."""
+    return "List" in str(declared.type) and "Tensor" in str(declared.type)
+
+
+def _with_lists(forward: Callable, backward: Callable, returns_list: bool) -> dict[str, Callable]:
+    """Return the methods of a Function that sees the tensors of lists, one argument each.
+
+    Its first argument has the length of each list, None for another argument.
+    """
+
+    def flat_forward(ctx: Any, lengths: list[int | None], *flat: Any) -> Any:
+        ctx.lengths, rest = lengths, iter(flat)
+        output = forward(
+            ctx, *(next(rest) if n is None else list(islice(rest, n)) for n in lengths)
+        )
+        return tuple(output) if returns_list else output
+
+    def flat_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        results = backward(ctx, [*grads]) if returns_list else backward(ctx, *grads)
+        flat: list[Any] = [None]
+        for result, n in zip(results, ctx.lengths, strict=True):
+            flat += [result] if n is None else result or [None] * n
+        return tuple(flat)
+
+    return {"forward": flat_forward, "backward": flat_backward}
 
 
 def without_autocast(function: Callable) -> Callable:

@@ -41,6 +41,28 @@ def constant(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
+@custom_op("hybridengine_test::doubled", mutates_args=())
+def doubled(tensors: list[torch.Tensor], factor: float) -> list[torch.Tensor]:
+    return [x * factor for x in tensors]
+
+
+def _save_factor(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    ctx.factor = inputs[1]
+
+
+doubled.register_autograd(
+    lambda ctx, grads: ([None if grad is None else grad * ctx.factor for grad in grads],),
+    setup_context=_save_factor,
+)
+
+
+@custom_op("hybridengine_test::fill_", mutates_args=("out", "others"))
+def fill_(x: torch.Tensor, out: torch.Tensor | None, others: list[torch.Tensor]) -> None:
+    for tensor in [*others, *([] if out is None else [out])]:
+        tensor.numpy()[:] = x.item()  # as a kernel, which torch does not see
+
+
 @custom_op("hybridengine_test::parts", mutates_args=())
 def parts(x: torch.Tensor) -> list[torch.Tensor]:
     return [x + 1, x + 2]
@@ -58,14 +80,15 @@ class Seen(TorchDispatchMode):
 
 @pytest.fixture
 def dispatched(monkeypatch):
-    """The calls of `scaled` that went through the dispatcher."""
-    calls, op = [], scaled.op
+    """The calls of these ops that went through the dispatcher."""
+    calls = []
+    for custom in (scaled, doubled, fill_):
 
-    def record(*arguments):
-        calls.append(arguments)
-        return op(*arguments)
+        def record(*arguments, op=custom.op):
+            calls.append(arguments)
+            return op(*arguments)
 
-    monkeypatch.setattr(scaled, "op", record)
+        monkeypatch.setattr(custom, "op", record)
     return calls
 
 
@@ -128,6 +151,36 @@ def test_tensors_in_lists_have_gradients():
     first, others = torch.zeros(2), [torch.ones(2, requires_grad=True) for _ in range(2)]
     grads = torch.autograd.grad(add_all(first, others).sum(), others)
     assert [grad.tolist() for grad in grads] == [[1.0, 1.0]] * 2
+
+
+def test_lists_pass_the_dispatcher_by_with_their_gradients(dispatched):
+    tensors = [torch.ones(2, requires_grad=True), torch.ones(3), torch.ones(1, requires_grad=True)]
+    out = doubled(tensors, 2.0)
+    assert isinstance(out, list) and [x.tolist() for x in out] == [[2.0] * n for n in (2, 3, 1)]
+    grads = torch.autograd.grad(out[0].sum(), [tensors[0], tensors[2]], allow_unused=True)
+    assert grads[0].tolist() == [2.0, 2.0] and grads[1] is None
+    assert doubled([], 2.0) == []
+    with torch.no_grad():
+        assert not any(x.requires_grad for x in doubled(tensors, 2.0))
+    assert not dispatched
+    with Seen():
+        doubled(tensors, 2.0)
+    assert len(dispatched) == 1
+
+
+def test_a_write_passes_the_dispatcher_by_and_is_counted(dispatched):
+    out, others, x = torch.zeros(2), [torch.zeros(3)], torch.tensor(5.0)
+    factor = torch.ones(2, requires_grad=True)
+    product = (factor * out).sum()  # saves `out` for its backward
+    fill_(x, out, others)
+    assert out.tolist() == [5.0, 5.0] and others[0].tolist() == [5.0] * 3
+    assert not dispatched
+    assert (out._version, others[0]._version, x._version) == (1, 1, 0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    fill_(x, None, [])
+    with torch.inference_mode():
+        fill_(x, out, [torch.zeros(1)])
 
 
 def test_an_op_without_a_gradient_raises_in_the_backward():
