@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.masking_utils import sdpa_mask
 
 from hybridengine.kernels import tree_attention
+from hybridengine.kernels._once import once
 from hybridengine.model.exact import has_exact_operators
 from hybridengine.model.flash_attention import flash_kernel
 from hybridengine.run.errors import ModelError
@@ -143,9 +145,11 @@ def varlen_attention(
         rows = torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device)
         cu_seq_lens_q, max_length_q = rows * query.shape[2], query.shape[2]
     else:
-        one_row = query.shape[0] == 1 and query.shape[2] == key.shape[2]
+        is_packed = query.shape[0] == 1 and query.shape[2] == key.shape[2]
         # Not described unless they are wrong: a compiled graph would be of these lengths only.
-        shapes = "" if one_row else f"packed query {tuple(query.shape)} with key {tuple(key.shape)}"
+        shapes = (
+            "" if is_packed else f"packed query {tuple(query.shape)} with key {tuple(key.shape)}"
+        )
         same_lengths = (
             cu_seq_lens_k is None
             or cu_seq_lens_k is cu_seq_lens_q
@@ -155,7 +159,7 @@ def varlen_attention(
         _raise_if_unsupported(
             module,
             (masked, "an attention_mask together with cu_seq_lens_q", "pass one of the two"),
-            (not one_row, shapes, "pack into one row [1, T], with use_cache=False"),
+            (not is_packed, shapes, "pack into one row [1, T], with use_cache=False"),
             (not same_lengths, "different cu_seq_lens_k and cu_seq_lens_q", "pass the same tensor"),
             (
                 subtree_ends is not None and sliding_window and tree_position_ids is None,
@@ -163,7 +167,10 @@ def varlen_attention(
                 "pass the depth of every token",
             ),
         )
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if one_row := query.shape[0] == 1:
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    else:
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if sequence_parallel is not None:
         q, k, v = gather_seq_scatter_heads(q, k, v, group=sequence_parallel)
         if s_aux is not None:
@@ -175,9 +182,8 @@ def varlen_attention(
         out = flash(q, k, v, cu_seq_lens_q, max_seqlen, scaling, sliding_window, softcap)
     else:
         if subtree_ends is None:
-            subtree_ends, tree_position_ids = torch.ops.hybridengine.sequence_layout(
-                cu_seq_lens_q, q.shape[0]
-            )
+            layout = partial(torch.ops.hybridengine.sequence_layout, num_tokens=q.shape[0])
+            subtree_ends, tree_position_ids = once(q.shape[0], layout, cu_seq_lens_q)
         out = tree_attention(
             q,
             k,
@@ -194,7 +200,7 @@ def varlen_attention(
         out = _attend_in_spans(out, q, k, v, bidirectional_spans, options)
     if sequence_parallel is not None:
         out = gather_heads_scatter_seq(out, sequence_parallel)
-    return out.unflatten(0, (query.shape[0], -1)), None
+    return out.unsqueeze(0) if one_row else out.unflatten(0, (query.shape[0], -1)), None
 
 
 def gather_seq_scatter_heads(*tensors: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

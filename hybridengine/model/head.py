@@ -199,7 +199,7 @@ def _accept_head_function(
             return float32_linear(self, hidden)
         dtype = torch.promote_types(hidden.dtype, self.weight.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
-        rows, weight = hidden[0].to(dtype), self.weight.to(dtype)
+        rows, weight = hidden.squeeze(0).to(dtype), self.weight.to(dtype)
         results = function(rows, weight, bias=bias, logit_scale=scale, softcap=softcap)
         return hidden.new_zeros(*hidden.shape[:-1], 1)  # stands in for logits in the forward
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from .. import _check as check
 from .._backend import choose_backend, native, register_backends
 from .._library import custom_op
+from .._once import once
 from .._per_token import compute_dtype, unit_inner_stride
 from . import reference
 
@@ -117,16 +118,14 @@ def tree_attention(
         check.shape(OP, "sinks", sinks, "H", sizes)
         sinks = sinks.to(compute_dtype(query)).contiguous()
     check.shape(OP, "subtree_ends", subtree_ends, "T", sizes)
-    ends = check.int32(OP, "subtree_ends", subtree_ends)
-    if check.readable(ends):
-        _check_ends(ends)
+    ends = once("ends", _int32_ends, subtree_ends)
     if window_size is not None:
         window_size = check.integer(OP, "window_size", window_size, at_least=1)
     if window_size is not None or batch_invariant:
         check.not_none(OP, position_ids=position_ids)
         assert position_ids is not None
         check.shape(OP, "position_ids", position_ids, "T", sizes)
-        position_ids = check.int32(OP, "position_ids", position_ids)
+        position_ids = once("positions", _int32_positions, position_ids)
     else:
         position_ids = None
     if softcap is not None:
@@ -138,6 +137,17 @@ def tree_attention(
     return out
 
 
+def _int32_positions(position_ids: Tensor) -> Tensor:
+    return check.int32(OP, "position_ids", position_ids)
+
+
+def _int32_ends(subtree_ends: Tensor) -> Tensor:
+    ends = check.int32(OP, "subtree_ends", subtree_ends)
+    if check.readable(ends):
+        _check_ends(ends)
+    return ends
+
+
 def _check_ends(ends: Tensor) -> None:
     tokens = torch.arange(ends.shape[0])
     wrong = (ends <= tokens) | (ends > ends.shape[0])
@@ -147,10 +157,6 @@ def _check_ends(ends: Tensor) -> None:
             f"{OP}: subtree_ends[{i}] is {int(ends[i])}; expected more than {i} and at most "
             f"{ends.shape[0]}, the number of tokens: the end of the subtree, in packed order."
         )
-
-
-def _unit_inner_stride(argument: Any) -> Any:
-    return unit_inner_stride(argument) if isinstance(argument, Tensor) else argument
 
 
 @custom_op(
@@ -179,7 +185,9 @@ def _run(name: str, *arguments: Any) -> Any:
     module: ModuleType
     chosen = choose_backend(OP, first.device, backend, first.dtype)
     if chosen == "cpp":
-        return getattr(native(), f"attention_{name}")(*map(_unit_inner_stride, operands))
+        *tensors, sinks_or_lse = operands[:-5]  # contiguous, as those that follow it
+        tensors = [unit_inner_stride(tensor) for tensor in tensors]
+        return getattr(native(), f"attention_{name}")(*tensors, sinks_or_lse, *operands[-5:])
     if chosen == "triton":
         from . import triton as module
     else:

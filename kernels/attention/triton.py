@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .._launch import ceil_div, launch
+from .._once import once
 from . import reference
 from .reference import Heads, TreeOptions
 from .triton_backward import delta_kernel, key_grad_kernel, query_grad_kernel
@@ -55,7 +56,9 @@ class _Problem(NamedTuple):
 
     def trees(self, block_n: int, block_m: int) -> tuple[Tensor, Tensor | None, Tensor]:
         ends, positions, _, window_size, _ = self.options
-        return ends, positions, block_tables(ends, positions, window_size, block_n, block_m)
+        sizes = (window_size, block_n, block_m)
+        tables = once(sizes, lambda *trees: block_tables(*trees, *sizes), ends, positions)
+        return ends, positions, tables
 
 
 def _problem(heads: Heads, options: TreeOptions, grad_out: Tensor | None = None) -> _Problem:

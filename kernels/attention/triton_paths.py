@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._launch import ceil_div, launch
+from .._once import once
 from .reference import Heads, TreeOptions
 from .triton_forward import LN2, begin_softmax, of_head, scores_of, softmax_step
 from .triton_tiles import (
@@ -199,7 +200,7 @@ def path_attention(
             f"on a GPU; expected at most {MAX_HEAD_SIZE}."
         )
     assert positions is not None
-    begins, parents = _chains(ends, positions)
+    begins, parents = once("chains", _chains, ends, positions)
     query, scores = scale_arguments(query, options.softmax_scale, softcap)
     tiles = path_tiles(max(width, value_width), query.dtype.itemsize, capability_of(query))
     group = heads // kv_heads
