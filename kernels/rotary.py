@@ -1,8 +1,8 @@
 """Tables of cosines and sines of rotary position embeddings (Su et al. 2021), position by position.
 
-torch computes elements at the end of a thread's part by another function than the others, so that
-an angle's bits depend on where it lies. Here a position is always computed at its place in a chunk
-of one size, by one thread.
+On a CPU torch computes elements at the end of a thread's part by another function than the others,
+so that an angle's bits depend on where it lies. Here a position is always computed at its place in
+a chunk of one size, by one thread.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class RotaryTable:
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows of the positions, integers [...]: [..., D / 2] each."""
+        if positions.is_cuda:  # one function for all elements; the largest position is not known
+            return self._angles(positions)
         needed = int(positions.max()) + 1 if positions.numel() else 0
         if needed > len(self._cos):
             self._grow(max(needed, 2 * len(self._cos)))
@@ -43,10 +45,13 @@ class RotaryTable:
         chunks: tuple[list[Tensor], list[Tensor]] = ([self._cos], [self._sin])
         for begin in range(first, count, _CHUNK):
             positions = torch.arange(begin, begin + _CHUNK, device=self._inv_freq.device)
-            angles = positions[:, None].float() * self._inv_freq
-            chunks[0].append(angles.cos() * self._scaling)
-            chunks[1].append(angles.sin() * self._scaling)
+            for parts, values in zip(chunks, self._angles(positions), strict=True):
+                parts.append(values)
         self._cos, self._sin = (torch.cat(parts) for parts in chunks)
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions[..., None].float() * self._inv_freq
+        return angles.cos() * self._scaling, angles.sin() * self._scaling
 
 
 def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -67,6 +72,6 @@ def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if extension is not None and x.device.type == "cpu":
         extension.rotary_(x, positions, cos, sin)
         return x
-    cos, sin = (torch.cat([t, t], -1)[positions][:, None] for t in (cos, sin))
+    cos, sin = (torch.cat([t[positions]] * 2, -1)[:, None] for t in (cos, sin))
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
