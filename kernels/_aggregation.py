@@ -24,6 +24,8 @@ LOSS_AGG_MODES = (
     "seq-mean-token-sum-norm",
 )
 
+Counts = tuple[float | Tensor | None, float | Tensor | None]  # global_num_tokens, global_num_seqs
+
 
 def check_aggregation(op: str, loss_agg_mode: str, loss_scale_factor: float | None) -> float | None:
     """Check the mode and the scale factor, which one mode needs; return the factor."""
@@ -90,6 +92,35 @@ def token_weights(
             lengths = torch.cat([seq_num_tokens.double(), lengths[-1:].double()])
         weight = 1 / (num_seqs * lengths.clamp(min=1)[sequences.ids])
     return torch.where(mask, weight, 0)
+
+
+def scaled_weights(
+    op: str,
+    loss_agg_mode: str,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    counts: Counts,
+    loss_scale_factor: float | None,
+    seq_num_tokens: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Return scale * `token_weights`, float32 [T]: in one launch where the host knows the weight.
+
+    counts: global_num_tokens and global_num_seqs.
+    """
+    on_device, numbers = kernel_denominators(op, loss_agg_mode, cu_seqlens, *counts, mask.device)
+    count = numbers[loss_agg_mode.startswith("seq")]
+    if loss_agg_mode == "token-sum":
+        return (mask * scale).float()
+    if loss_agg_mode != "seq-mean-token-mean" and on_device is None and not math.isnan(count):
+        is_norm = loss_agg_mode == "seq-mean-token-sum-norm"
+        factor = loss_scale_factor if is_norm and loss_scale_factor is not None else 1.0
+        return (mask * (1 / (max(count, 1.0) * factor) * scale)).float()
+    denominators = loss_denominators(op, loss_agg_mode, mask, cu_seqlens, *counts)
+    weights = token_weights(
+        loss_agg_mode, mask, cu_seqlens, denominators, loss_scale_factor, seq_num_tokens
+    )
+    return (weights * scale).float()
 
 
 def loss_denominators(

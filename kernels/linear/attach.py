@@ -83,22 +83,22 @@ class _AttachGradients(torch.autograd.Function):
         if ctx.main_grad is not None and needs[1]:
             needs[1] = False
             ctx.main_grad.addcmul_(grads[1], factor)
-        scaled = [
-            _scaled(grad, factor) if need else None for grad, need in zip(grads, needs, strict=True)
-        ]
-        return None, *scaled, *(None,) * 8
+        scaled = iter(
+            _scaled([grad for grad, need in zip(grads, needs, strict=True) if need], factor)
+        )
+        return None, *(next(scaled) if need else None for need in needs), *(None,) * 8
 
 
-def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
-    """Return grad * factor, in place where no other backward can read `grad` again.
+def _scaled(grads: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
+    """Return grads * factor, in place where no other backward can read them again.
 
-    That saves a copy of the weight gradient. Where the factor is 1 the gradient is not even read;
+    That saves a copy of the weight gradient. Where the factor is 1 the gradients are not even read;
     the host does not wait for the factor's value on a GPU, nor read it in a traced graph.
     """
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
-        return grad * factor
-    if grad.is_cuda and has_triton():
+        return [grad * factor for grad in grads]
+    if factor.is_cuda and has_triton():
         from .rescale import rescale_
 
-        return rescale_(grad, factor)
-    return grad if grad.is_cpu and factor.item() == 1 else grad.mul_(factor)
+        return [rescale_(grad, factor) for grad in grads]
+    return grads if factor.is_cpu and factor.item() == 1 else [grad.mul_(factor) for grad in grads]

@@ -46,10 +46,11 @@ class LinearGradients:
         wide_weight: bool = False,
         factors: Callable[[slice | Tensor], Tensor] | None = None,
     ) -> None:
-        hidden, weight, bias = chunks.hidden, chunks.weight, chunks.bias
+        weight, bias = chunks.weight, chunks.bias
         self.chunks, self.group, self.main_grad = chunks, group, main_grad
         self.inactive, self.factors = inactive, factors
-        self.hidden = torch.zeros_like(hidden) if wanted[0] else None  # inactive rows stay 0
+        self.wants_hidden = wanted[0]
+        self.hidden: Tensor | None = None  # zeros where not all rows come at once
         self.bias = None
         if bias is not None and wanted[2]:
             self.bias = torch.zeros_like(bias, dtype=compute_dtype(bias))
@@ -106,8 +107,8 @@ class LinearGradients:
         rows = _joined([rows for _, rows in self._pending], grad_logits.device)
         self._pending = []
         factors = None if self.factors is None else self.factors(rows)
-        if self.hidden is not None:
-            self.hidden[rows] = self.chunks.hidden_grad(grad_logits, factors)
+        if self.wants_hidden:
+            self._add_hidden(rows, self.chunks.hidden_grad(grad_logits, factors))
         if self.weight is not None:
             hidden = self.chunks.hidden[rows]
             if self.inactive is not None:  # 0 * NaN is not 0
@@ -125,6 +126,15 @@ class LinearGradients:
             mixed_gemm(sums, pair, grad_logits.t())
             self.bias += sums.sum(0)
 
+    def _add_hidden(self, rows: slice | Tensor, grad: Tensor) -> None:
+        hidden = self.chunks.hidden
+        if isinstance(rows, slice) and rows == slice(0, hidden.shape[0]) and hidden.is_contiguous():
+            self.hidden = grad
+            return
+        if self.hidden is None:
+            self.hidden = torch.zeros_like(hidden)
+        self.hidden[rows] = grad
+
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of hidden (summed over the group), weight and bias.
 
@@ -134,8 +144,9 @@ class LinearGradients:
         self._multiply()
         like = self.chunks.hidden
         hidden, weight, bias = (like.new_empty(0) for _ in range(3))
-        if self.hidden is not None:
-            hidden = sum_over_ranks(self.hidden, self.group)
+        if self.wants_hidden:
+            grad = torch.zeros_like(like) if self.hidden is None else self.hidden
+            hidden = sum_over_ranks(grad, self.group)
         if self.weight is not None and self.main_grad is None:
             weight = self.weight if self.weight_has_value else self.weight.zero_()
             if weight.dtype != self.weight_dtype:
@@ -228,9 +239,14 @@ def _joined(parts: Sequence[slice | Tensor], device: torch.device) -> slice | Te
 
 def active_rows(grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
     """Return the indices of rows with nonzero (or NaN) gradient, or None if that is all rows."""
-    given = [grad for grad in (grad_log_probs, grad_entropy) if grad is not None]
-    active = torch.stack([grad != 0 for grad in given]).any(0)
+    active = any_nonzero(grad_log_probs, grad_entropy)
     return None if active.all() else active.nonzero().squeeze(1)
+
+
+def any_nonzero(grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
+    """Return [T] bool, rows with nonzero (or NaN) gradient; at least one gradient is given."""
+    first, *second = (grad != 0 for grad in (grad_log_probs, grad_entropy) if grad is not None)
+    return first.logical_or(*second) if second else first
 
 
 def _move_to_front(logits: Tensor, rows: Tensor) -> Tensor:

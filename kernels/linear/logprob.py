@@ -32,7 +32,7 @@ from .arguments import (
     split_row_options,
 )
 from .chunks import Chunks, logits_fit
-from .gradients import LogProbGradients, active_rows
+from .gradients import LogProbGradients, active_rows, any_nonzero
 
 register_backends(
     "linear_token_log_probs", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference")
@@ -236,7 +236,7 @@ def _backward_op(
     chunks = Chunks(
         hidden, weight, bias, budget_bytes, deterministic, hidden.shape[0], options.group, kept
     )
-    inactive = ~torch.stack([grad != 0 for grad in gradients if grad is not None]).any(0)
+    inactive = ~any_nonzero(*gradients)
     grads = LogProbGradients(
         chunks,
         token_ids,

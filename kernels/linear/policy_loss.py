@@ -18,30 +18,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _check as check
-from .._aggregation import LOSS_AGG_MODES, loss_denominators, token_weights
+from .._aggregation import LOSS_AGG_MODES, Counts, scaled_weights
 from .._backend import choose_backend, register_backends
 from .._library import custom_op
 from .._per_token import token_arguments
 from ..logprob.op import token_log_probs
 from ..logprob.options import RowOptions, in_shape, row_options
 from ..logprob.rows import has_unscaled_gradient, rows_forward, rows_unscaled_gradient
+from ..policy_loss.arguments import LossInputs, check_inputs
 from ..policy_loss.importance import ImportanceBounds
 from ..policy_loss.op import (
+    DEFAULTS,
     LossCoefficients,
     LossModes,
+    evaluate,
     kernel_tensors,
     policy_loss,
     policy_loss_op,
-    split_numbers,
 )
-from ..policy_loss.terms import (
-    KL_TYPES,
-    LOSS_MODES,
-    MODE_ALIASES,
-    SEQUENCE_MODES,
-    LossOptions,
-    check_kl_type,
-)
+from ..policy_loss.terms import KL_TYPES, LOSS_MODES, MODE_ALIASES, SEQUENCE_MODES
 from .arguments import (
     LINEAR_SCHEMA,
     check_active_rows,
@@ -140,6 +135,9 @@ def linear_policy_loss(
         -1.5
     """
     op = "linear_policy_loss"
+    unknown = loss_arguments.keys() - DEFAULTS.keys() | loss_arguments.keys() & {"entropy"}
+    if unknown:
+        raise TypeError(f"{op}: {min(unknown)} is not an argument; expected those of policy_loss.")
     token_ids = check_linear(op, hidden, weight, token_ids, bias, main_grad)
     backend = choose_backend(op, hidden.device, backend, hidden.dtype)
     if active_rows is not None:
@@ -147,12 +145,11 @@ def linear_policy_loss(
     loss_arguments |= {
         "old_log_probs": old_log_probs,
         "advantages": advantages,
-        "response_mask": response_mask,
         "entropy_coeff": entropy_coeff,
     }
-    loss_arguments = _packed_arguments(op, token_ids, ignore_index, loss_arguments)
-    mask = loss_arguments["response_mask"]
-    token_ids = token_ids.masked_fill(~mask.view(token_ids.shape), ignore_index)
+    token_ids, loss_arguments = _packed_arguments(
+        op, token_ids, ignore_index, response_mask, loss_arguments
+    )
     head = {
         "bias": bias,
         "main_grad": main_grad,
@@ -178,7 +175,7 @@ def linear_policy_loss(
     inputs = _Inputs(hidden, weight, token_ids, active_rows)
     if two_steps:
         return _two_step_loss(inputs, head, row_arguments, loss_arguments, backend)
-    return _one_pass_loss(inputs, head, options, loss_arguments, mode, grad_scale, backend)
+    return _one_pass_loss(inputs, head, options, loss_arguments, grad_scale, backend)
 
 
 def _waits_for_all_rows(
@@ -199,23 +196,27 @@ def _waits_for_all_rows(
     return gradients_fit(hidden, weight, head["budget_bytes"], rows)
 
 
-def _packed_arguments(op: str, token_ids: Tensor, ignore_index: int, arguments: dict) -> dict:
-    """Check the loss's arguments per token and return them as [T]; mask labels ignore_index."""
+def _packed_arguments(
+    op: str, token_ids: Tensor, ignore_index: int, response_mask: Tensor | None, arguments: dict
+) -> tuple[Tensor, dict]:
+    """Check the loss's arguments per token, and return them as [T] with response_mask.
+
+    Returns also the token_ids, ignore_index where they are masked: labels of it are masked, too.
+    """
     names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_is_weights")
-    given, mask = arguments["response_mask"], token_ids != ignore_index
-    check.same_device(
-        op, token_ids=token_ids, advantages=arguments["advantages"], response_mask=given
-    )
+    advantages = arguments["advantages"]
+    check.same_device(op, token_ids=token_ids, advantages=advantages, response_mask=response_mask)
     check.integer(op, "ignore_index", ignore_index)
     sizes: check.Sizes = {"...": (tuple(token_ids.shape), "token_ids")}
-    check.shape(op, "advantages", arguments["advantages"], "...", sizes)
-    if given is not None:
-        check.shape(op, "response_mask", given, "...", sizes)
-        mask = mask & check.mask(op, "response_mask", given)
+    check.shape(op, "advantages", advantages, "...", sizes)
+    if response_mask is not None:
+        check.shape(op, "response_mask", response_mask, "...", sizes)
+        mask = check.mask(op, "response_mask", response_mask)
+        token_ids = token_ids.masked_fill(~mask, ignore_index)
     floats = {name: arguments.get(name) for name in (*names, "rollout_log_probs")}
-    masks = {"response_mask": mask, "selected": arguments.get("selected")}
+    masks = {"response_mask": token_ids != ignore_index, "selected": arguments.get("selected")}
     tokens, cu_seqlens = token_arguments(op, floats, masks, arguments.get("cu_seqlens"))
-    return arguments | tokens | {"cu_seqlens": cu_seqlens}
+    return token_ids, arguments | tokens | {"cu_seqlens": cu_seqlens}
 
 
 def _two_step_loss(
@@ -249,7 +250,6 @@ def _one_pass_loss(
     head: dict[str, Any],
     options: RowOptions,
     loss_arguments: dict,
-    mode: str,
     grad_scale: float,
     backend: str,
 ) -> Results:
@@ -257,9 +257,10 @@ def _one_pass_loss(
     hidden, weight, token_ids, active_rows = inputs
     op, main_grad = "linear_policy_loss", head["main_grad"]
     hidden = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
-    zeros = hidden.new_zeros(hidden.shape[0], dtype=torch.float32)
-    with torch.no_grad():  # check the arguments of the loss before anything large is computed
-        policy_loss(zeros, entropy=zeros, **loss_arguments)
+    unknown = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+    given = DEFAULTS | loss_arguments | {"entropy": unknown}
+    counts = given.pop("global_num_tokens"), given.pop("global_num_seqs")
+    loss_inputs = check_inputs("policy_loss", unknown, **given)
     tensors = (hidden, weight, head["bias"])
     wanted = wanted_gradients(op, tensors)
     log_probs, entropy, *grads = _gradient_op(
@@ -268,70 +269,53 @@ def _one_pass_loss(
         *options,
         head["budget_bytes"],
         head["deterministic"],
-        *_op_arguments(mode, loss_arguments, grad_scale),
+        *_op_arguments(loss_inputs, counts, grad_scale),
         active_rows,
         main_grad is not None,
         wanted,
         backend,
     )
     with torch.no_grad():
-        loss, metrics = policy_loss(log_probs, entropy=entropy, **loss_arguments)
+        known = loss_inputs.complete(log_probs=log_probs, entropy=entropy)
+        loss, metrics = evaluate("policy_loss", known, counts)
     if any(wanted):
         loss = attach_gradients(loss, tensors, grads, main_grad, grad_scale)
     shape = token_ids.shape
     return loss, in_shape(log_probs, shape), in_shape(entropy, shape), metrics
 
 
-def _op_arguments(mode: str, arguments: dict, grad_scale: float) -> tuple[Any, ...]:
+def _op_arguments(inputs: LossInputs, counts: Counts, grad_scale: float) -> tuple[Any, ...]:
     """Return the loss as linear_policy_gradient takes it: tensors per token, then numbers."""
-    op = "linear_policy_loss"
-    mask = arguments["response_mask"]
-    agg_mode = arguments.get("loss_agg_mode", "token-mean")
-    cu_seqlens = arguments.get("cu_seqlens")
-    denominators = loss_denominators(
-        op,
-        agg_mode,
-        mask,
-        cu_seqlens,
-        arguments.get("global_num_tokens"),
-        arguments.get("global_num_seqs"),
-    )
-    weights = token_weights(
-        agg_mode,
-        mask,
-        cu_seqlens,
-        denominators,
-        arguments.get("loss_scale_factor"),
-        arguments.get("seq_num_tokens"),
-    )
-
+    tokens, cu_seqlens, seq_num_tokens, settings, options, _, is_bounds = inputs
     names = ("advantages", "old_log_probs", "response_mask", "selected", "ref_log_probs")
-    per_token = kernel_tensors(arguments, *names, "rollout_is_weights", "rollout_log_probs")
-    per_token.append((weights * grad_scale).float())
-    kl_type = arguments.get("kl_type", "low_var_kl")
+    per_token = kernel_tensors(tokens, *names, "rollout_is_weights", "rollout_log_probs")
+    per_token.append(
+        scaled_weights(
+            "linear_policy_loss",
+            settings.loss_agg_mode,
+            tokens["response_mask"],
+            cu_seqlens,
+            counts,
+            settings.loss_scale_factor,
+            seq_num_tokens,
+            grad_scale,
+        )
+    )
     modes = LossModes(
-        LOSS_MODES.index(mode),
+        LOSS_MODES.index(settings.loss_mode),
         LOSS_AGG_MODES.index("token-sum"),
-        KL_TYPES.index(check_kl_type(op, kl_type)),
-        kl_straight_through=kl_type.endswith("+"),
-        kl_times_ratio=bool(arguments.get("kl_times_ratio", False)),
+        KL_TYPES.index(settings.kl_type),
+        settings.kl_straight_through,
+        settings.kl_times_ratio,
         wants_tokens=False,
         wants_gradient=True,
-        wants_entropy_gradient=True,
+        wants_entropy_gradient=settings.entropy_coeff != 0,
     )
-    defaults = LossOptions._field_defaults
-    options = {name: arguments.get(name, default) for name, default in defaults.items()}
-    if mode == "gspo":
-        options["clip_ratio_c"] = arguments.get("seq_clip_ratio_c")
-    coefficients = LossCoefficients(
-        float(arguments.get("kl_coef", 0.0)), float(arguments["entropy_coeff"])
-    )
-    numbers = [*LossOptions.checked(op, mode, **options), *coefficients]
-    upper, lower = ImportanceBounds.checked(
-        op, arguments.get("rollout_is_threshold", 2.0), arguments.get("rollout_is_lower")
-    )
-    is_bounds = [upper] if lower is None else [upper, lower]
-    return *per_token, cu_seqlens if mode in SEQUENCE_MODES else None, [*modes], numbers, is_bounds
+    numbers = [*options, *LossCoefficients(settings.kl_coef, settings.entropy_coeff)]
+    upper, lower = is_bounds
+    bounds = [upper] if lower is None else [upper, lower]
+    sequences = cu_seqlens if settings.loss_mode in SEQUENCE_MODES else None
+    return *per_token, sequences, [*modes], numbers, bounds
 
 
 @custom_op(
@@ -363,17 +347,19 @@ def _gradient_op(
     bounds, mask = ImportanceBounds(*is_bounds), per_token[2]
     log_probs, entropy, row_scale = (torch.empty_like(per_token[-1]) for _ in range(3))
 
-    def gradients(rows: slice | Tensor) -> tuple[Tensor, ...]:
+    def gradients(rows: slice | Tensor) -> tuple[Tensor, Tensor | None]:
         part = rows if cu_seqlens is None else slice(None)
         tokens = [None if t is None else t[part] for t in (log_probs, entropy, *per_token)]
         grads = _token_gradients(tokens, cu_seqlens, modes, numbers, bounds, backend)
-        return grads if cu_seqlens is None else tuple(grad[rows] for grad in grads)
+        if cu_seqlens is None:
+            return grads
+        return grads[0][rows], None if grads[1] is None else grads[1][rows]
 
     def factors(rows: slice | Tensor) -> Tensor:
         return gradients(rows)[0] * row_scale[rows]
 
     # The gradient of the entropy needs a second read of the logits.
-    has_bonus = split_numbers(numbers)[1].entropy_coeff != 0
+    has_bonus = LossModes(*modes).wants_entropy_gradient
     unscaled = not has_bonus and has_unscaled_gradient(hidden, options.group)
     grads = LogProbGradients(
         chunks,
@@ -423,15 +409,17 @@ def _token_gradients(
     numbers: list[float],
     is_bounds: ImportanceBounds,
     backend: str,
-) -> tuple[Tensor, Tensor]:
-    """Compute d loss / d log_probs and d loss / d entropy of tokens by the op policy_loss."""
+) -> tuple[Tensor, Tensor | None]:
+    """Compute d loss / d log_probs and d loss / d entropy of tokens by the op policy_loss.
+
+    The latter is None without a coefficient.
+    """
     log_probs, entropy, advantages, old, mask, selected, ref, is_weights, *rest = per_token
     rollout, weights = rest
     if old is None:
         old = log_probs
     if rollout is not None:
         is_weights = is_bounds.token_weights(old, rollout, mask)
-    ones = torch.ones(2, dtype=torch.float64, device=weights.device)
     *_, grad_log_probs, grad_entropy = policy_loss_op(
         log_probs,
         entropy,
@@ -443,9 +431,10 @@ def _token_gradients(
         is_weights,
         cu_seqlens,
         None,
-        ones,
+        None,
         modes,
         numbers,
         backend,
     )
-    return grad_log_probs * weights, grad_entropy * weights
+    has_entropy = LossModes(*modes).wants_entropy_gradient
+    return grad_log_probs * weights, grad_entropy * weights if has_entropy else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
@@ -29,6 +30,22 @@ class LossInputs(NamedTuple):
     settings: LossSettings
     options: LossOptions
     backend: str
+    is_bounds: ImportanceBounds = ImportanceBounds(math.inf)
+
+    def complete(self, **tokens: Tensor) -> LossInputs:
+        """Return the inputs with these, with old log-probs, and with importance weights.
+
+        Old log-probs that are not given are those of the call, and importance weights are formed
+        from them and from `rollout_log_probs`.
+        """
+        tokens = self.tokens | tokens
+        tokens.setdefault("old_log_probs", tokens["log_probs"].detach())
+        rollout = tokens.pop("rollout_log_probs", None)
+        if rollout is not None:
+            mask = as_mask(tokens.get("response_mask"), tokens["log_probs"])
+            weights = self.is_bounds.token_weights(tokens["old_log_probs"], rollout, mask)
+            tokens["rollout_is_weights"] = weights
+        return self._replace(tokens=tokens)
 
 
 def check_inputs(
@@ -66,7 +83,10 @@ def check_inputs(
     rollout_is_lower: float | None,
     backend: str | None,
 ) -> LossInputs:
-    """Check the arguments of `op`, which are those of policy_loss, and flatten them."""
+    """Check the arguments of `op`, which are those of policy_loss, and flatten them.
+
+    Call `complete` on the result, with log-probs and entropy if they were not known here.
+    """
     check.not_none(op, log_probs=log_probs, advantages=advantages)
     check.choice(op, "loss_mode", loss_mode, LOSS_MODES, tuple(MODE_ALIASES))
     loss_mode = MODE_ALIASES.get(loss_mode, loss_mode)
@@ -111,14 +131,7 @@ def check_inputs(
     _check_needs(op, settings, cu_seqlens, selected)
     seq_num_tokens = check_seq_num_tokens(op, loss_agg_mode, cu_seqlens, seq_num_tokens)
     backend = choose_backend("policy_loss", log_probs.device, backend, log_probs.dtype)
-    tokens.setdefault("old_log_probs", tokens["log_probs"].detach())
-    if rollout_log_probs is not None:
-        tokens["rollout_is_weights"] = is_bounds.token_weights(
-            tokens["old_log_probs"],
-            tokens.pop("rollout_log_probs"),
-            as_mask(tokens.get("response_mask"), tokens["log_probs"]),
-        )
-    return LossInputs(tokens, cu_seqlens, seq_num_tokens, settings, options, backend)
+    return LossInputs(tokens, cu_seqlens, seq_num_tokens, settings, options, backend, is_bounds)
 
 
 def _check_coefficient(

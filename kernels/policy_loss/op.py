@@ -10,13 +10,14 @@ up to the loss of the batch, however it is split.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _check as check
-from .._aggregation import LOSS_AGG_MODES, kernel_denominators, loss_denominators
+from .._aggregation import LOSS_AGG_MODES, Counts, kernel_denominators, loss_denominators
 from .._backend import native, register_backends
 from .._library import custom_op
 from .._per_token import as_mask
@@ -168,20 +169,33 @@ def policy_loss(
         rollout_is_threshold=rollout_is_threshold,
         rollout_is_lower=rollout_is_lower,
         backend=backend,
-    )
-    counts = (global_num_tokens, global_num_seqs)
+    ).complete()
+    return evaluate(op, inputs, (global_num_tokens, global_num_seqs))
+
+
+DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(policy_loss).parameters.items()
+    if parameter.kind == parameter.KEYWORD_ONLY
+}
+
+
+def evaluate(op: str, inputs: LossInputs, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute loss and metrics of complete inputs; counts: global_num_tokens, global_num_seqs."""
+    tokens = inputs.tokens
     if inputs.backend == "reference":
-        mask = as_mask(inputs.tokens.get("response_mask"), inputs.tokens["log_probs"])
-        denominators = loss_denominators(op, loss_agg_mode, mask, inputs.cu_seqlens, *counts)
+        mask = as_mask(tokens.get("response_mask"), tokens["log_probs"])
+        mode = inputs.settings.loss_agg_mode
+        denominators = loss_denominators(op, mode, mask, inputs.cu_seqlens, *counts)
         loss, sums, *_ = policy_loss_reference(
             *inputs[:3], denominators, inputs.settings, inputs.options
         )
     else:
         loss, sums = run_kernel(op, inputs, counts)
     metrics = dict(zip(_METRICS, sums.unbind(), strict=True))
-    if ref_log_probs is None:
+    if "ref_log_probs" not in tokens:
         del metrics["kl_loss"]
-    if entropy is None:
+    if "entropy" not in tokens:
         del metrics["entropy"]
     return loss, metrics
 
@@ -258,9 +272,7 @@ def kernel_tensors(tokens: dict[str, Any], *names: str) -> list[Tensor | None]:
     ]
 
 
-def run_kernel(
-    op: str, inputs: LossInputs, counts: tuple[float | Tensor | None, float | Tensor | None]
-) -> tuple[Tensor, Tensor]:
+def run_kernel(op: str, inputs: LossInputs, counts: Counts) -> tuple[Tensor, Tensor]:
     """Compute (loss, metrics in the order of _METRICS) of policy_loss or value_loss with a kernel.
 
     counts: global_num_tokens and global_num_seqs.
@@ -275,11 +287,11 @@ def run_kernel(
 def kernel_arguments(
     op: str,
     inputs: LossInputs,
-    counts: tuple[float | Tensor | None, float | Tensor | None],
+    counts: Counts,
     wants_tokens: bool = False,
 ) -> LossArguments:
     """Return the arguments of the op policy_loss."""
-    tokens, cu_seqlens, seq_num_tokens, settings, options, backend = inputs
+    tokens, cu_seqlens, seq_num_tokens, settings, options, backend, _ = inputs
     log_probs, entropy = tokens["log_probs"], tokens.get("entropy")
     denominators, numbers = kernel_denominators(
         op, settings.loss_agg_mode, cu_seqlens, *counts, log_probs.device

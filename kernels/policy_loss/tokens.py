@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from .. import _check as check
 from .arguments import LossInputs, check_inputs
-from .op import NO_GRADIENTS, kernel_arguments, policy_loss, policy_loss_op
+from .op import DEFAULTS, NO_GRADIENTS, kernel_arguments, policy_loss_op
 from .reference import policy_loss_reference
 from .terms import SEQUENCE_RATIO_MODES
 
@@ -33,11 +32,7 @@ _AGGREGATION = (
     "global_num_tokens",
     "global_num_seqs",
 )
-_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(policy_loss).parameters.items()
-    if parameter.kind == parameter.KEYWORD_ONLY and name not in _AGGREGATION
-}
+_DEFAULTS = {name: default for name, default in DEFAULTS.items() if name not in _AGGREGATION}
 
 
 def token_policy_loss(
@@ -80,7 +75,7 @@ def token_policy_loss(
         loss_scale_factor=None,
         seq_num_tokens=None,
         **_DEFAULTS | arguments,
-    )
+    ).complete()
     mode = inputs.settings.loss_mode
     if mode == "gmpo" or (inputs.settings.kl_times_ratio and mode in SEQUENCE_RATIO_MODES):
         option = "" if mode == "gmpo" else " with kl_times_ratio"
