@@ -24,7 +24,7 @@ GPU_LOST = 3  # exit status: a baseline broke this process's context, another pr
 WRONG_ABOVE = 0.02  # relative error: bfloat16 products and results stay below 0.01
 KEYS = (
     *("op", "pass", "impl", "shape", "dtype", "device", "isa", "ms_p20", "ms_p50", "ms_p80"),
-    *("gb_per_s", "tflop_per_s", "peak_mib"),
+    *("gb_per_s", "tflop_per_s", "peak_mib", "launches"),
     *("error_vs_float64", "share_of_limit", "ratio_to_best_peer"),
 )
 

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from benchmarks import _baselines
+from benchmarks import _baselines, host
 from benchmarks._bench import KEYS, OURS, Bench
 from benchmarks.isa import LIMITS, is_limited
 
@@ -33,18 +33,33 @@ OPERATORS = (
 )
 
 
-@pytest.mark.parametrize("op", OPERATORS)
-def test_a_benchmark_runs(op, monkeypatch):
+@pytest.fixture
+def bench(monkeypatch):
     monkeypatch.setattr(_baselines, "is_limited", lambda: True)  # compiling takes minutes
     monkeypatch.setattr(Bench, "peak", lambda *_: 1.0)
     bench = Bench("cpu", quick=True)
     bench.budget_s = 0.0
+    return bench
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_a_benchmark_runs(op, bench):
     importlib.import_module(f"benchmarks.{op}").run(bench)
     assert {row["impl"] for row in bench.rows} & {OURS}
     for row in bench.rows:
         assert row.keys() - {"note"} == set(KEYS)
         assert ("note" in row) == (row["ms_p50"] is None)
         assert not row["impl"].startswith("compile") or "note" in row
+
+
+def test_launches_are_counted_and_few(bench):
+    host.run(bench)
+    of_ours = {(row["op"], row["pass"]): row for row in bench.rows if row["impl"] == OURS}
+    assert of_ours["rms_norm", "fwd"]["launches"] == of_ours["strided_copy", "fwd"]["launches"] == 1
+    assert of_ours["linear_policy_loss", "fwd+bwd"]["launches"] <= 25
+    layers = {row["impl"]: row["launches"] for row in bench.rows if row["op"] == "micro_batch"}
+    assert layers[f"{OURS}_policy_loss"] < 1.3 * layers["transformers"]
+    assert all(row["ms_p50"] > 0 and row.keys() == set(KEYS) for row in bench.rows)
 
 
 @pytest.mark.exhaustive
