@@ -7,9 +7,7 @@ broadcasts it parameter by parameter, so the other ranks hold at most one unshar
 from __future__ import annotations
 
 import functools
-import os
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_iter
 from transformers import (
     AutoModelForSequenceClassification,
     GenerationConfig,
@@ -47,6 +44,7 @@ from hybridengine.model.shared_parameters import (
 )
 from hybridengine.model.shared_weights import LayeredWeights
 from hybridengine.model.validation import config_of, meta_model, read_pretrained
+from hybridengine.run import load_plugin
 from hybridengine.run.config.common import ShardingConfig, TrainedModelConfig
 from hybridengine.run.errors import ModelError
 from hybridengine.run.messages import broadcast_value, run_on_rank0
@@ -129,7 +127,8 @@ def load_causal_lm(options: LoadOptions, mesh: DeviceMesh) -> PreTrainedModel:
     layers = [module for module in model.modules() if type(module).__name__ in layer_types]
     if options.model.compile:
         decoder = set(model.get_decoder().modules())
-        compile_layers([layer for layer in layers if layer in decoder])
+        compiler = load_plugin("compilers", "torch", "model.compile")
+        compiler.compile_layers([layer for layer in layers if layer in decoder])
     min_num_params = sharding.wrap_policy.min_num_params
     groups = modules_of_size(model, min_num_params) if min_num_params else layers
     experts, expert_mesh = _divide_experts(model, mesh, sharding.expert_parallel_size)
@@ -283,66 +282,3 @@ def _load_weights(
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, buffer.to(device))
     dist.barrier()
-
-
-# Integers that differ in every micro-batch; torch.compile expects others to stay as they are.
-_LENGTHS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")
-
-# Graphs of one layer class: with and without gradients, kinds of attention, shared prefixes,
-# adapters, and models of the same class. torch's own limit is 8, and an error beyond it.
-_MAX_GRAPHS = 64
-
-
-def check_compiler() -> None:
-    """Raise ModelError if there is no compiler for the code that torch.compile generates."""
-    on_gpu = torch.cuda.is_available()  # Triton's choice there, Inductor's on a CPU
-    variable, names = ("CC", ["gcc", "clang"]) if on_gpu else ("CXX", ["g++"])
-    candidates = [chosen] if (chosen := os.environ.get(variable)) else names
-    if not any(map(shutil.which, candidates)):
-        raise ModelError(
-            f"model.compile is true, but this machine has no compiler {' or '.join(candidates)}, "
-            f"which torch.compile needs; install one, set {variable}, or set model.compile=false"
-        )
-
-
-def compile_layers(layers: Sequence[nn.Module]) -> None:
-    """Replace the forward of each layer by its compiled form, one graph, in place.
-
-    What wraps a layer stays outside of it, and eager: FSDP2's hooks and transformers' gradient
-    checkpointing, which is then a second call of the compiled forward. So FSDP2 must not shard a
-    module inside of a layer on its own. Layers of one class have one code object, and their weights
-    are inputs of the graph, so all of them share its compilation; it holds for every number of
-    tokens and sequences. Attention is an operator that is not traced further.
-
-    Raises:
-        ModelError: there is no compiler. A compiled forward raises it for a layer that is not one
-            graph, such as one with data-dependent control flow.
-    """
-    check_compiler()
-    import torch._dynamo
-
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
-    known = torch.compiler.config.dynamic_sources.split(",")
-    torch.compiler.config.dynamic_sources = ",".join(dict.fromkeys([*known, *_LENGTHS]))
-    for layer in layers:
-        layer.forward = _compiled(layer.forward, type(layer).__name__)
-
-
-def _compiled(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
-    compiled = torch.compile(forward, fullgraph=True)
-
-    @functools.wraps(forward)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for value in tree_iter((args, kwargs)):
-            if isinstance(value, Tensor) and value.ndim:  # tokens or sequences: [1, T, ...] or [T]
-                torch._dynamo.maybe_mark_dynamic(value, min(value.ndim - 1, 1))
-        try:
-            return compiled(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise ModelError(
-                f"model.compile is true, but {name} does not compile to one graph "
-                f"({type(error).__name__}: {reason}); set model.compile=false"
-            ) from error
-
-    return call

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 from torch.profiler import profile
 
-from hybridengine.run.errors import ConfigError
+from hybridengine.run import load_plugin
 from hybridengine.run.storage import atomic_file, writing
 
 LINE_WIDTH = 100  # columns of a line
@@ -47,24 +46,13 @@ _PHASES = {
 }
 
 
-def check_loggers(loggers: Sequence[str]) -> None:
-    """Raise ConfigError for a logger whose package is missing."""
-    for name in ("wandb", "mlflow"):
-        if name in loggers and find_spec(name) is None:
-            raise ConfigError(
-                f"trainer.logger names {name}, which is not installed; pip install {name}, or "
-                "leave it out"
-            )
-
-
 class MetricsLogger(ExitStack):
     """Sends metrics to each logger of `trainer.logger`; only rank 0 has loggers.
 
-    Files are `<dir>/metrics.jsonl` (one object per `log`, non-finite numbers as null) and
-    `<dir>/tensorboard/`.
+    jsonl is `<dir>/metrics.jsonl`, one object per `log`, non-finite numbers as null.
 
     first_step: the step after which a resumed run continues; later entries are removed.
-    run: the project, name and config of the run in wandb and MLflow.
+    run: the project, name and config of the run.
 
     Attributes:
         history: everything logged, one row per `log`, for the learning curves.
@@ -80,42 +68,17 @@ class MetricsLogger(ExitStack):
         **run: Any,
     ) -> None:
         super().__init__()
-        check_loggers(loggers)
         self.history: list[dict[str, float]] = []
-        self._writers: list[Callable[[int, dict[str, float]], Any]] = []
+        self._writers: list[Callable[[int, dict[str, float]], object]] = []
         self._console = console
         width = console.width if console.is_terminal else LINE_WIDTH
         self._line = StepLine(total_steps, min(width, LINE_WIDTH))
         dir.mkdir(parents=True, exist_ok=True)
         if "jsonl" in loggers:
             self._writers.append(self._open_jsonl(dir / "metrics.jsonl", first_step))
-        if "tensorboard" in loggers:
-            from torch.utils.tensorboard import SummaryWriter
-
-            purge_step = first_step + 1 if first_step else None
-            board = self.enter_context(
-                SummaryWriter(str(dir / "tensorboard"), purge_step=purge_step)
-            )
-            self._writers.append(
-                lambda step, values: [board.add_scalar(n, v, step) for n, v in values.items()]
-            )
-        if "wandb" in loggers:
-            import wandb
-
-            wandb_run = wandb.init(dir=str(dir), **run)
-            self.callback(wandb_run.finish)
-            self._writers.append(lambda step, values: wandb_run.log(values, step=step))
-        if "mlflow" in loggers:
-            import mlflow
-
-            mlflow.set_experiment(run["project"])
-            self.enter_context(mlflow.start_run(run_name=run["name"]))
-            mlflow.log_dict(run["config"], "config.json")
-            self._writers.append(  # it refuses an @; verl writes these names
-                lambda step, values: mlflow.log_metrics(
-                    {name.replace("@", "_at_"): v for name, v in values.items()}, step=step
-                )
-            )
+        for name in (name for name in loggers if name not in ("console", "jsonl")):
+            logger = load_plugin("loggers", name, "trainer.logger")
+            self._writers.append(self.enter_context(logger(dir, first_step, **run)))
         if "console" in loggers:
             self._writers.append(self._print)
 

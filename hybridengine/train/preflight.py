@@ -18,7 +18,6 @@ from hybridengine.engine.vllm.environment import CPU_HEAD_SIZES, prepare_environ
 from hybridengine.engine.vllm.options import check_engine_options, check_plugins
 from hybridengine.model import check_lora, check_sequence_parallel, is_sequence_classifier
 from hybridengine.model.extensions import model_extensions
-from hybridengine.model.loading import check_compiler
 from hybridengine.model.packing_check import check_packing
 from hybridengine.model.parameters import checkpoint_layout_from_config
 from hybridengine.model.rotary import check_rotary
@@ -28,7 +27,6 @@ from hybridengine.run.config import ConfigError, JobConfig, RLConfig, SFTConfig
 from hybridengine.run.config.common import TrainedModelConfig
 from hybridengine.run.errors import Faults, UserError, print_note
 from hybridengine.run.storage import check_disk_space, total_memory
-from hybridengine.run.tracking import check_loggers
 from hybridengine.train.algorithms import NEEDS, check_estimator, uses_critic
 from hybridengine.train.build import (
     attachment_conflicts,
@@ -123,9 +121,8 @@ def _check_run(config: RLConfig | SFTConfig, faults: Faults) -> PretrainedConfig
         if devices and sum(ranks.values()) > devices:
             keys = " and ".join(f"{key} is {n}" for key, n in ranks.items())
             raise ConfigError(f"{keys} but this machine has {devices} GPUs; lower it")
-    faults.attempt(check_loggers, trainer.logger)
     if config.model.compile:
-        faults.attempt(check_compiler)
+        faults.attempt(load_plugin("compilers", "torch", "model.compile").check_compiler)
     model, num_bytes = faults.attempt(config_of, config.model) if path else None, 0
     if model is not None:
         faults.attempt(check_weights, path, model, trust)

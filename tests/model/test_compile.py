@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from hybridengine.compile import check_compiler, compile_layers
 from hybridengine.kernels import tree_attention
 from hybridengine.model import (
     adapters_disabled,
@@ -17,7 +18,6 @@ from hybridengine.model import (
     packed_log_probs,
 )
 from hybridengine.model.head import patch_head
-from hybridengine.model.loading import check_compiler, compile_layers
 from hybridengine.run.errors import ModelError
 from tests.model.cases import GRADIENTS, LOGITS, models, rollouts
 from tests.model.forests import group_pairs

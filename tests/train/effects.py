@@ -120,6 +120,7 @@ class Recorder:
     """Records the arguments that the parts of a run are built with."""
 
     def __init__(self) -> None:
+        from hybridengine import compile as compiling
         from hybridengine.engine.vllm import engine as vllm
         from hybridengine.model import loading
         from hybridengine.train import base, build, report
@@ -130,7 +131,7 @@ class Recorder:
         self._load = build.load_causal_lm
         build.load_causal_lm = self._note_load
         loading.needs_fsdp = lambda mesh, sharding: True  # as on several ranks
-        loading.compile_layers = self._replacement("compile_layers")
+        compiling.compile_layers = self._replacement("compile_layers")
         report.plugins = Mock(return_value={})  # called when time has passed
         base.save_pretrained = self._replacement("save_pretrained")
         vllm.VllmEngine = self._note_engine

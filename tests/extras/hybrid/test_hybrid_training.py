@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridengine.compile import compile_layers
 from hybridengine.model import pack_rollouts, packed_logits
-from hybridengine.model.loading import compile_layers
 from hybridengine.model.lora import apply_lora
 from tests.extras.hybrid.hybrid_models import TYPES, hybrid_models
 from tests.model.cases import (

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from hybridengine.compile import compile_layers
 from hybridengine.model import PackedBatch, pack_rollouts, packed_log_probs
-from hybridengine.model.loading import compile_layers
 from hybridengine.moe.experts import EXPERTS
 from hybridengine.moe.router_balance import (
     BIASES,

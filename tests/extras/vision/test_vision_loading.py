@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, LlamaConfig
 
+from hybridengine.compile import compile_layers
 from hybridengine.distill import packed_distillation_loss
 from hybridengine.model import (
     Optimizer,
@@ -22,7 +23,6 @@ from hybridengine.model import (
     packed_values,
     parameter_shards,
 )
-from hybridengine.model.loading import compile_layers
 from hybridengine.moe.router_replay import RouterReplay, SequenceRoutes
 from hybridengine.run.errors import ModelError
 from hybridengine.vision.formats import ImageFormat, freeze_vision_tower

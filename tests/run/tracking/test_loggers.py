@@ -10,9 +10,11 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from hybridengine.lab.flops import FlopCounter
+from hybridengine.loggers import find_faults
 from hybridengine.model import SavedWork
-from hybridengine.run.errors import ConfigError
-from hybridengine.run.tracking import MetricsLogger, check_loggers
+from hybridengine.run.config import RLConfig
+from hybridengine.run.config.rl import TrainerConfig
+from hybridengine.run.tracking import MetricsLogger
 from hybridengine.train.metrics import performance_metrics
 from hybridengine.train.performance import pair_cost
 
@@ -24,7 +26,6 @@ def test_wandb_gets_every_metric_under_the_runs_names(tmp_path, monkeypatch):
     )
     fake = SimpleNamespace(init=lambda **kwargs: calls.append(kwargs) or run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr("hybridengine.run.tracking.find_spec", lambda name: fake)
     names = {"project": "sums", "name": "first", "config": {"seed": 1}}
     with MetricsLogger(tmp_path, ["wandb"], Console(), total_steps=2, **names) as metrics:
         metrics.log(1, {"train/loss": 0.5})
@@ -54,10 +55,13 @@ def test_mlflow_gets_every_metric(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_missing_package_is_reported_before_the_run(name, monkeypatch):
-    monkeypatch.setattr("hybridengine.run.tracking.find_spec", lambda name: None)
-    check_loggers(["console", "jsonl"])
-    with pytest.raises(ConfigError, match=f"pip install {name}"):
-        check_loggers(["console", name])
+    monkeypatch.setattr("hybridengine.loggers.find_spec", lambda name: None)
+    plain, named = (
+        RLConfig(trainer=TrainerConfig(logger=loggers))
+        for loggers in (("console", "jsonl"), ("console", name))
+    )
+    [fault] = find_faults(named)
+    assert f"pip install {name}" in fault and not [*find_faults(plain)]
 
 
 def test_a_resumed_run_forgets_what_was_logged_after_its_checkpoint(tmp_path):
