@@ -228,6 +228,7 @@ class RolloutEngine(ABC):
     in_flight: how `generate` and `stream` take new weights; None: not before all requests have
       finished.
     takes_images: whether prompts may have images.
+    drafts: counts the tokens that it has drafted and accepted; None without speculative decoding.
     """
 
     target: WeightTarget | None = None
@@ -240,6 +241,7 @@ class RolloutEngine(ABC):
     wants_weights: bool = False
     in_flight: InFlightUpdate | None = None
     takes_images: bool = False
+    drafts: Any = None
     _asleep: tuple[str, ...] = ()  # which of "weights" and "kv_cache" are freed
 
     @abstractmethod

@@ -242,6 +242,8 @@ class ColocatedRollouts(RolloutSource):
         return self._generator.generate(prompts, spec, seed)
 
     def next_batch(self, step: int, number: int) -> Rollouts:
+        if number == 0 and self.engine.drafts is not None:
+            self.engine.drafts.reset()
         seed = derive_seed(self._config.seed, step, number)
         return self.generate(self._data.loader.next_batch(), self._sampling, seed)
 
@@ -253,6 +255,9 @@ class ColocatedRollouts(RolloutSource):
 
     def sleep(self) -> None:
         self.engine.sleep()
+
+    def metrics(self, step: int, rollouts: Rollouts) -> dict[str, float]:
+        return {} if self.engine.drafts is None else self.engine.drafts.metrics()
 
     def describe(self) -> dict[str, str]:
         plan, mib = self._resharder.plan, 2.0**20

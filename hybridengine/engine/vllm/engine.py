@@ -92,6 +92,11 @@ class VllmEngine(RolloutEngine):
         if options.record_routes:
             self._recorder = load_plugin("recorders", "routes", "actor.router_replay")()
             arguments |= self._recorder.arguments()
+        drafts: Any = None
+        if drafting := arguments.get("speculative_config"):
+            key = "rollout.engine_kwargs.vllm.speculative_config.method"
+            drafts = load_plugin("drafts", drafting["method"], key)
+            arguments |= drafts.arguments(drafting)
         way: AbstractContextManager[dict[str, Any]] = nullcontext({})
         if options.exact:
             way = exact_engine()
@@ -130,6 +135,7 @@ class VllmEngine(RolloutEngine):
         elif not on_gpu:
             use_plain_head(self.model_runner.get_model())
         fuse_sampler(self.model_runner, options.exact)
+        self.drafts = drafts and drafts(self._llm)
 
     @property
     def llm(self) -> Any:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from hybridengine.engine.response import token_ranks
 from hybridengine.kernels import sample_tokens, token_log_probs
+from hybridengine.run import load_plugin
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.sampler import Sampler as _SecondSampler
@@ -96,40 +97,54 @@ class FusedSampler:
         logprobs_mode_override: str | None = None,
     ) -> Any:
         """Return vLLM's `SamplerOutput` for logits [B, V]."""
-        from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+        from vllm.v1.outputs import SamplerOutput
 
         metadata = sampling_metadata
-        if logprobs_mode_override is not None or not self._covers(metadata):
+        if logprobs_mode_override is not None or not self.covers(metadata):
             return self._forward(logits, metadata, predict_bonus_token, logprobs_mode_override)
         logits = self._sampler.apply_logits_processors(
             logits.float(), metadata, predict_bonus_token
         )
+        tokens, log_probs = self.sample(
+            logits, draw_seeds(metadata.generators, logits), metadata, _min_p(metadata)
+        )
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=log_probs)
+
+    def sample(
+        self, logits: Tensor, seeds: Tensor, metadata: Any, min_p: float | Tensor = 0.0
+    ) -> tuple[Tensor, Any]:
+        """Return the tokens int32 [B, 1] of logits [B, V], and `LogprobsTensors` or None.
+
+        metadata: vLLM's `SamplingMetadata`, with temperature, top-k and top-p of each row.
+        """
+        from vllm.v1.outputs import LogprobsTensors
+
         sampled = sample_tokens(
             logits,
-            draw_seeds(metadata.generators, logits),
+            seeds,
             torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device),
             temperature=0.0 if metadata.temperature is None else metadata.temperature,
             top_k=0 if metadata.top_k is None else metadata.top_k,
             top_p=1.0 if metadata.top_p is None else metadata.top_p,
-            min_p=_min_p(metadata),
+            min_p=min_p,
             return_kept_ids=self.records,
         )
         if self.records:
             self.masks = _mask_lists(sampled.num_kept, sampled.kept_ids)
         tokens = sampled.tokens.int().unsqueeze(1)
-        log_probs = None
-        if metadata.max_num_logprobs is not None:
-            ranks = torch.zeros_like(sampled.tokens)
-            if self._ranks:
-                ranks = token_ranks(logits, sampled.tokens)
-            values = sampled.log_probs
-            if self._exact and metadata.all_random:
-                uncut, _ = token_log_probs(logits, sampled.tokens, metadata.temperature)
-                values = torch.where(sampled.num_kept == 0, uncut, values)
-            log_probs = LogprobsTensors(tokens, values.unsqueeze(1), ranks)
-        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=log_probs)
+        if metadata.max_num_logprobs is None:
+            return tokens, None
+        ranks = torch.zeros_like(sampled.tokens)
+        if self._ranks:
+            ranks = token_ranks(logits, sampled.tokens)
+        values = sampled.log_probs
+        if self._exact and metadata.all_random:
+            uncut, _ = token_log_probs(logits, sampled.tokens, metadata.temperature)
+            values = torch.where(sampled.num_kept == 0, uncut, values)
+        return tokens, LogprobsTensors(tokens, values.unsqueeze(1), ranks)
 
-    def _covers(self, metadata: Any) -> bool:
+    def covers(self, metadata: Any) -> bool:
+        """Return whether requests want what this forward computes."""
         from vllm.v1.sample.logits_processor import MinPLogitsProcessor
 
         return (
@@ -251,7 +266,10 @@ def fuse_sampler(runner: Any, exact: bool = False, ranks: bool = False) -> None:
 
     sampler = getattr(runner, "sampler", None)
     if isinstance(sampler, Sampler):
-        FusedSampler(runner, exact, ranks)
+        fused = FusedSampler(runner, exact, ranks)
+        if drafting := runner.speculative_config:
+            key = "rollout.engine_kwargs.vllm.speculative_config.method"
+            load_plugin("drafts", drafting.method, key).use_sampler(runner, fused)
     elif hasattr(sampler, "sampling_states"):
         from vllm.v1.worker.gpu.sample import sampler as second
 

@@ -1,0 +1,46 @@
+"""Check the keys of speculative decoding, see `run.config.validation`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hybridengine.run.config.common import JobConfig
+from hybridengine.run.config.rl import RLConfig
+
+_KEY = "rollout.engine_kwargs.vllm.speculative_config"
+_METHODS = {  # the arguments of each, apart from method and num_speculative_tokens
+    "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
+}
+
+
+def find_faults(config: JobConfig) -> Iterator[str]:
+    """Yield a sentence for each setting that contradicts speculative decoding."""
+    if not isinstance(config, RLConfig):
+        return
+    drafting = config.rollout.engine_kwargs.vllm.get("speculative_config")
+    if drafting is None:
+        return
+    if not isinstance(drafting, Mapping):
+        yield f"{_KEY} is {drafting!r}; expected a mapping such as {{method: ngram, …}}"
+        return
+    method = drafting.get("method")
+    if method not in _METHODS:
+        yield (
+            f"{_KEY}.method is {method!r}, a draft model whose weights no sync writes; set it to "
+            f"{' or '.join(_METHODS)}"
+        )
+        return
+    if not isinstance(count := drafting.get("num_speculative_tokens"), int) or count < 1:
+        yield f"{_KEY}.num_speculative_tokens is {count!r}; give a number of tokens, such as 4"
+    known = {"method", "num_speculative_tokens", *_METHODS[method]}
+    for name in drafting.keys() - known:
+        yield f"{_KEY}.{name} is not examined with method {method}; remove it"
+    import torch  # not needed by other runs
+
+    if torch.cuda.is_available():
+        for key, is_set in (
+            ("rollout.exact=on", config.rollout.exact == "on"),
+            ("algorithm.sampling_replay", config.replays_sampling),
+        ):
+            if is_set:
+                yield f"{_KEY} is set, and drafts on a GPU are verified by vLLM, without {key}"
