@@ -50,6 +50,23 @@ def check_vllm(rollout: RolloutConfig, dtype: str, exact: bool, text: Pretrained
             "rollout.enable_prefix_caching is true, but Mamba2 in vLLM on a CPU returns no states "
             "from inside a prompt, which the cache would hold; set it to false"
         )
+    if rollout.engine_kwargs.vllm.get("speculative_config"):
+        if exact:
+            raise ModelError(
+                "rollout.exact is on and rollout.engine_kwargs.vllm.speculative_config set, but "
+                "linear attention of drafted tokens has no exact operator; remove one of the two"
+            )
+        if "QwenGatedDeltaNetAttention" not in layers:
+            raise ModelError(
+                "rollout.engine_kwargs.vllm.speculative_config is set, but the states of "
+                f"{', '.join(layers)} after rejected drafts are not examined on a CPU; remove it"
+            )
+        if rollout.enable_prefix_caching:
+            raise ModelError(
+                "rollout.engine_kwargs.vllm.speculative_config is set and "
+                "rollout.enable_prefix_caching is true, but vLLM has no kernel for CPUs that copies "
+                "the states of drafted tokens into the cache; set it to false"
+            )
     if rollout.quantization and not rollout.enforce_eager:
         raise ModelError(
             f"rollout.quantization is {rollout.quantization} and rollout.enforce_eager false, but "

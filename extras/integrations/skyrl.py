@@ -68,8 +68,12 @@ def trained_module(ie_cfg: Any, source_factory: Callable[[Any, str], Any], dp_si
             f"data_parallel_size: got {dp_size}, expected 1. Start an engine of its own for each "
             "replica (generator.inference_engine.num_engines)"
         )
-    if getattr(ie_cfg, "speculative_config", None) is not None:
-        raise LayoutError("speculative_config: the weights of a draft model are not sent")
+    drafting = getattr(ie_cfg, "speculative_config", None) or {"method": "ngram"}
+    if (method := drafting.get("method")) != "ngram":
+        raise LayoutError(
+            f"speculative_config: got method {method!r}, expected 'ngram': the weights of a draft "
+            "model are not sent"
+        )
     if getattr(ie_cfg, "fp8_weight_sync_mode", None) is not None:
         raise LayoutError(
             "fp8_weight_sync_mode: got a mode, expected null; a server of quantization "

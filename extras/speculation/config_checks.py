@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from hybridengine.run.config.common import JobConfig
 from hybridengine.run.config.rl import RLConfig
 
-_KEY = "rollout.engine_kwargs.vllm.speculative_config"
+KEY = "rollout.engine_kwargs.vllm.speculative_config"
 _METHODS = {  # the arguments of each, apart from method and num_speculative_tokens
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
+    "mtp": (),
 }
 
 
@@ -21,20 +22,22 @@ def find_faults(config: JobConfig) -> Iterator[str]:
     if drafting is None:
         return
     if not isinstance(drafting, Mapping):
-        yield f"{_KEY} is {drafting!r}; expected a mapping such as {{method: ngram, …}}"
+        yield f"{KEY} is {drafting!r}; expected a mapping such as {{method: ngram, …}}"
         return
     method = drafting.get("method")
     if method not in _METHODS:
         yield (
-            f"{_KEY}.method is {method!r}, a draft model whose weights no sync writes; set it to "
+            f"{KEY}.method is {method!r}, whose drafts are not examined; set it to "
             f"{' or '.join(_METHODS)}"
         )
         return
     if not isinstance(count := drafting.get("num_speculative_tokens"), int) or count < 1:
-        yield f"{_KEY}.num_speculative_tokens is {count!r}; give a number of tokens, such as 4"
+        yield f"{KEY}.num_speculative_tokens is {count!r}; give a number of tokens, such as 4"
     known = {"method", "num_speculative_tokens", *_METHODS[method]}
     for name in drafting.keys() - known:
-        yield f"{_KEY}.{name} is not examined with method {method}; remove it"
+        yield f"{KEY}.{name} is not examined with method {method}; remove it"
+    if method == "mtp":
+        yield from _mtp(config)
     import torch  # not needed by other runs
 
     if torch.cuda.is_available():
@@ -43,4 +46,14 @@ def find_faults(config: JobConfig) -> Iterator[str]:
             ("algorithm.sampling_replay", config.replays_sampling),
         ):
             if is_set:
-                yield f"{_KEY} is set, and drafts on a GPU are verified by vLLM, without {key}"
+                yield f"{KEY} is set, and drafts on a GPU are verified by vLLM, without {key}"
+
+
+def _mtp(config: RLConfig) -> Iterator[str]:
+    """Yield what vLLM would not load MTP layers for as the trainer's checkpoint has them."""
+    for key, value in (
+        ("rollout.quantization", config.rollout.quantization),
+        ("reshard.lora", config.reshard.lora if config.reshard.lora == "adapters" else None),
+    ):
+        if value:
+            yield f"{KEY}.method is mtp, which is not examined with {key}={value}; use method ngram"

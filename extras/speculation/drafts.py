@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from transformers import AutoConfig
+
+from hybridengine.engine.interface import EngineOptions
 from hybridengine.engine.vllm.sampling import FusedSampler
+from hybridengine.model.stored import stored_quantization
+from hybridengine.run.errors import ConfigError
 from hybridengine.run.messages import all_gather_values
+from hybridengine.speculation.config_checks import KEY
 from hybridengine.speculation.sampler import DraftSampler
+from hybridengine.sync.layout import LayoutError
 
-__all__ = ["NgramDrafts"]
+__all__ = ["Drafts", "MtpDrafts"]
 
 
-class NgramDrafts:
+class Drafts:
     """Counts the drafts that the scheduler of `llm`, a `vllm.LLM` in this process, has verified."""
 
     def __init__(self, llm: Any) -> None:
@@ -22,9 +28,9 @@ class NgramDrafts:
         self.reset()
 
     @staticmethod
-    def arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `vllm.LLM` for a `speculative_config`."""
-        return {"speculative_config": dict(config)}
+    def arguments(options: EngineOptions) -> dict[str, Any]:
+        """Return arguments of `vllm.LLM` besides those of the job."""
+        return {}
 
     @staticmethod
     def use_sampler(runner: Any, fused: FusedSampler) -> None:
@@ -59,3 +65,38 @@ class NgramDrafts:
             "rollout/draft_acceptance_rate": num_accepted / max(num_drafted, 1),
             "rollout/accepted_length": 1 + num_accepted / max(num_steps, 1),
         }
+
+
+class MtpDrafts(Drafts):
+    """Drafts of the checkpoint's layers of multi-token prediction (MTP), which no sync writes.
+
+    vLLM loads them, and takes embeddings and head from the policy's model: the same tensors, which
+    a sync writes in place.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        super().__init__(llm)
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        synced = set(runner.get_model().modules())
+        for name, module in runner.get_draft_model().named_modules():
+            if isinstance(module, VocabParallelEmbedding) and module not in synced:
+                raise LayoutError(
+                    f"{KEY}.method is mtp, but vLLM's drafter of this model has the weight "
+                    f"{name!r} of its own, where a sync writes the policy's; use method ngram"
+                )
+
+    @staticmethod
+    def arguments(options: EngineOptions) -> dict[str, Any]:
+        """Return the arguments with which vLLM loads the layers, and nothing else."""
+        from vllm.config import LoadConfig
+
+        model, config = options.model, options.rollout.engine_kwargs.vllm["speculative_config"]
+        stored = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        if stored_quantization(stored) is not None:
+            raise ConfigError(
+                f"{KEY}.method is mtp, but the checkpoint at {model.path} is quantized, and its MTP "
+                "layers would be read without their scales; use method ngram"
+            )
+        return {"speculative_config": {**config, "draft_load_config": LoadConfig()}}

@@ -212,7 +212,13 @@ def test_a_cache_larger_than_the_memory(dry_run):
             "logits_processors=[m.Bias]",
             ["logits_processors would sample from another distribution"],
         ),
-        ("speculative_config.method=ngram", ["speculative_config would sample by a draft model"]),
+        ("speculative_config.method=ngram", ["speculative_config.num_speculative_tokens is None"]),
+        ("speculative_config.method=eagle", ["'eagle', whose drafts are not examined", "ngram or"]),
+        (
+            "speculative_config={method: mtp, num_speculative_tokens: 1, draft_sample_method: any}",
+            ["speculative_config.draft_sample_method is not examined with method mtp; remove it"],
+        ),
+        ("spec_method=ngram", ["spec_method is a part of speculative_config"]),
         ("kv_cache_dtype=fp8", ["kv_cache_dtype would sample from another distribution"]),
         (
             "override_generation_config.repetition_penalty=1.2",

@@ -88,6 +88,7 @@ def body(rank: int, world_size: int, paths: Sequence[str], kind: str) -> dict[st
     if kind == "hf":
         engine = build_engine("hf", paths[0], max_num_seqs=4, stop_token_ids=[2])
     else:  # half of the responses begin when others have ended
+        drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
         with asynchronous_scheduling() if kind == "vllm_async" else nullcontext():
             engine = build_engine(
                 "vllm",
@@ -95,9 +96,11 @@ def body(rank: int, world_size: int, paths: Sequence[str], kind: str) -> dict[st
                 tensor_model_parallel_size=world_size,
                 max_model_len=128,
                 max_num_seqs=3,
-                engine_kwargs={"block_size": BLOCK},
+                engine_kwargs={"block_size": BLOCK}
+                | ({"speculative_config": drafts} if kind == "vllm" else {}),
                 stop_token_ids=[2],
             )
+        assert (engine.drafts is not None) == (kind == "vllm")
         core = engine.llm.llm_engine.engine_core.engine_core
         assert (core.batch_queue is not None) == (kind == "vllm_async")
     updates, found = Updates(engine, paths), dict[str, Any]()

@@ -122,6 +122,14 @@ ADAPTERS = {
 
 
 LONG = pytest.mark.exhaustive
+_DRAFTS = "rollout.engine_kwargs.vllm.speculative_config"
+DRAFTS = (
+    "rollout.exact=on",  # auto is off with any of vLLM's arguments
+    f"{_DRAFTS}.method=ngram",
+    f"{_DRAFTS}.num_speculative_tokens=3",
+    f"{_DRAFTS}.prompt_lookup_max=1",
+    "rollout.temperature=0.1",  # drafts of a random model are seldom accepted otherwise
+)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +143,10 @@ LONG = pytest.mark.exhaustive
 def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
     tmp_path: Path, tp_size: int, dtype: str, adapters: str
 ) -> None:
-    """Two steps with shared prompts, recomputed layers, and old log-probs of their own."""
+    """Two steps with shared prompts, recomputed layers, and old log-probs of their own.
+
+    Adapters of all layers are sampled with n-gram drafts.
+    """
     job = [
         *small_job(tmp_path),
         *VLLM,
@@ -150,6 +161,8 @@ def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
     ]
     if adapters:
         job += [*ADAPTERS[adapters], "reshard.lora=adapters", "actor.optim.lr=0.01"]
+    if adapters == "all":
+        job += DRAFTS
     for replayed, holds in run_ranks(train, 2, tmp_path, job, timeout_s=500):
         assert holds and all(holds)
         assert replayed > 0 if tp_size == 1 else replayed == 0
@@ -159,3 +172,6 @@ def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
         assert row["training/rollout_probs_diff_max"] == 0.0
         assert row["rollout_corr/rollout_is_max"] == row["training/rollout_ratio_mean"] == 1.0
         assert row["actor/grad_norm"] > 0
+        if adapters == "all":
+            assert 0 < row["rollout/draft_acceptance_rate"] <= 1
+            assert 1 < row["rollout/accepted_length"] <= 4

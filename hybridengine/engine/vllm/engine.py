@@ -96,7 +96,7 @@ class VllmEngine(RolloutEngine):
         if drafting := arguments.get("speculative_config"):
             key = "rollout.engine_kwargs.vllm.speculative_config.method"
             drafts = load_plugin("drafts", drafting["method"], key)
-            arguments |= drafts.arguments(drafting)
+            arguments |= drafts.arguments(options)
         way: AbstractContextManager[dict[str, Any]] = nullcontext({})
         if options.exact:
             way = exact_engine()

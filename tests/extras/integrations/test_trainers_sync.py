@@ -407,7 +407,9 @@ def test_what_skyrl_cannot_send_is_refused() -> None:
         return str(error.value)
 
     plain = SimpleNamespace(speculative_config=None, fp8_weight_sync_mode=None)
-    assert trained_module(plain, lambda *_: FsdpWeightSource("model"), 1) == "model"
+    ngram = SimpleNamespace(speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    for config in (plain, ngram):
+        assert trained_module(config, lambda *_: FsdpWeightSource("model"), 1) == "model"
     assert "data_parallel_size: got 2" in refusal(dp_size=2)
     assert "draft model" in refusal(speculative_config={"method": "mtp"})
     assert "fp8_weight_sync_mode" in refusal(fp8_weight_sync_mode="blockwise")
