@@ -64,7 +64,7 @@ def check_vllm(rollout: RolloutConfig, dtype: str, exact: bool, text: Pretrained
         if rollout.enable_prefix_caching:
             raise ModelError(
                 "rollout.engine_kwargs.vllm.speculative_config is set and "
-                "rollout.enable_prefix_caching is true, but vLLM has no kernel for CPUs that copies "
+                "rollout.enable_prefix_caching true, but vLLM has no kernel for CPUs that copies "
                 "the states of drafted tokens into the cache; set it to false"
             )
     if rollout.quantization and not rollout.enforce_eager:

@@ -96,7 +96,7 @@ class MtpDrafts(Drafts):
         stored = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         if stored_quantization(stored) is not None:
             raise ConfigError(
-                f"{KEY}.method is mtp, but the checkpoint at {model.path} is quantized, and its MTP "
-                "layers would be read without their scales; use method ngram"
+                f"{KEY}.method is mtp, but the checkpoint at {model.path} is quantized, and its "
+                "MTP layers would be read without their scales; use method ngram"
             )
         return {"speculative_config": {**config, "draft_load_config": LoadConfig()}}

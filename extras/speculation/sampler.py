@@ -36,7 +36,8 @@ class DraftSampler:
     """
 
     def __init__(self, runner: Any, fused: FusedSampler) -> None:
-        self._sampler, self._rejection, self._fused = runner.sampler, runner.rejection_sampler, fused
+        self._sampler, self._fused = runner.sampler, fused
+        self._rejection = runner.rejection_sampler
 
     def __call__(
         self, metadata: Any, draft_probs: Tensor | None, logits: Tensor, sampling_metadata: Any

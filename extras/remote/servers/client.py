@@ -131,10 +131,10 @@ class VllmServer:
                 f"{self} has --weight-transfer-config {transfer or None} and --logprobs-mode "
                 f"{model['logprobs_mode']}; {HOW_TO_START}"
             )
-        cache = info.get("cache_config") or {}
+        cache, drafting = info.get("cache_config") or {}, info.get("speculative_config")
         sampling = {  # see hybridengine.engine.vllm.options
             "--logits-processors": model.get("logits_processors"),
-            "--speculative-config": info.get("speculative_config"),
+            "--speculative-config": (drafting or {}).get("method", "ngram") != "ngram",
             "--watermark-config": info.get("watermark_config"),
             "--reasoning-config": info.get("reasoning_config"),
             "--diffusion-config": info.get("diffusion_config"),

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from hybridengine.engine.response import token_ranks
 from hybridengine.kernels import sample_tokens, token_log_probs
-from hybridengine.run import load_plugin
+from hybridengine.run import plugins
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.sampler import Sampler as _SecondSampler
@@ -267,9 +267,8 @@ def fuse_sampler(runner: Any, exact: bool = False, ranks: bool = False) -> None:
     sampler = getattr(runner, "sampler", None)
     if isinstance(sampler, Sampler):
         fused = FusedSampler(runner, exact, ranks)
-        if drafting := runner.speculative_config:
-            key = "rollout.engine_kwargs.vllm.speculative_config.method"
-            load_plugin("drafts", drafting.method, key).use_sampler(runner, fused)
+        if (drafting := runner.speculative_config) and drafting.method in plugins("drafts"):
+            plugins("drafts")[drafting.method].load().use_sampler(runner, fused)
     elif hasattr(sampler, "sampling_states"):
         from vllm.v1.worker.gpu.sample import sampler as second
 

@@ -267,7 +267,7 @@ def test_a_wait_for_servers_is_reported(
     ("option", "changed"),
     [
         ("--logits-processors", {"model_config": {"logits_processors": ["package.Bias"]}}),
-        ("--speculative-config", {"speculative_config": {"method": "ngram"}}),
+        ("--speculative-config", {"speculative_config": {"method": "eagle"}}),
         ("--kv-cache-dtype", {"cache_config": {"cache_dtype": "fp8"}}),
         ("--watermark-config", {"watermark_config": {"method": "any"}}),
     ],
@@ -277,6 +277,7 @@ def test_a_server_that_samples_from_another_distribution(
 ) -> None:
     model = {**SETTINGS["model_config"], **changed.get("model_config", {})}
     config = {**SETTINGS, "cache_config": {"cache_dtype": "auto"}}
+    config["speculative_config"] = {"method": "ngram"}  # which samples from the same one
     server = VllmServer(stand_ins[0].url, 0, 60.0)
     stand_ins[0].routes["/server_info"] = {"vllm_config": config}
     server.check_settings(64)

@@ -26,13 +26,13 @@ pytestmark = [
     pytest.mark.skipif(not vllm_available(), reason="the rollout engine; `make setup` installs it"),
 ]
 
-PROMPTS = [[5, 9, 33, 5, 9, 33, 5], [7, 8, 9, 10, 7, 8, 9], [3] * 12, [50 + i % 40 for i in range(60)]]
+PROMPTS = [[5, 9, 33, 5, 9, 33, 5], [7, 8, 9, 10, 7, 8, 9], [3] * 12, [*range(50, 90)] * 2]
 SPECS = {
     "warm": SamplingSpec(n=2, temperature=0.8, max_tokens=60),
     "cold": SamplingSpec(n=2, temperature=0.2, max_tokens=60),
     "greedy": SamplingSpec(temperature=0.0, max_tokens=60),
     "kept": SamplingSpec(n=2, temperature=0.4, top_k=8, max_tokens=60, record_kept=True),
-}  # fmt: skip
+}
 
 
 @contextmanager
