@@ -26,7 +26,7 @@ class Writes:
     """Tells by a changed `state()` that parameters may have been written, while `model` is used."""
 
     def __init__(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:
-        self._parameters = list(parameters)
+        self._watched = list(parameters)
         self._steps = steps = [0]  # fused ones do not change the versions of tensors
 
         def add(*_: Any) -> None:
@@ -35,7 +35,7 @@ class Writes:
         weakref.finalize(model, register_optimizer_step_post_hook(add).remove)
 
     def state(self) -> list[int]:
-        versions = (p._version + getattr(p, "_local_tensor", p)._version for p in self._parameters)
+        versions = (p._version + getattr(p, "_local_tensor", p)._version for p in self._watched)
         return [self._steps[0], *versions]
 
 

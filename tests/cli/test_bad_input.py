@@ -167,7 +167,7 @@ MISTAKES = {  # settings, and what must be reported of them
 
 
 def test_every_mistake_is_in_one_list(dry_run, tmp_path, monkeypatch):
-    monkeypatch.setattr("hybridengine.run.tracking.find_spec", lambda name: None)
+    monkeypatch.setattr("hybridengine.loggers.find_spec", lambda name: None)
     (tmp_path / "bad.jsonl").write_text("{")
     words = [word for several in MISTAKES.values() for word in several]
     for flags in (("--dry-run",), ()):
@@ -203,7 +203,7 @@ def test_ranks_of_torchrun_report_what_rank_0_does(dry_run, monkeypatch):
 
 def test_mistakes_of_all_stages_come_together(dry_run, tmp_path, monkeypatch):
     """Loggers, disk, model, data and reward; the batch where there is a tokenizer."""
-    monkeypatch.setattr("hybridengine.run.tracking.find_spec", lambda name: None)
+    monkeypatch.setattr("hybridengine.loggers.find_spec", lambda name: None)
     wandb, reward = "trainer.logger=[wandb]", f"reward.custom_reward_function.path={tmp_path}"
     good_model = dry_run(wandb, "data.train_batch_size=5", reward)
     assert "names wandb, which is not installed" in good_model.stderr
