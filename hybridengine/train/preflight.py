@@ -90,7 +90,10 @@ def check_job(config: JobConfig, faults: Faults | None = None) -> Checked:
         faults.attempt(_check_images, config, (train, val))
         faults.attempt(_check_tokens, config, model, (train, val), faults)
         if train is not None:
-            faults.attempt(_check_resume, config, train, model)
+            with faults:
+                size, shuffle = config.data.train_batch_size, config.data.shuffle
+                loader = PromptLoader(train, size, seed=config.seed, shuffle=shuffle)
+                _check_resume(config, loader, model)
     if isinstance(config, RLConfig):
         with faults:
             if config.distills:
@@ -244,10 +247,11 @@ def _check_tokens(
         )
 
 
-def _check_resume(config: RLConfig | SFTConfig, train: Any, model: PretrainedConfig) -> None:
-    """Check that a batch fits the data, and what is resumed from also the model."""
-    data, states = config.data, ["actor.optimizer"]
-    loader = PromptLoader(train, data.train_batch_size, seed=config.seed, shuffle=data.shuffle)
+def _check_resume(
+    config: RLConfig | SFTConfig, loader: PromptLoader, model: PretrainedConfig
+) -> None:
+    """Check that the checkpoint to resume from, if there is one, fits data and model."""
+    states = ["actor.optimizer"]
     checkpoint = checkpoint_to_resume(config)
     if checkpoint is None:
         return
