@@ -40,8 +40,7 @@ from hybridengine.engine.response import Response, pack_kept
 from hybridengine.kernels import token_log_probs
 from hybridengine.model.attachments import Attachment
 from hybridengine.model.rotary import fix_rotary_length
-from hybridengine.model.stored import trained_config
-from hybridengine.model.validation import auto_class, long_rope_limit
+from hybridengine.model.validation import auto_class, config_of, long_rope_limit
 from hybridengine.sync.checks import config_differences, in_words, plain_values
 from hybridengine.sync.layout import CheckpointLayout, LayoutError, identity_layout
 from hybridengine.sync.weight_target import WeightTarget
@@ -87,14 +86,8 @@ class HfEngine(RolloutEngine):
     """Generate left-padded batches with transformers, of up to `rollout.max_num_seqs` sequences."""
 
     def __init__(self, options: EngineOptions) -> None:
-        from transformers import AutoConfig
-
         model, trust = options.model, options.model.trust_remote_code
-        config = trained_config(
-            AutoConfig.from_pretrained(
-                model.path, trust_remote_code=trust, **model.config_overrides
-            )
-        )
+        config = config_of(model)
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         self._model = (
             auto_class(config)

@@ -44,7 +44,7 @@ _FIXED_ROPE = ("default", "linear", "llama3")  # their frequencies do not depend
 _PACKABLE = {"full_attention", "sliding_attention"}  # layers without state between tokens
 
 
-_configs: dict[tuple[str, bytes, bool, str], PretrainedConfig] = {}
+_configs: dict[tuple[str, bytes, bool], PretrainedConfig] = {}
 
 
 def takes_images(config: PretrainedConfig) -> bool:
@@ -72,8 +72,10 @@ def check_model(
 
     It is that of the model that is trained (`hybridengine.model.stored`).
 
-    overrides: entries of config.json → other values. Reads no weights and does not wait for the
-    network: an unreachable hub is an error within seconds, unless the model is in the local cache.
+    overrides: entries of the language model's part of config.json → other values.
+
+    Reads no weights and does not wait for the network: an unreachable hub is an error within
+    seconds, unless the model is in the local cache.
 
     Raises:
         ModelError: the path does not exist, has no weights or none that can be dequantized, or is
@@ -88,8 +90,8 @@ def check_model(
         raise ModelError(f"model path {path!r} is a file; expected a folder with config.json")
     elif path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ModelError(f"model path {located(path)} does not exist; check the path")
-    stored = _read_config(path, trust_remote_code, overrides)
-    _check_overrides(path, stored, overrides)
+    stored = _read_config(path, trust_remote_code)
+    _override(path, stored.get_text_config(), overrides)
     check_quantization(path, stored)
     config = trained_config(stored)
     _check_config(path, config, trust_remote_code)
@@ -114,7 +116,7 @@ def read_pretrained(
     loader: a class of transformers; by default that of `config`.
     options: of `from_pretrained`.
     """
-    with reading(path, _read_config(path, trust_remote_code, {}), config) as arguments:
+    with reading(path, _read_config(path, trust_remote_code), config) as arguments:
         found = (loader or auto_class(config)).from_pretrained(
             path, trust_remote_code=trust_remote_code, **arguments, **options
         )
@@ -258,12 +260,13 @@ def long_rope_limit(config: PretrainedConfig) -> int | None:
     return min((r["original_max_position_embeddings"] for r in longs), default=None)
 
 
-def _check_overrides(path: str, config: PretrainedConfig, overrides: Mapping[str, Any]) -> None:
+def _override(path: str, config: PretrainedConfig, overrides: Mapping[str, Any]) -> None:
     for name, value in overrides.items():
-        if getattr(config, name, None) != value:  # transformers ignores names that it does not know
+        if not hasattr(config, name):
             raise ModelError(
                 f"override_config.{name}: the config.json of {path!r} has no such entry"
             )
+        setattr(config, name, value)
     scaled = {r.get("rope_type") for r in rotary_parameters(config)} - {None, *_FIXED_ROPE}
     if "max_position_embeddings" in overrides and scaled:
         raise ModelError(
@@ -272,28 +275,21 @@ def _check_overrides(path: str, config: PretrainedConfig, overrides: Mapping[str
         )
 
 
-def _read_config(
-    path: str, trust_remote_code: bool, overrides: Mapping[str, Any]
-) -> PretrainedConfig:
+def _read_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
     """Return a copy of the configuration, which a process reads once; a folder's if it changes."""
     file = Path(path, "config.json")
-    key = path, file.read_bytes() if file.is_file() else b"", trust_remote_code, repr(overrides)
+    key = path, file.read_bytes() if file.is_file() else b"", trust_remote_code
     if key not in _configs:
-        _configs[key] = _parse_config(path, trust_remote_code, overrides)
+        _configs[key] = _parse_config(path, trust_remote_code)
     return copy.deepcopy(_configs[key])
 
 
-def _parse_config(
-    path: str, trust_remote_code: bool, overrides: Mapping[str, Any]
-) -> PretrainedConfig:
+def _parse_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
     outcome: list[PretrainedConfig | Exception] = []
 
     def read() -> None:
         try:
-            config = AutoConfig.from_pretrained(
-                path, trust_remote_code=trust_remote_code, **overrides
-            )
-            outcome.append(config)
+            outcome.append(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
         except Exception as error:
             outcome.append(error)
 

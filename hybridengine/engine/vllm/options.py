@@ -78,7 +78,8 @@ class _AsTrained:
             config = AutoConfig.from_pretrained(self.model.path)
         config = trained_config(config)
         # bfloat16 logits would change probabilities more than all other layers together
-        config.update({"head_dtype": "float32", **self.model.config_overrides})
+        config.update({"head_dtype": "float32"})
+        config.get_text_config().update(self.model.config_overrides)
         return config
 
 
