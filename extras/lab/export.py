@@ -5,6 +5,7 @@ Runs in one process on a CPU, without a process group.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import warnings
@@ -19,10 +20,12 @@ from omegaconf import OmegaConf
 from torch.distributed.tensor import DTensor, Placement, Shard
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from hybridengine.model.lora import adapter_shards, apply_lora
 from hybridengine.model.parameters import parameter_shards, saved_dtypes
 from hybridengine.model.stored import trained_config
 from hybridengine.model.validation import check_model, meta_model, read_pretrained
 from hybridengine.run import storage
+from hybridengine.run.config.settings import adapter_settings
 from hybridengine.run.errors import CheckpointError, ModelError, reason_of
 from hybridengine.train.checkpoint.folders import CONFIG, open_checkpoint, resume_plan
 from hybridengine.train.checkpoint.pretrained import unread_bytes, write_pretrained
@@ -174,9 +177,10 @@ def _read_dcp(
 
 
 def _merge_adapter(folder: Path, trust_remote_code: bool) -> dict[str, torch.Tensor]:
-    from peft import PeftConfig, PeftModel
-
-    path = PeftConfig.from_pretrained(str(folder / _ADAPTER)).base_model_name_or_path
+    adapter = str(folder / _ADAPTER)
+    path = json.loads((folder / _ADAPTER / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ]
     try:
         config = check_model(path, trust_remote_code)
         base = read_pretrained(path, config, trust_remote_code, dtype=torch.float32)
@@ -185,7 +189,14 @@ def _merge_adapter(folder: Path, trust_remote_code: bool) -> dict[str, torch.Ten
             f"checkpoint {folder} is an adapter of the model {path!r}, which cannot be read: "
             f"{error}"
         ) from None
-    return parameter_shards(PeftModel.from_pretrained(base, folder / _ADAPTER).merge_and_unload())
+    given = {key.removeprefix("model."): x for key, x in adapter_settings(adapter).items()}
+    rank, alpha, modules = given["lora_rank"], given["lora_alpha"], given["target_modules"]
+    apply_lora(base, rank, alpha, modules, adapter, given["target_parameters"])
+    adapters = adapter_shards(base)
+    return {
+        name: adapters[name].merge_full(x) if name in adapters else x
+        for name, x in parameter_shards(base).items()
+    }
 
 
 def _find_verl_folder(path: Path) -> Path | None:

@@ -6,6 +6,7 @@ sharded; base parameters keep their names everywhere else (sync, export).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hybridengine.model.extensions import SharedFactors, mixture_extension
 from hybridengine.model.parameters import is_finite, unwrapped_name
+from hybridengine.model.stored import names_in_whole
 from hybridengine.model.validation import meta_model, takes_images
 from hybridengine.run.errors import ModelError
 from hybridengine.sync.adapter import Adapter, ExpertAdapter
@@ -37,8 +39,8 @@ def apply_lora(
     """Freeze `model` and add an adapter, scaled by alpha / rank, to each target; in place.
 
     target_modules: "all-linear" (every linear layer of the language model except the output head)
-      or module names, of which the last part is enough. Call it before sharding; the model may be
-      on the meta device.
+      or module names, of which the last part is enough, or PEFT's pattern of full names, which are
+      those in the checkpoint's class. Call it before sharding; the model may be on the meta device.
     adapter_path: PEFT folder with the initial factors (safetensors), which a model on the meta
       device does not read; None: the update starts at zero. Adapters have the dtype of the weights
       (float32 in `load_causal_lm`).
@@ -65,15 +67,22 @@ def apply_lora(
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear | Conv1D) and module in language
         ]
+    modules = [name for name, _ in model.named_modules()]
+    weights = [name for name, _ in model.named_parameters()]
+    outer = names_in_whole(model.config.name_or_path)
+    full = {outer(name): name for name in [*modules, *weights]}
+    if isinstance(targets, str):
+        targets = [full[x] for x in map(outer, modules) if re.fullmatch(targets, x)] or targets
+    else:
+        targets = [full.get(target, target) for target in targets]
+    target_parameters = [full.get(target, target) for target in target_parameters]
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT computes alpha / r
         target_modules=targets,
-        target_parameters=list(target_parameters) or None,
+        target_parameters=target_parameters or None,
         task_type="CAUSAL_LM",
     )
-    modules = [name for name, _ in model.named_modules()]
-    weights = [name for name, _ in model.named_parameters()]
     for target in targets if isinstance(targets, list) else ():
         if not any(f".{name}".endswith(f".{target}") for name in modules):
             fused = next((name for name in weights if f".{name}".endswith(f".{target}")), None)
@@ -152,20 +161,21 @@ class Factor(NamedTuple):
         return stored[: self.parameter.shape[0]] if self.dim == 0 else stored[:, :: self.copies]
 
 
-def peft_factors(model: nn.Module) -> dict[str, Factor]:
+def peft_factors(model: PreTrainedModel) -> dict[str, Factor]:
     """Return the factors of all adapters by their name in PEFT's files."""
-    factors = {}
+    factors, outer = {}, names_in_whole(model.config.name_or_path)
     for name, layer in lora_layers(model):
         key = layer.active_adapters[0]
         for dim, part in enumerate(("lora_A", "lora_B")):
             parameter = getattr(layer, part)[key].weight
             width = layer.r[key] * getattr(layer, "num_experts", 1)
             copies = width // parameter.shape[dim]
-            factors[f"base_model.model.{name}.{part}.weight"] = Factor(parameter, dim, copies)
+            stored = f"base_model.model.{outer(name)}.{part}.weight"
+            factors[stored] = Factor(parameter, dim, copies)
     return factors
 
 
-def _load_factors(model: nn.Module, path: str) -> None:
+def _load_factors(model: PreTrainedModel, path: str) -> None:
     """Copy the factors in the PEFT folder `path` into the adapters of `model`."""
     with _open_factors(model, path) as (file, factors), torch.no_grad():
         for name, factor in factors.items():
@@ -182,7 +192,7 @@ def _load_factors(model: nn.Module, path: str) -> None:
 
 
 @contextmanager
-def _open_factors(model: nn.Module, path: str) -> Iterator[tuple[Any, dict[str, Factor]]]:
+def _open_factors(model: PreTrainedModel, path: str) -> Iterator[tuple[Any, dict[str, Factor]]]:
     """Yield (open safetensors file, its tensor name → factor), of equal names and shapes."""
     factors = peft_factors(model)
     file_path = Path(path) / "adapter_model.safetensors"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,13 +71,47 @@ def check_quantization(path: str, config: PretrainedConfig) -> None:
     """Raise ModelError if the weights at `path` cannot be dequantized as they are read."""
     if (stored := stored_quantization(config)) is None:
         return
-    method = stored.get("quant_method")
-    if method not in _METHODS or (method == "fp8" and not stored.get("weight_block_size")):
-        given = f"{method} with one scale for a tensor" if method == "fp8" else method
+    method = given = stored.get("quant_method")
+    is_read = method in _METHODS
+    if method == "fp8":
+        blocks = stored.get("weight_block_size")
+        given = f"fp8 with weight_block_size {blocks}" if blocks else "fp8 with one scale a tensor"
+        sizes = blocks if isinstance(blocks, list | tuple) else ()
+        is_read = len(sizes) == 2 and all(isinstance(n, int) and n > 0 for n in sizes)
+    if not is_read:
         raise ModelError(
             f"model {path!r} is quantized ({given}), which cannot be dequantized as it is read; "
             "use its weights in 16 bits, in fp8 with weight_block_size, or in mxfp4"
         )
+
+
+def check_scales(folder: Path) -> None:
+    """Raise ModelError unless each weight in FP8 in `folder` has a scale per block.
+
+    transformers reads a weight without scales as it is, and takes the blocks from their number.
+    """
+    quantization = folder_quantization(folder)
+    if quantization is None or quantization.get("quant_method") != "fp8":
+        return
+    shapes, weights = dict[str, list[int]](), list[str]()
+    for file in {file for file in stored_tensors(folder).values() if file.suffix != ".bin"}:
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  # it has no other iterator
+                part = tensors.get_slice(name)
+                shapes[name] = list(part.get_shape())
+                weights += [name] if part.get_dtype() in ("F8_E4M3", "F8_E5M2") else []
+    for name in weights:
+        *rest, rows, columns = shapes[name]
+        blocks = zip((rows, columns), quantization["weight_block_size"], strict=True)
+        expected = [*rest, *(-(-n // size) for n, size in blocks)]
+        scales = [f"{name}_scale_inv", f"{name.removesuffix('weight')}scale"]
+        found = next((shapes[scale] for scale in scales if scale in shapes), None)
+        if found != expected:
+            has = "no scales" if found is None else f"scales of shape {found}"
+            raise ModelError(
+                f"model {str(folder)!r}: {name} is in FP8 and has {has}, expected {expected} from "
+                "weight_block_size; copy weights and config.json of one checkpoint"
+            )
 
 
 @contextmanager
@@ -122,12 +156,29 @@ def inner_names(path: str | None) -> dict[str, str]:
     return {f"^{prefixes[0]}": "model."} | moved
 
 
+def names_in_whole(path: str | None) -> Callable[[str], str]:
+    """Return a function: name of a trained module → its name in the class of the checkpoint."""
+    folder = folder_of(path)
+    if folder is None or stored_entries(folder).get("model_type") not in WRAPPERS:
+        return lambda name: name
+    return lambda name: re.sub(r"^model\.", "model.language_model.", name)
+
+
 def stored_entries(folder: Path) -> dict[str, Any]:
     """Return the entries of config.json; none without one, as in a folder that is no model's."""
     if not (file := folder / "config.json").is_file():
         return {}
     entries: dict[str, Any] = json.loads(file.read_text())
     return entries
+
+
+def folder_quantization(folder: Path) -> dict[str, Any] | None:
+    """Return how the weights of the checkpoint in `folder` are quantized; None: they are not."""
+    entries = stored_entries(folder)
+    for part in (entries, entries.get("text_config") or {}):
+        if (stored := part.get("quantization_config")) is not None:
+            return dict(stored)
+    return None
 
 
 def restore_config(config: PretrainedConfig, source: Path, out: Path) -> None:
@@ -159,6 +210,8 @@ def dequantize(weight: Tensor, scales: Tensor, block_size: Iterable[int]) -> Ten
 
     scales: [..., ceil(N / block_size[0]), ceil(K / block_size[1])]; the last blocks may be cut.
     """
+    if scales.dtype == torch.uint8:  # exponents
+        scales = scales.view(torch.float8_e8m0fnu)
     for dim, size in zip((-2, -1), block_size, strict=True):
         scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
     return weight.float() * scales.float()

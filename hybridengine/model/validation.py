@@ -31,6 +31,7 @@ from hybridengine.model.extensions import image_model_types, stateful_model_type
 from hybridengine.model.stored import (
     WRAPPERS,
     check_quantization,
+    check_scales,
     reading,
     trained_config,
 )
@@ -152,6 +153,7 @@ def check_weights(
                 f"weight file {str(file)!r} ({file.stat().st_size} bytes) cannot be read: {error}; "
                 "it is truncated, empty or a Git LFS pointer: copy it again"
             ) from None
+    check_scales(folder)
     loader = AutoModelForSequenceClassification if classifier else None
     with _silent_transformers():
         try:
@@ -340,8 +342,9 @@ def _check_config(path: str, config: PretrainedConfig, trust_remote_code: bool) 
     if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and not takes_images(config):
         raise ModelError(
             f"model {path!r} ({config.model_type}) also takes images, video or audio, which cannot "
-            f"be packed, nor can its language model alone; use a vision-language model of a type "
-            f"in {list(image_model_types())}, or of {list(WRAPPERS)} for text alone"
+            f"be packed, nor can its language model ({config.get_text_config().model_type}) alone; "
+            f"use a vision-language model of a type in {list(image_model_types())}, or of "
+            f"{list(WRAPPERS)} for text alone"
         )
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     model_class = _model_class(config)

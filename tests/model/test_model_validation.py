@@ -8,6 +8,7 @@ import pytest
 from transformers import (
     AutoConfig,
     FalconConfig,
+    Mistral3Config,
     PaliGemmaConfig,
     Phi4MultimodalConfig,
     RwkvConfig,
@@ -107,7 +108,11 @@ def test_broken_config(folder, tmp_path):
         (T5Config(), r"\(t5\) is not a causal language model"),
         (FalconConfig(), r"\(falcon\) cannot run packed: FalconForCausalLM does not call its"),
         (RwkvConfig(), r"RwkvForCausalLM carries a state along the sequence"),
-        (PaliGemmaConfig(), r"\(paligemma\) also takes images, .* nor can its language model"),
+        (PaliGemmaConfig(), r"\(paligemma\) also takes images, .* its language model \(gemma\) alone"),
+        (
+            Mistral3Config(text_config={"model_type": "mistral4"}),
+            r"\(mistral3\) also takes images, .* its language model \(mistral4\) alone",
+        ),
         (Phi4MultimodalConfig(), r"\(phi4_multimodal\) .* of .*'qwen3_5', .* for text alone"),
     ],
 )

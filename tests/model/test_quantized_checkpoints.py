@@ -67,11 +67,47 @@ def test_blocks_that_the_last_row_and_column_cut() -> None:
             assert found[i, k] == weight[i, k].float() * scales[i // 2, k // 4]
 
 
+def test_scales_that_are_exponents() -> None:
+    """As in E8M0, or as the bytes of MXFP8."""
+    weight, exponents = torch.randn(4, 64).to(torch.float8_e4m3fn), torch.randint(-6, 6, (4, 2))
+    scales = exponents.float().exp2()
+    expected = dequantize(weight, scales, (1, 32))
+    stored = scales.to(torch.float8_e8m0fnu)
+    for found in (stored, (exponents + 127).to(torch.uint8)):
+        assert torch.equal(dequantize(weight, found, (1, 32)), expected)
+
+
+def test_scales_that_do_not_fit(tmp_path: Path) -> None:
+    """transformers would read a weight without scales as it is, and spread those of fewer blocks.
+
+    A layer that is not quantized, and is in no list of these, is read as it is.
+    """
+    folder, name = Path(save_tiny("llama", tmp_path)), "model.layers.0.self_attn.o_proj.weight"
+    plain = load_file(folder / "model.safetensors")[name].clone()
+    quantize_fp8(folder, 32)
+    stored = dict(load_file(folder / "model.safetensors"))
+    scales = stored.pop(f"{name}_scale_inv")
+    for given, has in (({}, "no scales"), ({f"{name}_scale_inv": scales[:2]}, r".* \[2, 4\]")):
+        save_file(stored | given, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ModelError, match=rf"{name} is in FP8 and has {has}, expected \[4, 4\]"):
+            check_weights(str(folder), check_model(str(folder)))
+    save_file(stored | {name: plain}, folder / "model.safetensors", {"format": "pt"})
+    config = check_model(str(folder))
+    check_weights(str(folder), config)
+    found = read_pretrained(str(folder), config, dtype=torch.float32).get_parameter(name)
+    assert torch.equal(found, plain)
+
+
 @pytest.mark.parametrize(
     ("stored", "named"),
     [
         ({"quant_method": "gptq", "bits": 4}, "gptq"),
-        ({"quant_method": "fp8"}, "fp8 with one scale for a tensor"),
+        ({"quant_method": "awq", "bits": 4}, "awq"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed-tensors"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt"),
+        ({"quant_method": "fp8"}, "fp8 with one scale a tensor"),
+        ({"quant_method": "fp8", "weight_block_size": [32]}, r"fp8 with weight_block_size \[32\]"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 32]}, r"fp8 with .* \[0, 32\]"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
     ],
 )

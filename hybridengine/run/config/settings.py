@@ -153,7 +153,7 @@ class GivenSettings:
         if not isinstance(path := self.values.get(_ADAPTER), str):
             return
         try:
-            settings = _adapter_settings(path)
+            settings = adapter_settings(path)
         except ConfigError as error:
             self.add_fault(str(error), _ADAPTER)
             return
@@ -292,7 +292,7 @@ def _messages(error: ValidationError, values: Mapping[str, Any]) -> dict[str, st
     return messages
 
 
-def _adapter_settings(path: str) -> dict[str, Any]:
+def adapter_settings(path: str) -> dict[str, Any]:
     """Return what the PEFT adapter in folder `path` sets: rank, scale, layers. Reads no weights.
 
     Raises ConfigError for a folder without an adapter, and for one that is no plain LoRA.

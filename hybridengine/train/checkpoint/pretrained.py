@@ -37,9 +37,10 @@ from hybridengine.model.stored import (
     WEIGHTS,
     dequantize,
     folder_of,
+    folder_quantization,
     inner_names,
+    names_in_whole,
     restore_config,
-    stored_entries,
     stored_tensors,
     weight_of,
 )
@@ -283,8 +284,10 @@ def save_adapter(
     # PEFT would take a linear layer of these names for experts, but reads a full parameter's name.
     renamed = {n for n in adapted if n.endswith(_RENAMED_BY_PEFT)} if has_experts(model) else set()
     by_parameter = of_experts | renamed
-    config.target_modules = sorted(n.removesuffix(".weight") for n in adapted.keys() - by_parameter)
-    config.target_parameters = sorted(by_parameter) or None
+    outer = names_in_whole(model.config.name_or_path)
+    linear = (name.removesuffix(".weight") for name in adapted.keys() - by_parameter)
+    config.target_modules = sorted(map(outer, linear))
+    config.target_parameters = sorted(map(outer, by_parameter)) or None
     config.base_model_name_or_path = base_name(model.config.name_or_path or "")
     config.inference_mode = True
 
@@ -363,7 +366,7 @@ def _unread_tensors(model: PreTrainedModel, source: str | None) -> dict[Path, li
         return False
 
     unread, files = defaultdict[Path, list[str]](list), stored_tensors(folder)
-    quantization = stored_entries(folder).get("quantization_config")
+    quantization = folder_quantization(folder)
     for name, file in sorted(files.items()):
         weight = weight_of(name, quantization)
         if not is_read(weight) and (weight == name or weight not in files):
@@ -378,7 +381,7 @@ def _outer_names(source: str | None) -> list[WeightRenaming]:
 
 def _dequantized(folder: Path, name: str, weight: torch.Tensor) -> torch.Tensor:
     """Return the FP8 `weight` of the checkpoint in `folder` in bfloat16."""
-    quantization, scale = stored_entries(folder).get("quantization_config"), f"{name}_scale_inv"
+    quantization, scale = folder_quantization(folder), f"{name}_scale_inv"
     file = stored_tensors(folder).get(scale)
     if quantization is None or file is None:
         raise ModelError(
