@@ -108,7 +108,7 @@ def test_broken_config(folder, tmp_path):
         (T5Config(), r"\(t5\) is not a causal language model"),
         (FalconConfig(), r"\(falcon\) cannot run packed: FalconForCausalLM does not call its"),
         (RwkvConfig(), r"RwkvForCausalLM carries a state along the sequence"),
-        (PaliGemmaConfig(), r"\(paligemma\) also takes images, .* its language model \(gemma\) alone"),
+        (PaliGemmaConfig(), r"\(paligemma\) also takes images, .* language model \(gemma\) alone"),
         (
             Mistral3Config(text_config={"model_type": "mistral4"}),
             r"\(mistral3\) also takes images, .* its language model \(mistral4\) alone",
