@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybridengine.engine.interface import InFlightUpdate, RolloutEngine
+from hybridengine.model.stored import inner_names
 from hybridengine.model.validation import config_of, long_rope_limit
 from hybridengine.remote.overlap.queue import EngineQueue, WorkItem, report_signal
 from hybridengine.remote.roles import SYNC_SHARE, RoleLink
@@ -172,9 +173,10 @@ def connect_servers(
     servers = servers[number :: link.roles.num_engines]
     limit_s = SYNC_SHARE * link.timeout_s
     limit = long_rope_limit(config_of(config.model))
+    is_inner = bool(inner_names(config.model.path))
 
     def join(server: VllmServer) -> None:
-        server.check_settings(config.max_model_len, limit)
+        server.check_settings(config.max_model_len, limit, is_inner)
         if exact:
             server.check_exact(config.actor.fsdp_config.dtype)
         host, port = address_for(server.host, link.address)

@@ -117,12 +117,15 @@ class VllmServer:
             check_image_settings(self, self.settings()["model_config"], options)
             self._checked_images = True
 
-    def check_settings(self, max_model_len: int, long_rope_limit: int | None = None) -> None:
+    def check_settings(
+        self, max_model_len: int, long_rope_limit: int | None = None, is_inner: bool = False
+    ) -> None:
         """Raise RolloutError if the server lacks an option, or is for other sequences.
 
         max_model_len: the longest sequence that is trained, in tokens.
         long_rope_limit: the longest sequence with the short factors of the model's LongRoPE, None
             without one.
+        is_inner: whether the language model of the checkpoint is trained alone.
         """
         info = self.settings()
         model, transfer = info["model_config"], info["weight_transfer_config"] or {}
@@ -130,6 +133,12 @@ class VllmServer:
             raise RolloutError(
                 f"{self} has --weight-transfer-config {transfer or None} and --logprobs-mode "
                 f"{model['logprobs_mode']}; {HOW_TO_START}"
+            )
+        images = model.get("multimodal_config")
+        if is_inner and images and not images.get("language_model_only"):
+            raise RolloutError(
+                f"{self} serves a model with a tower for images, of which the language model is "
+                "trained alone; start it with --language-model-only"
             )
         cache, drafting = info.get("cache_config") or {}, info.get("speculative_config")
         sampling = {  # see hybridengine.engine.vllm.options

@@ -11,7 +11,8 @@ prefixes (`in_flight.drop_cached_prefixes`), and resumes it (`hybridengine.remot
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -25,8 +26,10 @@ from hybridengine.engine.vllm.sampling import request_generators
 from hybridengine.engine.vllm.sleep import weights_sleep
 from hybridengine.engine.vllm.weights import ModelWeights
 from hybridengine.model.parameters import checkpoint_layout_from_config
+from hybridengine.model.stored import inner_names, trained_config
 from hybridengine.remote.sync.receiver import WeightReceiver
-from hybridengine.sync.layout import LayoutError
+from hybridengine.sync.checks import config_differences, plain_values
+from hybridengine.sync.layout import CheckpointLayout, LayoutError
 from hybridengine.sync.weight_target import EngineState, ReshardError
 
 _CONNECT_TIMEOUT = timedelta(seconds=30)
@@ -58,18 +61,44 @@ class _WorkerWeights(ModelWeights):
             )
 
 
+def _with_stored_names(checkpoint: CheckpointLayout, inner: Mapping[str, str]) -> CheckpointLayout:
+    """Return the layout with the names of tensors that vLLM reads; inner: of `inner_names`."""
+
+    def stored(name: str) -> str:
+        for pattern, own in inner.items():
+            if name.startswith(own):
+                return pattern.removeprefix("^") + name.removeprefix(own)
+        return name
+
+    return replace(
+        checkpoint,
+        tensors={stored(name): shape for name, shape in checkpoint.tensors.items()},
+        copies={stored(name): copies for name, copies in checkpoint.copies.items()},
+    )
+
+
 class ServerWorker:
     """Receives weights into the model of one worker of a server, for as long as this runs.
 
-    model, config: of the worker.
+    model, config: of the worker. With --language-model-only, the trained model may be the language
+      model of a checkpoint of `WRAPPERS`.
     post_load: ran as vLLM loaded the model.
     """
 
     def __init__(self, model: Any, config: Any, post_load: PostLoadProcessing) -> None:
         source, trust = config.model_config.model, config.model_config.trust_remote_code
         trained = AutoConfig.from_pretrained(source, trust_remote_code=trust)
-        checkpoint = checkpoint_layout_from_config(trained, trust)
+        images, inner = config.model_config.multimodal_config, dict[str, str]()
+        if images is not None and images.language_model_only:
+            inner = inner_names(source)
+        if inner:
+            trained = trained_config(trained)
+        checkpoint = _with_stored_names(checkpoint_layout_from_config(trained, trust), inner)
         self.weights = _WorkerWeights(model, config, checkpoint, post_load)
+        if inner:
+            served = plain_values(config.model_config.hf_text_config.to_dict())
+            self.weights.model_config = served
+            self.weights.config_differences = config_differences(checkpoint.config, served)
         self._receiver: WeightReceiver | None = None
         self._compute_logits = model.compute_logits
         model.compute_logits = self._compute_from_complete_weights

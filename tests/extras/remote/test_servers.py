@@ -223,6 +223,14 @@ def test_settings_are_checked_before_the_first_request(stand_ins: list[StandIn])
         VllmServer(first.url, 0, 60.0).check_settings(32, limit)
     with pytest.raises(RolloutError, match=r"LongRoPE .* above 32 tokens .* --max-model-len 32,"):
         VllmServer(first.url, 0, 60.0).check_settings(32, 32)
+    whole = {**SETTINGS["model_config"], "multimodal_config": {"language_model_only": False}}
+    first.routes["/server_info"] = {"vllm_config": {**SETTINGS, "model_config": whole}}
+    VllmServer(first.url, 0, 60.0).check_settings(32)
+    with pytest.raises(RolloutError, match=r"trained alone; start it with --language-model-only"):
+        VllmServer(first.url, 0, 60.0).check_settings(32, is_inner=True)
+    whole["multimodal_config"]["language_model_only"] = True
+    first.routes["/server_info"] = {"vllm_config": {**SETTINGS, "model_config": whole}}
+    VllmServer(first.url, 0, 60.0).check_settings(32, is_inner=True)
     settings = {
         "additional_config": {},
         "model_config": {"dtype": "torch.bfloat16"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import sys
@@ -47,11 +48,12 @@ def serving(
     fp8: bool = False,
     images: bool = False,
     exact: bool = False,
+    inner: bool = False,
     **more: Any,
 ) -> Iterator[VllmServer]:
     """more: options of `vllm serve`, with _ for -."""
     port = free_port()
-    process = start(model, port, tp_size, folder, fp8, images, exact, **more)
+    process = start(model, port, tp_size, folder, fp8, images, exact, inner, **more)
     server = VllmServer(f"http://127.0.0.1:{port}", 0, TIMEOUT_S)
     try:
         deadline = time.monotonic() + START_S
@@ -72,6 +74,7 @@ def start(
     fp8: bool,
     images: bool,
     exact: bool,
+    inner: bool,
     **more: Any,
 ) -> ForkedProcess:
     """Start a server, with `folder` on its import path.
@@ -80,6 +83,7 @@ def start(
     fp8: with FP8 weights. Their matrix product is the tests' own.
     images: of a model that takes them, also without torchvision.
     exact: with the operators of a trained model that has `use_exact_operators`.
+    inner: the language model alone of one with a tower, also without torchvision.
     """
     options = {
         "model": model,
@@ -111,9 +115,14 @@ def start(
         plugins["images"] = "tests.extras.vision.server_plugin:prepare"
     else:
         flags.append("--skip-tokenizer-init")
+    if inner:
+        flags.append("--language-model-only")
     options |= {key.replace("_", "-"): value for key, value in more.items()}
     write_plugins(folder, plugins)
     arguments = [x for key, value in options.items() for x in (f"--{key}", str(value))]
+    paths = [folder, root := Path(__file__).parents[3]]
+    if inner and importlib.util.find_spec("torchvision") is None:
+        paths.append(root / "tests" / "architectures" / "stubs")
     environment = os.environ | {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -121,7 +130,7 @@ def start(
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(map(str, (folder, Path(__file__).parents[3]))),
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "SLOW_DECODING_FILE": str(folder / "slow"),
         "SERVED_MODEL": model,
     }
