@@ -4,10 +4,29 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
-__all__ = ["serve"]
+import torch
+
+from tests.ranks import run_ranks
+
+__all__ = ["serve", "served_errors"]
 
 _STUBS = Path(__file__).parents[1] / "architectures" / "stubs"  # of torchvision, for its imports
+
+
+def served_errors(folder: Path, dtype: str, loader: Any) -> tuple[str, torch.Tensor]:
+    """Return vLLM's class, and how far its log-probs are from transformers' in float32.
+
+    loader: an Auto class.
+    """
+    prompt = [5, 6, 7, 8, 9]
+    [(name, tokens, log_probs)] = run_ranks(serve, 1, str(folder), dtype, prompt)
+    model = loader.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return name, (torch.tensor(log_probs) - expected).abs()
 
 
 def serve(

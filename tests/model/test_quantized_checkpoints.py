@@ -14,6 +14,7 @@ from hybridengine.model.stored import dequantize
 from hybridengine.model.validation import check_model, check_weights, meta_model, read_pretrained
 from hybridengine.run.errors import ModelError
 from hybridengine.train.checkpoint.pretrained import copy_unread
+from tests.model.served_checkpoints import served_errors
 from tests.quantized_checkpoints import quantize_fp8, quantize_mxfp4
 from tests.tiny_models import save_tiny, word_tokenizer
 from tests.train.in_process import run_jobs, small_job
@@ -165,6 +166,9 @@ def test_a_job_is_that_of_the_dequantized_model(
         assert final[name].dtype == x.dtype and torch.equal(final[name], x), name
     loaded = AutoModelForCausalLM.from_pretrained(finals[0])
     assert not hasattr(loaded.config, "quantization_config")
+    if settings == VLLM:
+        _, errors = served_errors(finals[0], "bfloat16", AutoModelForCausalLM)
+        assert errors.median() < 0.05 and errors.max() < 1  # a router may choose another expert
 
 
 def test_layers_that_are_not_read_are_dequantized(tmp_path: Path) -> None:
