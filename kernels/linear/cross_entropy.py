@@ -41,7 +41,7 @@ from .arguments import (
 )
 from .attach import attach_gradients, fake_gradients, wanted_gradients
 from .chunks import Chunks
-from .gradients import LinearGradients, sum_over_ranks
+from .gradients import LogProbGradients, sum_over_ranks
 from .reference import reference_logits
 
 register_backends(
@@ -244,15 +244,19 @@ def _cross_entropy_op(
     losses, z_losses = (torch.zeros_like(incoming, dtype=compute_dtype(hidden)) for _ in range(2))
     row_scale = torch.empty_like(losses)
 
-    def factors(rows: slice | Tensor) -> Tensor:
-        return -incoming[rows].masked_fill(ignored[rows], 0) * row_scale[rows]
+    of_log_probs = -incoming.masked_fill(ignored, 0)
 
-    plain = any(wanted) and not smoothing and not lse_square_scale
-    unscaled = plain and has_unscaled_gradient(hidden, options.group)
-    grads = LinearGradients(
+    def factors(rows: slice | Tensor) -> Tensor:
+        return of_log_probs[rows] * row_scale[rows]
+
+    plain = not smoothing and not lse_square_scale
+    unscaled = plain and any(wanted) and has_unscaled_gradient(hidden, options.group)
+    grads = LogProbGradients(
         chunks,
+        labels,
+        options,
+        backend,
         wanted,
-        options.group,
         inactive=ignored,
         wide_weight=wide_weight_grad,
         factors=factors if unscaled else None,
@@ -265,8 +269,13 @@ def _cross_entropy_op(
             losses[rows] = -log_probs
             grads.add(out, rows)
             continue
-        target = _Target(logits, labels[rows], part, smoothing, lse_square_scale)
         results = rows_forward(logits, labels[rows], part, False, backend)[:4]
+        if plain:
+            losses[rows] = 0 - results[0]
+            if any(wanted):
+                grads.add_chunk(logits, rows, results, of_log_probs[rows], None)
+            continue
+        target = _Target(logits, labels[rows], part, smoothing, lse_square_scale)
         losses[rows], z_losses[rows] = target.losses(results)
         if any(wanted):
             out = grads.buffer(logits, logits.shape[0])
@@ -386,16 +395,14 @@ class _Target:
         uniform = (incoming * self.smoothing / self.vocab)[:, None]
         # The part of the smoothed target nearly cancels p where p is nearly uniform: subtract it
         # before p is rounded to the dtype of `out`. The logits are not needed any more.
-        adds = bool(self.smoothing or self.lse_square_scale)
         for rows in self._blocks(logits) if self.smoothing else [slice(None)]:
             block, options, column = logits[rows], self.options.select(rows), self.column[rows]
             if block.shape[1]:  # not an empty slice of the vocabulary; before it is overwritten
                 at_label[rows] *= _logit_grad(block.gather(1, column), options)
             logit_grad = _logit_grad(block, options) if self.smoothing else None
-            grad = block if adds else out[rows]
             rows_backward(
                 block,
-                grad,
+                block,
                 self.labels[rows],
                 options,
                 [r[rows] for r in results],
@@ -405,12 +412,12 @@ class _Target:
             )
             if logit_grad is not None:  # 0 in ignored rows, which may hold NaN
                 change = (uniform[rows] * logit_grad).masked_fill(self.ignored[rows, None], 0)
-                grad.sub_(change)
-            if block.shape[1] and adds:
+                block.sub_(change)
+            if block.shape[1]:
                 change = torch.where(self.is_own[rows], at_label[rows], 0)
-                grad.scatter_add_(1, column, change)
-            if adds and out.dtype != logits.dtype:
-                out[rows].copy_(grad)
+                block.scatter_add_(1, column, change)
+            if out.dtype != logits.dtype:
+                out[rows].copy_(block)
 
 
 def _capped(logits: Tensor, options: RowOptions) -> Tensor:

@@ -27,7 +27,7 @@ class RowOptions(NamedTuple):
 
     def save(self, ctx: Any, *tensors: Tensor | None) -> None:
         """Save the options and `tensors` for the backward, where `restore` returns them."""
-        ctx.options = self._replace(temperatures=None, vocab_mask=None, vocab_range=None)
+        ctx.options = self._with_tensors(None, None, None)
         ctx.save_for_backward(self.temperatures, self.vocab_mask, self.vocab_range, *tensors)
         ctx.set_materialize_grads(False)
 
@@ -35,10 +35,15 @@ class RowOptions(NamedTuple):
     def restore(ctx: Any) -> tuple[RowOptions, list[Any]]:
         """Return the options and the tensors that `save` saved."""
         temperatures, vocab_mask, vocab_range, *tensors = ctx.saved_tensors
-        options = ctx.options._replace(
-            temperatures=temperatures, vocab_mask=vocab_mask, vocab_range=vocab_range
-        )
-        return options, tensors
+        return ctx.options._with_tensors(temperatures, vocab_mask, vocab_range), tensors
+
+    def _with_tensors(
+        self, temperatures: Tensor | None, vocab_mask: Tensor | None, vocab_range: Tensor | None
+    ) -> RowOptions:
+        """As `_replace`, which takes several times as long."""
+        temperature, _, logit_scale, softcap, ignore_index, _, _, group = self
+        numbers = logit_scale, softcap, ignore_index
+        return RowOptions(temperature, temperatures, *numbers, vocab_mask, vocab_range, group)
 
     def select(self, rows: slice | Tensor) -> RowOptions:
         """Return the options of some rows: a slice, or an index tensor."""
@@ -46,7 +51,7 @@ class RowOptions(NamedTuple):
             None if tensor is None else tensor[rows]
             for tensor in (self.temperatures, self.vocab_mask)
         )
-        return self._replace(temperatures=temperatures, vocab_mask=vocab_mask)
+        return self._with_tensors(temperatures, vocab_mask, self.vocab_range)
 
     @property
     def factor(self) -> float | Tensor:
