@@ -24,7 +24,7 @@ def find_faults(config: JobConfig) -> Iterator[str]:
     if not isinstance(drafting, Mapping):
         yield f"{KEY} is {drafting!r}; expected a mapping such as {{method: ngram, …}}"
         return
-    method = drafting.get("method")
+    method = str(drafting.get("method"))
     if method not in _METHODS:
         yield (
             f"{KEY}.method is {method!r}, whose drafts are not examined; set it to "
@@ -36,6 +36,8 @@ def find_faults(config: JobConfig) -> Iterator[str]:
     known = {"method", "num_speculative_tokens", *_METHODS[method]}
     for name in drafting.keys() - known:
         yield f"{KEY}.{name} is not examined with method {method}; remove it"
+    if config.actor.router_replay == "rollout":
+        yield f"{KEY} is set, with which actor.router_replay=rollout is not examined; remove one"
     if method == "mtp":
         yield from _mtp(config)
     import torch  # not needed by other runs
@@ -46,7 +48,10 @@ def find_faults(config: JobConfig) -> Iterator[str]:
             ("algorithm.sampling_replay", config.replays_sampling),
         ):
             if is_set:
-                yield f"{KEY} is set, and drafts on a GPU are verified by vLLM, without {key}"
+                yield (
+                    f"{KEY} is set, and drafts on a GPU are verified by vLLM, without {key}; "
+                    "remove one of the two"
+                )
 
 
 def _mtp(config: RLConfig) -> Iterator[str]:

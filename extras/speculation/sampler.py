@@ -84,7 +84,8 @@ class DraftSampler:
         numbers.keep(num_accepted + 1)
         output = sampled.masked_fill(position > num_accepted[:, None], _NONE)
         if log_probs is not None:
-            values, ranks = torch.zeros(is_row.shape), torch.zeros(is_row.shape, dtype=torch.int64)
+            values = torch.zeros(is_row.shape, dtype=torch.float32)
+            ranks = torch.zeros(is_row.shape, dtype=torch.int64)
             values[is_row] = log_probs.logprobs.squeeze(1)
             ranks[is_row] = log_probs.selected_token_ranks
             log_probs = LogprobsTensors(output.view(-1, 1), values.view(-1, 1), ranks.view(-1))
@@ -93,7 +94,7 @@ class DraftSampler:
     def _processed(self, logits: Tensor, metadata: Any, sampling: Any) -> Tensor:
         """Return float32 logits [drafts + B, V] after vLLM's processors, such as penalties."""
         last, drafted = metadata.bonus_logits_indices.long(), metadata.target_logits_indices.long()
-        rows = torch.empty(logits.shape)
+        rows = torch.empty(logits.shape, dtype=torch.float32)
         rows[last] = self._sampler.apply_logits_processors(logits[last].float(), sampling, True)
         if len(drafted):
             rows[drafted] = self._rejection.apply_logits_processors(

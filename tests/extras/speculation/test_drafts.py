@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from hybridengine.engine.interface import SamplingSpec
 from hybridengine.engine.vllm.environment import vllm_available
+from hybridengine.run.config import ConfigError, load_config
 from tests.engines import build_engine, synced_engine
 from tests.extras.hybrid.hybrid_models import hybrid_config
 from tests.loading import load_sharded
@@ -26,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not vllm_available(), reason="the rollout engine; `make setup` installs it"),
 ]
 
+KEY = "rollout.engine_kwargs.vllm.speculative_config"
 PROMPTS = [[5, 9, 33, 5, 9, 33, 5], [7, 8, 9, 10, 7, 8, 9], [3] * 12, [*range(50, 90)] * 2]
 SPECS = {
     "warm": SamplingSpec(n=2, temperature=0.8, max_tokens=60),
@@ -33,6 +35,32 @@ SPECS = {
     "greedy": SamplingSpec(temperature=0.0, max_tokens=60),
     "kept": SamplingSpec(n=2, temperature=0.4, top_k=8, max_tokens=60, record_kept=True),
 }
+
+
+@pytest.mark.parametrize(
+    ("method", "override", "message"),
+    [
+        ("eagle", "seed=1", "method is 'eagle', whose drafts are not examined; set it to ngram or"),
+        ("ngram", "actor.router_replay=rollout", "actor.router_replay=rollout is not examined"),
+        ("mtp", "rollout.quantization=fp8", "is mtp, .* rollout.quantization=fp8; use method ngr"),
+        ("mtp", "reshard.lora=adapters", "is mtp, .* reshard.lora=adapters; use method ngram"),
+        ("ngram", f"{KEY}.prompt_lookup_maximum=2", "prompt_lookup_maximum is not examined with"),
+        ("ngram", f"{KEY}.num_speculative_tokens=0", "num_speculative_tokens is 0; give a number"),
+        ("ngram on a GPU", "rollout.exact=on", "on a GPU are verified by vLLM, without rollout.ex"),
+        ("ngram on a GPU", "rollout.top_k=5", "by vLLM, without algorithm.sampling_replay"),
+    ],
+)
+def test_what_cannot_be_combined_with_drafts(
+    method: str, override: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, *gpu = method.split(" on a ")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpu))
+    drafts = [f"{KEY}.method={method}", f"{KEY}.num_speculative_tokens=2"]
+    needed = ["model.path=m", "data.train_files=t.jsonl", "rollout.name=vllm", *drafts]
+    if method != "eagle":
+        load_config(None, needed)
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [*needed, override])
 
 
 @contextmanager
