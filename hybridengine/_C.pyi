@@ -58,6 +58,9 @@ def causal_conv1d(
     initial_state: Tensor | None,
     silu: bool,
 ) -> Tensor: ...
+def causal_conv1d_update(
+    x: Tensor, weight: Tensor, cache: Tensor, slots: Tensor, silu: bool
+) -> Tensor: ...
 def causal_conv1d_backward(
     grad_out: Tensor,
     x: Tensor,
@@ -143,6 +146,9 @@ class Graph:
     def replay(self, rows: int) -> None: ...
 
 def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor: ...
+def delta_gates(
+    a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]: ...
 def gated_activation_backward(
     grad_out: Tensor, gate: Tensor, up: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]: ...
@@ -177,6 +183,18 @@ def linear_recurrence(
     keep_states: bool,
     wants_final: bool,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
+def linear_recurrence_update(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    states: Tensor,
+    slots: Tensor,
+    scale: float,
+    delta: bool,
+    l2_norm: bool,
+) -> Tensor: ...
 def linear_recurrence_backward(
     grad_out: Tensor,
     grad_final: Tensor | None,

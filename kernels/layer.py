@@ -152,7 +152,9 @@ def gated_activation(
     chosen = choose_backend(op, gate.device, backend, gate.dtype)
     if chosen == "reference":
         return _gated_reference(gate, up, activation)
-    out: Tensor = _gated_activation(_rows(gate), _rows(up), activation)
+    with_heads = gate.dim() == 3 and gate.is_cpu
+    rows = map(unit_inner_stride if with_heads else _rows, (gate, up))
+    out: Tensor = _gated_activation(*rows, activation)
     return out.view(gate.shape)
 
 
@@ -238,10 +240,10 @@ def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 def _gated_activation_backward(
     grad: Tensor, gate: Tensor, up: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
-    grads: tuple[Tensor, Tensor] = kernels_for(gate).gated_activation_backward(
-        _rows(grad), gate, up, activation
-    )
-    return grads
+    rows = map(_rows, (grad, gate, up))
+    grads: list[Tensor] = kernels_for(gate).gated_activation_backward(*rows, activation)
+    grad_gate, grad_up = (x.view(gate.shape) for x in grads)
+    return grad_gate, grad_up
 
 
 @_gated_activation_backward.register_fake

@@ -57,13 +57,14 @@ class RotaryTable:
 def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return the heads of `x` turned by the angles of their positions, without a gradient.
 
-    On a CPU that is in place. [x1, x2], the halves of a head, become [x1 cos - x2 sin, x2 cos + x1
-    sin], in which each product and the sum are rounded to the dtype: transformers' bits.
+    On a CPU that is in place. [x1, x2], the halves of the first R elements of a head, become [x1
+    cos - x2 sin, x2 cos + x1 sin], in which each product and the sum are rounded to the dtype:
+    transformers' bits.
 
     Args:
         x: [T, H, D], float32 or bfloat16, with contiguous heads.
         positions: int64 [T].
-        cos, sin: tables [positions, D / 2] of the dtype of `x`.
+        cos, sin: tables [positions, R / 2] of the dtype of `x`, R at most D.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or a position is not in the tables.
@@ -73,5 +74,6 @@ def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         extension.rotary_(x, positions, cos, sin)
         return x
     cos, sin = (torch.cat([t[positions]] * 2, -1)[:, None] for t in (cos, sin))
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
+    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    first, second = turned.chunk(2, -1)
+    return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, rest], -1)

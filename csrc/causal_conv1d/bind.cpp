@@ -62,6 +62,40 @@ Tensor forward(In x, In weight, OptionalIn bias, In cu_seqlens, OptionalIn paren
   return out;
 }
 
+// One token of each of T sequences, whose last rows are rows `slots` of the cache [N, width - 1,
+// C], which it updates.
+Tensor update(In x, In weight, In cache, In slots, bool silu) {
+  CausalConv1dUpdate p{};
+  const Arguments given("causal_conv1d_update", "x", x);
+  given.on_cpu();
+  const ScalarType type = x.scalar_type();
+  p.dtype = given.dtype("x", type);
+  p.x = given.data("x", x, type, {&p.tokens, &p.channels}, &p.x_stride);
+  p.weight = given.data("weight", weight, type, {p.channels, &p.width});
+  given.number("the width of weight", p.width, 2, kMaxConvWidth);
+  given.same_device("cache", cache);
+  const int64_t before = p.width - 1;
+  given.expect(cache.scalar_type() == type && cache.dim() == 3 &&
+                   cache.sizes() == Sizes{cache.size(0), before, p.channels} &&
+                   cache.strides() == Sizes{cache.stride(0), p.channels, 1} &&
+                   cache.stride(0) >= before * p.channels,
+               "cache is a ", cache.scalar_type(), " of shape ", cache.sizes(), " and strides ",
+               cache.strides(), "; expected ", type, " [N, ", before, ", ", p.channels,
+               "] with contiguous rows");
+  p.cache = cache.data(), p.cache_stride = cache.stride(0);
+  p.slots = given.data<int32_t>("slots", slots, {p.tokens});
+  p.silu = silu;
+  Tensor out = given.make(p.out, {p.tokens, p.channels}, type);
+  if (p.channels > 0) {
+    given.run_rows(p, &CausalConv1dUpdate::tokens,
+                   [op = given.op(), count = cache.size(0)](const CausalConv1dUpdate& p) {
+                     check_values(op, "slots", p.slots, p.tokens, 0, count - 1);
+                     causal_conv1d_update_cpu(p);
+                   });
+  }
+  return out;
+}
+
 using Gradient = std::optional<Tensor>;
 
 // The gradients of x, weight [width, C], bias and initial_state, the last three float32: those that
@@ -101,6 +135,7 @@ std::tuple<Gradient, Gradient, Gradient, Gradient> backward(In grad_out, In x, I
 
 void register_causal_conv1d(py::module_& m) {
   def(m, "causal_conv1d", &forward, "x weight bias cu_seqlens parents initial_state silu");
+  def(m, "causal_conv1d_update", &update, "x weight cache slots silu");
   def(m, "causal_conv1d_backward", &backward,
       "grad_out x weight bias cu_seqlens parents initial_state silu wanted");
 }

@@ -42,6 +42,21 @@ struct CausalConv1dForward : CausalConv1d {
   void* out;  // [tokens, channels]
 };
 
+// One token of each of `tokens` sequences, after the cached rows of its sequence, which it updates.
+struct CausalConv1dUpdate {
+  const void* x;  // [tokens, channels], inner stride 1
+  int64_t x_stride;
+  const void* weight;    // [channels, width]
+  const int32_t* slots;  // [tokens], the place of a sequence in the cache
+  void* cache;           // [width - 1, channels] of each sequence, contiguous, oldest row first
+  int64_t cache_stride;  // between sequences
+  DType dtype;           // of all tensors: f32, bf16 or f16
+  int64_t tokens, channels, width;
+  bool silu;
+  void* out;  // [tokens, channels]
+  int num_threads;
+};
+
 // Gradients that are null are not computed.
 struct CausalConv1dBackward : CausalConv1d {
   const void* grad_out;  // [tokens, channels], inner stride 1
@@ -54,6 +69,7 @@ struct CausalConv1dBackward : CausalConv1d {
 };
 
 HE_CPU_KERNEL(causal_conv1d_cpu, CausalConv1dForward)
+HE_CPU_KERNEL(causal_conv1d_update_cpu, CausalConv1dUpdate)
 HE_CPU_KERNEL(causal_conv1d_backward_cpu, CausalConv1dBackward)
 
 }  // namespace hybridengine

@@ -58,20 +58,21 @@ std::tuple<Tensor, Tensor> rms_norm_backward(In grad_out, In x, In weight, In in
   return {grad_x, grad_weight};
 }
 
-// Rotates the heads of x [rows, heads, dim] in place, by rows `positions` of the tables.
+// Rotates the first elements of the heads of x [rows, heads, dim] in place, twice as many as the
+// tables have columns, by rows `positions` of the tables.
 void rotary_(In x, In positions, In cos, In sin) {
   Rotary p{};
   const Arguments given = arguments_of("rotary_", "x", x, p.dtype);
   const ScalarType type = x.scalar_type();
-  int64_t dim = 0, count = 0;
-  const HeadRows rows = given.heads("x", x, type, {&p.rows, &p.heads, &dim});
-  given.expect(dim % 2 == 0 && (x.numel() == 0 || rows.head_stride == dim), "x has shape ",
-               x.sizes(), " and strides ", x.strides(), "; expected an even dim, contiguous heads");
+  int64_t count = 0;
+  const HeadRows rows = given.heads("x", x, type, {&p.rows, &p.heads, &p.dim});
   p.x = x.data();
   p.row_stride = rows.token_stride;
-  p.half = dim / 2;
   p.positions = given.data<int64_t>("positions", positions, {p.rows});
-  p.cos = given.data("cos", cos, type, {&count, p.half});
+  p.cos = given.data("cos", cos, type, {&count, &p.half});
+  given.expect(2 * p.half <= p.dim && (x.numel() == 0 || p.heads == 1 || rows.head_stride == p.dim),
+               "x has shape ", x.sizes(), " and strides ", x.strides(), ", and cos ", cos.sizes(),
+               "; expected contiguous heads of at least twice as many elements as cos has columns");
   p.sin = given.data("sin", sin, type, {count, p.half});
   given.run_rows(p, &Rotary::rows, [op = given.op(), count](const Rotary& p) {
     check_values(op, "positions", p.positions, p.rows, 0, count - 1);
@@ -106,15 +107,25 @@ template <typename Params>
 Arguments fill_gated(const char* op, Params& p, In gate, In up, const std::string& activation) {
   const Arguments given = arguments_of(op, "gate", gate, p.dtype);
   p.activation = gate_of(activation);
-  p.gate = given.rows("gate", gate, gate.scalar_type(), {&p.rows, &p.width});
-  p.up = given.rows("up", up, gate.scalar_type(), {p.rows, p.width});
   return given;
 }
 
+// gate, up: [rows, width] or [rows, heads, width].
 Tensor gated_activation(In gate, In up, const std::string& activation) {
   GatedActivation p{};
   const Arguments given = fill_gated("gated_activation", p, gate, up, activation);
-  Tensor out = given.make(p.out, {p.rows, p.width}, gate.scalar_type());
+  const ScalarType type = gate.scalar_type();
+  if (gate.dim() == 3) {
+    p.gate = given.heads("gate", gate, type, {&p.rows, &p.heads, &p.width});
+    p.up = given.heads("up", up, type, {p.rows, p.heads, p.width});
+    p.rows *= p.heads;
+  } else {
+    const Rows gates = given.rows("gate", gate, type, {&p.rows, &p.width});
+    const Rows ups = given.rows("up", up, type, {p.rows, p.width});
+    p.gate = {gates.data, gates.stride, 0}, p.up = {ups.data, ups.stride, 0};
+    p.heads = 1;
+  }
+  Tensor out = given.make(p.out, gate.sizes(), type);
   if (out.numel() > 0) given.run_rows(p, &GatedActivation::rows, gated_activation_cpu);
   return out;
 }
@@ -125,11 +136,27 @@ std::tuple<Tensor, Tensor> gated_activation_backward(In grad_out, In gate, In up
   GatedActivationBackward p{};
   const Arguments given = fill_gated("gated_activation_backward", p, gate, up, activation);
   const ScalarType type = gate.scalar_type();
+  p.gate = given.rows("gate", gate, type, {&p.rows, &p.width});
+  p.up = given.rows("up", up, type, {p.rows, p.width});
   p.grad_out = given.rows("grad_out", grad_out, type, {p.rows, p.width});
   Tensor grad_gate = given.make(p.grad_gate, {p.rows, p.width}, type);
   Tensor grad_up = given.make(p.grad_up, {p.rows, p.width}, type);
   if (grad_up.numel() > 0) given.run(p, gated_activation_backward_cpu);
   return {grad_gate, grad_up};
+}
+
+// g and beta of Gated DeltaNet, float32 [rows, heads].
+std::tuple<Tensor, Tensor> delta_gates(In a, In b, In log_rate, In bias) {
+  DeltaGates p{};
+  const Arguments given = arguments_of("delta_gates", "a", a, p.dtype);
+  const ScalarType type = a.scalar_type();
+  p.a = given.rows("a", a, type, {&p.rows, &p.heads});
+  p.b = given.rows("b", b, type, {p.rows, p.heads});
+  p.log_rate = given.data<float>("log_rate", log_rate, {p.heads});
+  p.bias = given.data("bias", bias, type, {p.heads});
+  Tensor g = given.make(p.g, {p.rows, p.heads}), beta = given.make(p.beta, {p.rows, p.heads});
+  if (g.numel() > 0) given.run_rows(p, &DeltaGates::rows, delta_gates_cpu);
+  return {g, beta};
 }
 
 }  // namespace
@@ -141,6 +168,7 @@ void register_layer(py::module_& m) {
   def(m, "rotary_", &rotary_, "x positions cos sin");
   def(m, "add_scaled_", &add_scaled_, "out update scale");
   def(m, "gated_activation", &gated_activation, "gate up activation");
+  def(m, "delta_gates", &delta_gates, "a b log_rate bias");
   def(m, "gated_activation_backward", &gated_activation_backward, "grad_out gate up activation");
 }
 

@@ -2,40 +2,12 @@
 #include <type_traits>
 
 #include "common/parallel.h"
+#include "layer/activations.h"
 #include "layer/row_vectors.h"
 
 namespace hybridengine::HYBRIDENGINE_ISA {
 
 namespace {
-
-// An activation of x and, where it is wanted, its derivative.
-struct Activated {
-  VecF value, slope;
-};
-
-// exp(-|x|)
-HE_SIMD VecF small_exp(VecF x) { return exp(-(VecF)((VecI)x & 0x7FFFFFFF)); }
-
-HE_SIMD VecF logistic(VecF x, VecF small) {
-  return select(x < 0.0f, small, splat(1.0f)) / (1.0f + small);
-}
-
-HE_SIMD Activated silu(VecF x) {
-  const VecF sigmoid = logistic(x, small_exp(x));
-  return {x * sigmoid, sigmoid * (1.0f + x * (1.0f - sigmoid))};
-}
-
-HE_SIMD Activated sigmoid(VecF x) {
-  const VecF value = logistic(x, small_exp(x));
-  return {value, value * (1.0f - value)};
-}
-
-// max(x, 0) + log(1 + exp(-|x|)), where the rounding of 1 + exp(-|x|) is made up for.
-HE_SIMD Activated softplus(VecF x) {
-  const VecF small = small_exp(x), sum = 1.0f + small;
-  const VecF log_sum = select(sum == 1.0f, small, log(sum) * (small / (sum - 1.0f)));
-  return {select(x < 0.0f, splat(0.0f), x) + log_sum, logistic(x, small)};
-}
 
 HE_SIMD Activated gelu_tanh(VecF x) {
   constexpr float kScale = 0.79788456f, kCubic = 0.044715f;  // sqrt(2 / pi)
@@ -62,7 +34,8 @@ template <typename T, Gate activation>
 void forward(const GatedActivation& p) {
   parallel_for(p.rows, kRowGrain, p.num_threads, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const T *gate = p.gate.row<T>(row), *up = p.up.row<T>(row);
+      const int64_t token = row / p.heads, head = row % p.heads;
+      const T *gate = p.gate.row<T>(token, head), *up = p.up.row<T>(token, head);
       T* out = static_cast<T*>(p.out) + row * p.width;
       for_parts(p.width, [&](Part part) {
         part.store_to(out, activated<activation>(part.load_from(gate)).value * part.load_from(up));

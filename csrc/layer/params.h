@@ -1,4 +1,5 @@
-// Row operators of a decoder layer: RMSNorm, the gated activation and the rotary embedding.
+// Row operators of a decoder layer: RMSNorm, the gated activation, the rotary embedding, and the
+// gates of Gated DeltaNet.
 //
 // An element's bits depend on its row and its place in it alone, not on the other rows or on the
 // number of threads: sums go over a row in an order that its width fixes. The gradient of the
@@ -8,6 +9,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/heads.h"
 #include "common/isa.h"
 #include "common/rows.h"
 
@@ -46,7 +48,8 @@ enum class Gate { silu, gelu_tanh, sigmoid, softplus };
 
 // out = activation(gate) * up, in float32, rounded once.
 struct GatedActivation {
-  Rows gate, up;
+  HeadRows gate, up;  // of each token `heads` rows
+  int64_t heads;
   DType dtype;  // of all tensors: f32 or bf16
   Gate activation;
   void* out;  // [rows, width] contiguous
@@ -63,11 +66,22 @@ struct GatedActivationBackward {
   int num_threads;
 };
 
-// x = [x1, x2], the halves of a head, becomes [x1 cos - x2 sin, x2 cos + x1 sin]. Each product and
-// the sum are rounded to the dtype, as torch rounds them.
+// g = -exp(log_rate) softplus(a + bias) and beta = sigmoid(b), in float32.
+struct DeltaGates {
+  Rows a, b;              // [rows, heads]
+  const float* log_rate;  // [heads]; it is rounded to the dtype
+  const void* bias;       // [heads]
+  DType dtype;            // of a, b and bias: f32 or bf16
+  float *g, *beta;        // [rows, heads] contiguous
+  int64_t rows, heads;
+  int num_threads;
+};
+
+// [x1, x2], the first 2 * half elements of a head, become [x1 cos - x2 sin, x2 cos + x1 sin]. Each
+// product and the sum are rounded to the dtype, as torch rounds them.
 struct Rotary {
-  void* x;  // [rows, heads, 2 * half], inner dimensions contiguous
-  int64_t row_stride;
+  void* x;  // [rows, heads, dim], inner dimensions contiguous
+  int64_t row_stride, dim;
   const void *cos, *sin;     // [positions, half] contiguous
   const int64_t* positions;  // [rows]
   DType dtype;               // of x and the tables: f32 or bf16
@@ -90,6 +104,7 @@ HE_CPU_KERNEL(rms_norm_cpu, RmsNorm)
 HE_CPU_KERNEL(rms_norm_backward_cpu, RmsNormBackward)
 HE_CPU_KERNEL(gated_activation_cpu, GatedActivation)
 HE_CPU_KERNEL(gated_activation_backward_cpu, GatedActivationBackward)
+HE_CPU_KERNEL(delta_gates_cpu, DeltaGates)
 HE_CPU_KERNEL(rotary_cpu, Rotary)
 HE_CPU_KERNEL(add_scaled_cpu, AddScaled)
 

@@ -13,7 +13,7 @@ void rotate(const Rotary& p) {
       const T* cosines = static_cast<const T*>(p.cos) + p.positions[row] * p.half;
       const T* sines = static_cast<const T*>(p.sin) + p.positions[row] * p.half;
       T* head = static_cast<T*>(p.x) + row * p.row_stride;
-      for (int64_t h = 0; h < p.heads; ++h, head += 2 * p.half) {
+      for (int64_t h = 0; h < p.heads; ++h, head += p.dim) {
         for_parts(p.half, [&](Part part) {
           const VecF first = part.load_from(head), second = part.load_from(head + p.half);
           const VecF cos = part.load_from(cosines), sin = part.load_from(sines);

@@ -1,5 +1,7 @@
 #include <array>
+#include <numeric>
 #include <tuple>
+#include <vector>
 
 #include "common/segments.h"
 #include "linear_recurrence/params.h"
@@ -39,9 +41,8 @@ Segments plan_segments(const SegmentBounds& bounds, bool keep_borders) {
   return plan;
 }
 
-Arguments fill(LinearRecurrence& p, Segments& plan, In q, In k, In v, In g, OptionalIn beta,
-               In cu_seqlens, OptionalIn parents, OptionalIn initial_state, double scale,
-               bool delta, bool l2_norm, bool keep_borders) {
+Arguments fill_heads(LinearRecurrence& p, In q, In k, In v, In g, OptionalIn beta, double scale,
+                     bool delta, bool l2_norm) {
   const Arguments given(kOp, "q", q);
   given.on_cpu();
   const ScalarType type = q.scalar_type();
@@ -57,13 +58,20 @@ Arguments fill(LinearRecurrence& p, Segments& plan, In q, In k, In v, In g, Opti
   p.g = p.g_channels ? given.data<float>("g", g, {p.tokens, p.v_heads, p.k_dim})
                      : given.data<float>("g", g, {p.tokens, p.v_heads});
   p.beta = given.data<float>("beta", beta, {p.tokens, p.v_heads});
+  p.scale = static_cast<float>(scale);
+  p.delta = delta, p.l2_norm = l2_norm;
+  return given;
+}
+
+Arguments fill(LinearRecurrence& p, Segments& plan, In q, In k, In v, In g, OptionalIn beta,
+               In cu_seqlens, OptionalIn parents, OptionalIn initial_state, double scale,
+               bool delta, bool l2_norm, bool keep_borders) {
+  const Arguments given = fill_heads(p, q, k, v, g, beta, scale, delta, l2_norm);
   const SegmentBounds bounds = check_segments(given, cu_seqlens, parents, p.tokens);
   p.initial = given.data<float>("initial_state", initial_state,
                                 {bounds.count, p.v_heads, p.k_dim, p.v_dim});
   plan = plan_segments(bounds, keep_borders);
   p.plan = &plan;
-  p.scale = static_cast<float>(scale);
-  p.delta = delta, p.l2_norm = l2_norm;
   return given;
 }
 
@@ -83,6 +91,35 @@ std::tuple<Tensor, Tensor, Tensor> forward(In q, In k, In v, In g, OptionalIn be
                                       p.v_heads, p.k_dim, p.v_dim);
   given.run(p, linear_recurrence_cpu);
   return {out, states, final_states};
+}
+
+// One token of each of T sequences, whose states are rows `slots` of the cache, which it updates.
+Tensor update(In q, In k, In v, In g, OptionalIn beta, In states, In slots, double scale,
+              bool delta, bool l2_norm) {
+  LinearRecurrenceForward p{};
+  const Arguments given = fill_heads(p, q, k, v, g, beta, scale, delta, l2_norm);
+  given.same_device("states", states);
+  const int64_t size = p.v_heads * p.k_dim * p.v_dim;
+  given.expect(states.scalar_type() == kFloat && states.dim() == 4 &&
+                   states.sizes() == Sizes{states.size(0), p.v_heads, p.k_dim, p.v_dim} &&
+                   states.strides() == Sizes{states.stride(0), p.k_dim * p.v_dim, p.v_dim, 1} &&
+                   states.stride(0) >= size,
+               "states is a ", states.scalar_type(), " of shape ", states.sizes(), " and strides ",
+               states.strides(), "; expected float32 [N, ", p.v_heads, ", ", p.k_dim, ", ", p.v_dim,
+               "] with contiguous rows");
+  p.cache = states.data<float>(), p.cache_stride = states.stride(0);
+  p.slots = given.data<int32_t>("slots", slots, {p.tokens});
+  Tensor out = given.make(p.out, {p.tokens, p.v_heads, p.v_dim}, q.scalar_type());
+  int64_t LinearRecurrenceForward::* const tokens = &LinearRecurrenceForward::tokens;
+  given.run_rows(p, tokens, [op = given.op(), count = states.size(0)](LinearRecurrenceForward p) {
+    check_values(op, "slots", p.slots, p.tokens, 0, count - 1);
+    std::vector<int32_t> ends(p.tokens + 1);
+    std::iota(ends.begin(), ends.end(), 0);
+    const Segments plan = plan_segments({p.tokens, ends.data(), nullptr}, false);
+    p.plan = &plan;
+    linear_recurrence_cpu(p);
+  });
+  return out;
 }
 
 using Gradient = std::optional<Tensor>;
@@ -120,6 +157,7 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient, Gradient> backward(
 void register_linear_recurrence(py::module_& m) {
   def(m, "linear_recurrence", &forward,
       "q k v g beta cu_seqlens parents initial_state scale delta l2_norm keep_states wants_final");
+  def(m, "linear_recurrence_update", &update, "q k v g beta states slots scale delta l2_norm");
   def(m, "linear_recurrence_backward", &backward,
       "grad_out grad_final q k v g beta cu_seqlens parents initial_state states scale delta "
       "l2_norm wanted");

@@ -87,9 +87,15 @@ inline void write_state(const LinearRecurrence& p, const Block& block, const Col
   for (int64_t i = 0; i < p.k_dim; ++i) block.store_to(to + i * p.v_dim, state[i]);
 }
 
+// The cached state of the sequence of a segment.
+inline float* cached_state(const LinearRecurrence& p, int64_t segment, int64_t head) {
+  return p.cache + p.slots[segment] * p.cache_stride + head * p.k_dim * p.v_dim;
+}
+
 // The state from which a segment starts; null where it is 0.
 inline const float* start_of(const LinearRecurrence& p, int64_t segment, int64_t head) {
   const Segment& s = p.plan->segments[segment];
+  if (p.slots) return cached_state(p, segment, head);
   if (s.parent >= 0) return head_state(p.states, p.plan->segments[s.parent].end_slot, head, p);
   return p.initial ? head_state(p.initial, segment, head, p) : nullptr;
 }

@@ -36,6 +36,7 @@ class Walk {
     }
     if (s.end_slot >= 0) keep(p_.states, s.end_slot);
     if (p_.final_states) keep(p_.final_states, index);
+    if (p_.slots) write_to(cached_state(p_, index, head_));
   }
 
   void run_chunk(int64_t begin, int64_t count, const Block& block, Columns* state) {
@@ -57,10 +58,10 @@ class Walk {
     }
   }
 
-  void keep(float* states, int64_t slot) {
-    each_block([&](const Block& block, Columns* state) {
-      write_state(p_, block, state, head_state(states, slot, head_, p_));
-    });
+  void keep(float* states, int64_t slot) { write_to(head_state(states, slot, head_, p_)); }
+
+  void write_to(float* to) {
+    each_block([&](const Block& block, Columns* state) { write_state(p_, block, state, to); });
   }
 
   template <typename Body>

@@ -47,6 +47,9 @@ struct LinearRecurrence {
   const float* g;  // [tokens, v_heads], or with g_channels [tokens, v_heads, k_dim]
   const float* beta;     // [tokens, v_heads] or null: 1
   const float* initial;  // [segments, v_heads, k_dim, v_dim] or null: 0; roots read it
+  const int32_t* slots;  // [segments], or null: states of sequences in `cache`, from which segments
+  float* cache;          // start and in which they leave their last ones, in place of `initial`
+  int64_t cache_stride;  // between states of sequences, each [v_heads, k_dim, v_dim]
   const Segments* plan;
   float* states;  // [slots, v_heads, k_dim, v_dim]
   int64_t tokens, k_heads, v_heads, k_dim, v_dim;

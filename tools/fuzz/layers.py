@@ -77,7 +77,7 @@ def add_scaled_(d: Draw) -> list:
 
 def rotary_(d: Draw) -> list:
     dtype, rows, half = d.pick((torch.float32, torch.bfloat16)), d.size(), d.size(20)
-    x = d.floats(rows, d.size(4), 2 * half, dtype=dtype)
+    x = d.floats(rows, d.size(4), 2 * half + d.size(3), dtype=dtype)
     cos, sin = (d.floats(9, half, dtype=dtype) for _ in range(2))
     return [x, d.ints(0, 9, rows), cos, sin]
 
@@ -90,13 +90,21 @@ def rms_norm_backward(d: Draw) -> list:
 
 
 def gated_activation(d: Draw) -> list:
-    dtype, rows, width = d.pick((torch.float32, torch.bfloat16)), d.size(), d.size(70)
-    gate, up = (d.rows(d.floats(rows, width, dtype=dtype)) for _ in range(2))
+    dtype = d.pick((torch.float32, torch.bfloat16))
+    shape = [*d.pick(((), (d.size(4),))), d.size(), d.size(70)]
+    gate, up = (d.rows(d.floats(*shape, dtype=dtype)) for _ in range(2))
     return [gate, up, d.pick(("silu", "gelu_tanh", "sigmoid", "softplus"))]
+
+
+def delta_gates(d: Draw) -> list:
+    dtype, rows, heads = d.pick((torch.float32, torch.bfloat16)), d.size(), d.size(40)
+    a, b = (d.rows(d.floats(rows, heads, dtype=dtype)) for _ in range(2))
+    return [a, b, d.floats(heads), d.floats(heads, dtype=dtype)]
 
 
 def gated_activation_backward(d: Draw) -> list:
     gate, up, activation = gated_activation(d)
+    gate, up = gate.flatten(0, -2), up.flatten(0, -2)
     return [d.rows(d.floats(*gate.shape, dtype=gate.dtype)), gate, up, activation]
 
 
@@ -108,6 +116,14 @@ def causal_conv1d(d: Draw) -> list:
     x = d.rows(d.floats(tokens, channels, dtype=dtype))
     ends = d.ends(segments, tokens)
     return [x, d.floats(width, channels), bias, ends, parents(d, segments), state, d.chance(0.5)]
+
+
+def causal_conv1d_update(d: Draw) -> list:
+    dtype, tokens, channels = d.pick(FLOAT_DTYPES), d.size(9), d.size(300)
+    width, slots = d.pick((2, 3, 4)), tokens + d.size(3)
+    cache = d.floats(slots, width, channels, dtype=dtype)[:, 1:]
+    x, weight = d.floats(tokens, channels, dtype=dtype), d.floats(channels, width, dtype=dtype)
+    return [d.rows(x), weight, cache, torch.randperm(slots)[:tokens].int(), d.chance(0.5)]
 
 
 def causal_conv1d_backward(d: Draw) -> list:
@@ -132,6 +148,15 @@ def linear_recurrence(d: Draw) -> list:
     state = d.maybe(lambda: d.floats(segments, heads, dim, value_dim))
     tensors = [*inputs, g, beta, d.ends(segments, tokens), parents(d, segments), state]
     return [*tensors, 0.3, *(d.chance(0.5) for _ in range(4))]
+
+
+def linear_recurrence_update(d: Draw) -> list:
+    q, k, v, g, beta, *_ = linear_recurrence(d)
+    slots = len(q) + d.size(3)
+    states = d.floats(slots, v.shape[1] * q.shape[2] * v.shape[2] + 1)[:, 1:]
+    states = states.unflatten(1, (v.shape[1], q.shape[2], v.shape[2]))
+    slots = torch.randperm(slots)[: len(q)].int()
+    return [q, k, v, g, beta, states, slots, 0.3, d.chance(0.5), d.chance(0.5)]
 
 
 def linear_recurrence_backward(d: Draw) -> list:
@@ -220,13 +245,16 @@ FUNCTIONS = (
     rotary_,
     gated_activation,
     gated_activation_backward,
+    delta_gates,
     decode_linear,
     grouped_linear,
     grouped_weight_grad,
     causal_conv1d,
     causal_conv1d_backward,
+    causal_conv1d_update,
     linear_recurrence,
     linear_recurrence_backward,
+    linear_recurrence_update,
     mixed_gemm,
     has_mixed_gemm,
     sparse_logits,
