@@ -2,7 +2,8 @@
 
 A token's bits depend on its own past alone. Convolution and recurrence are so by construction,
 whether a sequence is computed at once, in chunks or token by token from the engine's states. Gates
-are `gated_activation`s, as torch computes the last elements of a thread's part by another function.
+are `delta_gates` and `gated_activation`s, as torch computes the last elements of a thread's part by
+another function.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from torch import Tensor, nn
 
 from hybridengine.hybrid.functions import packed_row, packed_segments, rebound
 from hybridengine.kernels import causal_conv1d, gated_activation, linear_recurrence, rms_norm
+from hybridengine.kernels.delta_net import (
+    causal_conv1d_update,
+    delta_gates,
+    linear_recurrence_update,
+)
 from hybridengine.run.errors import ModelError
 
 __all__ = ["exact_forwards"]
-
-_LANES = 64  # elements, of which torch computes all in vectors
 
 
 def exact_forwards(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
@@ -41,8 +45,10 @@ def exact_forwards(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
             for name in ("conv1d", "chunk_gated_delta_rule"):  # not called
                 if (inner := getattr(module, name, None)) is not None:
                     forwards[inner] = type(inner).forward
-        elif kind.__name__ in _ATTENTION:
+        elif kind.__name__ == "Qwen3_5Attention":
             forwards[module] = rebound(kind.forward, {"torch": _Torch()})
+        elif kind.__name__ == "Qwen3NextAttention":
+            forwards[module] = _engine_attention
     return forwards
 
 
@@ -62,14 +68,28 @@ def _check(layer: Any) -> None:
 
 
 class _Torch:
-    """torch with an exact sigmoid."""
+    """torch, in which x * sigmoid(gate) is one operator."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    @staticmethod
-    def sigmoid(x: Tensor) -> Tensor:
-        return gated_activation(x, torch.ones_like(x), "sigmoid")
+    class sigmoid:
+        def __init__(self, gate: Tensor) -> None:
+            self._gate = gate
+
+        def __rmul__(self, x: Tensor) -> Tensor:
+            return gated_activation(self._gate, x, "sigmoid")
+
+
+def _engine_attention(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
+    sizes = [2 * self.q_size, self.kv_size, self.kv_size]
+    q, k, v = self.qkv_proj(hidden_states)[0].split(sizes, 1)
+    q, gate = q.unflatten(1, (self.num_heads, -1)).chunk(2, 2)
+    q, k = self.q_norm(q), self.k_norm(k.unflatten(1, (self.num_kv_heads, -1)))
+    q, k = self.rotary_emb(positions, q.flatten(1), k.flatten(1))
+    out = gated_activation(gate, self.attn(q, k, v).view(gate.shape), "sigmoid")
+    output: Tensor = self.o_proj(out.flatten(1))[0]
+    return output
 
 
 def _gated_norm(self: Any, x: Tensor, gate: Tensor) -> Tensor:
@@ -77,24 +97,17 @@ def _gated_norm(self: Any, x: Tensor, gate: Tensor) -> Tensor:
     return gated_activation(gate, rms_norm(x, self.weight, eps, round_first=True))
 
 
-def _mix(
-    layer: Any, qkv: Tensor, a: Tensor, b: Tensor, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Run the recurrence of a layer over tokens that are convolved.
+def _operands(layer: Any, qkv: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+    """Return the operands of a layer's recurrence.
 
-    qkv: [T, C]; a, b: [T, H_v], which become decay and beta. options: of `linear_recurrence`.
+    qkv: [T, C], after the convolution. a, b: [T, H_v], which become decay and beta.
     """
-    heads = a.shape[1]
-    values = heads * layer.head_v_dim
+    values = a.shape[1] * layer.head_v_dim
     keys = (qkv.shape[1] - values) // 2
-    q, k, v = qkv.split([keys, keys, values], 1)
-    q, k = (x.unflatten(1, (-1, layer.head_k_dim)) for x in (q, k))
-    # The engine keeps A_log in float32, and the trainer computes with all weights in its dtype.
-    log_rate = layer.A_log.to(qkv.dtype).float()
-    rate = log_rate[:, None].expand(-1, _LANES).contiguous().exp()[:, 0]
-    g = gated_activation(a.float() + layer.dt_bias.float(), (-rate).expand(len(a), -1), "softplus")
-    v, beta = v.unflatten(1, (heads, -1)), _Torch.sigmoid(b)
-    return linear_recurrence(q, k, v, g, beta, l2_norm=True, **options)
+    sizes = (layer.head_k_dim, layer.head_k_dim, layer.head_v_dim)
+    parts = zip(qkv.split([keys, keys, values], 1), sizes, strict=True)
+    heads = [part.unflatten(1, (-1, size)) for part, size in parts]
+    return [*heads, *delta_gates(a, b, layer.A_log, layer.dt_bias.to(a.dtype))]
 
 
 def _trained_layer(self: Any, hidden_states: Tensor, cache_params: Any = None, **_: Any) -> Tensor:
@@ -108,48 +121,70 @@ def _trained_layer(self: Any, hidden_states: Tensor, cache_params: Any = None, *
     )
     weight = self.conv1d.weight.squeeze(1)
     qkv = causal_conv1d(qkv, weight, activation="silu", **segments)
-    out = _mix(self, qkv, a, b, **segments)[0]
+    out, _ = linear_recurrence(*_operands(self, qkv, a, b), l2_norm=True, **segments)
     return self.out_proj(self.norm(out, z.view(out.shape)).flatten(1))[None]
 
 
 def _engine_layer(self: Any, hidden_states: Tensor) -> Tensor:
     """hidden_states: [T, H], of the sequences of vLLM's step."""
     from vllm.forward_context import get_forward_context
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
     qkv, z = qkvz.split([x // self.tp_size for x in (self.conv_dim, self.value_dim)], 1)
     z = z.unflatten(1, (-1, self.head_v_dim))
-    out = torch.zeros_like(z)
     metadata: Any = get_forward_context().attn_metadata
-    if metadata is not None:  # else vLLM warms up
-        batch = metadata[self.prefix]
-        tokens = batch.num_actual_tokens
-        b, a = ba[:tokens].chunk(2, 1)
-        out[:tokens] = _step(self, batch, qkv[:tokens], a, b)
+    if metadata is None:  # vLLM warms up
+        return self._output_projection(torch.zeros_like(z), z)
+    batch = metadata[self.prefix]
+    tokens = batch.num_actual_tokens
+    is_decoding = batch.num_decodes == tokens and not is_conv_state_dim_first()
+    step = _decode if is_decoding else _continue
+    out = step(self, batch, qkv[:tokens], *reversed(ba[:tokens].chunk(2, 1)))
+    if tokens < len(z):
+        out = torch.cat([out, out.new_zeros(len(z) - tokens, *out.shape[1:])])
     return self._output_projection(out, z)
 
 
-def _step(layer: Any, batch: Any, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Continue the sequences of a batch from the states in the engine's cache, and update them."""
+def _cache(layer: Any) -> tuple[Tensor, Tensor]:
+    """Return the last rows [N, W - 1, C] and the states [N, H_v, D_k, D_v] of sequences."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
+    rows, states = layer.kv_cache
+    if is_conv_state_dim_first():
+        rows = rows.transpose(1, 2)
+    return rows, states.view(*states.shape[:2], layer.head_k_dim, layer.head_v_dim)
+
+
+def _convolution_weight(layer: Any) -> Tensor:
+    """Return the weight [C, W], as it was before vLLM packed it."""
+    weight: Tensor = getattr(layer.conv1d, "_cpu_unpacked_conv_weight", layer.conv1d.weight)
+    return weight.view(len(weight), -1)
+
+
+def _decode(layer: Any, batch: Any, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Continue each sequence by a token, in the engine's cache. No other kernels run (`Graph`)."""
+    slots = batch.non_spec_state_indices_tensor[: len(qkv)].contiguous()
+    rows, states = _cache(layer)
+    x = causal_conv1d_update(qkv, _convolution_weight(layer), rows, slots)
+    return linear_recurrence_update(*_operands(layer, x, a, b), states, slots)
+
+
+def _continue(layer: Any, batch: Any, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Continue the sequences of a batch from the states in the engine's cache, and update them."""
     count = batch.num_decodes + batch.num_prefills
     slots = batch.non_spec_state_indices_tensor[:count].long()
-    starts = batch.non_spec_query_start_loc[: count + 1]
-    row_cache, state_cache = layer.kv_cache
-    if is_conv_state_dim_first():
-        row_cache = row_cache.transpose(1, 2)
-    state_cache = state_cache.view(*state_cache.shape[:2], layer.head_k_dim, layer.head_v_dim)
+    segments = {"cu_seqlens": batch.non_spec_query_start_loc[: count + 1]}
+    row_cache, state_cache = _cache(layer)
     rows, states = row_cache[slots], state_cache[slots]
     if batch.has_initial_state is not None:
         begins = ~batch.has_initial_state[:count]
         rows[begins], states[begins] = 0, 0
-    weight = getattr(layer.conv1d, "_cpu_unpacked_conv_weight", layer.conv1d.weight)
-    weight = weight.view(qkv.shape[1], -1)
-    x = causal_conv1d(qkv, weight, cu_seqlens=starts, initial_state=rows, activation="silu")
-    row_cache[slots] = _last_rows(qkv, starts, rows)
-    options = {"initial_state": states, "output_final_state": True}
-    out, final = _mix(layer, x, a, b, cu_seqlens=starts, **options)
+    weight = _convolution_weight(layer)
+    x = causal_conv1d(qkv, weight, **segments, initial_state=rows, activation="silu")
+    row_cache[slots] = _last_rows(qkv, segments["cu_seqlens"], rows)
+    options = {"initial_state": states, "output_final_state": True, "l2_norm": True}
+    out, final = linear_recurrence(*_operands(layer, x, a, b), **segments, **options)
     state_cache[slots] = final
     return out
 
@@ -169,4 +204,3 @@ _LAYERS: dict[str, Callable[..., Any]] = {
     "Qwen3_5GatedDeltaNet": _trained_layer,
     "QwenGatedDeltaNetAttention": _engine_layer,
 }
-_ATTENTION = ("Qwen3_5Attention", "Qwen3NextAttention")

@@ -126,9 +126,9 @@ def use_exact_operators(
             replaced = name
     layers = [m for m in model.modules() if isinstance(m, AttentionLayerBase)]
     on_cpu = all(parameter.is_cpu for parameter in model.parameters())
+    if on_cpu and get_tensor_model_parallel_world_size() == 1:
+        use_decode_graphs(model, slot)
     if on_cpu and all(isinstance(layer, Attention) for layer in layers):  # none with a state
-        if get_tensor_model_parallel_world_size() == 1:
-            use_decode_graphs(model, slot)
         compute_repeats_once(model)
 
 
@@ -247,7 +247,6 @@ def _rotary(module: Any, max_model_len: int) -> Any:
             "rollout.exact: rotary embedding of neighbours, or M-RoPE with YaRN; set "
             "rollout.exact=off for this model"
         )
-    size, turned = module.head_size, module.rotary_dim
     device = module.cos_sin_cache.device
     with torch.device("cpu"):  # as transformers does
         frequencies = module._compute_inv_freq(module.base)
@@ -256,10 +255,7 @@ def _rotary(module: Any, max_model_len: int) -> Any:
     cos, sin = (t.to(module.dtype) for t in table.rows(positions))
 
     def rotated(x: Tensor, positions: Tensor) -> Tensor:
-        heads = x.view(x.shape[0], -1, size)
-        if turned < size:
-            first = rotate(heads[..., :turned].contiguous(), positions, cos, sin)
-            return torch.cat([first, heads[..., turned:]], -1).view(x.shape)
+        heads = x.view(x.shape[0], -1, module.head_size)
         return rotate(heads, positions, cos, sin).view(x.shape)
 
     def forward(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MethodType
@@ -76,20 +77,22 @@ def use_decode_graphs(model: nn.Module, slot: AdapterSlot | None = None) -> None
 @dataclass
 class _Captured:
     graph: Graph
-    hidden: Tensor  # the embeddings, which a step overwrites
-    positions: Tensor
+    inputs: list[Tensor]  # the embeddings, positions and so on, which a step overwrites
     operands: list[Tensor]  # whatever else the kernels read, kept so that no other has its address
     state: list[float]  # their addresses, and by what else Python decides; a step has the same one
 
 
 class _DecodeSteps:
     def __init__(self, model: nn.Module, slot: AdapterSlot | None) -> None:
-        from vllm.model_executor.layers.attention import Attention
+        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
         modules = list(model.modules())
         self._owners = [m for m in modules if m._parameters or m._buffers]
         self._adapted: list[Any] = [m for m in modules if hasattr(m, "lora_a_stacked")]
-        self._layers = [m for m in modules if isinstance(m, Attention)]
+        # Tensors that are attributes: an unpacked weight.
+        items = ((m, *item) for m in modules for item in vars(m).items())
+        self._attributes = [(m, name) for m, name, x in items if isinstance(x, Tensor)]
+        self._layers: list[Any] = [m for m in modules if isinstance(m, AttentionLayerBase)]
         self._slot = slot
         self._embed: Any = model.embed_input_ids
         self._captured: _Captured | None = None
@@ -101,34 +104,46 @@ class _DecodeSteps:
         batch = None if self._refused else _decode_batch(rows)
         if batch is None:
             return None
-        captured = self._captured
-        operands = [*batch, *self._weights(), *(layer.kv_cache for layer in self._layers)]
+        captured, (places, operands) = self._captured, batch
+        operands += self._weights()
+        for cache in (layer.kv_cache for layer in self._layers):
+            operands += [cache] if isinstance(cache, Tensor) else cache
         state: list[float] = [torch.get_num_threads(), *(x.data_ptr() for x in operands)]
         if slot := self._slot:
             state += [slot.request is None, slot.rank, slot.scale]
-        hidden = self._embed(input_ids)
+        inputs = [self._embed(input_ids), positions.view(-1, rows)[0], *places]
         if captured and captured.graph.rows >= rows and captured.state == state:
-            captured.hidden[:rows].copy_(hidden)
-            captured.positions[:rows].copy_(positions)
+            for captured_input, given in zip(captured.inputs, inputs, strict=True):
+                captured_input[:rows].copy_(given)
             return captured.graph.replay(rows).clone()
         self._captured = None
-        hidden, positions = hidden.contiguous(), positions.clone()
-        graph = Graph(lambda: forward(None, positions, None, hidden), rows, inner_ops=_ATTENTION)
+        hidden, positions, *places = inputs = [x.clone() for x in inputs]
+        with _places_in(places):
+            run = lambda: forward(None, positions, None, hidden)  # noqa: E731
+            graph = Graph(run, rows, inner_ops=_ATTENTION)
         if graph.refused:
             log.info("decoding steps are not replayed: %s", graph.refused)
             self._refused = True
             return graph.output
-        self._captured = _Captured(graph, hidden, positions, operands, state)
+        self._captured = _Captured(graph, inputs, operands, state)
         return graph.output.clone()
 
     def _weights(self) -> list[Tensor]:
         held = [(*m._parameters.values(), *m._buffers.values()) for m in self._owners]
         held += [(*m.lora_a_stacked, *m.lora_b_stacked) for m in self._adapted]
+        held += [(getattr(module, name),) for module, name in self._attributes]
         return [tensor for tensors in held for tensor in tensors if tensor is not None]
 
 
-def _decode_batch(rows: int) -> list[Tensor] | None:
-    """Return the metadata of a batch of one token per sequence; None if it is another one."""
+# Of metadata of vLLM's Gated DeltaNet: the places of the sequences' states, a tensor of each step.
+_PLACES = "non_spec_state_indices_tensor"
+
+
+def _decode_batch(rows: int) -> tuple[list[Tensor], list[Tensor]] | None:
+    """Return places and the other metadata of a batch of one token per sequence; None: another one.
+
+    The other metadata are at the same addresses in each step.
+    """
     from vllm.forward_context import get_forward_context
 
     context = get_forward_context()
@@ -136,12 +151,35 @@ def _decode_batch(rows: int) -> list[Tensor] | None:
     if not isinstance(metadata, dict) or not isinstance(slots, dict):
         return None
     tensors: list[Tensor] = list({id(slot): slot for slot in slots.values()}.values())
+    places = list[Tensor]()
     groups: dict[int, Any] = {id(group): group for group in metadata.values()}
     for group in groups.values():
-        if group.num_actual_tokens != rows or group.seq_lens.shape[0] != rows or group.repeats:
+        if group.num_actual_tokens != rows:
             return None
-        tensors += [group.query_start_loc, group.seq_lens, group.block_table]
-    return tensors
+        if hasattr(group, _PLACES):
+            if group.num_decodes != rows:
+                return None
+            places.append(getattr(group, _PLACES)[:rows])
+        elif group.seq_lens.shape[0] != rows or group.repeats:
+            return None
+        else:
+            tensors += [group.query_start_loc, group.seq_lens, group.block_table]
+    return places, tensors
+
+
+@contextmanager
+def _places_in(places: list[Tensor]) -> Iterator[None]:
+    """While open, the metadata of vLLM's step has these places."""
+    from vllm.forward_context import get_forward_context, override_forward_context
+
+    context: Any = get_forward_context()
+    groups = {id(x): x for x in context.attn_metadata.values()}
+    stateful = {key: group for key, group in groups.items() if hasattr(group, _PLACES)}
+    moved = zip(stateful.items(), places, strict=True)
+    groups |= {key: replace(group, **{_PLACES: place}) for (key, group), place in moved}
+    metadata = {name: groups[id(x)] for name, x in context.attn_metadata.items()}
+    with override_forward_context(replace(context, attn_metadata=metadata)):
+        yield
 
 
 def compute_repeats_once(model: nn.Module) -> None:
