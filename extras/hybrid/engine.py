@@ -26,10 +26,10 @@ _DELTA_NET_SIZES = ((64, 64), (128, 128))  # of keys and values on a CPU
 _NO_LIMIT = (0.0, float("inf"))
 
 
-def check_vllm(rollout: RolloutConfig, dtype: str, exact: bool, text: PretrainedConfig) -> None:
+def check_vllm(rollout: RolloutConfig, exact: bool, text: PretrainedConfig) -> None:
     """Raise ModelError for what vLLM does not compute as the trainer does, or not at all.
 
-    dtype: of the engine. exact: its operators are the trainer's (`hybridengine.hybrid.exact`).
+    exact: its operators are the trainer's (`hybridengine.hybrid.exact`).
     """
     _check_mamba2(text)
     if rollout.servers:  # whoever starts them chooses the rest
@@ -74,7 +74,7 @@ def check_vllm(rollout: RolloutConfig, dtype: str, exact: bool, text: Pretrained
             "differ from run to run; set rollout.enforce_eager to true"
         )
     if "QwenGatedDeltaNetAttention" in layers and not exact:
-        _check_delta_net(dtype, text)
+        _check_delta_net(rollout.dtype, text)
 
 
 def cpu_obstacle(text: PretrainedConfig) -> str | None:

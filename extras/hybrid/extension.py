@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from hybridengine.hybrid.layers import MODEL_TYPES, pack_linear_attention
 from hybridengine.model.extensions import ModelExtension
 from hybridengine.model.validation import carried_state
 from hybridengine.run.config import JobConfig, RLConfig
-from hybridengine.run.errors import ConfigError, ModelError
+from hybridengine.run.errors import ModelError
 
 __all__ = ["HybridModels", "extension"]
 
@@ -27,22 +26,13 @@ class HybridModels(ModelExtension):
 
     stateful_model_types = MODEL_TYPES
 
-    def check(self, config: JobConfig, model: PretrainedConfig) -> None:
+    def check(self, config: JobConfig, model: PretrainedConfig, engine: str, exact: bool) -> None:
         from hybridengine.hybrid.engine import check_vllm
-        from hybridengine.train.choices import (  # it asks the models
-            Machine,
-            decide,
-            engine_name,
-            resolve_dtypes,
-        )
 
         if carried_state(model) is None:
             return
-        if isinstance(config, RLConfig) and engine_name(config) == "vllm":
-            dtype, exact = resolve_dtypes(config, Machine.here()).rollout.dtype, False
-            with suppress(ConfigError):  # which is reported elsewhere
-                exact = decide(config, model).exact
-            check_vllm(config.rollout, dtype, exact, model.get_text_config())
+        if isinstance(config, RLConfig) and engine == "vllm":
+            check_vllm(config.rollout, exact, model.get_text_config())
         text, size = model.get_text_config(), config.sequence_parallel_size
         heads = {name: getattr(text, name) for name in _HEADS if hasattr(text, name)}
         if text.model_type == "jamba":

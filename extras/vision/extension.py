@@ -24,7 +24,7 @@ class VisionTowers(ModelExtension):
     load_preparer = staticmethod(load_image_preparer)
     place_attachments = staticmethod(place_images)
 
-    def check(self, config: JobConfig, model: PretrainedConfig) -> None:
+    def check(self, config: JobConfig, model: PretrainedConfig, engine: str, exact: bool) -> None:
         if config.policy.freeze_vision_tower:
             check_vision_tower(model)
 

@@ -92,8 +92,12 @@ class ModelExtension:
     image_model_types: tuple[str, ...] = ()
     stateful_model_types: tuple[str, ...] = ()
 
-    def check(self, config: JobConfig, model: PretrainedConfig) -> None:
-        """Raise an error of the user for settings that the trained model does not support."""
+    def check(self, config: JobConfig, model: PretrainedConfig, engine: str, exact: bool) -> None:
+        """Raise an error of the user for settings that the trained model does not support.
+
+        config: with data types in place of `auto`.
+        engine: the one that generates; "" for none. exact: it has the trainer's operators.
+        """
 
     def prepare(self, model: Any) -> None:
         """Change what `model`, which has just been built, needs to run packed; on every rank."""

@@ -87,6 +87,9 @@ def check_job(config: JobConfig, faults: Faults | None = None) -> Checked:
         for files in (config.data.train_files, config.data.val_files)
     )
     if model is not None:
+        chosen = ("", False) if choices is None else (choices.engine, choices.exact)
+        for extension in model_extensions():
+            faults.attempt(extension.check, config, model, *chosen)
         faults.attempt(_check_images, config, (train, val))
         faults.attempt(_check_tokens, config, model, (train, val), faults)
         if train is not None:
@@ -130,8 +133,6 @@ def _check_run(config: RLConfig | SFTConfig, faults: Faults) -> PretrainedConfig
     if model is not None:
         faults.attempt(check_weights, path, model, trust)
         faults.attempt(check_packing, path, model, trust)
-        for extension in model_extensions():
-            faults.attempt(extension.check, config, model)
         faults.attempt(check_sequence_parallel, model, config.sequence_parallel_size)
         faults.attempt(check_rotary, model, config.max_model_len, trust)
         if (given := config.model).lora_rank:
