@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,9 +10,10 @@ from unittest.mock import patch
 
 import torch
 
+from tests.tiny_models import VOCAB
 from tests.vllm_llm import open_llm
 
-__all__ = ["counted_preemptions", "open_engine", "open_model", "sampled"]
+__all__ = ["compare_under_pressure", "counted_preemptions", "open_engine", "open_model", "sampled"]
 
 
 def open_engine(path: str, dtype: str, **options: Any) -> Any:
@@ -76,3 +78,40 @@ def sampled(
             values = [step[i].logprob for i, step in zip(ids, sample.logprobs, strict=True)]
             rows.append((prompt, ids, values))
     return rows, sum(output.num_cached_tokens or 0 for output in outputs)
+
+
+def compare_under_pressure(
+    path: str, dtype: str, *, shared: int, **options: Any
+) -> tuple[Any, list[tuple[list[int], list[int]]], torch.Tensor, bool]:
+    """Compare the log-probs of an engine with those of the model, in several packings.
+
+    shared: tokens with which three of the prompts begin. options: of `vllm.LLM`, a small cache.
+
+    Returns the model, (prompt, response) of all samples, their log-probs, and whether sequences
+    were preempted and prefixes found in the cache.
+    """
+    from hybridengine.model import pack_rollouts, packed_log_probs
+
+    pressure = {"enable_chunked_prefill": True, "enable_prefix_caching": True, "max_num_seqs": 8}
+    llm, model = open_engine(path, dtype, **pressure, **options), open_model(path, dtype)
+    draw = random.Random(0)
+    tokens = lambda n: [draw.randrange(3, VOCAB) for _ in range(n)]  # noqa: E731
+    common = tokens(shared)
+    prompts = [tokens(n) for n in (1, 2, 17, 60, 90)] + [common + tokens(n) for n in (1, 9, 30)]
+    with counted_preemptions() as preempted:
+        rows, _ = sampled(llm, prompts)
+        again, num_cached = sampled(llm, prompts[::-1])
+    rows += again
+    pairs = [(prompt, response) for prompt, response, _ in rows]
+    theirs = torch.tensor([value for *_, values in rows for value in values])
+    assert len(theirs) > 250
+    threads = torch.get_num_threads()
+    for shared_prefix, count in ((False, threads), (True, 1), (True, 3)):
+        torch.set_num_threads(count)
+        batch = pack_rollouts(pairs, shared_prefix=shared_prefix)
+        ours, _ = packed_log_probs(model, batch, 0.8)
+        assert torch.equal(ours.detach(), theirs), (shared_prefix, count)
+    torch.set_num_threads(threads)
+    ours.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    return model, pairs, theirs, bool(preempted) and num_cached > 0

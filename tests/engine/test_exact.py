@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,9 @@ import torch
 
 from hybridengine.engine.vllm.environment import vllm_available
 from hybridengine.run.errors import ModelError
-from tests.engine.exact_engines import counted_preemptions, open_engine, open_model, sampled
+from tests.engine.exact_engines import compare_under_pressure, open_model
 from tests.ranks import run_ranks
-from tests.tiny_models import VOCAB, save_tiny
+from tests.tiny_models import save_tiny
 
 pytestmark = [
     pytest.mark.multirank,
@@ -28,38 +27,16 @@ KINDS = (
 
 
 def compare(rank: int, world_size: int, folder: Path, kind: str, dtype: str) -> None:
-    """Generate under pressure, and compare all log-probs in several packings."""
     from hybridengine.model import pack_rollouts, packed_log_probs
 
-    path = save_tiny(kind, folder / kind)
     # A cache of 20 blocks of 16 tokens: prefixes are shared, prompts come in chunks of at most 32
     # tokens beside decoding sequences, and running sequences are preempted.
-    llm = open_engine(
-        path, dtype, kv_cache_memory_bytes=KV_BYTES[dtype], max_num_batched_tokens=32,
-        enable_chunked_prefill=True, enable_prefix_caching=True, max_num_seqs=8,
+    model, pairs, theirs, under_pressure = compare_under_pressure(
+        save_tiny(kind, folder / kind), dtype, shared=40,
+        kv_cache_memory_bytes=KV_BYTES[dtype], max_num_batched_tokens=32,
     )  # fmt: skip
-    model = open_model(path, dtype)
-    draw = random.Random(0)
-    tokens = lambda n: [draw.randrange(3, VOCAB) for _ in range(n)]  # noqa: E731
-    shared = tokens(40)
-    prompts = [tokens(n) for n in (1, 2, 17, 60, 90)] + [shared + tokens(n) for n in (1, 9, 30)]
-    with counted_preemptions() as preempted:
-        rows, _ = sampled(llm, prompts)
-        again, num_cached = sampled(llm, prompts[::-1])
     # The sliding window of mistral frees blocks: none is short, and no beginning is kept.
-    assert kind == "mistral" or (preempted and num_cached > 0)
-    rows += again
-    pairs = [(prompt, response) for prompt, response, _ in rows]
-    theirs = torch.tensor([value for *_, values in rows for value in values])
-    assert len(theirs) > 250
-    threads = torch.get_num_threads()
-    for shared_prefix, count in ((False, threads), (True, 1), (True, 3)):
-        torch.set_num_threads(count)
-        batch = pack_rollouts(pairs, shared_prefix=shared_prefix)
-        ours, _ = packed_log_probs(model, batch, 0.8)
-        assert ours.requires_grad
-        assert torch.equal(ours.detach(), theirs), (shared_prefix, count)
-    torch.set_num_threads(threads)
+    assert kind == "mistral" or under_pressure
     order = 0
     for prompt, response in pairs[:6]:  # each by itself, recomputed
         with torch.no_grad():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,10 @@ import torch
 
 from hybridengine.run.config import ConfigError, load_config
 from hybridengine.train.choices import decide
-from tests.engine.exact_engines import counted_preemptions, open_engine, open_model, sampled
+from tests.engine.exact_engines import compare_under_pressure
 from tests.extras.hybrid.hybrid_models import hybrid_config, hybrid_models
 from tests.ranks import run_ranks
-from tests.tiny_models import VOCAB, save_tiny
+from tests.tiny_models import save_tiny
 from tests.train.exact_job import VLLM, train
 from tests.train.in_process import lines_of, small_job
 
@@ -33,37 +32,12 @@ BLOCKS = 16  # of 16 KiB, which hold a state or the keys and values of a layer
 
 
 def compare(rank: int, world_size: int, folder: str, dtype: str) -> None:
-    """Generate under pressure, and compare all log-probs in several packings."""
-    from hybridengine.model import pack_rollouts, packed_log_probs
-
     # Prompts come in chunks of at most 48 tokens beside decoding sequences.
-    llm = open_engine(
-        folder, dtype, kv_cache_memory_bytes=BLOCKS << 14, max_num_batched_tokens=48,
-        enable_chunked_prefill=True, enable_prefix_caching=True, max_num_seqs=8,
+    *_, under_pressure = compare_under_pressure(
+        folder, dtype, shared=70, kv_cache_memory_bytes=BLOCKS << 14, max_num_batched_tokens=48,
         mamba_ssm_cache_dtype="float32",
     )  # fmt: skip
-    model = open_model(folder, dtype)
-    draw = random.Random(0)
-    tokens = lambda n: [draw.randrange(3, VOCAB) for _ in range(n)]  # noqa: E731
-    shared = tokens(70)
-    prompts = [tokens(n) for n in (1, 2, 17, 60, 90)] + [shared + tokens(n) for n in (1, 9, 30)]
-    with counted_preemptions() as preempted:
-        rows, _ = sampled(llm, prompts)
-        again, num_cached = sampled(llm, prompts[::-1])
-    assert preempted and num_cached > 0
-    rows += again
-    pairs = [(prompt, response) for prompt, response, _ in rows]
-    theirs = torch.tensor([value for *_, values in rows for value in values])
-    assert len(theirs) > 250
-    threads = torch.get_num_threads()
-    for shared_prefix, count in ((False, threads), (True, 1), (True, 3)):
-        torch.set_num_threads(count)
-        batch = pack_rollouts(pairs, shared_prefix=shared_prefix)
-        ours, _ = packed_log_probs(model, batch, 0.8)
-        assert torch.equal(ours.detach(), theirs), (shared_prefix, count)
-    torch.set_num_threads(threads)
-    ours.sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert under_pressure
 
 
 LONG = pytest.mark.exhaustive
