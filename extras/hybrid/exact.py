@@ -174,7 +174,7 @@ def _continue(layer: Any, batch: Any, qkv: Tensor, a: Tensor, b: Tensor) -> Tens
     """Continue the sequences of a batch from the states in the engine's cache, and update them."""
     count = batch.num_decodes + batch.num_prefills
     slots = batch.non_spec_state_indices_tensor[:count].long()
-    segments = {"cu_seqlens": batch.non_spec_query_start_loc[: count + 1]}
+    segments: dict[str, Any] = {"cu_seqlens": batch.non_spec_query_start_loc[: count + 1]}
     row_cache, state_cache = _cache(layer)
     rows, states = row_cache[slots], state_cache[slots]
     if batch.has_initial_state is not None:
@@ -183,8 +183,9 @@ def _continue(layer: Any, batch: Any, qkv: Tensor, a: Tensor, b: Tensor) -> Tens
     weight = _convolution_weight(layer)
     x = causal_conv1d(qkv, weight, **segments, initial_state=rows, activation="silu")
     row_cache[slots] = _last_rows(qkv, segments["cu_seqlens"], rows)
-    options = {"initial_state": states, "output_final_state": True, "l2_norm": True}
-    out, final = linear_recurrence(*_operands(layer, x, a, b), **segments, **options)
+    options: dict[str, Any] = {"initial_state": states, "output_final_state": True}
+    operands = _operands(layer, x, a, b)
+    out, final = linear_recurrence(*operands, l2_norm=True, **segments, **options)
     state_cache[slots] = final
     return out
 

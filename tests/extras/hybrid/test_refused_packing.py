@@ -180,7 +180,8 @@ def test_what_vllm_on_a_cpu_cannot_have(kind, changes, settings, message):
     needed = ["model.path=m", "data.train_files=t.jsonl", "rollout.name=vllm"]
     config = load_config(None, [*needed, "rollout.dtype=bfloat16", *settings])
     with pytest.raises(ModelError, match=message):
-        extension.check(config, hybrid_config(kind, **changes), "vllm", False)
+        exact = config.rollout.exact == "on"
+        extension.check(config, hybrid_config(kind, **changes), "vllm", exact)
     extension.check(config, hybrid_config(kind, **changes), "hf", False)
 
 
