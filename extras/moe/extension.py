@@ -29,7 +29,7 @@ class Mixtures(MixtureExtension):
     check_targets = staticmethod(check_targets)
     use_grouped_adapters = staticmethod(use_grouped_adapters)
 
-    def check(self, config: JobConfig, model: PretrainedConfig) -> None:
+    def check(self, config: JobConfig, model: PretrainedConfig, engine: str, exact: bool) -> None:
         """Check that the model's routers are ones that the settings of routers are for."""
         policy = config.policy
         losses = policy.router_aux_loss_coef, policy.router_z_loss_coef
