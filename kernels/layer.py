@@ -152,8 +152,9 @@ def gated_activation(
     chosen = choose_backend(op, gate.device, backend, gate.dtype)
     if chosen == "reference":
         return _gated_reference(gate, up, activation)
-    with_heads = gate.dim() == 3 and gate.is_cpu
-    rows = map(unit_inner_stride if with_heads else _rows, (gate, up))
+    # Heads with others' memory in between are read where they are.
+    are_heads = gate.dim() == 3 and gate.is_cpu and not gate.is_contiguous()
+    rows = map(unit_inner_stride if are_heads else _rows, (gate, up))
     out: Tensor = _gated_activation(*rows, activation)
     return out.view(gate.shape)
 
