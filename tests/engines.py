@@ -27,9 +27,8 @@ def engine_options(path: str, **settings: Any) -> Any:
     rollout["engine_kwargs"] = EngineKwargsConfig(rollout.get("engine_kwargs", {}))
     if "checkpoint" not in settings:
         settings["checkpoint"] = checkpoint_layout_from_config(check_model(path))
-    return EngineOptions(
-        ModelConfig(path=path), RolloutConfig(**{"enforce_eager": True, **rollout}), **settings
-    )
+    model = ModelConfig(path=path, keep_vision_tower=settings.get("preparer") is not None)
+    return EngineOptions(model, RolloutConfig(**{"enforce_eager": True, **rollout}), **settings)
 
 
 def build_engine(kind: str, path: str, **settings: Any) -> Any:

@@ -101,6 +101,7 @@ def _settings_of_run(run: Path) -> Path | dict[str, Any]:
         **settings,
         "model.trust_remote_code": config.model.trust_remote_code,
         "model.override_config": asdict(config.model.override_config),
+        "model.keep_vision_tower": config.model.keep_vision_tower,
         "seed": config.seed,
     }
 

@@ -18,12 +18,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from omegaconf import OmegaConf
 from torch.distributed.tensor import DTensor, Placement, Shard
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from hybridengine.model.lora import adapter_shards, apply_lora
 from hybridengine.model.parameters import parameter_shards, saved_dtypes
 from hybridengine.model.stored import trained_config
-from hybridengine.model.validation import check_model, meta_model, read_pretrained
+from hybridengine.model.validation import (
+    check_model,
+    meta_model,
+    read_pretrained,
+    takes_images,
+)
 from hybridengine.run import storage
 from hybridengine.run.config.settings import adapter_settings
 from hybridengine.run.errors import CheckpointError, ModelError, reason_of
@@ -133,7 +138,7 @@ def _export_model(
     if not (hf_folder / "config.json").is_file():
         raise CheckpointError(f"checkpoint {folder} has no huggingface/config.json")
     stored: Any = AutoConfig.from_pretrained(hf_folder, trust_remote_code=trust_remote_code)
-    config: Any = trained_config(stored)
+    config: Any = trained_config(stored, keep_vision_tower=takes_images(stored))
     dtype = dtype or config.dtype or torch.bfloat16
     model = meta_model(config, trust_remote_code)
     expected, dtypes, source = parameter_shards(model), saved_dtypes(model, dtype), _source(folder)
@@ -142,7 +147,7 @@ def _export_model(
     if any(folder.glob("model_world_size_*")):
         tensors = _read_verl(folder, expected)
     elif (folder / _ADAPTER).is_dir():
-        tensors = _merge_adapter(folder, trust_remote_code)
+        tensors = _merge_adapter(folder, config, trust_remote_code)
     else:
         tensors = _read_dcp(folder, expected, dtypes)
     tensors = {name: x.to(dtypes[name]) for name, x in tensors.items()}
@@ -176,13 +181,16 @@ def _read_dcp(
     return tensors
 
 
-def _merge_adapter(folder: Path, trust_remote_code: bool) -> dict[str, torch.Tensor]:
+def _merge_adapter(
+    folder: Path, trained: PretrainedConfig, trust_remote_code: bool
+) -> dict[str, torch.Tensor]:
     adapter = str(folder / _ADAPTER)
     path = json.loads((folder / _ADAPTER / "adapter_config.json").read_text())[
         "base_model_name_or_path"
     ]
     try:
-        config = check_model(path, trust_remote_code)
+        is_whole = takes_images(trained)
+        config = check_model(path, trust_remote_code, keep_vision_tower=is_whole)
         base = read_pretrained(path, config, trust_remote_code, dtype=torch.float32)
     except (OSError, ValueError, ModelError) as error:
         raise CheckpointError(

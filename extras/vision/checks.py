@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
+from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from hybridengine.engine.vllm.environment import prepare_environment
 from hybridengine.model.attachments import Conflict
 from hybridengine.run.config import JobConfig, RLConfig, SFTConfig
 from hybridengine.run.errors import ModelError
 from hybridengine.train import build
 from hybridengine.train.algorithms import uses_critic
 from hybridengine.train.choices import engine_name
+from hybridengine.vision.formats import IMAGE_MODEL_TYPES
 from hybridengine.vision.processor import ImagePreparer
 
-__all__ = ["find_conflicts"]
+__all__ = ["check_vllm", "find_conflicts"]
+
+
+def check_vllm(model: PretrainedConfig) -> None:
+    """Raise ModelError if vLLM has no class for the vision-language model of `model`."""
+    if model.model_type not in IMAGE_MODEL_TYPES:
+        return
+    prepare_environment()
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(model)]
+    if (name := model_class.__name__) not in ModelRegistry.models:
+        raise ModelError(
+            f"rollout.name is vllm, which has no model {name}, the class of type "
+            f"{model.model_type!r}; set rollout.name=hf"
+        )
 
 
 def find_conflicts(config: JobConfig) -> list[Conflict]:
@@ -81,7 +100,7 @@ def _conflicts_of_engine(config: RLConfig) -> Iterator[Conflict]:
                 "its processor writes further tokens around those of an image, so that a server "
                 "cannot be given the image in its place; leave rollout.servers out",
             )
-    elif image_format.family.is_bidirectional and _runs_vllm_on_a_cpu(config):
+    elif image_format.is_bidirectional and _runs_vllm_on_a_cpu(config):
         yield Conflict(
             f"rollout.name=vllm on a CPU with a model of type {kind!r}",
             "vLLM's attention on CPUs is causal, also among the tokens of an image, which attend "

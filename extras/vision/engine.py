@@ -32,6 +32,10 @@ def prepare_images(processor: Any, architectures: Sequence[str]) -> None:
     processor: transformers' one of the trainer, which vLLM then has as well.
     architectures: of the model's config.
     """
+    if not is_torchvision_available():
+        kind = type(processor)
+        package = importlib.import_module(kind.__module__.rpartition(".")[0])
+        setattr(package, kind.__name__, kind)  # vLLM would get one that raises
     import_image_models(architectures)
     if not is_torchvision_available():
         module: Any = importlib.import_module("vllm.transformers_utils.processor")
@@ -85,7 +89,7 @@ class PromptImages:
     def __init__(
         self, image_format: ImageFormat, key: Callable[[Attachment], str], renderer: Any
     ) -> None:
-        self._is_bidirectional, self._key = image_format.family.is_bidirectional, key
+        self._is_bidirectional, self._key = image_format.is_bidirectional, key
         self._names: dict[str, str] = {}  # of images, by their keys
         self._processor, self._token_id = renderer.get_mm_processor(), image_format.token_id
         self._processor._maybe_apply_prompt_updates = self._find_placeholders

@@ -133,7 +133,7 @@ class PlacedImages(Part):
         ids, following = input_ids.clone(), int(input_ids.max()) + 1
         number = {key: k for k, key in enumerate(dict.fromkeys(i.key for i in self.images))}
         for image, start in zip(self.images, self.starts, strict=True):
-            ids[start : start + image.num_tokens] = following + number[image.key]
+            ids[start + image.offsets] = following + number[image.key]
         return ids
 
     def share(self, token_index: Tensor, num_tokens: int) -> PlacedImages:
@@ -173,14 +173,15 @@ class PlacedImages(Part):
     def finish(self, cu_seqlens: Tensor, subtree_ends: Tensor | None) -> PackedImages:
         placeholders, spans = torch.zeros(self.num_tokens, dtype=torch.bool), []
         for image, start in zip(self.images, self.starts, strict=True):
-            own = torch.arange(start, start + image.num_tokens)
+            own = start + image.offsets
             placeholders[own] = True
-            if self.image_format.family.is_bidirectional:
+            if self.image_format.is_bidirectional:
                 if subtree_ends is None:
                     before = torch.arange(int(cu_seqlens[cu_seqlens <= start][-1]), start)
                 else:  # no image branches
                     before = (subtree_ends[:start] > start).nonzero().flatten()
-                spans.append(BidirectionalSpan(torch.cat([before, own]), image.num_tokens))
+                index, in_windows = torch.cat([before, own]), self.image_format.family.in_windows
+                spans.append(BidirectionalSpan(index, image.num_tokens, in_windows))
         tensors = self.image_format.join(self.images)
         return PackedImages(tensors, placeholders, self.rope_position_ids, tuple(spans))
 
@@ -194,7 +195,10 @@ def placeholders_of(model: Any, images: PackedImages) -> Iterator[None]:
     original = model.base_model.get_placeholder_mask
 
     def get_placeholder_mask(input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return original(input_ids.masked_fill(~images.placeholders, -1), *args, **kwargs)
+        is_image = images.placeholders
+        if is_image.shape[-1] != input_ids.shape[-1]:  # a token after the prompt, as generated
+            is_image = torch.zeros_like(input_ids, dtype=torch.bool)
+        return original(input_ids.masked_fill(~is_image, -1), *args, **kwargs)
 
     with patch.object(model.base_model, "get_placeholder_mask", get_placeholder_mask):
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import re
 from collections import OrderedDict
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import is_torchvision_available
 
+from hybridengine.engine.vllm.environment import without_torchvision
 from hybridengine.model.attachments import (
     Attachment,
     AttachmentPreparer,
@@ -42,6 +44,8 @@ __all__ = [
 _TOKEN_SETTINGS = (
     "image_seq_length",
     "num_image_tokens",
+    "patch_size",
+    "spatial_merge_size",
     "vision_aspect_ratio",
     "vision_feature_select_strategy",
 )
@@ -146,14 +150,15 @@ class ImagePreparer(AttachmentPreparer):
             ) from error
         token = self.processor.tokenizer.convert_ids_to_tokens(self.token_id)
         runs = re.findall(f"(?:{re.escape(token)})+", text)
-        if len(runs) != 1:
+        if len({*map(len, runs)}) != 1 or (len(runs) > 1 and not self.image_format.family.has_rows):
             raise DataError(
                 f"{image.where}: the processor of the model makes {len(runs)} parts of the image "
                 f"{image.name}, and only images in one part are supported; turn its option off in "
                 "data.mm_processor_kwargs"
             )
         tensors = {name: torch.as_tensor(value) for name, value in features.items()}
-        return ImageInputs(key, len(runs[0]) // len(token), tensors), text
+        num_tokens = sum(map(len, runs)) // len(token)
+        return ImageInputs(key, num_tokens, tensors, len(runs)), text
 
     def parts(self, attachments: AttachmentRows) -> dict[str, PartSource]:
         """A batch without images has a dummy image, so that every rank runs the vision tower."""
@@ -164,9 +169,6 @@ class ImagePreparer(AttachmentPreparer):
     def padded(
         self, model: nn.Module, ids: Tensor, mask: Tensor, attachments: AttachmentRows
     ) -> Iterator[dict[str, Tensor]]:
-        if not any(attachments):
-            yield {}
-            return
         is_image, inputs = torch.zeros_like(ids, dtype=torch.bool), list[ImageInputs]()
         for row, own in enumerate(attachments):
             prepared = [self.inputs(image) for image in own]
@@ -175,8 +177,9 @@ class ImagePreparer(AttachmentPreparer):
             is_image[row, padding:] = self.image_format.mark(tokens, prepared, row)
             inputs += prepared
         tensors = {name: x.to(ids.device) for name, x in self.image_format.join(inputs).items()}
+        types = self.image_format.token_types(is_image) if inputs else {}
         with placeholders_of(model, PackedImages(tensors, is_image)):
-            yield tensors | self.image_format.token_types(is_image)
+            yield tensors | types
 
     def vllm_arguments(self, architectures: Sequence[str], limit: int | None) -> dict[str, Any]:
         prepare_images(self.processor, architectures)
@@ -221,8 +224,10 @@ def load_processor(path: str, model_type: str, trust_remote_code: bool = False) 
 
     if is_torchvision_available():
         return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
-    kind = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
-    parts: dict[str, Any] = {
+    name = PROCESSOR_MAPPING_NAMES[model_type]
+    with without_torchvision():  # which some processors import for a function that is not called
+        kind: Any = getattr(importlib.import_module(getattr(transformers, name).__module__), name)
+    parts: dict[str, Any] = dict.fromkeys(kind.get_attributes()) | {
         "image_processor": AutoImageProcessor.from_pretrained(
             path, trust_remote_code=trust_remote_code
         ),
@@ -230,7 +235,7 @@ def load_processor(path: str, model_type: str, trust_remote_code: bool = False) 
     }
     state, _ = kind.get_processor_dict(path)
     own = {n: v for n, v in state.items() if not isinstance(v, dict) and n != "processor_class"}
-    if "video_processor" in kind.get_attributes():
+    if "video_processor" in parts:
         parts["video_processor"] = _NoVideos(parts["image_processor"])
     with patch.object(ProcessorMixin, "check_argument_for_proper_class"):
         return kind(**parts, **own)

@@ -59,10 +59,12 @@ class BidirectionalSpan(NamedTuple):
     token_index: int64 [p + n], the p tokens before the span in its sequence, then its own, in the
       order of their positions.
     num_tokens: n.
+    in_windows: only in layers with a sliding window.
     """
 
     token_index: Tensor
     num_tokens: int
+    in_windows: bool = False
 
 
 class _ScoreOptions(NamedTuple):
@@ -196,8 +198,8 @@ def varlen_attention(
             softcap=softcap,
             batch_invariant=exact,
         )
-    if bidirectional_spans:
-        out = _attend_in_spans(out, q, k, v, bidirectional_spans, options)
+    if spans := [span for span in bidirectional_spans if sliding_window or not span.in_windows]:
+        out = _attend_in_spans(out, q, k, v, spans, options)
     if sequence_parallel is not None:
         out = gather_heads_scatter_seq(out, sequence_parallel)
     return out.unsqueeze(0) if one_row else out.unflatten(0, (query.shape[0], -1)), None
@@ -282,7 +284,7 @@ def _attend_in_spans(
     limits the keys before a token, not those after it in its span.
     """
     rows, results = [], []
-    for index, length in spans:
+    for index, length, _ in spans:
         own, window = index[-length:], options.window_size
         queries, keys, values = (x.transpose(0, 1)[None] for x in (q[own], k[index], v[index]))
         mask = None

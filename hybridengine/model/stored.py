@@ -35,9 +35,9 @@ WRAPPERS = ("qwen3_5", "qwen3_5_moe", "gemma4", "mistral3", "kimi_k25")
 _EMBEDDING = re.compile(r"^((?:model\.)?language_model\.(?:model\.)?)embed_tokens\.weight$")
 
 
-def trained_config(config: PretrainedConfig) -> PretrainedConfig:
+def trained_config(config: PretrainedConfig, keep_vision_tower: bool = False) -> PretrainedConfig:
     """Return the configuration of the model that a run trains, from that of the checkpoint."""
-    text = language_model(config)
+    text = None if keep_vision_tower else language_model(config)
     if text is not None:
         text = copy.deepcopy(text)
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
@@ -123,7 +123,7 @@ def reading(
     stored: the configuration of the checkpoint; config: its `trained_config`.
     """
     arguments: dict[str, Any] = {"config": config}
-    if names := inner_names(path):
+    if names := inner_names(path, config):
         arguments["key_mapping"] = names
     if (quantization := stored_quantization(stored)) is None:
         yield arguments
@@ -134,14 +134,17 @@ def reading(
         yield arguments | {"config": config}
 
 
-def inner_names(path: str | None) -> dict[str, str]:
+def inner_names(path: str | None, config: PretrainedConfig) -> dict[str, str]:
     """Return patterns of names in a checkpoint → names of its language model, trained alone.
 
+    config: of the model that is trained.
     Raises:
         ModelError: the checkpoint has no embedding where language models have it.
     """
     folder = folder_of(path)
-    if folder is None or stored_entries(folder).get("model_type") not in WRAPPERS:
+    if folder is None or config.model_type in WRAPPERS:
+        return {}
+    if stored_entries(folder).get("model_type") not in WRAPPERS:
         return {}
     names = stored_tensors(folder)
     prefixes = [found[1] for name in names if (found := _EMBEDDING.match(name))]

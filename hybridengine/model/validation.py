@@ -67,13 +67,17 @@ def meta_model(config: PretrainedConfig, trust_remote_code: bool = False, **opti
 
 
 def check_model(
-    path: str, trust_remote_code: bool = False, overrides: Mapping[str, Any] = MappingProxyType({})
+    path: str,
+    trust_remote_code: bool = False,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+    keep_vision_tower: bool = False,
 ) -> PretrainedConfig:
     """Return the configuration of the causal language model at `path`, a folder or a hub name.
 
     It is that of the model that is trained (`hybridengine.model.stored`).
 
     overrides: entries of the language model's part of config.json → other values.
+    keep_vision_tower: also where a job of text trains the language model alone.
 
     Reads no weights and does not wait for the network: an unreachable hub is an error within
     seconds, unless the model is in the local cache.
@@ -94,14 +98,15 @@ def check_model(
     stored = _read_config(path, trust_remote_code)
     _override(path, stored.get_text_config(), overrides)
     check_quantization(path, stored)
-    config = trained_config(stored)
+    config = trained_config(stored, keep_vision_tower)
     _check_config(path, config, trust_remote_code)
     return config
 
 
 def config_of(model: TrainedModelConfig) -> PretrainedConfig:
     """Return the configuration of a job's model, see `check_model`."""
-    return check_model(model.path, model.trust_remote_code, model.config_overrides)
+    keep = model.keep_vision_tower
+    return check_model(model.path, model.trust_remote_code, model.config_overrides, keep)
 
 
 def read_pretrained(

@@ -31,7 +31,7 @@ from hybridengine.model import (
 from hybridengine.model.attachments import AttachmentPreparer, Conflict
 from hybridengine.model.extensions import model_extensions
 from hybridengine.model.parameters import layout_of
-from hybridengine.model.validation import check_model
+from hybridengine.model.validation import config_of
 from hybridengine.run import import_file, load_plugin
 from hybridengine.run.config import (
     ConfigError,
@@ -41,6 +41,7 @@ from hybridengine.run.config import (
     RLConfig,
     SFTConfig,
 )
+from hybridengine.run.config.common import TrainedModelConfig
 from hybridengine.run.errors import UserError, located, unreadable_part
 from hybridengine.run.session import Session
 from hybridengine.sync.resharder import Resharder
@@ -100,14 +101,14 @@ def load_preparer(config: JobConfig, path: str | None = None) -> AttachmentPrepa
     """
     model = config.model
     options = json.dumps(dict(config.data.mm_processor_kwargs), sort_keys=True, default=str)
-    return _load_preparer(path or model.path, model.trust_remote_code, options)
+    return _load_preparer(model.at(path), options)
 
 
 @cache
-def _load_preparer(path: str, trust_remote_code: bool, options: str) -> AttachmentPreparer | None:
-    model = check_model(path, trust_remote_code)
+def _load_preparer(model: TrainedModelConfig, options: str) -> AttachmentPreparer | None:
+    config, path, trust = config_of(model), str(model.path), model.trust_remote_code
     loaded = (
-        extension.load_preparer(model, path, json.loads(options), trust_remote_code)
+        extension.load_preparer(config, path, json.loads(options), trust)
         for extension in model_extensions()
     )
     return next((preparer for preparer in loaded if preparer is not None), None)

@@ -104,6 +104,7 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     # refused: the engine is not vllm; its effects: test_shared_weights
     "model.share_engine_weights": ("on", ()),
     "model.override_config.max_position_embeddings": ("4", ()),
+    "model.keep_vision_tower": ("true", ()),  # refused: the model has none
     "data.train_files": ("{dir}/others.jsonl", ()),
     "data.val_files": ("{dir}/rows.jsonl", ()),
     "data.prompt_key": ("question", ()),
@@ -324,6 +325,7 @@ SFT_FLIPS = {
         "model.share_expert_adapters",
         "model.lora_adapter_path",
         "model.override_config.max_position_embeddings",
+        "model.keep_vision_tower",
         "data.train_files",
         "data.val_files",
         "data.train_batch_size",

@@ -53,6 +53,7 @@ def compare_job(config: RLConfig) -> Report:
                 config.model.path,
                 config.model.trust_remote_code,
                 override_config=config.model.override_config,
+                keep_vision_tower=config.model.keep_vision_tower,
             )
             sharding = ShardingConfig(dtype=config.sharding.dtype)
             options = LoadOptions(plain, sharding, max_model_len=config.max_model_len)

@@ -59,9 +59,8 @@ def compute_attention(
 
     disable_progress_bar()
     path = str(checkpoint)
-    model = read_pretrained(
-        path, check_model(path), attn_implementation="eager", dtype=torch.float32
-    )
+    config = check_model(path, keep_vision_tower=bool(row.get("images")))
+    model = read_pretrained(path, config, attn_implementation="eager", dtype=torch.float32)
     fix_rotary_length(model.eval(), max_model_len)
     ids, start = [*row["prompt_ids"], *row["response_ids"]], len(row["prompt_ids"])
     tokens = torch.tensor([ids])

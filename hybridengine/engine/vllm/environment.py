@@ -110,6 +110,7 @@ def without_torchvision() -> Iterator[None]:
         return
     empty = {name: types.ModuleType(name) for name in _TORCHVISION}
     for name, content in empty.items():
+        vars(content)["InterpolationMode"] = object  # of type hints
         parent, _, own = name.rpartition(".")
         if parent:
             setattr(empty[parent], own, content)

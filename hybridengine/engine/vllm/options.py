@@ -74,9 +74,10 @@ class _AsTrained:
     model: TrainedModelConfig
 
     def __call__(self, config: PretrainedConfig) -> PretrainedConfig:
-        if config.model_type in WRAPPERS:  # for which vLLM may have a class of its own
+        keep = self.model.keep_vision_tower
+        if config.model_type in WRAPPERS and not keep:  # vLLM may have a class of its own
             config = AutoConfig.from_pretrained(self.model.path)
-        config = trained_config(config)
+        config = trained_config(config, keep)
         # bfloat16 logits would change probabilities more than all other layers together
         config.update({"head_dtype": "float32"})
         config.get_text_config().update(self.model.config_overrides)

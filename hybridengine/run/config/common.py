@@ -154,6 +154,7 @@ class TrainedModelConfig:
     share_expert_adapters: SharedFactors = "none"  # factors that all experts of a layer share
     lora_adapter_path: InputPath | None = None  # PEFT folder to start from, with its rank and scale
     override_config: OverrideConfig = OverrideConfig()
+    keep_vision_tower: StrictBool = False  # qwen3_5, gemma4, mistral3: train with images
 
     @property
     def config_overrides(self) -> dict[str, int]:

@@ -206,7 +206,10 @@ def write_pretrained(
     if model.can_generate():
         skeleton.generation_config = model.generation_config
     use_checkpoint_names(skeleton)
-    outer, conversions = _outer_names(source), list[Any](skeleton._weight_conversions or [])  # type: ignore[arg-type]
+    outer, conversions = (
+        _outer_names(skeleton, source),
+        list[Any](skeleton._weight_conversions or []),
+    )  # type: ignore[arg-type]
     skeleton._weight_conversions = [*outer, *conversions] or None  # type: ignore[assignment]
     with atomic_folder(out, **origin) as partial:
         skeleton.save_pretrained(partial, state_dict=dict(state_dict))
@@ -224,7 +227,7 @@ def _compare(
     written: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
 ) -> None:
-    before, renamed = set_tqdm_hook(_note_loaded), inner_names(str(folder))
+    before, renamed = set_tqdm_hook(_note_loaded), inner_names(str(folder), skeleton.config)
     inner: Any = {"config": skeleton.config, "key_mapping": renamed} if renamed else {}
     model_class: Any = type(skeleton)
     try:
@@ -353,7 +356,7 @@ def _unread_tensors(model: PreTrainedModel, source: str | None) -> dict[Path, li
     """Return by file the tensors of the checkpoint `source` that `model` does not read."""
     if (folder := folder_of(source)) is None:
         return {}
-    conversions = [*_outer_names(source), *get_model_conversion_mapping(model)]
+    conversions = [*_outer_names(model, source), *get_model_conversion_mapping(model)]
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     own = model.state_dict()
@@ -374,9 +377,9 @@ def _unread_tensors(model: PreTrainedModel, source: str | None) -> dict[Path, li
     return dict(unread)
 
 
-def _outer_names(source: str | None) -> list[WeightRenaming]:
+def _outer_names(model: PreTrainedModel, source: str | None) -> list[WeightRenaming]:
     """Return how transformers names tensors of the checkpoint `source`, as it reads and saves."""
-    return [WeightRenaming(*names) for names in inner_names(source).items()]
+    return [WeightRenaming(*names) for names in inner_names(source, model.config).items()]
 
 
 def _dequantized(folder: Path, name: str, weight: torch.Tensor) -> torch.Tensor:

@@ -208,7 +208,8 @@ class ChatTemplate:
         if images:
             raise DataError(
                 f"{where} has {len(images)} images, but the model of model.path takes none: it is "
-                f"of none of the types {', '.join(image_model_types())}"
+                f"of none of the types {', '.join(image_model_types())}, or its language model "
+                "is trained alone (model.keep_vision_tower is false)"
             )
         return text, []
 

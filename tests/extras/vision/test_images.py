@@ -13,7 +13,15 @@ from hybridengine.model.head import accepts_head_function, patch_head
 from hybridengine.run.errors import ModelError
 from hybridengine.vision.formats import IMAGE_MODEL_TYPES, ImageFormat, ImageInputs
 from hybridengine.vision.packed import SequenceImages
-from tests.extras.vision.vision_models import IMAGE, VISION, alone, cases, image, vision_models
+from tests.extras.vision.vision_models import (
+    IMAGE,
+    VISION,
+    alone,
+    cases,
+    image,
+    tokens_of,
+    vision_models,
+)
 from tests.model.cases import GRADIENTS, LOGITS, loss_of
 
 
@@ -64,7 +72,7 @@ def test_equal_prefixes_with_one_image_are_shared_and_with_others_are_not(kind):
     a, b = image(kind, 2, 1, 1), image(kind, 2, 1, 2)
     model = vision_models(kind)[0]
     image_format = ImageFormat(model.config)
-    prompt = [5, 6, *[IMAGE] * a.num_tokens, 7]
+    prompt = [5, 6, *tokens_of(a), 7]
 
     def pack(second: ImageInputs):
         pairs = [(prompt, [8, 9]), (prompt, [10])]
@@ -79,7 +87,7 @@ def test_equal_prefixes_with_one_image_are_shared_and_with_others_are_not(kind):
     assert bool((same.input_ids[same.parts["images"].placeholders] == IMAGE).all())
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
 def test_positions_are_those_of_transformers(kind):
     model = vision_models(kind)[0]
     pairs, images = cases(kind)
@@ -100,11 +108,12 @@ def test_a_sampled_placeholder_is_text(kind):
     """As in the engine: its embedding is that of the token, and the next token follows it."""
     packed, eager = vision_models(kind)
     with torch.no_grad():
-        weight = packed.get_input_embeddings().weight
-        weight[IMAGE] = weight[11]
+        for name, module in packed.named_modules():
+            if name.endswith(("embed_tokens", "embed_tokens_per_layer")):
+                module.weight[IMAGE] = module.weight[11]
         eager.load_state_dict(packed.state_dict())
     picture = image(kind, 2, 2, 3)
-    prompt = [5, *[IMAGE] * picture.num_tokens, 6]
+    prompt = [5, *tokens_of(picture), 6]
     batch = pack_rollouts(
         [(prompt, [7, IMAGE, 8, 9])],
         parts=parts_of(packed, [[picture]]),

@@ -41,8 +41,9 @@ def settings(folder: Path, frozen: bool) -> dict[str, object]:
     return {
         "trainer.default_local_dir": folder / f"frozen={frozen}",
         "data.messages_key": "messages",
-        "data.max_length": 64,
+        "data.max_length": 128,
         "data.max_token_len_per_gpu": 256,
+        "model.keep_vision_tower": True,
         "model.freeze_vision_tower": frozen,
     }
 
@@ -54,8 +55,18 @@ def parameters(folder: Path) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
-def test_a_run_is_resumed_and_exported_with_its_tower(tmp_path: Path) -> None:
-    save_tiny_vision("qwen2_vl", tmp_path / "model")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "qwen2_vl",
+        *(
+            pytest.param(kind, marks=pytest.mark.exhaustive)
+            for kind in ("qwen3_5", "mistral3", "gemma4", "glm4v")
+        ),
+    ],
+)
+def test_a_run_is_resumed_and_exported_with_its_tower(tmp_path: Path, kind: str) -> None:
+    save_tiny_vision(kind, tmp_path / "model")
     conversations = [
         {
             "messages": [
@@ -77,7 +88,8 @@ def test_a_run_is_resumed_and_exported_with_its_tower(tmp_path: Path) -> None:
         assert start.keys() == trained.keys()
         changed = {name for name in start if not torch.equal(start[name], trained[name])}
         assert any("language_model" in name for name in changed)
-        assert any("visual" in name for name in changed) != frozen
+        tower = {name for name in start if "visual" in name or "vision_tower" in name}
+        assert tower and bool(tower & changed) != frozen
         processor = "preprocessor_config.json"
         expected = (tmp_path / "model" / processor).read_text()
         assert (out / processor).read_text() == expected

@@ -27,11 +27,24 @@ def test_plain_generate_and_trainer_agree(tmp_path: Path) -> None:
     assert shared.last["perf/shared_tokens_saved"] > 0
 
 
+LIKE_OTHERS = {"qwen2_5_vl", "qwen3_5_moe", "glm4v_moe", "glm46v"}
+
+
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_plain_generate_of_other_families(tmp_path: Path) -> None:
-    """In batches that are padded on the left; Gemma 3 has a sliding window of six keys."""
-    kinds = sorted(NUM_TOKENS.keys() - {"qwen2_vl"})
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        sorted(NUM_TOKENS.keys() - LIKE_OTHERS - {"qwen2_vl"}),
+        pytest.param(sorted(LIKE_OTHERS), marks=pytest.mark.exhaustive),
+    ],
+    ids=["different", "alike"],
+)
+def test_plain_generate_of_other_families(tmp_path: Path, kinds: list[str]) -> None:
+    """In batches that are padded on the left; Gemma has a sliding window of six keys.
+
+    `final/` is read again by transformers, with the tower.
+    """
     jobs = []
     for kind in kinds:
         (tmp_path / kind).mkdir()
@@ -40,6 +53,7 @@ def test_plain_generate_of_other_families(tmp_path: Path) -> None:
     for kind, result in zip(kinds, run_jobs(tmp_path, jobs), strict=True):
         check_steps(result, kind)
         assert result.last["perf/shared_tokens_saved"] > 0, kind
+        assert "final/preprocessor_config.json" in result.files, kind
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoConfig, Gemma3ForSequenceClassification
 
 from hybridengine.run.config import ConfigError, load_config
+from hybridengine.run.errors import ModelError
 from hybridengine.train.preflight import check_job
 from hybridengine.vision import EncodedImage, load_image_preparer
 from tests.extras.remote.overlapped import run_named
@@ -111,7 +113,9 @@ def test_scores_of_a_reward_model_are_the_classifiers(tmp_path: Path) -> None:
     ("kind", "overrides", "message"),
     [
         ("gemma3", ["rollout.name=vllm"], "vLLM's attention on CPUs is causal, .* rollout.name=hf"),
+        ("gemma4", ["rollout.name=vllm"], "vLLM's attention on CPUs is causal, .* rollout.name=hf"),
         ("internvl", ["rollout.servers=[http://127.0.0.1:1]"], "writes further tokens around"),
+        ("mistral3", ["rollout.servers=[http://127.0.0.1:1]"], "writes further tokens around"),
         ("qwen2_vl", ["actor.ulysses_sequence_parallel_size=2"], "does not support; leave it out"),
     ],
 )
@@ -130,6 +134,22 @@ def test_settings_that_images_exclude(
         job.append("rollout.name=auto")
     with pytest.raises(ConfigError, match=f"line 1, image 0: the data has images.*{message}"):
         check_job(load_config(None, job))
+
+
+def test_a_family_without_a_class_of_vllm_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
+    job = load_config(None, [*vision_job(tmp_path, "glm46v"), "rollout.name=vllm"])
+    with pytest.raises(ModelError, match=r"no model Glm46V.*'glm46v'; set rollout.name=hf"):
+        check_job(job)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "gemma4", "mistral3"])
+def test_a_language_model_that_is_trained_alone_takes_no_images(tmp_path: Path, kind: str) -> None:
+    settings = {"model.keep_vision_tower": False, "actor.freeze_vision_tower": True}
+    with pytest.raises(ConfigError) as error:
+        check_job(load_config(None, vision_job(tmp_path, kind, **settings)))
+    assert re.search(r"has no vision tower.*set model.keep_vision_tower=true", str(error.value))
+    assert re.search(r"line 1 has 1 images.*keep_vision_tower is false", str(error.value))
 
 
 def test_models_that_prepare_images_otherwise_are_refused(tmp_path: Path) -> None:

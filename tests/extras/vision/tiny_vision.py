@@ -21,7 +21,15 @@ from hybridengine.vision import EncodedImage
 from tests.extras.vision.vision_models import IMAGE, VIDEO, build
 from tests.tiny_models import VOCAB
 
-__all__ = ["FAMILIES", "SIDE", "count_rows", "draw_squares", "save_tiny_vision", "write_image_rows"]
+__all__ = [
+    "FAMILIES",
+    "PLACES",
+    "SIDE",
+    "count_rows",
+    "draw_squares",
+    "save_tiny_vision",
+    "write_image_rows",
+]
 
 SIDE = 24  # pixels of an image, 9 tokens
 _SPECIAL = {
@@ -32,6 +40,11 @@ _SPECIAL = {
     "<|vision_end|>": VIDEO - 1,
     "<|video_pad|>": VIDEO,
     "<|image_pad|>": IMAGE,
+}
+_OF_GLM = {  # vLLM looks for these names
+    **{"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2},
+    **{"<|begin_of_video|>": 3, "<|end_of_video|>": 4, "<|video|>": VIDEO, "<|image|>": IMAGE},
+    **{"<|begin_of_image|>": VIDEO - 2, "<|end_of_image|>": VIDEO - 1},
 }
 _TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:"
@@ -47,6 +60,7 @@ _QWEN = {
     "temporal_patch_size": 2,
     "size": {"shortest_edge": 64, "longest_edge": 4096},
 }
+_GLM = {**_QWEN, "image_processor_type": "Glm4vImageProcessor"}
 _TILES = {"size": {"height": 16, "width": 16}}
 # preprocessor_config.json and processor_config.json
 _PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -72,15 +86,43 @@ _PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**_TILES, "image_processor_type": "Gemma3ImageProcessor"},
         {"image_seq_length": 4},
     ),
+    "qwen3_5": (_QWEN, {}),
+    "qwen3_5_moe": (_QWEN, {}),
+    "mistral3": (
+        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 64}}
+        | {"patch_size": {"height": 8, "width": 8}},
+        {"patch_size": 4, "spatial_merge_size": 2, "image_token": "<|image_pad|>"}
+        | {"image_break_token": "<|vision_start|>", "image_end_token": "<|vision_end|>"},
+    ),
+    "gemma4": (
+        {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70}
+        | {"pooling_kernel_size": 2},
+        {},
+    ),
+    "glm4v": (_GLM, {}),
+    "glm4v_moe": (_GLM, {}),
+    "glm46v": ({**_QWEN, "image_processor_type": "Glm46VImageProcessor"}, {}),
 }
 FAMILIES = tuple(_PROCESSORS)
+# What the chat template writes for an image; the processor makes of it all tokens around.
+PLACES = dict.fromkeys(FAMILIES, "<|vision_start|><|image_pad|><|vision_end|>")
+PLACES |= dict.fromkeys(
+    ("glm4v", "glm4v_moe", "glm46v"), "<|begin_of_image|><|image|><|end_of_image|>"
+)
+PLACES |= {"gemma3": "<|vision_start|>", "gemma4": "<|image_pad|>", "mistral3": "<|image_pad|>"}
 
 
-def save_tiny_vision(kind: str, folder: Path, seed: int = 0) -> str:
-    """Write the tiny model of `kind` to `folder` and return it."""
+def save_tiny_vision(kind: str, folder: Path, seed: int = 0, **text: object) -> str:
+    """Write the tiny model of `kind` to `folder` and return it.
+
+    text: entries of the language model's configuration, which change no weights.
+    """
     model = build(kind, "eager", seed)
+    model.config.text_config.update(text)
     model.config.vision_start_token_id = _SPECIAL["<|vision_start|>"]
     model.config.vision_end_token_id = _SPECIAL["<|vision_end|>"]
+    if kind == "gemma4":
+        model.config.boi_token_id, model.config.eoi_token_id = VIDEO - 2, VIDEO - 1
     if kind.startswith("qwen3"):  # what transformers' model always does, and vLLM's by the config
         model.config.text_config.rope_parameters["mrope_interleaved"] = True
     model.save_pretrained(folder)
@@ -93,29 +135,26 @@ def save_tiny_vision(kind: str, folder: Path, seed: int = 0) -> str:
 
 def tokenizer(kind: str) -> PreTrainedTokenizerFast:
     """One token for each printable character of ASCII but for three."""
-    # Gemma's template writes the token that begins an image, and its processor all others.
-    place = "<|vision_start|>" + ("" if kind == "gemma3" else "<|image_pad|><|vision_end|>")
-    free = [i for i in range(VOCAB) if i not in _SPECIAL.values()]
+    special = _OF_GLM if kind.startswith("glm") else _SPECIAL
+    by_id = {i: name for name, i in special.items()}
+    free = [i for i in range(VOCAB) if i not in by_id]
     characters = [chr(c) for c in (*range(97, 123), *range(48, 58), *range(32, 48), *range(58, 97))]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     shown = [byte_level.pre_tokenize_str(c)[0][0] for c in characters]
-    vocab = _SPECIAL | dict(zip(shown, free, strict=False))
+    vocab = special | dict(zip(shown, free, strict=False))
     state = Tokenizer(BPE(vocab, []))
     state.pre_tokenizer, state.decoder = byte_level, decoders.ByteLevel()
-    state.add_special_tokens(list(_SPECIAL))
+    state.add_special_tokens(list(special))
     return PreTrainedTokenizerFast(
         tokenizer_object=state,
         pad_token="<|endoftext|>",
         eos_token="<|im_end|>",
-        chat_template=_TEMPLATE.replace("IMAGE", place),
-        extra_special_tokens={  # of the processors of Gemma 3 and InternVL
-            "boi_token": "<|vision_start|>",
-            "eoi_token": "<|vision_end|>",
-            "image_token": "<|image_pad|>",
-            "start_image_token": "<|vision_start|>",
-            "end_image_token": "<|vision_end|>",
-            "context_image_token": "<|image_pad|>",
-            "video_token": "<|video_pad|>",
+        chat_template=_TEMPLATE.replace("IMAGE", PLACES[kind]),
+        extra_special_tokens={  # of the processors of Gemma, InternVL and GLM
+            **dict.fromkeys(("boi_token", "start_image_token", "boa_token"), by_id[VIDEO - 2]),
+            **dict.fromkeys(("eoi_token", "end_image_token", "eoa_token"), by_id[VIDEO - 1]),
+            **dict.fromkeys(("image_token", "context_image_token"), by_id[IMAGE]),
+            **dict.fromkeys(("video_token", "audio_token"), by_id[VIDEO]),
         },
     )
 
