@@ -83,6 +83,7 @@ def build_engine(
         checkpoint=checkpoint,
         tensor_model_parallel_size=tp_size,
         dtype=str(dtype).removeprefix("torch."),
+        max_model_len=128,
         kv_cache_gib=64 / 1024,
         adapter_rank=lora_rank,
         quantization=quantization,

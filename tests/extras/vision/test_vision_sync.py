@@ -101,7 +101,7 @@ def test_the_tower_is_synced_and_its_images_are_encoded_again(
     text = {"use_bidirectional_attention": None} if kind == "gemma4" else {}
     path = save_tiny_vision(kind, tmp_path, **text)
     for result in run_ranks(sync_body, world_size, path, kind, tp_size, freeze, timeout_s=500):
-        assert result["unequal"] == [] and len(result["tower"]) > 20
+        assert result["unequal"] == [] and len(result["tower"]) > 15
         # float32 in other orders of summation; an image that was encoded by old weights is at 1.
         assert max(result["gaps"]) < (0.3 if kind == "qwen3_5" else 1e-3), result["gaps"]
         assert any(is_of_tower(name) for name in result["trained"]) != freeze

@@ -43,10 +43,11 @@ _LINEAR = dict(
 )
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
 _GLM = _TEXT | {
+    "attention_bias": True,  # of published configs; vLLM reads it
     "rope_parameters": dict(
         **dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
         mrope_section=[2, 3, 3],
-    )
+    ),
 }
 _GLM_VISION = dict(
     **dict(depth=2, hidden_size=64, num_heads=4, in_channels=3, image_size=16, patch_size=4),
@@ -126,7 +127,7 @@ VISION: dict[str, dict[str, Any]] = {
     "glm4v_moe": {
         "text_config": _GLM
         | dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
-        | dict(n_group=1, topk_group=1, head_dim=32),
+        | dict(n_group=1, topk_group=1, head_dim=32, use_qk_norm=False),
         "vision_config": _GLM_VISION,
     },
 }
