@@ -229,8 +229,8 @@ class ImageFormat:
             }
             return ImageInputs("", 1, tensors)
         if "image_position_ids" in self.family.tensors:
-            side = torch.arange(vision.pooling_kernel_size)
-            places = torch.cartesian_prod(side, side)
+            axis = torch.arange(vision.pooling_kernel_size)
+            places = torch.cartesian_prod(axis, axis)
             pixels = torch.zeros(1, len(places), 3 * vision.patch_size**2)
             tensors = {"pixel_values": pixels, "image_position_ids": places[None]}
             return ImageInputs("", 1, tensors)

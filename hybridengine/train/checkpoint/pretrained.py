@@ -206,10 +206,8 @@ def write_pretrained(
     if model.can_generate():
         skeleton.generation_config = model.generation_config
     use_checkpoint_names(skeleton)
-    outer, conversions = (
-        _outer_names(skeleton, source),
-        list[Any](skeleton._weight_conversions or []),
-    )  # type: ignore[arg-type]
+    outer = _outer_names(skeleton, source)
+    conversions = list[Any](skeleton._weight_conversions or [])  # type: ignore[arg-type]
     skeleton._weight_conversions = [*outer, *conversions] or None  # type: ignore[assignment]
     with atomic_folder(out, **origin) as partial:
         skeleton.save_pretrained(partial, state_dict=dict(state_dict))
