@@ -69,7 +69,7 @@ def apply_lora(
         ]
     modules = [name for name, _ in model.named_modules()]
     weights = [name for name, _ in model.named_parameters()]
-    outer = names_in_whole(model.config.name_or_path)
+    outer = names_in_whole(model.config)
     full = {outer(name): name for name in [*modules, *weights]}
     if isinstance(targets, str):
         targets = [full[x] for x in map(outer, modules) if re.fullmatch(targets, x)] or targets
@@ -163,7 +163,7 @@ class Factor(NamedTuple):
 
 def peft_factors(model: PreTrainedModel) -> dict[str, Factor]:
     """Return the factors of all adapters by their name in PEFT's files."""
-    factors, outer = {}, names_in_whole(model.config.name_or_path)
+    factors, outer = {}, names_in_whole(model.config)
     for name, layer in lora_layers(model):
         key = layer.active_adapters[0]
         for dim, part in enumerate(("lora_A", "lora_B")):

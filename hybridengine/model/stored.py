@@ -142,9 +142,7 @@ def inner_names(path: str | None, config: PretrainedConfig) -> dict[str, str]:
         ModelError: the checkpoint has no embedding where language models have it.
     """
     folder = folder_of(path)
-    if folder is None or config.model_type in WRAPPERS:
-        return {}
-    if stored_entries(folder).get("model_type") not in WRAPPERS:
+    if folder is None or not _is_inner(config, folder):
         return {}
     names = stored_tensors(folder)
     prefixes = [found[1] for name in names if (found := _EMBEDDING.match(name))]
@@ -159,12 +157,18 @@ def inner_names(path: str | None, config: PretrainedConfig) -> dict[str, str]:
     return {f"^{prefixes[0]}": "model."} | moved
 
 
-def names_in_whole(path: str | None) -> Callable[[str], str]:
+def names_in_whole(config: PretrainedConfig) -> Callable[[str], str]:
     """Return a function: name of a trained module → its name in the class of the checkpoint."""
-    folder = folder_of(path)
-    if folder is None or stored_entries(folder).get("model_type") not in WRAPPERS:
+    folder = folder_of(config.name_or_path)
+    if folder is None or not _is_inner(config, folder):
         return lambda name: name
     return lambda name: re.sub(r"^model\.", "model.language_model.", name)
+
+
+def _is_inner(config: PretrainedConfig, folder: Path) -> bool:
+    """Whether the model of `config` is the language model of the checkpoint in `folder` alone."""
+    kind = stored_entries(folder).get("model_type")
+    return kind in WRAPPERS and config.model_type != kind
 
 
 def stored_entries(folder: Path) -> dict[str, Any]:

@@ -172,8 +172,8 @@ def connect_servers(
     servers = [VllmServer(url, i, link.timeout_s) for i, url in enumerate(rollout.servers)]
     servers = servers[number :: link.roles.num_engines]
     limit_s = SYNC_SHARE * link.timeout_s
-    limit = long_rope_limit(config_of(config.model))
-    is_inner = bool(inner_names(config.model.path))
+    model = config_of(config.model)
+    limit, is_inner = long_rope_limit(model), bool(inner_names(config.model.path, model))
 
     def join(server: VllmServer) -> None:
         server.check_settings(config.max_model_len, limit, is_inner)

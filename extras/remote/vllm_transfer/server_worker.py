@@ -90,9 +90,9 @@ class ServerWorker:
         trained = AutoConfig.from_pretrained(source, trust_remote_code=trust)
         images, inner = config.model_config.multimodal_config, dict[str, str]()
         if images is not None and images.language_model_only:
-            inner = inner_names(source)
-        if inner:
-            trained = trained_config(trained)
+            text = trained_config(trained)
+            if inner := inner_names(source, text):
+                trained = text
         checkpoint = _with_stored_names(checkpoint_layout_from_config(trained, trust), inner)
         self.weights = _WorkerWeights(model, config, checkpoint, post_load)
         if inner:

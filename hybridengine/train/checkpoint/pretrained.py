@@ -285,7 +285,7 @@ def save_adapter(
     # PEFT would take a linear layer of these names for experts, but reads a full parameter's name.
     renamed = {n for n in adapted if n.endswith(_RENAMED_BY_PEFT)} if has_experts(model) else set()
     by_parameter = of_experts | renamed
-    outer = names_in_whole(model.config.name_or_path)
+    outer = names_in_whole(model.config)
     linear = (name.removesuffix(".weight") for name in adapted.keys() - by_parameter)
     config.target_modules = sorted(map(outer, linear))
     config.target_parameters = sorted(map(outer, by_parameter)) or None
