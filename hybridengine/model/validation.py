@@ -32,6 +32,7 @@ from hybridengine.model.stored import (
     WRAPPERS,
     check_quantization,
     check_scales,
+    language_model,
     reading,
     trained_config,
 )
@@ -344,7 +345,9 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_config(path: str, config: PretrainedConfig, trust_remote_code: bool) -> None:
-    if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and not takes_images(config):
+    is_unknown = config.model_type in WRAPPERS and language_model(config) is None
+    is_packable = takes_images(config) and not is_unknown
+    if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and not is_packable:
         raise ModelError(
             f"model {path!r} ({config.model_type}) also takes images, video or audio, which cannot "
             f"be packed, nor can its language model ({config.get_text_config().model_type}) alone; "
