@@ -46,7 +46,8 @@ test-sanitized: setup ## Tests and random calls of the extension under sanitizer
 	@$(PY) -m tools.sanitize address --calls $(CALLS)
 	@$(PY) -m tools.sanitize thread
 
-test-architectures: setup ## Reshard 86 architectures against vLLM's loader; docs/architectures.md
+test-architectures: setup ## Every model type, and 90 architectures against vLLM's loader; their docs
+	@$(PY) -m pytest -q tests/architectures/all_model_types.py
 	@$(PY) -m pytest -q tests/architectures/all_architectures.py
 
 test-dropins: setup ## Run verl's, TRL's and others' own tests with ours in place; docs/dropins.md

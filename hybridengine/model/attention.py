@@ -141,7 +141,7 @@ def varlen_attention(
             (
                 restarts,
                 "position_ids that restart, without cu_seq_lens_q",
-                "pass cu_seq_lens_q, cu_seq_lens_k and max_length_q for packed sequences",
+                "pass cu_seq_lens_q, cu_seq_lens_k and max_length_q, or use a model that does",
             ),
         )
         rows = torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device)
@@ -160,7 +160,7 @@ def varlen_attention(
         masked = attention_mask is not None
         _raise_if_unsupported(
             module,
-            (masked, "an attention_mask together with cu_seq_lens_q", "pass one of the two"),
+            (masked, "an attention_mask and cu_seq_lens_q", "pass one, or use another model"),
             (not is_packed, shapes, "pack into one row [1, T], with use_cache=False"),
             (not same_lengths, "different cu_seq_lens_k and cu_seq_lens_q", "pass the same tensor"),
             (

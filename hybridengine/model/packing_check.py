@@ -115,9 +115,9 @@ def find_faults(probe: Probe, seed: int) -> Outcome:
 
     if found := fault([1]):
         return Outcome(
-            f"{found} from transformers' own attention: a mask of its own (a sliding window?) or "
-            "an argument does not reach AttentionInterface. If no sequence is longer than the "
-            "window, set it to null in config.json; otherwise use another model"
+            f"{found} from transformers' own attention: positions or a mask of its own (a sliding "
+            "window?) or an argument does not reach AttentionInterface. If no sequence is longer "
+            "than the window, set it to null in config.json; otherwise use another model"
         )
     for order in ([0, 1], [1, 0]):
         if found := fault(order):

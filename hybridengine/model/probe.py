@@ -1,14 +1,13 @@
 """A small copy of a model, of its own code: random weights, narrow layers, one layer of each kind.
 
 It shows what the code does with its inputs, in milliseconds and without reading weights. Lengths
-from which on layers compute otherwise (a sliding window, the length for which a rotary embedding
-was trained) are short in it.
+from which on layers compute otherwise (a sliding window, the number of keys that sparse attention
+selects, the length for which a rotary embedding was trained) are short in it.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import math
 import re
@@ -37,6 +36,8 @@ _HIDDEN, _WIDTH, _ROWS = 64, 16, 256  # the width, that of MLPs, and of embeddin
 _MAX_ELEMENTS = 1 << 30
 _WIDTH_NAMES = re.compile(r"intermediate_size|ffn_dim|ffn_hidden_size|n_inner")
 _WINDOW_NAMES = re.compile(r"(^|_)window(_size)?$")
+# Sparse attention: how many keys an indexer selects, or how many blocks of how many keys.
+_SELECTION_NAMES = re.compile(r"^index(er)?_(topk|budget|block_size)")
 _ORIGINAL = "original_max_position_embeddings"
 _INDEX_NAMES = {"layer_idx", "layer_id", "layer_number", "layer_index"}
 
@@ -74,11 +75,9 @@ class Probe:
         self._calls: dict[tuple[str, int], Call] = {}
         reasons: list[Exception] = []
         # In a model's own code, sizes may depend on each other in any way.
-        shrinks: tuple[Callable[..., PretrainedConfig], ...]
-        shrinks = _narrowed, functools.partial(_narrowed, heads=False), copy.deepcopy
-        for shrink, shorten in itertools.product(shrinks, (True, False)):
+        for narrow, shorten in itertools.product(("heads", "MLPs", ""), (True, False)):
             try:
-                self._build(shrink(config), trust_remote_code, shorten)
+                self._build(_shortened(config, narrow), trust_remote_code, shorten)
                 return
             except ModelError:
                 raise
@@ -186,20 +185,25 @@ def _place(model: Any, body: nn.Module) -> None:
     model.initialize_weights()
 
 
-def _narrowed(config: PretrainedConfig, heads: bool = True) -> PretrainedConfig:
-    """Return `config` with narrow MLPs, short windows and, if `heads`, fewer of them."""
+def _shortened(config: PretrainedConfig, narrow: str) -> PretrainedConfig:
+    """Return `config` with short lengths.
+
+    narrow: "MLPs": also with narrow ones; "heads": and with fewer of them.
+    """
     config = copy.deepcopy(config)
     text, limit = config.get_text_config(), longest_sequence(config)
     changes: dict[str, Any] = {}
     for name, value in text.to_dict().items():
-        if _WIDTH_NAMES.search(name):
+        if _WIDTH_NAMES.search(name) and narrow:
             if isinstance(value, int):
                 changes[name] = min(value, _WIDTH)
             elif isinstance(value, list):
                 changes[name] = [min(x, _WIDTH) for x in value]
         elif _WINDOW_NAMES.search(name) and type(value) is int and (limit is None or value < limit):
             changes[name] = min(value, SHORT)  # one that no sequence exceeds has no effect
-    if heads:
+        elif _SELECTION_NAMES.search(name) and isinstance(value, int):
+            changes[name] = min(value, 2 if "block" in name else SHORT)
+    if narrow == "heads":
         changes |= _fewer_heads(text)
     for rope in rotary_parameters(config):
         if rope.get("rope_type") == "longrope":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ HUB_SECONDS = 8.0
 _SCALED = {"linear", "ntk"}
 _FIXED_ROPE = ("default", "linear", "llama3")  # their frequencies do not depend on the length
 _PACKABLE = {"full_attention", "sliding_attention"}  # layers without state between tokens
+_SPARSE = re.compile(r"indexed|sparse|compressed")
 
 
 _configs: dict[tuple[str, bytes, bool], PretrainedConfig] = {}
@@ -217,10 +219,10 @@ def carried_state(config: PretrainedConfig) -> str | None:
     """Return which layers of transformers' model carry a state along the sequence, or None."""
     layers = getattr(config.get_text_config(), "layer_types", None)
     if others := set(layers or ()) - _PACKABLE:
-        return (
-            f"its layers of type {sorted(others)} read the sequence in packed order; supported "
-            f"are {sorted(_PACKABLE)}"
-        )
+        reason = "read the sequence in packed order"
+        if all(_SPARSE.search(kind) for kind in others):
+            reason = "select or compress keys among all tokens of a batch"
+        return f"its layers of type {sorted(others)} {reason}; supported are {sorted(_PACKABLE)}"
     model_class = _model_class(config)
     if model_class is not None and model_class._is_stateful and layers is None:
         return f"{model_class.__name__} carries a state along the sequence"
@@ -297,7 +299,9 @@ def _parse_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
 
     def read() -> None:
         try:
-            outcome.append(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+            config.get_text_config()  # raises if there are several, as of an encoder and a decoder
+            outcome.append(config)
         except Exception as error:
             outcome.append(error)
 

@@ -25,9 +25,13 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "architectures.md"
 NOT_LOADABLE = {
     "bamba": "vLLM model and loader",
     "dbrx": "vLLM model and loader",
+    "deepseek_v32": "vLLM model and loader",
+    "deepseek_v4": "vLLM config",
+    "glm_moe_dsa": "vLLM model and loader",
     "internlm2": "transformers config",
     "kimi_linear": "vLLM model and loader",
     "minimax": "vLLM model and loader",
+    "minimax_m3_vl": "vLLM model and loader",
     "mpt": "vLLM config",
     "olmo_hybrid": "vLLM model and loader",
 }

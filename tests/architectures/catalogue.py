@@ -35,6 +35,7 @@ _MLA = dict(
     head_dim=64,
     **_ROUTED,
 )
+_INDEXER = dict(index_topk=16, index_head_dim=128, index_n_heads=4)
 _ENDS = dict(bos_token_id=1, eos_token_id=2)
 _GPT = dict(
     vocab_size=VOCAB, n_embd=128, n_layer=2, n_head=4, n_positions=256, n_inner=192, **_ENDS
@@ -123,6 +124,17 @@ CATALOGUE: dict[str, Entry] = {
     "deepseek_v2": _text("deepseek_v2", **_MLA),
     "deepseek_v3": _text("deepseek_v3", **_MLA, topk_method="noaux_tc", num_hidden_layers=6),
     "glm4_moe_lite": _text("glm4_moe_lite", **_MLA),
+    "deepseek_v32": _text("deepseek_v32", **_MLA, **_INDEXER),
+    "deepseek_v4": _text(
+        "deepseek_v4",
+        **_INDEXER,
+        **dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2),
+        **dict(moe_intermediate_size=128, num_key_value_heads=1, num_hidden_layers=4),
+        **dict(
+            q_lora_rank=48, o_lora_rank=32, o_groups=2, mlp_layer_types=["hash_moe", *["moe"] * 3]
+        ),
+    ),
+    "glm_moe_dsa": _text("glm_moe_dsa", **_MLA, **_INDEXER),
     "phi3": _text("phi3"),
     "phimoe": _text("phimoe", **_MOE | {"moe_intermediate_size": 192}),
     "gpt_oss": _text(
@@ -189,6 +201,18 @@ CATALOGUE: dict[str, Entry] = {
     "dots1": _text("dots1", **_MOE, **_ROUTED),
     "minimax_m2": _text(
         "minimax_m2", **_MOE, rotary_dim=16, scoring_func="sigmoid", use_routing_bias=True
+    ),
+    "minimax_m3_vl": Entry(
+        "minimax_m3_vl",
+        sub_configs={
+            "text_config": _TEXT
+            | _MOE
+            | dict(intermediate_size=128, dense_intermediate_size=192, shared_intermediate_size=128)
+            | dict(rotary_dim=16, mlp_layer_types=["dense", "sparse"], num_hidden_layers=2)
+            | dict(index_n_heads=2, index_head_dim=32, index_block_size=4, index_topk_blocks=2)
+            | {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+            "vision_config": _VIT | {"img_token_compression_config": {}},
+        },
     ),
     "olmo_hybrid": _text("olmo_hybrid", **_LINEAR_ATTENTION),
     "kimi_linear": _text(

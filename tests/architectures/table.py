@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from hybridengine.hybrid.engine import cpu_obstacle
 from hybridengine.hybrid.layers import MODEL_TYPES
-from hybridengine.model.validation import carried_state, packing_obstacle
+from hybridengine.model.validation import carried_state
 from tests.architectures.catalogue import CATALOGUE
 from tests.architectures.sweep import Outcome
 
@@ -30,6 +30,7 @@ def render(results: Mapping[int, Mapping[str, Sequence[Outcome]]]) -> str:
     everywhere = [n for n in names if all(n in exact[tp] for tp in sizes)]
     no_fallback = [n for n in everywhere if not any(results[tp][n][0].fallback for tp in sizes)]
     ranks = {tp: len(next(iter(results[tp].values()))) for tp in sizes}
+    plain = {n: results[sizes[0]][n][0].tensors for n in no_fallback if not _cpu_note(n)}
     lines = [
         "# Architectures",
         "",
@@ -46,41 +47,48 @@ def render(results: Mapping[int, Mapping[str, Sequence[Outcome]]]) -> str:
         f"{version('torch')}. Of {len(names)} architectures {len(everywhere)} are exact at TP "
         f"{', '.join(map(str, sizes))}: {len(no_fallback)} by the plan alone, "
         f"{len(everywhere) - len(no_fallback)} with a declared fallback for some parameters. Every "
-        "rank receives exactly the lower bound of bytes for the weights that the plan moves.",
+        "rank receives exactly the lower bound of bytes for the weights that the plan moves. Which "
+        "types train: [model types](model_types.md).",
         "",
-        "Each cell gives the number of engine tensors that a sync writes. Fallback: parameters "
-        "from which the loader computes weights; they are gathered in full and passed to it at "
-        "every sync. Variants of an architecture have their own rows. Where torchvision is "
+        "In parentheses is the number of engine tensors that a sync writes. Variants of an "
+        "architecture are listed on their own. Where torchvision is "
         "missing, an empty stub lets vLLM import the models that need it (vision, and qwen3_5); "
-        "the tests process no images. Packed: the trainer takes the model in packed batches. A "
-        "note on CPUs: the weights arrive, but vLLM's build for CPUs cannot run the model ([hybrid "
-        "models](hybrid.md)). A type that vLLM serves by its Transformers backend (olmo2, olmo3, "
-        "smollm3, seed_oss, glm, phi, gpt_neox, starcoder2 and others) trains as the others do. "
-        "The engine derives its own class from the one of transformers; the trained model keeps "
-        "the original class "
-        "(`tests/engine/test_transformers_backend.py`).",
+        "the tests process no images. A type that vLLM serves by its Transformers backend (olmo2, "
+        "olmo3, smollm3, seed_oss, glm, phi, gpt_neox, starcoder2 and others) trains as the others "
+        "do. The engine derives its own class from the one of transformers; the trained model "
+        "keeps the original class (`tests/engine/test_transformers_backend.py`).",
         "",
-        "| architecture | transformers class | packed | "
-        f"{' | '.join(f'TP {tp}' for tp in sizes)} | notes |",
-        f"|---|---|---|{'---|' * len(sizes)}---|",
+        f"Exact at every TP size by the plan alone: {', '.join(map(_counted, plain.items()))}.",
+        "",
+        "The others. Fallback: parameters from which the loader computes weights; they are "
+        "gathered in full and passed to it at every sync. A note on CPUs: the weights arrive, but "
+        "vLLM's build for CPUs cannot run the model ([hybrid models](hybrid.md)).",
+        "",
+        f"| architecture | transformers class | {' | '.join(f'TP {tp}' for tp in sizes)} | notes |",
+        f"|---|---|{'---|' * len(sizes)}---|",
     ]
     for name in names:
+        if name in plain:
+            continue
         per_size = {tp: results[tp][name] for tp in sizes}
         cells = " | ".join(_cell(outcomes) for outcomes in per_size.values())
         model_class = per_size[sizes[0]][0].model_class
-        packed, cpu_note = _facts(name) if model_class else ("no", "")
+        cpu_note = _cpu_note(name) if model_class else ""
         notes = "; ".join(filter(None, (_notes(per_size), cpu_note)))
-        lines.append(f"| {name} | {model_class} | {packed} | {cells} | {notes} |")
+        lines.append(f"| {name} | {model_class} | {cells} | {notes} |")
     return "\n".join(lines) + "\n"
 
 
-def _facts(name: str) -> tuple[str, str]:
-    """Return whether the trainer packs a model, and why vLLM on a CPU does not run it, if so."""
+def _counted(tensors: tuple[str, int]) -> str:
+    return f"{tensors[0]} ({tensors[1]})"
+
+
+def _cpu_note(name: str) -> str:
+    """Return why vLLM on a CPU does not run a model, "" if it does."""
     config = CATALOGUE[name].config()
     stateful = carried_state(config) is not None
     obstacle = cpu_obstacle(config) if stateful and config.model_type in MODEL_TYPES else None
-    packed = "no" if packing_obstacle(config) else "yes"
-    return packed, f"on CPUs: vLLM, {obstacle}" if obstacle else ""
+    return f"on CPUs: vLLM, {obstacle}" if obstacle else ""
 
 
 def _cell(outcomes: Sequence[Outcome]) -> str:

@@ -42,14 +42,14 @@ def test_the_table_shows_errors_and_unequal_tensors() -> None:
     wrong = Outcome("phi", "Phi", "", "", 9, unequal=["layers.3.bias"])
     error = "ValidationError: 1 validation error for ModelConfig\n  Value error, no | [type=x]"
     stopped = Outcome("bamba", "Bamba", "vLLM config", error)
-    results = {tp: {o.architecture: [o] for o in (right, slow, wrong, stopped)} for tp in (1, 2)}
+    plain = Outcome("gpt2", "GPT2", "", "", 7)
+    names = (right, slow, wrong, stopped, plain)
+    results = {tp: {o.architecture: [o] for o in names} for tp in (1, 2)}
     results[2]["llama"] = [right, Outcome("llama", "Llama", "", "", 15, ["x.1.y"])]
     table = render(results)
-    assert "| llama | Llama | yes | exact (15) | **wrong** | TP 2: unequal: x.*.y |" in table
+    assert "\nExact at every TP size by the plan alone: gpt2 (7).\n" in table
+    assert "| llama | Llama | exact (15) | **wrong** | TP 2: unequal: x.*.y |" in table
     assert "| exact + fallback (9) | exact + fallback (9) | `l.*.A_log`: exp |" in table
-    assert "| phi | Phi | yes | **wrong** | **wrong** | unequal: layers.*.bias |" in table
-    assert (
-        "| bamba | Bamba | yes | no | no | vLLM config: no \\|; on CPUs: vLLM, which has no model"
-        in table
-    )
-    assert "Of 4 architectures 1 are exact at TP 1, 2" in table
+    assert "| phi | Phi | **wrong** | **wrong** | unequal: layers.*.bias |" in table
+    assert "| bamba | Bamba | no | no | vLLM config: no \\|; on CPUs: vLLM, which has no" in table
+    assert "Of 5 architectures 2 are exact at TP 1, 2" in table

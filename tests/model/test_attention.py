@@ -370,7 +370,7 @@ def test_packing_without_cu_seqlens_is_refused():
 def test_mask_with_cu_seqlens_is_refused():
     q, k, v = random_qkv(6, 4, 2, 8)
     cu = torch.tensor([0, 6], dtype=torch.int32)
-    with pytest.raises(ModelError, match="an attention_mask together with cu_seq_lens_q"):
+    with pytest.raises(ModelError, match="an attention_mask and cu_seq_lens_q"):
         call(q, k, v, torch.ones(1, 1, 6, 6, dtype=torch.bool), cu_seq_lens_q=cu)
 
 

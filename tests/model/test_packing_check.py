@@ -15,7 +15,7 @@ from hybridengine.run.errors import ModelError
 from hybridengine.vision.formats import IMAGE_MODEL_TYPES
 from tests.architectures.catalogue import CATALOGUE
 from tests.extras.vision.vision_models import vision_config
-from tests.model.own_code import DROPS_ARGUMENTS, UNCHANGED, save_own_code
+from tests.model.own_code import DROPS_ARGUMENTS, SELECTS_KEYS, UNCHANGED, save_own_code
 from tests.model.rotary_configs import DYNAMIC, LONG_ROPE
 from tests.tiny_models import tiny_config
 
@@ -123,6 +123,35 @@ def test_own_code_that_drops_arguments(tmp_path: Path):
     ):
         check_packing(path, config, trust_remote_code=True)
     check_packing(path, config)  # transformers' own Llama
+
+
+def test_own_code_that_selects_keys_of_the_batch(tmp_path: Path):
+    """Sequences of the small copy are shorter than the number of keys, which is small in it."""
+    path = save_own_code(tmp_path, SELECTS_KEYS, index_topk=2048)
+    config = check_model(path, trust_remote_code=True)
+    with pytest.raises(ModelError, match=r"layers\.1\.self_attn \(OwnAttention\) .* another seq"):
+        check_packing(path, config, trust_remote_code=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sparse"),
+    [
+        ("deepseek_v32", ["indexed_attention"]),
+        ("deepseek_v4", ["compressed_sparse_attention", "heavily_compressed_attention"]),
+        ("glm_moe_dsa", ["indexed_attention"]),
+        ("minimax_m3_vl", ["minimax_m3_sparse"]),
+    ],
+)
+def test_sparse_attention(kind, sparse):
+    """An indexer selects keys among all of a packed row; without such layers a type can pack."""
+    config = CATALOGUE[kind].config().get_text_config()
+    assert f"type {sparse} select or compress keys" in str(packing_obstacle(config))
+    with pytest.raises(ModelError):  # nor does the code run packed, whatever its layers are called
+        packing_check.find_faults(packing_check.Probe(config, trust_remote_code=False), seed=0)
+    dense = {"minimax_m3_vl": "full_attention", "deepseek_v4": "sliding_attention"}
+    if kind in dense:
+        config.layer_types = [dense[kind]] * config.num_hidden_layers
+        assert shared_prefix_obstacle(config) is None
 
 
 def test_own_code_of_a_known_name_shares_no_prefixes(tmp_path: Path):
