@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from transformers import AutoConfig
 
@@ -89,8 +89,12 @@ class MtpDrafts(Drafts):
 
     @staticmethod
     def arguments(options: EngineOptions) -> dict[str, Any]:
-        """Return the arguments with which vLLM loads the layers, and nothing else."""
+        """Return the arguments with which vLLM loads the layers, and nothing else.
+
+        Raises ConfigError for a checkpoint whose layers it would not load as they are.
+        """
         from vllm.config import LoadConfig
+        from vllm.config.speculative import MTPModelTypes, SpeculativeConfig
 
         model, config = options.model, options.rollout.engine_kwargs.vllm["speculative_config"]
         stored = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
@@ -98,5 +102,18 @@ class MtpDrafts(Drafts):
             raise ConfigError(
                 f"{KEY}.method is mtp, but the checkpoint at {model.path} is quantized, and its "
                 "MTP layers would be read without their scales; use method ngram"
+            )
+        kind = stored.model_type
+        drafter = SpeculativeConfig.hf_config_override(stored)
+        known = drafter.model_type in get_args(MTPModelTypes)
+        if not known or not getattr(drafter, "n_predict", None):
+            raise ConfigError(
+                f"{KEY}.method is mtp, but "
+                + (
+                    f"{model.path} declares no MTP layers"
+                    if known
+                    else f"vLLM has none of {kind!r}"
+                )
+                + "; use method ngram"
             )
         return {"speculative_config": {**config, "draft_load_config": LoadConfig()}}

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from hybridengine.engine.interface import SamplingSpec
 from hybridengine.engine.vllm.environment import vllm_available
 from hybridengine.run.config import ConfigError, load_config
-from tests.engines import build_engine, synced_engine
+from tests.engines import build_engine, engine_options, synced_engine
 from tests.extras.hybrid.hybrid_models import hybrid_config
 from tests.loading import load_sharded
 from tests.ranks import run_ranks
@@ -29,6 +29,8 @@ pytestmark = [
 
 KEY = "rollout.engine_kwargs.vllm.speculative_config"
 PROMPTS = [[5, 9, 33, 5, 9, 33, 5], [7, 8, 9, 10, 7, 8, 9], [3] * 12, [*range(50, 90)] * 2]
+TEXT = dict(linear_key_head_dim=128, linear_value_head_dim=128, mtp_num_hidden_layers=1)
+TOWER = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=128)
 SPECS = {
     "warm": SamplingSpec(n=2, temperature=0.8, max_tokens=60),
     "cold": SamplingSpec(n=2, temperature=0.2, max_tokens=60),
@@ -61,6 +63,30 @@ def test_what_cannot_be_combined_with_drafts(
         load_config(None, needed)
     with pytest.raises(ConfigError, match=message):
         load_config(None, [*needed, override])
+
+
+def test_checkpoints_without_mtp_layers_that_vllm_loads(tmp_path: Path) -> None:
+    from hybridengine.speculation.drafts import MtpDrafts
+
+    drafting = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    for changes, message in (
+        ({}, None),
+        ({"mtp_num_hidden_layers": 0}, "declares no MTP layers; use method ngram"),
+        (quantized, "is quantized, and its MTP layers would be read without"),
+    ):
+        config = hybrid_config("qwen3_5_text", **TEXT | changes)
+        config.architectures = ["Qwen3_5ForCausalLM"]
+        config.save_pretrained(tmp_path)
+        options = engine_options(str(tmp_path), engine_kwargs=drafting, checkpoint=None)
+        if message is None:
+            assert "draft_load_config" in MtpDrafts.arguments(options)["speculative_config"]
+            continue
+        with pytest.raises(ConfigError, match=message):
+            MtpDrafts.arguments(options)
+    options = engine_options(save_tiny("llama", tmp_path / "llama"), engine_kwargs=drafting)
+    with pytest.raises(ConfigError, match="vLLM has none of 'llama'; use method ngram"):
+        MtpDrafts.arguments(options)
 
 
 @contextmanager
@@ -108,10 +134,6 @@ def test_ngram_drafts_change_no_token(tmp_path: Path) -> None:
     assert any(c.columns["num_kept"] for [c, *_] in found["kept"][1])
     [stopped, *_] = found["stop"][1]
     assert stopped[0].finish_reason == "stop" and len(stopped[0].token_ids) <= 22
-
-
-TEXT = dict(linear_key_head_dim=128, linear_value_head_dim=128, mtp_num_hidden_layers=1)
-TOWER = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=128)
 
 
 def save_counting(folder: Path, shift: int) -> str:
