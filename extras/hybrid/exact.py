@@ -158,7 +158,8 @@ def _cache(layer: Any) -> tuple[Tensor, Tensor]:
 
 def _convolution_weight(layer: Any) -> Tensor:
     """Return the weight [C, W], as it was before vLLM packed it."""
-    weight: Tensor = getattr(layer.conv1d, "_cpu_unpacked_conv_weight", layer.conv1d.weight)
+    conv1d = getattr(layer.conv1d, "base_layer", layer.conv1d)  # in a slot for adapters
+    weight: Tensor = getattr(conv1d, "_cpu_unpacked_conv_weight", conv1d.weight)
     return weight.view(len(weight), -1)
 
 

@@ -49,8 +49,6 @@ class HybridModels(ModelExtension):
             return None
         if torch.cuda.is_available():
             return "on a GPU bits of linear attention depend on where a sequence is cut"
-        if config.model.lora_rank:
-            return "adapters of a model with linear attention have no exact form (model.lora_rank)"
         return None
 
     def exact_forwards(self, model: Any) -> Mapping[Any, Callable[..., Any]]:

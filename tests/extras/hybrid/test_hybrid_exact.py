@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridengine.run.config import ConfigError, load_config
-from hybridengine.train.choices import decide
 from tests.engine.exact_engines import compare_under_pressure
 from tests.extras.hybrid.hybrid_models import hybrid_config, hybrid_models
 from tests.ranks import run_ranks
@@ -52,16 +50,18 @@ def test_log_probs_are_the_same_bits(tmp_path: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tp_size", "dtype", "prefix_caching"),
+    ("tp_size", "dtype", "prefix_caching", "lora_rank"),
     [
-        (1, "bfloat16", False),
-        pytest.param(1, "float32", True, marks=LONG),
-        pytest.param(2, "float32", False, marks=LONG),
-        pytest.param(2, "bfloat16", True, marks=LONG),
+        (1, "bfloat16", False, 2),
+        pytest.param(1, "float32", True, 0, marks=LONG),
+        pytest.param(2, "float32", False, 2, marks=LONG),
+        pytest.param(2, "bfloat16", True, 0, marks=LONG),
     ],
 )
-def test_jobs(tmp_path: Path, tp_size: int, dtype: str, prefix_caching: bool) -> None:
-    """Two steps with shared prompts and recomputed layers."""
+def test_jobs(
+    tmp_path: Path, tp_size: int, dtype: str, prefix_caching: bool, lora_rank: int
+) -> None:
+    """Two steps with shared prompts and recomputed layers; with adapters as they are."""
     job = [
         *small_job(tmp_path),
         *VLLM,
@@ -74,6 +74,7 @@ def test_jobs(tmp_path: Path, tp_size: int, dtype: str, prefix_caching: bool) ->
         "data.max_response_length=16",
         "actor.ppo_max_token_len_per_gpu=128",
         "model.enable_gradient_checkpointing=true",
+        *([f"model.lora_rank={lora_rank}", "reshard.lora=adapters"] if lora_rank else []),
     ]
     for _, holds in run_ranks(train, tp_size, tmp_path, job, timeout_s=500):
         assert holds and all(holds)
@@ -82,13 +83,3 @@ def test_jobs(tmp_path: Path, tp_size: int, dtype: str, prefix_caching: bool) ->
     for row in rows:
         assert row["training/rollout_probs_diff_max"] == 0.0
         assert row["rollout_corr/rollout_is_max"] == row["training/rollout_ratio_mean"] == 1.0
-
-
-def test_adapters_are_not_exact(tmp_path: Path) -> None:
-    model = save_tiny(hybrid_config("qwen3_5_text"), tmp_path / "hybrid")
-    job = [*small_job(tmp_path), *VLLM, f"model.path={model}"]
-    adapters = ["model.lora_rank=2", "reshard.lora=adapters"]
-    assert decide(load_config(None, job)).exact
-    assert "have no exact form" in decide(load_config(None, job + adapters)).reasons["exact"]
-    with pytest.raises(ConfigError, match="is on, but adapters of a model with"):
-        decide(load_config(None, [*job, *adapters, "rollout.exact=on"]))
