@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import (
 from hybridengine.run.config import load_config
 from hybridengine.run.errors import ConfigError, ModelError
 from tests.architectures.catalogue import CATALOGUE
+from tests.extras.vision.vision_models import VISION, vision_config
 from tests.tiny_models import SIZES
 
 __all__ = ["Answer", "ask", "model_types"]
@@ -115,6 +116,8 @@ def ask(rank: int, world_size: int, kind: str, folder: str) -> Answer:
 
 def _configs(kind: str) -> Iterator[PretrainedConfig]:
     """Yield configurations of a type, small ones first."""
+    if kind in VISION:
+        yield vision_config(kind)
     if (given := _tiny(kind)) is not None:
         yield AutoConfig.for_model(kind, **given)
     for changes in _CHANGES:

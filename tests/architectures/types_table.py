@@ -96,4 +96,4 @@ def _sentence(answer: Answer) -> str:
     reason = re.sub(r"^model 'm'( \(.*?\))?:? (cannot run packed: )?", "", answer.refusal)
     reason = re.split(r"[;.] ", reason)[0].replace("|", "\\|")
     reason = re.sub(r"of type \[.*?\]", "of type …", _CLASS.sub("…", reason))
-    return re.sub(r"\d+%", "…%", reason)
+    return re.sub(r"\d+%", "…%", re.sub(r" \(\w+\) alone$", " alone", reason))
