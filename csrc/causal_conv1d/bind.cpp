@@ -9,7 +9,7 @@ namespace hybridengine {
 
 namespace {
 
-const char* const kOp = "causal_conv1d";
+const char* const kConv = "causal_conv1d";
 
 // A row of a segment's path: `distance` >= 1 before its end, as ConvSegment::before has it.
 int64_t row_from_end(const ConvSegment& segment, int64_t distance) {
@@ -35,7 +35,7 @@ std::vector<ConvSegment> plan_segments(const SegmentBounds& bounds, int64_t widt
 Arguments fill(CausalConv1d& p, std::vector<ConvSegment>& segments, In x, In weight,
                OptionalIn bias, In cu_seqlens, OptionalIn parents, OptionalIn initial_state,
                bool silu) {
-  const Arguments given(kOp, "x", x);
+  const Arguments given(kConv, "x", x);
   given.on_cpu();
   p.dtype = given.dtype("x", x.scalar_type());
   p.x = given.data("x", x, kFloats, {&p.tokens, &p.channels}, &p.x_stride);
@@ -51,8 +51,8 @@ Arguments fill(CausalConv1d& p, std::vector<ConvSegment>& segments, In x, In wei
   return given;
 }
 
-Tensor forward(In x, In weight, OptionalIn bias, In cu_seqlens, OptionalIn parents,
-               OptionalIn initial_state, bool silu) {
+Tensor conv_forward(In x, In weight, OptionalIn bias, In cu_seqlens, OptionalIn parents,
+                    OptionalIn initial_state, bool silu) {
   CausalConv1dForward p{};
   std::vector<ConvSegment> segments;
   const Arguments given =
@@ -64,7 +64,7 @@ Tensor forward(In x, In weight, OptionalIn bias, In cu_seqlens, OptionalIn paren
 
 // One token of each of T sequences, whose last rows are rows `slots` of the cache [N, width - 1,
 // C], which it updates.
-Tensor update(In x, In weight, In cache, In slots, bool silu) {
+Tensor conv_update(In x, In weight, In cache, In slots, bool silu) {
   CausalConv1dUpdate p{};
   const Arguments given("causal_conv1d_update", "x", x);
   given.on_cpu();
@@ -100,11 +100,9 @@ using Gradient = std::optional<Tensor>;
 
 // The gradients of x, weight [width, C], bias and initial_state, the last three float32: those that
 // are `wanted`, in this order.
-std::tuple<Gradient, Gradient, Gradient, Gradient> backward(In grad_out, In x, In weight,
-                                                            OptionalIn bias, In cu_seqlens,
-                                                            OptionalIn parents,
-                                                            OptionalIn initial_state, bool silu,
-                                                            const std::array<bool, 4>& wanted) {
+std::tuple<Gradient, Gradient, Gradient, Gradient> conv_backward(
+    In grad_out, In x, In weight, OptionalIn bias, In cu_seqlens, OptionalIn parents,
+    OptionalIn initial_state, bool silu, const std::array<bool, 4>& wanted) {
   CausalConv1dBackward p{};
   std::vector<ConvSegment> segments;
   const Arguments given =
@@ -134,9 +132,9 @@ std::tuple<Gradient, Gradient, Gradient, Gradient> backward(In grad_out, In x, I
 }  // namespace
 
 void register_causal_conv1d(py::module_& m) {
-  def(m, "causal_conv1d", &forward, "x weight bias cu_seqlens parents initial_state silu");
-  def(m, "causal_conv1d_update", &update, "x weight cache slots silu");
-  def(m, "causal_conv1d_backward", &backward,
+  def(m, "causal_conv1d", &conv_forward, "x weight bias cu_seqlens parents initial_state silu");
+  def(m, "causal_conv1d_update", &conv_update, "x weight cache slots silu");
+  def(m, "causal_conv1d_backward", &conv_backward,
       "grad_out x weight bias cu_seqlens parents initial_state silu wanted");
 }
 

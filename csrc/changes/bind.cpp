@@ -11,7 +11,7 @@ namespace {
 using Tensors = std::vector<Tensor>;
 
 constexpr int64_t kMaxNarrow = int64_t{1} << 31;  // elements that int32 can index
-constexpr int64_t kMaxElements = int64_t{1} << 60;
+constexpr int64_t kMaxTensorElements = int64_t{1} << 60;
 
 Arguments arguments_of(const Tensors& masks) {
   return masks.empty() ? Arguments("take_changed")
@@ -25,7 +25,7 @@ std::vector<ChangedTensor> table_of(const Arguments& given, const Tensors& masks
                numels.size(), " sources; expected one each");
   std::vector<ChangedTensor> tensors;
   for (int64_t i = 0; i < std::ssize(masks); ++i) {
-    const int64_t numel = given.number({"numels", i}, numels[i], 0, kMaxElements);
+    const int64_t numel = given.number({"numels", i}, numels[i], 0, kMaxTensorElements);
     auto* mask = given.data<int32_t>({"masks", i}, masks[i], {num_mask_words(numel)});
     tensors.push_back({reinterpret_cast<uint32_t*>(mask), nullptr, numel, p.num_chunks});
     p.num_chunks += num_chunks_of(numel);

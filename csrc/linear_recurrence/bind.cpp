@@ -10,7 +10,7 @@ namespace hybridengine {
 
 namespace {
 
-const char* const kOp = "linear_recurrence";
+const char* const kRecurrence = "linear_recurrence";
 
 // `keep_borders`: for a backward, the states between chunks have slots, too.
 Segments plan_segments(const SegmentBounds& bounds, bool keep_borders) {
@@ -43,7 +43,7 @@ Segments plan_segments(const SegmentBounds& bounds, bool keep_borders) {
 
 Arguments fill_heads(LinearRecurrence& p, In q, In k, In v, In g, OptionalIn beta, double scale,
                      bool delta, bool l2_norm) {
-  const Arguments given(kOp, "q", q);
+  const Arguments given(kRecurrence, "q", q);
   given.on_cpu();
   const ScalarType type = q.scalar_type();
   p.dtype = given.dtype("q", type);
