@@ -181,7 +181,7 @@ def operators(device: torch.device) -> dict[str, Case]:
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape).to(device)
 
-    def longs(values: Sequence[int]) -> Tensor:
+    def longs(values: Sequence[Any]) -> Tensor:
         return torch.tensor(values, device=device)
 
     ids, hidden, weight, logits = longs(range(T)), draw(T, H), draw(V, H), draw(T, V)
@@ -210,7 +210,8 @@ def operators(device: torch.device) -> dict[str, Case]:
         return -((log_probs - old).exp() * advantages).mean()
 
     def attend() -> Tensor:
-        return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        q, k, v = heads
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     return {
         "token_log_probs": (

@@ -108,8 +108,8 @@ def command_of(name: str, device: str, profiler: str | None) -> list[str]:
     if profiler is None:
         return script
     # ncu would lock the clocks, of a card that others may use, at the base clock.
-    options = ("--clock-control", "none", "--csv", "--target-processes", "all")
-    options += ("--metrics", ",".join(METRICS))
+    options = ["--clock-control", "none", "--csv", "--target-processes", "all"]
+    options += ["--metrics", ",".join(METRICS)]
     chosen = ("-k", KERNELS[name], "--launch-skip", "2", "--launch-count", "1")
     return [profiler, *options, *chosen, *script]
 

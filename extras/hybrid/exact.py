@@ -97,7 +97,9 @@ def _gated_norm(self: Any, x: Tensor, gate: Tensor) -> Tensor:
     return gated_activation(gate, rms_norm(x, self.weight, eps, round_first=True))
 
 
-def _operands(layer: Any, qkv: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+def _operands(
+    layer: Any, qkv: Tensor, a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the operands of a layer's recurrence.
 
     qkv: [T, C], after the convolution. a, b: [T, H_v], which become decay and beta.
@@ -106,8 +108,9 @@ def _operands(layer: Any, qkv: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
     keys = (qkv.shape[1] - values) // 2
     sizes = (layer.head_k_dim, layer.head_k_dim, layer.head_v_dim)
     parts = zip(qkv.split([keys, keys, values], 1), sizes, strict=True)
-    heads = [part.unflatten(1, (-1, size)) for part, size in parts]
-    return [*heads, *delta_gates(a, b, layer.A_log, layer.dt_bias.to(a.dtype))]
+    q, k, v = (part.unflatten(1, (-1, size)) for part, size in parts)
+    decay, beta = delta_gates(a, b, layer.A_log, layer.dt_bias.to(a.dtype))
+    return q, k, v, decay, beta
 
 
 def _trained_layer(self: Any, hidden_states: Tensor, cache_params: Any = None, **_: Any) -> Tensor:
@@ -121,7 +124,7 @@ def _trained_layer(self: Any, hidden_states: Tensor, cache_params: Any = None, *
     )
     weight = self.conv1d.weight.squeeze(1)
     qkv = causal_conv1d(qkv, weight, activation="silu", **segments)
-    out, _ = linear_recurrence(*_operands(self, qkv, a, b), l2_norm=True, **segments)
+    out = linear_recurrence(*_operands(self, qkv, a, b), l2_norm=True, **segments)[0]
     return self.out_proj(self.norm(out, z.view(out.shape)).flatten(1))[None]
 
 
@@ -184,9 +187,9 @@ def _continue(layer: Any, batch: Any, qkv: Tensor, a: Tensor, b: Tensor) -> Tens
     weight = _convolution_weight(layer)
     x = causal_conv1d(qkv, weight, **segments, initial_state=rows, activation="silu")
     row_cache[slots] = _last_rows(qkv, segments["cu_seqlens"], rows)
-    options: dict[str, Any] = {"initial_state": states, "output_final_state": True}
-    operands = _operands(layer, x, a, b)
-    out, final = linear_recurrence(*operands, l2_norm=True, **segments, **options)
+    options = segments | {"initial_state": states, "output_final_state": True, "l2_norm": True}
+    out, final = linear_recurrence(*_operands(layer, x, a, b), **options)
+    assert final is not None
     state_cache[slots] = final
     return out
 

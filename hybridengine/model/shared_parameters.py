@@ -79,8 +79,10 @@ class SharedParameters:
 
     def _extend(self, model: nn.Module) -> None:
         """Give FSDP2's parameters their `_Extension`."""
+        shards = dict[str, DTensor]()
         for name, parameter in self._shards.items():
             assert isinstance(parameter, DTensor)
+            shards[name] = parameter
             if any(isinstance(p, Shard) and p.dim for p in parameter.placements):
                 raise ModelError(f"{name!r} is not sharded on dim 0, as FSDP2's extensions need")
         self._modules, memory = _names_by_module(model), self._memory
@@ -91,7 +93,7 @@ class SharedParameters:
                     extension: _Extension = _Joined(name, memory, self._compare, group)
                 else:
                     extension = _Extension(name, memory, self._compare)
-                extension.attach(self._shards[name])
+                extension.attach(shards[name])
             module.set_custom_all_gather(_NoGather())
         with on_device(model):
             self._check_addresses(model)

@@ -57,7 +57,7 @@ class _Problem(NamedTuple):
     def trees(self, block_n: int, block_m: int) -> tuple[Tensor, Tensor | None, Tensor]:
         ends, positions, _, window_size, _ = self.options
         sizes = (window_size, block_n, block_m)
-        tables = once(sizes, lambda *trees: block_tables(*trees, *sizes), ends, positions)
+        tables = once(sizes, lambda tree, at: block_tables(tree, at, *sizes), ends, positions)
         return ends, positions, tables
 
 

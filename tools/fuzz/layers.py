@@ -152,10 +152,10 @@ def linear_recurrence(d: Draw) -> list:
 
 def linear_recurrence_update(d: Draw) -> list:
     q, k, v, g, beta, *_ = linear_recurrence(d)
-    slots = len(q) + d.size(3)
-    states = d.floats(slots, v.shape[1] * q.shape[2] * v.shape[2] + 1)[:, 1:]
+    count = len(q) + d.size(3)
+    states = d.floats(count, v.shape[1] * q.shape[2] * v.shape[2] + 1)[:, 1:]
     states = states.unflatten(1, (v.shape[1], q.shape[2], v.shape[2]))
-    slots = torch.randperm(slots)[: len(q)].int()
+    slots = torch.randperm(count)[: len(q)].int()
     return [q, k, v, g, beta, states, slots, 0.3, d.chance(0.5), d.chance(0.5)]
 
 
