@@ -256,7 +256,7 @@ def _load_weights(
     """Materialize the meta `model` from `weights`, the full model on rank 0."""
     base_memory = options.base_memory
     if weights is not None and not is_sharded:
-        weights.to(device)
+        weights._apply(lambda x: x.to(device, copy=True))  # it may be mapped from a file
     base = {} if weights is None else base_parameters(weights, base_memory)
     fill_base(base_memory, base)
     in_base = {*map(id, base.values())}

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hybridengine.model.extensions import SharedFactors, mixture_extension
-from hybridengine.model.parameters import is_finite, unwrapped_name
+from hybridengine.model.parameters import free_gathered, is_finite, unwrapped_name
 from hybridengine.model.stored import names_in_whole
 from hybridengine.model.validation import meta_model, takes_images
 from hybridengine.run.errors import ModelError
@@ -231,6 +231,7 @@ def adapter_shards(model: nn.Module) -> dict[str, Adapter]:
         ModelError: an adapter that is more than W + scale · B A of a linear layer or of fused
             experts (DoRA, a bias, several at once), or that is merged into its weight.
     """
+    free_gathered(model)
     adapters: dict[str, Adapter] = {}
     for name, layer in lora_layers(model):
         key = layer.active_adapters[0] if len(layer.active_adapters) == 1 else None

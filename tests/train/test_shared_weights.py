@@ -195,6 +195,7 @@ def rollout_body(rank: int, world_size: int, path: str, tp_size: int) -> dict[st
     from hybridengine.model import (
         adapter_shards,
         apply_lora,
+        free_gathered,
         pack_rollouts,
         packed_log_probs,
         sharding_mesh,
@@ -227,6 +228,7 @@ def rollout_body(rank: int, world_size: int, path: str, tp_size: int) -> dict[st
         with torch.no_grad():
             batch = pack_rollouts(list(zip(PROMPTS, tokens[-1], strict=True)))
             gaps.append((packed_log_probs(model, batch)[0] - sampled).abs().max().item())
+            free_gathered(model)
             for parameter in model.parameters():
                 if parameter.requires_grad:  # a step of the adapters
                     parameter.mul_(1.5).add_(0.05)
