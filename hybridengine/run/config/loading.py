@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 import json
 import os
-import re
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from operator import attrgetter, getitem
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf._utils import get_omega_conf_dumper
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import TypeAdapter
-from rich.table import Table
-from rich.text import Text
 
 from hybridengine.run import load_plugin, plugins
 from hybridengine.run.config.common import JobConfig, SFTConfig, keys_of
@@ -37,9 +32,6 @@ from hybridengine.run.config.validation import find_faults, find_notes
 from hybridengine.run.errors import ConfigError, ConfigNote, InvalidConfigError, is_about, located
 
 REQUIRED = ("model.path", "data.train_files")  # keys of a job
-_TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str"}
-_LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-_MEANING = re.compile(r"^ {4}(\w+): .*  # (.+)$", re.MULTILINE)  # of a field, after its default
 
 
 @dataclass(frozen=True)
@@ -220,64 +212,3 @@ def _read(read: Callable[[], Any], what: str) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{what} must hold `key: value` groups, not a list")
     return typing.cast("Mapping[str, Any]", content)
-
-
-class Key(NamedTuple):
-    name: str
-    type: str
-    default: str
-    meaning: str
-
-
-def key_reference(kind: str) -> list[Key]:
-    """Return the keys of a kind of job, such as `grpo`; ConfigError for an unknown one."""
-    job = job_kind(kind)
-    return list(_keys(job.schema, "", job.defaults))
-
-
-def key_table(kind: str, containing: str = "") -> Table:
-    """Return `key_reference` as a table, with the keys whose name contains `containing`."""
-    table = Table("key", "type", "default", "meaning", box=None, pad_edge=False)
-    for key in key_reference(kind):
-        if containing in key.name:
-            table.add_row(*map(Text, key))
-    return table
-
-
-def _keys(group: type, prefix: str, defaults: Mapping[str, Any]) -> Iterator[Key]:
-    hints = typing.get_type_hints(group, include_extras=True)
-    bases = [base for base in reversed(group.__mro__) if is_dataclass(base)]
-    meanings = {n: m for base in bases for n, m in _MEANING.findall(inspect.getsource(base))}
-    instance = group()
-    for f in fields(group):
-        name = f"{prefix}{f.name}"
-        if is_dataclass(hints[f.name]):
-            yield from _keys(hints[f.name], f"{name}.", defaults)
-        else:
-            type_ = _type_text(TypeAdapter(hints[f.name]).json_schema())
-            default = defaults.get(name, getattr(instance, f.name))
-            yield Key(name, type_, _value_text(default), meanings.get(f.name, ""))
-
-
-def _type_text(schema: dict[str, Any]) -> str:
-    """Describe a JSON schema in words: `int >= 1 or null`, `constant | linear | cosine`."""
-    if "anyOf" in schema:
-        return " or ".join(map(_type_text, schema["anyOf"]))
-    if "enum" in schema:
-        return " | ".join(map(str, schema["enum"]))
-    if "prefixItems" in schema:
-        return f"[{', '.join(map(_type_text, schema['prefixItems']))}]"
-    if schema["type"] == "array":
-        return f"list of {_type_text(schema['items'])}"
-    if schema["type"] == "object":
-        return "mapping"
-    limits = [f"{sign} {schema[name]}" for name, sign in _LIMITS.items() if name in schema]
-    return " ".join([_TYPES.get(schema["type"], schema["type"]), *limits])
-
-
-def _value_text(default: Any) -> str:
-    if default is None or isinstance(default, bool):
-        return {None: "null", True: "true", False: "false"}[default]
-    if isinstance(default, tuple | list):
-        return f"[{', '.join(map(_value_text, default))}]"
-    return str(default) if default != "" else '""'

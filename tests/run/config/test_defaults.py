@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hybridengine.lab.keys import key_reference
 from hybridengine.lab.simulate.config import SimulationConfig, load_simulation_config
 from hybridengine.run.config import (
     RLConfig,
@@ -16,7 +17,6 @@ from hybridengine.run.config import (
     load_job,
     load_sft_config,
 )
-from hybridengine.run.config.loading import key_reference
 
 NEEDED = ["model.path=model", "data.train_files=train.jsonl"]
 # Values that the type does not determine; None: keys that need other keys too.

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from hybridengine import cli
 from hybridengine.lab.diagnose.findings import THRESHOLDS, LoggedRun, find_problems, phases_of
 from hybridengine.lab.diagnose.plot import curve_of, same_settings, val_interval
-from hybridengine.run.config.loading import key_reference
+from hybridengine.lab.keys import key_reference
 
 HEALTHY = {
     "critic/score/mean": lambda s: 0.3 + 0.01 * s,
