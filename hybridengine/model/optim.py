@@ -159,6 +159,9 @@ class Optimizer:
     def _update(self, divisor: torch.Tensor, failed: torch.Tensor) -> None:
         """Update by the gradients, divided by `divisor`, unless `failed` is 1; clear them."""
         for parameter, local in zip(self.parameters, self._local, strict=True):
+            shard = local_shard(parameter)
+            if shard.data_ptr() != local.data_ptr():  # it has other memory, as after half().float()
+                local.data = shard
             local.grad = None if parameter.grad is None else local_shard(parameter.grad)
             parameter.grad = None
         # The update writes what it divides; a CPU tells for nothing that it need not.

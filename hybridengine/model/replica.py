@@ -101,8 +101,9 @@ class Replica:
                 "the parameters of the model were replaced, by load_state_dict(assign=True) or a "
                 "cast; its gradients are added to those it was loaded with, so write into them"
             )
-        state = self._writes.state()
-        if state != self._state:
+        # Not every write changes the state (`p.data.mul_`), but none comes between micro-batches.
+        state, is_pending = self._writes.state(), any(p.grad is not None for p in self.copies)
+        if state != self._state or not is_pending:
             for master, copy in self.copies.items():
                 copy.requires_grad_(master.requires_grad)
             if self.owned():

@@ -94,6 +94,42 @@ def test_steps_equal_those_of_fsdp2(
     }
 
 
+def follows_writes(rank: int, world_size: int, path: str) -> list[bool]:
+    """Whether a forward reads what each way to write a master has written."""
+    from hybridengine.model import pack_rollouts, packed_log_probs
+
+    model = load(path, torch.bfloat16, is_sharded=False, lora=False)
+    batch, weight = pack_rollouts([([3], [4, 5])]), model.get_input_embeddings().weight
+
+    def values() -> torch.Tensor:
+        with torch.no_grad():
+            return packed_log_probs(model, batch)[0]
+
+    def in_place() -> None:
+        with torch.no_grad():
+            weight.mul_(1.5)
+
+    def of_data() -> None:
+        weight.data.mul_(1.5)
+
+    def of_memory() -> None:
+        weight.detach().numpy()[:] *= 1.5
+
+    def other_memory() -> None:
+        weight.data = weight.detach() * 1.5
+
+    changes = []
+    for write in (in_place, of_data, of_memory, other_memory):
+        before = values()
+        write()
+        changes.append(not torch.equal(values(), before))
+    return changes
+
+
+def test_a_forward_follows_every_write_to_the_masters(tmp_path: Path) -> None:
+    assert run_ranks(follows_writes, 1, save_tiny("llama", tmp_path)) == [[True] * 4]
+
+
 def replaced(rank: int, world_size: int, path: str) -> str:
     from hybridengine.model import pack_rollouts, packed_log_probs
     from hybridengine.run.errors import ModelError
