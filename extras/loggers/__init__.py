@@ -1,36 +1,42 @@
 """Loggers of metrics besides files and the console: TensorBoard, Weights & Biases, MLflow.
 
-A logger is a function of the run's folder, the step after which a resumed run continues and the
-names of the run. It yields what writes the metrics of a step.
+Each is a context manager of the run's folder, the step after which a resumed run continues, and the
+run's project, name and config. It yields what writes the metrics of a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hybridengine.run.config import JobConfig
+from hybridengine.run.errors import ConfigError
 
-__all__ = ["find_faults", "mlflow", "tensorboard", "wandb"]
+__all__ = ["check", "open_logger"]
 
 Writer = Callable[[int, Mapping[str, float]], object]
 
 
-def find_faults(config: JobConfig) -> Iterator[str]:
-    """Yield a sentence for each logger whose package is missing."""
-    for name in ("wandb", "mlflow"):
-        if name in config.trainer.logger and find_spec(name) is None:
-            yield (
-                f"trainer.logger names {name}, which is not installed; pip install {name}, or "
-                "leave it out"
-            )
+def check(name: str) -> None:
+    """Raise ConfigError if the package of the logger is missing."""
+    if name != "tensorboard" and find_spec(name) is None:
+        raise ConfigError(
+            f"trainer.logger names {name}, which is not installed; pip install {name}, or "
+            "leave it out"
+        )
+
+
+def open_logger(
+    name: str, dir: Path, first_step: int, **run: Any
+) -> AbstractContextManager[Writer]:
+    loggers = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
+    return loggers[name](dir, first_step, **run)
 
 
 @contextmanager
-def tensorboard(dir: Path, first_step: int, **run: Any) -> Iterator[Writer]:
+def _tensorboard(dir: Path, first_step: int, **run: Any) -> Iterator[Writer]:
     """Write to `<dir>/tensorboard/`."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -45,8 +51,7 @@ def tensorboard(dir: Path, first_step: int, **run: Any) -> Iterator[Writer]:
 
 
 @contextmanager
-def wandb(dir: Path, first_step: int, **run: Any) -> Iterator[Writer]:
-    """run: project, name and config."""
+def _wandb(dir: Path, first_step: int, **run: Any) -> Iterator[Writer]:
     import wandb
 
     wandb_run = wandb.init(dir=str(dir), **run)
@@ -57,8 +62,7 @@ def wandb(dir: Path, first_step: int, **run: Any) -> Iterator[Writer]:
 
 
 @contextmanager
-def mlflow(dir: Path, first_step: int, **run: Any) -> Iterator[Writer]:
-    """run: project, name and config."""
+def _mlflow(dir: Path, first_step: int, **run: Any) -> Iterator[Writer]:
     import mlflow
 
     mlflow.set_experiment(run["project"])

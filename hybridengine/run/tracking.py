@@ -46,6 +46,12 @@ _PHASES = {
 }
 
 
+def logger_module(name: str) -> Any:
+    """Return the module of an installed logger; None for those of this file."""
+    own = name in ("console", "jsonl")
+    return None if own else load_plugin("loggers", name, "trainer.logger")
+
+
 class MetricsLogger(ExitStack):
     """Sends metrics to each logger of `trainer.logger`; only rank 0 has loggers.
 
@@ -76,9 +82,10 @@ class MetricsLogger(ExitStack):
         dir.mkdir(parents=True, exist_ok=True)
         if "jsonl" in loggers:
             self._writers.append(self._open_jsonl(dir / "metrics.jsonl", first_step))
-        for name in (name for name in loggers if name not in ("console", "jsonl")):
-            logger = load_plugin("loggers", name, "trainer.logger")
-            self._writers.append(self.enter_context(logger(dir, first_step, **run)))
+        for name in loggers:
+            if (module := logger_module(name)) is not None:
+                opened = module.open_logger(name, dir, first_step, **run)
+                self._writers.append(self.enter_context(opened))
         if "console" in loggers:
             self._writers.append(self._print)
 

@@ -27,6 +27,7 @@ from hybridengine.run.config import ConfigError, JobConfig, RLConfig, SFTConfig
 from hybridengine.run.config.common import TrainedModelConfig
 from hybridengine.run.errors import Faults, UserError, print_note
 from hybridengine.run.storage import check_disk_space, total_memory
+from hybridengine.run.tracking import logger_module
 from hybridengine.train.algorithms import NEEDS, check_estimator, uses_critic
 from hybridengine.train.build import (
     attachment_conflicts,
@@ -127,6 +128,9 @@ def _check_run(config: RLConfig | SFTConfig, faults: Faults) -> PretrainedConfig
         if devices and sum(ranks.values()) > devices:
             keys = " and ".join(f"{key} is {n}" for key, n in ranks.items())
             raise ConfigError(f"{keys} but this machine has {devices} GPUs; lower it")
+    for name in trainer.logger:
+        if (module := logger_module(name)) is not None:
+            faults.attempt(module.check, name)
     if config.model.compile:
         faults.attempt(load_plugin("compilers", "torch", "model.compile").check_compiler)
     model, num_bytes = faults.attempt(config_of, config.model) if path else None, 0
