@@ -29,10 +29,10 @@ def check(name: str) -> None:
 
 
 def open_logger(
-    name: str, dir: Path, first_step: int, **run: Any
+    logger: str, dir: Path, first_step: int, /, **run: Any
 ) -> AbstractContextManager[Writer]:
     loggers = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
-    return loggers[name](dir, first_step, **run)
+    return loggers[logger](dir, first_step, **run)
 
 
 @contextmanager
