@@ -82,7 +82,8 @@ def shape(op: str, name: str, tensor: Tensor, pattern: str, sizes: Sizes) -> Non
         >>> sizes["V"]
         (4, 'weight')
     """
-    letters, given = pattern.split(), tuple[Any, ...](tensor.shape)
+    letters = pattern.split()
+    given: tuple[Any, ...] = tuple(tensor.shape)
     if letters[:1] == ["..."] and len(given) >= len(letters) - 1:
         split = len(given) - len(letters) + 1
         given = (tuple(given[:split]), *given[split:])
