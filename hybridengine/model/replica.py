@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import _unsafe_preserve_version_counter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -106,9 +107,11 @@ class Replica:
         if state != self._state or not is_pending:
             for master, copy in self.copies.items():
                 copy.requires_grad_(master.requires_grad)
-            if self.owned():
-                with torch.no_grad():
-                    torch._foreach_copy_([*self.copies.values()], [*self.copies])
+            if copies := self.owned():
+                # As far as known the values stay, which an earlier forward has saved for backward.
+                stays = copies if state == self._state else []
+                with torch.no_grad(), _unsafe_preserve_version_counter(tuple(stays)):
+                    torch._foreach_copy_(copies, [*self.copies])
             self._state = state
         self._place(self._copied)
 

@@ -130,6 +130,32 @@ def test_a_forward_follows_every_write_to_the_masters(tmp_path: Path) -> None:
     assert run_ranks(follows_writes, 1, save_tiny("llama", tmp_path)) == [[True] * 4]
 
 
+def backward_after_two_forwards(rank: int, world_size: int, path: str) -> list[bool]:
+    """Whether gradients of two forwards, then two backwards, are those of one after the other."""
+    from hybridengine.model import pack_rollouts, packed_log_probs
+
+    model = load(path, torch.bfloat16, is_sharded=False, lora=False)
+    batches = [pack_rollouts([([3], [4, k])]) for k in (5, 6)]
+
+    def gradients(losses: Any) -> list[torch.Tensor]:
+        for loss in losses:
+            loss.backward()
+        found = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        return found
+
+    forwards = (packed_log_probs(model, batch)[0].mean() for batch in batches)
+    expected = gradients(forwards)  # each forward just before its backward
+    got = gradients([packed_log_probs(model, batch)[0].mean() for batch in batches])
+    return [torch.equal(x, y) and bool(x.any()) for x, y in zip(expected, got, strict=True)]
+
+
+def test_forwards_before_the_backward_of_an_earlier_one(tmp_path: Path) -> None:
+    path = save_tiny("llama", tmp_path, torch.float32)
+    [equal] = run_ranks(backward_after_two_forwards, 1, path)
+    assert all(equal)
+
+
 def replaced(rank: int, world_size: int, path: str) -> str:
     from hybridengine.model import pack_rollouts, packed_log_probs
     from hybridengine.run.errors import ModelError
