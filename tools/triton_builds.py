@@ -175,7 +175,7 @@ def _policy_loss_types() -> dict[str, Any]:
     tensors |= {"mask": "*i1", "selected": "*i1", "cu_seqlens": "*i32", "denominators": None}
     return {
         "given": policy_loss_triton.LossTensors(**tensors),
-        "options": LossOptions._make(["fp32"] * len(LossOptions._fields)),
+        "numbers": LossOptions._make(["fp32"] * len(LossOptions._fields)),
         "coefficients": ("fp32", "fp32"),
         "outputs": ("*fp32", "*fp32", "*fp32", "*i1"),
         **dict.fromkeys(("sequence_stats", "shared_weight", "partials"), "*fp32"),

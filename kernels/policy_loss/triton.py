@@ -67,14 +67,14 @@ def _sequence_kernel(
     given,
     sequence_stats,
     num_tokens,
-    options,
+    numbers,
     MODE: tl.constexpr,
     KL: tl.constexpr,
     SEQUENCE_KL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    low, high = options.clip_ratio_low, options.clip_ratio_high
-    kl_input, kl_output = options.kl_input_clamp, options.kl_output_clamp
+    low, high = numbers.clip_ratio_low, numbers.clip_ratio_high
+    kl_input, kl_output = numbers.kl_input_clamp, numbers.kl_output_clamp
     n, begin, end = sequence_bounds(given.cu_seqlens, num_tokens)
     zeros = tl.zeros([BLOCK], tl.float32)
     length, log_ratio_sum, advantage_sum, log_weight, kl_sum = zeros, zeros, zeros, zeros, zeros
@@ -130,7 +130,7 @@ def _token_kernel(
     outputs,
     num_tokens,
     num_sequences,
-    options,
+    numbers,
     coefficients,
     MODE: tl.constexpr,
     BY_LENGTH: tl.constexpr,
@@ -142,7 +142,7 @@ def _token_kernel(
     """outputs: gradients, entropy_gradients, token_terms and token_clips; None: not wanted."""
     gradients, entropy_gradients, token_terms, token_clips = outputs
     kl_coef, entropy_coeff = coefficients
-    kl_input, kl_output = options.kl_input_clamp, options.kl_output_clamp
+    kl_input, kl_output = numbers.kl_input_clamp, numbers.kl_output_clamp
     program = tl.program_id(0)
     offsets = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_tokens
@@ -172,7 +172,7 @@ def _token_kernel(
     tl.store(sums + 5, tl.sum(tl.where(unmasked, -log_ratio(log_prob, old), 0.0)))
     advantage = tl.load(given.advantages + offsets, mask=unmasked, other=0.0)
     loss, gradient, clipped, lower, ratio, grad_log_ratio = token_loss(
-        log_prob, old, advantage, seq_log_ratio, seq_advantage, is_selected, options, MODE
+        log_prob, old, advantage, seq_log_ratio, seq_advantage, is_selected, numbers, MODE
     )
     if given.is_weights is not None:
         if MODE != "gmpo":

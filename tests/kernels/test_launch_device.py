@@ -1,16 +1,24 @@
 """Triton kernels are launched on the device of their tensors, whatever the current device is."""
 
 import contextlib
+import importlib
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.compiler.compiler import LazyDict
+from triton.runtime.driver import driver
+from triton.runtime.jit import create_function_from_signature
 
 from hybridengine.kernels import policy_loss
 from hybridengine.kernels._launch import Forms, launch
+from hybridengine.kernels.linear.rescale import rescale_kernel
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 
@@ -115,6 +123,68 @@ def test_a_compiled_kernel_is_launched_again_for_what_triton_compiles_alike(chan
     assert len(kernel.compiled) == 1 + compilations
     if not compilations:
         assert kernel.launched == [((5, 1, 1), (x, given["varying"], number, given["SIZE"]))]
+
+
+class Gpu:
+    """A driver of Triton for a GPU that is not there: records the arguments of launches."""
+
+    def __init__(self):
+        self.launches = []
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 232448},
+            load_binary=lambda name, *_: (None, name, 32, 0, 1024),
+            unload_module=lambda module: None,
+        )
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 7
+
+    def launcher_cls(self, source, metadata):
+        return lambda *arguments: self.launches.append(arguments)
+
+
+def test_a_second_launch_gives_triton_the_arguments_of_the_first(monkeypatch):
+    """Triton compiles for a GPU and launches on a driver that only records."""
+    gpu = Gpu()
+    monkeypatch.setattr(driver, "_active", gpu)
+    kernel = triton.JITFunction(rescale_kernel.fn)
+    first, second = ([torch.ones(n), torch.ones(1), n] for n in (4096, 32))
+    for given in (first, second, first):
+        launch(kernel, (n := given[2] // 32,), *given, BLOCK=32, num_warps=4)
+        assert gpu.launches[-1][0] == n
+    launch(kernel, (1,), first[0][1:], *first[1:], BLOCK=32, num_warps=4)
+    assert len(next(iter(kernel.device_caches.values()))[0]) == 2, "the unaligned one is compiled"
+
+    def given(launched):
+        plain = [x for x in launched if type(x) is not LazyDict]  # of hooks, made for each launch
+        return [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in plain]
+
+    one, other, again, unaligned = map(given, gpu.launches)
+    assert one == again and len(other) == len(unaligned) == len(one)
+    assert one[-4:] == given([*first, 32]) and other[-4:] == given([*second, 32])
+    assert one[1:-4] == other[1:-4], "the rest of the grid, stream, function and metadata"
+
+
+def test_triton_binds_the_arguments_of_every_kernel():
+    """It makes a Python function of them, in which some names, as `options`, are taken."""
+    target = make_backend(GPUTarget("cuda", 90, 32))
+    bound = []
+    for file in sorted(KERNELS.rglob("*.py")):
+        if "@triton.jit" not in file.read_text():
+            continue
+        parts = file.relative_to(KERNELS).with_suffix("").parts
+        module = importlib.import_module(".".join(("hybridengine.kernels", *parts)))
+        for name, kernel in vars(module).items():
+            if isinstance(kernel, triton.JITFunction) and name.endswith("kernel"):
+                create_function_from_signature(kernel.signature, kernel.params, target)
+                bound.append(name)
+    assert {"_token_kernel", "forward_kernel", "sample_kernel"} <= {*bound}
 
 
 def test_every_kernel_is_launched_by_it():
