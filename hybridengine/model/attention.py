@@ -7,8 +7,9 @@ forest, which `subtree_ends` describes (see `hybridengine.kernels.tree_attention
 to another sequence, and no mask is built.
 
 - CUDA in half precision without a forest or sinks: `hybridengine.model.flash_attention`.
-- Everything else: `tree_attention`. On a CPU, and of a model with exact operators
-  (`hybridengine.model.exact`), a sequence's result does not depend on the others, bit for bit.
+- Everything else: `tree_attention`, which calls FlashAttention where it can. On a CPU, and of a
+  model with exact operators (`hybridengine.model.exact`), a sequence's result does not depend on
+  the others, bit for bit.
 - Without `cu_seq_lens_q`: every row is one sequence; padding masks and KV caches work as with
   transformers' `sdpa`.
 """
@@ -197,6 +198,7 @@ def varlen_attention(
             window_size=sliding_window,
             softcap=softcap,
             batch_invariant=exact,
+            flash=not exact,
         )
     if spans := [span for span in bidirectional_spans if sliding_window or not span.in_windows]:
         out = _attend_in_spans(out, q, k, v, spans, options)

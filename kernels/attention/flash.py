@@ -8,8 +8,11 @@ are then the part of these keys (see `cascade.py`).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +22,8 @@ class Runs(NamedTuple):
     """Which queries attend to which keys: the i-th run of queries to the i-th run of keys.
 
     cu_seqlens_q, cu_seqlens_k: int32 [runs + 1] each, the boundaries, in tokens.
-    max_seqlen_q, max_seqlen_k: the longest run.
+    max_seqlen_q, max_seqlen_k: the longest run of queries that have keys, and of keys that have
+      queries; the results of others are not read.
     causal: whether query j of a run sees only keys up to j; both runs then have the same length.
     softmax_scale: factor of q . k.
     window_size: keys that a query sees, its own included; only if causal; None: all.
@@ -91,3 +95,90 @@ def _mask_of(runs: Runs) -> tuple[bool, dict[str, int]]:
 
 
 ATEN = FlashPair(aten_forward, aten_backward)
+
+
+def takes(
+    query: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    softmax_scale: float,
+    window_size: int | None,
+    softcap: float | None,
+) -> bool:
+    """Return whether the calls over a forest can compute its attention."""
+    size = query.shape[-1]
+    half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    plain = sinks is None and window_size is None and softcap is None and softmax_scale > 0
+    return half and plain and size == value.shape[-1] and size % 8 == 0 and size <= 256
+
+
+def cute_pair(interface: Any) -> FlashPair:
+    """Return FlashAttention 4's passes, of the module `flash_attn.cute.interface`.
+
+    These two functions are what torch itself calls as its "FA4".
+    """
+
+    def options_of(runs: Runs) -> dict[str, Any]:
+        limited = runs.causal and runs.window_size is not None
+        return {
+            "softmax_scale": runs.softmax_scale,
+            "causal": runs.causal and not limited,
+            "window_size_left": runs.window_size - 1 if limited and runs.window_size else None,
+            "window_size_right": 0 if limited else None,
+            "cu_seqlens_q": runs.cu_seqlens_q,
+            "cu_seqlens_k": runs.cu_seqlens_k,
+        }
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
+        longest = {"max_seqlen_q": runs.max_seqlen_q, "max_seqlen_k": runs.max_seqlen_k}
+        options = options_of(runs) | longest
+        out, lse, *_ = interface._flash_attn_fwd(query, key, value, return_lse=True, **options)
+        return out, lse
+
+    def backward(
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        runs: Runs,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        fixed_order = torch.are_deterministic_algorithms_enabled()
+        # Without the longest runs, by which it would allocate for the runs that are not read, too.
+        grads: tuple[Tensor, Tensor, Tensor] = interface._flash_attn_bwd(
+            *(query, key, value, out, grad_out, lse),
+            **options_of(runs),
+            deterministic=fixed_order,
+        )
+        return grads
+
+    return FlashPair(forward, backward)
+
+
+@cache
+def flash_pair(device: torch.device, head_size: int) -> FlashPair:
+    """Return the fastest passes that are installed and right on a GPU, for heads of a size.
+
+    FlashAttention 4 on Hopper and Blackwell, for heads of up to 128, after a check of its results;
+    else torch's FlashAttention 2.
+    """
+    major, _ = torch.cuda.get_device_capability(device)
+    if major not in (9, 10, 11) or head_size > 128:
+        return ATEN
+    try:
+        pair = cute_pair(import_module("flash_attn.cute.interface"))
+    except ImportError:
+        return ATEN
+    from .flash_check import why_wrong
+
+    if reason := why_wrong(pair, device, head_size):
+        warnings.warn(
+            f"flash_attn.cute is not used for heads of size {head_size} on "
+            f"{torch.cuda.get_device_name(device)}: {reason}. torch's FlashAttention 2 takes its "
+            "place: install another version of flash-attn-4, or remove it.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return ATEN
+    return pair

@@ -25,6 +25,7 @@ from .._library import custom_op
 from .._once import once
 from .._per_token import compute_dtype, unit_inner_stride
 from . import reference
+from .flash import takes
 
 OP = "tree_attention"
 register_backends(OP, cpu=("cpp", "reference"), cuda=("triton", "reference"))
@@ -47,6 +48,7 @@ def tree_attention(
     window_size: int | None = None,
     softcap: float | None = None,
     batch_invariant: bool = False,
+    flash: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Compute softmax(scale q . k) v over the keys that each token sees.
@@ -70,6 +72,10 @@ def tree_attention(
         batch_invariant: on a GPU, too, the result of a token does not depend on other sequences or
             on whether prefixes are shared, bit for bit, and is that of `paged_attention`; for head
             sizes up to 256. Gradients are those without it.
+        flash: on a GPU, where the backend is `triton`, let FlashAttention compute it, in one call
+            per level of the forest, if it can (16 bits, D = D_v, no window, soft-cap or sinks) and
+            levels are few and long. Its backward adds in the order in which blocks finish, unless
+            `torch.use_deterministic_algorithms` is on. Waits for the device once per forest.
         backend: `cpp`, `triton` or `reference`; None takes the best one.
 
     Returns:
@@ -132,6 +138,9 @@ def tree_attention(
         softcap = check.number(OP, "softcap", softcap, above=0)
     scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     scale = check.number(OP, "softmax_scale", scale)
+    if flash and not batch_invariant and takes(query, value, sinks, scale, window_size, softcap):
+        is_triton = choose_backend(OP, query.device, backend, query.dtype) == "triton"
+        backend = "flash" if is_triton else backend
     options = (ends, position_ids, scale, window_size, softcap, backend)
     out, _ = _forward_op(query, key, value, sinks, *options, batch_invariant)
     return out
@@ -179,17 +188,21 @@ def _forward_op(
 
 
 def _run(name: str, *arguments: Any) -> Any:
-    """Run `name`, forward or backward, on the backend that the last argument names."""
+    """Run `name`, forward or backward, on the backend that the last argument names, or `flash`."""
     *operands, backend = arguments
     first: Tensor = operands[0]
     module: ModuleType
-    chosen = choose_backend(OP, first.device, backend, first.dtype)
+    chosen = (
+        "flash" if backend == "flash" else choose_backend(OP, first.device, backend, first.dtype)
+    )
     if chosen == "cpp":
         *tensors, sinks_or_lse = operands[:-5]  # contiguous, as those that follow it
         tensors = [unit_inner_stride(tensor) for tensor in tensors]
         return getattr(native(), f"attention_{name}")(*tensors, sinks_or_lse, *operands[-5:])
     if chosen == "triton":
         from . import triton as module
+    elif chosen == "flash":
+        from . import cascade as module
     else:
         module = reference
     options = reference.TreeOptions(*operands[-5:])
