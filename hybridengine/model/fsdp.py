@@ -8,7 +8,7 @@ are reused from step to step: clearing new pages for them costs more than fillin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 from torch.distributed.tensor import Shard
@@ -61,8 +62,10 @@ def shard_model(
     ignored: set[nn.Parameter],
     experts: Sequence[nn.Module] = (),
     expert_mesh: DeviceMesh | None = None,
-) -> None:
+) -> Callable[[Mapping[str, Tensor]], None]:
     """Apply FSDP2 to each of `groups` and to the rest of `model`, in place.
+
+    Returns what gives the shards memory and values: rank 0's, of full tensors by name. Collective.
 
     ignored: parameters that are not sharded.
     experts: modules that are divided over ranks; each part is sharded over `expert_mesh`.
@@ -106,6 +109,16 @@ def shard_model(
     for group, following in pairwise(groups) if sharding.forward_prefetch else ():
         assert isinstance(group, fsdp.FSDPModule) and isinstance(following, fsdp.FSDPModule)
         group.set_modules_to_forward_prefetch([following])
+
+    def load(state: Mapping[str, Tensor]) -> None:
+        home = "cpu" if sharding.offload_policy else mesh.device_type
+        # As `to_empty`, which would also replace the memory of ignored parameters.
+        model._apply(lambda x: torch.empty_like(x, device=home) if x.is_meta else x)
+        full = {name: x.detach() for name, x in state.items()}
+        how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=not ignored)
+        set_model_state_dict(model, full, options=how)
+
+    return load
 
 
 def modules_of_size(model: PreTrainedModel, min_num_params: int) -> list[nn.Module]:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     AutoModelForSequenceClassification,
@@ -33,7 +32,7 @@ from hybridengine.model.flash_attention import choose_flash_kernel
 from hybridengine.model.fsdp import Offloader, mesh_2d, modules_of_size, shard_model
 from hybridengine.model.head import patch_head
 from hybridengine.model.packing_check import check_packing
-from hybridengine.model.parameters import is_finite, parameter_shards, unwrapped_name
+from hybridengine.model.parameters import is_finite, parameter_shards
 from hybridengine.model.replica import Replica
 from hybridengine.model.rotary import fix_rotary_length
 from hybridengine.model.shared_parameters import (
@@ -133,9 +132,8 @@ def load_causal_lm(options: LoadOptions, mesh: DeviceMesh) -> PreTrainedModel:
     groups = modules_of_size(model, min_num_params) if min_num_params else layers
     experts, expert_mesh = _divide_experts(model, mesh, sharding.expert_parallel_size)
     base = base_parameters(model, base_memory)
-    is_sharded = needs_fsdp(mesh, sharding)
-    if is_sharded:
-        shard_model(
+    if needs_fsdp(mesh, sharding):
+        load = shard_model(
             model,
             groups,
             mesh,
@@ -145,11 +143,12 @@ def load_causal_lm(options: LoadOptions, mesh: DeviceMesh) -> PreTrainedModel:
             experts=experts,
             expert_mesh=expert_mesh,
         )
+        copies: Callable[[], list[Tensor]] = list
+    else:
+        replica = Replica(model, groups, mesh, getattr(torch, sharding.dtype))
+        load, copies = replica.load, replica.owned
     place_base(model, base, base_memory)
-    _load_weights(model, weights, torch.device(mesh.device_type), options, is_sharded)
-    if not is_sharded:
-        ignored = {p for n, p in model.named_parameters() if unwrapped_name(n) in base_memory}
-        model.replica = Replica(model, groups, getattr(torch, sharding.dtype), ignored)  # type: ignore[assignment]
+    _load_weights(model, weights, torch.device(mesh.device_type), base_memory, load)
     fix_rotary_length(model, options.max_model_len)
     model.eval()
     if options.model.enable_gradient_checkpointing:
@@ -158,8 +157,8 @@ def load_causal_lm(options: LoadOptions, mesh: DeviceMesh) -> PreTrainedModel:
             layer.training = True
 
     def on_device() -> list[Tensor]:
-        shards = [x for name, x in parameter_shards(model).items() if name not in base_memory]
-        return shards if is_sharded else [*shards, *model.replica.owned()]  # type: ignore[operator, union-attr]
+        shards = parameter_shards(model)
+        return [x for name, x in shards.items() if name not in base_memory] + copies()
 
     if isinstance(base_memory, LayeredWeights):
         model.gathered_base = GatheredBase(model, layers, base_memory)  # type: ignore[assignment]
@@ -168,8 +167,8 @@ def load_causal_lm(options: LoadOptions, mesh: DeviceMesh) -> PreTrainedModel:
 
 
 def needs_fsdp(mesh: DeviceMesh, sharding: ShardingConfig) -> bool:
-    """Return whether ranks share the model, or FSDP2 streams it from host memory."""
-    return mesh.size() > 1 or sharding.offload_policy
+    """Return whether ranks share a copy of the model, or FSDP2 streams it from host memory."""
+    return mesh.size(mesh.ndim - 1) > 1 or sharding.offload_policy
 
 
 def is_sequence_classifier(config: PretrainedConfig) -> bool:
@@ -250,31 +249,15 @@ def _load_weights(
     model: nn.Module,
     weights: nn.Module | None,
     device: torch.device,
-    options: LoadOptions,
-    is_sharded: bool,
+    base_memory: Mapping[str, Tensor],
+    load: Callable[[Mapping[str, Tensor]], None],
 ) -> None:
     """Materialize the meta `model` from `weights`, the full model on rank 0."""
-    base_memory = options.base_memory
-    if weights is not None and not is_sharded:
-        weights._apply(lambda x: x.to(device, copy=True))  # it may be mapped from a file
     base = {} if weights is None else base_parameters(weights, base_memory)
     fill_base(base_memory, base)
     in_base = {*map(id, base.values())}
-    own_state = {} if weights is None else weights.state_dict(keep_vars=True)
-    own_state = {name: x for name, x in own_state.items() if id(x) not in in_base}
-    if is_sharded:
-        home = torch.device("cpu") if options.sharding.offload_policy else device
-        # As `to_empty`, which would also replace the memory of the base.
-        model._apply(lambda x: torch.empty_like(x, device=home) if x.device.type == "meta" else x)
-        set_model_state_dict(
-            model,
-            {name: x.detach() for name, x in own_state.items()},
-            options=StateDictOptions(
-                full_state_dict=True, broadcast_from_rank0=True, strict=not base_memory
-            ),
-        )
-    else:  # tied ones stay one parameter
-        model.load_state_dict(own_state, strict=not base_memory, assign=True)
+    state = {} if weights is None else weights.state_dict(keep_vars=True)
+    load({name: x for name, x in state.items() if id(x) not in in_base})
     # Computed buffers (rotary frequencies) are not in the state dict. Buffers are not offloaded.
     own = None if weights is None else dict(weights.named_buffers())
     buffers = broadcast_value(own, dict[str, Tensor])

@@ -1,9 +1,9 @@
-"""A model that no other rank shares: float32 masters, and copies in the type of the computation.
+"""A model that each rank has all of: float32 masters, and copies in the type of the computation.
 
-FSDP2 on one rank would gather, cast and reduce every layer for nobody. As there, the modules have
-the masters between passes, and what they compute with during a forward and a backward. The
-gradient of a copy is added to that of its master in float32. A model that computes in float32 has
-the masters alone.
+FSDP2 would gather, cast and reduce every layer for nobody. As there, the modules have the masters
+between passes, and what they compute with during a forward and a backward. The gradient of a copy
+is added to that of its master in float32. A model that computes in float32 has the masters alone.
+Ranks with replicas average their gradients at the end of the last backward of an optimizer step.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import _unsafe_preserve_version_counter
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hybridengine.kernels import empty_from_pool
 from hybridengine.run.errors import ModelError
+
+REDUCED_BYTES = 64 << 20  # of gradients, in one collective
 
 
 class Writes:
@@ -41,47 +46,61 @@ class Writes:
 
 
 class Replica:
-    """Has `model` compute in `dtype`, from its float32 parameters.
+    """Has `model`, on the meta device, compute in `dtype` from its float32 parameters.
 
     layers: modules whose floating-point inputs are cast, as those of the model are.
-    ignored: parameters that the model computes with as they are.
+    mesh: its first dimension are the ranks that have the same parameters.
     copies: master → what takes its place in a pass; none in float32.
+    reduces: whether the end of a backward averages all gradients. Set it to False for all but the
+      last backward before an update.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[nn.Module],
-        dtype: torch.dtype,
-        ignored: set[nn.Parameter],
+        self, model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, dtype: torch.dtype
     ) -> None:
-        self._owned = True
+        self.layers, self._model, self._mesh, self._dtype = layers, model, mesh, dtype
+        self._owned = self.reduces = True
+        self._is_backward = False
+        model.replica = self  # type: ignore[assignment]
         model.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
         model.register_forward_hook(self._end, always_call=True)
-        cast = [p for p in model.parameters() if p.dtype == torch.float32 and p not in ignored]
-        masters = cast if dtype != torch.float32 else []
-        self._use(model, {p: torch.empty_like(p, dtype=dtype) for p in masters})
         for module in (model, *layers) if dtype != torch.float32 else ():
             module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
 
-    def _use(self, model: nn.Module, memory: Mapping[nn.Parameter, Tensor]) -> None:
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Give each parameter on the meta device a master: rank 0's, of `state`; collective."""
+        model, device = self._model, self._mesh.device_type
+        named = model.named_parameters(remove_duplicate=False)  # tied ones stay one parameter
+        missing = {name: p for name, p in named if p.is_meta}
+        for tensor in {*state.values()}:  # it may be mapped from a file
+            tensor.data = tensor.data.to(device, copy=True)
+        if dist.get_rank():
+            made = {p: nn.Parameter(torch.empty_like(p, device=device)) for p in missing.values()}
+            state = {name: made[p] for name, p in missing.items()}
+        model.load_state_dict(state, strict=False, assign=True)
+        for parameter in {model.get_parameter(name): None for name in missing}:
+            dist.broadcast(parameter.data, 0)
+        cast = [p for p in model.parameters() if p.dtype == torch.float32 != self._dtype]
+        self._use({p: torch.empty_like(p, dtype=self._dtype) for p in cast})
+
+    def _use(self, memory: Mapping[nn.Parameter, Tensor]) -> None:
         self.copies = {master: nn.Parameter(copy) for master, copy in memory.items()}
         for master, copy in self.copies.items():
             copy.register_post_accumulate_grad_hook(partial(_add_gradient, master))
         self._masters = [
             (module._parameters, name, parameter)
-            for module in model.modules()
+            for module in self._model.modules()
             for name, parameter in module._parameters.items()
             if parameter in self.copies
         ]
         self._copied = [(owner, name, self.copies[p]) for owner, name, p in self._masters]
         self._known = {*map(id, self.copies), *map(id, self.copies.values())}
-        self._writes, self._state = Writes(model, self.copies), list[int]()
+        self._writes, self._state = Writes(self._model, self.copies), list[int]()
 
-    def compute_with(self, model: nn.Module, memory: Mapping[nn.Parameter, Tensor]) -> None:
+    def compute_with(self, memory: Mapping[nn.Parameter, Tensor]) -> None:
         """Take these tensors for the copies; who writes them has them agree with the masters."""
         self._owned = False
-        self._use(model, memory)
+        self._use(memory)
 
     def owned(self) -> list[Tensor]:
         """Return the memory of the copies, unless it is another's."""
@@ -114,6 +133,7 @@ class Replica:
                     torch._foreach_copy_(copies, [*self.copies])
             self._state = state
         self._place(self._copied)
+        self._is_backward = False  # an error may have ended the last one
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self.restore()
@@ -124,7 +144,40 @@ class Replica:
     def _begin_backward(self, gradient: Tensor) -> None:
         """Have the copies there until the end, for layers that are computed again."""
         self._place(self._copied)
-        torch.autograd.Variable._execution_engine.queue_callback(self.restore)
+        if not self._is_backward:  # of several outputs
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._is_backward = True
+
+    def _end_backward(self) -> None:
+        self.restore()
+        self._is_backward = False
+        if self.reduces and self._mesh.size() > 1:
+            self._average_gradients()
+
+    @torch.no_grad()
+    def _average_gradients(self) -> None:
+        """Average the gradients over the replicas, many in one collective."""
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        group = self._mesh.get_group(0)
+        exists = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8)
+        dist.all_reduce(exists, dist.ReduceOp.MAX, group)  # on the host: no device is waited for
+        reduced = [p for p, flag in zip(trained, exists.tolist(), strict=True) if flag]
+        works = []
+        while reduced:
+            ends = accumulate(p.numel() * p.itemsize for p in reduced)
+            count = max(1, sum(end <= REDUCED_BYTES for end in ends))
+            bucket, reduced = reduced[:count], reduced[count:]
+            sizes = [p.numel() for p in bucket]
+            flat = empty_from_pool([sum(sizes)], bucket[0].dtype, bucket[0].device)
+            parts = flat.split(sizes)
+            for parameter, part in zip(bucket, parts, strict=True):
+                part = part.view_as(parameter)
+                part.zero_() if parameter.grad is None else part.copy_(parameter.grad)
+                parameter.grad = part
+            works.append((flat, dist.all_reduce(flat, group=group, async_op=True)))
+        for flat, work in works:
+            work.wait()
+            flat /= group.size()
 
 
 @torch.no_grad()

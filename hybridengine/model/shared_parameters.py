@@ -69,7 +69,9 @@ class SharedParameters:
         self._writes = Writes(model, named.values())
         self._modules: dict[fsdp.FSDPModule, list[str]] = {}
         if hasattr(model, "replica"):
-            model.replica.compute_with(model, {p: memory[n].detach() for n, p in named.items()})  # type: ignore[operator, union-attr]
+            model.replica.compute_with({p: memory[n].detach() for n, p in named.items()})  # type: ignore[operator, union-attr]
+            if isinstance(memory, SlicedWeights):
+                GatheredBase(model, model.replica.layers, memory)  # type: ignore[arg-type, union-attr]
         else:
             self._extend(model)
         # Before the hooks that place what it computes with: after an error these would be in the
@@ -125,7 +127,8 @@ class SharedParameters:
             self._memory.restart()
         self._state, self._unverified, self._differs = state, set(self._shards), {}
         for name in () if self._modules else self._shards:
-            self._compare(name)
+            with _full(self._memory, name):
+                self._compare(name)
 
     @torch.no_grad()
     def _compare(self, name: str) -> None:
@@ -363,12 +366,19 @@ class GatheredBase:
 @contextmanager
 def full_base(model: nn.Module, name: str) -> Iterator[None]:
     """Have a parameter of a gathered base, by its name without adapters, while open. Collective."""
-    base = getattr(model, "gathered_base", None)
-    if base is not None:
-        base.memory.gather([name])
+    base: GatheredBase | None = getattr(model, "gathered_base", None)
+    with nullcontext() if base is None else _full(base.memory, name):
+        yield
+
+
+@contextmanager
+def _full(memory: Mapping[str, Tensor], name: str) -> Iterator[None]:
+    layered = memory if isinstance(memory, LayeredWeights) else None
+    if layered is not None:
+        layered.gather([name])
     yield
-    if base is not None:
-        base.memory.free([name])
+    if layered is not None:
+        layered.free([name])
 
 
 def _with_gradient(output: Any) -> list[Tensor]:

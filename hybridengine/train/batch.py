@@ -350,7 +350,7 @@ class DataParallel:
 
     def grad_scale(self, optimizer: Optimizer) -> float:
         """Return the gradient that `optimizer_step` gives to a loss."""
-        # FSDP2 averages gradients over the ranks; the loss is already a global mean.
+        # Gradients are averaged over the ranks; the loss is already a global mean.
         return self.session.world_size * optimizer.loss_scale
 
     def optimizer_step(
@@ -372,8 +372,11 @@ class DataParallel:
         scale, hooks, metrics = self.grad_scale(optimizer), hooks_of(model), dict[str, Tensor]()
         for hook in hooks:
             hook.begin_step(micro_batches, scale)
-        for micro_batch in micro_batches:
+        replica = getattr(model, "replica", None)
+        for number, micro_batch in enumerate(micro_batches, 1):
             loss, outputs = loss_of(micro_batch)
+            if replica is not None:
+                replica.reduces = number == len(micro_batches)
             optimizer.observe_loss(loss, outputs)
             (loss * scale).backward()
         norm = optimizer.step(max_norm)

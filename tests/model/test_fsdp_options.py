@@ -67,6 +67,7 @@ MORE_VARIANTS: dict[str, dict[str, Any]] = {
     "compiled": {"compile": True, "enable_gradient_checkpointing": True},
 }
 GROUPS = {
+    "replicated": [],  # no FSDP2
     "attention_alone": ["", *(f"{layer}.self_attn" for layer in LAYERS[1:])],
     "attention_and_mlp": [
         "",

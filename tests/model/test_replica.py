@@ -1,4 +1,7 @@
-"""A model on one rank, without FSDP2, against the same under FSDP2: equal bits."""
+"""A model that each rank has all of, without FSDP2, against the same under FSDP2.
+
+On one rank the bits are equal. On several, gradients are summed in another order.
+"""
 
 from __future__ import annotations
 
@@ -92,6 +95,104 @@ def test_steps_equal_those_of_fsdp2(
         "moves": True,
         "computes in": dtype != torch.float32,
     }
+
+
+def replicas_body(
+    rank: int, world_size: int, path: str, dtype: torch.dtype, lora: bool
+) -> dict[str, torch.Tensor]:
+    """Train replicas and shards, each rank on its own tokens; return the replica's tensors."""
+    from hybridengine.model import (
+        Optimizer,
+        apply_lora,
+        pack_rollouts,
+        packed_log_probs,
+        replica,
+        sharding_mesh,
+    )
+    from tests.model.cases import full_tensors
+
+    replica.REDUCED_BYTES = 1 << 14  # several buckets
+    adapt = partial(apply_lora, rank=4, alpha=8.0, target_modules="all-linear") if lora else None
+    found = []
+    for fsdp_size in (1, world_size):
+        torch.manual_seed(rank)  # adapters are those of rank 0
+        mesh = sharding_mesh("cpu", world_size, fsdp_size)
+        model = load_sharded(path, mesh, dtype, adapt=adapt)
+        optimizer = Optimizer(model, lr=1e-2, eps=1e-2, total_steps=STEPS)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        values = full_tensors(model)
+        for step in range(STEPS):
+            for k in range(2):
+                if fsdp_size == 1:
+                    model.replica.reduces = k == 1
+                batch = pack_rollouts([(prompt, [4 + rank, 5 + k, 9]) for prompt in PROMPTS])
+                log_probs, entropy = packed_log_probs(model, batch)
+                (log_probs.mean() + 0.01 * entropy.mean()).backward()
+                if (step, rank, k) == (1, 0, 0):  # an overflow on one rank: no rank updates
+                    trained[0].grad *= torch.inf
+            values[f"norm {step}"] = optimizer.step(0.1)
+            values |= {f"{name} {step}": x for name, x in full_tensors(model).items()}
+        found.append(values)
+    own, expected = found
+    assert own.keys() == expected.keys() and own["norm 0"] > 0.1
+    for name, x in expected.items():
+        torch.testing.assert_close(own[name], x, rtol=1e-4, atol=1e-6, msg=name, equal_nan=True)
+    return own
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "dtype", "lora"),
+    [
+        ("llama", 2, torch.float32, False),  # tied
+        ("qwen2", 3, torch.bfloat16, False),
+        ("llama", 2, torch.bfloat16, True),
+    ],
+)
+def test_replicas_train_as_shards_and_stay_equal(
+    tmp_path: Path, kind: str, world_size: int, dtype: torch.dtype, lora: bool
+) -> None:
+    path = save_tiny(kind, tmp_path, torch.float32)
+    first, *others = run_ranks(replicas_body, world_size, path, dtype, lora, timeout_s=300)
+    for other in others:
+        for name, x in first.items():
+            assert torch.equal(x.nan_to_num(), other[name].nan_to_num()), name
+
+
+class Branches(torch.nn.Module):
+    """Three layers, of which a call uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> tuple[torch.Tensor, ...]:
+        return tuple(self.layers[i](x) for i in used)
+
+
+def branches_body(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    from hybridengine.model import sharding_mesh
+    from hybridengine.model.replica import Replica
+
+    with torch.device("meta"):
+        model = Branches()
+    replica = Replica(model, [], sharding_mesh("cpu", world_size, 1), dtype)
+    torch.manual_seed(rank)
+    replica.load(Branches().state_dict(keep_vars=True) if rank == 0 else {})
+    first, second, third = (layer.weight for layer in model.layers)
+    for reduces in (False, True):
+        replica.reduces = reduces
+        outputs = model(torch.full((1, 2), rank + 1.0), [0, 1] if rank == 0 else [0])
+        torch.stack(outputs).sum().backward()
+        if not reduces:
+            assert first.grad.eq(rank + 1.0).all()
+    assert first.grad.eq(3.0).all()  # of two passes, (1 + 2) / 2 each
+    assert second.grad.eq(1.0).all()  # rank 1 has none
+    assert third.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_without_a_gradient_on_a_rank_or_on_all(dtype: torch.dtype) -> None:
+    run_ranks(branches_body, 2, dtype)
 
 
 def follows_writes(rank: int, world_size: int, path: str) -> list[bool]:

@@ -278,11 +278,11 @@ def _training_buffers(
     layer = held / layers
     tokens, _ = work.tokens_per_micro_batch(ranks, layout.sequence_parallel)
     gathered = 2 * layer + model.root_parameters  # the next layer is gathered while one runs
-    if ranks == 1 or not layout.reshard_after_forward:
+    is_replica = min(layout.fsdp_size, ranks) == 1
+    if is_replica or not layout.reshard_after_forward:
         gathered = held + model.root_parameters
-    of_shard = itemsize == 4 and min(layout.fsdp_size, ranks) == 1
-    if of_shard or (layout.share_engine_weights and layout.tp_size == 1):
-        gathered = 0.0  # the shard, or the engine's tensor, is the weight
+    if (is_replica and itemsize == 4) or (layout.share_engine_weights and layout.tp_size == 1):
+        gathered = 0.0  # the master, or the engine's tensor, is the weight
     reduced = max(layer, model.root_parameters)
     saved = itemsize * tokens * model.saved_elements
     kept = itemsize * tokens * model.hidden_size

@@ -28,11 +28,15 @@ def moments_of(run) -> dict[str, torch.Tensor]:
     return dict(zip(run.optimizer.moments(), (t.clone() for t in full), strict=True))
 
 
-def save_amid_training(rank: int, world_size: int, folder: Path) -> dict:
+FSDP_SIZE = "model.fsdp_config.fsdp_size"
+
+
+def save_amid_training(rank: int, world_size: int, folder: Path, fsdp_size: int) -> dict:
     """Two steps, then a save that cannot complete before two more steps."""
     import torch.distributed.checkpoint.filesystem as filesystem
 
-    run = start_run(rank, world_size, folder, **{"trainer.max_actor_ckpt_to_keep": 1})
+    settings = {"trainer.max_actor_ckpt_to_keep": 1, FSDP_SIZE: fsdp_size}
+    run = start_run(rank, world_size, folder, **settings)
     for step in (1, 2):
         run.step(step)
     may_write, write = threading.Event(), filesystem.FileSystemWriter.write_data
@@ -59,8 +63,8 @@ def save_amid_training(rank: int, world_size: int, folder: Path) -> dict:
     }
 
 
-def resume(rank: int, world_size: int, folder: Path, steps: int) -> dict:
-    run = start_run(rank, world_size, folder)
+def resume(rank: int, world_size: int, folder: Path, fsdp_size: int, steps: int) -> dict:
+    run = start_run(rank, world_size, folder, **{FSDP_SIZE: fsdp_size})
     assert run.checkpoints.resume("auto").step == 2
     weights, moments = weights_of(run), moments_of(run)
     draws = torch.rand(3).tolist(), random.random(), np.random.rand()
@@ -74,13 +78,21 @@ def resume(rank: int, world_size: int, folder: Path, steps: int) -> dict:
     }
 
 
-def test_state_at_save_is_resumed_on_any_number_of_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fsdp_size", "others"),
+    [(-1, ((1, -1), (3, 1))), pytest.param(1, ((2, -1),), marks=pytest.mark.exhaustive)],
+)
+def test_state_at_save_is_resumed_on_any_number_of_ranks(
+    tmp_path: Path, fsdp_size: int, others: tuple[tuple[int, int], ...]
+) -> None:
+    """others: ranks and `fsdp_size`, of which 1 is replicas without FSDP2."""
     folder = write_sft_job(tmp_path)
-    before = run_ranks(save_amid_training, 2, folder)
+    before = run_ranks(save_amid_training, 2, folder, fsdp_size)
     marker = json.loads((folder / "run" / "global_step_2" / "complete.json").read_text())
     assert marker["step"] == 2 and marker["score"] == 0.5
-    for world_size in (2, 1, 3):
-        after = run_ranks(resume, world_size, folder, 2)
+    same = (2, fsdp_size)
+    for world_size, size in (same, *others):
+        after = run_ranks(resume, world_size, folder, size, 2)
         for rank, resumed in enumerate(after):
             for kind in ("weights", "moments"):
                 want = before[0][kind]
@@ -89,7 +101,7 @@ def test_state_at_save_is_resumed_on_any_number_of_ranks(tmp_path: Path) -> None
                     assert torch.equal(resumed[kind][name], tensor), (kind, name)
             assert resumed["losses"] == pytest.approx(before[0]["losses"], rel=1e-4)
             assert resumed["loader"] == before[0]["loader"]
-            if world_size == 2:
+            if (world_size, size) == same:
                 assert resumed["losses"] == before[0]["losses"]
             if rank < 2:
                 assert resumed["draws"] == before[rank]["draws"]
