@@ -35,6 +35,7 @@ if __name__ == "hybridengine.kernels":
     from .linear_recurrence import linear_recurrence
     from .logprob import RowStats, check_labels, cross_entropy, token_entropy, token_log_probs
     from .memory_pool import empty_from_pool
+    from .orthogonalize import orthogonalize
     from .packing import Packed, PackedForest, pack, pack_forest, pack_sequences, unpack
     from .paged_attention import paged_attention, write_kv_cache
     from .policy_loss import (
@@ -93,6 +94,7 @@ if __name__ == "hybridengine.kernels":
         "linear_token_log_probs",
         "mark_changed_",
         "mixed_gemm",
+        "orthogonalize",
         "pack",
         "pack_forest",
         "pack_sequences",

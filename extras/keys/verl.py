@@ -32,7 +32,6 @@ _REFUSED = {
     "*.megatron.* *.veomni.* *.torchtitan.* *.automodel.*": _NOT_FSDP,
     "*override_config.*": "edit the model's config.json; only max_position_embeddings of the "
     "trained model is a key",
-    "*.override_optimizer_config*": "the optimizer is AdamW with betas and weight_decay",
     "*.hf_config_path *.tokenizer_path": "config and tokenizer come from the model's folder",
     "data.video_key data.audio_key": f"{_TEXT}; leave it out",
     "*.lora.adapter_path": "set model.lora_adapter_path",

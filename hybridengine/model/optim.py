@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from transformers import get_scheduler
 
 from hybridengine.model.fsdp import Offloader
+from hybridengine.run import load_plugin
 from hybridengine.run.errors import ModelError
 from hybridengine.sync.shards import local_shard, with_shard
 
@@ -44,8 +45,34 @@ class SkippedUpdate:
         return math.isfinite(self.loss)
 
 
+class AdamW(torch.optim.AdamW):
+    """torch's fused AdamW; other optimizers derive from it (`hybridengine.optimizers`).
+
+    model: read by others.
+    local: name → this rank's shard of each trained parameter.
+    options: lr, betas, eps, weight_decay, and those of another optimizer.
+    grad_scale: divides the gradients.
+    found_inf: 1 for an update that must leave parameters and state as they are.
+    """
+
+    grad_scale: torch.Tensor | None
+    found_inf: torch.Tensor
+
+    def __init__(self, model: nn.Module, local: Mapping[str, nn.Parameter], **options: Any) -> None:
+        super().__init__([*local.values()], fused=True, **options)
+
+    def new_state(self, local: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Return a parameter's state as the first update makes it."""
+        moments = {key: torch.zeros_like(local) for key in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.zeros((), device=local.device), **moments}
+
+
 class Optimizer:
-    """AdamW with a learning-rate schedule; as in verl, all parameters have weight decay.
+    """AdamW, or another optimizer, with a learning-rate schedule.
+
+    As in verl, all parameters have weight decay.
+
+    name, options: of the optimizer; `adamw` or one of the group `hybridengine.optimizers`.
 
     schedule: linear warm-up from 0 over `warmup_steps`, then constant, or linear or cosine decay to
     `min_lr_ratio` of `lr` at `total_steps`.
@@ -75,6 +102,8 @@ class Optimizer:
         total_steps: int,
         param_dtype: torch.dtype = torch.bfloat16,
         offload: bool = False,
+        name: str = "adamw",
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         if schedule not in _SCHEDULES:
             raise ModelError(f"schedule {schedule!r} is unknown; choose from {sorted(_SCHEDULES)}")
@@ -83,7 +112,10 @@ class Optimizer:
         # One update of plain tensors: of DTensors it takes nine times as long on the host.
         self._local = [nn.Parameter(local_shard(p.detach())) for p in self.parameters]
         self._groups = by_placement(self.parameters)
-        self.adamw = torch.optim.AdamW(self._local, lr, betas, eps, weight_decay, fused=True)
+        kind = AdamW if name == "adamw" else load_plugin("optimizers", name, "optim.name")
+        given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        local = dict(zip(self._named, self._local, strict=True))
+        self.adamw: AdamW = kind(model, local, **given, **(options or {}))
         scheduler: Any = get_scheduler(
             _SCHEDULES[schedule],
             self.adamw,
@@ -166,8 +198,8 @@ class Optimizer:
             parameter.grad = None
         # The update writes what it divides; a CPU tells for nothing that it need not.
         is_one = divisor.is_cpu and bool(divisor == 1)
-        self.adamw.grad_scale = None if is_one else divisor  # type: ignore[attr-defined]
-        self.adamw.found_inf = failed  # type: ignore[attr-defined]
+        self.adamw.grad_scale = None if is_one else divisor
+        self.adamw.found_inf = failed
         with self.offloader.on_device():
             self.adamw.step()
         self.adamw.zero_grad()
@@ -189,20 +221,17 @@ class Optimizer:
 
     @torch.no_grad()
     def moments(self) -> dict[str, torch.Tensor]:
-        """Return Adam's state as `<parameter>/<key>`, not copied, to save or to load into.
+        """Return the optimizer's state as `<parameter>/<key>`, not copied, to save or to load into.
 
         It is created (zeros) if no update has been made.
         """
         moments: dict[str, torch.Tensor] = {}
         for (name, parameter), local in zip(self._named.items(), self._local, strict=True):
             state = self.adamw.state[local]
-            if not state:  # as torch's first update makes it
-                state["step"] = torch.zeros((), device=local.device)
-                state["exp_avg"] = torch.zeros_like(local)
-                state["exp_avg_sq"] = torch.zeros_like(local)
-            moments[f"{name}/step"] = state["step"]
-            for key in ("exp_avg", "exp_avg_sq"):
-                moments[f"{name}/{key}"] = with_shard(parameter, state[key])
+            state.update({} if state else self.adamw.new_state(local))
+            for key, value in state.items():
+                is_step = key == "step"
+                moments[f"{name}/{key}"] = value if is_step else with_shard(parameter, value)
         return moments
 
     def state_dict(self) -> dict[str, Any]:

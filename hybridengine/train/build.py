@@ -317,7 +317,7 @@ def build_data_parallel(config: JobConfig, session: Session, choices: Choices) -
 def build_optimizer(
     config: JobConfig, model: Any, optim: OptimConfig, rate: RateConfig, steps: int
 ) -> Optimizer:
-    """Build AdamW with the options of `optim`, the learning rate and warm-up of `rate`."""
+    """Build an optimizer with the options of `optim`, the learning rate and warm-up of `rate`."""
     return Optimizer(
         model,
         lr=rate.lr,
@@ -329,6 +329,8 @@ def build_optimizer(
         total_steps=steps,
         param_dtype=getattr(torch, config.sharding.dtype),
         offload=config.sharding.optimizer_offload,
+        name=optim.name,
+        options=optim.override_optimizer_config,
     )
 
 

@@ -221,6 +221,7 @@ CASES = {
         rows=("out", "a"),
         written=("out",),
     ),
+    "orthogonalize": Case({"x": draw(3, 5, 7)}, rows=("x",), any_shape=("x",)),
     "pack": Case(
         {
             "tensors": [NEW.view(3, 4), HIDDEN.view(3, 4, H)],

@@ -141,6 +141,11 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "actor.fsdp_config.fsdp_size": ("2", ()),
     "actor.fsdp_config.expert_parallel_size": ("2", ()),  # refused: it divides no ranks
     "actor.optim.betas": ("[0.5,0.9]", ()),
+    "actor.optim.name": ("muon", ()),
+    "actor.optim.override_optimizer_config": (
+        "{{adjust_lr_fn: original}}",
+        ("actor.optim.name=muon",),
+    ),
     "actor.optim.lr_warmup_steps": ("1", ()),
     "actor.optim.min_lr_ratio": ("0.5", ("actor.optim.lr_scheduler_type=linear", TWO_STEPS)),
     "actor.optim.lr_warmup_steps_ratio": ("0.5", (TWO_STEPS,)),
@@ -353,6 +358,8 @@ SFT_FLIPS = {
     "data.filter_overlong_prompts": ("true", (*CUT, "data.train_batch_size=2")),
     "data.micro_batch_size_per_gpu": ("1", ()),
     "optim.betas": ("[0.5,0.9]", ()),
+    "optim.name": ("muon", ()),
+    "optim.override_optimizer_config": ("{{adjust_lr_fn: original}}", ("optim.name=muon",)),
     "optim.lr_warmup_steps": ("1", ()),
     "optim.min_lr_ratio": ("0.5", ("optim.lr_scheduler_type=linear", TWO_STEPS)),
     "optim.lr_warmup_steps_ratio": ("0.5", (TWO_STEPS,)),

@@ -189,7 +189,7 @@ class DatasetConfig:
 
 @dataclass(frozen=True)
 class RateConfig:
-    lr: PositiveFloat = 1e-6  # learning rate of AdamW
+    lr: PositiveFloat = 1e-6  # learning rate
     lr_warmup_steps: IntOrOff = -1  # linear warm-up; -1: by lr_warmup_steps_ratio
     lr_warmup_steps_ratio: UnitFloat = 0.0  # warm-up as a part of all steps
 
@@ -201,7 +201,9 @@ class RateConfig:
 
 @dataclass(frozen=True)
 class OptimConfig(RateConfig):
-    weight_decay: NonNegativeFloat = 0.01  # weight decay of AdamW, on every parameter
+    name: str = "adamw"  # adamw, or an extra's optimizer: muon
+    override_optimizer_config: Options = field(default_factory=dict)  # options of muon
+    weight_decay: NonNegativeFloat = 0.01  # decoupled weight decay, on every parameter
     betas: tuple[UnitFloat, UnitFloat] = (0.9, 0.999)  # decay rates of AdamW's moments
     lr_scheduler_type: Schedule = "constant"  # of the learning rate, after the warm-up
     min_lr_ratio: UnitFloat = 0.0  # of lr, at which a linear or cosine schedule ends
@@ -356,7 +358,7 @@ class SFTDataConfig(DatasetConfig):
 
 @dataclass(frozen=True)
 class SFTOptimConfig(OptimConfig):
-    lr: PositiveFloat = 1e-5  # learning rate of AdamW
+    lr: PositiveFloat = 1e-5  # learning rate
     clip_grad: PositiveFloat = 1.0  # maximum global gradient norm
 
 
@@ -370,7 +372,7 @@ class SFTTrainerConfig(RunConfig):
 class SFTConfig(JobConfig):
     model: SFTModelConfig = SFTModelConfig()
     data: SFTDataConfig = SFTDataConfig()
-    optim: SFTOptimConfig = SFTOptimConfig()
+    optim: SFTOptimConfig = field(default_factory=SFTOptimConfig)
     trainer: SFTTrainerConfig = SFTTrainerConfig()
     ulysses_sequence_parallel_size: PositiveInt = 1  # ranks that share a micro-batch
     seed: Seed = 1  # of data order, dropout and initial adapters
