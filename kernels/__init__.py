@@ -40,8 +40,10 @@ if __name__ == "hybridengine.kernels":
     from .paged_attention import paged_attention, write_kv_cache
     from .policy_loss import (
         LOSS_MODES,
+        RolloutSupport,
         TokenLosses,
         policy_loss,
+        score_centering,
         select_by_covariance,
         token_kl,
         token_policy_loss,
@@ -65,6 +67,7 @@ if __name__ == "hybridengine.kernels":
         "Packed",
         "PackedForest",
         "RolloutCorrection",
+        "RolloutSupport",
         "RowStats",
         "SampledTokens",
         "TokenLosses",
@@ -104,6 +107,7 @@ if __name__ == "hybridengine.kernels":
         "rollout_correction",
         "rollout_metrics",
         "sample_tokens",
+        "score_centering",
         "select_by_covariance",
         "sparse_linear_token_log_probs",
         "strided_copy",

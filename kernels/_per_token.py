@@ -104,6 +104,18 @@ def zero_masked(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, 0)
 
 
+def row_index(ends: Tensor, entries: int) -> Tensor:
+    """Return the row of every entry, int64 [K], within [0, T) whatever `ends` [T + 1] holds."""
+    rows = torch.searchsorted(ends, torch.arange(entries, device=ends.device), right=True)
+    return (rows - 1).clamp(0, max(ends.shape[0] - 2, 0))
+
+
+def segment_reduce(values: Tensor, ends: Tensor, reduce: str) -> Tensor:
+    """Reduce [K] to [T] in a fixed order; an empty row is 0 for "sum" and -inf for "max"."""
+    initial = {"sum": 0.0, "max": -torch.inf}[reduce]
+    return torch.segment_reduce(values, reduce, offsets=ends.long(), initial=initial, unsafe=True)
+
+
 class TokenSequences(NamedTuple):
     """The sequence of every token; tokens past the last one are in an extra, ignored sequence."""
 

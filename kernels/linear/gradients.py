@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,21 @@ from ..logprob.options import RowOptions
 from ..logprob.rows import rows_backward
 from ..logprob.vocab_parallel import process_group
 from .chunks import Chunks, empty_like_from_pool, scale_rows
+
+
+class LogitEntries(NamedTuple):
+    """Values that are added to the gradient of single logits of a chunk."""
+
+    rows: Tensor  # int64 [K], of the chunk
+    ids: Tensor  # int64 [K], columns; a pair (row, column) may repeat
+    values: Tensor  # float32 [K]; 0 adds nothing
+
+    def of_rows(self, rows: Tensor, count: int) -> LogitEntries:
+        """Return the entries of the index `rows` of `count` rows, counted in it."""
+        place = torch.full((count,), -1)
+        place[rows] = torch.arange(rows.numel())
+        inside = place[self.rows] >= 0
+        return LogitEntries(place[self.rows][inside], self.ids[inside], self.values[inside])
 
 
 class LinearGradients:
@@ -187,20 +202,31 @@ class LogProbGradients(LinearGradients):
         row_results: Sequence[Tensor],
         grad_log_probs: Tensor | None,
         grad_entropy: Tensor | None,
+        entries: LogitEntries | None = None,
     ) -> None:
         """Add the gradients of a chunk, given its `logits(rows)`.
 
         row_results: its first four results of `rows_forward`.
         grad_log_probs, grad_entropy: the incoming gradients of its rows.
+        entries: gradients of single logits, which are added.
         The logits are overwritten unless gradients have a buffer of their own.
         """
-        active = active_rows(grad_log_probs, grad_entropy) if self.skip_inactive else None
+        active = None
+        if self.skip_inactive:
+            touched = None
+            if entries is not None:
+                touched = torch.zeros(logits.shape[0]).index_add_(
+                    0, entries.rows, entries.values.abs()
+                )
+            active = active_rows(grad_log_probs, grad_entropy, touched)
         count, selected, row_index = logits.shape[0], rows, None
         if active is not None:
             count = active.numel()
             if count == 0:
                 return
             selected = active + rows.start if isinstance(rows, slice) else rows[active]
+            if entries is not None:
+                entries = entries.of_rows(active, logits.shape[0])
             if self.chunks.separate:
                 row_index = torch.full((logits.shape[0],), -1, dtype=torch.int32)
                 row_index[active] = torch.arange(count, dtype=torch.int32)
@@ -223,6 +249,9 @@ class LogProbGradients(LinearGradients):
             self.backend,
             row_index,
         )
+        if entries is not None:
+            values = entries.values.to(out.dtype)
+            out.index_put_((entries.rows, entries.ids), values, accumulate=True)
         self.add(out, selected)
 
 
@@ -237,16 +266,18 @@ def _joined(parts: Sequence[slice | Tensor], device: torch.device) -> slice | Te
     )
 
 
-def active_rows(grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
+def active_rows(*grads: Tensor | None) -> Tensor | None:
     """Return the indices of rows with nonzero (or NaN) gradient, or None if that is all rows."""
-    active = any_nonzero(grad_log_probs, grad_entropy)
+    active = any_nonzero(*grads)
     return None if active.all() else active.nonzero().squeeze(1)
 
 
-def any_nonzero(grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
+def any_nonzero(*grads: Tensor | None) -> Tensor:
     """Return [T] bool, rows with nonzero (or NaN) gradient; at least one gradient is given."""
-    first, *second = (grad != 0 for grad in (grad_log_probs, grad_entropy) if grad is not None)
-    return first.logical_or(*second) if second else first
+    first, *others = (grad != 0 for grad in grads if grad is not None)
+    for other in others:
+        first = first | other
+    return first
 
 
 def _move_to_front(logits: Tensor, rows: Tensor) -> Tensor:

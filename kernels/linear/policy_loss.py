@@ -21,11 +21,13 @@ from .. import _check as check
 from .._aggregation import LOSS_AGG_MODES, Counts, scaled_weights
 from .._backend import choose_backend, register_backends
 from .._library import custom_op
-from .._per_token import token_arguments
+from .._per_token import row_index, token_arguments
 from ..logprob.op import token_log_probs
 from ..logprob.options import RowOptions, in_shape, row_options
 from ..logprob.rows import has_unscaled_gradient, rows_forward, rows_unscaled_gradient
-from ..policy_loss.arguments import LossInputs, check_inputs
+from ..policy_loss.arguments import LossInputs, check_centered_mode, check_inputs
+from ..policy_loss.centering import RolloutSupport
+from ..policy_loss.centering import score_centering as token_scores
 from ..policy_loss.importance import ImportanceBounds
 from ..policy_loss.op import (
     DEFAULTS,
@@ -45,6 +47,7 @@ from .arguments import (
     split_row_options,
 )
 from .attach import attach_gradients, fake_gradients, wanted_gradients
+from .centering import Centering, check_support
 from .chunks import Chunks, gradients_fit
 from .gradients import LogProbGradients
 from .logprob import linear_token_log_probs
@@ -62,6 +65,7 @@ class _Inputs(NamedTuple):
     weight: Tensor
     token_ids: Tensor
     active_rows: Tensor | None
+    support: RolloutSupport | None
 
 
 def linear_policy_loss(
@@ -80,6 +84,7 @@ def linear_policy_loss(
     group: dist.ProcessGroup | None = None,
     response_mask: Tensor | None = None,
     entropy_coeff: float = 0.0,
+    score_centering: RolloutSupport | None = None,
     active_rows: Tensor | None = None,
     grad_scale: float = 1.0,
     budget_bytes: int | None = None,
@@ -102,6 +107,11 @@ def linear_policy_loss(
         ignore_index: tokens with this label (`pack(shifted=)` gives it to the last token of a
             sequence) are masked, too: they are not in the loss, its token counts or its gradients.
         entropy_coeff: subtract entropy_coeff * entropy, with gradient.
+        score_centering: log-probs of the rollout engine at the likely entries of every token, over
+            the full vocabulary (or over what vocab_mask keeps): centers the score, as the operator
+            `score_centering` computes it, without [T, V]. Its importance weights are those of
+            rollout_log_probs; rollout_is_weights are refused, and so are modes by sequence. On a
+            GPU cu_kept may be on the CPU, which saves work; ids there are not checked.
         active_rows: [A] int32 or int64, ascending: the only tokens (of all T) whose gradient may be
             nonzero; that of the others is taken as 0, and they are left out of the gradient
             products. None: on a CPU these are found in the call; on a GPU all tokens, because the
@@ -168,11 +178,20 @@ def linear_policy_loss(
     mode = loss_arguments.get("loss_mode", "ppo_clip")
     mode = MODE_ALIASES.get(mode, mode)
     two_steps = backend == "reference"
+    if score_centering is not None:
+        check_centered_mode(op, mode)
+        if loss_arguments.get("rollout_is_weights") is not None:
+            raise ValueError(
+                f"{op}: rollout_is_weights and score_centering are given; expected "
+                "rollout_log_probs: centering needs the weights of the other entries, too."
+            )
     if mode in SEQUENCE_MODES and not two_steps:
         two_steps = not _waits_for_all_rows(hidden, weight, head, group, entropy_coeff, active_rows)
     checked = row_arguments | {"group": None} if two_steps else row_arguments
     options = row_options(op, token_ids, weight.shape[0], **checked)
-    inputs = _Inputs(hidden, weight, token_ids, active_rows)
+    if score_centering is not None:
+        score_centering = check_support(op, score_centering, token_ids, options, weight.shape[0])
+    inputs = _Inputs(hidden, weight, token_ids, active_rows, score_centering)
     if two_steps:
         return _two_step_loss(inputs, head, row_arguments, loss_arguments, backend)
     return _one_pass_loss(inputs, head, options, loss_arguments, grad_scale, backend)
@@ -223,7 +242,7 @@ def _two_step_loss(
     inputs: _Inputs, head: dict[str, Any], row_arguments: dict, loss_arguments: dict, backend: str
 ) -> Results:
     """Compute log-probs, then the loss: the specification, and a form of sequence-level modes."""
-    hidden, weight, token_ids, active_rows = inputs
+    hidden, weight, token_ids, active_rows, support = inputs
     bias = head["bias"]
     if backend == "reference" and head["main_grad"] is None and not head["deterministic"]:
         masked = token_ids == row_arguments["ignore_index"]
@@ -239,10 +258,49 @@ def _two_step_loss(
         log_probs, entropy = (
             torch.where(inactive, result.detach(), result) for result in (log_probs, entropy)
         )
+    centering = None
+    if support is not None:
+        centering = _reference_centering(inputs, head, row_arguments, loss_arguments, backend)
+        if active_rows is not None:
+            centering = torch.where(inactive.flatten(), centering.detach(), centering)
     loss, metrics = policy_loss(
-        log_probs.flatten(), entropy=entropy.flatten(), backend=backend, **loss_arguments
+        log_probs.flatten(),
+        entropy=entropy.flatten(),
+        score_centering=centering,
+        backend=backend,
+        **loss_arguments,
     )
     return loss, log_probs.detach(), entropy.detach(), metrics
+
+
+def _reference_centering(
+    inputs: _Inputs, head: dict[str, Any], row_arguments: dict, loss_arguments: dict, backend: str
+) -> Tensor:
+    """Compute C, [T], from a row of logits for every recorded entry: the specification."""
+    assert inputs.support is not None
+    ids, ends, rollout_log_probs = inputs.support
+    mask, ends = loss_arguments["response_mask"], ends.to(ids.device)
+    rows = row_index(ends, ids.shape[0])
+    options = dict(row_arguments)
+    if isinstance(options["temperature"], Tensor):
+        options["temperature"] = options["temperature"].flatten()[rows]
+    if options["vocab_mask"] is not None:
+        options["vocab_mask"] = options["vocab_mask"].flatten(0, -2)[rows]
+    ids = torch.where(mask[rows], ids, options["ignore_index"])
+    hidden = inputs.hidden.flatten(0, -2)[rows]
+    log_probs, _ = linear_token_log_probs(
+        hidden, inputs.weight, ids, backend=backend, **head, **options
+    )
+    names = ("rollout_is_threshold", "rollout_is_lower")
+    has_weights = loss_arguments.get("rollout_log_probs") is not None
+    return token_scores(
+        log_probs,
+        rollout_log_probs,
+        ends,
+        response_mask=mask,
+        rollout_is="token" if has_weights else None,
+        **{name: loss_arguments[name] for name in names if name in loss_arguments},
+    )
 
 
 def _one_pass_loss(
@@ -254,7 +312,7 @@ def _one_pass_loss(
     backend: str,
 ) -> Results:
     """Compute log-probs and gradients chunk by chunk, then loss and metrics by `policy_loss`."""
-    hidden, weight, token_ids, active_rows = inputs
+    hidden, weight, token_ids, active_rows, support = inputs
     op, main_grad = "linear_policy_loss", head["main_grad"]
     hidden = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
     unknown = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
@@ -263,20 +321,22 @@ def _one_pass_loss(
     loss_inputs = check_inputs("policy_loss", unknown, **given)
     tensors = (hidden, weight, head["bias"])
     wanted = wanted_gradients(op, tensors)
-    log_probs, entropy, *grads = _gradient_op(
+    log_probs, entropy, centering, *grads = _gradient_op(
         *(None if t is None else t.detach() for t in tensors),
         token_ids.flatten(),
         *options,
         head["budget_bytes"],
         head["deterministic"],
         *_op_arguments(loss_inputs, counts, grad_scale),
+        *(support or (None, None, None)),
         active_rows,
         main_grad is not None,
         wanted,
         backend,
     )
     with torch.no_grad():
-        known = loss_inputs.complete(log_probs=log_probs, entropy=entropy)
+        found = {"log_probs": log_probs, "entropy": entropy}
+        known = loss_inputs.complete(**found | ({"score_centering": centering} if support else {}))
         loss, metrics = evaluate("policy_loss", known, counts)
     if any(wanted):
         loss = attach_gradients(loss, tensors, grads, main_grad, grad_scale)
@@ -324,28 +384,35 @@ def _op_arguments(inputs: LossInputs, counts: Counts, grad_scale: float) -> tupl
     schema=f"({LINEAR_SCHEMA}, Tensor advantages, Tensor? old_log_probs, Tensor mask, "
     "Tensor? selected, Tensor? ref_log_probs, Tensor? is_weights, Tensor? rollout_log_probs, "
     "Tensor weights, Tensor? cu_seqlens, int[] modes, float[] numbers, float[] is_bounds, "
+    "Tensor? kept_ids, Tensor? cu_kept, Tensor? kept_log_probs, "
     "Tensor? active_rows, bool wide_weight_grad, bool[] wanted, str backend) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _gradient_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    """Compute log_probs, entropy and the gradients of hidden, weight and bias.
+    """Compute log_probs, entropy, C of score centering and the gradients of hidden, weight, bias.
 
-    Gradients that are not `wanted` are empty. old_log_probs: None for the row's own. weights: the
-    weight of each token in the loss. cu_seqlens: of modes by sequence, whose gradients have to fit
-    the buffer together. modes, numbers: those of the op policy_loss. is_bounds: the fields of
-    `ImportanceBounds`.
+    Without recorded entries C is empty. Gradients that are not `wanted` are empty.
+    old_log_probs: None for the row's own. weights: the weight of each token in the loss.
+    cu_seqlens: of modes by sequence, whose gradients have to fit the buffer together. modes,
+    numbers: those of the op policy_loss. is_bounds: the fields of `ImportanceBounds`. kept_ids,
+    cu_kept, kept_log_probs: those of `RolloutSupport`.
     """
     options, rest = split_row_options(arguments)
-    budget_bytes, deterministic, *per_token, cu_seqlens, modes, numbers, is_bounds = rest[:-4]
+    budget_bytes, deterministic, *per_token, cu_seqlens, modes, numbers, is_bounds = rest[:-7]
+    support = None if rest[-7] is None else RolloutSupport(*rest[-7:-4])
     active_rows, wide_weight_grad, wanted, backend = rest[-4:]
     grad_rows = 0
     if any(wanted):
         grad_rows = token_ids.numel() if active_rows is None else active_rows.numel()
     chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, grad_rows, options.group)
     bounds, mask = ImportanceBounds(*is_bounds), per_token[2]
-    log_probs, entropy, row_scale = (torch.empty_like(per_token[-1]) for _ in range(3))
+    log_probs, entropy, row_scale, scores = (torch.empty_like(per_token[-1]) for _ in range(4))
+    centering = None
+    if support is not None:
+        scale = torch.where(mask, per_token[0] * per_token[-1], 0)
+        centering = Centering(support, scale, mask, None if per_token[6] is None else bounds)
 
     def gradients(rows: slice | Tensor) -> tuple[Tensor, Tensor | None]:
         part = rows if cu_seqlens is None else slice(None)
@@ -360,7 +427,8 @@ def _gradient_op(
 
     # The gradient of the entropy needs a second read of the logits.
     has_bonus = LossModes(*modes).wants_entropy_gradient
-    unscaled = not has_bonus and has_unscaled_gradient(hidden, options.group)
+    unscaled = not has_bonus and centering is None
+    unscaled = unscaled and has_unscaled_gradient(hidden, options.group)
     grads = LogProbGradients(
         chunks,
         token_ids,
@@ -382,9 +450,15 @@ def _gradient_op(
             continue
         row_results = rows_forward(logits, ids, part, False, backend)[:4]
         log_probs[rows], entropy[rows] = row_results[:2]
+        entries = None
+        if centering is not None:
+            scores[rows], added, entries = centering.of_rows(logits, rows, ids, part, row_results)
         if have_gradients and any(wanted):
-            grads.add_chunk(logits, rows, row_results, *gradients(rows))
-    return log_probs, entropy, *grads.finish()
+            grad_log_probs, grad_entropy = gradients(rows)
+            if centering is not None:
+                grad_log_probs = grad_log_probs + added
+            grads.add_chunk(logits, rows, row_results, grad_log_probs, grad_entropy, entries)
+    return log_probs, entropy, scores if centering else scores[:0].clone(), *grads.finish()
 
 
 def _parts(chunks: Chunks, active_rows: Tensor | None) -> Iterator[tuple[slice | Tensor, bool]]:
@@ -399,7 +473,11 @@ def _parts(chunks: Chunks, active_rows: Tensor | None) -> Iterator[tuple[slice |
         yield from ((rows, have_gradients) for rows in chunks.parts(index))
 
 
-_gradient_op.register_fake(fake_gradients)
+@_gradient_op.register_fake
+def _(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    log_probs, entropy, *grads = fake_gradients(hidden, *arguments)
+    scores = torch.empty_like(entropy if arguments[-7] is not None else entropy[:0])
+    return log_probs, entropy, scores, *grads
 
 
 def _token_gradients(

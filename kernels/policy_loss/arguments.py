@@ -81,6 +81,7 @@ def check_inputs(
     rollout_log_probs: Tensor | None,
     rollout_is_threshold: float | None,
     rollout_is_lower: float | None,
+    score_centering: Tensor | None,
     backend: str | None,
 ) -> LossInputs:
     """Check the arguments of `op`, which are those of policy_loss, and flatten them.
@@ -122,6 +123,7 @@ def check_inputs(
         "entropy": entropy,
         "rollout_is_weights": rollout_is_weights,
         "rollout_log_probs": rollout_log_probs,
+        "score_centering": score_centering,
     }
     is_bounds = _check_rollout(
         op, rollout_is_weights, rollout_log_probs, rollout_is_threshold, rollout_is_lower
@@ -129,9 +131,21 @@ def check_inputs(
     masks = {"response_mask": response_mask, "selected": selected}
     tokens, cu_seqlens = token_arguments(op, floats, masks, cu_seqlens)
     _check_needs(op, settings, cu_seqlens, selected)
+    if score_centering is not None:
+        check_centered_mode(op, loss_mode)
     seq_num_tokens = check_seq_num_tokens(op, loss_agg_mode, cu_seqlens, seq_num_tokens)
     backend = choose_backend("policy_loss", log_probs.device, backend, log_probs.dtype)
     return LossInputs(tokens, cu_seqlens, seq_num_tokens, settings, options, backend, is_bounds)
+
+
+def check_centered_mode(op: str, loss_mode: str) -> None:
+    """Check that the score of a token does not depend on its sequence."""
+    if loss_mode in SEQUENCE_MODES:
+        raise ValueError(
+            f"{op}: score_centering is given with loss_mode {loss_mode!r}, where the score of a "
+            "token has the ratio of its sequence as a factor; choose a mode by token, or leave it "
+            "out."
+        )
 
 
 def _check_coefficient(

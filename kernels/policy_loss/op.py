@@ -17,11 +17,18 @@ import torch
 from torch import Tensor
 
 from .. import _check as check
-from .._aggregation import LOSS_AGG_MODES, Counts, kernel_denominators, loss_denominators
+from .._aggregation import (
+    LOSS_AGG_MODES,
+    Counts,
+    kernel_denominators,
+    loss_denominators,
+    token_weights,
+)
 from .._backend import native, register_backends
 from .._library import custom_op
 from .._per_token import as_mask
 from .arguments import LossInputs, check_inputs
+from .centering import centering_terms
 from .reference import policy_loss_reference
 from .terms import KERNEL_MODES, KL_TYPES, LossOptions
 
@@ -62,6 +69,7 @@ def policy_loss(
     rollout_log_probs: Tensor | None = None,
     rollout_is_threshold: float | None = 2.0,
     rollout_is_lower: float | None = None,
+    score_centering: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the loss to minimise and its metrics.
@@ -108,15 +116,19 @@ def policy_loss(
         rollout_log_probs, rollout_is_threshold, rollout_is_lower: of the rollout engine, constants;
             given, rollout_is_weights are formed here from exp(old_log_probs - rollout_log_probs)
             per token, with the bounds of rollout_correction.
+        score_centering: C of every token, which the operator `score_centering` computes;
+            differentiable; adds advantages * C, so that the gradient of a constant advantage is 0
+            over the engine's distribution. Not in the modes by sequence.
         backend: `cpp`, `cuda`, `triton` or `reference`; None takes the best one. float64 log_probs
             are always computed in float64, by the reference; everything else in float32.
 
     Returns:
         (loss, metrics). loss is a 0-d tensor; metrics are 0-d tensors on the device, without
-        gradient. pg_loss, kl_loss and entropy are aggregated like the loss; pg_clipfrac,
-        pg_clipfrac_lower, ppo_kl (of old_log_probs - log_probs, not clamped) and ratio_mean are
-        sums over unmasked tokens divided by N: add these up over micro-batches and ranks. ratio_max
-        is a maximum (-inf with no token). Keys whose input is not given are left out.
+        gradient. pg_loss, kl_loss, entropy and score_centering are aggregated like the loss;
+        pg_clipfrac, pg_clipfrac_lower, ppo_kl (of old_log_probs - log_probs, not clamped) and
+        ratio_mean are sums over unmasked tokens divided by N: add these up over micro-batches and
+        ranks. ratio_max is a maximum (-inf with no token). Keys whose input is not given are left
+        out.
 
     The kernels can be differentiated once, in reverse mode; other derivatives raise an error. The
     reference supports them, those of the formulas with their stop-gradients.
@@ -168,6 +180,7 @@ def policy_loss(
         rollout_log_probs=rollout_log_probs,
         rollout_is_threshold=rollout_is_threshold,
         rollout_is_lower=rollout_is_lower,
+        score_centering=score_centering,
         backend=backend,
     ).complete()
     return evaluate(op, inputs, (global_num_tokens, global_num_seqs))
@@ -193,11 +206,26 @@ def evaluate(op: str, inputs: LossInputs, counts: Counts) -> tuple[Tensor, dict[
     else:
         loss, sums = run_kernel(op, inputs, counts)
     metrics = dict(zip(_METRICS, sums.unbind(), strict=True))
+    if "score_centering" in tokens:
+        centering = _centering_loss(op, inputs, counts)
+        loss, metrics["score_centering"] = loss + centering, centering.detach()
     if "ref_log_probs" not in tokens:
         del metrics["kl_loss"]
     if "entropy" not in tokens:
         del metrics["entropy"]
     return loss, metrics
+
+
+def _centering_loss(op: str, inputs: LossInputs, counts: Counts) -> Tensor:
+    """Aggregate advantages * C as the loss."""
+    terms = centering_terms(inputs.tokens)
+    mask = as_mask(inputs.tokens.get("response_mask"), terms)
+    mode, factor = inputs.settings.loss_agg_mode, inputs.settings.loss_scale_factor
+    denominators = loss_denominators(op, mode, mask, inputs.cu_seqlens, *counts)
+    weights = token_weights(
+        mode, mask, inputs.cu_seqlens, denominators, factor, inputs.seq_num_tokens
+    )
+    return (weights.to(terms.dtype) * terms).sum()
 
 
 # The order is that of PolicyLossSum in csrc/policy_loss/params.h.

@@ -55,7 +55,7 @@ def policy_loss_reference(
     values = {
         name: zero_masked(tensor.to(dtype), mask)
         for name, tensor in tokens.items()
-        if name not in ("response_mask", "selected", "rollout_is_weights")
+        if name not in ("response_mask", "selected", "rollout_is_weights", "score_centering")
     }
     sequences = None if cu_seqlens is None else TokenSequences.of(cu_seqlens, mask)
     weights = token_weights(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import _check as check
 from .arguments import LossInputs, check_inputs
+from .centering import centering_terms
 from .op import DEFAULTS, NO_GRADIENTS, kernel_arguments, policy_loss_op
 from .reference import policy_loss_reference
 from .terms import SEQUENCE_RATIO_MODES
@@ -17,7 +18,7 @@ from .terms import SEQUENCE_RATIO_MODES
 class TokenLosses(NamedTuple):
     """Results of `token_policy_loss`, of the shape of its inputs, 0 where masked."""
 
-    loss: Tensor  # pg + kl_coef kl - entropy_coeff entropy; differentiable
+    loss: Tensor  # pg + kl_coef kl - entropy_coeff entropy + centering; differentiable
     kl: Tensor  # without gradient, as those that follow; 0 without ref_log_probs
     ratio: Tensor  # importance ratio that the mode uses
     clipped: Tensor  # bool: the upper clip, mask or selection took effect
@@ -84,6 +85,8 @@ def token_policy_loss(
             "sequence; use policy_loss."
         )
     terms, clips = _run(op, inputs)
+    if "score_centering" in inputs.tokens:
+        terms[0] = terms[0] + centering_terms(inputs.tokens)
     return TokenLosses(*(t.view(log_probs.shape) for t in (*terms, *clips.unbind())))
 
 

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from .. import _check as check
 from .._library import custom_op
-from .._per_token import compute_dtype
+from .._per_token import compute_dtype, row_index, segment_reduce
 from ..linear import linear_token_log_probs
 from ..linear.arguments import check_linear, register_linear_autograd, split_row_options
 from ..linear.gradients import sum_over_ranks
 from ..logprob.options import ROW_SCHEMA, RowOptions, in_shape, row_options
-from .products import OP, Products, row_index, segment_reduce
+from .products import OP, Products
 
 SCHEMA = (
     f"Tensor hidden, Tensor weight, Tensor? bias, Tensor token_ids, {ROW_SCHEMA}, "

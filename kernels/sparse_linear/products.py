@@ -8,23 +8,11 @@ import torch
 from torch import Tensor
 
 from .._backend import choose_backend, native, register_backends
-from .._per_token import compute_dtype, unit_inner_stride
+from .._per_token import compute_dtype, row_index, segment_reduce, unit_inner_stride
 from ..linear.chunks import empty_like_from_pool
 
 OP = "sparse_linear_token_log_probs"
 register_backends(OP, cpu=("cpp", "reference"), cuda=("triton", "reference"))
-
-
-def row_index(ends: Tensor, entries: int) -> Tensor:
-    """Return the row of every entry, int64 [K], within [0, T) whatever `ends` [T + 1] holds."""
-    rows = torch.searchsorted(ends, torch.arange(entries, device=ends.device), right=True)
-    return (rows - 1).clamp(0, max(ends.shape[0] - 2, 0))
-
-
-def segment_reduce(values: Tensor, ends: Tensor, reduce: str) -> Tensor:
-    """Reduce [K] to [T] in a fixed order; an empty row is 0 for "sum" and -inf for "max"."""
-    initial = {"sum": 0.0, "max": -torch.inf}[reduce]
-    return torch.segment_reduce(values, reduce, offsets=ends.long(), initial=initial, unsafe=True)
 
 
 def _scaled(rows: Tensor, grad: Tensor, inside: Tensor) -> Tensor:

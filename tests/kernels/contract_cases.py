@@ -394,6 +394,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "linear_token_log_probs, deterministic": {"deterministic": True},
     "linear_token_log_probs, small chunks": {"budget_bytes": 1},
     "policy_loss, by sequence": {"loss_mode": "gspo"},
+    "policy_loss, centered": {"score_centering": WEIGHTS},
     "policy_loss, selected": {"loss_mode": "clip_cov", "selected": ~MASK},
     "policy_loss, weights": {"rollout_log_probs": None, "rollout_is_weights": WEIGHTS},
     "rms_norm, rounded": {"round_first": True, "offset": 1.0},

@@ -12,6 +12,7 @@ from tests.kernels.contract_inputs import (
     BY_SEQUENCE,
     CHUNKED,
     COUNT,
+    CU_KEPT,
     CU_SEQLENS,
     ENTROPY,
     HEAD,
@@ -35,7 +36,9 @@ from tests.kernels.contract_inputs import (
     SHARE,
     WEIGHTS,
     Case,
+    T,
     V,
+    draw,
 )
 
 _OF_TOKENS = ("old_log_probs", "advantages", "ref_log_probs", "rollout_log_probs")
@@ -128,6 +131,19 @@ CASES = {
         {**ROLLOUTS, "rollout_is": "sequence"},
         wrong={"rollout_is_threshold": ABOVE_0, "rollout_is_lower": (*OR_NONE, 3.0)},
         **OF_ROLLOUTS,
+    ),
+    "score_centering": Case(
+        {
+            "kept_log_probs": draw(2 * T) - 3,
+            "rollout_log_probs": draw(2 * T) - 3,
+            "cu_kept": CU_KEPT,
+            "response_mask": MASK,
+            "rollout_is": "token",
+        },
+        ("kept_log_probs",),
+        IS_BOUNDS,
+        ("kept_log_probs", "rollout_log_probs", "response_mask"),
+        {"cu_kept": torch.tensor([0])},
     ),
     "select_by_covariance": Case(
         {

@@ -170,9 +170,13 @@ def test_two_step_form_gives_the_same_loss():
     assert torch.equal(loss, again)
 
 
+SUPPORT = (torch.tensor([3, 7, 1]), torch.tensor([0, 2, 2, 2, 3, 3, 3]), -torch.ones(3))
+
+
+@pytest.mark.parametrize("support", ((None, None, None), SUPPORT))
 @pytest.mark.parametrize("active_rows", (None, torch.tensor([0, 2, 5])))
 @pytest.mark.parametrize("wide_weight_grad", (False, True))
-def test_policy_gradient_op_contract(wide_weight_grad, active_rows):
+def test_policy_gradient_op_contract(wide_weight_grad, active_rows, support):
     (hidden, weight, bias), token_ids, vectors = problem(6, 8, 20, dtype=torch.bfloat16)
     mask, weights = torch.ones(6, dtype=torch.bool), torch.full((6,), 1 / 6)
     numbers = [*map(float, LossOptions()), 0.0, 0.01, 1.0]
@@ -196,6 +200,7 @@ def test_policy_gradient_op_contract(wide_weight_grad, active_rows):
             [0, LOSS_AGG_MODES.index("token-sum"), 0, False, False, False, True, True],
             numbers,
             [2.0, 0.5],
+            *support,
             active_rows,
             wide_weight_grad,
             [True, True, True],

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from hybridengine.kernels._per_token import row_index
 from hybridengine.kernels.sparse_linear import triton
-from hybridengine.kernels.sparse_linear.products import Products, row_index
+from hybridengine.kernels.sparse_linear.products import Products
 from tests import tolerances
 from tests.kernels.sparse_linear.cases import problem
 
