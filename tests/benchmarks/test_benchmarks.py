@@ -24,6 +24,7 @@ OPERATORS = (
     "linear_cross_entropy",
     "linear_recurrence",
     "logprob",
+    "orthogonalize",
     "packing",
     "paged_attention",
     "policy_loss",
