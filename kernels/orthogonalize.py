@@ -1,7 +1,8 @@
 """orthogonalize: the Newton-Schulz iteration of Muon, over matrices of equal shape.
 
 Each step multiplies a matrix by a polynomial of its Gram matrix. Gram matrices and their squares
-are symmetric: on a CPU only the strips up to the diagonal are multiplied, the rest is mirrored.
+are symmetric: only the tiles up to the diagonal (on a CPU: strips) are multiplied, the rest is
+mirrored.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ STEPS = 5
 EPS = 1e-7  # the least norm that a matrix is divided by
 _STRIP = 192  # rows of a symmetric product that are multiplied at once, on a CPU
 
-register_backends(OP, cpu=("torch", "reference"), cuda=("torch", "reference"))
+register_backends(OP, cpu=("torch", "reference"), cuda=("triton", "torch", "reference"))
 
 
 def orthogonalize(x: Tensor, *, backend: str | None = None) -> Tensor:
@@ -33,7 +34,9 @@ def orthogonalize(x: Tensor, *, backend: str | None = None) -> Tensor:
 
     Args:
         x: [B, M, N], B matrices of a floating-point dtype, which the result is computed in.
-        backend: `torch` or `reference`; None: `torch`, and `reference` for float64.
+        backend: `triton` (CUDA), `torch` or `reference`; None: the best one for the device, and
+            `reference` for float64. `triton` leaves to `torch` float32 and matrices below 512 rows
+            or columns.
 
     Returns:
         [B, M, N] of the dtype of `x`. No matrix depends on another one. Zeros stay zeros.
@@ -57,8 +60,8 @@ def _op(x: Tensor, backend: str) -> Tensor:
     wide, result = (x, out) if x.shape[1] <= x.shape[2] else (x.mT, out.mT)
     if backend == "reference":
         result.copy_(_reference(wide))
-    elif x.is_cuda:
-        result.copy_(_batched(wide))
+    elif x.is_cuda or backend == "triton":
+        result.copy_(_batched(wide, backend))
     else:
         for matrix, into in zip(wide, result, strict=True):  # one product fills the cores
             into.copy_(_one(matrix))
@@ -80,13 +83,23 @@ def _reference(x: Tensor) -> Tensor:
     return x
 
 
-def _batched(x: Tensor) -> Tensor:
+def _batched(x: Tensor, backend: str) -> Tensor:
     a, b, c = COEFFICIENTS
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)
+    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)).contiguous()
+    symmetric = _symmetric
+    if backend == "triton":
+        from . import orthogonalize_triton
+
+        if orthogonalize_triton.takes(x):
+            symmetric = orthogonalize_triton.symmetric
     for _ in range(STEPS):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = torch.baddbmm(x, symmetric(symmetric(x), c, b), x, beta=a)
     return x
+
+
+def _symmetric(x: Tensor, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
+    """Return alpha x xᵀ + beta x; with beta, x is symmetric."""
+    return torch.baddbmm(x, x, x, beta=beta, alpha=alpha) if beta else x @ x.mT
 
 
 def _one(x: Tensor) -> Tensor:

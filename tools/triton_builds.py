@@ -27,6 +27,7 @@ from hybridengine.kernels import (
     layer_triton,
     linear_recurrence_triton,
     linear_recurrence_triton_backward,
+    orthogonalize_triton,
     paged_attention_triton,
 )
 from hybridengine.kernels.advantage import whiten_triton
@@ -93,6 +94,8 @@ def builds(capability: int) -> dict[str, Callable[[], Usage]]:
                 by_name[f"linear_recurrence_{name}_{model}_{size}_{dtype}"] = partial(
                     _linear_recurrence, name, model, size, dtype
                 )
+    for add in (False, True):
+        by_name[f"orthogonalize_{'square' if add else 'gram'}"] = partial(_orthogonalize, add)
     by_name["causal_conv1d_heads"] = _convolution_heads
     by_name["linear_recurrence_roots"] = _recurrence_roots
     for general in (False, True):
@@ -319,6 +322,16 @@ def _grouped_weight_grad(tiles: decode_linear_triton.Tiles, dtype: str, capabili
     constants = _flags(kernel, **blocks)
     aligned = {*types} - {*constants}
     return compile_kernel(kernel, types, constants, capability, options, aligned)
+
+
+def _orthogonalize(add: bool, capability: int) -> Usage:
+    kernel = orthogonalize_triton.symmetric_kernel
+    types = {"x": "*bf16", "out": "*bf16", "rows": "i32", "k": "i32"}
+    types |= {"alpha": "fp32", "beta": "fp32"}
+    sizes = {"TILE": orthogonalize_triton.TILE, "TILE_K": orthogonalize_triton.TILE_K}
+    constants = _flags(kernel, ADD=add, **sizes)
+    options = orthogonalize_triton.OPTIONS
+    return compile_kernel(kernel, types, constants, capability, options, {"x", "out", "rows", "k"})
 
 
 def _norm(name: str, width: int, dtype: str, capability: int) -> Usage:

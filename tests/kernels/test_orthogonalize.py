@@ -5,6 +5,7 @@ import torch
 from torch.optim._muon import _zeropower_via_newtonschulz as torchs
 
 from hybridengine.kernels import orthogonalize
+from tests.kernels.interpreter import run_interpreted
 
 # Tall, wide, square, a vector; 400 rows are three strips of a symmetric product.
 SHAPES = [(5, 13), (13, 5), (8, 8), (1, 7), (400, 410), (500, 250)]
@@ -75,3 +76,29 @@ def test_the_scale_of_a_matrix_is_left_out() -> None:
 def test_no_matrices_and_empty_ones() -> None:
     for shape in ((0, 3, 4), (2, 0, 4), (2, 4, 0)):
         assert orthogonalize(torch.zeros(shape)).shape == shape
+
+
+@pytest.mark.slow
+def test_triton_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_interpreted("interpreted_orthogonalize.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["orthogonalize_gram", "orthogonalize_square"])
+def test_triton_compiles_for_hopper_without_spills(name: str) -> None:
+    pytest.importorskip("triton")
+    from tools.triton_builds import builds
+
+    _, shared, spilled = builds(90)[name]()
+    assert shared <= 227 * 1024 and spilled == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 640, 1000), (3, 1000, 640), (1, 60, 90)])
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_on_a_gpu(backend: str, shape: tuple[int, ...]) -> None:
+    x = draw(*shape).bfloat16().cuda()
+    exact = orthogonalize(x.double())
+    on_cpu = distance(orthogonalize(x.cpu()), exact.cpu())
+    assert distance(orthogonalize(x, backend=backend), exact) < 1.2 * on_cpu
