@@ -83,8 +83,8 @@ gpu-report: ## On a GPU machine, with its own python3: build, test and measure (
 gpu-rehearsal: ## Without a GPU: the same with a GPU machine's software, as far as it goes
 	@$${PYTHON:-python3} tools/gpu_rehearsal.py
 
-gpu-pack: ## Without a GPU: the built extension and wheels for a GPU machine without network
-	@$${PYTHON:-python3} tools/gpu_rehearsal.py environment build pack
+gpu-pack: ## Without a GPU: extension, compiled kernels, packages for a GPU machine without network
+	@$${PYTHON:-python3} tools/gpu_rehearsal.py environment build triton pack
 
 cuda-check: setup ## Compile the CUDA sources (no GPU needed); registers, shared memory, spills
 	@$(PY) tools/cuda_check.py

@@ -2,13 +2,14 @@ import argparse
 import importlib
 import pkgutil
 import sys
+import time
 import traceback
 from pathlib import Path
 
 import torch
 
 import benchmarks
-from benchmarks._bench import Bench, versions
+from benchmarks._bench import Bench, OutOfTime, versions
 from benchmarks.isa import LIMITS, limit_isa
 
 
@@ -30,6 +31,14 @@ def main() -> int:
         choices=["ipc"],
         help="of reshard: to engines in other processes of the same devices",
     )
+    parser.add_argument("--impl", help="regular expression of the baselines to run")
+    parser.add_argument("--dtype", help="compare this dtype only, such as bfloat16")
+    parser.add_argument(
+        "--op-limit-s",
+        type=float,
+        default=float("inf"),
+        help="of a benchmark",
+    )
     parser.add_argument("--isa", choices=list(LIMITS), help="limit the CPU instruction set")
     arguments = parser.parse_args()
     if arguments.transport and arguments.op != ["reshard"]:
@@ -37,6 +46,8 @@ def main() -> int:
     if arguments.isa:
         limit_isa(arguments.isa)
     bench = Bench(arguments.device, arguments.quick, arguments.transport)
+    bench.impl, bench.dtype = arguments.impl, arguments.dtype
+    bench.op_limit_s = arguments.op_limit_s
     print(f"# {bench.device_name}, {bench.isa}  {versions()}")
     if arguments.json:
         header = {"device": bench.device_name, "isa": bench.isa, **versions()}
@@ -54,8 +65,11 @@ def main() -> int:
 def run(bench: Bench, name: str) -> bool:
     """Run one benchmark; return whether it ran to its end. An error does not stop the others."""
     bench.log_state(name, "before")
+    bench.op_end = time.monotonic() + bench.op_limit_s
     try:
         importlib.import_module(f"benchmarks.{name}").run(bench)
+    except OutOfTime:
+        print(f"# {name}: the rows after {bench.op_limit_s:g} s are left out", flush=True)
     except Exception:
         traceback.print_exc()
         return False

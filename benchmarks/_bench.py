@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -56,11 +57,22 @@ class Check(NamedTuple):
         return ""
 
 
+class OutOfTime(Exception):
+    """The benchmark has used its time."""
+
+
 class Bench:
     """Collect the rows of a run; `quick` shortens it to a test that everything runs.
 
     transport: "ipc" for the reshard to engines in other processes of the same devices.
+    impl: regular expression of the baselines that are timed; None: all.
+    dtype: name of the dtype that is compared; None: all.
+    op_limit_s: seconds of a benchmark. op_end: when this one's are over, by time.monotonic().
     """
+
+    impl: str | None = None
+    dtype: str | None = None
+    op_limit_s = op_end = float("inf")
 
     def __init__(self, device: str, quick: bool = False, transport: str | None = None):
         self.device = torch.device(device)
@@ -143,6 +155,11 @@ class Bench:
         A baseline that raises gets a row with the reason; one that `check` finds wrong is timed,
         and is not the best one.
         """
+        if time.monotonic() > self.op_end:
+            raise OutOfTime
+        if self.dtype not in (None, short(dtype)):
+            return
+        implementations = {n: c for n, c in implementations.items() if self._is_wanted(n)}
         # Compile again: above dynamo's limit of recompilations `compile` would run eagerly.
         torch._dynamo.reset()
         peaks = [self.peak(peak, dtype)] if peak else []
@@ -178,6 +195,9 @@ class Bench:
             if row.get("wrong"):
                 print(f"# {op} {pass_} {shape}: {row['impl']} is {row['wrong']}", flush=True)
         self.results.save()
+
+    def _is_wanted(self, impl: str) -> bool:
+        return impl.startswith(OURS) or self.impl is None or bool(re.match(self.impl, impl))
 
     def _rates(
         self, call: Callable[[], object], bytes_moved: int | None, flops: int | None
@@ -245,8 +265,7 @@ class Bench:
             samples = time_call(self.gpu, call, self.budget_s)
             extremes = {"ms_min": min(samples.ms), "ms_max": max(samples.ms)}
             how = {"timing": samples.timing, "host_ms": samples.host_ms}
-            measured = {**quantiles(samples.ms), "peak_mib": peak_mib, **extremes, **how}
-            return measured | {"state": self.gpu.state()}
+            return {**quantiles(samples.ms), "peak_mib": peak_mib, **extremes, **how}
         start = time.perf_counter()
         call()
         is_slow = time.perf_counter() - start > 1.0

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +27,29 @@ from benchmarks._bench import OURS, Bench, Check
 from hybridengine.kernels import tree_attention
 from hybridengine.model.flash_attention import torch_kernel
 
-HEADS, KV_HEADS, DIM = 9, 3, 64
+
+class Heads(NamedTuple):
+    """Query heads, key and value heads, and their size."""
+
+    query: int
+    key: int
+    size: int
+
+
+HEADS = Heads(9, 3, 64)
+WIDE = Heads(32, 8, 128)  # of an 8B model; in bfloat16, on a GPU
 PLAIN = ((20_480, 2560), (2208, 23))  # tokens, and those of a sequence
 WINDOW = 512
 
 
 def run(bench: Bench) -> None:
+    if bench.quick or bench.device.type == "cuda":
+        tokens, length = (96, 24) if bench.quick else PLAIN[0]
+        group = (2, 20, 5) if bench.quick else (8, 2048, 512)
+        paths = torch.arange(tokens).view(-1, length)
+        compare(bench, f"{tokens // length} x {length}", paths, torch.bfloat16, heads=WIDE)
+        shape = "G={} P={} R={}".format(*group)
+        compare(bench, shape, _paths_of_group(*group), torch.bfloat16, heads=WIDE)
     for tokens, length in ((96, 24),) if bench.quick else PLAIN:
         paths = torch.arange(tokens).view(-1, length)
         for dtype in (torch.float32, torch.bfloat16):
@@ -55,12 +72,19 @@ def _paths_of_group(responses: int, prompt: int, length: int) -> Tensor:
 
 
 def compare(
-    bench: Bench, shape: str, paths: Tensor, dtype: torch.dtype, window: int | None = None
+    bench: Bench,
+    shape: str,
+    paths: Tensor,
+    dtype: torch.dtype,
+    window: int | None = None,
+    heads: Heads = HEADS,
 ) -> None:
     """paths: [sequences, length], the packed token of each; shared ones occur several times.
 
     window: number of tokens that a token sees, of sequences that share none.
     """
+    if heads != HEADS:
+        shape += f" D={heads.size}"
     paths = paths.to(bench.device)
     tokens = int(paths.max()) + 1
     # A token's subtree ends after the last token of the sequences that have it.
@@ -68,11 +92,11 @@ def compare(
     ends.scatter_reduce_(0, paths.flatten(), paths[:, -1:].expand_as(paths).flatten() + 1, "amax")
     generator = torch.Generator().manual_seed(0)
 
-    def draw(heads: int) -> Tensor:
-        values = torch.randn(tokens, heads, DIM, generator=generator)
+    def draw(count: int) -> Tensor:
+        values = torch.randn(tokens, count, heads.size, generator=generator)
         return values.to(bench.device, dtype)
 
-    tensors, grad = [draw(HEADS), draw(KV_HEADS), draw(KV_HEADS)], draw(HEADS)
+    tensors, grad = [draw(heads.query), draw(heads.key), draw(heads.key)], draw(heads.query)
     positions = torch.arange(tokens, device=bench.device) % paths.shape[1]
     ours = partial(tree_attention, subtree_ends=ends, position_ids=positions, window_size=window)
     functions = {OURS: ours, "sdpa": partial(_sdpa, paths, window)}
@@ -109,7 +133,7 @@ def compare(
             return forward_backward(name)
 
     seen = (ends - torch.arange(tokens, device=bench.device)).clamp(max=window or tokens)
-    flops = 4 * HEADS * DIM * int(seen.sum())
+    flops = 4 * heads.query * heads.size * int(seen.sum())
     exact = _exact(paths, window, tensors, grad) if bench.gpu or bench.quick else {}
     passes = (
         ("forward", forward, 1.0, functions | forwards),
@@ -176,7 +200,9 @@ def _packed(attend: Callable[..., Tensor], paths: Tensor, *tensors: Tensor) -> T
 
 def _varlen(window: int | None) -> Callable[..., Tensor]:
     flash = torch_kernel()
-    return lambda q, k, v, ends, length: flash(q, k, v, ends, length, DIM**-0.5, window, None)
+    return lambda q, k, v, ends, length: flash(
+        q, k, v, ends, length, q.shape[-1] ** -0.5, window, None
+    )
 
 
 def _flash_attention_3(window: int | None) -> Callable[..., Tensor]:

@@ -31,14 +31,14 @@ Pairs = list[tuple[list[int], list[int]]]  # prompt, response
 
 TP_SIZES = (1, 2)
 EXACT = "exact"  # the mode in which engine and trainer have the same operators
-# What writes weights in place under less or more of vLLM: the last one is its default, with
-# compiled layers. name: arguments of vLLM on a GPU.
+# What writes weights in place under less or more of vLLM, the most telling first; the last one is
+# its default, with compiled layers. name: arguments of vLLM on a GPU.
 _CACHE = {"kv_cache_memory_bytes": 1 << 30}
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"attention_backend": "TRITON_ATTN"} | _CACHE,
+    EXACT: _CACHE,
     "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}} | _CACHE,
     "default": _CACHE,
-    EXACT: _CACHE,
 }
 ON_CPU = ("eager", EXACT)
 TIMEOUT_S = {"cuda": 120, "cpu": 900}  # of an engine; on one GPU they fit the part of the report

@@ -3,7 +3,7 @@
     python tools/gpu_build.py --json FILE [--arch 90a]
 
 Takes the extension of the pack (HYBRIDENGINE_PACK, a folder of `make gpu-pack`) where it was built
-for this Python and GPU, else compiles with cmake, ninja and nvcc. Then imports it.
+for this Python and GPU, else compiles with cmake, ninja and nvcc, and imports it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,22 @@ EXTENSION = "_C" + sysconfig.get_config_var("EXT_SUFFIX")
 IMPORT = "import torch; from hybridengine import _C"
 
 
+def gpu_facts() -> list[dict[str, str]]:
+    """Return name, driver_version and compute_cap of each GPU, without importing torch."""
+    names = ("name", "driver_version", "compute_cap")
+    query = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    lines = done.stdout.splitlines()
+    return [dict(zip(names, line.split(", "), strict=True)) for line in lines if line]
+
+
 def own_architecture() -> str:
     """The CUDA target of the first GPU; `a` is the set with Hopper's and Blackwell's own code."""
-    import torch
-
-    major, minor = torch.cuda.get_device_capability()
-    return f"{major}{minor}a" if major >= 9 else f"{major}{minor}"
+    major, minor = gpu_facts()[0]["compute_cap"].split(".")
+    return f"{major}{minor}a" if int(major) >= 9 else f"{major}{minor}"
 
 
 def described(architecture: str) -> dict[str, str]:
@@ -73,7 +83,7 @@ def main() -> int:
         shutil.copy2(pack / EXTENSION, copy).replace(target)
     else:
         compile_extension(architecture)
-    subprocess.run([sys.executable, "-c", IMPORT], check=True, cwd=ROOT)
+        subprocess.run([sys.executable, "-c", IMPORT], check=True, cwd=ROOT)
     seconds = round(time.perf_counter() - started, 1)
     row = {**needed, "compiled": not is_packed, "seconds": seconds}
     arguments.json.write_text(json.dumps({"rows": [row]}, indent=1) + "\n")

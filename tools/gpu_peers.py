@@ -1,4 +1,4 @@
-"""CuTe-DSL, quack and FlashAttention 4 for a GPU machine without a network, as baselines.
+"""Baselines for a GPU machine without a network: CuTe-DSL, quack, FlashAttention 4, trainers' own.
 
 A step of gpu_rehearsal.py. The archive has their packages without what a benchmark does not load,
 and their kernels, compiled for one GPU by gpu_peers_compile.py. Most of it is the compiler of
@@ -22,7 +22,9 @@ PACKAGES = (
     *("quack-kernels==0.6.5", "flash-attn-4==4.0.0b36", "einops==0.8.2"),
     *("apache-tvm-ffi==0.1.15.post2", "nvidia-cutlass-dsl==4.8.1"),
     *(f"nvidia-cutlass-dsl-libs-{part}==4.8.1" for part in ("base", "core", "cu13")),
+    *("datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19", "xxhash==4.1.0"),  # of TRL
 )
+REQUIREMENTS = Path(__file__).with_name("baselines.txt")
 LEFT_OUT = re.compile(r"\.a$|/stubs/|/iket/(profiler/|\w+\.so)|tvm_ffi/(3rdparty|include)/")
 PART_MIB = 40
 FILTERS = [
@@ -51,8 +53,8 @@ def write(python: Path, work: Path, sources: list[Path], archive: Path, architec
     """
     wheels, folder = work / "peers-wheels", work / "peers"
     shutil.rmtree(folder, ignore_errors=True)
-    download = (python, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d")
-    subprocess.run([*download, wheels, *PACKAGES], check=True)
+    make = (python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", wheels)
+    subprocess.run([*make, *PACKAGES, "-r", REQUIREMENTS], check=True)
     for wheel in sorted(wheels.glob("*.whl")):
         with zipfile.ZipFile(wheel) as files:
             names = [name for name in files.namelist() if not LEFT_OUT.search(name)]

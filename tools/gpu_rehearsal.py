@@ -1,16 +1,18 @@
-"""Rehearse `gpu_report.py` without a GPU, with the software of a GPU machine; make its pack.
+"""Rehearse `gpu_report.py` without a GPU, with the software of a GPU machine; make its archives.
 
     python tools/gpu_rehearsal.py [STEP ...]
 
     environment  Python 3.12 with the packages of tools/gpu_environment.txt
     build        the extension for sm_90a
-    pack         build/gpu-pack: the extension, and wheels of what that environment lacks
+    triton       compiled Triton kernels of the GPU tests, for the pack (tools/triton_cache.py)
+    pack         build/gpu-pack.tar.xz: the extension, packages that environment lacks, the kernels
     vllm         build/gpu-vllm.tar.xz: vLLM and what it imports; not by default (tools/gpu_vllm.py)
-    peers        build/gpu-peers.tar.xz.0 and on: baselines in CuTe-DSL; not by default
+    peers        build/gpu-peers.tar.xz.0 and on: baselines; not by default
     kernels      every CUDA and Triton kernel compiles for sm_90a, without spills
     imports      every module, in the bare environment and with the pack
     collect      the GPU tests, in the bare environment
     report       all parts of the report on the CPU, from the pack; GPU tests up to the device
+    calls        tools/gpu_calls/1.sh and 2.sh on the CPU; not by default
 
 All others are the default, on a copy of the sources as git has them, in .cache/gpu-rehearsal. Needs
 Python 3.12 (PYTHON, or python3.12 on PATH) and nvcc (CUDACXX, or on PATH). TORCH: another version
@@ -28,6 +30,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 import tomllib
 from pathlib import Path
@@ -40,11 +43,11 @@ ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / ".cache" / "gpu-rehearsal"
 TREE, SITE = WORK / "tree", WORK / "site"
 PYTHON = WORK / "venv" / "bin" / "python"
-PACK = ROOT / "build" / "gpu-pack"
+PACK = ROOT / "build" / "gpu-pack.tar.xz"
+TRITON = WORK / "triton"
 REQUIREMENTS = ROOT / "tools" / "gpu_environment.txt"
-BASELINES = ROOT / "tools" / "baselines.txt"
 ARCHITECTURE = "90a"
-LIMIT_MIB = 56  # of the pack: what it is carried with should stay below 64
+LIMIT_MIB = 24  # of the pack: with vLLM's archive and the sources it should stay below 64
 
 
 def environment() -> None:
@@ -112,27 +115,52 @@ def copy_sources() -> None:
             link.symlink_to(TREE / folder.relative_to(ROOT))
 
 
-def pack() -> None:
-    shutil.rmtree(PACK, ignore_errors=True)
-    wheels = PACK / "wheels"
-    wheels.mkdir(parents=True)
+def triton() -> None:
+    """Compile what the GPU tests launch. What the cache has of an earlier call stays."""
+    limit_s = os.environ.get("TRITON_LIMIT_S", "3600")
+    capability = int(ARCHITECTURE.rstrip("af"))
+    command = (PYTHON, "tools/triton_cache.py", TRITON, "--limit-s", limit_s)
+    install_missing()
+    call(*command, "--capability", capability, PYTHONPATH=f"{TREE}{os.pathsep}{SITE}")
+
+
+def install_missing() -> list[str]:
+    """Install in SITE what the trainer needs beside the environment; return it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     report = WORK / "missing.json"
-    wanted = [*project["optional-dependencies"]["train"], "datasets"]  # which TRL imports
+    wanted = project["optional-dependencies"]["train"]
     pip("install", "-q", "--dry-run", "--report", report, *wanted)
     missing = [found["metadata"] for found in json.loads(report.read_text())["install"]]
-    exact = [f"{found['name']}=={found['version']}" for found in missing]
-    pip("wheel", "-q", "--no-deps", "-w", wheels, *exact, "-r", BASELINES)
+    exact = sorted(f"{found['name']}=={found['version']}" for found in missing)
+    stamp = SITE / "installed.json"
+    if not stamp.is_file() or json.loads(stamp.read_text()) != exact:
+        shutil.rmtree(SITE, ignore_errors=True)
+        pip("install", "-q", "--no-deps", "--target", SITE, *exact)
+        stamp.write_text(json.dumps(exact))
+    return exact
+
+
+def pack() -> None:
+    exact = install_missing()
     (row,) = json.loads((WORK / "build.json").read_text())["rows"]
-    shutil.copy2(TREE / "hybridengine" / row["extension"], PACK)
-    described = {**row, "commit": commit()}
-    (PACK / "pack.json").write_text(json.dumps(described, indent=1) + "\n")
-    shutil.rmtree(SITE, ignore_errors=True)
-    pip("install", "-q", "--no-index", "--no-deps", "--target", SITE, *wheels.glob("*.whl"))
-    mib = sum(f.stat().st_size for f in PACK.rglob("*") if f.is_file()) / 2**20
+    described = WORK / "pack.json"
+    described.write_text(json.dumps({**row, "commit": commit()}, indent=1) + "\n")
+    PACK.parent.mkdir(exist_ok=True)
+    with tarfile.open(PACK, "w:xz", preset=6) as file:
+        file.add(described, "pack.json")
+        file.add(TREE / "hybridengine" / row["extension"], row["extension"])
+        file.add(SITE, "site", filter=_needed)
+        if TRITON.is_dir():
+            file.add(TRITON, "triton", filter=_needed)
+    mib = PACK.stat().st_size / 2**20
     print(f"gpu-rehearsal: {PACK.relative_to(ROOT)}, {mib:.1f} MiB: {', '.join(exact)}")
     if mib > LIMIT_MIB:
         sys.exit(f"gpu-rehearsal: the pack has {mib:.0f} MiB, more than {LIMIT_MIB}: drop a wheel.")
+
+
+def _needed(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    """Leave out bytecode, and of compiled Triton kernels the source."""
+    return None if "__pycache__" in info.name or info.name.endswith(".source") else info
 
 
 def vllm() -> None:
@@ -170,6 +198,14 @@ def report() -> None:
     call(PYTHON, "tools/gpu_report.py", *("--device", "cpu", "--pack", PACK))
 
 
+def calls() -> None:
+    """Run both calls on the CPU, from the archives that are there."""
+    for name in ("1.sh", "2.sh"):
+        script = TREE / "tools" / "gpu_calls" / name
+        folder = {"BUILD": PACK.parent, "OUT": PACK.with_name("gpu-out")}
+        call("bash", script, "--device", "cpu", PYTHON=PYTHON, **folder)
+
+
 def pip(*arguments: object) -> None:
     call(PYTHON, "-m", "pip", "--disable-pip-version-check", *arguments, cwd=ROOT)
 
@@ -183,14 +219,17 @@ def call(*command: object, cwd: Path = TREE, **environment: object) -> None:
 
 STEPS = {
     step.__name__: step
-    for step in (environment, build, pack, vllm, peers, kernels, imports, collect, report)
+    for step in (
+        *(environment, build, triton, pack, vllm, peers),
+        *(kernels, imports, collect, report, calls),
+    )
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("step", nargs="*", choices=[[], *STEPS], help=", ".join(STEPS))
-    chosen = parser.parse_args().step or STEPS.keys() - {"vllm", "peers"}
+    chosen = parser.parse_args().step or STEPS.keys() - {"vllm", "peers", "calls"}
     WORK.mkdir(parents=True, exist_ok=True)
     copy_sources()
     failed = []

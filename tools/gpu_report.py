@@ -1,45 +1,61 @@
-"""Build, test and measure this project on a GPU machine, into benchmarks/results/<device>.json.
+"""Build, test and measure this project on a GPU machine; the results are one JSON file.
 
-    python tools/gpu_report.py [--resume] [--pack FOLDER] [--results FILE] [PART ...]
+    python tools/gpu_report.py [--limit-s S] [--results FILE] [--pack FILE] [PART[=S][+] ...]
 
-    build     the extension, for this GPU only
-    kernels   every operator against its baselines, the most important ones first
-    vllm      syncs into a real vLLM engine, through sleep, compared with the trainer
-    tests     the GPU tests of kernels, model and sync
-    profile   the kernels that have goals under Nsight Compute
-    step      GRPO steps of a random model of 0.5B parameters, by phase
-    reshard   weight syncs between ranks
-    sanitize  the GPU tests of the kernels under compute-sanitizer
+    build        the extension, for this GPU only
+    kernels      every operator against its baselines, the most important ones first
+    vllm         syncs into a real vLLM engine, through sleep, compared with the trainer
+    tests        the GPU tests of kernels, model and sync
+    profile      the kernels that have goals under Nsight Compute
+    step         GRPO steps of a random model of 0.5B parameters, by phase
+    reshard      weight syncs between ranks
+    sanitize     the operators and the GPU tests of the kernels under compute-sanitizer
+    probe        launches, every operator against float64, the peaks; not by default
+    vllm_start   vLLM alone, from its simplest form up; not by default
+    micro_batch  a training micro-batch of 0.5B parameters, in several forms; not by default
+    rows         operators whose rows are missing or old, few baselines; not by default
 
-Uses the python3 that runs it, and no network. Every part has a section in the results file, which
-is written after each row, and a time limit; a part that fails or runs out of time keeps its rows,
-and the parts after it run. `--resume` keeps the rows of the same commit. `--pack`: a folder of
-`make gpu-pack`, with the built extension and wheels; `--vllm` and `--peers`: archives with vLLM
-and with baselines in CuTe-DSL. `--device cpu` rehearses all parts on small shapes. Exits with 1 if
-a part did not pass.
+Uses the python3 that runs it, and no network. PART=S limits a part to S seconds; with a `+` it runs
+beside the parts after it. `--limit-s` is the limit of all together. Every part has a section in the
+results file, which is written after each row; a part that fails or runs out of time is ended with
+all its processes and keeps its rows, and the parts after it run. `--resume` keeps the rows of the
+same commit. `--pack`: an archive of `make gpu-pack`, with the built extension, packages and
+compiled Triton kernels; `--vllm` and `--peers`: archives with vLLM and with baselines. `--device
+cpu` rehearses all parts on small shapes. Exits with 1 if a part did not pass.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from threading import Lock, Thread
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.gpu_build import gpu_facts
+from tools.package_links import linked_in_place
+from tools.triton_cache import relocate
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "gpu"
 LIMIT_S = 530  # of a part
+LEAST_S = 2  # with less left a part is not started
 GPU_LOST = 3  # exit status of benchmarks: a baseline broke the context of its process
 LIMITS_S = {"vllm": 400, "profile": 240, "step": 400, "reshard": 240}
 # The most important first: what a time limit cuts off is at the end.
@@ -49,6 +65,8 @@ KERNELS = (
     *("block_quantize", "decode_linear", "exact_operators", "sampling", "grouped_linear"),
     "delta_ops",
 )
+ROWS = ("attention", "linear", "strided_copy", "block_quantize", "sampling", "decode_linear")
+ROW_IMPLS = "hybridengine|varlen|fa3|gemm|torch|vllm"
 PARTS = {
     "build": ("tools/gpu_build.py",),
     "kernels": ("-m", "benchmarks", *KERNELS),
@@ -59,6 +77,34 @@ PARTS = {
     "reshard": ("-m", "benchmarks", "sync"),
     "sanitize": ("tools/gpu_sanitize.py",),
 }
+# Of the two short calls, tools/gpu_calls.
+MORE_PARTS = {
+    "probe": ("-m", "tools.gpu_probe"),
+    "vllm_start": ("-m", "benchmarks", "vllm_start"),
+    "micro_batch": ("-m", "benchmarks", "micro_batch"),
+    "rows": (
+        *("-m", "benchmarks", *ROWS, "--op-limit-s", "15"),
+        *("--dtype", "bfloat16", "--impl", ROW_IMPLS),
+    ),
+}
+ALL_PARTS = PARTS | MORE_PARTS
+WITH_VLLM = {"kernels", "vllm", "vllm_start", "rows", "step"}
+
+
+class Part(NamedTuple):
+    name: str
+    limit_s: float
+    beside: bool  # it runs beside the parts after it
+
+    @classmethod
+    def of(cls, text: str) -> Part:
+        """Read PART[=S][+]."""
+        match = re.fullmatch(r"(\w+)(?:=(\d+))?(\+?)", text)
+        if match is None or match[1] not in ALL_PARTS:
+            names = ", ".join(ALL_PARTS)
+            raise argparse.ArgumentTypeError(f"{text!r}: expected PART[=S][+] of {names}")
+        limit_s = float(match[2] or LIMITS_S.get(match[1], LIMIT_S))
+        return cls(match[1], limit_s, bool(match[3]))
 
 
 class Results:
@@ -66,6 +112,7 @@ class Results:
 
     def __init__(self, file: Path, facts: dict[str, Any]) -> None:
         self.file = file
+        self._lock = Lock()
         known = json.loads(file.read_text()) if file.is_file() else {}
         self.document = {**facts, "parts": known.get("parts", {})}
 
@@ -73,12 +120,13 @@ class Results:
         return self.document["parts"].get(part, {})
 
     def write(self, part: str, section: dict[str, Any]) -> None:
-        parts = self.document["parts"] | {part: section}
-        self.document["parts"] = {name: parts[name] for name in PARTS if name in parts}
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.document, indent=1) + "\n")
-        temporary.replace(self.file)
+        with self._lock:
+            parts = self.document["parts"] | {part: section}
+            self.document["parts"] = {name: parts[name] for name in ALL_PARTS if name in parts}
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            temporary = WORK / f"{self.file.name}.tmp"
+            temporary.write_text(json.dumps(self.document, indent=1) + "\n")
+            shutil.move(temporary, self.file)
 
 
 def run_part(
@@ -94,9 +142,11 @@ def run_part(
 
     The rows are copied into the results while it runs. A command that is still running after
     `limit_s` seconds is ended with all its processes. One that a signal ended, or that lost the
-    GPU, goes on in a new process, as long as each adds to the rows.
+    GPU, goes on in a new process, as long as each adds to the rows. Its output gets the part's
+    name; files <part>.<name> that it writes beside its rows are moved to those of the results.
     """
     sources = {"sources_commit": results.document["commit"]}
+    WORK.mkdir(parents=True, exist_ok=True)
     rows = WORK / f"{part}.json"
     rows.unlink(missing_ok=True)
     earlier = results.section(part)
@@ -109,8 +159,19 @@ def run_part(
     command = [*command, "--json", str(rows)]
     while True:
         full = [*command, *(["--resume"] if resume else [])]
-        print(f"$ {' '.join(full)}", flush=True)
-        process = subprocess.Popen(full, cwd=ROOT, env=environment, process_group=0)
+        print(f"{part}: $ {' '.join(full)}", flush=True)
+        process = subprocess.Popen(
+            full,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            process_group=0,
+        )
+        printing = Thread(target=_print_output, args=(part, process), daemon=True)
+        printing.start()
         before = written
         try:
             status = "running"
@@ -124,31 +185,59 @@ def run_part(
                     status = f"not finished after {limit_s:g} s"
                 with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
                     written = json.loads(rows.read_text())
-                section = {"status": status, "seconds": round(seconds), **sources, **written}
+                section = {"status": status, "seconds": round(seconds, 1), **sources, **written}
                 results.write(part, section)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            end_processes(process.pid)
             process.wait()
-        if not (code is not None and (code < 0 or code == GPU_LOST) and written != before):
+            printing.join(5.0)
+            for file in WORK.glob(f"{part}.*.gz"):
+                shutil.move(file, results.file.with_name(file.name))
+        lost = code is not None and (code < 0 or code == GPU_LOST)
+        if not (lost and written != before and seconds < limit_s):
             return status
         resume = True
 
 
-def facts(device: str) -> dict[str, Any]:
-    """What a result depends on: device, driver, versions, commit, date."""
-    import torch
+def _print_output(part: str, process: subprocess.Popen[str]) -> None:
+    for line in process.stdout or ():
+        print(f"{part}: {line}", end="", flush=True)
 
-    on_gpu = device == "cuda"
-    triton = installed("triton")
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+
+def end_processes(first: int) -> None:
+    """Kill what is left of the group of the process `first`, and every child of those."""
+    while True:
+        parents, groups = dict[int, int](), dict[int, int]()
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                fields = file.read_text().rpartition(")")[2].split()
+                if fields[0] not in "ZX":  # it has ended
+                    parents[int(file.parent.name)] = int(fields[1])
+                    groups[int(file.parent.name)] = int(fields[2])
+        found = {pid for pid in parents if groups[pid] == first}
+        while more := {pid for pid in parents if parents[pid] in found} - found:
+            found |= more
+        if not found:
+            return
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def facts(device: str) -> dict[str, Any]:
+    """What a result depends on: device, driver, versions, commit, date. torch is not imported."""
+    gpus = gpu_facts() if device == "cuda" else []
+    spec = importlib.util.find_spec("torch")
+    text = (Path(spec.origin or "").parent / "version.py").read_text() if spec else ""
+    versions = dict(re.findall(r"^(__version__|cuda)\b.*= '(.*)'", text, re.MULTILINE))
     return {
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "num_devices": torch.cuda.device_count() if on_gpu else 0,
-        "driver": output_of(query) if on_gpu else None,
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "triton": triton,
+        "device": gpus[0]["name"] if gpus else "cpu",
+        "num_devices": len(gpus),
+        "driver": gpus[0]["driver_version"] if gpus else None,
+        "cuda": versions.get("cuda"),
+        "torch": versions.get("__version__"),
+        "triton": installed("triton"),
         "python": sys.version.split()[0],
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -178,94 +267,146 @@ def commit() -> str | None:
     return given or output_of(["git", "describe", "--always", "--dirty", "--exclude=*"])
 
 
-def unpack(archive: Path, folder: Path) -> None:
+def unpack(archive: Path, folder: Path) -> Path:
     """Make `folder` of an archive, or of its parts ARCHIVE.0 and on, if it is not there."""
     if folder.is_dir():
-        return
+        return folder
     parts = sorted(archive.parent.glob(f"{archive.name}.[0-9]")) or [archive]
     data = io.BytesIO(b"".join(part.read_bytes() for part in parts))
+    unfinished = folder.with_suffix(".part")
     with tarfile.open(fileobj=data) as file:
-        file.extractall(folder, filter="data")
+        file.extractall(unfinished, filter="data")
+    unfinished.replace(folder)
+    return folder
 
 
-def prepare(pack: Path | None, vllm: Path | None, peers: Path | None) -> dict[str, str]:
-    """Install the wheels of the pack, vLLM and the baselines in folders of their own.
+class Environment:
+    """The environment of the parts: packages of the archives, each in a folder of its own.
 
-    Returns the environment.
+    The one with vLLM is unpacked while parts run that do without.
     """
-    WORK.mkdir(parents=True, exist_ok=True)
-    paths = [str(ROOT)]
-    environment = dict(os.environ)
-    if pack is not None:
-        site = WORK / "site"
-        if not site.is_dir():
-            install = (*("-m", "pip", "install", "-q", "--no-index", "--no-deps"), "--target")
-            wheels = map(str, sorted((pack / "wheels").glob("*.whl")))
-            subprocess.run([sys.executable, *install, str(site), *wheels], check=True)
-        paths.append(str(site))
-        described = json.loads((pack / "pack.json").read_text())
-        environment["HYBRIDENGINE_PACK"] = str(pack.resolve())
-        environment.setdefault("HYBRIDENGINE_COMMIT", described["commit"] or "")
-    if vllm is not None:
-        folder = WORK / "vllm"
-        unpack(vllm, folder)
-        paths.append(str(folder / "site"))
-        environment |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0"}
-    if peers is not None:
-        folder = WORK / "peers"
-        unpack(peers, folder)
-        described = json.loads((folder / "environment.json").read_text())
-        paths += [str(folder / path) for path in described["paths"]]
-        environment |= {name: str(folder / path) for name, path in described["folders"].items()}
-        environment |= described["values"]
-    if os.environ.get("PYTHONPATH"):
-        paths.append(os.environ["PYTHONPATH"])
-    return environment | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+
+    def __init__(self, pack: Path | None, vllm: Path | None, peers: Path | None) -> None:
+        WORK.mkdir(parents=True, exist_ok=True)
+        self._pool = ThreadPoolExecutor(1)
+        self._vllm: Future[Path] | None = None
+        if vllm is not None:
+            self._vllm = self._pool.submit(unpack, vllm, WORK / "vllm")
+        self._paths = [str(ROOT)]
+        self._variables = dict(os.environ)
+        if pack is not None:
+            self._add_pack(unpack(pack, WORK / "pack"))
+        if peers is not None:
+            folder = unpack(peers, WORK / "peers")
+            described = json.loads((folder / "environment.json").read_text())
+            self._paths += [str(folder / path) for path in described["paths"]]
+            folders = {name: str(folder / path) for name, path in described["folders"].items()}
+            self._variables |= folders | described["values"]
+
+    def _add_pack(self, folder: Path) -> None:
+        self._paths.append(str(folder / "site"))
+        described = json.loads((folder / "pack.json").read_text())
+        self._variables["HYBRIDENGINE_PACK"] = str(folder)
+        self._variables.setdefault("HYBRIDENGINE_COMMIT", described["commit"] or "")
+        if (folder / "triton").is_dir():
+            relocate(folder / "triton")
+            self._variables["TRITON_CACHE_DIR"] = str(folder / "triton")
+
+    @property
+    def commit(self) -> str:
+        return self._variables.get("HYBRIDENGINE_COMMIT", "")
+
+    def of(self, part: str) -> dict[str, str]:
+        """Return the variables for a part. Waits for vLLM if it needs that."""
+        paths, variables = [*self._paths], self._variables
+        if self._vllm is not None and part in WITH_VLLM:
+            paths.append(str(self._vllm.result() / "site"))
+            variables = variables | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0"}
+        if os.environ.get("PYTHONPATH"):
+            paths.append(os.environ["PYTHONPATH"])
+        return variables | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+
+
+def run_parts(
+    parts: Sequence[Part],
+    results: Results,
+    environment: Environment,
+    extra: Sequence[str],
+    *,
+    limit_s: float,
+    resume: bool,
+) -> dict[str, str]:
+    """Run parts one after the other, those `beside` beside others; return the status of each."""
+    end = time.monotonic() + limit_s
+    statuses: dict[str, str] = {}
+
+    def run(part: Part) -> None:
+        try:
+            variables = environment.of(part.name)
+            left = end - time.monotonic()
+            if left < LEAST_S:
+                statuses[part.name] = "not started: no time was left"
+                results.write(part.name, {"status": statuses[part.name], "rows": []})
+                return
+            statuses[part.name] = run_part(
+                part.name,
+                [sys.executable, *ALL_PARTS[part.name], *extra],
+                results,
+                resume=resume,
+                environment=variables,
+                limit_s=round(min(part.limit_s, left), 1),
+            )
+        except Exception as error:  # as an archive that is broken: the parts after it still run
+            statuses[part.name] = f"{type(error).__name__}: {error}"
+            results.write(part.name, {"status": statuses[part.name], "rows": []})
+
+    statuses = {part.name: "not started" for part in parts}
+    with ThreadPoolExecutor(len(parts)) as pool:
+        for part in parts:
+            done = pool.submit(run, part)
+            if not part.beside:
+                done.result()
+    return statuses
 
 
 def main() -> int:
     lines = (__doc__ or "").splitlines()
     parser = argparse.ArgumentParser(description=lines[0])
-    parser.add_argument("part", nargs="*", choices=[[], *PARTS], help=", ".join(PARTS))
+    parser.add_argument("part", nargs="*", type=Part.of, metavar="PART[=S][+]")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="of all parts")
     parser.add_argument("--resume", action="store_true", help="keep the rows of this commit")
-    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="made by `make gpu-pack`")
+    parser.add_argument("--pack", type=Path, metavar="FILE", help="made by `make gpu-pack`")
     parser.add_argument("--vllm", type=Path, metavar="FILE", help="made by tools/gpu_vllm.py")
     parser.add_argument("--peers", type=Path, metavar="FILE", help="made by tools/gpu_peers.py")
     parser.add_argument("--results", type=Path, metavar="FILE")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     arguments = parser.parse_args()
-    if arguments.pack and not (arguments.pack / "pack.json").is_file():
-        parser.error(f"--pack: {arguments.pack} has no pack.json; `make gpu-pack` makes it")
-    environment = prepare(arguments.pack, arguments.vllm, arguments.peers)
-    os.environ["HYBRIDENGINE_COMMIT"] = environment.get("HYBRIDENGINE_COMMIT", "")
-    import torch
-
-    sys.path.insert(0, str(ROOT))
-    from tools.package_links import linked_in_place
-
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("gpu-report: torch finds no CUDA device.", file=sys.stderr)
-        return 1
+    started, on_cpu = time.monotonic(), arguments.device == "cpu"
     found = facts(arguments.device)
+    if not on_cpu and not found["num_devices"]:
+        print("gpu-report: nvidia-smi finds no GPU.", file=sys.stderr)
+        return 1
+    environment = Environment(arguments.pack, arguments.vllm, arguments.peers)
+    found["commit"] = environment.commit or found["commit"]
     name = re.sub(r"\W+", "-", found["device"]).strip("-").lower()
-    folder = ROOT / "benchmarks" / "results" if arguments.device == "cuda" else WORK
+    folder = WORK if on_cpu else ROOT / "benchmarks" / "results"
     results = Results(arguments.results or folder / f"{name}.json", found)
-    extra = ["--device", arguments.device, *(["--quick"] if arguments.device == "cpu" else [])]
-    statuses = {}
+    parts = arguments.part or [Part.of(name) for name in PARTS]
+    slower = 10 if on_cpu else 1
     with linked_in_place():
-        for part in arguments.part or PARTS:
-            command = [sys.executable, *PARTS[part], *extra]
-            statuses[part] = run_part(
-                part,
-                command,
-                results,
-                resume=arguments.resume,
-                environment=environment,
-                limit_s=LIMITS_S.get(part, LIMIT_S) * (1 if arguments.device == "cuda" else 10),
-            )
+        statuses = run_parts(
+            [part._replace(limit_s=part.limit_s * slower) for part in parts],
+            results,
+            environment,
+            ["--device", arguments.device, *(["--quick"] if on_cpu else [])],
+            limit_s=arguments.limit_s * slower - (time.monotonic() - started),
+            resume=arguments.resume,
+        )
     for part, status in statuses.items():
-        print(f"gpu-report: {part}: {status}")
-    print(f"gpu-report: {results.file}")
+        section = results.section(part)
+        count = f"{len(section.get('rows', []))} rows in {section.get('seconds', 0)} s"
+        print(f"gpu-report: {part}: {status}, {count}")
+    print(f"gpu-report: {results.file}, {time.monotonic() - started:.0f} s")
     return int(any(status != "passed" for status in statuses.values()))
 
 

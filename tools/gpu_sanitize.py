@@ -2,12 +2,12 @@
 
     python tools/gpu_sanitize.py --json FILE [--resume] [--device cpu]
 
-memcheck (accesses out of bounds, misaligned, of freed memory) over every file of tests/kernels with
-GPU tests, then racecheck (hazards in shared memory). A row has tool, test (the file), outcome
-(passed, failed, not finished, skipped), seconds, and the first errors. Where compute-sanitizer is
-not installed, one row says so. Files run beside each other: most of their time is Triton's compiler
-and the tool's, on a core each. `--resume` runs what has not passed. `--device cpu` collects the
-tests only, without the tool.
+memcheck (accesses out of bounds, misaligned, of freed memory) over one call of every operator
+(tools.gpu_probe), then over every file of tests/kernels with GPU tests, then racecheck (hazards in
+shared memory). A row has tool, test (the file), outcome (passed, failed, not finished, skipped),
+seconds, and the first errors. Where compute-sanitizer is not installed, one row says so. Files run
+beside each other: most of their time is Triton's compiler and the tool's, on a core each.
+`--resume` runs what has not passed. `--device cpu` collects the tests only, without the tool.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck")
 LIMIT_S = 120  # of a file under a tool
 WORKERS = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
+PROBE = "tools.gpu_probe"
 ERRORS = 99  # exit code of compute-sanitizer where it found some
 NO_TESTS = 5  # exit code of pytest
 MESSAGE_CHARACTERS = 2000
@@ -45,11 +46,23 @@ def test_files() -> list[str]:
 
 def command_of(tool: str, file: str, sanitizer: str | None) -> list[str]:
     """sanitizer: path of compute-sanitizer; None: collect the tests only."""
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", file]
-    if sanitizer is None:
-        return [*pytest, "--collect-only"]
+    device = "cpu" if sanitizer is None else "cuda"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", file]
+    if file == PROBE:
+        command = [
+            sys.executable,
+            "-m",
+            PROBE,
+            "--operators",
+            "--device",
+            device,
+            "--json",
+            os.devnull,
+        ]
+    elif sanitizer is None:
+        command.append("--collect-only")
     options = (f"--tool={tool}", f"--error-exitcode={ERRORS}", "--target-processes=all")
-    return [sanitizer, *options, *pytest]
+    return command if sanitizer is None else [sanitizer, *options, *command]
 
 
 def outcome_of(code: int | None, output: str) -> dict[str, str]:
@@ -100,7 +113,7 @@ def main() -> int:
         return 0
     known = {(row["tool"], row["test"]) for row in rows}
     tools = TOOLS[:1] if on_cpu else TOOLS
-    left = [pair for pair in product(tools, test_files()) if pair not in known]
+    left = [pair for pair in product(tools, [PROBE, *test_files()]) if pair not in known]
 
     def check(tool: str, file: str) -> None:
         started = time.monotonic()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import time
+from pathlib import Path
 
 import pytest
 
@@ -82,10 +86,123 @@ def test_every_part_has_a_command_that_is_there():
     assert tuple(gpu_report.PARTS) == parts, "by value"
     limits = [gpu_report.LIMITS_S.get(part, gpu_report.LIMIT_S) for part in parts]
     assert sum(limits[1:-1]) <= 2400, "with the build of a pack all but the last take 40 minutes"
-    for script, *arguments in gpu_report.PARTS.values():
+    for script, *arguments in gpu_report.ALL_PARTS.values():
         assert (root / script).is_file() or script == "-m"
         for name in arguments[1:]:
+            if name.startswith("--"):
+                break
             assert (root / "benchmarks" / f"{name}.py").is_file(), name
+
+
+STALLED = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], process_group=0)
+open(sys.argv[1], "w").write(str(child.pid))
+time.sleep(60)
+"""
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+    return state == "Z"
+
+
+@pytest.fixture
+def run_parts(tmp_path, monkeypatch):
+    """run_parts(commands by part, parts as arguments, limit) → (statuses, sections)."""
+    monkeypatch.setattr(gpu_report, "WORK", tmp_path / "work")
+
+    def run(commands: dict[str, tuple], parts: list[str], limit_s: float):
+        monkeypatch.setattr(gpu_report, "ALL_PARTS", commands)
+        results = gpu_report.Results(tmp_path / "out" / "1.json", {"commit": None})
+        environment = gpu_report.Environment(None, None, None)
+        chosen = [gpu_report.Part.of(part) for part in parts]
+        statuses = gpu_report.run_parts(
+            chosen, results, environment, [], limit_s=limit_s, resume=False
+        )
+        return statuses, json.loads((tmp_path / "out" / "1.json").read_text())["parts"]
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_part_over_its_limit_is_ended_with_its_children_and_the_next_runs(run_parts, tmp_path):
+    pid = tmp_path / "pid"
+    commands = {"stalls": ("-c", STALLED, str(pid)), "next": ("-c", PART, "passes")}
+    statuses, parts = run_parts(commands, ["stalls=3", "next"], 120.0)
+    assert statuses == {"stalls": "not finished after 3 s", "next": "passed"}
+    assert has_ended(int(pid.read_text())), "a child in a process group of its own"
+    assert parts["next"]["rows"] == ["row 2"]
+
+
+@pytest.mark.slow
+def test_parts_run_beside_others_and_all_end_with_the_whole_limit(run_parts, tmp_path):
+    pid = tmp_path / "pid"
+    commands = {
+        "beside": ("-c", STALLED, str(pid)),
+        "first": ("-c", PART, "passes"),
+        "late": ("-c", "import time; time.sleep(60)"),
+        "never": ("-c", PART, "passes"),
+    }
+    started = time.monotonic()
+    statuses, parts = run_parts(commands, ["beside+", "first", "late", "never"], 8.0)
+    assert time.monotonic() - started < 55
+    assert statuses["first"] == "passed" and statuses["never"].startswith("not started")
+    for name in ("beside", "late"):
+        assert statuses[name].startswith("not finished after"), statuses
+    assert has_ended(int(pid.read_text())) and list(parts) == [*commands]
+
+
+@pytest.mark.parametrize("part", ["unknown", "tests=", "tests=1.5", "+tests"])
+def test_a_part_that_is_not_one_is_refused_by_name(part):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected PART"):
+        gpu_report.Part.of(part)
+    assert gpu_report.Part.of("tests=165+") == ("tests", 165.0, True)
+
+
+CALL = """
+import sys
+from tools import gpu_report
+fake = ("-c", {part!r}, "passes")
+gpu_report.ALL_PARTS = dict.fromkeys(gpu_report.ALL_PARTS, fake)
+gpu_report.WORK = gpu_report.Path({work!r})
+sys.argv = sys.argv[1:]
+sys.exit(gpu_report.main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "limit_s"), [("1", 380), ("2", 300)])
+def test_a_call_runs_its_parts_and_leaves_rows_and_a_log(tmp_path, name, limit_s):
+    code = tmp_path / "call.py"
+    code.write_text(CALL.format(part=PART, work=str(tmp_path / "work")))
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{code}" "$@"\n')
+    python.chmod(0o755)
+    for archive in ("gpu-pack.tar.xz", "gpu-vllm.tar.xz"):
+        (tmp_path / "site").mkdir(exist_ok=True)
+        (tmp_path / "pack.json").write_text('{"commit": "c0ffee"}')
+        with tarfile.open(tmp_path / archive, "w:xz") as file:
+            file.add(tmp_path / "site", "site")
+            file.add(tmp_path / "pack.json", "pack.json")
+    out = tmp_path / "out"
+    folders = {"PYTHON": str(python), "BUILD": str(tmp_path), "OUT": str(out)}
+    root = gpu_report.ROOT
+    script = root / "tools" / "gpu_calls" / f"{name}.sh"
+    environment = os.environ | folders | {"PYTHONPATH": str(root)}
+    command = ["bash", str(script), "--device", "cpu"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    log = (out / f"{name}.log").read_text()
+    document = json.loads((out / f"{name}.json").read_text())
+    assert log == done.stdout and document["commit"] == "c0ffee"
+    words = re.findall(r"\b\w+=\d+\+?", script.read_text())
+    wanted = [gpu_report.Part.of(word) for word in words]
+    assert {part.name for part in wanted} == {*document["parts"]} and len(wanted) >= 5
+    assert all(section["status"] == "passed" for section in document["parts"].values()), log
+    assert f"LIMIT_S:={limit_s}" in script.read_text()
 
 
 TESTS = """
@@ -153,11 +270,13 @@ def test_errors_that_the_sanitizer_finds_are_rows(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert gpu_sanitize.main() == 1
     rows = sorted(json.loads(file.read_text())["rows"], key=lambda row: row["test"])
-    assert [row["outcome"] for row in rows] == ["passed", "failed", "not finished"]
+    assert [row["outcome"] for row in rows] == ["passed", "failed", "not finished", "passed"]
+    assert rows[3]["test"] == gpu_sanitize.PROBE, "one call of every operator"
     assert rows[1]["message"] == "========= Invalid __global__ read of size 4"
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--resume"])
     assert gpu_sanitize.main() == 1, "what has not passed runs again"
-    assert sorted(row["test"] for row in json.loads(file.read_text())["rows"]) == tests
+    tested = sorted(row["test"] for row in json.loads(file.read_text())["rows"])
+    assert tested == [*tests, gpu_sanitize.PROBE]
     assert len(gpu_sanitize.command_of("racecheck", "f", "tool")) > 5
 
 
@@ -208,9 +327,15 @@ def test_an_archive_in_parts_is_unpacked_once_and_gives_its_environment(tmp_path
         archive.with_name(f"peers.tar.xz.{index}").write_bytes(part)
     archive.unlink()
     for _ in range(2):
-        environment = gpu_report.prepare(None, None, archive)
+        environment = gpu_report.Environment(None, None, archive).of("kernels")
         folder = tmp_path / "work" / "peers"
         assert str(folder / "a" / "b") in environment["PYTHONPATH"].split(os.pathsep)
         assert environment["CACHE"] == str(folder / "cache") and environment["ON"] == "1"
         for part in tmp_path.glob("peers.tar.xz.*"):
             part.unlink()
+
+
+def test_tests_that_never_passed_on_a_gpu_come_first():
+    tests = ["tests/kernels/test_layer.py::a", "tests/kernels/sampling/test_b.py::b"]
+    tests += ["tests/model/test_exact_c.py::c", "tests/kernels/test_grouped_linear.py::d"]
+    assert sorted(tests, key=gpu_tests.comes_later) == [*tests[1:], tests[0]]

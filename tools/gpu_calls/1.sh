@@ -1,0 +1,15 @@
+#!/bin/bash
+# The first of two calls on a GPU machine, 380 s: correctness (docs/gpu.md).
+#
+#     OUT=folder tools/gpu_calls/1.sh [arguments of tools/gpu_report.py]
+#
+# BUILD (default: build) has gpu-pack.tar.xz and gpu-vllm.tar.xz. OUT (default: build/gpu-out) gets
+# 1.json, with the rows of every part as they arise, and 1.log. A part that fails or is over its
+# seconds leaves the next ones. A `+` runs it beside those.
+cd "$(dirname "$0")/../.." || exit
+: "${BUILD:=build}" "${OUT:=build/gpu-out}" "${LIMIT_S:=380}" "${PYTHON:=python3}"
+mkdir -p "$OUT"
+"$PYTHON" tools/gpu_report.py --limit-s "$LIMIT_S" --results "$OUT/1.json" \
+  --pack "$BUILD/gpu-pack.tar.xz" --vllm "$BUILD/gpu-vllm.tar.xz" "$@" \
+  build=60 tests=200+ probe=35 vllm_start=130 vllm=110 sanitize=60 \
+  2>&1 | tee "$OUT/1.log"

@@ -1,0 +1,244 @@
+"""Fill a cache of Triton with the kernels that tests and benchmarks launch; no GPU is needed.
+
+    python tools/triton_cache.py FOLDER [--capability 90] [--limit-s S] [TEST ...]
+
+Triton compiles a kernel when it is first launched, which takes most of the time of GPU tests. Here
+the same GPU tests, and the operators of tools/gpu_probe.py, run on CPU tensors that say that they
+are on a GPU. A launch compiles, with Triton's own `warmup`, and runs nothing: results are
+arbitrary, so asserts are off and tests may fail, but what they launch before has the types,
+alignments, constants and options of a GPU. FOLDER is then a TRITON_CACHE_DIR for the same version
+of Triton; a process that finds it elsewhere calls `relocate` first, since Triton writes absolute
+paths into it. FOLDER/cache.json has the versions, Triton's key, and how many launches found their
+form in the cache (`found`) and compiled it (`compiled`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("tests/kernels", "tests/model")
+SUMMARY = "cache.json"
+LIMIT_S = 120  # of a test
+GPU = "cuda:0"
+
+
+def relocate(folder: Path) -> None:
+    """Write the paths of a cache that was moved to `folder`."""
+    for file in folder.glob("*/__grp__*.json"):
+        group = json.loads(file.read_text())
+        paths = {name: file.parent / name for name in group["child_paths"]}
+        group["child_paths"] = {name: str(path) for name, path in paths.items() if path.is_file()}
+        file.write_text(json.dumps(group))
+
+
+def key_of_triton() -> str:
+    """What Triton's version adds to the key of each kernel, hashed."""
+    from triton.runtime.cache import triton_key
+
+    return hashlib.sha256(triton_key().encode()).hexdigest()
+
+
+class _Forms:
+    """Counts of the compiled forms, and of what could not be compiled."""
+
+    def __init__(self) -> None:
+        self.found = self.compiled = 0
+        self.errors: dict[str, str] = {}
+
+    def listen(self, *, cache_hit: bool, **_: Any) -> None:
+        self.found += cache_hit
+        self.compiled += not cache_hit
+
+
+def use_driver(capability: int) -> Any:
+    """Let Triton compile for a GPU that is not there; return its driver."""
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import build
+    from triton.runtime.driver import driver
+
+    class Driver(nvidia.CudaDriver):
+        def __init__(self) -> None:
+            self.launcher_cls = nvidia.CudaLauncher
+            self.get_current_device = lambda: 0
+            self.get_current_stream = lambda device: 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", capability, 32)
+
+    # Launchers are C, linked with the driver's library, and cannot be loaded without it.
+    stub = Path(tempfile.mkdtemp(prefix="libcuda-"))
+    (stub / "cuda.c").touch()
+    library = ["cc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", str(stub / "libcuda.so.1")]
+    subprocess.run([*library, str(stub / "cuda.c")], check=True)
+    knobs.nvidia.libcuda_path = str(stub)
+    build._load_module_from_path = lambda *_: SimpleNamespace(launch=None)
+    driver.set_active(Driver())
+    return nvidia
+
+
+def compile_launches(forms: _Forms, capability: int) -> None:
+    """Let launches of the kernels compile only."""
+    from triton import knobs
+
+    from hybridengine.kernels._launch import Forms
+
+    nvidia = use_driver(capability)
+    knobs.compilation.listener = forms.listen
+
+    def warm_up(
+        self: Any, device: int | None, grid: tuple[int, ...], arguments: tuple, options: dict
+    ) -> None:
+        try:
+            kernel = self._kernel.warmup(*arguments, grid=grid, **options)
+            nvidia.CudaLauncher(kernel.src, kernel.metadata)
+        except Exception as error:
+            forms.errors.setdefault(self._kernel.__name__, str(error)[-2000:])
+            raise
+
+    Forms.launch = warm_up  # type: ignore[method-assign]
+
+
+def pretend_gpu(capability: int) -> Any:
+    """Return a mode in which CPU tensors say that they are on a GPU."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    device = torch.device(GPU)
+    answers = {
+        torch.Tensor.device.__get__: device,
+        torch.Tensor.is_cuda.__get__: True,
+        torch.Tensor.is_cpu.__get__: False,
+    }
+    uninitialized = {torch.empty, torch.empty_like, torch.Tensor.new_empty, torch.empty_strided}
+
+    def on_cpu(value: Any) -> Any:
+        is_gpu = isinstance(value, torch.device) and value.type == "cuda"
+        return "cpu" if is_gpu or (isinstance(value, str) and value.startswith("cuda")) else value
+
+    class Pretend(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if function in answers:
+                return answers[function]
+            if function is torch.Tensor.cuda:
+                return args[0]
+            args = tuple(map(on_cpu, args))
+            kwargs = {name: on_cpu(value) for name, value in (kwargs or {}).items()}
+            kwargs.pop("pin_memory", None)
+            result = function(*args, **kwargs)
+            return result.zero_() if function in uninitialized else result
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    generator = torch.Generator
+    torch.Generator = lambda device=None: generator()  # type: ignore[assignment, misc]
+    torch.testing.assert_close = nothing  # type: ignore[assignment]
+    properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=60 << 20, total_memory=0)
+    for name, value in {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_capability": lambda *_: divmod(capability, 10),
+        "get_device_properties": lambda *_: properties,
+        "get_device_name": lambda *_: GPU,
+        "current_stream": lambda *_: SimpleNamespace(stream_id=0, cuda_stream=0),
+        "is_current_stream_capturing": lambda: False,
+        **dict.fromkeys(("synchronize", "set_device", "empty_cache", "manual_seed"), nothing),
+    }.items():
+        setattr(torch.cuda, name, value)
+    return Pretend()
+
+
+class Plugin:
+    """A plugin of pytest: GPU tests compile what they launch, until the time is over."""
+
+    def __init__(self, capability: int, end: float) -> None:
+        self._end = end
+        self._mode = pretend_gpu(capability)
+
+    def probe(self) -> None:
+        """Compile what tools/gpu_probe.py launches, too."""
+        import torch
+
+        from tools import gpu_probe
+
+        with self._mode:
+            for _ in gpu_probe.operators(torch.device(GPU), once=False):
+                if time.monotonic() > self._end:
+                    break
+
+    def pytest_runtest_setup(self, item: Any) -> None:
+        import pytest
+
+        if time.monotonic() > self._end:
+            pytest.exit("the time is over", returncode=0)
+
+    def pytest_runtest_call(self, item: Any) -> None:
+        self._mode.__enter__()
+
+    def pytest_runtest_teardown(self, item: Any) -> None:
+        import torch
+
+        while torch._C._len_torch_function_stack():
+            torch._C._pop_torch_function_stack()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("test", nargs="*", metavar="TEST")
+    parser.add_argument("--capability", type=int, default=90)
+    parser.add_argument("--limit-s", type=float, default=float("inf"), metavar="S")
+    arguments = parser.parse_args()
+    folder = arguments.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ |= {"TRITON_CACHE_DIR": str(folder), "TRITON_STORE_BINARY_ONLY": "1"}
+    if __debug__:  # asserts compare results, which nothing computed
+        command = [sys.executable, "-O", __file__, *sys.argv[1:]]
+        return subprocess.run(command, cwd=ROOT).returncode
+    import pytest
+    import torch
+    import triton
+
+    forms = _Forms()
+    end = time.monotonic() + arguments.limit_s
+    compile_launches(forms, arguments.capability)
+    options = [
+        "-q",
+        "-m",
+        "gpu",
+        "--assert=plain",
+        "--tb=line",
+        "--durations=5",
+        "-p",
+        "no:cacheprovider",
+    ]
+    options += ["--continue-on-collection-errors", f"--timeout={LIMIT_S}"]
+    plugin = Plugin(arguments.capability, end)
+    if not arguments.test:
+        plugin.probe()
+    pytest.main([*options, *(arguments.test or FOLDERS)], plugins=[plugin])
+    versions = {"triton": triton.__version__, "torch": torch.__version__, "key": key_of_triton()}
+    counts = {"found": forms.found, "compiled": forms.compiled, "errors": forms.errors}
+    (folder / SUMMARY).write_text(json.dumps({**versions, **counts}, indent=1) + "\n")
+    print(f"triton-cache: {folder}: {counts}")
+    return int(bool(forms.errors))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
