@@ -101,12 +101,14 @@ def register_linear_autograd(
     ops: tuple[CustomOp, CustomOp],
     main_grad_at: int,
     from_results: Callable[[Sequence[Tensor]], Sequence],
+    more_grads: int = 0,
 ) -> None:
     """Register the second of `ops` as the gradient of the first, and its fake kernel.
 
     It takes the arguments of the first (hidden, weight, bias, token_ids, row options, others with
     main_grad at `main_grad_at`), what `from_results` makes of its results, the gradients of
-    log_probs and entropy, and which of the three gradients are wanted; those are then empty.
+    log_probs, entropy and its last `more_grads` results, and which of the three gradients are
+    wanted; those are then empty.
     """
 
     def fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> tuple:
@@ -125,10 +127,11 @@ def register_linear_autograd(
 
     @check.differentiable_once(op)
     def backward(
-        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: Any
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *others: Any
     ) -> tuple[Tensor | None, ...]:
         wanted = list(ctx.needs_input_grad[:3])
-        if not any(wanted) or (grad_log_probs is None and grad_entropy is None):
+        incoming = (grad_log_probs, grad_entropy, *others[len(others) - more_grads :])
+        if not any(wanted) or all(grad is None for grad in incoming):
             return ()
         options, tensors = RowOptions.restore(ctx)
         end = 4 + len(ctx.rest)
@@ -138,8 +141,7 @@ def register_linear_autograd(
             *options,
             *rest,
             *from_results(tensors[end:]),
-            grad_log_probs,
-            grad_entropy,
+            *incoming,
             wanted,
         )
         wanted[1] = wanted[1] and rest[main_grad_at] is None

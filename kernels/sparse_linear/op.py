@@ -9,7 +9,7 @@ V above 100,000. Backward is 4 K H, and writes the weight gradient once.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,18 @@ SCHEMA = (
 DENSE_PART = 1 / 64
 
 
+@overload
+def sparse_linear_token_log_probs(
+    *args: Any, return_kept_log_probs: Literal[False] = ..., **options: Any
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def sparse_linear_token_log_probs(
+    *args: Any, return_kept_log_probs: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
 def sparse_linear_token_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -48,8 +60,9 @@ def sparse_linear_token_log_probs(
     ignore_index: int = -100,
     group: dist.ProcessGroup | None = None,
     main_grad: Tensor | None = None,
+    return_kept_log_probs: bool = False,
     backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Log-probability of `token_ids` and entropy, over the kept vocabulary entries of each row.
 
     Equal to `linear_token_log_probs` with a vocab_mask of the same entries.
@@ -66,13 +79,15 @@ def sparse_linear_token_log_probs(
             summed over the ranks.
         main_grad: [V, H] float32, contiguous; the weight gradient is added into it and weight.grad
             stays None.
+        return_kept_log_probs: return the log-probs of all kept entries, too, for `score_centering`.
         backend: `cpp`, `triton` or `reference`; None takes the best one.
 
     Returns:
-        log_probs [T] and entropy [T], float32, differentiable in hidden, weight and bias (once, in
+        log_probs [T], entropy [T] and on request kept_log_probs [K], which of rows with
+        ignore_index have no meaning; float32, differentiable in hidden, weight and bias (once, in
         reverse mode). Sums run in a fixed order, and a row's result does not depend on the other
         rows, except that the dense operator computes all of them (equal up to rounding) where more
-        than 1/64 of T * V is kept and there is no group.
+        than 1/64 of T * V is kept, without a group and without kept_log_probs.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, ids that are not ascending, or a row
@@ -111,7 +126,8 @@ def sparse_linear_token_log_probs(
         _check_kept(kept_ids, cu_kept, token_ids, options, weight.shape[0])
     else:  # unchecked ends must not lead out of the entries
         cu_kept = cu_kept.clamp(0, kept_ids.shape[0]).cummax(0).values
-    if group is None and kept_ids.shape[0] > DENSE_PART * hidden.shape[0] * weight.shape[0]:
+    few = kept_ids.shape[0] <= DENSE_PART * hidden.shape[0] * weight.shape[0]
+    if group is None and not few and not return_kept_log_probs:
         return linear_token_log_probs(
             hidden,
             weight,
@@ -125,10 +141,11 @@ def sparse_linear_token_log_probs(
             vocab_mask=_as_mask(kept_ids, cu_kept, weight.shape[0]),
             backend=backend,
         )
-    log_probs, entropy, *_ = _forward_op(
+    log_probs, entropy, _, kept_log_probs = _forward_op(
         hidden, weight, bias, token_ids, *options, kept_ids.int(), cu_kept, backend, main_grad
     )
-    return in_shape(log_probs, token_ids.shape), in_shape(entropy, token_ids.shape)
+    results = in_shape(log_probs, token_ids.shape), in_shape(entropy, token_ids.shape)
+    return (*results, kept_log_probs) if return_kept_log_probs else results
 
 
 def _check_kept(
@@ -206,12 +223,12 @@ def _is_token(products: Products, token_ids: Tensor) -> Tensor:
 @custom_op(
     f"hybridengine::{OP}",
     mutates_args=(),
-    schema=f"({SCHEMA}, Tensor? main_grad) -> (Tensor, Tensor, Tensor)",
+    schema=f"({SCHEMA}, Tensor? main_grad) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """log_probs [T], entropy [T] and logits [K], which are summed over the ranks of a group."""
+) -> tuple[Tensor, ...]:
+    """log_probs [T], entropy [T], logits [K] (summed over the ranks of a group), log-probs [K]."""
     options, (ids, ends, backend, _) = split_row_options(arguments)
     products = Products.choose(hidden, weight, ids, ends, options.vocab_range, backend)
     logits = sum_over_ranks(products.logits(bias), options.group)
@@ -225,31 +242,32 @@ def _forward_op(
         x.masked_fill(empty, torch.nan).masked_fill(ignored, 0.0).to(logits.dtype)
         for x in (log_probs, entropy)
     )
-    return log_probs, entropy, logits
+    return log_probs, entropy, logits, log_p.to(logits.dtype)
 
 
 @_forward_op.register_fake
 def _(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     _, (ids, *_rest) = split_row_options(arguments)
     rows, dtype = hidden.shape[0], compute_dtype(hidden)
-    log_probs, entropy = (hidden.new_empty(rows, dtype=dtype) for _ in range(2))
-    return log_probs, entropy, hidden.new_empty(ids.shape[0], dtype=dtype)
+    return tuple(hidden.new_empty(n, dtype=dtype) for n in (rows, rows, *ids.shape, *ids.shape))
 
 
 @custom_op(
     f"hybridengine::{OP}_backward",
     mutates_args=("main_grad",),
     schema=f"({SCHEMA}, Tensor(a!)? main_grad, Tensor logits, Tensor entropy, "
-    "Tensor? grad_log_probs, Tensor? grad_entropy, bool[] wanted) -> (Tensor, Tensor, Tensor)",
+    "Tensor? grad_log_probs, Tensor? grad_entropy, Tensor? grad_kept, bool[] wanted) "
+    "-> (Tensor, Tensor, Tensor)",
 )
 def _backward_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     """The gradients of hidden, weight and bias; those not `wanted` are empty."""
     options, rest = split_row_options(arguments)
-    ids, ends, backend, main_grad, logits, entropy, grad_log_probs, grad_entropy, wanted = rest
+    ids, ends, backend, main_grad, logits, entropy, *incoming, wanted = rest
+    grad_log_probs, grad_entropy, grad_kept = incoming
     products = Products.choose(hidden, weight, ids, ends, options.vocab_range, backend)
     rows = products.row_index
     log_p, p, slope = _distribution(logits, products, options)
@@ -261,6 +279,10 @@ def _backward_op(
         shifted = log_p.masked_fill(p == 0, 0.0) + entropy.double()[rows]
         grad -= grad_entropy.double()[rows] * p * shifted
         active |= grad_entropy != 0
+    if grad_kept is not None:
+        kept = grad_kept.double()
+        grad += kept - p * segment_reduce(kept, ends, "sum")[rows]
+        active |= segment_reduce(kept.abs(), ends, "sum") != 0
     active &= token_ids != options.ignore_index
     grad = (grad * slope).where(active[rows], 0.0).to(logits.dtype)
     grads = [hidden.new_empty(0) for _ in range(3)]
@@ -278,4 +300,5 @@ register_linear_autograd(
     (_forward_op, _backward_op),
     main_grad_at=3,
     from_results=lambda results: (results[2], results[1]),
+    more_grads=1,
 )

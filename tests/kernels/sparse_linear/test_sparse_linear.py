@@ -76,6 +76,50 @@ def test_many_entries_take_the_dense_operator(monkeypatch):
     assert_equal_to_dense(case)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_log_probs_of_the_kept_entries(option, device):
+    """With gradients of all three results, as from masked logits in float64."""
+    case = problem(23, 65, 600, 9, seed=8)
+    options = options_for(option, case)
+    live = case.token_ids != -100
+    rows = case.kept.mask.nonzero()[:, 0]
+    weights = torch.linspace(-1, 2, rows.numel()).where(live[rows], 0)
+    results = []
+    for kind, dtype in (("sparse", torch.float32), ("dense", torch.float64)):
+        leaves = [t.to(dtype).requires_grad_() for t in case.tensors]
+        given = {k: v.to(dtype) if torch.is_tensor(v) else v for k, v in options.items()}
+        if kind == "sparse":
+            moved = [t.to(device) for t in leaves]
+            log_probs, entropy, kept = sparse_linear_token_log_probs(
+                *moved[:2],
+                case.token_ids.to(device),
+                case.kept.ids.to(device),
+                case.kept.cu.to(device),
+                bias=moved[2],
+                return_kept_log_probs=True,
+                **{k: v.to(device) if torch.is_tensor(v) else v for k, v in given.items()},
+            )
+        else:
+            log_probs, entropy = dense(*leaves, case.token_ids, case.kept, **given)
+            per_entry = {k: v[rows] if torch.is_tensor(v) else v for k, v in given.items()}
+            kept, _ = linear_token_log_probs(
+                leaves[0][rows],
+                leaves[1],
+                case.kept.ids,
+                bias=leaves[2],
+                vocab_mask=case.kept.mask[rows],
+                backend="reference",
+                **per_entry,
+            )
+        loss = (log_probs.cpu() * case.grads[0]).sum() + (entropy.cpu() * case.grads[1]).sum()
+        loss = loss + (kept.cpu() * weights).sum()
+        kept = kept.detach().cpu().where(live[rows], 0)
+        results.append([kept, *torch.autograd.grad(loss, leaves)])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got.double(), expected, **tolerances.LINEAR)
+
+
 def test_main_grad_is_added_to():
     case = problem(20, 32, 2000, 8, seed=4)
     plain = gradients(sparse, case)
