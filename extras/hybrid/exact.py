@@ -45,7 +45,7 @@ def exact_forwards(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
             for name in ("conv1d", "chunk_gated_delta_rule"):  # not called
                 if (inner := getattr(module, name, None)) is not None:
                     forwards[inner] = type(inner).forward
-        elif kind.__name__ == "Qwen3_5Attention":
+        elif kind.__name__ in ("Qwen3_5Attention", "Qwen3_5MoeAttention"):
             forwards[module] = rebound(kind.forward, {"torch": _Torch()})
         elif kind.__name__ == "Qwen3NextAttention":
             forwards[module] = _engine_attention
@@ -207,5 +207,6 @@ def _last_rows(x: Tensor, starts: Tensor, before: Tensor) -> Tensor:
 
 _LAYERS: dict[str, Callable[..., Any]] = {
     "Qwen3_5GatedDeltaNet": _trained_layer,
+    "Qwen3_5MoeGatedDeltaNet": _trained_layer,
     "QwenGatedDeltaNetAttention": _engine_layer,
 }

@@ -51,7 +51,9 @@ class HybridModels(ModelExtension):
             return "on a GPU bits of linear attention depend on where a sequence is cut"
         return None
 
-    def exact_forwards(self, model: Any) -> Mapping[Any, Callable[..., Any]]:
+    def exact_forwards(
+        self, model: Any, splits: Mapping[str, int]
+    ) -> Mapping[Any, Callable[..., Any]]:
         return exact_forwards(model)
 
     def prepare(self, model: Any) -> None:

@@ -13,15 +13,17 @@ the expert's two factors. Names, initial values and files stay PEFT's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
-from hybridengine.kernels import grouped_linear
+from hybridengine.kernels import gated_activation, grouped_linear
+from hybridengine.kernels.decode_linear import join_parts
 from hybridengine.model.extensions import SharedFactors
 from hybridengine.moe.expert_parallel import EXPERT_GROUP, Rows, TokenExchange, local_experts
 from hybridengine.run.errors import ModelError
@@ -30,9 +32,32 @@ from hybridengine.sync.adapter import expert_factors
 EXPERTS = "hybridengine_grouped"
 ADAPTERS = "hybridengine_adapters"  # attribute of experts: name of a weight → `GroupedAdapter`
 
+Gather = Callable[[Tensor], Tensor]
+
+
+class ExactExperts(NamedTuple):
+    """How experts are computed so that an engine of any tensor-parallel size has the same bits.
+
+    activation: of `gated_activation`, which is that of the experts; None: their own.
+    splits: into how many slices of their width an engine divides the experts. The slices' sums over
+      the experts of a token are added in their order, in the wider dtype.
+    gather: in such an engine, collects the sums [T, H] of all ranks as [ranks, T, H].
+    """
+
+    activation: Any = None
+    splits: int = 1
+    gather: Gather | None = None
+
+
+_INEXACT = ExactExperts()
+
 
 def grouped_experts(
-    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    module: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    exact: ExactExperts = _INEXACT,
 ) -> Tensor:
     """Return the weighted sum of the experts of every token.
 
@@ -43,6 +68,7 @@ def grouped_experts(
         hidden_states: [T, H].
         top_k_index: [T, k], integers.
         top_k_weights: [T, k].
+        exact: how, where an engine computes the same bits; without adapters.
 
     Returns:
         [T, H] of the dtype of hidden_states, with the updates of LoRA adapters. A token's experts
@@ -50,7 +76,8 @@ def grouped_experts(
     """
     if getattr(module, "_is_expert_parallel", False):  # transformers 5.17 has no such field
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
-    (num_tokens, top_k), hidden_size = top_k_index.shape, hidden_states.shape[1]
+    num_tokens, top_k = top_k_index.shape
+    activation, splits, gather = exact
     expert_ids, order = top_k_index.flatten().sort(stable=True)
     every_expert = torch.arange(module.num_experts + 1, device=order.device)
     cu_counts = torch.searchsorted(expert_ids, every_expert, out_int32=True)
@@ -62,10 +89,11 @@ def grouped_experts(
         weight = getattr(module, name)
         return weight if group is None else local_experts(weight, group)
 
-    def project(x: Tensor, name: str) -> Tensor:
+    def project(x: Tensor, name: str, splits: int = 1) -> Tensor:
         weight = held(name)
         weight = weight.transpose(1, 2) if module.is_transposed else weight
-        out = grouped_linear(x.to(weight.dtype), weight, cu_counts)
+        slices = zip(x.to(weight.dtype).chunk(splits, 1), weight.chunk(splits, 2), strict=True)
+        out = _joined([grouped_linear(*part, cu_counts) for part in slices])
         if name in adapters and (factors := adapters[name].factors()) is not None:
             left, right, scale = factors
             down = grouped_linear(x.to(right.dtype), right, _counts_of(right, cu_counts))
@@ -81,12 +109,23 @@ def grouped_experts(
     if exchange is not None:
         x, cu_counts = exchange.send(x), exchange.cu_counts
     x = project(x, "gate_up_proj" if module.has_gate else "up_proj")
-    x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
-    x = project(x, "down_proj")
+    if activation is not None:
+        x = gated_activation(*x.chunk(2, 1), activation)
+    else:
+        x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+    x = project(x, "down_proj", splits)
     if exchange is not None:
         x = exchange.send_back(x)
-    x = Rows.apply(x, position, order, 1).view(num_tokens, top_k, hidden_size)
-    return (x * top_k_weights.unsqueeze(2)).sum(1).to(hidden_states.dtype)
+    x = Rows.apply(x, position, order, 1).view(num_tokens, top_k, -1)
+    # In order of top_k_index; a sum of torch's over a dimension has another order at its end.
+    pairs = zip(x.unbind(1), top_k_weights.unsqueeze(2).unbind(1), strict=True)
+    total = reduce(torch.add, (rows * weight for rows, weight in pairs))
+    parts = total.chunk(splits, 1) if gather is None else gather(total).unbind(0)
+    return join_parts(parts, None, hidden_states.dtype)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _counts_of(factor: Tensor, cu_counts: Tensor) -> Tensor:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from hybridengine.model.extensions import MixtureExtension, PartReader
 from hybridengine.model.validation import config_of, meta_model
+from hybridengine.moe.exact import exact_forwards
 from hybridengine.moe.expert_parallel import EXPERT_DIM, distribute_experts
 from hybridengine.moe.experts import EXPERTS, check_targets, use_grouped_adapters
 from hybridengine.moe.router_balance import balance_routers, prepare_routers
@@ -40,6 +41,19 @@ class Mixtures(MixtureExtension):
             if freezes:
                 prepare_routers(built, freeze=True)
         config_route_shape(config)
+
+    def exact_forwards(
+        self, model: nn.Module, splits: Mapping[str, int]
+    ) -> Mapping[Any, Callable[..., Any]]:
+        return exact_forwards(model, splits)
+
+    def exactness_obstacle(self, config: JobConfig, model: PretrainedConfig) -> str | None:
+        if isinstance(config, RLConfig) and config.actor.router_replay == "rollout":
+            return (
+                "actor.router_replay is rollout, and an exact engine records no routes: those of "
+                "the trainer are equal"
+            )
+        return None
 
     def changes(self, config: JobConfig) -> Iterable[Callable[[Any], object]]:
         policy, updates = config.policy, bool(config.policy.router_bias_update_rate)

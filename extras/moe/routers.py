@@ -18,11 +18,20 @@ from torch.overrides import TorchFunctionMode
 
 from hybridengine.run.errors import ModelError
 
-__all__ = ["Router", "RouterOutputs", "SelectedExperts", "find_routers", "router_blocks"]
+__all__ = [
+    "SIGMOID",
+    "TOP_K",
+    "Router",
+    "RouterOutputs",
+    "SelectedExperts",
+    "find_routers",
+    "layer_index",
+    "router_blocks",
+]
 
 _ROUTER_NAMES = ("gate", "router")  # of the module beside `experts`
-_TOP_K = (torch.topk, Tensor.topk)
-_SIGMOID = (torch.sigmoid, Tensor.sigmoid, torch.special.expit)
+TOP_K = (torch.topk, Tensor.topk)
+SIGMOID = (torch.sigmoid, Tensor.sigmoid, torch.special.expit)
 _SOFTMAX = (torch.softmax, Tensor.softmax, nn.functional.softmax)
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)(?=\.)")
 
@@ -70,7 +79,7 @@ class SelectedExperts(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func not in _TOP_K:
+        if func not in TOP_K:
             self._see(func, result)
             return result
         scores: Tensor = args[0] if args else (kwargs or {})["input"]
@@ -98,7 +107,7 @@ class _Probe(SelectedExperts):
         return natural
 
     def _see(self, func: Callable[..., Any], result: Any) -> None:
-        if func in _SIGMOID:
+        if func in SIGMOID:
             self.sigmoids.append(result)
         elif func in _SOFTMAX:
             self.softmaxes.append(result)
@@ -127,6 +136,12 @@ def router_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module 
         if "experts" in children:
             router = next((children[n] for n in _ROUTER_NAMES if n in children), None)
             yield name, block, router
+
+
+def layer_index(name: str) -> int | None:
+    """Return in which decoder layer a module of this name is; None: in none."""
+    found = _LAYER.match(f"{name}.")
+    return int(found[1]) if found else None
 
 
 def find_routers(model: nn.Module, purpose: str = "router replay") -> list[Router]:

@@ -52,7 +52,7 @@ def use_exact_operators(model: PreTrainedModel, splits: Mapping[str, int]) -> No
             f"its head is a {type(head).__name__}, for which there is no exact operator"
         )
     decoder = model.get_decoder()
-    extended = exact_forwards(decoder)
+    extended = exact_forwards(decoder, splits)
     for name, module in decoder.named_modules():
         if module in extended:
             module.forward = MethodType(extended[module], module)
@@ -102,7 +102,7 @@ def _replace_forward(name: str, module: Any, splits: Mapping[str, int]) -> None:
 
         forward = norm
     elif kind.endswith("MLP") and hasattr(module, "act_fn") and hasattr(module, "gate_proj"):
-        activation = _activation(name, module.act_fn)
+        activation = known_activation(name, module.act_fn)
 
         def mlp(self: Any, x: Tensor) -> Tensor:
             gated = gated_activation(self.gate_proj(x), self.up_proj(x), activation)
@@ -148,7 +148,8 @@ def _norm_options(name: str, module: Any, eps: float | None) -> dict[str, Any]:
     raise _unknown(name, module, "another formula than that of Llama or Gemma")
 
 
-def _activation(name: str, function: Callable[[Tensor], Tensor]) -> Any:
+def known_activation(name: str, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return the activation of `gated_activation` that `function`, of the module `name`, is."""
     x = torch.linspace(-6, 6, 101)
     known = {"silu": F.silu(x), "gelu_tanh": F.gelu(x, approximate="tanh")}
     for activation, expected in known.items():

@@ -102,10 +102,13 @@ class ModelExtension:
     def prepare(self, model: Any) -> None:
         """Change what `model`, which has just been built, needs to run packed; on every rank."""
 
-    def exact_forwards(self, model: nn.Module) -> Mapping[Any, Callable[..., Any]]:
+    def exact_forwards(
+        self, model: nn.Module, splits: Mapping[str, int]
+    ) -> Mapping[Any, Callable[..., Any]]:
         """Return forwards of `rollout.exact` of modules of `model`, a trained one or an engine's.
 
         They take the module first, and call those in it. Raises ModelError if there are none.
+        splits: weights of a trained one that an engine slices → into how many slices.
         """
         return {}
 
@@ -206,9 +209,9 @@ def prepare_model(model: Any) -> None:
         extension.prepare(model)
 
 
-def exact_forwards(model: nn.Module) -> dict[Any, Callable[..., Any]]:
+def exact_forwards(model: nn.Module, splits: Mapping[str, int]) -> dict[Any, Callable[..., Any]]:
     """Return what the registered extensions have as `ModelExtension.exact_forwards`."""
-    return {m: f for x in model_extensions() for m, f in x.exact_forwards(model).items()}
+    return {m: f for x in model_extensions() for m, f in x.exact_forwards(model, splits).items()}
 
 
 def mixture_extension(key: str) -> MixtureExtension:

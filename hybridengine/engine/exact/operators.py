@@ -89,7 +89,7 @@ def use_exact_operators(
         slot.keep_scale()
         _use_exact_adapters(model, slot)
     rotary_kinds = rotary.RotaryEmbedding, rotary.Llama3RotaryEmbedding, rotary.MRotaryEmbedding
-    extended = exact_forwards(model)
+    extended = exact_forwards(model, {})
     replaced = "\0"  # the newest module with another forward, which does not call its children
     for name, module in model.named_modules():
         forward: Any = None

@@ -31,7 +31,6 @@ from hybridengine.sync.reordering import (
 )
 from hybridengine.sync.weight_target import bit_checksums
 
-_Pack = Callable[[Any], object]
 _State = tuple[TensorSpec, int]  # of a tensor as it was loaded: spec, checksum of the content
 
 
@@ -136,8 +135,8 @@ class PostLoadProcessing:
     """
 
     def __init__(self) -> None:
-        # Layers that read packed weights only: (what packs them, layer, plain parameters).
-        self._packed: list[tuple[_Pack, torch.nn.Module, dict[str, torch.nn.Parameter]]] = []
+        # Layers that read packed weights only, with `plain_parameters`; `pack(layer)` packs them.
+        self._packed: list[Any] = []
         self._attention: list[tuple[Any, str, torch.nn.Parameter]] = []
         # By id of the model (a draft model has the same names): tensor → its permutation, or why it
         # cannot be written in place.
@@ -156,8 +155,9 @@ class PostLoadProcessing:
         pack_convolution = partial(_pack_convolution, utils.dispatch_cpu_unquantized_gemm)
         convolutions = _delta_net_convolutions(model)
 
-        def keep_and_pack(pack: _Pack, layer: torch.nn.Module) -> None:
-            self._packed.append((pack, layer, dict(layer.named_parameters(recurse=False))))
+        def keep_and_pack(pack: Callable[[Any], object], layer: Any) -> None:
+            layer.plain_parameters, layer.pack = dict(layer.named_parameters(recurse=False)), pack
+            self._packed.append(layer)
             pack(layer)
 
         def use_plain_weight(layer: Any, remove_weight: bool) -> None:
@@ -209,8 +209,8 @@ class PostLoadProcessing:
 
     def restore_plain_weights(self) -> None:
         """Make the plain weights of packed layers their parameters again, for vLLM's loader."""
-        for _, layer, plain in self._packed:
-            for name, parameter in plain.items():
+        for layer in self._packed:
+            for name, parameter in layer.plain_parameters.items():
                 layer.register_parameter(name, parameter)
 
     def rerun(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -218,8 +218,8 @@ class PostLoadProcessing:
         from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
         self.restore_plain_weights()
-        for pack, layer, _ in self._packed:
-            pack(layer)
+        for layer in self._packed:
+            layer.pack(layer)
         for backend, attribute, parameter in self._attention:
             setattr(backend, attribute, parameter)
         module: Any
@@ -285,9 +285,9 @@ class PostLoadProcessing:
         prefixes = {id(module): name for name, module in model.named_modules()}
         plain = {
             f"{prefixes[id(layer)]}.{name}": parameter
-            for _, layer, parameters in self._packed
+            for layer in self._packed
             if id(layer) in prefixes
-            for name, parameter in parameters.items()
+            for name, parameter in layer.plain_parameters.items()
         }
         tensors = registered | plain
         return {name.replace(".base_layer.", "."): tensor.data for name, tensor in tensors.items()}

@@ -1,0 +1,208 @@
+"""Mixtures of experts for `rollout.exact`: the engine runs the trained model's block.
+
+The block of router, experts and shared experts is transformers' own on both sides, so that its
+formula (scores, groups, scaling, what is added in which order) is written once, by transformers. In
+the engine it stands on the meta device and reads vLLM's tensors as they are; vLLM's own router and
+kernels are not called. While a block runs, operators whose bits depend on the batch are replaced:
+
+- the router's product is `decode_linear`, and its logits are float32;
+- the experts with the highest scores are selected, of equal ones those with the lowest indices;
+- sigmoids are `gated_activation`s;
+- experts are `grouped_experts` with `ExactExperts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hybridengine.kernels import decode_linear, gated_activation
+from hybridengine.model.exact import known_activation
+from hybridengine.model.validation import meta_model
+from hybridengine.moe.experts import ExactExperts, Gather, grouped_experts
+from hybridengine.moe.routers import SIGMOID, TOP_K, layer_index, router_blocks
+from hybridengine.run.errors import ModelError
+
+__all__ = ["exact_forwards"]
+
+_Forwards = dict[Any, Callable[..., Any]]
+
+
+def exact_forwards(model: nn.Module, splits: Mapping[str, int]) -> _Forwards:
+    """Return the forwards with exact operators of modules of `model`, transformers' or vLLM's.
+
+    splits: weights of the trained model that an engine slices → into how many slices.
+
+    Raises:
+        ModelError: its experts have no exact operators.
+    """
+    runners = {
+        name.rpartition(".")[0]: module
+        for name, module in model.named_modules()
+        if hasattr(module, "routed_experts")
+    }
+    if runners:
+        return _engine_forwards(model, runners)
+    forwards: _Forwards = {}
+    for name, block, router in router_blocks(model):
+        experts = f"{name}.experts"
+        parts = [n for weight, n in splits.items() if f"{experts}." in weight]
+        forwards |= _block_forwards(name, block, router, max(parts, default=1), None)
+    return forwards
+
+
+def _block_forwards(
+    name: str, block: Any, router: nn.Module | None, splits: int, gather: Gather | None
+) -> _Forwards:
+    """Return the forwards of modules of a block of transformers; see `ExactExperts`."""
+    experts, fault = block.experts, None
+    if torch.cuda.is_available():
+        fault = "runs on a GPU"
+    elif router is None or not hasattr(experts, "is_transposed"):
+        fault = "selects or multiplies its experts without transformers' interface"
+    elif not experts.has_gate:
+        fault = "has experts without a gate"
+    elif experts.has_bias or experts.is_transposed:
+        fault = "has experts with biases or transposed weights"
+    elif getattr(block, "jitter_noise", 0):
+        fault = f"has router_jitter_noise {block.jitter_noise}"
+    if fault is not None:
+        raise ModelError(
+            f"its {name} ({type(block).__name__}) {fault}, for which there is no exact operator"
+        )
+    activation = known_activation(f"{name}.experts", experts.act_fn)
+    exact = ExactExperts(activation, splits, gather)
+
+    def run_experts(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return grouped_experts(self, x, top_k_index, top_k_weights, exact)
+
+    return {block: _run_block, router: type(router).forward, experts: run_experts}
+
+
+def _run_block(self: Any, *args: Any, **kwargs: Any) -> Any:
+    with _ExactOperators():
+        return type(self).forward(self, *args, **kwargs)
+
+
+class _ExactOperators(TorchFunctionMode):
+    """Replaces operators of a block that runs."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func is nn.functional.linear:
+            return decode_linear(*args, **given, out_dtype=torch.float32)
+        if func in TOP_K:
+            return _top_k(*args, **given)
+        if func in SIGMOID:
+            gate = args[0]
+            return gated_activation(gate, torch.ones_like(gate), "sigmoid")
+        return func(*args, **given)
+
+
+def _top_k(scores: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    """Return torch's top k in descending order; of equal scores those with the lowest indices."""
+    values, indices = scores.sort(dim=dim, descending=largest, stable=True)
+    return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
+
+
+def _engine_forwards(model: Any, runners: Mapping[str, Any]) -> _Forwards:
+    """Return the forwards of modules of a vLLM model, whose blocks have these `MoERunner`s."""
+    if type(model).__module__.startswith("vllm.model_executor.models.transformers"):
+        raise ModelError(
+            "its experts are transformers' in vLLM, too, for which there is no exact operator"
+        )
+    trained = {
+        layer_index(name): (name, block, router)
+        for name, block, router in router_blocks(meta_model(model.config.get_text_config()))
+    }
+    forwards: _Forwards = {}
+    for name, runner in runners.items():
+        block = model.get_submodule(name)
+        _check(name, runner)
+        found = trained.get(layer_index(name))
+        if found is None:
+            raise ModelError(f"its {name} is no mixture of experts in transformers")
+        _read_weights(block, runner, *found)
+        forwards |= {m: type(m).forward for m in runner.routed_experts.modules()}
+        forwards |= {m: type(m).forward for m in block.children() if m is _router_of(block)}
+        forwards[block] = _engine_block(found[1])
+    return forwards
+
+
+def _check(name: str, runner: Any) -> None:
+    layer, parallel = runner.routed_experts, runner.moe_config.moe_parallel_config
+    faults = {
+        "expert parallelism (enable_expert_parallel)": parallel.use_ep,
+        "data-parallel ranks that share experts": parallel.dp_size > 1,
+        "sequence parallelism": parallel.is_sequence_parallel,
+        "an input or output transform": runner.routed_input_transform is not None,
+        "weights that vLLM packs for a kernel of its own": not hasattr(layer, "plain_parameters"),
+        "router weights on the input": layer.apply_router_weight_on_input,
+    }
+    if found := [fault for fault, is_found in faults.items() if is_found]:
+        raise ModelError(f"its {name} has {found[0]} in vLLM, for which there is no exact operator")
+
+
+def _router_of(block: Any) -> Any:
+    return next(m for m in (getattr(block, n, None) for n in ("gate", "router")) if m is not None)
+
+
+def _read_weights(block: Any, runner: Any, name: str, trained: Any, router: Any) -> None:
+    """Let the modules of a block of transformers, on the meta device, read those of vLLM's."""
+    layer = runner.routed_experts
+    for weight, parameter in layer.plain_parameters.items():
+        layer.register_parameter(weight, parameter)
+    layer.pack = lambda _: None
+    trained.experts.gate_up_proj, trained.experts.down_proj = layer.w13_weight, layer.w2_weight
+    held = {"e_score_correction_bias": getattr(runner.router, "e_score_correction_bias", None)}
+    held |= dict(_router_of(block).named_parameters()) | dict(_router_of(block).named_buffers())
+    for key, tensor in [*router.named_parameters(), *router.named_buffers()]:
+        source = held.get(key)
+        if source is None or source.shape != tensor.shape:
+            raise ModelError(f"its {name} has no {key} of shape {list(tensor.shape)} in vLLM")
+        setattr(router, key, source)
+    gather = None if runner.moe_config.tp_size == 1 else _all_gather
+    forwards = _block_forwards(name, trained, router, 1, gather)
+    for key, child in trained.named_children():
+        if child not in forwards:
+            forwards[child] = _delegate(name, key, child, getattr(block, key, None))
+    for module, forward in forwards.items():
+        module.forward = MethodType(forward, module)
+
+
+def _delegate(name: str, key: str, child: Any, own: Any) -> Callable[..., Any]:
+    """Return a forward of a shared expert or its gate by vLLM's layers."""
+    if own is not None and isinstance(child, nn.Linear):
+        return lambda self, x: own(x)[0]
+    if own is not None and hasattr(own, "gate_up_proj") and hasattr(child, "gate_proj"):
+        return lambda self, x: own.down_proj(own.act_fn(own.gate_up_proj(x)[0]))[0]
+    raise ModelError(
+        f"its {name}.{key} ({type(child).__name__}) has no counterpart in vLLM that is known"
+    )
+
+
+def _engine_block(trained: Any) -> Callable[..., Any]:
+    def forward(self: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """hidden_states: [T, H]."""
+        out: Any = trained(hidden_states[None])
+        return (out[0] if isinstance(out, tuple) else out).view(hidden_states.shape)
+
+    return forward
+
+
+def _all_gather(part: Tensor) -> Tensor:
+    from vllm.distributed import tensor_model_parallel_all_gather
+
+    gathered: Tensor = tensor_model_parallel_all_gather(part.unsqueeze(0), dim=0)
+    return gathered

@@ -1,0 +1,195 @@
+"""rollout.exact of mixtures: the log-probs of engine and trained model are the same bits."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hybridengine.engine.vllm.environment import vllm_available
+from hybridengine.model.exact import use_exact_operators
+from hybridengine.moe.experts import ExactExperts, grouped_experts
+from hybridengine.moe.routers import router_blocks
+from hybridengine.run.errors import ModelError
+from tests.engine.exact_engines import compare_under_pressure
+from tests.extras.moe.exact_mixtures import KINDS, mixture_config
+from tests.extras.moe.moe_models import ARCHITECTURES, tiny_moe
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+from tests.train.exact_job import VLLM, train
+from tests.train.in_process import lines_of, moe_job
+
+LONG = pytest.mark.exhaustive
+needs_vllm = pytest.mark.skipif(
+    not vllm_available(), reason="the rollout engine; `make setup` installs it"
+)
+TOKENS = 150
+
+
+def exact_block(kind: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return a block of a tiny model with exact operators, and the same one without, in float64."""
+    options = ARCHITECTURES[kind] | {"num_experts_per_tok": 4}
+    if "n_group" in options:
+        options |= {"n_group": 4, "topk_group": 2}
+    model = tiny_moe(kind, **options)
+    model.to(dtype)
+    plain = copy.deepcopy(model).double()
+    plain.set_experts_implementation("eager")
+    use_exact_operators(model, {})
+    block, oracle = ([b for _, b, _ in router_blocks(m)][-1] for m in (model, plain))
+    return block, oracle
+
+
+def first(out: Any) -> Tensor:
+    result: Tensor = out[0] if isinstance(out, tuple) else out
+    return result
+
+
+def inputs(dtype: torch.dtype, tokens: int = TOKENS) -> Tensor:
+    return torch.randn(1, tokens, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_5_moe_text", "glm4_moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tokens_bits_depend_on_its_row_alone(kind: str, dtype: torch.dtype) -> None:
+    block, oracle = exact_block(kind, dtype)
+    x = inputs(dtype)
+    with torch.no_grad():
+        together = first(block(x))
+        threads = torch.get_num_threads()
+        for count, size in ((1, 1), (1, 7), (3, 64), (3, TOKENS)):
+            torch.set_num_threads(count)
+            parts = [first(block(part)) for part in x.split(size, 1)]
+            assert torch.equal(torch.cat(parts, 1), together), (count, size)
+        torch.set_num_threads(threads)
+        error = (together.double() - first(oracle(x.double()))).abs().max()
+    assert error < (1e-5 if dtype is torch.float32 else 0.05) * together.abs().max()
+
+
+def test_of_equal_scores_those_with_the_lowest_indices_are_selected() -> None:
+    block, _ = exact_block("qwen3_moe", torch.float32)
+    selected: list[Tensor] = []
+    block.gate.register_forward_hook(lambda module, args, out: selected.append(out[2]))
+    with torch.no_grad():
+        block.gate.weight[2:7] = block.gate.weight[2]
+        block(inputs(torch.float32))
+    (rows,) = selected
+    alike = (rows >= 2) & (rows < 7)
+    count = alike.sum(1)
+    assert (count > 1).any() and (count < 4).any()
+    for row, mask in zip(rows, alike, strict=True):
+        assert row[mask].tolist() == list(range(2, 2 + int(mask.sum())))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slices_of_the_experts_give_the_bits_of_the_experts(dtype: torch.dtype) -> None:
+    """Two engine ranks, each with half of the width of all experts, against the trainer."""
+    block, oracle = exact_block("qwen3_moe", dtype)
+    x = inputs(dtype)[0].requires_grad_()
+    generator = torch.Generator().manual_seed(2)
+    weights = torch.rand(TOKENS, 4, generator=generator)
+    index = torch.rand(TOKENS, 8, generator=generator).argsort(1)[:, :4]
+    together = grouped_experts(block.experts, x, index, weights, ExactExperts("silu", 2))
+    sums: list[Tensor] = []
+
+    def collect(part: Tensor) -> Tensor:
+        sums.append(part)
+        return torch.stack(sums)
+
+    with torch.no_grad():
+        for rank in range(2):
+            half, exact = half_of(block.experts, rank), ExactExperts("silu", 1, collect)
+            joined = grouped_experts(half, x, index, weights, exact)
+    assert torch.equal(joined, together)
+    wide = x.detach().double().requires_grad_()
+    expected = oracle.experts(wide, index, weights.double())
+    limit = 1e-5 if dtype is torch.float32 else 0.05
+    assert (together - expected).abs().max() < limit * expected.abs().max()
+    grad = torch.randn(expected.shape, generator=generator)
+    together.backward(grad.to(dtype))
+    expected.backward(grad.double())
+    gradients = [(x.grad, wide.grad)]
+    gradients += [
+        (p.grad, oracle.experts.get_parameter(n).grad) for n, p in block.experts.named_parameters()
+    ]
+    for ours, theirs in gradients:
+        assert ours is not None and theirs is not None
+        assert (ours - theirs).abs().max() < limit * theirs.abs().max()
+
+
+def half_of(experts: Any, rank: int) -> Any:
+    """Return the experts that have one of two halves of the width."""
+    half = copy.deepcopy(experts)
+    gate, up = experts.gate_up_proj.data.chunk(2, 1)
+    gate_up = torch.cat([gate.chunk(2, 1)[rank], up.chunk(2, 1)[rank]], 1)
+    half.gate_up_proj = nn.Parameter(gate_up)
+    half.down_proj = nn.Parameter(experts.down_proj.data.chunk(2, 2)[rank].contiguous())
+    return half
+
+
+def test_experts_without_an_exact_form_are_refused() -> None:
+    for kind, message in (("nemotron_h", "experts without a gate"),):
+        with pytest.raises(ModelError, match=message):
+            use_exact_operators(tiny_moe(kind, **ARCHITECTURES[kind]), {})
+
+
+def compare(rank: int, world_size: int, folder: str, dtype: str) -> None:
+    # A small cache: prefixes are shared, prompts come in chunks of at most 48 tokens beside
+    # decoding sequences, and running sequences are preempted.
+    tokens = 20 * 16 * (4 if dtype == "float32" else 2)
+    options: dict[str, Any] = {"max_num_batched_tokens": 48}
+    if "3_5" in folder:
+        options |= {"mamba_ssm_cache_dtype": "float32", "kv_cache_memory_bytes": 16 << 14}
+    else:
+        options |= {"kv_cache_memory_bytes": tokens * 2 * 2 * 2 * 32}
+    *_, under_pressure = compare_under_pressure(folder, dtype, shared=40, **options)
+    assert under_pressure
+
+
+@needs_vllm
+@pytest.mark.multirank
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "kind", [k if k == "qwen3_moe" else pytest.param(k, marks=LONG) for k in KINDS]
+)
+def test_log_probs_are_the_same_bits(tmp_path: Path, kind: str, dtype: str) -> None:
+    path = save_tiny(mixture_config(kind), tmp_path / kind, getattr(torch, dtype))
+    run_ranks(compare, 1, path, dtype, timeout_s=300)
+
+
+@needs_vllm
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    ("kind", "tp_size", "expert_parallel", "dtype"),
+    [
+        ("qwen3_moe", 2, 2, "bfloat16"),
+        *(pytest.param(kind, 2, 1, "float32", marks=LONG) for kind in KINDS),
+        pytest.param("qwen3_moe", 1, 2, "float32", marks=LONG),
+    ],
+)
+def test_jobs(tmp_path: Path, kind: str, tp_size: int, expert_parallel: int, dtype: str) -> None:
+    """Two steps on two ranks with shared prompts and recomputed layers."""
+    job = [
+        *moe_job(tmp_path),
+        *VLLM,
+        f"model.path={save_tiny(mixture_config(kind), tmp_path / kind)}",
+        f"rollout.tensor_model_parallel_size={tp_size}",
+        f"actor.fsdp_config.dtype={dtype}",
+        f"actor.fsdp_config.expert_parallel_size={expert_parallel}",
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=2",
+        "data.max_response_length=16",
+        "actor.ppo_max_token_len_per_gpu=128",
+        "model.enable_gradient_checkpointing=true",
+    ]
+    for _, holds in run_ranks(train, 2, tmp_path, job, timeout_s=500):
+        assert holds and all(holds)
+    rows = [row for row in lines_of(tmp_path / "run" / "metrics.jsonl") if "actor/grad_norm" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["training/rollout_probs_diff_max"] == 0.0
+        assert row["rollout_corr/rollout_is_max"] == row["training/rollout_ratio_mean"] == 1.0
