@@ -96,8 +96,9 @@ def shard_model(
     reshards = {"on": True, "off": False}.get(sharding.reshard_after_forward, size > KEPT_BYTES)
     inner = options | {"reshard_after_forward": reshards}
     for module in experts:  # FSDP2 requires inner modules first
+        policy = fsdp.MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         own = {"mesh": expert_mesh, "shard_placement_fn": lambda param: Shard(1)}
-        fsdp.fully_shard(module, **inner | own)
+        fsdp.fully_shard(module, **inner | own | {"mp_policy": policy})
     for group in reversed(groups):
         fsdp.fully_shard(group, **inner)
     # FSDP2 does not reshard the root after forward: backward begins with its parameters.
