@@ -49,6 +49,7 @@ def balance(lengths: Sequence[int], num_bins: int, equal_count: bool) -> list[li
 def balance_by_tokens(
     lengths: Sequence[int], max_tokens: int, min_bins: int, multiple_of: int
 ) -> list[list[int]]: ...
+def block_quantize(weight: Tensor) -> tuple[Tensor, Tensor]: ...
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,

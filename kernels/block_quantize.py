@@ -15,18 +15,15 @@ largest magnitude of the slices that are here, combine them, quantize the slices
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from . import _check as check
 from ._backend import choose_backend, native, register_backends
 from ._library import custom_op
-from .memory_pool import empty_from_pool
 
 register_backends("block_quantize", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
 
@@ -133,59 +130,22 @@ def quantize_values(values: Tensor, scale: Tensor) -> Tensor:
 def _block_quantize(weight: Tensor, backend: str | None) -> tuple[Tensor, Tensor]:
     reference = choose_backend(_OP, weight.device, backend) == "reference"
     weight = weight.contiguous()
-    if not weight.numel():
-        return _empty(weight)
-    if reference:
-        return _reference(weight)
-    quantized = empty_from_pool(weight.shape, QUANTIZED_DTYPE, weight.device)
-    scale = _empty_scale(weight)
-    native_table = native().CopyTable(*block_rows(weight.shape))
-    absmax = torch.zeros(scale.numel(), dtype=torch.int32, device=weight.device)
-    native_table.absmax([weight], absmax, weight.dtype)
-    scale.copy_(block_scales(absmax).view(scale.shape))
-    native_table.quantize([weight], [quantized], scale.view(-1), weight.dtype)
+    quantized, scale = _reference(weight) if reference else native().block_quantize(weight)
     return quantized, scale
 
 
 @_block_quantize.register_fake
 def _(weight: Tensor, backend: str | None) -> tuple[Tensor, Tensor]:
-    return _empty(weight)
-
-
-def _empty(weight: Tensor) -> tuple[Tensor, Tensor]:
     quantized = weight.new_empty(weight.shape, dtype=QUANTIZED_DTYPE)
-    return quantized, _empty_scale(weight)
-
-
-def _empty_scale(weight: Tensor) -> Tensor:
-    return weight.new_empty(block_grid(weight.shape), dtype=torch.float32)
-
-
-@functools.lru_cache(maxsize=8)
-def block_rows(shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the table and the block numbers of all blocks of a contiguous tensor.
-
-    Kept, as layers repeat their shapes; do not write to them.
-    """
-    *_, n, k = shape
-    rows, columns = block_grid((n, k))
-    numbers = np.arange(int(np.prod(block_grid(shape))))
-    matrix, row, column = np.unravel_index(
-        numbers, (len(numbers) // (rows * columns), rows, columns)
-    )
-    table = np.zeros((len(numbers), 16), np.int64)
-    table[:, 2] = table[:, 3] = matrix * n * k + row * BLOCK * k + column * BLOCK
-    table[:, 4:6] = 1
-    table[:, 6] = np.minimum(BLOCK, n - row * BLOCK)
-    table[:, 7] = np.minimum(BLOCK, k - column * BLOCK)
-    table[:, [10, 14]], table[:, [11, 15]] = k, 1
-    return torch.from_numpy(table), torch.from_numpy(numbers)
+    return quantized, weight.new_empty(block_grid(weight.shape), dtype=torch.float32)
 
 
 def _reference(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Pad to full blocks: the specification."""
     *_, n, k = weight.shape
     rows, columns = block_grid((n, k))
+    if not weight.numel():
+        return weight.to(QUANTIZED_DTYPE), weight.new_empty(block_grid(weight.shape)).float()
     padded = torch.nn.functional.pad(weight, (0, columns * BLOCK - k, 0, rows * BLOCK - n))
     tiles = padded.reshape(-1, rows, BLOCK, columns, BLOCK)
     largest = tiles.abs().float().amax(dim=(2, 4))

@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <map>
+#include <numeric>
+#include <tuple>
 #include <vector>
 
 #include "common/slice_table.h"
@@ -34,8 +36,8 @@ struct Overlap {
   int64_t row = -1, elements = 0, places = 0;
 };
 
-// The rows of a table, checked once; `copy` checks only the tensors. On CUDA the rows are uploaded
-// at the first copy and addresses when they change, so that a repeated copy is a single launch and
+// The rows of a table, checked once; `copy` checks only the tensors. On CUDA chunks are uploaded at
+// the first copy and addresses when they change, so that a repeated copy is a single launch and
 // can be captured in a graph.
 class CopyTable {
  public:
@@ -59,14 +61,15 @@ class CopyTable {
   template <typename Params>
   void set_tables(const Arguments& given, Params& params, const std::vector<void*>& addresses,
                   size_t sources);
-  void upload_tables(const Device& device, const std::vector<void*>& addresses);
+  void upload_tables(const Arguments& given, const std::vector<void*>& addresses);
 
   std::vector<CopyRow> rows_;
   Reaches src_reach_, dst_reach_;
-  int64_t num_chunks_ = 0;
-  int64_t num_blocks_ = 0;  // one more than the largest number; 0 without blocks
+  int64_t num_chunks_ = 0;         // on the CPU
+  int64_t num_device_chunks_ = 0;  // set with them
+  int64_t num_blocks_ = 0;         // one more than the largest number; 0 without blocks
   Overlap overlap_;
-  Tensor device_rows_, device_row_of_chunk_, device_addresses_;
+  Tensor device_chunks_, device_addresses_;
   std::vector<void*> uploaded_;
 };
 
@@ -123,8 +126,6 @@ CopyTable::CopyTable(In table, OptionalIn blocks) {
     std::copy_n(slice->src_stride, kCopyDims, row.src_stride);
     std::copy_n(slice->dst_stride, kCopyDims, row.dst_stride);
     coalesce(row);
-    row.src_align = alignment(row, row.src_stride);
-    row.dst_align = alignment(row, row.dst_stride);
     row.first_chunk = num_chunks_;
     if (block) {
       HE_CHECK_VALUE(block[i] >= 0 && block[i] < (int64_t{1} << 31) && elements <= kChunkElements,
@@ -189,11 +190,13 @@ void CopyTable::set_tables(const Arguments& given, Params& params,
                            const std::vector<void*>& addresses, size_t sources) {
   params.num_rows = std::ssize(rows_);
   params.rows = rows_.data();
+  params.num_chunks = num_chunks_;
   const void* of_tensors = addresses.data();
   if (!given.device().is_cpu()) {
     if (!given.device().is_cuda()) given.no_kernel();
-    upload_tables(given.device(), addresses);
-    params.rows = static_cast<const CopyRow*>(device_rows_.data());
+    upload_tables(given, addresses);
+    params.chunks = static_cast<const CopyChunk*>(device_chunks_.data());
+    params.num_chunks = num_device_chunks_;
     of_tensors = device_addresses_.data();
   }
   params.sources = static_cast<const char* const*>(of_tensors);
@@ -211,10 +214,7 @@ void CopyTable::copy(const Tensors& sources, const Tensors& destinations) {
   resolve(given, sources, src_reach_, "sources", addresses);
   resolve_destinations(given, destinations, addresses);
   choose_dtypes(given, sources[0], destinations[0], params);
-  params.num_chunks = given.number("the number of chunks", num_chunks_, 0, INT32_MAX);
   set_tables(given, params, addresses, sources.size());
-  if (!sources[0].is_cpu())
-    params.row_of_chunk = static_cast<const int32_t*>(device_row_of_chunk_.data());
   given.run(params, strided_copy_cpu, HE_CUDA(strided_copy_cuda));
 }
 
@@ -247,17 +247,37 @@ void CopyTable::run_blocks(const Tensors& sources, const Tensors* destinations, 
                : given.run(params, block_absmax_cpu, HE_CUDA(block_absmax_cuda));
 }
 
-void CopyTable::upload_tables(const Device& device, const std::vector<void*>& addresses) {
-  if (!device_rows_.defined() || device_rows_.device() != device) {
-    std::vector<int32_t> row_of_chunk(num_chunks_);
-    for (size_t row = 0; row < rows_.size(); ++row) {
-      const int64_t end = row + 1 < rows_.size() ? rows_[row + 1].first_chunk : num_chunks_;
-      std::fill(row_of_chunk.begin() + rows_[row].first_chunk, row_of_chunk.begin() + end,
-                static_cast<int32_t>(row));
-    }
-    device_rows_ = upload(rows_.data(), rows_.size() * sizeof(CopyRow), device);
-    device_row_of_chunk_ =
-        upload(row_of_chunk.data(), row_of_chunk.size() * sizeof(int32_t), device);
+// The quantized matrices [..., rows, columns] and the scales of their blocks.
+std::tuple<Tensor, Tensor> block_quantize(In weight) {
+  const Arguments given(kQuantize, "weight", weight);
+  QuantizeMatricesParams p{};
+  p.dtype = given.dtype("weight", weight.scalar_type());
+  p.weight = given.data("weight", weight, kFloats, Shape::any());
+  const Sizes shape = weight.sizes();
+  given.expect(shape.size() >= 2, "weight has ", shape.size(), " dimensions; expected at least 2");
+  std::vector<int64_t> grid(shape.begin(), shape.end());
+  p.rows = grid.end()[-2];
+  p.columns = grid.end()[-1];
+  p.matrices = std::accumulate(grid.begin(), grid.end() - 2, int64_t{1}, std::multiplies<>());
+  for (auto size = grid.end() - 2; size != grid.end(); ++size)
+    *size = (*size + kQuantizeBlock - 1) / kQuantizeBlock;
+  Tensor quantized = given.make(p.quantized, shape, kFloat8_e4m3fn);
+  Tensor scale = given.make(p.scale, grid);
+  if (weight.numel()) {
+    given.number("the number of blocks", num_blocks(p), 0, INT32_MAX);
+    given.run(p, quantize_matrices_cpu, HE_CUDA(quantize_matrices_cuda));
+  }
+  return {std::move(quantized), std::move(scale)};
+}
+
+void CopyTable::upload_tables(const Arguments& given, const std::vector<void*>& addresses) {
+  const Device& device = given.device();
+  if (!device_chunks_.defined() || device_chunks_.device() != device) {
+    std::vector<CopyChunk> chunks;
+    for (const CopyRow& row : rows_)
+      cut_row(row, [&](const CopyChunk& chunk) { chunks.push_back(chunk); });
+    num_device_chunks_ = given.number("the number of chunks", std::ssize(chunks), 0, INT32_MAX);
+    device_chunks_ = upload(chunks.data(), chunks.size() * sizeof(CopyChunk), device);
     uploaded_.clear();
   }
   if (uploaded_ != addresses) {
@@ -276,6 +296,7 @@ void register_strided_copy(py::module_& m) {
       .def("absmax", &CopyTable::absmax, py::arg("sources"), py::arg("absmax"), py::arg("dtype"))
       .def("quantize", &CopyTable::quantize, py::arg("sources"), py::arg("destinations"),
            py::arg("scale"), py::arg("dtype"));
+  def(m, "block_quantize", &block_quantize, "weight");
   m.def(
       "strided_copy",
       [](const Tensors& sources, const Tensors& destinations, In table) {

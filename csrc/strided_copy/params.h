@@ -5,17 +5,17 @@
 
 #include "common/dtype.h"
 #include "common/isa.h"
-#include "strided_copy/copy_row.h"
+#include "strided_copy/copy_chunk.h"
 
 namespace hybridengine {
 
 struct StridedCopyParams {
-  const CopyRow* rows;         // coalesced, with chunk numbers; on the device that copies
-  const char* const* sources;  // first element of each tensor; arrays on that device
+  const CopyRow* rows;         // CPU only: coalesced, with chunk numbers
+  const CopyChunk* chunks;     // CUDA only, on the device
+  const char* const* sources;  // first element of each tensor; arrays on the device that copies
   char* const* destinations;
-  const int32_t* row_of_chunk;  // CUDA only: [num_chunks]
   int64_t num_rows;
-  int64_t num_chunks;
+  int64_t num_chunks;  // CPU: of kChunkElements each; CUDA: of `chunks`
   DType src_dtype;
   DType dst_dtype;
   int num_threads;

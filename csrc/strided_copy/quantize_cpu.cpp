@@ -1,4 +1,5 @@
-// Block quantization on the CPU: threads take equal numbers of slices.
+// Block quantization on the CPU: threads take equal numbers of slices, or of blocks, which stay in
+// the first cache between the two steps.
 #include <algorithm>
 
 #include "common/parallel.h"
@@ -9,7 +10,7 @@ namespace hybridengine::HYBRIDENGINE_ISA {
 
 namespace {
 
-constexpr int64_t kGrain = 4;  // slices of a thread, at least
+constexpr int64_t kGrain = 4;  // slices or blocks of a thread, at least
 
 typedef uint8_t VecB __attribute__((vector_size(kWidth)));
 
@@ -62,25 +63,39 @@ void for_each_run(const CopyRow& row, const Run& run) {
   }
 }
 
+// Bits of the largest magnitude of runs.
 template <typename S, typename E>
-uint32_t absmax_of(const CopyRow& row, const S* source) {
-  const int64_t step = row.src_stride[kCopyDims - 1];
-  VecI most = {};
-  uint32_t rest = 0;
-  for_each_run(row, [&](int64_t src, int64_t, int64_t count) {
-    const S* in = source + src;
+class AbsMax {
+ public:
+  void add(const S* in, int64_t step, int64_t count) {
     int64_t i = 0;
     for (; step == 1 && i + kWidth <= count; i += kWidth) {
       const VecI bits = (VecI)load_as<S, E>(in + i) & 0x7FFFFFFF;
-      most = bits > most ? bits : most;
+      lanes_ = bits > lanes_ ? bits : lanes_;
     }
-    for (; i < count; ++i) {
-      const uint32_t bits = magnitude_bits(engine_value<S, E>(in[i * step]));
-      rest = std::max(rest, bits);
-    }
-  });
-  for (int i = 0; i < kWidth; ++i) rest = std::max(rest, static_cast<uint32_t>(most[i]));
-  return rest;
+    for (; i < count; ++i)
+      rest_ = std::max(rest_, magnitude_bits(engine_value<S, E>(in[i * step])));
+  }
+
+  uint32_t bits() const {
+    uint32_t most = rest_;
+    for (int i = 0; i < kWidth; ++i) most = std::max(most, static_cast<uint32_t>(lanes_[i]));
+    return most;
+  }
+
+ private:
+  VecI lanes_ = {};
+  uint32_t rest_ = 0;
+};
+
+template <typename S, typename E>
+void quantize_run(const S* in, int64_t src_step, uint8_t* out, int64_t dst_step, int64_t count,
+                  float factor) {
+  int64_t i = 0;
+  if (src_step == 1 && dst_step == 1)
+    for (; i + kWidth <= count; i += kWidth)
+      store_e4m3(out + i, load_as<S, E>(in + i) * splat(factor));
+  for (; i < count; ++i) out[i * dst_step] = to_e4m3(engine_value<S, E>(in[i * src_step]) * factor);
 }
 
 // Threads share the entry of a block that several slices lie in.
@@ -89,21 +104,6 @@ void raise_to(int32_t* entry, int32_t value) {
   while (known < value && !__atomic_compare_exchange_n(entry, &known, value, true, __ATOMIC_RELAXED,
                                                        __ATOMIC_RELAXED)) {
   }
-}
-
-template <typename S, typename E>
-void quantize_row(const CopyRow& row, const S* source, uint8_t* destination, float factor) {
-  const int64_t src_step = row.src_stride[kCopyDims - 1], dst_step = row.dst_stride[kCopyDims - 1];
-  for_each_run(row, [&](int64_t src, int64_t dst, int64_t count) {
-    const S* in = source + src;
-    uint8_t* out = destination + dst;
-    int64_t i = 0;
-    if (src_step == 1 && dst_step == 1)
-      for (; i + kWidth <= count; i += kWidth)
-        store_e4m3(out + i, load_as<S, E>(in + i) * splat(factor));
-    for (; i < count; ++i)
-      out[i * dst_step] = to_e4m3(engine_value<S, E>(in[i * src_step]) * factor);
-  });
 }
 
 template <typename Body>
@@ -120,8 +120,11 @@ void block_absmax_cpu(const QuantizeParams& p) {
     using S = decltype(source);
     for_each_row(p, [&](const CopyRow& row) {
       const S* src = reinterpret_cast<const S*>(p.sources[row.src]) + row.src_offset;
-      const uint32_t bits = absmax_of<S, decltype(engine)>(row, src);
-      raise_to(p.absmax + row.block, static_cast<int32_t>(bits));
+      AbsMax<S, decltype(engine)> absmax;
+      for_each_run(row, [&](int64_t from, int64_t, int64_t count) {
+        absmax.add(src + from, row.src_stride[kCopyDims - 1], count);
+      });
+      raise_to(p.absmax + row.block, static_cast<int32_t>(absmax.bits()));
     });
   });
 }
@@ -132,7 +135,31 @@ void block_quantize_cpu(const QuantizeParams& p) {
     for_each_row(p, [&](const CopyRow& row) {
       const S* src = reinterpret_cast<const S*>(p.sources[row.src]) + row.src_offset;
       auto* dst = reinterpret_cast<uint8_t*>(p.destinations[row.dst]) + row.dst_offset;
-      quantize_row<S, decltype(engine)>(row, src, dst, 1.0f / p.scale[row.block]);
+      const float factor = 1.0f / p.scale[row.block];
+      for_each_run(row, [&](int64_t from, int64_t to, int64_t count) {
+        quantize_run<S, decltype(engine)>(src + from, row.src_stride[kCopyDims - 1], dst + to,
+                                          row.dst_stride[kCopyDims - 1], count, factor);
+      });
+    });
+  });
+}
+
+void quantize_matrices_cpu(const QuantizeMatricesParams& p) {
+  with_float(p.dtype, [&](auto type) {
+    using S = decltype(type);
+    parallel_for(num_blocks(p), kGrain, p.num_threads, [&](int64_t begin, int64_t end) {
+      for (int64_t number = begin; number < end; ++number) {
+        const MatrixBlock block = matrix_block(p, static_cast<uint32_t>(number));
+        const S* in = static_cast<const S*>(p.weight) + block.offset;
+        AbsMax<S, S> absmax;
+        for (int row = 0; row < block.rows; ++row)
+          absmax.add(in + row * p.columns, 1, block.columns);
+        p.scale[number] = block_scale(absmax.bits());
+        const float factor = 1.0f / p.scale[number];
+        for (int row = 0; row < block.rows; ++row)
+          quantize_run<S, S>(in + row * p.columns, 1, p.quantized + block.offset + row * p.columns,
+                             1, block.columns, factor);
+      }
     });
   });
 }

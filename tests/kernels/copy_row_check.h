@@ -14,7 +14,5 @@ inline hybridengine::CopyRow read_row(const int64_t* table) {
     row.dst_stride[dim] = table[4 + 2 * kCopyDims + dim];
   }
   coalesce(row);
-  row.src_align = alignment(row, row.src_stride);
-  row.dst_align = alignment(row, row.dst_stride);
   return row;
 }
