@@ -23,7 +23,9 @@ OP = "grouped_linear"
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 _ALIGNMENT = 16  # bytes, of rows and addresses that torch's grouped product takes
 _MAX_GROUPS = 1023  # of torch's kernel for GPUs
-_CAPABILITIES = (9, 10)  # the GPUs that have it; others take a loop over the groups
+# The GPUs that have it. Others take a loop over the groups; on those of capability 10 gradients of
+# weights without rows are not zero (pytorch issue 172439).
+_CAPABILITY = 9
 
 register_backends(OP, cpu=("cpp", "torch", "reference"), cuda=("torch", "triton", "reference"))
 
@@ -189,7 +191,7 @@ def _torch_takes(shape: torch.Size, *operands: Tensor) -> bool:
     first, (groups, *sizes) = operands[0], shape
     if first.is_cuda:
         capability = torch.cuda.get_device_capability(first.device)[0]
-        if first.dtype != torch.bfloat16 or capability not in _CAPABILITIES or groups > _MAX_GROUPS:
+        if first.dtype != torch.bfloat16 or capability != _CAPABILITY or groups > _MAX_GROUPS:
             return False
     unit = _ALIGNMENT // first.dtype.itemsize
     return not any(size % unit for size in sizes) and all(map(_is_aligned, operands))

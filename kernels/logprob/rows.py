@@ -144,6 +144,11 @@ def bad_label_flag(device: torch.device) -> Tensor | None:
     if device.type == "cpu":
         return None  # the CPU kernels raise
     if device not in _bad_labels:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"token_log_probs: the first call on {device} is captured by a CUDA graph, which "
+                "would reset its report of bad labels at every replay; call it once before."
+            )
         _bad_labels[device] = torch.zeros(1, dtype=torch.int32, device=device)
     return _bad_labels[device]
 

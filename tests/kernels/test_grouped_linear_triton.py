@@ -53,6 +53,7 @@ def test_nothing_is_read_from_the_device(monkeypatch):
         ({"dtype": torch.float32}, "triton"),
         ({"dtype": torch.float16}, "triton"),
         ({"capability": (8, 0)}, "triton"),
+        ({"capability": (10, 0)}, "triton"),
         ({"capability": (12, 0)}, "triton"),
         ({"groups": 1024}, "triton"),
         ({"k": 20}, "triton"),

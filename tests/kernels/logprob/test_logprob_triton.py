@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hybridengine.kernels import token_log_probs
+from hybridengine.kernels.logprob import rows
 from tests import tolerances
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.logprob.cases import (
@@ -62,3 +63,11 @@ def test_on_the_gpu(option, backend):
     got = value_and_gradient(token_log_probs, *on_gpu, backend=backend, **move(options, "cuda"))
     for e, g in zip(exact, got, strict=True):
         torch.testing.assert_close(g.cpu().double(), e, **tolerances.LOG_PROB, equal_nan=True)
+
+
+def test_the_flag_of_bad_labels_is_not_made_in_a_capture(monkeypatch):
+    monkeypatch.setattr(rows, "_bad_labels", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"on cuda:0 is captured.*call it once before"):
+        rows.bad_label_flag(torch.device("cuda", 0))
+    assert not rows._bad_labels
