@@ -130,10 +130,13 @@ class TokenSequences(NamedTuple):
         return TokenSequences(ids, lengths.index_add(0, ids, mask.long()))
 
     def mean(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Return the mean over the unmasked tokens of each token's sequence, [T]."""
-        sums = torch.zeros(self.lengths.shape, dtype=values.dtype, device=values.device)
-        sums = sums.index_add(0, self.ids, zero_masked(values, mask))
-        return (sums / self.lengths.clamp(min=1))[self.ids]
+        """Return the mean over the unmasked tokens of each token's sequence, [T].
+
+        Sums are float64: in float32 those of 10^5 tokens would lose their last digits.
+        """
+        sums = torch.zeros(self.lengths.shape, dtype=torch.float64, device=values.device)
+        sums = sums.index_add(0, self.ids, zero_masked(values, mask).double())
+        return (sums / self.lengths.clamp(min=1)).to(values.dtype)[self.ids]
 
     def sum(self, values: Tensor, mask: Tensor) -> Tensor:
         """Return the sum over the unmasked tokens of each token's sequence, [T]."""

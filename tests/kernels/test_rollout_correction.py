@@ -43,6 +43,44 @@ def accepted(criterion, threshold, xs):
     return [v <= threshold for v in values]
 
 
+def long_response(shift):
+    """Log-probs of 10^5 tokens, and the log-ratios of their float32 values."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda: torch.rand(10**5, generator=generator)  # noqa: E731
+    old = -3 * draw()
+    rollout = old - 1e-3 * (draw() - 0.5) - shift
+    return old, rollout, (old.double() - rollout.double()).tolist()
+
+
+@pytest.mark.parametrize("shift", (-0.5, 0.0, 0.5))
+def test_product_of_100_000_ratios(shift):
+    """No overflow, no 0: beyond e^20 and e^-20 the exponent is clamped, before truncation."""
+    old, rollout, log_ratios = long_response(shift)
+    expected = math.exp(min(max(math.fsum(log_ratios), -20.0), 20.0))
+    for threshold in (None, 2.0):
+        weights = rollout_correction(
+            old,
+            rollout,
+            cu_seqlens=torch.tensor([0, 10**5]),
+            rollout_is="sequence",
+            rollout_is_threshold=threshold,
+        ).weights
+        bounded = torch.tensor(expected if threshold is None else min(expected, threshold))
+        torch.testing.assert_close(weights, bounded.expand(10**5), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shift", (-0.05, 0.0, 0.05))
+def test_geometric_mean_of_100_000_ratios(shift):
+    """Bounds of seq_mean_k1 around it, one part in 10^6 apart."""
+    old, rollout, log_ratios = long_response(shift)
+    mean = math.exp(-math.fsum(log_ratios) / len(log_ratios))
+    low, high = mean * (1 - 1e-6), mean * (1 + 1e-6)
+    for bounds, kept in (((low, high), True), ((high, 2.0), False), ((0.5, low), False)):
+        ends, rejection = torch.tensor([0, 10**5]), {"seq_mean_k1": bounds}
+        correction = rollout_correction(old, rollout, cu_seqlens=ends, rejection=rejection)
+        assert correction.response_mask.unique().tolist() == [kept]
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
 def test_infinities_of_both_signs_leave_the_others_as_they_are(dtype):
     """A sequence with as many tokens that only one of the policies can produce as of the other."""

@@ -77,6 +77,24 @@ def test_losses_of_the_tokens(loss_mode, backend):
         assert_close(value.sum(), metrics[name], POLICY_LOSS_SPLIT)
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+@pytest.mark.parametrize("shift", [-1e-3, 0.0, 0.3])
+def test_sequence_ratio_of_100_000_tokens(shift, backend):
+    generator = torch.Generator().manual_seed(0)
+    old = -3 * torch.rand(10**5, generator=generator)
+    new = old + shift + 0.01 * (torch.rand(10**5, generator=generator) - 0.5)
+    _, metrics = policy_loss(
+        new,
+        old,
+        torch.ones(10**5),
+        loss_mode="gspo",
+        cu_seqlens=torch.tensor([0, 10**5]),
+        backend=backend,
+    )
+    mean = math.fsum((new.double() - old.double()).tolist()) / 10**5
+    assert metrics["ratio_max"].item() == pytest.approx(math.exp(mean), rel=5e-7)
+
+
 def test_losses_of_the_tokens_keep_the_shape_and_name_what_they_do_not_take():
     x = torch.zeros(2, 3, requires_grad=True)
     losses = token_policy_loss(x, None, torch.ones(2, 3), loss_mode="gspo")
