@@ -4,6 +4,7 @@ A softmax policy over 512 tokens, from 64 states of a recurrence. Tokens come fr
 one error; 10% of the tokens of a state are rewarded, and advantages are rewards minus their mean
 over all states. Nothing is sampled: expectations are sums over the vocabulary, in float64.
 
+engine_kl: KL(engine || policy), nats: what a run logs as rollout_corr/kl.
 drift: |gradient of a constant advantage of 1| / |true gradient of the advantages|; 0 on policy.
 bias: |expected gradient - true gradient| / |true gradient|.
 variance: of the gradient of one token, relative to that of sampling from the policy itself.
@@ -120,6 +121,7 @@ def measure(
         trained += update.t() @ hidden
     last = (hidden @ trained.t()).log_softmax(1)
     return {
+        "engine_kl": (log_q.exp() * (log_q - log_p)).sum(1).mean().item(),
         "drift": (drift.norm() / true.norm()).item(),
         "bias": ((mean - true).norm() / true.norm()).item(),
         "variance": (variance / on_policy).item(),
