@@ -3,10 +3,12 @@
 import importlib
 
 import pytest
+import torch
 
-from benchmarks import _baselines, host
-from benchmarks._bench import KEYS, OURS, Bench
+from benchmarks import _baselines, host, micro_batch, vllm_start
+from benchmarks._bench import KEYS, OURS, Bench, OutOfTime
 from benchmarks.isa import LIMITS, is_limited
+from tools import gpu_probe
 
 OPERATORS = (
     "advantage",
@@ -73,6 +75,44 @@ def test_the_part_of_the_gpu_report_with_vllm_runs_on_a_cpu():
     engine.run(bench)
     checked = [row["shape"] for row in bench.rows if row["pass"] == "check"]
     assert len(checked) == len(engine.TP_SIZES) * len(engine.ON_CPU)
+
+
+def test_a_training_micro_batch_runs_in_every_form(bench, monkeypatch):
+    forms = {name: form for name, form in micro_batch.FORMS.items() if "compile" not in form}
+    monkeypatch.setattr(micro_batch, "FORMS", forms)
+    micro_batch.run(bench)
+    got = {(row["impl"], row["pass"]) for row in bench.rows if "note" not in row}
+    passes = ("fwd+bwd", "optimizer")
+    assert got == {(impl, p) for impl in ("transformers", *forms) for p in passes}
+    assert all(0 < row["host_ms"] <= row["ms_p50"] * 1.01 for row in bench.rows)
+
+
+@pytest.mark.exhaustive
+def test_vllm_starts_alone_on_a_cpu(bench):
+    pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
+    vllm_start.run(bench)
+    assert {row["shape"] for row in bench.rows} == {*vllm_start.ON_CPU}
+    assert all(row["steps"] == ["start", "generate"] for row in bench.rows)
+
+
+def test_every_operator_of_the_probe_is_right_in_every_form():
+    rows = list(gpu_probe.operators(torch.device("cpu")))
+    assert [row for row in rows if row["outcome"] != "passed"] == []
+    names = {row["name"].partition(",")[0] for row in rows}
+    assert {"policy_loss", "tree_attention", "strided_copy", "bit_checksum"} <= names
+    assert {row["form"] for row in rows} >= {"once", "again", "unaligned", "multiples"}
+
+
+def test_chosen_rows_alone_and_none_after_the_time_of_a_benchmark(bench):
+    bench.impl, bench.dtype = "torch$|gemm", "bfloat16"
+    calls = dict.fromkeys((OURS, f"{OURS}_more", "torch", "torch_sort", "eager"), lambda: None)
+    for dtype in (torch.float32, torch.bfloat16):
+        bench.compare("op", "forward", "shape", dtype, calls)
+    got = [(row["impl"], row["dtype"]) for row in bench.rows]
+    assert got == [(impl, "bfloat16") for impl in (OURS, f"{OURS}_more", "torch")]
+    bench.op_end = 0.0
+    with pytest.raises(OutOfTime):
+        bench.compare("op", "forward", "shape", torch.bfloat16, calls)
 
 
 def test_compile_is_left_out_under_a_limited_instruction_set(monkeypatch):
