@@ -1,7 +1,7 @@
 """An optimizer step on gloo ranks: Muon with one owner per matrix, gathered Muon, and AdamW.
 
 SmolLM2-135M's shapes, random weights, FSDP2. The milliseconds are CPU time of the busiest rank, the
-least of ROUNDS steps, without waiting. Rows:
+last of ROUNDS steps, without waiting. Rows:
   hybridengine     each matrix is orthogonalized on one rank
   gather_bf16      every rank gathers every momentum in bfloat16, orthogonalizes all matrices and
                    keeps its own slices
@@ -27,7 +27,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from benchmarks._bench import OURS, Bench
 from tests.ranks import run_ranks
 
-RANKS, ROUNDS = 4, 3
+RANKS, ROUNDS = 4, 2
 LR = 1e-3
 PAPER_RANKS = 16
 QWEN3_30B_A3B = {  # the matrices of a layer, of 48
@@ -41,7 +41,7 @@ def run(bench: Bench) -> None:
         print("# muon: gloo ranks on a CPU", flush=True)
         return
     layers = 2 if bench.quick else 30
-    ways = run_ranks(_rank, RANKS, layers, timeout_s=580)
+    ways = run_ranks(_rank, RANKS, layers, timeout_s=1500)
     gathered = max(rank["gather_bf16"]["ms"] for rank in ways)
     for name in ways[0]:
         ms = max(rank[name]["ms"] for rank in ways)
@@ -140,7 +140,7 @@ def _rank(rank: int, world_size: int, layers: int) -> dict[str, dict[str, float]
             exchange = optimizer.adamw._exchange  # type: ignore[attr-defined]
             counted["bytes"] = exchange.bytes_received
             counted["flops"] = sum(matrix.flops for matrix in exchange.owned[rank])
-        results[name] = {"ms": min(times[1:]) * 1e3, **counted}
+        results[name] = {"ms": times[-1] * 1e3, **counted}
         if name.startswith((OURS, "gather_bf16")):
             updated[name] = [p.to_local().detach().clone() for p in _matrices(model).values()]
     for own, theirs in zip(updated[OURS], updated["gather_bf16"], strict=True):

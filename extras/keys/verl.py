@@ -32,6 +32,7 @@ _REFUSED = {
     "*.megatron.* *.veomni.* *.torchtitan.* *.automodel.*": _NOT_FSDP,
     "*override_config.*": "edit the model's config.json; only max_position_embeddings of the "
     "trained model is a key",
+    "critic.optim.override_optimizer_config*": "set it in actor.optim",
     "*.hf_config_path *.tokenizer_path": "config and tokenizer come from the model's folder",
     "data.video_key data.audio_key": f"{_TEXT}; leave it out",
     "*.lora.adapter_path": "set model.lora_adapter_path",

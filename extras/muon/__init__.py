@@ -56,7 +56,7 @@ class Muon(AdamW):
         return super().new_state(local)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update by the gradients divided by `grad_scale`, unless `found_inf`. Collective."""
         given = {name: local.grad for name, local in self._matrices.items()}
         for local in self._matrices.values():
@@ -70,7 +70,7 @@ class Muon(AdamW):
             return
         gradients = {n: grad.contiguous() for n, grad in given.items() if grad is not None}
         updates = self._updates(gradients)
-        trained = [self._matrices[name] for name in gradients]
+        trained: list[Tensor] = [self._matrices[name] for name in gradients]
         if not trained:
             return
         torch._foreach_mul_(trained, 1 - lr * weight_decay)
