@@ -45,9 +45,9 @@ def decode_linear(
     2 l + 1 of every 2 L elements; float32: k = l and l + L), in ascending order of k. The lanes are
     joined as a binary tree, neighbours first. The bias is added last, and the result is rounded
     once. L is 16 with AVX-512, 8 with AVX2, 4 otherwise. A GPU adds one instruction of its tensor
-    cores after the other, in ascending order of k (decode_linear_triton.py). Therefore results of
-    different instruction sets and GPUs differ in rounding. AVX512-BF16 treats subnormal numbers as
-    zero.
+    cores after the other, in ascending order of k, in up to 8 parts of K, which are added in their
+    order (decode_linear_triton.py). Therefore results of different instruction sets and GPUs differ
+    in rounding. AVX512-BF16 treats subnormal numbers as zero.
 
     Args:
         x: [..., K], float32 or bfloat16 (float64: on the reference backend).

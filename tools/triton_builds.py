@@ -73,8 +73,11 @@ def builds(capability: int) -> dict[str, Callable[[], Usage]]:
             name = f"{('forward', 'reverse', 'jsd')[form]}_{'softcap' if general else 'plain'}"
             by_name[f"distillation_{name}_{dtype}"] = partial(_distillation, form, dtype, general)
         named = {"bf16": torch.bfloat16, "fp32": torch.float32}
+        by_name[f"decode_linear_join_{dtype}"] = partial(_join, dtype)
         for rows, tiles in decode_linear_triton.TILES[named[dtype]].items():
-            by_name[f"decode_linear_{rows or 'many'}_{dtype}"] = partial(_linear, tiles, dtype)
+            for apart, suffix in ((False, ""), (True, "_apart")):
+                name = f"decode_linear_{rows or 'many'}{suffix}_{dtype}"
+                by_name[name] = partial(_linear, tiles, apart, dtype)
         for rows, tiles in grouped_linear_triton.TILES[named[dtype]].items():
             for inner in "kn":
                 name = f"grouped_linear_{rows or 'many'}_along_{inner}_{dtype}"
@@ -287,15 +290,28 @@ def _sampling(name: str, dtype: str, capability: int) -> Usage:
     return compile_kernel(kernel, types, constants, capability, options, {"logits", "row_stride"})
 
 
-def _linear(tiles: decode_linear_triton.Tiles, dtype: str, capability: int) -> Usage:
+def _linear(tiles: decode_linear_triton.Tiles, apart: bool, dtype: str, capability: int) -> Usage:
     kernel = decode_linear_triton.linear_kernel
     types = dict.fromkeys(kernel.arg_names, "i32")
     types |= dict.fromkeys(("x", "weight", "bias", "out"), f"*{dtype}")
+    if apart:
+        types["out"] = "*fp32"
     blocks = tiles.arguments
     options = {key: blocks.pop(key) for key in ("num_warps", "num_stages")}
-    constants = _flags(kernel, GROUP=decode_linear_triton.GROUP, **blocks)
-    aligned = {"x", "weight", "out", "n", "k", "x_stride", "weight_stride", "out_stride"}
+    flags = {"APART": apart, "HAS_BIAS": not apart, "GROUP": decode_linear_triton.GROUP}
+    constants = _flags(kernel, **flags, **blocks)
+    aligned = {"x", "weight", "out", "n", "k", "part", "part_stride"}
+    aligned |= {"x_stride", "weight_stride", "out_stride"}
     return compile_kernel(kernel, types, constants, capability, options, aligned)
+
+
+def _join(dtype: str, capability: int) -> Usage:
+    kernel = decode_linear_triton.join_kernel
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"parts": "*fp32"}
+    types |= dict.fromkeys(("bias", "out"), f"*{dtype}")
+    block = decode_linear_triton.JOIN_BLOCK
+    constants = _flags(kernel, PARTS=decode_linear_triton.PARTS, BLOCK=block)
+    return compile_kernel(kernel, types, constants, capability)
 
 
 def _grouped_linear(

@@ -9,8 +9,7 @@ namespace hybridengine {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocks =
-    2;  // of a multiprocessor, up to 128 registers a thread: 64 KiB of loads in flight
+constexpr int kBlocks = 2;  // of a multiprocessor, with 64 KiB of loads in flight
 constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 constexpr int kWords = sizeof(CopyChunk) / 4;
 

@@ -15,7 +15,14 @@ from tests.kernels.interpreter import round_to_nearest, widen_dot
 from tests.ranks import run_ranks
 
 EXPECTED = {
-    *("linear_kernel", "norm_kernel", "gated_kernel", "write_kernel", "paged_kernel"),
+    *(
+        "linear_kernel",
+        "join_kernel",
+        "norm_kernel",
+        "gated_kernel",
+        "write_kernel",
+        "paged_kernel",
+    ),
     *("path_kernel", "forward_kernel"),
 }
 

@@ -5,6 +5,8 @@ The tests run in Triton's interpreter, on a CPU, and on a GPU. Every function ta
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from hybridengine.kernels import decode_linear, gated_activation, rms_norm, tree_attention
@@ -45,8 +47,8 @@ def check_linear(device, rows, n, k, dtype, bias=True, spread=0):
     assert_near_float64(decode_linear(x, weight, out_dtype=torch.float32), x, weight, None)
     for part in (slice(0, 1), slice(rows // 3, rows), slice(rows - 1, rows), slice(1, 3)):
         assert torch.equal(decode_linear(x[part], weight, added), out[part])
-    for tiles in TILES[dtype].values():
-        assert torch.equal(with_tiles(x, weight, added, dtype, tiles), out)
+    for tiles, apart in itertools.product(TILES[dtype].values(), (False, True)):
+        assert torch.equal(with_tiles(x, weight, added, dtype, tiles, apart=apart), out)
     columns = slice(n // 4, n - n // 3)
     bias_of_columns = None if added is None else added[columns]
     assert torch.equal(decode_linear(x, weight[columns], bias_of_columns), out[:, columns])

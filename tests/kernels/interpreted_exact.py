@@ -38,7 +38,7 @@ def triton_on_cpu_tensors(monkeypatch):
 
 
 @DTYPES
-@pytest.mark.parametrize("n, k, bias", [(40, 96, True), (70, 33, False)])
+@pytest.mark.parametrize("n, k, bias", [(40, 96, True), (70, 33, False), (33, 600, True)])
 def test_linear(dtype, n, k, bias):
     cases.check_linear("cpu", 70, n, k, dtype, bias)
 
