@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -158,11 +158,11 @@ def centers(log_p: Tensor, log_q: Tensor, used: Estimator) -> Tensor:
     """Return the gradient of score_centering by the logits, from the recorded entries."""
     ids = log_q.topk(RECORDED).indices.sort(1).values
     logits = log_p.clone().requires_grad_()
-    options: dict[str, object] = {}
+    options: dict[str, Any] = {}
     if used.bounds is not None:
         upper, lower = used.bounds
         options = {"rollout_is": "token", "rollout_is_threshold": upper, "rollout_is_lower": lower}
     kept = logits.log_softmax(1).gather(1, ids).flatten()
     ends = torch.arange(0, ids.numel() + 1, RECORDED)
-    scores = score_centering(kept, log_q.gather(1, ids).flatten(), ends, **options)  # type: ignore[arg-type]
+    scores = score_centering(kept, log_q.gather(1, ids).flatten(), ends, **options)
     return torch.autograd.grad(scores.sum(), logits)[0]

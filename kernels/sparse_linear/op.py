@@ -9,7 +9,7 @@ V above 100,000. Backward is 4 K H, and writes the weight gradient once.
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,18 +32,6 @@ SCHEMA = (
 # With more kept entries than this part of T * V the dense product is faster: in bfloat16 an entry
 # costs 46 to 63 times as much here as there (benchmarks/results/sparse_linear_cpu.json).
 DENSE_PART = 1 / 64
-
-
-@overload
-def sparse_linear_token_log_probs(
-    *args: Any, return_kept_log_probs: Literal[False] = ..., **options: Any
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def sparse_linear_token_log_probs(
-    *args: Any, return_kept_log_probs: Literal[True], **options: Any
-) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def sparse_linear_token_log_probs(

@@ -11,6 +11,7 @@ from hybridengine.kernels import (
     score_centering,
     token_log_probs,
 )
+from hybridengine.kernels.linear.centering import Centering
 from tests.kernels.linear.cases import DEVICES, ROUNDED, assert_all_close, loss_inputs, problem
 from tests.ranks import run_ranks
 
@@ -132,6 +133,33 @@ def test_own_log_probs_and_16_bits():
     for got, one in zip(grads, want[2:], strict=True):
         largest = one.abs().max()
         assert_all_close([got / largest], [one / largest], **ROUNDED)
+
+
+@pytest.mark.parametrize("with_active_rows", (False, True))
+def test_numbers_that_the_host_does_not_read(with_active_rows, monkeypatch):
+    """On a device every chunk looks at the entries of all tokens: the same bits."""
+    tensors, token_ids, _ = problem(ROWS, WIDTH, VOCAB)
+    arguments = loss_inputs(ROWS)
+    support, _ = recorded(tensors, token_ids)
+    active = (arguments["response_mask"] & (arguments["advantages"] != 0)).nonzero().flatten()
+
+    def run():
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        loss, *_ = linear_policy_loss(
+            *leaves[:2],
+            token_ids,
+            bias=leaves[2],
+            score_centering=support,
+            active_rows=active if with_active_rows else None,
+            budget_bytes=11 * VOCAB * 4,
+            **arguments,
+        )
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    expected = run()
+    of_all = (slice(0, ROWS), 0, support.kept_ids.numel())
+    monkeypatch.setattr(Centering, "_range", lambda *_: of_all)
+    assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
 
 
 def _rank(rank, world_size):
