@@ -145,8 +145,11 @@ def pretend_gpu(capability: int) -> Any:
     def nothing(*_: Any, **__: Any) -> None:
         return None
 
-    generator = torch.Generator
-    torch.Generator = lambda device=None: generator()  # type: ignore[assignment, misc]
+    class Generator(torch.Generator):
+        def __new__(cls, device: Any = None) -> Generator:
+            return super().__new__(cls)
+
+    torch.Generator = Generator  # type: ignore[misc]
     torch.testing.assert_close = nothing  # type: ignore[assignment]
     properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=60 << 20, total_memory=0)
     for name, value in {
