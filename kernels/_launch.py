@@ -87,7 +87,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
     Triton itself launches on the current device, which need not be that of the tensors.
     """
-    device = next(value.device for value in arguments if isinstance(value, Tensor))
+    flat = (x for one in arguments for x in (one if type(one) is tuple else (one,)))
+    device = next(value.device for value in flat if isinstance(value, Tensor))
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
         if not isinstance(kernel, triton.JITFunction):  # the interpreter

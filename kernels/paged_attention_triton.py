@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import launch
+from .attention.triton_finite import is_other
 from .attention.triton_forward import begin_softmax
 from .attention.triton_paths import add_keys, load_queries, path_tiles, store_results
 from .attention.triton_tiles import (
@@ -45,19 +46,26 @@ def write_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Write the key and value of a token and head; programs [T, H_kv]. Slots < 0 are left out."""
+    """Write the key and value of a token and head; programs [T, H_kv]. Slots < 0 are left out.
+
+    Where one is not finite, NaN as the key and 0 as the value: see attention/triton_finite.py.
+    """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + token)
     if (slot >= 0) & (slot < num_slots):
         row = cache + slot // SIZE * block_stride + head * cache_head_stride
         row += slot % SIZE * (WIDTH + VALUE_WIDTH)
-        column = tl.arange(0, BLOCK_D)
-        source = key + token * key_stride + head * key_head_stride
-        tl.store(row + column, tl.load(source + column, column < WIDTH), column < WIDTH)
-        column = tl.arange(0, BLOCK_V)
-        source = value + token * value_stride + head * value_head_stride
-        inside = column < VALUE_WIDTH
-        tl.store(row + WIDTH + column, tl.load(source + column, inside), inside)
+        column, value_column = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+        source = key + token * key_stride + head * key_head_stride + column
+        keys = tl.load(source, mask=column < WIDTH, other=0.0)
+        inside = value_column < VALUE_WIDTH
+        source = value + token * value_stride + head * value_head_stride + value_column
+        values = tl.load(source, mask=inside, other=0.0)
+        others = tl.max(is_other(keys).to(tl.int32), 0) + tl.max(is_other(values).to(tl.int32), 0)
+        keys = tl.where(others > 0, float("nan"), keys).to(keys.dtype)
+        values = tl.where(others > 0, 0.0, values).to(values.dtype)
+        tl.store(row + column, keys, mask=column < WIDTH)
+        tl.store(row + WIDTH + value_column, values, mask=inside)
 
 
 @triton.jit(do_not_specialize=["sequences", "window_size"])

@@ -32,7 +32,9 @@ from hybridengine.kernels import (
 )
 from hybridengine.kernels.advantage import whiten_triton
 from hybridengine.kernels.attention import (
+    cascade,
     triton_backward,
+    triton_finite,
     triton_forward,
     triton_paths,
     triton_tables,
@@ -119,6 +121,8 @@ def builds(capability: int) -> dict[str, Callable[[], Usage]]:
         by_name[f"whiten_{name}"] = partial(_whiten, name)
     for name in ("sequence", "token", "sum"):
         by_name[f"rollout_correction_{name}"] = partial(_rollout_correction, name)
+    for name, size in itertools.product(("join", "sum", "replace"), (64, 128, 256)):
+        by_name[f"attention_{name}_{size}"] = partial(_attention_rows, name, size)
     by_name["attention_parents"] = _attention_parents
     by_name["attention_write_kv_cache"] = _write_kv_cache
     for name in ("bounds", "links", "window", "delta"):
@@ -469,6 +473,21 @@ def _attention_kernel(
     aligned = {"query", "key", "value", "grad_out", "cache", "out", "grad_query", "grads"}
     aligned |= {"width", "value_width", "out_stride"}
     return compile_kernel(kernel, types, constants, capability, tiles.options, aligned)
+
+
+def _attention_rows(name: str, size: int, capability: int) -> Usage:
+    """Of joining two levels, and of replacing rows: copies, in bfloat16."""
+    kernel = getattr(triton_finite if name == "replace" else cascade, f"{name}_kernel")
+    heads, part = "*bf16", ("*bf16", "*fp32")
+    if name == "sum":
+        part = heads
+    types: dict[str, Any] = {"own": part, "parts": (part,) * 2, "out": heads}
+    types |= {"tensors": ((heads, "i32", "i32", "i32"),) * 3, "results": (heads,) * 3}
+    types |= dict.fromkeys(("lse", "new_lse"), "*fp32") | dict.fromkeys(("tokens", "width"), "i32")
+    types |= dict.fromkeys(("levels", "ranges"), "*i32")
+    constants = _flags(kernel, BLOCK=16 if name == "replace" else 32, BLOCK_W=size, BLOCK_D=size)
+    aligned = {"own", "parts", "out", "tensors", "results", "width"}
+    return compile_kernel(kernel, types, constants, capability, None, aligned)
 
 
 def _attention_parents(capability: int) -> Usage:

@@ -188,13 +188,16 @@ def _forward_op(
 
 
 def _run(name: str, *arguments: Any) -> Any:
-    """Run `name`, forward or backward, on the backend that the last argument names, or `flash`."""
+    """Run `name`, forward or backward, on the backend that the last argument names.
+
+    Besides the operator's backends that is `flash` or, for a backward, `exact`.
+    """
     *operands, backend = arguments
     first: Tensor = operands[0]
     module: ModuleType
-    chosen = (
-        "flash" if backend == "flash" else choose_backend(OP, first.device, backend, first.dtype)
-    )
+    chosen = backend
+    if backend not in ("flash", "exact"):
+        chosen = choose_backend(OP, first.device, backend, first.dtype)
     if chosen == "cpp":
         *tensors, sinks_or_lse = operands[:-5]  # contiguous, as those that follow it
         tensors = [unit_inner_stride(tensor) for tensor in tensors]
@@ -203,6 +206,8 @@ def _run(name: str, *arguments: Any) -> Any:
         from . import triton as module
     elif chosen == "flash":
         from . import cascade as module
+    elif chosen == "exact":
+        from . import triton_finite as module
     else:
         module = reference
     options = reference.TreeOptions(*operands[-5:])
@@ -240,7 +245,11 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.scale, ctx.window_size, ctx.softcap, ctx.backend, _ = inputs
+    *tensors, ctx.scale, ctx.window_size, ctx.softcap, backend, batch_invariant = inputs
+    if batch_invariant:
+        chosen = choose_backend(OP, inputs[0].device, backend, inputs[0].dtype)
+        backend = "exact" if chosen == "triton" else backend
+    ctx.backend = backend
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from .._launch import ceil_div, launch
 from .._once import once
 from .reference import Heads, TreeOptions
+from .triton_finite import replace_rows
 from .triton_forward import LN2, begin_softmax, of_head, scores_of, softmax_step
 from .triton_tiles import (
     MAX_HEAD_SIZE,
@@ -204,6 +205,7 @@ def path_attention(
     query, scores = scale_arguments(query, options.softmax_scale, softcap)
     tiles = path_tiles(max(width, value_width), query.dtype.itemsize, capability_of(query))
     group = heads // kv_heads
+    (key, value), _ = replace_rows((key, value), mark_first=True)
     q, k, v = map(strided, (query, key, value))
     sizes = (group, width, value_width, options.softmax_scale)
     read = Inputs(q, k, v, None, *sizes, **scores)

@@ -18,6 +18,11 @@ def test_in_the_interpreter():
 
 
 @pytest.mark.slow
+def test_values_that_are_not_finite_in_the_interpreter():
+    run_interpreted("attention/interpreted_nonfinite.py")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ("forward", "query_grad", "key_grad"))
 def test_compiles_for_hopper_without_spills(kernel):
     from tools.triton_builds import builds
