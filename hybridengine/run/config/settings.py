@@ -128,8 +128,9 @@ class GivenSettings:
             key, value = self._in_mapping(key, value)
             if key in self._paths:
                 value = find_input(value, self._paths[key], folders)
-            if key in self._free and isinstance(value, Mapping):
-                merged = OmegaConf.merge(self.values.get(key) or {}, value)
+            if key in self._free and isinstance(value, Mapping | None):
+                before = {} if value is None else self.values.get(key) or {}  # null: no entries
+                merged = OmegaConf.merge(before, value or {})
                 self.values[key] = OmegaConf.to_container(merged)
             elif key not in self._known:
                 self._add_foreign(given, key, value, source)
