@@ -401,18 +401,18 @@ def optimizer_step(device: torch.device, layers: int) -> dict[str, Callable[[], 
     ours, plain = (_model(device, layers, "sdpa") for _ in range(2))
     optimizer = Optimizer(ours, lr=1e-6, total_steps=2**20)
     adamw = torch.optim.AdamW(plain.parameters(), lr=1e-6, fused=True)
-    for model in (ours, plain):
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-    kept = [parameter.grad for parameter in ours.parameters()]
+    parameters = [list(model.parameters()) for model in (ours, plain)]
+    for parameter in (*parameters[0], *parameters[1]):
+        parameter.grad = torch.ones_like(parameter)
+    kept = [parameter.grad for parameter in parameters[0]]
 
     def step() -> None:
         optimizer.step(max_norm=1.0)
-        for parameter, grad in zip(ours.parameters(), kept, strict=True):
+        for parameter, grad in zip(parameters[0], kept, strict=True):
             parameter.grad = grad
 
     def plain_step() -> None:
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters[1], 1.0)
         adamw.step()
 
     return {OURS: step, TORCH: plain_step}

@@ -30,6 +30,7 @@ from hybridengine.run.messages import group_timeout
 from hybridengine.sync.shards import local_shard
 
 KEPT_BYTES = 2 << 30  # of a model whose gathered weights stay until the backward pass
+GROUP_BYTES = 128 << 20  # of the gathered weights of small layers that are gathered together
 
 
 def sharding_mesh(device_type: str, world_size: int, fsdp_size: int = -1) -> DeviceMesh:
@@ -65,6 +66,7 @@ def shard_model(
 ) -> Callable[[Mapping[str, Tensor]], None]:
     """Apply FSDP2 to each of `groups` and to the rest of `model`, in place.
 
+    Without a `wrap_policy`, small neighbours among `groups` become one.
     Returns what gives the shards memory and values: rank 0's, of full tensors by name. Collective.
 
     ignored: parameters that are not sharded.
@@ -99,27 +101,48 @@ def shard_model(
         policy = fsdp.MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         own = {"mesh": expert_mesh, "shard_placement_fn": lambda param: Shard(1)}
         fsdp.fully_shard(module, **inner | own | {"mp_policy": policy})
-    for group in reversed(groups):
-        fsdp.fully_shard(group, **inner)
+    is_explicit = sharding.wrap_policy.min_num_params > 0
+    units = join_small(model, groups, 0 if is_explicit else GROUP_BYTES // dtype.itemsize)
+    for unit in reversed(units):
+        fsdp.fully_shard(unit, **inner)
     # FSDP2 does not reshard the root after forward: backward begins with its parameters.
     fsdp.fully_shard(model, **options)
-    for module in (*experts, *groups, model) if mesh.device_type == "cpu" else ():
+    firsts = [unit[0] for unit in units]
+    for module in (*experts, *firsts, model) if mesh.device_type == "cpu" else ():
         assert isinstance(module, fsdp.FSDPModule)
         module.set_custom_all_gather(DirectAllGather())
         module.set_custom_reduce_scatter(DirectReduceScatter())
-    for group, following in pairwise(groups) if sharding.forward_prefetch else ():
-        assert isinstance(group, fsdp.FSDPModule) and isinstance(following, fsdp.FSDPModule)
-        group.set_modules_to_forward_prefetch([following])
+    for first, following in pairwise(firsts) if sharding.forward_prefetch else ():
+        assert isinstance(first, fsdp.FSDPModule) and isinstance(following, fsdp.FSDPModule)
+        first.set_modules_to_forward_prefetch([following])
 
     def load(state: Mapping[str, Tensor]) -> None:
         home = "cpu" if sharding.offload_policy else mesh.device_type
         # As `to_empty`, which would also replace the memory of ignored parameters.
         model._apply(lambda x: torch.empty_like(x, device=home) if x.is_meta else x)
-        full = {name: x.detach() for name, x in state.items()}
+        full: dict[str, Any] = {name: x.detach() for name, x in state.items()}
         how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=not ignored)
         set_model_state_dict(model, full, options=how)
 
     return load
+
+
+def join_small(
+    model: nn.Module, layers: Sequence[nn.Module], max_numel: int
+) -> list[list[nn.Module]]:
+    """Return `layers`, neighbours of one parent together where they have few parameters."""
+    parents = {child: module for module in model.modules() for child in module.children()}
+    joined: list[list[nn.Module]] = []
+    total = 0
+    for layer in layers:
+        numel = sum(p.numel() for p in layer.parameters())
+        total += numel
+        if joined and total <= max_numel and parents[layer] is parents[joined[-1][-1]]:
+            joined[-1].append(layer)
+        else:
+            joined.append([layer])
+            total = numel
+    return joined
 
 
 def modules_of_size(model: PreTrainedModel, min_num_params: int) -> list[nn.Module]:

@@ -52,11 +52,11 @@ class AdamW(torch.optim.AdamW):
     local: name → this rank's shard of each trained parameter.
     options: lr, betas, eps, weight_decay, and those of another optimizer.
     grad_scale: divides the gradients.
-    found_inf: 1 for an update that must leave parameters and state as they are.
+    found_inf: 1 for an update that must leave parameters and state as they are; None: 0.
     """
 
     grad_scale: torch.Tensor | None
-    found_inf: torch.Tensor
+    found_inf: torch.Tensor | None
 
     def __init__(self, model: nn.Module, local: Mapping[str, nn.Parameter], **options: Any) -> None:
         super().__init__([*local.values()], fused=True, **options)
@@ -196,13 +196,14 @@ class Optimizer:
                 local.data = shard
             local.grad = None if parameter.grad is None else local_shard(parameter.grad)
             parameter.grad = None
-        # The update writes what it divides; a CPU tells for nothing that it need not.
-        is_one = divisor.is_cpu and bool(divisor == 1)
-        self.adamw.grad_scale = None if is_one else divisor
-        self.adamw.found_inf = failed
+        # A CPU tells for nothing that there is nothing to divide or to skip.
+        is_known = divisor.is_cpu
+        self.adamw.grad_scale = None if is_known and divisor == 1 else divisor
+        self.adamw.found_inf = None if is_known and not failed else failed
         with self.offloader.on_device():
             self.adamw.step()
-        self.adamw.zero_grad()
+        for local in self._local:
+            local.grad = None
 
     def _skip(self, update: SkippedUpdate) -> None:
         """Count a skipped update; lower the loss scale where that may help the next one."""

@@ -159,11 +159,13 @@ class SharedParameters:
 
 
 def _names_by_module(model: nn.Module) -> dict[fsdp.FSDPModule, list[str]]:
-    """Return the parameters that FSDP2 unshards with each of its modules."""
-    owners: dict[str, fsdp.FSDPModule] = {}
+    """Return the parameters that FSDP2 unshards together, by the first of their modules."""
+    owners, firsts = dict[str, fsdp.FSDPModule](), dict[Any, fsdp.FSDPModule]()
     for path, module in model.named_modules():
-        own = isinstance(module, fsdp.FSDPModule)
-        owners[path] = module if own else owners[path.rpartition(".")[0]]
+        if isinstance(module, fsdp.FSDPModule):  # neighbours may share a state
+            owners[path] = firsts.setdefault(module._get_fsdp_state(), module)
+        else:
+            owners[path] = owners[path.rpartition(".")[0]]
     names = defaultdict(list)
     for name, _ in model.named_parameters():
         names[owners[name.rpartition(".")[0]]].append(name)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.model import cases
 from tests.ranks import run_ranks
@@ -38,9 +39,14 @@ class Watcher:
 
 
 def groups_of(model) -> list[str]:
+    """The first module of each group."""
     from torch.distributed.fsdp import FSDPModule
 
-    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    names: dict[Any, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            names.setdefault(module._get_fsdp_state(), name)
+    return list(names.values())
 
 
 def local_fraction(model) -> float:
@@ -58,6 +64,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "prefetch": {"forward_prefetch": True},
     "cpu_offload": {"offload_policy": True},
     "attention_alone": {"min_num_params": 40_000, "enable_gradient_checkpointing": True},
+    "together": {"enable_gradient_checkpointing": True},
 }
 # Other tests run on ranks without options, and with compiled layers; the others have siblings.
 MORE_VARIANTS: dict[str, dict[str, Any]] = {
@@ -68,6 +75,7 @@ MORE_VARIANTS: dict[str, dict[str, Any]] = {
 }
 GROUPS = {
     "replicated": [],  # no FSDP2
+    "together": LAYERS[:2],
     "attention_alone": ["", *(f"{layer}.self_attn" for layer in LAYERS[1:])],
     "attention_and_mlp": [
         "",
@@ -79,8 +87,9 @@ GROUPS = {
 def variants_body(
     rank: int, world_size: int, path: str, variants: dict[str, dict[str, Any]]
 ) -> None:
-    from hybridengine.model import Optimizer
+    from hybridengine.model import Optimizer, fsdp
 
+    joined_bytes = fsdp.GROUP_BYTES
     reference, pairs = cases.single_process_model(path), cases.rollouts(cases.SIZES)
     expected, _ = cases.one_by_one(reference, cases.pairs_of_rank(pairs, rank, world_size))
     cases.loss_of(*cases.one_by_one(reference, pairs)).backward()
@@ -89,6 +98,7 @@ def variants_body(
     torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=EPS, weight_decay=0.1).step()
     torch.compile = partial(torch.compile, backend="aot_eager")  # traced, no code generated
     for name, options in variants.items():
+        fsdp.GROUP_BYTES = joined_bytes if name == "together" else 0
         model = cases.load(path, world_size, **{"reshard_after_forward": "on"} | options)
         seen = Watcher(model) if name not in (*GROUPS, "compiled") else None
         logits = cases.backward(model, cases.pairs_of_rank(pairs, rank, world_size), world_size)
@@ -119,6 +129,18 @@ def test_options_change_memory_and_traffic_but_no_result(
     tmp_path: Path, variants: dict[str, dict[str, Any]]
 ) -> None:
     run_ranks(variants_body, 4, save_tiny("llama", tmp_path), variants)
+
+
+def test_small_neighbours_are_gathered_together() -> None:
+    from hybridengine.model.fsdp import join_small
+
+    sizes = [[2, 2, 2, 9, 1, 3], [1]]  # of the layers of two stacks
+    stacks = [nn.ModuleList(nn.Linear(n, 1, bias=False) for n in stack) for stack in sizes]
+    layers = [layer for stack in stacks for layer in stack]
+    alone = [[layer.in_features] for layer in layers]
+    for limit, joined in ((4, [[2, 2], [2], [9], [1, 3], [1]]), (0, alone)):
+        found = join_small(nn.ModuleList(stacks), layers, limit)
+        assert [[layer.in_features for layer in group] for group in found] == joined
 
 
 def offload_policy_body(rank: int, world_size: int, folder: Path) -> None:
