@@ -5,7 +5,8 @@ unpacked for it, every response with a copy of its prompt, as a trainer without 
 does. In bfloat16 `sdpa_fp32` converts to float32 first. On a GPU `varlen` is torch's
 FlashAttention 2 over packed sequences, `fa4` FlashAttention 4, `fa3` the forward of FlashAttention
 3 that vLLM brings; `varlen_deterministic` as with `actor.deterministic`, `fa4_deterministic`
-likewise; ours adds in a fixed order anyway. W is a window: SDPA then takes a mask.
+likewise. Ours is what training calls, FlashAttention where it can; `triton` are our own kernels,
+which always add in a fixed order. W is a window: SDPA then takes a mask.
 Operations are those of the visible pairs of a query and a key, each counted once. On a GPU the
 results of baselines are compared with float64 first.
 """
@@ -99,12 +100,14 @@ def compare(
     tensors, grad = [draw(heads.query), draw(heads.key), draw(heads.key)], draw(heads.query)
     positions = torch.arange(tokens, device=bench.device) % paths.shape[1]
     ours = partial(tree_attention, subtree_ends=ends, position_ids=positions, window_size=window)
-    functions = {OURS: ours, "sdpa": partial(_sdpa, paths, window)}
+    functions = {OURS: partial(ours, flash=True), "sdpa": partial(_sdpa, paths, window)}
     if dtype != torch.float32:
         functions["sdpa_fp32"] = partial(_sdpa_fp32, paths, window)
     forwards = dict[str, Callable[..., Tensor]]()
     fixed_order = dict[str, Callable[..., Tensor]]()
     if dtype != torch.float32 and bench.device.type == "cuda":
+        if window is None:
+            functions["triton"] = ours
         functions["varlen"] = partial(_packed, _varlen(window), paths)
         peers, missing = available(fa4=_cute.flash_attention_4)
         for name, peer in peers.items():
@@ -143,7 +146,7 @@ def compare(
         calls: dict[str, Callable[[], Any]] = {impl: partial(call, impl) for impl in timed}
         if name == "both" and "varlen" in timed:
             calls["varlen_deterministic"] = partial(deterministic, "varlen")
-        baselines = {impl: call for impl, call in calls.items() if impl != OURS}
+        baselines = {impl: call for impl, call in calls.items() if impl not in (OURS, "triton")}
         check = Check(baselines, exact[name]) if exact else None
         rate: dict[str, Any] = {"flops": int(flops * count), "peak": "gemm", "check": check}
         bench.compare("attention", name, shape, dtype, calls, **rate)

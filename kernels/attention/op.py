@@ -71,7 +71,8 @@ def tree_attention(
         softcap: scores become softcap * tanh(score / softcap); None leaves them.
         batch_invariant: on a GPU, too, the result of a token does not depend on other sequences or
             on whether prefixes are shared, bit for bit, and is that of `paged_attention`; for head
-            sizes up to 256. Gradients are those without it.
+            sizes up to 256. Gradients are those without it. A query, key, value or gradient that is
+            not finite gives NaN to the tokens that see each other, and reaches no other.
         flash: on a GPU, where the backend is `triton`, let FlashAttention compute it, in one call
             per level of the forest, if it can (16 bits, D = D_v, no window, soft-cap or sinks) and
             levels are few and long. Its backward adds in the order in which blocks finish, unless

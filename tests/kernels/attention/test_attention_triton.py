@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hybridengine.kernels import tree_attention
+from tests.kernels.attention import nonfinite_cases
 from tests.kernels.attention.cases import forest_of, problem, random_forest
 from tests.kernels.attention.triton_cases import OPTIONS, assert_exact, ours
 from tests.kernels.cuda_graph import capture
@@ -75,6 +76,14 @@ def test_the_same_bits_in_every_run():
     for _ in range(3):
         for got, expected in zip(ours(case, "cuda"), first, strict=True):
             assert torch.equal(got, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("value", (torch.nan, torch.inf))
+@pytest.mark.parametrize("spoilt", ("query", "key", "value", "grad"))
+def test_values_that_are_not_finite_stay_in_their_sequences(spoilt, value, dtype):
+    nonfinite_cases.check("cuda", dtype, 15, spoilt, value, batch_invariant=True)
 
 
 @pytest.mark.gpu
