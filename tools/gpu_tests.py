@@ -39,7 +39,7 @@ WORKERS = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
 RANKS = (
     *("tests/train/checkpoint/test_checkpointer.py", "tests/model/test_sharded.py"),
     *("tests/model/test_fsdp_options.py", "tests/sync/test_exchange.py"),
-    *("tests/engine/test_hf.py", "tests/train/test_loss_forms.py", "tests/train/test_sft.py"),
+    *("tests/extras/hf/test_hf.py", "tests/train/test_loss_forms.py", "tests/train/test_sft.py"),
 )
 # Tests of C++ and Python that call nothing of torch but tensors, and more inputs of operators that
 # other tests run. `make test` has them.

@@ -339,3 +339,4 @@ def test_tests_that_never_passed_on_a_gpu_come_first():
     tests = ["tests/kernels/test_layer.py::a", "tests/kernels/sampling/test_b.py::b"]
     tests += ["tests/model/test_exact_c.py::c", "tests/kernels/test_grouped_linear.py::d"]
     assert sorted(tests, key=gpu_tests.comes_later) == [*tests[1:], tests[0]]
+    assert all((gpu_report.ROOT / path).exists() for path in (*gpu_tests.RANKS, *gpu_tests.FOLDERS))
