@@ -69,6 +69,17 @@ def same_device(op: str, **tensors: Tensor | None) -> None:
             )
 
 
+def signature(op: str, **tensors: Tensor | None) -> tuple[Any, ...]:
+    """Return all that checks read of tensors, None for None, as a key of results (`_once`)."""
+    try:
+        return tuple(
+            [None if x is None else (x.shape, x.dtype, x.device) for x in tensors.values()]
+        )
+    except AttributeError:  # an argument is no tensor
+        same_device(op, **tensors)
+        raise
+
+
 def shape(op: str, name: str, tensor: Tensor, pattern: str, sizes: Sizes) -> None:
     """Check a shape against a pattern: a letter per dimension, a leading "..." for any number.
 

@@ -29,13 +29,17 @@ def _is_plain(arguments: Sequence[Any]) -> bool:
 
     arguments: those of the op, tensors in lists by themselves.
     """
-    return (
-        _PLAIN.issuperset(map(type, arguments))
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-        and not next((one.is_meta for one in arguments if type(one) in _TENSORS), False)
-    )
+    if (
+        not _PLAIN.issuperset(map(type, arguments))
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    ):
+        return False
+    for one in arguments:
+        if type(one) in _TENSORS:
+            return not one.is_meta
+    return True
 
 
 class CustomOp:
@@ -44,10 +48,10 @@ class CustomOp:
     A compiler, a dispatch mode, torch.func, meta tensors and subclasses get the op itself.
     """
 
-    def __init__(self, definition: Any, run: Callable[..., Any]) -> None:
+    def __init__(self, definition: Any, function: Callable[..., Any]) -> None:
         self._definition = definition
         self.op = definition._opoverload
-        self._run = run
+        self._function = function
         schema = self.op._schema
         self.name = schema.name.partition("::")[2]
         self._arguments = [argument.name for argument in schema.arguments]
@@ -80,7 +84,8 @@ class CustomOp:
         for i in self._written:
             if arguments[i] is not None:
                 increment_version(arguments[i])
-        return self._run(*arguments)
+        with torch._C._DisableAutocast():
+            return self._function(*arguments)
 
     def _differentiable(self, arguments: tuple[Any, ...]) -> Any:
         if self._apply is None:
@@ -107,10 +112,11 @@ class CustomOp:
             return *results, *[None] * (count - len(results))
 
         self._definition.register_autograd(padded, setup_context=setup_context)
-        run = self._run
+        function = self._function
 
         def forward(ctx: Any, *arguments: Any) -> Any:
-            output = run(*arguments)
+            with torch._C._DisableAutocast():
+                output = function(*arguments)
             setup_context(ctx, arguments, output)
             return output
 
@@ -118,9 +124,9 @@ class CustomOp:
         if self._has_lists:
             methods = _with_lists(forward, padded, self._returns_list)
         statics = {name: staticmethod(method) for name, method in methods.items()}
-        function = type(self.name, (Function,), statics)
+        node = type(self.name, (Function,), statics)
         # Without what Function.apply does about torch.func, for every argument.
-        self._apply = super(Function, function).apply  # type: ignore[misc]
+        self._apply = super(Function, node).apply  # type: ignore[misc]
 
 
 def _is_list(declared: Any) -> bool:
@@ -181,6 +187,6 @@ def custom_op(
         run = without_autocast(function)
         signature = schema or torch.library.infer_schema(function, mutates_args=mutates_args)
         definition = torch.library.custom_op(name, run, mutates_args=mutates_args, schema=signature)
-        return CustomOp(definition, run)
+        return CustomOp(definition, function)
 
     return decorate

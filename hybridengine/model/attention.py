@@ -17,7 +17,9 @@ to another sequence, and no mask is built.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,11 +28,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PretrainedConfig,
+    masking_utils,
+)
 from transformers.masking_utils import sdpa_mask
 
-from hybridengine.kernels import tree_attention
+from hybridengine.kernels import _check as check
 from hybridengine.kernels._once import once
+from hybridengine.kernels.attention.op import prepare as prepare_attention
+from hybridengine.kernels.attention.op import tokens_first
 from hybridengine.model.exact import has_exact_operators
 from hybridengine.model.flash_attention import flash_kernel
 from hybridengine.run.errors import ModelError
@@ -40,7 +49,7 @@ ATTENTION = "hybridengine_varlen"
 # Tensors and numbers that models pass on to attention and that do not change its result.
 _IGNORED = {
     *("num_items_in_batch", "seq_idx", "cache_position", "position_embeddings", "labels"),
-    *("logits_to_keep", "max_length_k"),
+    *("logits_to_keep", "max_length_k", "use_cache"),
 }
 
 
@@ -112,19 +121,8 @@ def varlen_attention(
             that is not known, ...); the message names the layer and the feature.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    maps = kwargs.pop("output_attentions", None)
-    # Others (position_bias, indices, ...) would change the result; flags and objects, such as those
-    # of router replay, reach all modules of a layer.
-    given = {name: x for name, x in kwargs.items() if isinstance(x, Tensor | float | int)}
-    names = [name for name, x in given.items() if name not in _IGNORED and not isinstance(x, bool)]
-    unknown = ", ".join(map(repr, names))
-    _raise_if_unsupported(
-        module,
-        (dropout > 0, f"attention dropout {dropout}", "set it to 0 in the model's config.json"),
-        (not causal, "bidirectional attention", "use a causal language model"),
-        (maps, "output_attentions", "do not ask for them: no weights are formed"),
-        (unknown, f"the argument {unknown}", "choose a model whose attention has no such argument"),
-    )
+    if dropout > 0 or not causal or not _IGNORED.issuperset(kwargs):
+        _check_arguments(module, dropout, causal, kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = _ScoreOptions(scaling, sliding_window, softcap, s_aux)
     if cu_seq_lens_q is None:
@@ -149,62 +147,103 @@ def varlen_attention(
         cu_seq_lens_q, max_length_q = rows * query.shape[2], query.shape[2]
     else:
         is_packed = query.shape[0] == 1 and query.shape[2] == key.shape[2]
-        # Not described unless they are wrong: a compiled graph would be of these lengths only.
-        shapes = (
-            "" if is_packed else f"packed query {tuple(query.shape)} with key {tuple(key.shape)}"
-        )
-        same_lengths = (
-            cu_seq_lens_k is None
-            or cu_seq_lens_k is cu_seq_lens_q
-            or torch.equal(cu_seq_lens_k, cu_seq_lens_q)
-        )
-        masked = attention_mask is not None
-        _raise_if_unsupported(
-            module,
-            (masked, "an attention_mask and cu_seq_lens_q", "pass one, or use another model"),
-            (not is_packed, shapes, "pack into one row [1, T], with use_cache=False"),
-            (not same_lengths, "different cu_seq_lens_k and cu_seq_lens_q", "pass the same tensor"),
-            (
-                subtree_ends is not None and sliding_window and tree_position_ids is None,
-                "subtree_ends and a sliding window without tree_position_ids",
-                "pass the depth of every token",
-            ),
-        )
-    if one_row := query.shape[0] == 1:
-        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    else:
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        is_same = cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q
+        in_window_of_tree = subtree_ends is not None and sliding_window
+        if attention_mask is not None or not is_packed or not is_same or in_window_of_tree:
+            # Not described unless they are wrong: a compiled graph would be of these lengths only.
+            shapes = "" if is_packed else f"packed query {[*query.shape]} with key {[*key.shape]}"
+            _raise_if_unsupported(
+                module,
+                (
+                    attention_mask is not None,
+                    "an attention_mask and cu_seq_lens_q",
+                    "pass one, or use another model",
+                ),
+                (not is_packed, shapes, "pack into one row [1, T], with use_cache=False"),
+                (
+                    not is_same and not torch.equal(cu_seq_lens_k, cu_seq_lens_q),
+                    "different cu_seq_lens_k and cu_seq_lens_q",
+                    "pass the same tensor",
+                ),
+                (
+                    in_window_of_tree and tree_position_ids is None,
+                    "subtree_ends and a sliding window without tree_position_ids",
+                    "pass the depth of every token",
+                ),
+            )
+    heads = [query, key, value]
     if sequence_parallel is not None:
-        q, k, v = gather_seq_scatter_heads(q, k, v, group=sequence_parallel)
+        heads = gather_seq_scatter_heads(*map(tokens_first, heads), group=sequence_parallel)
         if s_aux is not None:
             s_aux = s_aux.chunk(sequence_parallel.size())[sequence_parallel.rank()]
             options = options._replace(sinks=s_aux)
-    flash, exact = flash_kernel(), has_exact_operators(module)
-    if subtree_ends is None and s_aux is None and not exact and flash.fits(q, v, softcap):
-        max_seqlen = max_length_q or int(cu_seq_lens_q.diff().max())
-        out = flash(q, k, v, cu_seq_lens_q, max_seqlen, scaling, sliding_window, softcap)
-    else:
-        if subtree_ends is None:
-            layout = partial(torch.ops.hybridengine.sequence_layout, num_tokens=q.shape[0])
-            subtree_ends, tree_position_ids = once(q.shape[0], layout, cu_seq_lens_q)
-        out = tree_attention(
-            q,
-            k,
-            v,
-            subtree_ends,
-            tree_position_ids,
-            sinks=s_aux,
-            softmax_scale=scaling,
-            window_size=sliding_window,
-            softcap=softcap,
-            batch_invariant=exact,
-            flash=not exact,
-        )
+    exact = has_exact_operators(module)
+    kind = check.signature(ATTENTION, query=heads[0], key=heads[1], value=heads[2], sinks=s_aux)
+    decided = (*options[:3], exact, max_length_q)
+
+    def decide(*sequences: Tensor | None) -> Callable[..., Tensor]:
+        return _decide((*heads, s_aux), *decided, *sequences)
+
+    of_sequences = (cu_seq_lens_q, subtree_ends, tree_position_ids)
+    out = once((kind, decided), decide, *of_sequences)(*heads, s_aux)
     if spans := [span for span in bidirectional_spans if sliding_window or not span.in_windows]:
-        out = _attend_in_spans(out, q, k, v, spans, options)
+        flat = out if out.dim() == 3 else out.flatten(0, 1)
+        out = _attend_in_spans(flat, *map(tokens_first, heads), spans, options)
     if sequence_parallel is not None:
         out = gather_heads_scatter_seq(out, sequence_parallel)
-    return out.unsqueeze(0) if one_row else out.unflatten(0, (query.shape[0], -1)), None
+    return out if out.dim() == 4 else out.unsqueeze(0), None
+
+
+def _decide(
+    heads: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    softmax_scale: float,
+    window_size: int | None,
+    softcap: float | None,
+    exact: bool,
+    max_seqlen: int | None,
+    cu_seqlens: Tensor,
+    subtree_ends: Tensor | None,
+    position_ids: Tensor | None,
+) -> Callable[..., Tensor]:
+    """Return what computes attention of query, key, value and sinks in the layers of one kind."""
+    query, _, value, sinks = heads
+    flash = flash_kernel()
+    if subtree_ends is None and sinks is None and not exact and flash.fits(query, value, softcap):
+        longest = max_seqlen or int(cu_seqlens.diff().max())
+        # Not the tensor itself, which would be kept by what is kept for it.
+        given = (cu_seqlens.detach(), longest, softmax_scale, window_size, softcap)
+        return lambda q, k, v, _: flash(q, k, v, *given)
+    if subtree_ends is None:
+        tokens = query.shape[0] if query.dim() == 3 else query.shape[0] * query.shape[2]
+        layout = partial(torch.ops.hybridengine.sequence_layout, num_tokens=tokens)
+        subtree_ends, position_ids = once(tokens, layout, cu_seqlens)
+    options = (softmax_scale, window_size, softcap, exact, not exact, None)
+    return prepare_attention(heads, subtree_ends, position_ids, *options)
+
+
+def _check_arguments(
+    module: nn.Module, dropout: float, causal: bool, others: Mapping[str, Any]
+) -> None:
+    """Raise ModelError for an argument that would change the result, and is not supported."""
+    # Such are position_bias, indices, ...; flags and objects, such as those of router replay, reach
+    # all modules of a layer.
+    names = [
+        name
+        for name, x in others.items()
+        if name not in _IGNORED and isinstance(x, Tensor | float | int) and not isinstance(x, bool)
+    ]
+    unknown = ", ".join(map(repr, names))
+    _raise_if_unsupported(
+        module,
+        (dropout > 0, f"attention dropout {dropout}", "set it to 0 in the model's config.json"),
+        (not causal, "bidirectional attention", "use a causal language model"),
+        (
+            others.get("output_attentions"),
+            "output_attentions",
+            "do not ask for them: no weights are formed",
+        ),
+        (unknown, f"the argument {unknown}", "choose a model whose attention has no such argument"),
+    )
 
 
 def gather_seq_scatter_heads(*tensors: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -355,5 +394,24 @@ def _(cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     return cu_seqlens.new_empty(num_tokens), cu_seqlens.new_empty(num_tokens)
 
 
+_has_ends: ContextVar[bool] = ContextVar("has_ends", default=False)
+_find_sequences = masking_utils.find_packed_sequence_indices
+
+
+@contextmanager
+def sequence_ends_given() -> Iterator[None]:
+    """Keep transformers from a search for sequences in position_ids, for which the host waits."""
+    before = _has_ends.set(True)
+    try:
+        yield
+    finally:
+        _has_ends.reset(before)
+
+
+def _find_sequences_unless_given(position_ids: Tensor) -> Tensor | None:
+    return None if _has_ends.get() else _find_sequences(position_ids)
+
+
+masking_utils.find_packed_sequence_indices = _find_sequences_unless_given
 AttentionInterface.register(ATTENTION, varlen_attention)
 AttentionMaskInterface.register(ATTENTION, causal_mask)

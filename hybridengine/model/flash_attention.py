@@ -4,12 +4,11 @@
 |---|---|---|
 | FlashAttention 4 | `flash_attn.cute` | Blackwell, heads of up to 128 |
 | FlashAttention 3 | `flash_attn_interface` | Hopper |
-| FlashAttention 2 | `flash_attn`, else `torch.nn.attention.varlen` | Ampere and later |
+| FlashAttention 2 | `flash_attn`, else torch's copy of it | Ampere and later |
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
+
+from hybridengine.kernels.attention.flash import ATEN, FlashPair
+from hybridengine.kernels.attention.op import tokens_first
+from hybridengine.kernels.attention.varlen import flash_attention
 
 __all__ = [
     "FlashKernel",
@@ -38,12 +40,14 @@ class FlashKernel:
     max_head_size: the largest head that it has a backward for.
     no_window: how it names an unlimited window.
     has_softcap: whether it caps logits.
+    takes_rows: whether it takes [B, H, L, D], as `flash_attention` does.
     """
 
     function: Callable[..., Any]
     max_head_size: int = 256
     no_window: int | None = -1
     has_softcap: bool = True
+    takes_rows: bool = False
 
     def fits(self, q: Tensor, v: Tensor, softcap: float | None) -> bool:
         """Return whether it takes q [T, H, D] and v [T, H_kv, D_v]."""
@@ -65,11 +69,13 @@ class FlashKernel:
     ) -> Tensor:
         """Causal attention: q [T, H, D], k and v [T, H_kv, D] -> [T, H, D].
 
+        Or q [B, H, L, D], k and v [B, H_kv, L, D] -> [B, L, H, D], of T = B L tokens.
+
         Gradients are added in a fixed order where `torch.use_deterministic_algorithms` says so.
         """
         left = self.no_window if window_size is None else window_size - 1
         out = self.function(
-            *(q, k, v),
+            *((q, k, v) if self.takes_rows else map(tokens_first, (q, k, v))),
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_k=cu_seqlens,
             max_seqlen_q=max_seqlen,
@@ -80,32 +86,29 @@ class FlashKernel:
             softcap=softcap or 0.0,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        return out[0] if isinstance(out, tuple) else out  # some return the log-sum-exp, too
+        out = out[0] if isinstance(out, tuple) else out  # some return the log-sum-exp, too
+        return out if out.dim() == q.dim() else out.unflatten(0, q.shape[::2][:2])
 
 
-def torch_kernel(function: Callable[..., Any] = varlen_attn) -> FlashKernel:
+def torch_kernel(pair: FlashPair = ATEN) -> FlashKernel:
     """Return torch's copy of FlashAttention 2, which is always there.
 
-    It takes fewer key-value than query heads with `enable_gqa`; in torch 2.11, which has no such
-    option, always. It reads `torch.use_deterministic_algorithms` by itself.
+    It reads `torch.use_deterministic_algorithms` by itself.
     """
-    known = "enable_gqa" in inspect.signature(function).parameters
-    gqa = {"enable_gqa": True} if known else {}
 
     def attend(
         *qkv: Tensor,
         cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
         max_seqlen_q: int,
-        max_seqlen_k: int,
         softmax_scale: float,
         window_size: tuple[int, int],
         **options: Any,
-    ) -> Any:
-        packed = (*qkv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        return function(*packed, scale=softmax_scale, window_size=window_size, **gqa)
+    ) -> Tensor:
+        window = None if window_size[0] < 0 else window_size[0] + 1
+        given = (cu_seqlens_q, max_seqlen_q, softmax_scale, window)
+        return flash_attention(*qkv, *given, pair=pair)  # type: ignore[arg-type, misc]
 
-    return FlashKernel(attend, has_softcap=False)
+    return FlashKernel(attend, has_softcap=False, takes_rows=True)
 
 
 # (package, major compute capabilities, options), newest first.

@@ -21,6 +21,7 @@ from hybridengine.kernels import (
     sparse_linear_token_log_probs,
     token_log_probs,
 )
+from hybridengine.model.attention import sequence_ends_given
 from hybridengine.model.exact import has_exact_operators
 from hybridengine.model.extensions import hooks_of
 from hybridengine.model.head import HeadFunction, KeptIds, accepts_head_function
@@ -37,6 +38,7 @@ def _forward(model: nn.Module, batch: PackedBatch, **options: object) -> Any:
         arguments["subtree_ends"] = batch.subtree_ends
         arguments["tree_position_ids"] = batch.tree_position_ids
     with ExitStack() as stack:
+        stack.enter_context(sequence_ends_given())
         for part in batch.parts.values():
             arguments.update(part.arguments(position_ids))
             stack.enter_context(part.context(model))

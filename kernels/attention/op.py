@@ -13,7 +13,7 @@ gradients of query, key and value have the same formula with and without sinks.
 
 from __future__ import annotations
 
-from types import ModuleType
+import math
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ register_backends(OP, cpu=("cpp", "reference"), cuda=("triton", "reference"))
 
 OPTIONS = (
     "Tensor subtree_ends, Tensor? position_ids, float softmax_scale, int? window_size, "
-    "float? softcap, str? backend"
+    "float? softcap, str backend"
 )
 
 
@@ -59,7 +59,9 @@ def tree_attention(
 
     Args:
         query: [T, H, D]; key: [T, H_kv, D]; value: [T, H_kv, D_v], of one dtype, any strides. H is
-            a multiple of H_kv, and consecutive query heads share a key-value head.
+            a multiple of H_kv, and consecutive query heads share a key-value head. Or, as
+            transformers passes them, [B, H, L, D], [B, H_kv, L, D] and [B, H_kv, L, D_v], rows of
+            T = B L tokens: autograd then has no nodes for their views.
         subtree_ends: [T] int32 or int64, the end of the subtree of each token's node, in packed
             order; for packed sequences the end of the token's sequence. Every token sees itself.
         position_ids: [T] int32 or int64, the depth of each token in its tree; needed with
@@ -80,12 +82,12 @@ def tree_attention(
         backend: `cpp`, `triton` or `reference`; None takes the best one.
 
     Returns:
-        [T, H, D_v] of the same dtype, contiguous, differentiable (once, in reverse mode) in query,
-        key, value and sinks. Sums are float32 (float64 for float64 inputs, and for the gradient of
-        sinks) and run in a fixed order. On a CPU the result and the gradients of a sequence do not
-        depend on the others, and the result and the gradient of query not on whether prefixes are
-        shared, bit for bit; a key or value that is not finite gives NaN to the tokens that see it
-        and reaches no other.
+        [T, H, D_v], or [B, L, H, D_v], of the same dtype, contiguous, differentiable (once, in
+        reverse mode) in query, key, value and sinks. Sums are float32 (float64 for float64 inputs,
+        and for the gradient of sinks) and run in a fixed order. On a CPU the result and the
+        gradients of a sequence do not depend on the others, and the result and the gradient of
+        query not on whether prefixes are shared, bit for bit; a key or value that is not finite
+        gives NaN to the tokens that see it and reaches no other.
 
     Raises:
         ValueError: shapes, dtypes, devices or numbers that do not fit; on a CPU also a value of
@@ -98,7 +100,65 @@ def tree_attention(
         >>> tree_attention(q, k, v, torch.tensor([4, 4, 3, 4]))[3, 0].mul(3).round().tolist()
         [1.0, 1.0, 0.0, 1.0]
     """
-    check.not_none(OP, query=query, key=key, value=value, subtree_ends=subtree_ends)
+    options = (softmax_scale, window_size, softcap, batch_invariant, flash, backend)
+    attend = prepare((query, key, value, sinks), subtree_ends, position_ids, *options)
+    return attend(query, key, value, sinks)
+
+
+class TreeAttention:
+    """`tree_attention` over one forest, for tensors and options that were checked.
+
+    options: the arguments of the op after `sinks`.
+    """
+
+    __slots__ = ("options",)
+
+    def __init__(self, *options: Any) -> None:
+        self.options = options
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        if sinks is not None:
+            sinks = sinks.to(compute_dtype(query)).contiguous()
+        return _forward_op(query, key, value, sinks, *self.options)[0]  # type: ignore[no-any-return]
+
+
+def prepare(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    subtree_ends: Tensor,
+    position_ids: Tensor | None,
+    *options: Any,
+) -> TreeAttention:
+    """Check all arguments once for the layers that share a forest, options, shapes and dtypes.
+
+    Args:
+        tensors: query, key, value and sinks of one of the layers.
+        options: softmax_scale, window_size, softcap, batch_invariant, flash and backend.
+    """
+    names = ("query", "key", "value", "sinks")
+    given = check.signature(OP, **dict(zip(names, tensors, strict=True)))
+    check.not_none(OP, subtree_ends=subtree_ends)
+
+    def checked(ends: Tensor, positions: Tensor | None) -> TreeAttention:
+        return _checked(*tensors, ends, positions, *options)
+
+    return once((given, options), checked, subtree_ends, position_ids)
+
+
+def _checked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    subtree_ends: Tensor,
+    position_ids: Tensor | None,
+    softmax_scale: float | None,
+    window_size: int | None,
+    softcap: float | None,
+    batch_invariant: bool,
+    flash: bool,
+    backend: str | None,
+) -> TreeAttention:
+    check.not_none(OP, query=query, key=key, value=value)
     check.same_device(
         OP,
         query=query,
@@ -110,52 +170,51 @@ def tree_attention(
     )
     check.floats(OP, query=query, sinks=sinks)
     sizes: check.Sizes = {}
-    check.shape(OP, "query", query, "T H D", sizes)
-    check.shape(OP, "key", key, "T H_kv D", sizes)
-    check.shape(OP, "value", value, "T H_kv D_v", sizes)
+    pattern = "B {} L {}" if query.dim() == 4 else "T {} {}"
+    check.shape(OP, "query", query, pattern.format("H", "D"), sizes)
+    check.shape(OP, "key", key, pattern.format("H_kv", "D"), sizes)
+    check.shape(OP, "value", value, pattern.format("H_kv", "D_v"), sizes)
+    if query.dim() == 4:
+        sizes["T"] = (query.shape[0] * query.shape[2], "query")
     check.dtype(OP, "key", key, (query.dtype,))
     check.dtype(OP, "value", value, (query.dtype,))
     heads, kv_heads = query.shape[1], key.shape[1]
-    if kv_heads == 0 or heads % kv_heads or query.shape[2] == 0:
+    if kv_heads == 0 or heads % kv_heads or query.shape[-1] == 0:
         raise ValueError(
             f"{OP}: query has shape {list(query.shape)} and key {list(key.shape)}; expected D of "
             "at least 1 and a number of heads that is a multiple of the key's: repeat key heads."
         )
     if sinks is not None:
         check.shape(OP, "sinks", sinks, "H", sizes)
-        sinks = sinks.to(compute_dtype(query)).contiguous()
     check.shape(OP, "subtree_ends", subtree_ends, "T", sizes)
-    ends = once("ends", _int32_ends, subtree_ends)
+    ends, positions = once("ends", _int32_ends, subtree_ends), None
     if window_size is not None:
         window_size = check.integer(OP, "window_size", window_size, at_least=1)
     if window_size is not None or batch_invariant:
         check.not_none(OP, position_ids=position_ids)
         assert position_ids is not None
         check.shape(OP, "position_ids", position_ids, "T", sizes)
-        position_ids = once("positions", _int32_positions, position_ids)
-    else:
-        position_ids = None
+        positions = once("positions", _int32_positions, position_ids)
     if softcap is not None:
         softcap = check.number(OP, "softcap", softcap, above=0)
-    scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     scale = check.number(OP, "softmax_scale", scale)
+    backend = choose_backend(OP, query.device, backend, query.dtype)
     if flash and not batch_invariant and takes(query, value, sinks, scale, window_size, softcap):
-        is_triton = choose_backend(OP, query.device, backend, query.dtype) == "triton"
-        backend = "flash" if is_triton else backend
-    options = (ends, position_ids, scale, window_size, softcap, backend)
-    out, _ = _forward_op(query, key, value, sinks, *options, batch_invariant)
-    return out
+        backend = "flash" if backend == "triton" else backend
+    return TreeAttention(ends, positions, scale, window_size, softcap, backend, batch_invariant)
 
 
 def _int32_positions(position_ids: Tensor) -> Tensor:
-    return check.int32(OP, "position_ids", position_ids)
+    # Not the same tensor, which would be kept by what is kept for it.
+    return check.int32(OP, "position_ids", position_ids).detach()
 
 
 def _int32_ends(subtree_ends: Tensor) -> Tensor:
     ends = check.int32(OP, "subtree_ends", subtree_ends)
     if check.readable(ends):
         _check_ends(ends)
-    return ends
+    return ends.detach()
 
 
 def _check_ends(ends: Tensor) -> None:
@@ -169,6 +228,18 @@ def _check_ends(ends: Tensor) -> None:
         )
 
 
+def _flat(rows: Tensor) -> Tensor:
+    """Return [B, L, H, D] as [T, H, D]."""
+    return rows.squeeze(0) if rows.shape[0] == 1 else rows.flatten(0, 1)
+
+
+def tokens_first(x: Tensor) -> Tensor:
+    """Return [T, H, D] of it, or of [B, H, L, D]."""
+    if x.dim() == 3:
+        return x
+    return x.squeeze(0).transpose(0, 1) if x.shape[0] == 1 else x.transpose(1, 2).flatten(0, 1)
+
+
 @custom_op(
     f"hybridengine::{OP}",
     mutates_args=(),
@@ -178,53 +249,41 @@ def _check_ends(ends: Tensor) -> None:
 def _forward_op(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    """out [T, H, D_v], and the log-sum-exp of scores and sink [H, T], float32 or float64."""
+    """out, and the log-sum-exp of scores and sink [H, T], float32 or float64."""
     *tree, backend, batch_invariant = options
-    if batch_invariant and choose_backend(OP, query.device, backend, query.dtype) == "triton":
+    heads = reference.Heads(tokens_first(query), tokens_first(key), tokens_first(value))
+    if backend == "cpp":
+        out, lse = native().attention_forward(*map(unit_inner_stride, heads), sinks, *tree)
+    elif batch_invariant and backend == "triton":
         from .triton_paths import path_attention
 
-        inputs = reference.Heads(query, key, value)
-        return path_attention(inputs, reference.TreeOptions(*tree), sinks)
-    return _run("forward", query, key, value, sinks, *tree, backend)
+        out, lse = path_attention(heads, reference.TreeOptions(*tree), sinks)
+    else:
+        module = _module(backend)
+        out, lse = module.tree_attention_forward(heads, reference.TreeOptions(*tree), sinks)
+    if query.dim() == 4:  # in place: the result is no view
+        out.resize_(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+    return out, lse
 
 
-def _run(name: str, *arguments: Any) -> Any:
-    """Run `name`, forward or backward, on the backend that the last argument names.
-
-    Besides the operator's backends that is `flash` or, for a backward, `exact`.
-    """
-    *operands, backend = arguments
-    first: Tensor = operands[0]
-    module: ModuleType
-    chosen = backend
-    if backend not in ("flash", "exact"):
-        chosen = choose_backend(OP, first.device, backend, first.dtype)
-    if chosen == "cpp":
-        *tensors, sinks_or_lse = operands[:-5]  # contiguous, as those that follow it
-        tensors = [unit_inner_stride(tensor) for tensor in tensors]
-        return getattr(native(), f"attention_{name}")(*tensors, sinks_or_lse, *operands[-5:])
-    if chosen == "triton":
+def _module(backend: str) -> Any:
+    """Return the passes of a backend, of `flash` or, for a backward, of `exact`."""
+    if backend == "triton":
         from . import triton as module
-    elif chosen == "flash":
+    elif backend == "flash":
         from . import cascade as module
-    elif chosen == "exact":
+    elif backend == "exact":
         from . import triton_finite as module
     else:
         module = reference
-    options = reference.TreeOptions(*operands[-5:])
-    if name == "forward":
-        return module.tree_attention_forward(reference.Heads(*operands[:3]), options, operands[3])
-    grad_out, query, key, value, out, lse = operands[:-5]
-    heads = reference.Heads(query, key, value)
-    grads, delta = module.tree_attention_backward(grad_out, heads, out, lse, options)
-    return *grads, delta
+    return module
 
 
 @_forward_op.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    tokens, heads, _ = query.shape
-    out = query.new_empty(tokens, heads, value.shape[2])
-    return out, query.new_empty(heads, tokens, dtype=compute_dtype(query))
+    *tokens, heads, _ = (query if query.dim() == 3 else query.transpose(1, 2)).shape
+    out = query.new_empty(*tokens, heads, value.shape[-1])
+    return out, query.new_empty(heads, math.prod(tokens), dtype=compute_dtype(query))
 
 
 @custom_op(
@@ -233,24 +292,45 @@ def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor,
     schema="(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
     f"{OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _backward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward_op(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, and delta [H, T]: grad_out . out."""
-    return _run("backward", *arguments)
+    *tree, backend = options
+    heads = reference.Heads(tokens_first(query), tokens_first(key), tokens_first(value))
+    if in_rows := query.dim() == 4:
+        grad_out, out = _flat(grad_out), _flat(out)
+    if backend == "cpp":
+        given = map(unit_inner_stride, (grad_out, *heads, out))
+        *grads, delta = native().attention_backward(*given, lse, *tree)
+    else:
+        run = _module(backend).tree_attention_backward
+        grads, delta = run(grad_out, heads, out, lse, reference.TreeOptions(*tree))
+    if in_rows:
+        rows = (query.shape[0], query.shape[2])
+        grads = [x.view(*rows, *x.shape[1:]).transpose(1, 2) for x in grads]
+    return *grads, delta
 
 
 @_backward_op.register_fake
 def _(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *_: Any
 ) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (query, key, value, lse))
+    if query.dim() == 3:
+        return tuple(x.new_empty(x.shape) for x in (query, key, value, lse))
+    in_order = (x.transpose(1, 2) for x in (query, key, value))
+    return *(x.new_empty(x.shape).transpose(1, 2) for x in in_order), lse.new_empty(lse.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     *tensors, ctx.scale, ctx.window_size, ctx.softcap, backend, batch_invariant = inputs
-    if batch_invariant:
-        chosen = choose_backend(OP, inputs[0].device, backend, inputs[0].dtype)
-        backend = "exact" if chosen == "triton" else backend
-    ctx.backend = backend
+    ctx.backend = "exact" if batch_invariant and backend == "triton" else backend
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
 

@@ -101,4 +101,6 @@ def _scaled(grads: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
         from .rescale import rescale_
 
         return [rescale_(grad, factor) for grad in grads]
-    return grads if factor.is_cpu and factor.item() == 1 else [grad.mul_(factor) for grad in grads]
+    if check.readable(factor) and factor.item() == 1:
+        return grads
+    return [grad.mul_(factor) for grad in grads]

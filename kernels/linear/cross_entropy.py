@@ -229,7 +229,7 @@ def _cross_entropy_op(
     options, (budget_bytes, deterministic, incoming, *rest) = split_row_options(arguments)
     smoothing, lse_square_scale, active_rows, wide_weight_grad, wanted, backend = rest
     ignored = labels == options.ignore_index
-    if active_rows is None and hidden.is_cpu and ignored.any():
+    if active_rows is None and check.readable(hidden) and ignored.any():
         active_rows = (~ignored).nonzero().squeeze(1)
     count = labels.numel() if active_rows is None else active_rows.numel()
     chunks = Chunks(

@@ -295,7 +295,7 @@ def _distillation_op(
     incoming: [T], the gradients of the divergences.
     numbers: both transforms, then beta.
     """
-    if active_rows is None and mask.is_cpu and not mask.all():
+    if active_rows is None and check.readable(mask) and not mask.all():
         active_rows = mask.nonzero().squeeze(1)
     count = mask.numel() if active_rows is None else active_rows.numel()
     teacher = Chunks(

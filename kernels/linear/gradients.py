@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _check as check
 from .._per_token import compute_dtype
 from ..gemm import mixed_gemm
 from ..logprob.options import RowOptions
@@ -193,7 +194,7 @@ class LogProbGradients(LinearGradients):
     ) -> None:
         super().__init__(chunks, wanted, options.group, **arguments)
         self.token_ids, self.options, self.backend = token_ids, options, backend
-        self.skip_inactive = skip_inactive and chunks.hidden.is_cpu
+        self.skip_inactive = skip_inactive and check.readable(chunks.hidden)
 
     def add_chunk(
         self,

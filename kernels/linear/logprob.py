@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _check as check
 from .._backend import choose_backend, register_backends
 from .._library import custom_op
 from .._per_token import compute_dtype
@@ -247,7 +248,7 @@ def _backward_op(
         main_grad=main_grad,
         inactive=inactive,
     )
-    index = active_rows(*gradients) if hidden.is_cpu and not kept else None
+    index = active_rows(*gradients) if check.readable(hidden) and not kept else None
     for rows in chunks.parts(index):
         grads.add_chunk(
             logits if kept else grads.logits(rows),

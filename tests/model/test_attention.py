@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.kernels.attention.flash import FlashPair
 from hybridengine.model import flash_attention
 from hybridengine.model.attention import causal_mask, varlen_attention
 from hybridengine.model.flash_attention import (
@@ -19,6 +20,7 @@ from hybridengine.model.flash_attention import (
     torch_kernel,
 )
 from hybridengine.run.errors import ModelError
+from tests.kernels.attention.flash_in_float64 import PAIR
 
 
 class Layer(torch.nn.Module):
@@ -125,7 +127,11 @@ def test_rows_of_one_sequence_with_sinks(options, masked):
 
 def test_flash_attention_is_not_asked_for_sinks(monkeypatch):
     """Its gradients know nothing of them."""
-    use(monkeypatch, torch_kernel(lambda *_: pytest.fail("called")))
+
+    def fail(*_):
+        pytest.fail("called")
+
+    use(monkeypatch, torch_kernel(FlashPair(fail, fail)))
     q, k, v = random_qkv(32, 4, 2, 8)
     sinks = random_sinks(4)
     out = packed(q, k, v, [20, 12], scaling=0.3, s_aux=sinks)
@@ -206,25 +212,16 @@ def use(monkeypatch, kernel):
 
 
 @pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("asks_for_gqa", [True, False])
-def test_torchs_kernel_gets_the_arguments_of_its_version(monkeypatch, asks_for_gqa, window):
-    """Newer versions of torch refuse fewer key-value heads without `enable_gqa`, 2.11 has none."""
+def test_torchs_flash_attention_differentiates_by_its_two_passes(monkeypatch, window):
+    """Its forward and backward are a stand-in in float64, whose log-sum-exp is float32."""
     lengths = [20, 3, 9]
-
-    def without(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
-        assert cu_seq_q.tolist() == cu_seq_k.tolist() == [0, 20, 23, 32]
-        assert max_q == max_k == 20 and window_size[1] == 0
-        window = None if window_size[0] < 0 else window_size[0] + 1
-        return oracle(query, key, value, lengths, scale, window)
-
-    def with_option(*packed, scale, window_size, enable_gqa=False):
-        assert enable_gqa
-        return without(*packed, scale=scale, window_size=window_size)
-
-    use(monkeypatch, torch_kernel(with_option if asks_for_gqa else without))
+    use(monkeypatch, torch_kernel(PAIR))
     q, k, v = random_qkv(32, 4, 2, 8)
     out = packed(q, k, v, lengths, scaling=0.3, sliding_window=window)
-    torch.testing.assert_close(out, oracle(q, k, v, lengths, 0.3, window))
+    expected = oracle(q, k, v, lengths, 0.3, window)
+    grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found, wanted = (torch.autograd.grad(x, [q, k, v], grad) for x in (out, expected))
+    torch.testing.assert_close((out, *found), (expected, *wanted), rtol=1e-5, atol=1e-6)
 
 
 PACKAGES = ["flash_attn", "flash_attn_interface", "flash_attn.cute"]
