@@ -49,6 +49,7 @@ from hybridengine.kernels.rollout_correction import triton as correction_triton
 from hybridengine.kernels.rollout_correction.reference import REJECTION_CRITERIA
 from hybridengine.kernels.sampling import triton as sampling_triton
 from hybridengine.kernels.sparse_linear import triton as sparse_triton
+from hybridengine.kernels.sparse_linear import triton_rows as sparse_rows
 
 Usage = tuple[int, int, int]
 Build = Callable[[int], Usage]
@@ -101,6 +102,10 @@ def builds(capability: int) -> dict[str, Callable[[], Usage]]:
                 )
     for add in (False, True):
         by_name[f"orthogonalize_{'square' if add else 'gram'}"] = partial(_orthogonalize, add)
+    by_name["sparse_index"] = partial(_sparse_rows, "index", False)
+    for general, name in itertools.product((False, True), ("forward", "backward")):
+        suffix = "every_option" if general else "plain"
+        by_name[f"sparse_{name}_{suffix}"] = partial(_sparse_rows, name, general)
     by_name["causal_conv1d_heads"] = _convolution_heads
     by_name["linear_recurrence_roots"] = _recurrence_roots
     for general in (False, True):
@@ -274,6 +279,17 @@ def _sparse_linear(name: str, dtype: str, capability: int) -> Usage:
     types |= dict.fromkeys(("row", "vocab_range", "order", "begin"), "*i64")
     constants = _flags(kernel, ACCUMULATE=False, BLOCK=sparse_triton.BLOCK)
     return compile_kernel(kernel, types, constants, capability)
+
+
+def _sparse_rows(name: str, general: bool, capability: int) -> Usage:
+    kernel = getattr(sparse_rows, f"{name}_kernel")
+    pair, cap = ("fp32", "fp32"), "fp32" if general else None
+    options = (*pair, cap, cap, *pair, "*fp32" if general else None)
+    types: dict[str, Any] = dict.fromkeys(kernel.arg_names, "*fp32")
+    types |= {"ids": "*i32", "ends": "*i32", "token_ids": "*i64", "rows": "*i64"}
+    types |= {"weight_rows": "i32", "ignore_index": "i32"}
+    types |= {"transform": (*options, "*i64" if general else None)}
+    return compile_kernel(kernel, types, _flags(kernel, BLOCK=sparse_rows.BLOCK), capability)
 
 
 def _sampling(name: str, dtype: str, capability: int) -> Usage:

@@ -220,6 +220,20 @@ def _forward_op(
     options, (ids, ends, backend, _) = split_row_options(arguments)
     products = Products.choose(hidden, weight, ids, ends, options.vocab_range, backend)
     logits = sum_over_ranks(products.logits(bias), options.group)
+    log_probs, entropy, kept_log_probs = forward_rows(logits, products, options, token_ids)
+    return log_probs, entropy, logits, kept_log_probs
+
+
+def forward_rows(
+    logits: Tensor, products: Products, options: RowOptions, token_ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute log_probs [T], entropy [T] and the log-probs of all entries [K]."""
+    ends = products.ends
+    if products.backend == "triton":
+        from . import triton_rows
+
+        vocab = products.weight.shape[0]
+        return triton_rows.forward(logits, products.ids, ends, token_ids, options, vocab)
     log_p, p, _ = _distribution(logits, products, options)
     token = _is_token(products, token_ids)
     log_probs = segment_reduce(log_p.where(token != 0, 0.0), ends, "sum")
@@ -230,7 +244,7 @@ def _forward_op(
         x.masked_fill(empty, torch.nan).masked_fill(ignored, 0.0).to(logits.dtype)
         for x in (log_probs, entropy)
     )
-    return log_probs, entropy, logits, log_p.to(logits.dtype)
+    return log_probs, entropy, log_p.to(logits.dtype)
 
 
 @_forward_op.register_fake
@@ -254,10 +268,37 @@ def _backward_op(
 ) -> tuple[Tensor, ...]:
     """The gradients of hidden, weight and bias; those not `wanted` are empty."""
     options, rest = split_row_options(arguments)
-    ids, ends, backend, main_grad, logits, entropy, *incoming, wanted = rest
-    grad_log_probs, grad_entropy, grad_kept = incoming
+    ids, ends, backend, main_grad, logits, *given, wanted = rest
     products = Products.choose(hidden, weight, ids, ends, options.vocab_range, backend)
-    rows = products.row_index
+    grad = backward_rows(logits, products, options, token_ids, *given)
+    grads = [hidden.new_empty(0) for _ in range(3)]
+    if wanted[0]:
+        grads[0] = sum_over_ranks(products.hidden_grad(grad), options.group)
+    if wanted[1]:
+        grads[1] = products.weight_grad(grad, main_grad)
+    if bias is not None and wanted[2]:
+        grads[2] = products.bias_grad(grad).to(bias.dtype)
+    return tuple(grads)
+
+
+def backward_rows(
+    logits: Tensor,
+    products: Products,
+    options: RowOptions,
+    token_ids: Tensor,
+    entropy: Tensor,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_kept: Tensor | None,
+) -> Tensor:
+    """Compute the gradient of the logits, [K]."""
+    if products.backend == "triton":
+        from . import triton_rows
+
+        arguments = (logits, products.ids, products.ends, token_ids, options)
+        grads = (grad_log_probs, grad_entropy, grad_kept)
+        return triton_rows.backward(*arguments, products.weight.shape[0], entropy, *grads)
+    rows, ends = products.row_index, products.ends
     log_p, p, slope = _distribution(logits, products, options)
     active, grad = torch.zeros_like(token_ids, dtype=torch.bool), torch.zeros_like(p)
     if grad_log_probs is not None:
@@ -272,15 +313,7 @@ def _backward_op(
         grad += kept - p * segment_reduce(kept, ends, "sum")[rows]
         active |= segment_reduce(kept.abs(), ends, "sum") != 0
     active &= token_ids != options.ignore_index
-    grad = (grad * slope).where(active[rows], 0.0).to(logits.dtype)
-    grads = [hidden.new_empty(0) for _ in range(3)]
-    if wanted[0]:
-        grads[0] = sum_over_ranks(products.hidden_grad(grad), options.group)
-    if wanted[1]:
-        grads[1] = products.weight_grad(grad, main_grad)
-    if bias is not None and wanted[2]:
-        grads[2] = products.bias_grad(grad).to(bias.dtype)
-    return tuple(grads)
+    return (grad * slope).where(active[rows], 0.0).to(logits.dtype)
 
 
 register_linear_autograd(

@@ -44,7 +44,12 @@ class Products(NamedTuple):
         """Return the problem with the backend that runs it; float64 needs the reference."""
         chosen = choose_backend(OP, hidden.device, backend, hidden.dtype)
         hidden, weight = unit_inner_stride(hidden), unit_inner_stride(weight)
-        rows = row_index(ends, ids.shape[0])
+        if chosen == "triton":
+            from . import triton_rows
+
+            rows = triton_rows.row_index(ends, ids.shape[0])
+        else:
+            rows = row_index(ends, ids.shape[0])
         return Products(hidden, weight, ids, ends, rows, vocab_range, chosen)
 
     def logits(self, bias: Tensor | None) -> Tensor:
