@@ -5,8 +5,8 @@ engine generates for prompts of 1 to 300 tokens of which many share a prefix, wi
 too small (so that sequences are preempted), prompts in chunks, and hits of the prefix cache. The
 model computes the same tokens packed, with shared prefixes once. `exact` is `rollout.exact`; a row
 counts the tokens and those whose float32 log-probs differ in any bit. `+LoRA`: with adapters of
-rank LORA_RANK on all linear layers, which the sync sends as they are. HYBRID has linear attention,
-which vLLM computes on a CPU in bfloat16 alone unless it is exact.
+rank LORA_RANK on all linear layers, which the sync sends as they are. HYBRIDS have linear
+attention, which vLLM computes on a CPU in bfloat16 alone unless it is exact.
 """
 
 from __future__ import annotations
@@ -24,30 +24,41 @@ import torch.distributed as dist
 from benchmarks._bench import OURS, Bench
 from tests.engines import build_engine
 from tests.extras.hybrid.hybrid_models import hybrid_config
+from tests.extras.moe.exact_mixtures import mixture_config
 from tests.loading import load_sharded
 from tests.ranks import run_ranks
 from tests.tiny_models import VOCAB, save_tiny
 
 KINDS = ("llama", "qwen2", "qwen3", "gemma", "mistral")
-HYBRID = "qwen3_5_text"
+HYBRIDS = (("qwen3_5_text", 1), ("qwen3_5_moe_text", 1), ("qwen3_5_moe_text", 2))
+MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "granitemoe", "glm4_moe")
 TOKENS = {1: 170_000, 2: 30_000}  # of a kind by TP size, a tenth of it for the default
 QUICK_TOKENS = 400
-LORA_RANK, LORA_TOKENS, HYBRID_TOKENS = 8, 30_000, 30_000
+LORA_RANK, LORA_TOKENS, HYBRID_TOKENS, MIXTURE_TOKENS = 8, 30_000, 30_000, 30_000
+LENGTH = {"max_position_embeddings": 512}
 ROUND_PROMPTS, RESPONSES, MAX_TOKENS = 24, 4, 128
 
 
 def run(bench: Bench) -> None:
     cases = [(kind, tp_size) for kind in KINDS for tp_size in (1, 2)]
+    mixture_cases = [*product(MIXTURES, (1, 2), (True,)), (MIXTURES[0], 2, False)]
     for kind, tp_size in cases[1:2] if bench.quick else cases:
         for exact in (True, False):
             with tempfile.TemporaryDirectory() as folder:
                 path = save_tiny(kind, folder)
                 wanted = QUICK_TOKENS if bench.quick else TOKENS[tp_size] // (1 if exact else 10)
                 add_row(bench, f"{kind} TP {tp_size}", path, VOCAB, tp_size, exact, wanted)
-    with tempfile.TemporaryDirectory() as folder:
-        path = save_tiny(hybrid_config(HYBRID, max_position_embeddings=512), folder)
-        wanted = QUICK_TOKENS if bench.quick else HYBRID_TOKENS
-        add_row(bench, f"{HYBRID} TP 1", path, VOCAB, 1, True, wanted)
+    for kind, tp_size, exact in mixture_cases[:1] if bench.quick else mixture_cases:
+        with tempfile.TemporaryDirectory() as folder:
+            path = save_tiny(mixture_config(kind), folder)
+            wanted = QUICK_TOKENS if bench.quick else MIXTURE_TOKENS // (1 if exact else 10)
+            add_row(bench, f"{kind} TP {tp_size}", path, VOCAB, tp_size, exact, wanted)
+    for kind, tp_size in HYBRIDS[:1] if bench.quick else HYBRIDS:
+        with tempfile.TemporaryDirectory() as folder:
+            config = mixture_config(kind) if "moe" in kind else hybrid_config(kind, **LENGTH)
+            wanted = QUICK_TOKENS if bench.quick else HYBRID_TOKENS
+            path = save_tiny(config, folder)
+            add_row(bench, f"{kind} TP {tp_size}", path, VOCAB, tp_size, True, wanted)
     for (kind, tp_size), exact in product(cases[1:2] if bench.quick else cases[:4], (True, False)):
         with tempfile.TemporaryDirectory() as folder:
             path, wanted = save_tiny(kind, folder), QUICK_TOKENS if bench.quick else LORA_TOKENS

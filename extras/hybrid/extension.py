@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -51,9 +51,7 @@ class HybridModels(ModelExtension):
             return "on a GPU bits of linear attention depend on where a sequence is cut"
         return None
 
-    def exact_forwards(
-        self, model: Any, splits: Mapping[str, int]
-    ) -> Mapping[Any, Callable[..., Any]]:
+    def exact_forwards(self, model: Any, splits: Mapping[str, int]) -> Mapping[Any, Any]:
         return exact_forwards(model)
 
     def prepare(self, model: Any) -> None:

@@ -133,7 +133,7 @@ def _engine_forwards(model: Any, runners: Mapping[str, Any]) -> _Forwards:
         found = trained.get(layer_index(name))
         if found is None:
             raise ModelError(f"its {name} is no mixture of experts in transformers")
-        _read_weights(block, runner, *found)
+        forwards[runner] = _read_weights(block, runner, *found)
         forwards |= {m: type(m).forward for m in runner.routed_experts.modules()}
         forwards |= {m: type(m).forward for m in block.children() if m is _router_of(block)}
         forwards[block] = _engine_block(found[1])
@@ -158,8 +158,13 @@ def _router_of(block: Any) -> Any:
     return next(m for m in (getattr(block, n, None) for n in ("gate", "router")) if m is not None)
 
 
-def _read_weights(block: Any, runner: Any, name: str, trained: Any, router: Any) -> None:
-    """Let the modules of a block of transformers, on the meta device, read those of vLLM's."""
+def _read_weights(
+    block: Any, runner: Any, name: str, trained: Any, router: Any
+) -> Callable[..., Any]:
+    """Let the modules of a block of transformers, on the meta device, read those of vLLM's.
+
+    Returns the forward of `runner` that its experts call, so that hooks see them.
+    """
     layer = runner.routed_experts
     for weight, parameter in layer.plain_parameters.items():
         layer.register_parameter(weight, parameter)
@@ -177,8 +182,11 @@ def _read_weights(block: Any, runner: Any, name: str, trained: Any, router: Any)
     for key, child in trained.named_children():
         if child not in forwards:
             forwards[child] = _delegate(name, key, child, getattr(block, key, None))
+    run_experts = MethodType(forwards[trained.experts], trained.experts)
+    forwards[trained.experts] = lambda self, *given: runner(*given)
     for module, forward in forwards.items():
         module.forward = MethodType(forward, module)
+    return lambda self, *given: run_experts(*given)
 
 
 def _delegate(name: str, key: str, child: Any, own: Any) -> Callable[..., Any]:

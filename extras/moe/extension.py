@@ -42,9 +42,7 @@ class Mixtures(MixtureExtension):
                 prepare_routers(built, freeze=True)
         config_route_shape(config)
 
-    def exact_forwards(
-        self, model: nn.Module, splits: Mapping[str, int]
-    ) -> Mapping[Any, Callable[..., Any]]:
+    def exact_forwards(self, model: nn.Module, splits: Mapping[str, int]) -> Mapping[Any, Any]:
         return exact_forwards(model, splits)
 
     def exactness_obstacle(self, config: JobConfig, model: PretrainedConfig) -> str | None:

@@ -102,9 +102,7 @@ class ModelExtension:
     def prepare(self, model: Any) -> None:
         """Change what `model`, which has just been built, needs to run packed; on every rank."""
 
-    def exact_forwards(
-        self, model: nn.Module, splits: Mapping[str, int]
-    ) -> Mapping[Any, Callable[..., Any]]:
+    def exact_forwards(self, model: nn.Module, splits: Mapping[str, int]) -> Mapping[Any, Any]:
         """Return forwards of `rollout.exact` of modules of `model`, a trained one or an engine's.
 
         They take the module first, and call those in it. Raises ModelError if there are none.

@@ -58,9 +58,8 @@ _EXACT_OPERATORS = (
     "tree_attention",
 )
 # Compared bit for bit with vLLM's models: tests/engine/test_exact.py, tests/extras/hybrid.
-_DENSE = "gemma", "llama", "mistral", "qwen2", "qwen3", "qwen3_5_text"
-_MIXTURES = "glm4_moe", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"
-_COMPARED = (*_DENSE, *_MIXTURES, "qwen3_5_moe_text")
+_SPARSE = "glm4_moe", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe"
+_COMPARED = ("gemma", "llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", *_SPARSE)
 _MASTER_BYTES = 4  # of a weight in the trainer's shards
 _USABLE = 0.9  # of a GPU's memory; the rest is context and fragments
 _OF_THE_PLACE = ("_name_or_path", "transformers_version")  # and not of the model

@@ -22,7 +22,7 @@ from tests.engines import build_engine
 from tests.loading import load_sharded
 from tests.tensors import part
 
-__all__ = ["KINDS", "LARGE", "SMALL", "Load", "compare", "save_model"]
+__all__ = ["KINDS", "LARGE", "SMALL", "Load", "compare", "differing_operators", "save_model"]
 
 KINDS = ("llama", "qwen2", "qwen3")
 TEMPERATURE = 0.8
@@ -189,7 +189,7 @@ def compare(
     together = torch.cat(alone)
     differing["each alone"] = _count(together, theirs[: len(together)])
     wrong = any(differing.values())
-    operators = _differing_operators(model, engine.llm, pairs[-1][0]) if wrong else []
+    operators = differing_operators(model, engine.llm, pairs[-1][0]) if wrong else []
     engine.shutdown()
     return {
         "tokens": len(theirs),
@@ -208,7 +208,7 @@ def _local(gradient: Any) -> torch.Tensor:
     return part(gradient)
 
 
-def _differing_operators(model: Any, llm: Any, prompt: Sequence[int]) -> list[str]:
+def differing_operators(model: Any, llm: Any, prompt: Sequence[int]) -> list[str]:
     """Run the model on the engine's values of one request, operator by operator."""
     from vllm import SamplingParams
 

@@ -282,12 +282,10 @@ class PostLoadProcessing:
         LoRA slots wrap a layer as `base_layer`; the names are those without slots.
         """
         registered = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-        prefixes = {id(module): name for name, module in model.named_modules()}
         plain = {
-            f"{prefixes[id(layer)]}.{name}": parameter
-            for layer in self._packed
-            if id(layer) in prefixes
-            for name, parameter in layer.plain_parameters.items()
+            f"{prefix}.{name}": parameter
+            for prefix, layer in model.named_modules()
+            for name, parameter in getattr(layer, "plain_parameters", {}).items()
         }
         tensors = registered | plain
         return {name.replace(".base_layer.", "."): tensor.data for name, tensor in tensors.items()}
