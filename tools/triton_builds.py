@@ -494,9 +494,8 @@ def _attention_kernel(
 def _attention_rows(name: str, size: int, capability: int) -> Usage:
     """Of joining two levels, and of replacing rows: copies, in bfloat16."""
     kernel = getattr(triton_finite if name == "replace" else cascade, f"{name}_kernel")
-    heads, part = "*bf16", ("*bf16", "*fp32")
-    if name == "sum":
-        part = heads
+    heads = "*bf16"
+    part = heads if name == "sum" else (heads, "*fp32")
     types: dict[str, Any] = {"own": part, "parts": (part,) * 2, "out": heads}
     types |= {"tensors": ((heads, "i32", "i32", "i32"),) * 3, "results": (heads,) * 3}
     types |= dict.fromkeys(("lse", "new_lse"), "*fp32") | dict.fromkeys(("tokens", "width"), "i32")

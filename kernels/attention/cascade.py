@@ -114,11 +114,12 @@ def cascade_backward(
         row_lse, runs = lse[:, rows].contiguous(), level.runs(softmax_scale)
         parts.append(pair.backward(grad_out[rows], q, k, v, out[rows], row_lse, runs))
     of_query, of_key, of_value = zip(*parts, strict=True)
-    rows, keys = (cascade.row_levels, cascade.row_ranges), (cascade.key_levels, cascade.key_ranges)
+    of_rows = cascade.row_levels, cascade.row_ranges
+    of_keys = cascade.key_levels, cascade.key_ranges
     return Heads(
-        _sum_parts(own[0], of_query, *rows),
-        _sum_parts(own[1], of_key, *keys),
-        _sum_parts(own[2], of_value, *keys),
+        _sum_parts(own[0], of_query, *of_rows),
+        _sum_parts(own[1], of_key, *of_keys),
+        _sum_parts(own[2], of_value, *of_keys),
     )
 
 

@@ -112,7 +112,8 @@ def _cascade(nodes: list[_Node], device: torch.device) -> Cascade:
         Level(
             slice(*rows_of[i]),
             slice(*keys_of[i]),
-            *ends[2 * i : 2 * i + 2],
+            ends[2 * i],
+            ends[2 * i + 1],
             max(node.tree_end - node.end for node in level),
             max(node.end - node.begin for node in level),
         )
