@@ -26,14 +26,20 @@ def _wide(high, low):
 
 
 @triton.jit
-def _entries(logits, ids, at, end, vocab, scale, softcap, factor):
-    """Return ids, z and d z / d logit of the entries `at`; z is -inf after the end."""
+def _entries(logits, ids, at, end, transform, vocab, factor):
+    """Return ids, z and d z / d logit of the entries `at`; z is -inf after the end.
+
+    transform: logit_scale, softcap and 1 / temperature as two numbers each, and then the
+        temperatures and the vocab_range of RowOptions. None is absent.
+    """
     inside = at < end
     entry_ids = tl.load(ids + at, inside, -1).to(tl.int64)
     x = tl.load(logits + at, inside, 0.0).to(tl.float64)
+    scale = _wide(transform[0], transform[1])
     y = tl.where((entry_ids < 0) | (entry_ids >= vocab), float("nan"), x) * scale
     slope = tl.zeros_like(y) + scale
-    if softcap is not None:
+    if transform[2] is not None:
+        softcap = _wide(transform[2], transform[3])
         t = tl.exp(-2.0 * tl.abs(y / softcap))
         tanh = (1.0 - t) / (1.0 + t)
         y = softcap * tl.where(y < 0, -tanh, tanh)
@@ -43,34 +49,29 @@ def _entries(logits, ids, at, end, vocab, scale, softcap, factor):
 
 @triton.jit
 def _row(transform, weight_rows, row):
-    """Return the size of the vocabulary and the factors of the logits of a row."""
-    scale, scale_low, softcap, softcap_low, factor, factor_low, temperatures, vocab_range = (
-        transform
-    )
+    """Return the size of the vocabulary and the inverse temperature of a row."""
     vocab = weight_rows
-    if vocab_range is not None:
-        vocab = tl.load(vocab_range + 1)
-    if temperatures is not None:
-        of_row = 1.0 / tl.load(temperatures + row).to(tl.float64)
+    if transform[7] is not None:
+        vocab = tl.load(transform[7] + 1)
+    if transform[6] is not None:
+        factor = 1.0 / tl.load(transform[6] + row).to(tl.float64)
     else:
-        of_row = _wide(factor, factor_low)
-    if softcap is not None:
-        softcap = _wide(softcap, softcap_low)
-    return vocab, _wide(scale, scale_low), softcap, of_row
+        factor = _wide(transform[4], transform[5])
+    return vocab, factor
 
 
 @triton.jit
-def _log_sum(logits, ids, begin, end, vocab, scale, softcap, factor, BLOCK: tl.constexpr):
+def _log_sum(logits, ids, begin, end, transform, vocab, factor, BLOCK: tl.constexpr):
     """Return the largest z and the logarithm of the sum of exp(z - largest)."""
     top = tl.full((), -float("inf"), tl.float64)
     for start in range(begin, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        _, z, _ = _entries(logits, ids, at, end, vocab, scale, softcap, factor)
+        _, z, _ = _entries(logits, ids, at, end, transform, vocab, factor)
         top = tl.maximum(top, tl.max(z, 0))
     total = tl.zeros((), tl.float64)
     for start in range(begin, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        _, z, _ = _entries(logits, ids, at, end, vocab, scale, softcap, factor)
+        _, z, _ = _entries(logits, ids, at, end, transform, vocab, factor)
         total += tl.sum(tl.where(at < end, tl.exp(z - top), 0.0), 0)
     return top, tl.log(total)
 
@@ -92,13 +93,13 @@ def forward_kernel(
     row = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(ends + row), tl.load(ends + row + 1)
     token = tl.load(token_ids + row).to(tl.int64)
-    vocab, scale, softcap, factor = _row(transform, weight_rows, row)
-    top, log_total = _log_sum(logits, ids, begin, end, vocab, scale, softcap, factor, BLOCK)
+    vocab, factor = _row(transform, weight_rows, row)
+    top, log_total = _log_sum(logits, ids, begin, end, transform, vocab, factor, BLOCK)
     selected, of_row = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
     found = tl.zeros((), tl.int32)
     for start in range(begin, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        entry_ids, z, _ = _entries(logits, ids, at, end, vocab, scale, softcap, factor)
+        entry_ids, z, _ = _entries(logits, ids, at, end, transform, vocab, factor)
         log_p = z - top - log_total
         p = tl.exp(log_p)
         is_token = (entry_ids == token) & (at < end)
@@ -149,12 +150,12 @@ def backward_kernel(
     active = (of_log_prob != 0) | (of_entropy != 0) | (kept_sum != 0)
     active &= token != ignore_index
     end = tl.where(active, end, begin)
-    vocab, scale, softcap, factor = _row(transform, weight_rows, row)
-    top, log_total = _log_sum(logits, ids, begin, end, vocab, scale, softcap, factor, BLOCK)
+    vocab, factor = _row(transform, weight_rows, row)
+    top, log_total = _log_sum(logits, ids, begin, end, transform, vocab, factor, BLOCK)
     mean = tl.load(entropy + row).to(tl.float64)
     for start in range(begin, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        entry_ids, z, slope = _entries(logits, ids, at, end, vocab, scale, softcap, factor)
+        entry_ids, z, slope = _entries(logits, ids, at, end, transform, vocab, factor)
         log_p = z - top - log_total
         p = tl.exp(log_p)
         grad = tl.zeros_like(p)
@@ -185,14 +186,14 @@ def _pair(value: float) -> tuple[float, float]:
 def _arguments(
     logits: Tensor, ids: Tensor, ends: Tensor, token_ids: Tensor, options: RowOptions, vocab: int
 ) -> tuple:
-    numbers = (
+    transform = (
         *_pair(options.logit_scale),
         *(_pair(options.softcap) if options.softcap else (None, None)),
         *_pair(1.0 / options.temperature),
         options.temperatures,
         options.vocab_range,
     )
-    return logits, ids, ends, token_ids, numbers, vocab, options.ignore_index
+    return logits, ids, ends, token_ids, transform, vocab, options.ignore_index
 
 
 def row_index(ends: Tensor, entries: int) -> Tensor:
