@@ -26,7 +26,7 @@ from benchmarks import _cute
 from benchmarks._baselines import available, flash_attention_3
 from benchmarks._bench import OURS, Bench, Check
 from hybridengine.kernels import tree_attention
-from hybridengine.model.flash_attention import torch_kernel
+from hybridengine.kernels.attention.varlen import flash_attention
 
 
 class Heads(NamedTuple):
@@ -202,9 +202,8 @@ def _packed(attend: Callable[..., Tensor], paths: Tensor, *tensors: Tensor) -> T
 
 
 def _varlen(window: int | None) -> Callable[..., Tensor]:
-    flash = torch_kernel()
-    return lambda q, k, v, ends, length: flash(
-        q, k, v, ends, length, q.shape[-1] ** -0.5, window, None
+    return lambda q, k, v, ends, length: flash_attention(
+        q, k, v, ends, length, q.shape[-1] ** -0.5, window
     )
 
 

@@ -2,7 +2,7 @@
 
 | kernel | package | GPUs |
 |---|---|---|
-| FlashAttention 4 | `flash_attn.cute` | Blackwell, heads of up to 128 |
+| FlashAttention 4 | `flash_attn.cute` | Blackwell, heads of up to 128; Hopper in place of torch's |
 | FlashAttention 3 | `flash_attn_interface` | Hopper |
 | FlashAttention 2 | `flash_attn`, else torch's copy of it | Ampere and later |
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridengine.kernels.attention.flash import ATEN, FlashPair
+from hybridengine.kernels.attention.flash import ATEN, flash_pair
 from hybridengine.kernels.attention.op import tokens_first
 from hybridengine.kernels.attention.varlen import flash_attention
 
@@ -90,10 +90,10 @@ class FlashKernel:
         return out if out.dim() == q.dim() else out.unflatten(0, q.shape[::2][:2])
 
 
-def torch_kernel(pair: FlashPair = ATEN) -> FlashKernel:
-    """Return torch's copy of FlashAttention 2, which is always there.
+def torch_kernel() -> FlashKernel:
+    """Return torch's copy of FlashAttention 2, which is always there, or what `flash_pair` prefers.
 
-    It reads `torch.use_deterministic_algorithms` by itself.
+    It reads `torch.use_deterministic_algorithms` by itself. Compiled layers call torch's.
     """
 
     def attend(
@@ -106,7 +106,9 @@ def torch_kernel(pair: FlashPair = ATEN) -> FlashKernel:
     ) -> Tensor:
         window = None if window_size[0] < 0 else window_size[0] + 1
         given = (cu_seqlens_q, max_seqlen_q, softmax_scale, window)
-        return flash_attention(*qkv, *given, pair=pair)  # type: ignore[arg-type, misc]
+        compiled, q = torch.compiler.is_compiling(), qkv[0]
+        pair = ATEN if compiled else flash_pair(q.device, q.shape[-1])
+        return flash_attention(*qkv, *given, pair=pair)
 
     return FlashKernel(attend, has_softcap=False, takes_rows=True)
 

@@ -131,7 +131,8 @@ def test_flash_attention_is_not_asked_for_sinks(monkeypatch):
     def fail(*_):
         pytest.fail("called")
 
-    use(monkeypatch, torch_kernel(FlashPair(fail, fail)))
+    monkeypatch.setattr(flash_attention, "flash_pair", lambda *_: FlashPair(fail, fail))
+    use(monkeypatch, torch_kernel())
     q, k, v = random_qkv(32, 4, 2, 8)
     sinks = random_sinks(4)
     out = packed(q, k, v, [20, 12], scaling=0.3, s_aux=sinks)
@@ -215,7 +216,8 @@ def use(monkeypatch, kernel):
 def test_torchs_flash_attention_differentiates_by_its_two_passes(monkeypatch, window):
     """Its forward and backward are a stand-in in float64, whose log-sum-exp is float32."""
     lengths = [20, 3, 9]
-    use(monkeypatch, torch_kernel(PAIR))
+    monkeypatch.setattr(flash_attention, "flash_pair", lambda *_: PAIR)
+    use(monkeypatch, torch_kernel())
     q, k, v = random_qkv(32, 4, 2, 8)
     out = packed(q, k, v, lengths, scaling=0.3, sliding_window=window)
     expected = oracle(q, k, v, lengths, 0.3, window)
