@@ -10,6 +10,28 @@ namespace {
 
 const char* const kOp = "tree_attention";
 
+enum class Order { heads_first, tokens_first };
+
+// Of [tokens, heads, dim], or of one row [1, ...] of it with its heads or tokens first.
+HeadRows head_rows(const Arguments& arguments, const Name& name, const Tensor& given,
+                   ScalarType type, Order order, Dim tokens, Dim heads, Dim dim) {
+  if (given.dim() != 4) return arguments.heads(name, given, type, {tokens, heads, dim});
+  if (order == Order::tokens_first) {
+    const void* data = arguments.heads(name, given, type, {1, tokens, heads, dim}).data;
+    return {data, given.stride(1), given.stride(2)};
+  }
+  const void* data = arguments.heads(name, given, type, {1, heads, tokens, dim}).data;
+  return {data, given.stride(2), given.stride(1)};
+}
+
+// A new tensor of heads, as one row with its tokens first if `like` is one.
+Tensor make_heads(const Arguments& arguments, void*& data, const Tensor& like, int64_t tokens,
+                  int64_t heads, int64_t dim) {
+  const std::array<int64_t, 4> sizes{1, tokens, heads, dim};
+  const int64_t count = like.dim();
+  return arguments.make(data, Sizes(sizes.data() + 4 - count, count), like.scalar_type());
+}
+
 Arguments fill(Attention& p, In query, In key, In value, In subtree_ends, OptionalIn position_ids,
                double softmax_scale, std::optional<int64_t> window_size,
                std::optional<double> softcap) {
@@ -17,9 +39,10 @@ Arguments fill(Attention& p, In query, In key, In value, In subtree_ends, Option
   given.on_cpu();
   const ScalarType type = query.scalar_type();
   p.dtype = given.dtype("query", type);
-  p.query = given.heads("query", query, type, {&p.tokens, &p.heads, &p.dim});
-  p.key = given.heads("key", key, type, {p.tokens, &p.kv_heads, p.dim});
-  p.value = given.heads("value", value, type, {p.tokens, p.kv_heads, &p.value_dim});
+  const Order order = Order::heads_first;
+  p.query = head_rows(given, "query", query, type, order, &p.tokens, &p.heads, &p.dim);
+  p.key = head_rows(given, "key", key, type, order, p.tokens, &p.kv_heads, p.dim);
+  p.value = head_rows(given, "value", value, type, order, p.tokens, p.kv_heads, &p.value_dim);
   given.expect(p.kv_heads > 0 && p.heads % p.kv_heads == 0, "query has ", p.heads, " heads, key ",
                p.kv_heads, "; expected a multiple");
   p.ends = given.data<int32_t>("subtree_ends", subtree_ends, {p.tokens});
@@ -43,7 +66,7 @@ std::tuple<Tensor, Tensor> attention_forward(In query, In key, In value, Optiona
   const Arguments given =
       fill(p, query, key, value, subtree_ends, position_ids, softmax_scale, window_size, softcap);
   p.sinks = given.data<float>("sinks", sinks, {p.heads});
-  Tensor out = given.make(p.out, {p.tokens, p.heads, p.value_dim}, query.scalar_type());
+  Tensor out = make_heads(given, p.out, query, p.tokens, p.heads, p.value_dim);
   Tensor lse = given.make(p.lse, {p.heads, p.tokens});
   if (p.tokens > 0) given.run(p, attention_forward_cpu);
   return {out, lse};
@@ -57,12 +80,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   const Arguments given =
       fill(p, query, key, value, subtree_ends, position_ids, softmax_scale, window_size, softcap);
   const ScalarType type = query.scalar_type();
-  p.grad_out = given.heads("grad_out", grad_out, type, {p.tokens, p.heads, p.value_dim});
-  p.out = given.heads("out", out, type, {p.tokens, p.heads, p.value_dim});
+  const Order order = Order::tokens_first;
+  p.grad_out = head_rows(given, "grad_out", grad_out, type, order, p.tokens, p.heads, p.value_dim);
+  p.out = head_rows(given, "out", out, type, order, p.tokens, p.heads, p.value_dim);
   p.lse = given.data<float>("lse", lse, {p.heads, p.tokens});
-  Tensor grad_query = given.make(p.grad_query, query.sizes(), type);
-  Tensor grad_key = given.make(p.grad_key, key.sizes(), type);
-  Tensor grad_value = given.make(p.grad_value, value.sizes(), type);
+  Tensor grad_query = make_heads(given, p.grad_query, query, p.tokens, p.heads, p.dim);
+  Tensor grad_key = make_heads(given, p.grad_key, key, p.tokens, p.kv_heads, p.dim);
+  Tensor grad_value = make_heads(given, p.grad_value, value, p.tokens, p.kv_heads, p.value_dim);
   Tensor delta = given.make(p.delta, lse.sizes());
   if (p.tokens > 0) given.run(p, attention_backward_cpu);
   return {grad_query, grad_key, grad_value, delta};

@@ -228,11 +228,6 @@ def _check_ends(ends: Tensor) -> None:
         )
 
 
-def _flat(rows: Tensor) -> Tensor:
-    """Return [B, L, H, D] as [T, H, D]."""
-    return rows.squeeze(0) if rows.shape[0] == 1 else rows.flatten(0, 1)
-
-
 def tokens_first(x: Tensor) -> Tensor:
     """Return [T, H, D] of it, or of [B, H, L, D]."""
     if x.dim() == 3:
@@ -251,6 +246,9 @@ def _forward_op(
 ) -> tuple[Tensor, Tensor]:
     """out, and the log-sum-exp of scores and sink [H, T], float32 or float64."""
     *tree, backend, batch_invariant = options
+    if backend == "cpp" and (query.dim() == 3 or query.shape[0] == 1):  # takes a row as it is
+        given = unit_inner_stride(query), unit_inner_stride(key), unit_inner_stride(value)
+        return native().attention_forward(*given, sinks, *tree)  # type: ignore[no-any-return]
     heads = reference.Heads(tokens_first(query), tokens_first(key), tokens_first(value))
     if backend == "cpp":
         out, lse = native().attention_forward(*map(unit_inner_stride, heads), sinks, *tree)
@@ -303,18 +301,23 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, and delta [H, T]: grad_out . out."""
     *tree, backend = options
-    heads = reference.Heads(tokens_first(query), tokens_first(key), tokens_first(value))
-    if in_rows := query.dim() == 4:
-        grad_out, out = _flat(grad_out), _flat(out)
+    operands = grad_out, query, key, value, out
+    in_rows = query.dim() == 4
+    if in_rows and (query.shape[0] > 1 or backend != "cpp"):
+        heads = map(tokens_first, (query, key, value))
+        operands = (grad_out.flatten(0, 1), *heads, out.flatten(0, 1))
     if backend == "cpp":
-        given = map(unit_inner_stride, (grad_out, *heads, out))
+        given = [unit_inner_stride(x) for x in operands]
         *grads, delta = native().attention_backward(*given, lse, *tree)
     else:
+        grad_out, *heads, out = operands
         run = _module(backend).tree_attention_backward
-        grads, delta = run(grad_out, heads, out, lse, reference.TreeOptions(*tree))
+        options = reference.TreeOptions(*tree)
+        grads, delta = run(grad_out, reference.Heads(*heads), out, lse, options)
     if in_rows:
         rows = (query.shape[0], query.shape[2])
-        grads = [x.view(*rows, *x.shape[1:]).transpose(1, 2) for x in grads]
+        grads = [x if x.dim() == 4 else x.view(*rows, *x.shape[1:]) for x in grads]
+        grads = [x.transpose(1, 2) for x in grads]
     return *grads, delta
 
 
