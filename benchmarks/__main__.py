@@ -37,7 +37,7 @@ def main() -> int:
         "--op-limit-s",
         type=float,
         default=float("inf"),
-        help="of a benchmark",
+        help="of a benchmark, unless --quick",
     )
     parser.add_argument("--isa", choices=list(LIMITS), help="limit the CPU instruction set")
     arguments = parser.parse_args()
@@ -47,7 +47,8 @@ def main() -> int:
         limit_isa(arguments.isa)
     bench = Bench(arguments.device, arguments.quick, arguments.transport)
     bench.impl, bench.dtype = arguments.impl, arguments.dtype
-    bench.op_limit_s = arguments.op_limit_s
+    if not arguments.quick:
+        bench.op_limit_s = arguments.op_limit_s
     print(f"# {bench.device_name}, {bench.isa}  {versions()}")
     if arguments.json:
         header = {"device": bench.device_name, "isa": bench.isa, **versions()}

@@ -159,7 +159,7 @@ class Bench:
             raise OutOfTime
         if self.dtype not in (None, short(dtype)):
             return
-        implementations = {n: c for n, c in implementations.items() if self._is_wanted(n)}
+        implementations = {n: c for n, c in implementations.items() if self.is_wanted(n)}
         # Compile again: above dynamo's limit of recompilations `compile` would run eagerly.
         torch._dynamo.reset()
         peaks = [self.peak(peak, dtype)] if peak else []
@@ -196,7 +196,7 @@ class Bench:
                 print(f"# {op} {pass_} {shape}: {row['impl']} is {row['wrong']}", flush=True)
         self.results.save()
 
-    def _is_wanted(self, impl: str) -> bool:
+    def is_wanted(self, impl: str) -> bool:
         return impl.startswith(OURS) or self.impl is None or bool(re.match(self.impl, impl))
 
     def _rates(

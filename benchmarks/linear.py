@@ -68,6 +68,7 @@ class Problem:
         with torch.no_grad():
             log_probs = linear_token_log_probs(self.hidden, self.weight, self.token_ids)[0]
         self.old_log_probs = log_probs + 0.05 * draw(rows)  # most rows have a nonzero gradient
+        self.is_wanted = bench.is_wanted
         self.shape, self.dtype = f"T={rows} H={width} V={vocab}", dtype
         self.gemm_flops = 2 * rows * width * vocab
 
@@ -99,8 +100,12 @@ class Problem:
         return Check({n: partial(results, f, self.dtype) for n, f in functions.items()}, exact)
 
     def with_fast_products(self, baselines: _baselines.Available) -> _baselines.Available:
-        """Leave out all baselines where this CPU has no fast products of the dtype."""
+        """Leave out all baselines where this CPU has no fast products of the dtype.
+
+        Those that were not chosen are not run at all.
+        """
         functions, missing = baselines
+        functions = {name: f for name, f in functions.items() if self.is_wanted(name)}
         if has_fast_products(self.dtype, self.hidden.device):
             return functions, missing
         reason = f"this CPU has no fast {self.dtype} products"

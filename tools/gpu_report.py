@@ -49,7 +49,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.gpu_build import gpu_facts
-from tools.package_links import linked_in_place
+from tools.package_links import linked_in_place, write_entry_points
 from tools.triton_cache import relocate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,7 +83,7 @@ MORE_PARTS = {
     "vllm_start": ("-m", "benchmarks", "vllm_start"),
     "micro_batch": ("-m", "benchmarks", "micro_batch"),
     "rows": (
-        *("-m", "benchmarks", *ROWS, "--op-limit-s", "15"),
+        *("-m", "benchmarks", *ROWS, "--op-limit-s", "20"),
         *("--dtype", "bfloat16", "--impl", ROW_IMPLS),
     ),
 }
@@ -292,7 +292,7 @@ class Environment:
         self._vllm: Future[Path] | None = None
         if vllm is not None:
             self._vllm = self._pool.submit(unpack, vllm, WORK / "vllm")
-        self._paths = [str(ROOT)]
+        self._paths = [str(ROOT), str(write_entry_points(WORK / "metadata"))]
         self._variables = dict(os.environ)
         if pack is not None:
             self._add_pack(unpack(pack, WORK / "pack"))

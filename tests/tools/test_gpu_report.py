@@ -10,11 +10,13 @@ import subprocess
 import sys
 import tarfile
 import time
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 
 from tools import gpu_profile, gpu_report, gpu_sanitize, gpu_tests
+from tools.package_links import write_entry_points
 
 # A part of two rows: resumes, and stalls or fails after its first row where `first` says so.
 PART = """
@@ -333,6 +335,14 @@ def test_an_archive_in_parts_is_unpacked_once_and_gives_its_environment(tmp_path
         assert environment["CACHE"] == str(folder / "cache") and environment["ON"] == "1"
         for part in tmp_path.glob("peers.tar.xz.*"):
             part.unlink()
+
+
+def test_parts_find_what_an_installation_registers(tmp_path):
+    (found,) = distributions(path=[str(write_entry_points(tmp_path))])
+    values = {(entry.group, entry.name): entry.value for entry in found.entry_points}
+    assert values["hybridengine.compilers", "torch"] == "hybridengine.compile"
+    assert values["hybridengine.engines", "hf"] == "hybridengine.hf.engine:HfEngine"
+    assert found.name == "hybridengine"
 
 
 def test_tests_that_never_passed_on_a_gpu_come_first():
