@@ -147,7 +147,8 @@ def varlen_attention(
         cu_seq_lens_q, max_length_q = rows * query.shape[2], query.shape[2]
     else:
         is_packed = query.shape[0] == 1 and query.shape[2] == key.shape[2]
-        is_same = cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q
+        ends_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        is_same = ends_k is cu_seq_lens_q
         in_window_of_tree = subtree_ends is not None and sliding_window
         if attention_mask is not None or not is_packed or not is_same or in_window_of_tree:
             # Not described unless they are wrong: a compiled graph would be of these lengths only.
@@ -161,7 +162,7 @@ def varlen_attention(
                 ),
                 (not is_packed, shapes, "pack into one row [1, T], with use_cache=False"),
                 (
-                    not is_same and not torch.equal(cu_seq_lens_k, cu_seq_lens_q),
+                    not is_same and not torch.equal(ends_k, cu_seq_lens_q),
                     "different cu_seq_lens_k and cu_seq_lens_q",
                     "pass the same tensor",
                 ),
@@ -177,18 +178,20 @@ def varlen_attention(
         if s_aux is not None:
             s_aux = s_aux.chunk(sequence_parallel.size())[sequence_parallel.rank()]
             options = options._replace(sinks=s_aux)
+    q, k, v = heads
     exact = has_exact_operators(module)
-    kind = check.signature(ATTENTION, query=heads[0], key=heads[1], value=heads[2], sinks=s_aux)
-    decided = (*options[:3], exact, max_length_q)
+    kind = check.signature(ATTENTION, query=q, key=k, value=v, sinks=s_aux)
+    decided = (scaling, sliding_window, softcap, exact, max_length_q)
 
-    def decide(*sequences: Tensor | None) -> Callable[..., Tensor]:
-        return _decide((*heads, s_aux), *decided, *sequences)
+    def decide(ends: Tensor, trees: Tensor | None, depths: Tensor | None) -> Callable[..., Tensor]:
+        return _decide((q, k, v, s_aux), *decided, ends, trees, depths)
 
-    of_sequences = (cu_seq_lens_q, subtree_ends, tree_position_ids)
-    out = once((kind, decided), decide, *of_sequences)(*heads, s_aux)
+    attend = once((kind, decided), decide, cu_seq_lens_q, subtree_ends, tree_position_ids)
+    out = attend(q, k, v, s_aux)
     if spans := [span for span in bidirectional_spans if sliding_window or not span.in_windows]:
         flat = out if out.dim() == 3 else out.flatten(0, 1)
-        out = _attend_in_spans(flat, *map(tokens_first, heads), spans, options)
+        q, k, v = map(tokens_first, heads)
+        out = _attend_in_spans(flat, q, k, v, spans, options)
     if sequence_parallel is not None:
         out = gather_heads_scatter_seq(out, sequence_parallel)
     return out if out.dim() == 4 else out.unsqueeze(0), None

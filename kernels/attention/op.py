@@ -14,6 +14,7 @@ gradients of query, key and value have the same formula with and without sinks.
 from __future__ import annotations
 
 import math
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ class TreeAttention:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         if sinks is not None:
             sinks = sinks.to(compute_dtype(query)).contiguous()
-        return _forward_op(query, key, value, sinks, *self.options)[0]  # type: ignore[no-any-return]
+        return _forward_op(query, key, value, sinks, *self.options)[0]
 
 
 def prepare(
@@ -248,7 +249,7 @@ def _forward_op(
     *tree, backend, batch_invariant = options
     if backend == "cpp" and (query.dim() == 3 or query.shape[0] == 1):  # takes a row as it is
         given = unit_inner_stride(query), unit_inner_stride(key), unit_inner_stride(value)
-        return native().attention_forward(*given, sinks, *tree)  # type: ignore[no-any-return]
+        return native().attention_forward(*given, sinks, *tree)
     heads = reference.Heads(tokens_first(query), tokens_first(key), tokens_first(value))
     if backend == "cpp":
         out, lse = native().attention_forward(*map(unit_inner_stride, heads), sinks, *tree)
@@ -264,16 +265,15 @@ def _forward_op(
     return out, lse
 
 
-def _module(backend: str) -> Any:
+def _module(backend: str) -> ModuleType:
     """Return the passes of a backend, of `flash` or, for a backward, of `exact`."""
+    module: ModuleType = reference
     if backend == "triton":
         from . import triton as module
     elif backend == "flash":
         from . import cascade as module
     elif backend == "exact":
         from . import triton_finite as module
-    else:
-        module = reference
     return module
 
 
@@ -301,11 +301,10 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, and delta [H, T]: grad_out . out."""
     *tree, backend = options
-    operands = grad_out, query, key, value, out
+    operands: tuple[Tensor, ...] = grad_out, query, key, value, out
     in_rows = query.dim() == 4
     if in_rows and (query.shape[0] > 1 or backend != "cpp"):
-        heads = map(tokens_first, (query, key, value))
-        operands = (grad_out.flatten(0, 1), *heads, out.flatten(0, 1))
+        operands = grad_out.flatten(0, 1), *map(tokens_first, operands[1:4]), out.flatten(0, 1)
     if backend == "cpp":
         given = [unit_inner_stride(x) for x in operands]
         *grads, delta = native().attention_backward(*given, lse, *tree)

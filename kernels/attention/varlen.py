@@ -40,7 +40,7 @@ def flash_attention(
     """
     options = (cu_seqlens, max_seqlen, softmax_scale, window_size, pair)
     if query.dim() == 3 or (query.shape[0] == 1 and not torch.compiler.is_compiling()):
-        return _FlashAttention.apply(query, key, value, *options)  # type: ignore[no-any-return]
+        return _FlashAttention.apply(query, key, value, *options)
     heads = tokens_first(query), tokens_first(key), tokens_first(value)
     out: Tensor = _FlashAttention.apply(*heads, *options)
     return out.unflatten(0, (query.shape[0], query.shape[2]))
