@@ -57,10 +57,11 @@ def exact_forwards(model: nn.Module, splits: Mapping[str, int]) -> _Forwards:
 
 
 def _block_forwards(
-    name: str, block: Any, router: nn.Module | None, splits: int, gather: Gather | None
+    name: str, block: Any, router: Any, splits: int, gather: Gather | None
 ) -> _Forwards:
     """Return the forwards of modules of a block of transformers; see `ExactExperts`."""
-    experts, fault = block.experts, None
+    experts: Any = block.experts
+    fault: str | None = None
     if torch.cuda.is_available():
         fault = "runs on a GPU"
     elif router is None or not hasattr(experts, "is_transposed"):
