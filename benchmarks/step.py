@@ -161,7 +161,7 @@ def train(run_dir: Path, settings: dict[str, Any]) -> list[dict[str, float]]:
     one_rank: dict[str, Any] = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     one_rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     one_rank |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "step"}
-    command = ("-m", "hybridengine.train.start", "RLConfig", str(file))
+    command = ("-m", "hybridengine.train.start", "grpo", str(file))
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
