@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridengine.kernels.attention.flash import ATEN, flash_pair
+from hybridengine.kernels.attention.flash import ATEN
+from hybridengine.kernels.attention.flash_choice import flash_pair
 from hybridengine.kernels.attention.op import tokens_first
 from hybridengine.kernels.attention.varlen import flash_attention
 

@@ -8,10 +8,7 @@ are then the part of these keys (see `cascade.py`).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from functools import cache
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -154,31 +151,3 @@ def cute_pair(interface: Any) -> FlashPair:
         return grads
 
     return FlashPair(forward, backward)
-
-
-@cache
-def flash_pair(device: torch.device, head_size: int) -> FlashPair:
-    """Return the fastest passes that are installed and right on a GPU, for heads of a size.
-
-    FlashAttention 4 on Hopper and Blackwell, for heads of up to 128, after a check of its results;
-    else torch's FlashAttention 2.
-    """
-    major, _ = torch.cuda.get_device_capability(device)
-    if major not in (9, 10, 11) or head_size > 128:
-        return ATEN
-    try:
-        pair = cute_pair(import_module("flash_attn.cute.interface"))
-    except ImportError:
-        return ATEN
-    from .flash_check import why_wrong
-
-    if reason := why_wrong(pair, device, head_size):
-        warnings.warn(
-            f"flash_attn.cute is not used for heads of size {head_size} on "
-            f"{torch.cuda.get_device_name(device)}: {reason}. torch's FlashAttention 2 takes its "
-            "place: install another version of flash-attn-4, or remove it.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return ATEN
-    return pair

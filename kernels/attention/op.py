@@ -271,7 +271,7 @@ def _module(backend: str) -> ModuleType:
     if backend == "triton":
         from . import triton as module
     elif backend == "flash":
-        from . import cascade as module
+        from . import flash_forest as module
     elif backend == "exact":
         from . import triton_finite as module
     return module

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hybridengine.kernels import tree_attention
-from hybridengine.kernels.attention import cascade, cascade_tables
+from hybridengine.kernels.attention import cascade, cascade_tables, flash_forest
 from hybridengine.kernels.attention.cascade_tables import make_cascade
-from hybridengine.kernels.attention.flash_check import why_wrong
+from hybridengine.kernels.attention.flash_choice import why_wrong
 from hybridengine.kernels.attention.reference import Heads
 from tests import tolerances
 from tests.kernels.attention.cases import (
@@ -86,13 +86,13 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(cascade_tables, "MIN_KEYS", 12)
     monkeypatch.setattr(op, "takes", lambda *_: True)
     monkeypatch.setattr(op, "choose_backend", lambda *_: "triton")
-    monkeypatch.setattr(cascade, "flash_pair", lambda *_: PAIR)
+    monkeypatch.setattr(flash_forest, "flash_pair", lambda *_: PAIR)
 
     def counted(ends):
         plans.append(cascade_tables.cascades_of(ends))
         return plans[-1]
 
-    monkeypatch.setattr(cascade, "cascades_of", counted)
+    monkeypatch.setattr(flash_forest, "cascades_of", counted)
     return plans
 
 

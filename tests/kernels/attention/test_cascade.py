@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridengine.kernels import tree_attention
 from hybridengine.kernels.attention import flash
-from hybridengine.kernels.attention.flash import ATEN, Runs, cute_pair, flash_pair
+from hybridengine.kernels.attention.flash import ATEN, Runs, cute_pair
+from hybridengine.kernels.attention.flash_choice import flash_pair
 from tests.kernels.attention.cases import forest_of, problem, random_forest
 from tests.kernels.attention.flash_in_float64 import PAIR
 from tests.kernels.attention.triton_cases import assert_exact
@@ -71,7 +72,7 @@ def test_flash_attention_4_gets_its_arguments(window):
 
 
 def test_flash_attention_4_is_used_where_its_check_passes(monkeypatch):
-    from hybridengine.kernels.attention import flash_check
+    from hybridengine.kernels.attention import flash_choice
 
     capability, reason = [9], [None]
     module = SimpleNamespace(_flash_attn_fwd=None, _flash_attn_bwd=None)
@@ -80,7 +81,7 @@ def test_flash_attention_4_is_used_where_its_check_passes(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability[0], 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
-    monkeypatch.setattr(flash_check, "why_wrong", lambda *_: reason[0])
+    monkeypatch.setattr(flash_choice, "why_wrong", lambda *_: reason[0])
 
     def chosen(size=64):
         flash_pair.cache_clear()
@@ -134,8 +135,8 @@ def test_what_it_does_not_take_is_left_to_other_kernels():
 def test_on_the_gpu(dim, dtype, name, monkeypatch):
     """Two levels; torch's FlashAttention 2, and what is chosen on this GPU."""
     if name == "aten":
-        monkeypatch.setattr(flash, "flash_pair", lambda *_: ATEN)
-        monkeypatch.setattr("hybridengine.kernels.attention.cascade.flash_pair", lambda *_: ATEN)
+        chosen = "hybridengine.kernels.attention.flash_forest.flash_pair"
+        monkeypatch.setattr(chosen, lambda *_: ATEN)
     forest = forest_of((300, [(170, [40, 280, 1]), 60]), 130, (257, [90] * 8), (129, [1, 1]))
     assert_exact(problem(forest, 6, 2, dim, dtype=dtype), "cuda", dtype, scale=0.1, flash=True)
 

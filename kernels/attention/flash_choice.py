@@ -1,14 +1,16 @@
-"""Whether an implementation of FlashAttention is right on a GPU: a small forest, both passes."""
+"""The implementation of FlashAttention on a GPU: the fastest that a small forest finds right."""
 
 from __future__ import annotations
+
+import warnings
+from functools import cache
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from . import reference
-from .cascade import cascade_backward, cascade_forward
-from .cascade_tables import make_cascade
-from .flash import FlashPair
+from .flash import ATEN, FlashPair, cute_pair
 from .reference import Heads, TreeOptions
 
 # Largest error relative to the largest entry: bfloat16 rounds by 2^-9, and P, dS, the parts and
@@ -18,8 +20,37 @@ TOLERANCE = 2.0**-6
 _ENDS = ((200, 351), (150, 350), (1, 351), (70, 641), (130, 551), (90, 641), (40, 681))
 
 
+@cache
+def flash_pair(device: torch.device, head_size: int) -> FlashPair:
+    """Return the fastest passes that are installed and right on a GPU, for heads of a size.
+
+    FlashAttention 4 on Hopper and Blackwell, for heads of up to 128, after a check of its results;
+    else torch's FlashAttention 2.
+    """
+    major, _ = torch.cuda.get_device_capability(device)
+    if major not in (9, 10, 11) or head_size > 128:
+        return ATEN
+    try:
+        pair = cute_pair(import_module("flash_attn.cute.interface"))
+    except ImportError:
+        return ATEN
+    if reason := why_wrong(pair, device, head_size):
+        warnings.warn(
+            f"flash_attn.cute is not used for heads of size {head_size} on "
+            f"{torch.cuda.get_device_name(device)}: {reason}. torch's FlashAttention 2 takes its "
+            "place: install another version of flash-attn-4, or remove it.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return ATEN
+    return pair
+
+
 def why_wrong(pair: FlashPair, device: torch.device, head_size: int) -> str | None:
     """Return what is wrong with its results, or None: causal runs, and runs without keys."""
+    from .cascade import cascade_backward, cascade_forward  # Triton, of which a CPU has no need
+    from .cascade_tables import make_cascade
+
     ends = torch.cat([torch.full((n,), end, dtype=torch.int32) for n, end in _ENDS]).to(device)
     generator = torch.Generator().manual_seed(0)
 
