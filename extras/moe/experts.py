@@ -110,7 +110,8 @@ def grouped_experts(
         x, cu_counts = exchange.send(x), exchange.cu_counts
     x = project(x, "gate_up_proj" if module.has_gate else "up_proj")
     if activation is not None:
-        x = gated_activation(*x.chunk(2, 1), activation)
+        gate, up = x.chunk(2, 1)
+        x = gated_activation(gate, up, activation)
     else:
         x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
     x = project(x, "down_proj", splits)

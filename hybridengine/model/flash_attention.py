@@ -98,7 +98,9 @@ def torch_kernel() -> FlashKernel:
     """
 
     def attend(
-        *qkv: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         cu_seqlens_q: Tensor,
         max_seqlen_q: int,
         softmax_scale: float,
@@ -106,10 +108,8 @@ def torch_kernel() -> FlashKernel:
         **options: Any,
     ) -> Tensor:
         window = None if window_size[0] < 0 else window_size[0] + 1
-        given = (cu_seqlens_q, max_seqlen_q, softmax_scale, window)
-        compiled, q = torch.compiler.is_compiling(), qkv[0]
-        pair = ATEN if compiled else flash_pair(q.device, q.shape[-1])
-        return flash_attention(*qkv, *given, pair=pair)
+        pair = ATEN if torch.compiler.is_compiling() else flash_pair(q.device, q.shape[-1])
+        return flash_attention(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale, window, pair)
 
     return FlashKernel(attend, has_softcap=False, takes_rows=True)
 
