@@ -5,14 +5,17 @@ import importlib
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 import triton
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton import knobs
+from triton import language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
-from triton.compiler.compiler import LazyDict
 from triton.runtime.driver import driver
 from triton.runtime.jit import create_function_from_signature
 
@@ -29,7 +32,7 @@ class Recorder:
     def __init__(self, monkeypatch):
         self.launches, self._device = [], None
         monkeypatch.setattr(torch.cuda, "device", self._enter)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(self._device, "index", 0))
 
     @contextlib.contextmanager
     def _enter(self, device):
@@ -59,72 +62,6 @@ def test_a_launch_takes_the_device_of_its_first_tensor(monkeypatch):
     ]
 
 
-class Compiler:
-    """In place of a Triton kernel: counts how often it is compiled and launched."""
-
-    def __init__(self):
-        names = ("x", "varying", "number", "SIZE")
-        kinds = ((False, False), (False, True), (False, False), (True, False))
-        self.params = [
-            SimpleNamespace(name=name, is_constexpr=constant, do_not_specialize=varying)
-            for name, (constant, varying) in zip(names, kinds, strict=True)
-        ]
-        self.compiled, self.launched = [], []
-
-    def __getitem__(self, grid):
-        def compile_and_launch(*arguments, **options):
-            self.compiled.append((grid, arguments, options))
-            return Compiled(self.launched)
-
-        return compile_and_launch
-
-
-class Compiled:
-    def __init__(self, launched):
-        self._launched = launched
-
-    def __getitem__(self, grid):
-        return lambda *arguments: self._launched.append((grid, arguments))
-
-
-ALIGNED = torch.empty(64)
-CHANGES = {
-    "the same": (0, {}),
-    "another number of the same kind": (0, {"varying": 16, "number": 5}),
-    "alignment": (1, {"x": ALIGNED[1:]}),
-    "dtype": (1, {"x": ALIGNED.to(torch.bfloat16)}),
-    "no tensor": (1, {"x": None}),
-    "divisible by 16": (1, {"number": 32}),
-    "one": (1, {"number": 1}),
-    "64 bits": (1, {"number": 2**31 + 1}),
-    "64 bits, not specialized": (1, {"varying": 2**31}),
-    "a float": (1, {"number": 3.0}),
-    "another tuple of the same kinds": (0, {"x": (ALIGNED, 9, None)}),
-    "the alignment of a tensor in a tuple": (1, {"x": (ALIGNED[1:], 7, None)}),
-    "no tensor in a tuple": (1, {"x": (None, 7, None)}),
-    "a constant": (1, {"SIZE": 64}),
-    "an option": (1, {"num_warps": 8}),
-    "the device": (1, {"device": 1}),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_compiled_kernel_is_launched_again_for_what_triton_compiles_alike(change):
-    kernel = Compiler()
-    forms = Forms(kernel)
-    compilations, changed = CHANGES[change]
-    call = {"device": 0, "x": ALIGNED, "varying": 7, "number": 3, "SIZE": 32, "num_warps": 4}
-    if isinstance(changed.get("x"), tuple):
-        call["x"] = (ALIGNED, 7, None)
-    for given in (call, call | changed):
-        x, number, device = given["x"], given["number"], given["device"]
-        named = {name: given[name] for name in ("num_warps", "SIZE", "number")}
-        forms.launch(device, (5,), (x, given["varying"]), named)
-    assert len(kernel.compiled) == 1 + compilations
-    if not compilations:
-        assert kernel.launched == [((5, 1, 1), (x, given["varying"], number, given["SIZE"]))]
-
-
 class Gpu:
     """A driver of Triton for a GPU that is not there: records the arguments of launches."""
 
@@ -149,10 +86,126 @@ class Gpu:
         return lambda *arguments: self.launches.append(arguments)
 
 
-def test_a_second_launch_gives_triton_the_arguments_of_the_first(monkeypatch):
-    """Triton compiles for a GPU and launches on a driver that only records."""
+@pytest.fixture
+def gpu(monkeypatch):
     gpu = Gpu()
     monkeypatch.setattr(driver, "_active", gpu)
+    return gpu
+
+
+def arguments_kernel(x, varying, number, SIZE: tl.constexpr):
+    pass
+
+
+class Kernel(triton.JITFunction):
+    """Compiles to objects that record launches; counts those that Triton makes itself."""
+
+    def __init__(self):
+        super().__init__(arguments_kernel, do_not_specialize=["varying"])
+        self.by_triton, self.launched = 0, []
+
+    def run(self, *arguments, **options):
+        self.by_triton += 1
+        return super().run(*arguments, **options)
+
+    def _do_compile(self, key, signature, device, *_):
+        return self.device_caches[device][0].setdefault(key, Compiled(self.launched))
+
+
+class Compiled:
+    function = packed_metadata = None
+
+    def __init__(self, launched):
+        self._launched = launched
+
+    def launch_metadata(self, *_):
+        return None
+
+    def run(self, *arguments):
+        self._launched.append((self, arguments[:3], arguments[9:]))
+
+
+ALIGNED = torch.empty(64)
+CHANGES = {
+    "the same": (0, {}),
+    "another number of the same kind": (0, {"varying": 16, "number": 5}),
+    "alignment": (1, {"x": ALIGNED[1:]}),
+    "dtype": (1, {"x": ALIGNED.to(torch.bfloat16)}),
+    "no tensor": (1, {"x": None}),
+    "divisible by 16": (1, {"number": 32}),
+    "one": (1, {"number": 1}),
+    "64 bits": (1, {"number": 2**31 + 1}),
+    "64 bits, not specialized": (1, {"varying": 2**31}),
+    "a float": (1, {"number": 3.0}),
+    "another tuple of the same kinds": (0, {"x": (ALIGNED, 9, None)}),
+    "the alignment of a tensor in a tuple": (1, {"x": (ALIGNED[1:], 7, None)}),
+    "no tensor in a tuple": (1, {"x": (None, 7, None)}),
+    "a constant": (1, {"SIZE": 64}),
+    "an option": (1, {"num_warps": 8}),
+    "the device": (1, {"device": 1}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_compiled_kernel_is_launched_again_for_what_triton_compiles_alike(gpu, change):
+    kernel = Kernel()
+    forms = Forms(kernel)
+    compilations, changed = CHANGES[change]
+    call = {"device": 0, "x": ALIGNED, "varying": 7, "number": 3, "SIZE": 32, "num_warps": 4}
+    if isinstance(changed.get("x"), tuple):
+        call["x"] = (ALIGNED, 7, None)
+    for given in (call, call | changed):
+        x, number, device = given["x"], given["number"], given["device"]
+        named = {name: given[name] for name in ("num_warps", "SIZE", "number")}
+        forms.launch(device, (5,), (x, given["varying"]), named)
+    assert kernel.by_triton == 1 + compilations
+    assert len(kernel.launched) == 2
+    assert kernel.launched[1][1:] == ((5, 1, 1), (x, given["varying"], number, given["SIZE"]))
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+INTEGERS = (0, 1, 2, 16, 17, -1, -16, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, -(2**31))
+INTEGERS = (*INTEGERS, -(2**31) - 1, 2**63 - 16, 2**63 - 1, 2**63, 2**64 - 1)
+TENSORS = (ALIGNED, ALIGNED[1:], ALIGNED[4:], ALIGNED[64:], ALIGNED.bfloat16(), ALIGNED.int())
+TENSORS = (*TENSORS, nn.Parameter(ALIGNED), ALIGNED.to(torch.float8_e4m3fn))
+SCALARS = (*INTEGERS, True, False, None, 1.0, 1.5)
+ANY = (*TENSORS, *SCALARS)
+VALUES = {
+    "x": (*ANY, *((x,) for x in ANY), *(Pair(x, (x, 16)) for x in ANY), (), ((ALIGNED, 1), 2)),
+    "varying": SCALARS,
+    "number": SCALARS,
+    "SIZE": (32, 64, 1, None, 1.5, "text", (1, 2), Pair(1, 2), Pair(1, None), tl.float32),
+    "num_warps": (4, 8),
+    "num_stages": (2, 3),
+}
+
+
+@pytest.mark.parametrize("varied", VALUES)
+def test_what_is_launched_is_what_triton_would_launch(gpu, varied):
+    kernel = Kernel()
+    forms = Forms(kernel)
+    by_forms = set()
+    for value in VALUES[varied] * 2:
+        call = {"x": ALIGNED, "varying": 7, "number": 3, "SIZE": 32, "num_warps": 4} | {
+            varied: value
+        }
+        named = {name: call.pop(name) for name in list(call) if name not in ("x", "varying")}
+        forms.launch(0, (5,), tuple(call.values()), dict(named))
+        kernel[(5,)](*call.values(), **named)
+        (ours, *given), (by_triton, *expected) = kernel.launched[-2:]
+        assert ours is by_triton
+        assert [*map(id, given[1])] == [*map(id, expected[1])]
+        by_forms.add(ours)
+    again = kernel.by_triton - 2 * len(VALUES[varied])
+    assert again == len(by_forms) == len(kernel.device_caches[0][0]), "each form is kept once"
+
+
+def test_a_second_launch_gives_triton_the_arguments_of_the_first(gpu):
+    """Triton compiles for a GPU and launches on a driver that only records."""
     kernel = triton.JITFunction(rescale_kernel.fn)
     first, second = ([torch.ones(n), torch.ones(1), n] for n in (4096, 32))
     for given in (first, second, first):
@@ -162,13 +215,37 @@ def test_a_second_launch_gives_triton_the_arguments_of_the_first(monkeypatch):
     assert len(next(iter(kernel.device_caches.values()))[0]) == 2, "the unaligned one is compiled"
 
     def given(launched):
-        plain = [x for x in launched if type(x) is not LazyDict]  # of hooks, made for each launch
+        plain = [*launched[:6], *launched[9:]]  # without what is there for hooks
         return [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in plain]
 
     one, other, again, unaligned = map(given, gpu.launches)
     assert one == again and len(other) == len(unaligned) == len(one)
-    assert one[-4:] == given([*first, 32]) and other[-4:] == given([*second, 32])
+    assert one[-4:] == given([*gpu.launches[0][:9], *first, 32])[-4:]
+    assert other[-4:] == given([*gpu.launches[0][:9], *second, 32])[-4:]
     assert one[1:-4] == other[1:-4], "the rest of the grid, stream, function and metadata"
+
+
+def test_hooks_of_launches_run(gpu, monkeypatch):
+    """Triton's profiler sets them, before a kernel is compiled or after."""
+    kernel = triton.JITFunction(rescale_kernel.fn)
+    arguments = torch.ones(32), torch.ones(1), 32
+
+    def hooks():
+        launch(kernel, (1,), *arguments, BLOCK=32, num_warps=4)
+        return gpu.launches[-1][6:9]
+
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        monkeypatch.setattr(knobs.runtime, name, knobs.HookChain())
+    hooks()
+    assert hooks() == (None, None, None)
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        hook = getattr(knobs.runtime, name)
+        hook.add(print)
+        metadata, enter, leave = hooks()
+        assert (enter, leave) == (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+        assert metadata.get()["name"] == "rescale_kernel" and metadata.get()["stream"] == 7
+        hook.remove(print)
+    assert hooks() == (None, None, None)
 
 
 def test_triton_binds_the_arguments_of_every_kernel():
