@@ -29,7 +29,7 @@ def train(impl: str, folder: Path, job: dict[str, Any], threads: int = 0) -> dic
         kl_coef: coefficient of the KL term; 0 for none.
         seed, warmup_steps, beta2, chat_template: as in a config.
     """
-    result = run_program(PROGRAMS[impl], folder, {"bf16": False, **job}, threads)
+    result = run_program(PROGRAMS[impl], folder, job | {"bf16": False}, threads)
     if "phases" in result:  # TRL's
         ends, now = [], 0.0
         for phases in result["phases"]:

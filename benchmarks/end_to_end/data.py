@@ -36,7 +36,11 @@ def compute_score(
 def job_of(
     train: Path, prompts: int, n: int, micro_batch: int, max_prompt: int, max_response: int
 ) -> dict[str, Any]:
-    """Return the settings that every implementation takes."""
+    """Return the settings that every implementation takes; `bf16`: whether that is fast here."""
+    import torch
+
+    from hybridengine.kernels import has_fast_products
+
     return {
         "train": str(train),
         "reward": __file__,
@@ -47,6 +51,7 @@ def job_of(
         "max_model_len": max_prompt + max_response,
         "kv_cache_bytes": 2**28,
         "lr": 1e-6,
+        "bf16": has_fast_products(torch.bfloat16, "cpu"),
     }
 
 

@@ -110,7 +110,7 @@ def _config(job: dict[str, Any]) -> Any:
 
     return GRPOConfig(
         **common_arguments(job),
-        bf16=job.get("bf16", "rollouts" not in job),
+        bf16=job["bf16"],
         gradient_accumulation_steps=job["responses"] // job["micro_batch"],
         num_generations=job["n"],
         beta=job.get("kl_coef", 0.0),
