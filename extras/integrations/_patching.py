@@ -2,7 +2,8 @@
 
 A module that ran `from x import f` has its own binding of f, and a registry has another; every
 module of the package that has one is rebound, and so are the dicts that its modules hold. `unpatch`
-also finds the modules that were imported in between. Ray gives the class of an actor a wrapper of
+also finds the modules that were imported in between. What is replaced is checked, not a version:
+its signature, and what it computes (`_compare`). Ray gives the class of an actor a wrapper of
 every method that it inherits; these are replaced with the method that they wrap.
 """
 
@@ -18,8 +19,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
+from hybridengine.integrations._compare import Probe, difference, unknown_names
 from hybridengine.run.errors import UserError
 
 
@@ -57,22 +57,26 @@ class Patches:
 
     Args:
         package: name of the package as it is imported.
-        versions: a version specifier, ">=0.9,<0.10": releases whose functions were compared.
         groups: by group and target within the package, the functions in the order in which they
             are applied.
         default_groups: the groups that `patch()` without arguments replaces; (): all.
         distribution: name of the package as it is installed, where that is another one.
+        probes: by target, a call that has to have the results of ours. Run once, at the patch.
+        known: by target whose body ours stands for and that cannot be probed, the names that its
+            code may use, as words.
     """
 
     def __init__(
         self,
         package: str,
-        versions: str,
         groups: Mapping[str, Mapping[str, Any]],
         default_groups: Sequence[str] = (),
         distribution: str = "",
+        probes: Mapping[str, Probe] | None = None,
+        known: Mapping[str, str] | None = None,
     ) -> None:
-        self.package, self.versions, self.groups = package, SpecifierSet(versions), tuple(groups)
+        self.package, self.groups = package, tuple(groups)
+        self.probes, self.known = probes or {}, known or {}
         self.replacements = tuple(
             Replacement(f"{package}.{target}", function, group)
             for group, functions in groups.items()
@@ -85,8 +89,8 @@ class Patches:
     def patch(self, *groups: str) -> None:
         """Replace the functions of `groups` (default: the default groups); again does nothing.
 
-        Raises a PatchError, and changes nothing, where the package is missing, its version was not
-        compared with ours, or a function is missing or has another signature.
+        Raises a PatchError, and changes nothing, where the package is missing, or a function is
+        missing, has another signature, or does not compute what ours does.
         """
         chosen = groups or self.default_groups
         if unknown := [group for group in chosen if group not in self.groups]:
@@ -98,7 +102,7 @@ class Patches:
         wanted = [r for r in self.replacements if r.group in chosen and r not in done]
         if not wanted:
             return
-        found = self._compare(wanted)
+        found = [self._find(replacement) for replacement in wanted]
         for applied in found:
             for owner in (applied.owner, *(subclass for subclass, _ in applied.wrappers)):
                 setattr(owner, applied.name, applied.replacement.function)
@@ -107,7 +111,9 @@ class Patches:
 
     def check(self, *groups: str) -> None:
         """Raise the PatchError that `patch` of these groups would raise; change nothing."""
-        self._compare([r for r in self.replacements if r.group in groups])
+        for replacement in self.replacements:
+            if replacement.group in groups:
+                self._find(replacement)
 
     def unpatch(self) -> None:
         """Put back every function that `patch` replaced; again does nothing."""
@@ -138,44 +144,41 @@ class Patches:
             if before:
                 self.patch(*before)
 
-    def _compare(self, wanted: Sequence[Replacement]) -> list[_Applied]:
-        self.check_version()
-        return [self._find(replacement) for replacement in wanted]
-
-    def check_version(self) -> None:
-        """Raise a PatchError unless a known release of the package is installed."""
-        try:
-            version = importlib.metadata.version(self.distribution)
-        except importlib.metadata.PackageNotFoundError as error:
-            raise PatchError(
-                f"{self.distribution} is not installed; install {self.distribution}{self.versions} "
-                "to patch it."
-            ) from error
-        if not self.versions.contains(version, prereleases=True):
-            raise PatchError(
-                f"{self.distribution} {version} is installed; its functions were compared with "
-                f"ours for {self.distribution}{self.versions} only. Install such a release, or "
-                "import our functions by name."
-            )
-
     def _find(self, replacement: Replacement) -> _Applied:
         owner, name = _owner(replacement.target)
         if owner is None or not hasattr(owner, name):
-            raise PatchError(
-                f"{self.package} has no {replacement.target}; this adapter knows "
-                f"{self.distribution}{self.versions}. Install such a release."
-            )
+            raise self._refusal(replacement, "a function of this name", "none")
         namespace = vars(owner)
         original = namespace.get(name, getattr(owner, name))
         theirs, ours = _signature(getattr(owner, name)), _signature(replacement.function)
         if not _accepts(ours, theirs):
-            raise PatchError(
-                f"{replacement.target} has the signature {theirs}; ours is {ours} and does not "
-                f"accept every call of it. Another package may have replaced it, or this is not "
-                f"{self.distribution}{self.versions}."
+            raise self._refusal(replacement, f"a signature whose calls fit {ours}", str(theirs))
+        target = replacement.target.removeprefix(f"{self.package}.")
+        if target in self.known and (new := unknown_names(original, self.known[target])):
+            raise self._refusal(
+                replacement, "the code that ours stands for", f"code that uses {', '.join(new)}"
             )
+        if target in self.probes:
+            unlike = difference(self.probes[target], original, replacement.function)
+            if unlike:
+                raise self._refusal(replacement, "the results of ours for a small input", unlike)
         wrappers = list(_wrappers(owner, name, original)) if isinstance(owner, type) else []
         return _Applied(replacement, owner, name, original, name not in namespace, wrappers)
+
+    def _refusal(self, replacement: Replacement, expected: str, found: str) -> PatchError:
+        try:
+            release = f"{self.distribution} {importlib.metadata.version(self.distribution)}"
+        except importlib.metadata.PackageNotFoundError:
+            release = self.package
+        if self.package not in sys.modules:
+            return PatchError(
+                f"{self.package} cannot be imported; install {self.distribution} to patch it."
+            )
+        return PatchError(
+            f"{replacement.target} of {release}: expected {expected}, found {found}. Nothing was "
+            f"replaced. Leave out the group {replacement.group!r}, install a release that was tried"
+            " (docs/dropins.md), or see whether another package has replaced the function."
+        )
 
     def _rebind(self, old: Any, new: Any) -> None:
         """Bind `new` wherever a module of the package, or a registry in one, binds `old`."""

@@ -134,7 +134,7 @@ _OURS: dict[str, Callable[..., Any]] = {
     f"{_CONFIG}.build_args": staticmethod(build_args),
     f"{_CONFIG}.build_cmd_from_args": staticmethod(build_cmd_from_args),
 }
-_PATCHES = Patches("areal", ">=1.0,<1.1", {"weight_sync": _OURS})
+_PATCHES = Patches("areal", {"weight_sync": _OURS})
 patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched
 
 

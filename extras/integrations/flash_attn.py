@@ -256,7 +256,6 @@ _CROSS_ENTROPY: dict[str, Callable[..., Any]] = {
 }
 _PATCHES = Patches(
     "flash_attn",
-    ">=2.7,<3",
     {"padding": _PADDING, "cross_entropy": _CROSS_ENTROPY},
     distribution="flash-attn",
 )

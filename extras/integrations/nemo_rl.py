@@ -315,7 +315,7 @@ def _pack_implementation(self: Any, sequence_lengths: list[int]) -> list[list[in
 
 
 # Of the releases that our functions were compared with.
-NemoPatches = partial(Patches, "nemo_rl", ">=0.6,<0.8", distribution="nemo-rl")
+NemoPatches = partial(Patches, "nemo_rl", distribution="nemo-rl")
 _FUNCTIONS = (
     DistributedLogprob,
     ChunkedDistributedLogprob,

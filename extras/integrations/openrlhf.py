@@ -335,7 +335,6 @@ class ValueLoss(torch.nn.Module):
 _MAKER = "trainer.ppo_utils.experience_maker.RemoteExperienceMaker"
 _PATCHES = Patches(
     "openrlhf",
-    ">=0.11,<0.12",
     {
         "log_probs": {
             "models.utils.log_probs_from_logits": log_probs_from_logits,

@@ -124,7 +124,6 @@ def initialize_ray(cfg: Any) -> None:
 
 _PATCHES = Patches(
     "skyrl",
-    ">=0.4,<0.5",
     {
         "weight_sync": {
             f"{_SYNC}.get_vllm_receive_backend": get_vllm_receive_backend,

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybridengine.hybrid import pack_linear_attention, refuse_packed
+from hybridengine.integrations._compare import calling, constant, draw
 from hybridengine.integrations._lm_head import OutputHead, rows_of_labels
 from hybridengine.integrations._patching import Patches
 from hybridengine.kernels import linear_cross_entropy, token_log_probs
@@ -154,12 +155,31 @@ def _items(num_items_in_batch: Tensor | int | None, kept: Tensor) -> Tensor | in
     return num_items_in_batch
 
 
+_PROBED = {
+    "logits": draw(2, 4, 19),
+    "labels": constant([[-100, 1, 2, 3], [4, 5, 6, -100]]),
+    "vocab_size": 19,
+}
+
+
+def _smoothed(function: Any) -> Any:
+    smoother = types.SimpleNamespace(epsilon=0.1, ignore_index=_IGNORE)
+
+    def call(logits: Tensor, labels: Tensor) -> Any:
+        return function(smoother, {"logits": logits}, labels, True)
+
+    return calling(_PROBED, ["logits"])(call)
+
+
 _PATCHES = Patches(
     "transformers",
-    ">=5.17,<5.20",
     {
         "loss": {"loss.loss_utils.ForCausalLMLoss": ForCausalLMLoss},
         "label_smoothing": {"trainer_pt_utils.LabelSmoother.__call__": smoothed_loss},
+    },
+    probes={
+        "loss.loss_utils.ForCausalLMLoss": calling(_PROBED, ["logits"]),
+        "trainer_pt_utils.LabelSmoother.__call__": _smoothed,
     },
 )
 patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

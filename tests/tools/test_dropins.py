@@ -71,7 +71,7 @@ def test_the_plugin_counts_calls(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "dropinhost", host)
     adapter = types.ModuleType("hybridengine.integrations.dropinhost")
     ours = {"f": lambda x: ("ours", x), "C.s": staticmethod(lambda x: ("ours", x))}
-    patches = Patches("dropinhost", ">=0", {"all": ours}, distribution="packaging")
+    patches = Patches("dropinhost", {"all": ours}, distribution="packaging")
     adapter.patch = patches.patch
     monkeypatch.setitem(sys.modules, adapter.__name__, adapter)
     monkeypatch.setenv("HYBRIDENGINE_DROPIN", "dropinhost")

@@ -17,6 +17,7 @@ The groups of `patch(*groups)`:
 """
 
 from .._patching import Patches
+from . import compared
 from .cross_entropy import (
     CrossEntropyOutput,
     LigerFusedLinearCrossEntropyLoss,
@@ -62,7 +63,6 @@ _unpaired = vars(LigerFusedLinearUnpairedPreferenceBase)
 _CHUNKED, _CROSS_ENTROPY = "chunked_loss.fused_linear", "ops.fused_linear_cross_entropy"
 _PATCHES = Patches(
     "liger_kernel",
-    ">=0.8.5,<0.9",
     {
         "log_probs": {
             f"{_CHUNKED}_ppo.LigerFusedLinearPPOBase.forward": _ppo["forward"],
@@ -84,5 +84,7 @@ _PATCHES = Patches(
         },
     },
     distribution="liger-kernel",
+    probes=compared.PROBES,
+    known=compared.KNOWN,
 )
 patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

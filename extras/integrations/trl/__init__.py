@@ -24,6 +24,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybridengine.integrations._patching import Patches
+from hybridengine.integrations.trl import compared
 from hybridengine.integrations.trl.head import FusedCausalLMOutput, add_fused_lm_head
 from hybridengine.integrations.trl.log_probs import (
     ChunkedLogProbFunction,
@@ -105,5 +106,11 @@ _GROUPS: dict[str, dict[str, Any]] = {
     },
     "loss": {_GRPO: _compute_loss},
 }
-_PATCHES = Patches("trl", ">=1.16,<1.17", _GROUPS, default_groups=("log_probs", "head", "sync"))
+_PATCHES = Patches(
+    "trl",
+    _GROUPS,
+    default_groups=("log_probs", "head", "sync"),
+    probes=compared.PROBES,
+    known=compared.KNOWN,
+)
 patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

@@ -33,6 +33,7 @@ from hybridengine.integrations._patching import Patches
 from hybridengine.integrations.verl import (
     advantages,
     balancing,
+    compared,
     log_probs,
     losses,
     padding,
@@ -72,7 +73,6 @@ _PARALLEL = [name for name in log_probs.__all__ if name.startswith("vocab_parall
 _FROM_LOGITS = [n for n in log_probs.__all__ if "_from_logits" in n and n not in _PARALLEL]
 _PATCHES = Patches(
     "verl",
-    ">=0.9,<0.10",
     {
         "log_probs": _of(log_probs, "utils.torch_functional", _FROM_LOGITS),
         "advantages": _of(advantages, _CORE, advantages.__all__),
@@ -89,5 +89,7 @@ _PATCHES = Patches(
         },
     },
     default_groups=("log_probs", "fused_head", "advantages", "balancing", "padding"),
+    probes=compared.PROBES,
+    known=compared.KNOWN,
 )
 patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

@@ -36,5 +36,5 @@ def _build_fsdp_module(self: Any, module: torch.nn.Module) -> torch.nn.Module:
     return wrapped
 
 
-PATCHES = Patches("verl", ">=0.9.1,<0.10", {"linear_attention": {_BUILD: _build_fsdp_module}})
+PATCHES = Patches("verl", {"linear_attention": {_BUILD: _build_fsdp_module}})
 PATCHES.patch()

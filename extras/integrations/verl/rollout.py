@@ -189,6 +189,6 @@ _OVERRIDING: dict[str, Callable[..., Any]] = {
     f"{_ASYNC}.vLLMReplica.__init__": Replica.__init__,
 }
 # Compared with verl's, which stay as they are.
-OVERRIDDEN = Patches("verl", str(PATCHES.versions), {"overridden": _OVERRIDING})
+OVERRIDDEN = Patches("verl", {"overridden": _OVERRIDING})
 OVERRIDDEN.check("overridden")
 PATCHES.patch()

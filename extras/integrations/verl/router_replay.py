@@ -141,5 +141,5 @@ def _layout(engine: Any, routed: Tensor, offsets: Tensor, num_padding: int) -> T
 
 
 _OURS = {_WORKER: _init_worker, _BUILD: _build_fsdp_module, _FORWARD: _forward_step}
-PATCHES = Patches("verl", ">=0.9.1,<0.10", {"router_replay": _OURS})
+PATCHES = Patches("verl", {"router_replay": _OURS})
 PATCHES.patch()

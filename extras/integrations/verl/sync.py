@@ -38,7 +38,7 @@ def _load_replica() -> type[Any]:
 
 
 def _enable() -> None:
-    PATCHES.check_version()
+    PATCHES.check("weights")
     base._ROLLOUT_REGISTRY["vllm", "async"] = f"{_ROLLOUT}.ServerAdapter"
     replica.RolloutReplicaRegistry.register("vllm", _load_replica)
     if not ray.is_initialized():  # the process that starts Ray; the others inherit the secret

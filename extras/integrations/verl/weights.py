@@ -77,4 +77,4 @@ def _get_per_tensor_param(
     return ShardedWeights(self, gather), None
 
 
-PATCHES = Patches("verl", ">=0.9.1,<0.10", {"weights": {_TARGET: _get_per_tensor_param}})
+PATCHES = Patches("verl", {"weights": {_TARGET: _get_per_tensor_param}})

@@ -1,13 +1,16 @@
 """Replacing functions of another package: all or none, everywhere, and back."""
 
 import functools
+import importlib
 import inspect
 import sys
 from types import ModuleType
 
 import pytest
+import torch
 
 from hybridengine.integrations import _patching
+from hybridengine.integrations._compare import calling
 from hybridengine.integrations._patching import PatchError, Patches, Replacement
 
 
@@ -42,11 +45,11 @@ def host(monkeypatch):
         del sys.modules[name]
 
 
-def _patches(*replacements: Replacement, versions: str = ">=1.2,<2") -> Patches:
+def _patches(*replacements: Replacement, **checks: dict) -> Patches:
     groups: dict[str, dict] = {}
     for r in replacements:
         groups.setdefault(r.group, {})[r.target.removeprefix("hostpkg.")] = r.function
-    return Patches("hostpkg", versions, groups, ["losses"])
+    return Patches("hostpkg", groups, ["losses"], **checks)
 
 
 def _loss(x, scale=1.0):
@@ -141,7 +144,7 @@ def test_another_signature_changes_nothing(host, ours):
         Replacement("hostpkg.losses.other", other, "losses"),
         Replacement("hostpkg.losses.loss", ours, "losses"),
     )
-    with pytest.raises(PatchError, match=r"hostpkg\.losses\.loss has the signature \(x, scale=1"):
+    with pytest.raises(PatchError, match=r"losses\.loss of hostpkg 1\.2\.3.*found \(x, scale=1"):
         patches.patch()
     assert (host.losses.other, host.losses.loss) == theirs
 
@@ -155,15 +158,79 @@ def test_more_optional_parameters_are_accepted(host):
         assert host.losses.loss is longer
 
 
-def test_versions_and_missing_functions(host, monkeypatch):
-    with pytest.raises(PatchError, match=r"hostpkg 1\.2\.3 is installed.*hostpkg<2,>=1\.3 only"):
-        _patches(Replacement("hostpkg.losses.loss", _loss, "losses"), versions=">=1.3,<2").patch()
+def test_missing_functions_and_packages(host):
     for target in ("hostpkg.losses.gone", "hostpkg.gone.loss", "hostpkg.losses.Gone.apply"):
-        with pytest.raises(PatchError, match=f"hostpkg has no {target}"):
+        with pytest.raises(PatchError, match=f"{target} of hostpkg 1.2.3: expected a function"):
             _patches(Replacement(target, _loss, "losses")).patch()
-    monkeypatch.undo()
-    with pytest.raises(PatchError, match=r"hostpkg is not installed; install hostpkg<2,>=1\.2"):
-        _patches(Replacement("hostpkg.losses.loss", _loss, "losses")).patch()
+    with pytest.raises(PatchError, match="absentpkg cannot be imported; install absent-pkg"):
+        Patches("absentpkg", {"all": {"loss": _loss}}, distribution="absent-pkg").patch()
+
+
+def _scaled(x, scale=1.0):
+    return scale * x
+
+
+def test_another_meaning_is_refused_by_name_and_changes_nothing(host):
+    logits = torch.tensor([1.0, -2.0])
+    probe = {"losses.loss": calling({"x": logits, "scale": 3.0}, ["x"])}
+    patches = _patches(Replacement("hostpkg.losses.loss", _scaled, "losses"), probes=probe)
+    theirs = host.losses.loss
+    with patches.patched():
+        assert host.losses.loss is _scaled
+    sources = {
+        "return x * scale + 1": "it gives 4 where ours gives 3",
+        "return (x * scale).detach()": "it returns 1 values, ours returns 3",  # no gradient
+        "return (x * scale)[None]": r"the shape \[1, 2\], ours \[2\]",
+        "return x * scale, x": "it returns 4 values",
+        "return (x, 1)[2]": "theirs raises IndexError",
+    }
+    for body, found in sources.items():
+        exec(f"def loss(x, scale=1.0): {body}", vars(host.losses))
+        changed = host.losses.loss
+        with pytest.raises(
+            PatchError, match=rf"hostpkg\.losses\.loss of .*found .*{found}.*'losses'"
+        ):
+            patches.patch()
+        assert host.losses.loss is changed
+    host.losses.loss = theirs
+
+
+def test_a_function_that_lacks_a_package_is_not_probed(host):
+    exec("def loss(x, scale=1.0): import absentpkg", vars(host.losses))
+    probe = {"losses.loss": calling({"x": torch.ones(2)})}
+    with _patches(Replacement("hostpkg.losses.loss", _scaled, "losses"), probes=probe).patched():
+        assert host.losses.loss is _scaled
+
+
+def test_code_with_a_new_name_is_refused(host):
+    known = {"losses.loss": "device_of float"}
+    patches = _patches(Replacement("hostpkg.losses.loss", _scaled, "losses"), known=known)
+    with patches.patched():
+        assert host.losses.loss is _scaled
+    exec("def loss(x, scale=1.0): return [float(reset(i)) for i in x]", vars(host.losses))
+    with pytest.raises(PatchError, match=r"losses\.loss of .*found code that uses reset\."):
+        patches.patch()
+
+
+def test_a_probe_leaves_the_generator_and_the_modes_alone(host):
+    probe = {"losses.loss": calling({"x": torch.ones(2)}, ["x"])}
+    patches = _patches(Replacement("hostpkg.losses.loss", _scaled, "losses"), probes=probe)
+    state = torch.get_rng_state()
+    with torch.inference_mode(), torch.device("meta"), patches.patched():
+        assert host.losses.loss is _scaled
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+INSTALLED = {"trl": "trl", "liger": "liger_kernel", "transformers": "transformers"}
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_the_installed_release_has_what_ours_replaces(name):
+    pytest.importorskip(INSTALLED[name])
+    patches = importlib.import_module(f"hybridengine.integrations.{name}").patch.__self__
+    patches.check(*patches.groups)
+    targets = {r.target.removeprefix(f"{patches.package}.") for r in patches.replacements}
+    assert patches.probes.keys() | patches.known.keys() <= targets
 
 
 def test_registries_are_rebound_and_put_back(host):

@@ -435,13 +435,5 @@ def test_another_signature_is_refused(recorded, package, module, before, after) 
     )
     recorded(package, **{module: source.replace(before, after)})
     name = REFIT if package == "nemo_rl" else f"hybridengine.integrations.{package}"
-    with pytest.raises(PatchError, match="has the signature"):
+    with pytest.raises(PatchError, match="expected a signature whose calls fit"):
         importlib.import_module(name).patch()
-
-
-@pytest.mark.parametrize(("package", "version"), [("skyrl", "0.3.0"), ("areal", "1.1.0")])
-def test_another_release_is_refused(recorded, monkeypatch, package, version) -> None:
-    recorded(package)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    with pytest.raises(PatchError, match=f"{version} is installed"):
-        importlib.import_module(f"hybridengine.integrations.{package}").patch()
