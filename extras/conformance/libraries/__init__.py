@@ -21,7 +21,8 @@ def load(names: list[str] | None = None) -> dict[str, tuple[str, ModuleType]]:
     names: those to take; None: all that are installed.
 
     Raises:
-        ValueError: a name without operations here, or a library that is not installed.
+        ValueError: a name without operations here, or a library that is not installed or lacks a
+            function that is imported.
     """
     if unknown := [name for name in names or () if name not in _LIBRARIES]:
         known = ", ".join(_LIBRARIES)
@@ -35,5 +36,12 @@ def load(names: list[str] | None = None) -> dict[str, tuple[str, ModuleType]]:
             if names:
                 raise ValueError(f"{name} is not installed: pip install {distribution}") from None
             continue
-        found[name] = installed, importlib.import_module(f"{__name__}.{module}")
+        try:
+            found[name] = installed, importlib.import_module(f"{__name__}.{module}")
+        except ImportError as error:
+            others = " ".join(x for x in _LIBRARIES if x != name)
+            raise ValueError(
+                f"{name} {installed} lacks what is run here ({error}); name the other libraries "
+                f"({others})"
+            ) from error
     return found

@@ -21,9 +21,10 @@ with empty_services(("ray", "tensordict", "codetiming", "hydra", "pylatexenc", "
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
     from verl.workers.config import ActorConfig
 
+algos: Any = core_algos  # its annotations are narrower than what it takes
 _ESTIMATORS = {
-    "grpo": core_algos.compute_grpo_outcome_advantage,
-    "rloo": core_algos.compute_rloo_vectorized_outcome_advantage,
+    "grpo": algos.compute_grpo_outcome_advantage,
+    "rloo": algos.compute_rloo_vectorized_outcome_advantage,
 }
 _MODES = {"ppo": "vanilla", "gmpo": "geo_mean"}
 
@@ -35,7 +36,7 @@ def group_advantages(
         raise NotThere("its estimators have no mask of responses")
     tokens, mask = rewards.float()[:, None], torch.ones(len(rewards), 1)
     if estimator == "mean":
-        compute = core_algos.compute_grpo_outcome_advantage
+        compute = algos.compute_grpo_outcome_advantage
         return compute(tokens, mask, groups.numpy(), norm_adv_by_std_in_grpo=False)[0][:, 0]
     return _ESTIMATORS[estimator](tokens, mask, groups.numpy())[0][:, 0]
 
@@ -44,10 +45,10 @@ def returns(
     rewards: Tensor, values: Tensor | None, mask: Tensor, gamma: float, lam: float
 ) -> Tensor:
     if values is None:
-        compute = core_algos.compute_reinforce_plus_plus_outcome_advantage
+        compute = algos.compute_reinforce_plus_plus_outcome_advantage
         return compute(rewards.float(), mask.float(), config=SimpleNamespace(gamma=gamma))[1]
     tokens = rewards.float(), values.float(), mask.float()
-    return core_algos.compute_gae_advantage_return(*tokens, gamma, lam)[1].where(mask, 0)
+    return algos.compute_gae_advantage_return(*tokens, gamma, lam)[1].where(mask, 0)
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ def policy_loss(
         "loss_scale_factor": max_length,
     }
     config.global_batch_info.update(counts)
-    compute = core_algos.get_policy_loss_fn(_MODES.get(mode, mode))
+    compute = algos.get_policy_loss_fn(_MODES.get(mode, mode))
 
     def part(x: Tensor, rows: list[int]) -> Tensor:
         used = mask[rows].float()
@@ -104,8 +105,8 @@ def policy_loss(
             None if weights is None else weights[rows].float(),
         )
         if ref is not None:
-            terms = core_algos.kl_penalty(x[rows], ref[rows].float(), "k3")
-            loss = loss + kl_coef * core_algos.agg_loss(terms, used, aggregation, **counts)
+            terms = algos.kl_penalty(x[rows], ref[rows].float(), "k3")
+            loss = loss + kl_coef * algos.agg_loss(terms, used, aggregation, **counts)
         return loss
 
     def total(x: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ def value_loss(
     def part(x: Tensor, rows: list[int]) -> Tensor:
         tokens = x[rows], returns[rows].float(), old[rows].float(), mask[rows].float()
         counts = {"batch_num_tokens": int(mask.sum()), "global_batch_size": len(mask)}
-        return core_algos.compute_value_loss(*tokens, clip, **counts)[0]
+        return algos.compute_value_loss(*tokens, clip, **counts)[0]
 
     def total(x: Tensor) -> Tensor:
         return torch.stack([part(x, list(rows)) for rank in split for rows in rank]).sum()
@@ -130,7 +131,7 @@ def value_loss(
 
 
 def kl(log_probs: Tensor, ref: Tensor, kind: str) -> Tensor:
-    return with_gradient(lambda x: core_algos.kl_penalty(x, ref.float(), kind), log_probs.float())
+    return with_gradient(lambda x: algos.kl_penalty(x, ref.float(), kind), log_probs.float())
 
 
 def rollout_weights(
@@ -161,7 +162,7 @@ def kept_loss(losses: Tensor, old: Tensor, rollout: Tensor, mask: Tensor, bound:
     ratio = math.exp(-bound), math.exp(bound)
     kept = rejection(old, rollout, mask, "token_k1", ratio)
     weights = rollout_weights(old, rollout, mask, "token", 1e9, None)
-    return core_algos.agg_loss(losses.float() * weights, kept, "token-mean")
+    return algos.agg_loss(losses.float() * weights, kept, "token-mean")
 
 
 def log_probs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
