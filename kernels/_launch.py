@@ -62,10 +62,11 @@ class Forms:
 def _device_of(values: tuple) -> Any:
     """Return the device of the first tensor in `values` and the tuples in it, or None."""
     for value in values:
-        if isinstance(value, Tensor):
+        if isinstance(value, tuple):  # asked first: that of a tensor takes three times as long
+            if (device := _device_of(value)) is not None:
+                return device
+        elif isinstance(value, Tensor):
             return value.device
-        if isinstance(value, tuple) and (device := _device_of(value)) is not None:
-            return device
     return None
 
 
