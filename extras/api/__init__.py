@@ -22,12 +22,21 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from hybridengine.api.session import script_session
+from hybridengine.api.settings import (
+    Config,
+    check_ranks,
+    load_settings,
+    path_of,
+    reward_functions,
+    save_initial_model,
+)
 from hybridengine.model import on_device
 from hybridengine.run.config import ConfigError, SFTConfig
 from hybridengine.run.errors import UsageError
 from hybridengine.run.launch import run_lock
 from hybridengine.run.messages import broadcast_value
-from hybridengine.run.rank import rank_session, script_session
+from hybridengine.run.rank import rank_session
 from hybridengine.sync.resharder import SyncReport
 from hybridengine.train.checkpoint.pretrained import save_pretrained
 from hybridengine.train.data import SFTSample
@@ -35,15 +44,7 @@ from hybridengine.train.preflight import check_job
 from hybridengine.train.report import Callbacks, MetricsCallback, SaveCallback
 from hybridengine.train.rewards.local import given_functions
 from hybridengine.train.rollouts import Rollouts
-from hybridengine.train.start import (
-    Config,
-    check_ranks,
-    load_settings,
-    path_of,
-    reward_functions,
-    save_initial_model,
-    trainer_of,
-)
+from hybridengine.train.start import trainer_of
 
 __all__ = ["Step", "Trainer"]
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from hybridengine.api.session import script_session
 from hybridengine.engine.interface import RolloutEngine
 from hybridengine.lab.validation import gain_interval
 from hybridengine.model import parameter_shards
@@ -25,7 +26,6 @@ from hybridengine.model.validation import config_of, longest_sequence, read_pret
 from hybridengine.run.config import ConfigError, RLConfig, load_config, load_sft_config
 from hybridengine.run.config.common import DatasetConfig
 from hybridengine.run.config.loading import read_settings
-from hybridengine.run.rank import script_session
 from hybridengine.run.session import Session
 from hybridengine.sync.resharder import Resharder
 from hybridengine.train.build import (

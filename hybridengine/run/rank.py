@@ -91,7 +91,7 @@ def rank_session(
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     if _on_one_machine():
-        os.environ.update(_interfaces())
+        os.environ.update(own_interfaces())
     signals.open()
     status = PhaseStatus(run_dir, rank, world.name)
     secret_file = Path(run_dir) / ".secret"
@@ -126,7 +126,7 @@ def rank_session(
         dist.destroy_process_group()
 
 
-def _interfaces() -> dict[str, str]:
+def own_interfaces() -> dict[str, str]:
     """Return the variables of gloo's and NCCL's interface: loopback, unless another one is set."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {name: os.environ.get(name, "lo") for name in names}
@@ -155,38 +155,6 @@ def _report(error: BaseException, guard: CollectiveGuard) -> bool:
     own_bug = cause is None and not isinstance(error, UserError)
     write_error_record(reason, cause, "".join(traceback.format_exception(error)) if own_bug else "")
     return late or cause is not None
-
-
-@contextmanager
-def script_session(run_dir: str | Path) -> Iterator[Session]:
-    """Open a process group of this process alone, such as a notebook's, and its session.
-
-    Signals keep their meaning: Ctrl-C raises KeyboardInterrupt. Torchrun's variables are set as
-    long as it is open. A process group that exists already is used instead, and left open.
-    """
-    if dist.is_initialized():
-        yield Session(PhaseStatus(run_dir, dist.get_rank()))
-        return
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    alone = {
-        **dict.fromkeys(("RANK", "LOCAL_RANK"), "0"),
-        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        **_interfaces(),
-    }
-    before = {name: os.environ.get(name) for name in alone}
-    os.environ.update(alone)
-    try:
-        dist.init_process_group(World().backend, store=store, rank=0, world_size=1)
-        status = PhaseStatus(run_dir, 0)
-        yield Session(status)
-        status.end("finished")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def connect_store(timeout_s: float) -> dist.Store:

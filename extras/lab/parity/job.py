@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
+from hybridengine.api.session import script_session
 from hybridengine.lab.parity import Parity, Report
 from hybridengine.model import LoadOptions, load_causal_lm, parameter_shards, sharding_mesh
 from hybridengine.run.config import ConfigError, RLConfig, ShardingConfig
 from hybridengine.run.config.common import TrainedModelConfig
-from hybridengine.run.rank import script_session
 from hybridengine.sync.resharder import Resharder
 from hybridengine.train.build import (
     build_engine,

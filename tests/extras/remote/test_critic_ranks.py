@@ -300,7 +300,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             load(*GAE, *more)
-    from hybridengine.train.start import check_ranks
+    from hybridengine.api.settings import check_ranks
 
     config = load(*GAE, "critic.n_gpus_per_node=2", "trainer.nnodes=2")
     assert (config.ranks_per_node, config.num_critic_ranks, config.num_engines) == (3, 4, 2)

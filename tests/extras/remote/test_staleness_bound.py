@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
+from hybridengine.api.settings import check_ranks
 from hybridengine.engine.response import Response
 from hybridengine.remote.overlap.queue import Finished, WorkItem
 from hybridengine.remote.overlap.source import OverlappedRollouts
@@ -19,7 +20,6 @@ from hybridengine.train.data import PromptLoader, PromptSample
 from hybridengine.train.preflight import check_algorithm
 from hybridengine.train.rewards.manager import Reward
 from hybridengine.train.rollouts import ScoredResponse
-from hybridengine.train.start import check_ranks
 
 NEEDED = ["model.path=m", "data.train_files=t.jsonl", "rollout.n_gpus_per_node=3"]
 
