@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from hybridengine.remote.messages import wait_until
 from hybridengine.run.failures import RESTART_COUNT
-from hybridengine.run.messages import SignedStore, wait_until
+from hybridengine.run.messages import SignedStore
 from hybridengine.run.rank import connect_store
 from hybridengine.run.session import World
 

@@ -399,11 +399,6 @@ class DeviceProgress:
                     time.sleep(min(1e-2, 1e-4 + waited / 100))
 
 
-def device_id(device: torch.device) -> str:
-    """Return an identifier of a device, equal in all processes that use it."""
-    return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
-
-
 def is_collective_error(error: BaseException) -> bool:
     """Return whether `error` may be another rank's fault: gloo and NCCL report a failed connection
     as a plain RuntimeError or a DistError."""

@@ -251,36 +251,6 @@ def wait_for(read: Callable[[], T | None], check: Callable[[], None] = lambda: N
     return value
 
 
-def wait_until(
-    ready: Callable[[], T | None],
-    timeout_s: float,
-    what: str | Callable[[], str],
-    is_writing: Callable[[], bool] = lambda: False,
-) -> T:
-    """Return the first value of `ready()` that is not None.
-
-    what: is waited for, for the message.
-    is_writing: whether the awaited rank waits for its disk; that time does not count.
-
-    Raises DistError, a timeout, after timeout_s; the report of the failure then names where the
-    other ranks are. Lost ranks are noticed by the rank's monitor.
-    """
-    deadline = time.monotonic() + timeout_s
-
-    def check() -> None:
-        nonlocal deadline
-        now = time.monotonic()
-        if is_writing():
-            deadline = now + timeout_s
-        elif now > deadline:
-            awaited = what if isinstance(what, str) else what()
-            raise dist.DistError(
-                f"timed out after {timeout_s:g} s (trainer.timeout_s) of waiting for {awaited}"
-            )
-
-    return wait_for(ready, check)
-
-
 def all_gather_values(value: T, expected: Any, group: Any = None) -> list[T]:
     """Return the value of every rank, of type `expected` (see `decode`). Collective.
 
@@ -364,7 +334,7 @@ def raise_on_all_ranks(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Raise `error_type` on every rank if any rank has an error. Collective."""
-    texts = all_gather_values(_text(error, error_type), str | None, group)
+    texts = all_gather_values(error_text(error, error_type), str | None, group)
     if all(text is None for text in texts):
         return
     first: dict[str, int] = {}  # the same error of several ranks is reported once
@@ -376,32 +346,11 @@ def raise_on_all_ranks(
     raise error_type(message) from (error if isinstance(error, Exception) else None)
 
 
-def _text(error: Exception | str | None, expected: type[Exception]) -> str | None:
+def error_text(error: Exception | str | None, expected: type[Exception]) -> str | None:
     """Return the message of an error; with its type, unless it is a ValueError or `expected`."""
     if error is None or isinstance(error, (str, ValueError, expected)):
         return None if error is None else str(error)
     return f"{type(error).__name__}: {error}"
-
-
-def from_rank0(fn: Callable[[], T], expected: Any, error_type: type[Exception]) -> T:
-    """Return on every rank what `fn` returns on rank 0; if it fails, raise `error_type` on all.
-
-    Collective: one broadcast; rank 0 does not wait for the others. expected: see
-    `all_gather_values`.
-    """
-    value: Any = None
-    error = None
-    if dist.get_rank() == 0:
-        try:
-            value = fn()
-        except Exception as caught:
-            error = caught
-    own = value, _text(error, error_type)
-    value, text = broadcast_value(own, tuple[expected | None, str | None])
-    if text is not None:
-        raise error_type(f"on rank 0: {text}") from error
-    result: T = value
-    return result
 
 
 def run_on_rank0(

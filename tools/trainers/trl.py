@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridengine.run.messages import wait_until
+from hybridengine.remote.messages import wait_until
 from tests.ports import free_port
 from tests.tiny_models import save_tiny
 from tools.dropins import ROOT

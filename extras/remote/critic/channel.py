@@ -21,9 +21,10 @@ from torch import Tensor
 
 from hybridengine.model import SkippedUpdate
 from hybridengine.model.attachments import Attachment
+from hybridengine.remote.messages import wait_until
 from hybridengine.remote.roles import Role, RoleLink
 from hybridengine.run.config import RLConfig
-from hybridengine.run.messages import broadcast_value, wait_until
+from hybridengine.run.messages import broadcast_value
 from hybridengine.train.exchange import RowExchange, RowLocations
 from hybridengine.train.rollouts import Outcomes
 

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.engine.interface import SamplingSpec
+from hybridengine.remote.messages import wait_until
 from hybridengine.remote.roles import Role, RoleLink
-from hybridengine.run.messages import decode, encode, sign, verified, wait_until
+from hybridengine.run.messages import decode, encode, sign, verified
 from hybridengine.train.rollouts import ScoredResponse
 
 

@@ -20,12 +20,13 @@ from transformers import PreTrainedModel
 
 from hybridengine.engine.interface import SamplingSpec, derive_seed
 from hybridengine.model import adapter_shards, frozen_parameters, parameter_shards
+from hybridengine.remote.messages import wait_until
 from hybridengine.remote.overlap.metrics import Utilisation, staleness_metrics
 from hybridengine.remote.overlap.queue import Finished, TrainerQueue, WorkItem
 from hybridengine.remote.roles import SYNC_SHARE, RoleLink
 from hybridengine.remote.sync.sender import WeightSender
 from hybridengine.run.config import RLConfig
-from hybridengine.run.messages import all_gather_values, broadcast_value, wait_until
+from hybridengine.run.messages import all_gather_values, broadcast_value
 from hybridengine.run.session import Session
 from hybridengine.sync.resharder import SyncReport
 from hybridengine.sync.trainers import DeltaMode

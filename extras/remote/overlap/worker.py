@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridengine.engine.interface import InFlightUpdate, RolloutEngine
 from hybridengine.model.stored import inner_names
 from hybridengine.model.validation import config_of, long_rope_limit
+from hybridengine.remote.messages import wait_until
 from hybridengine.remote.overlap.queue import EngineQueue, WorkItem, report_signal
 from hybridengine.remote.roles import SYNC_SHARE, RoleLink
 from hybridengine.remote.servers import (
@@ -26,7 +27,6 @@ from hybridengine.remote.servers import (
 from hybridengine.remote.servers.client import address_for
 from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.run.config import RLConfig
-from hybridengine.run.messages import wait_until
 from hybridengine.run.session import Session
 from hybridengine.train.build import (
     build_engine,

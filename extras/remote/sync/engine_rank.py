@@ -10,15 +10,18 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from hybridengine.remote.sync.records import EngineInfo, Holding, SyncState, SyncStore, Transfer
-from hybridengine.run.activity import process_state, this_process
-from hybridengine.run.failures import CollectiveError, CollectiveGuard, device_id
-from hybridengine.run.messages import (
-    all_gather_values,
-    from_rank0,
-    run_on_all_ranks,
-    wait_for,
+from hybridengine.remote.messages import from_rank0
+from hybridengine.remote.sync.records import (
+    EngineInfo,
+    Holding,
+    SyncState,
+    SyncStore,
+    Transfer,
+    device_id,
 )
+from hybridengine.run.activity import process_state, this_process
+from hybridengine.run.failures import CollectiveError, CollectiveGuard
+from hybridengine.run.messages import all_gather_values, run_on_all_ranks, wait_for
 from hybridengine.sync.buckets import default_bucket_bytes
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.weight_target import RankFailedError, ReshardError, WeightTarget

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from hybridengine.run.activity import process_state, stopped_ranks
@@ -286,3 +287,8 @@ def make_plan(
     layouts = [EngineLayout({})] * len(inputs.nodes) + layouts
     check_fit(inputs.specs, layouts, optional_parameters, config_differences)
     return build_plan(inputs.specs, layouts, inputs.bucket_bytes, nodes)
+
+
+def device_id(device: torch.device) -> str:
+    """Return an identifier of a device, equal in all processes that use it."""
+    return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from hybridengine.remote.messages import from_rank0
 from hybridengine.remote.sync.between_worlds import TrainersEnd, open_link
 from hybridengine.remote.sync.changes import ChangeFinder, Found, find_changes, group_size
 from hybridengine.remote.sync.coordinator import Absent, Coordinator, EngineStatus
@@ -22,15 +23,12 @@ from hybridengine.remote.sync.records import (
     PlanInputs,
     SyncStore,
     Transfer,
+    device_id,
     make_plan,
 )
 from hybridengine.run.activity import machine_of, stopped_ranks, this_process
-from hybridengine.run.failures import CollectiveError, DeviceProgress, device_id, one_line
-from hybridengine.run.messages import (
-    all_gather_values,
-    from_rank0,
-    raise_on_all_ranks,
-)
+from hybridengine.run.failures import CollectiveError, DeviceProgress, one_line
+from hybridengine.run.messages import all_gather_values, raise_on_all_ranks
 from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.buckets import default_bucket_bytes
 from hybridengine.sync.checks import config_differences

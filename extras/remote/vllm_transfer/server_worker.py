@@ -23,7 +23,6 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 from hybridengine.engine.vllm.options import check_plugins
 from hybridengine.engine.vllm.post_load import PostLoadProcessing
 from hybridengine.engine.vllm.sampling import request_generators
-from hybridengine.engine.vllm.sleep import weights_sleep
 from hybridengine.engine.vllm.weights import ModelWeights
 from hybridengine.model.parameters import checkpoint_layout_from_config
 from hybridengine.model.stored import inner_names, trained_config
@@ -49,12 +48,21 @@ class StoreInfo(WeightTransferInitInfo):
     samples: bool = False
 
 
+def _weights_sleep() -> bool:
+    """Return whether vLLM's allocator has freed the memory of this process's weights."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocator = CuMemAllocator.instance
+    allocations = allocator.pointer_to_data.values() if allocator is not None else ()
+    return any(data.tag == "weights" and data.is_asleep for data in allocations)
+
+
 class _WorkerWeights(ModelWeights):
     """The weights of a worker, which its server may have put to sleep."""
 
     def check_ready(self) -> None:
         super().check_ready()
-        if weights_sleep():
+        if _weights_sleep():
             raise LayoutError(
                 "the server sleeps, so its weights have no memory: wake them up before the sync "
                 "(POST /wake_up?tags=weights)"

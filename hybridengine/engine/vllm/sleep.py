@@ -17,15 +17,6 @@ from typing import Any, NamedTuple
 import torch
 
 
-def weights_sleep() -> bool:
-    """Return whether vLLM's allocator has freed the memory of this process's weights."""
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    allocator = CuMemAllocator.instance
-    allocations = allocator.pointer_to_data.values() if allocator is not None else ()
-    return any(data.tag == "weights" and data.is_asleep for data in allocations)
-
-
 class Allocation(NamedTuple):
     """Bytes of the device's memory."""
 

@@ -302,6 +302,7 @@ class PromptLoader:
     of its permutation.
 
     Attributes:
+        num_batches: batches returned so far, over all epochs.
         in_flight: batches that were returned and not trained on; a resume returns them again.
     """
 
@@ -315,7 +316,7 @@ class PromptLoader:
             )
         self._dataset, self._batch_size = dataset, batch_size
         self._seed, self._shuffle = seed, shuffle
-        self._batch = 0  # batches returned so far, over all epochs
+        self.num_batches = 0
         self.in_flight = 0
 
     def __len__(self) -> int:
@@ -323,26 +324,21 @@ class PromptLoader:
         return len(self._dataset) // self._batch_size
 
     @property
-    def num_batches(self) -> int:
-        """Batches returned so far, over all epochs."""
-        return self._batch
-
-    @property
     def epoch(self) -> int:
         """Epoch of the next batch to train on, from 0."""
-        return (self._batch - self.in_flight) // len(self)
+        return (self.num_batches - self.in_flight) // len(self)
 
     def next_batch(self) -> Subset[Any]:
         """Return the next `batch_size` samples, not yet read."""
-        start = self._batch % len(self) * self._batch_size
+        start = self.num_batches % len(self) * self._batch_size
         order = list(range(len(self._dataset)))
         if self._shuffle:
-            random.Random(f"{self._seed}/{self._batch // len(self)}").shuffle(order)
-        self._batch += 1
+            random.Random(f"{self._seed}/{self.num_batches // len(self)}").shuffle(order)
+        self.num_batches += 1
         return Subset(self._dataset, order[start : start + self._batch_size])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"batch": self._batch - self.in_flight, **self._identity()}
+        return {"batch": self.num_batches - self.in_flight, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after `state`; DataError if the data or the seed have changed since.
@@ -359,7 +355,7 @@ class PromptLoader:
                 f"cannot resume the data order: {change}, or start anew with "
                 "trainer.resume_mode=disable"
             )
-        self._batch = state["batch"]
+        self.num_batches = state["batch"]
 
     def _identity(self) -> dict[str, Any]:
         return {

@@ -14,8 +14,8 @@ import torch
 
 from hybridengine.integrations import trl as adapter
 from hybridengine.integrations._patching import PatchError
+from hybridengine.remote.messages import wait_until
 from hybridengine.remote.servers import VllmServer
-from hybridengine.run.messages import wait_until
 from tests.extras.integrations.trl_on_ranks import TIMEOUT_S, body, one_rank_body
 from tests.extras.remote.stand_in_server import SETTINGS, answer_requests, serve
 from tests.ports import free_port

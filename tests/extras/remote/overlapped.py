@@ -70,8 +70,8 @@ def update_inside_items(
     wait for the update; end: called when this is there.
     """
     from hybridengine.engine.interface import InFlightUpdate
+    from hybridengine.remote.messages import wait_until
     from hybridengine.remote.overlap import worker
-    from hybridengine.run.messages import wait_until
 
     generate = worker.RolloutWorker.generate
     choose = worker.RolloutWorker.choose_on_first_rank

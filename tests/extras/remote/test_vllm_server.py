@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from hybridengine.engine.interface import InFlightUpdate, Prompt, SamplingSpec
 from hybridengine.engine.response import Response
+from hybridengine.remote.messages import wait_until
 from hybridengine.remote.servers import (
     NoServerError,
     ServerEngine,
@@ -33,7 +34,6 @@ from hybridengine.remote.servers import (
 from hybridengine.remote.servers.images import ServerPrompt
 from hybridengine.remote.sync.records import EngineInfo, SyncStore
 from hybridengine.run.errors import RolloutError
-from hybridengine.run.messages import wait_until
 from hybridengine.sync.weight_target import StaleWeightsError
 from tests.engine.version_oracle import logits_by_version
 from tests.extras.remote.overlapped import run_overlapped, update_inside_items

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from hybridengine.run.messages import wait_until
+from hybridengine.remote.messages import wait_until
 
 
 def test_a_wait_has_a_limit() -> None:
