@@ -314,7 +314,6 @@ def _pack_implementation(self: Any, sequence_lengths: list[int]) -> list[list[in
     return balance_by_tokens(sequence_lengths, self.bin_capacity)
 
 
-# Of the releases that our functions were compared with.
 NemoPatches = partial(Patches, "nemo_rl", distribution="nemo-rl")
 _FUNCTIONS = (
     DistributedLogprob,

@@ -1,4 +1,4 @@
-"""verl's functions (0.9), under its names and by `patch()` in its place.
+"""verl's functions, under its names and by `patch()` in its place.
 
     from hybridengine.integrations import verl
     verl.patch()  # before verl builds its workers; verl.unpatch() puts its own functions back
