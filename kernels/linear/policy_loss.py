@@ -458,7 +458,7 @@ def _gradient_op(
             if centering is not None:
                 grad_log_probs = grad_log_probs + added
             grads.add_chunk(logits, rows, row_results, grad_log_probs, grad_entropy, entries)
-    return log_probs, entropy, scores if centering else scores[:0].clone(), *grads.finish()
+    return log_probs, entropy, scores if centering else scores.new_empty(0), *grads.finish()
 
 
 def _parts(chunks: Chunks, active_rows: Tensor | None) -> Iterator[tuple[slice | Tensor, bool]]:
