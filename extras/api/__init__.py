@@ -32,6 +32,7 @@ from hybridengine.api.settings import (
     save_initial_model,
 )
 from hybridengine.model import on_device
+from hybridengine.rewards.local import given_functions
 from hybridengine.run.config import ConfigError, SFTConfig
 from hybridengine.run.errors import UsageError
 from hybridengine.run.launch import run_lock
@@ -42,7 +43,6 @@ from hybridengine.train.checkpoint.pretrained import save_pretrained
 from hybridengine.train.data import SFTSample
 from hybridengine.train.preflight import check_job
 from hybridengine.train.report import Callbacks, MetricsCallback, SaveCallback
-from hybridengine.train.rewards.local import given_functions
 from hybridengine.train.rollouts import Rollouts
 from hybridengine.train.start import trainer_of
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from hybridengine.rewards.functions import import_reward_function
+from hybridengine.rewards.local import given_function, is_given
 from hybridengine.run.config import RewardConfig
 from hybridengine.run.errors import ConfigError, RewardError
 from hybridengine.train.data import PromptSample
 from hybridengine.train.rewards.function import to_text
-from hybridengine.train.rewards.local import given_function
 from hybridengine.train.rewards.manager import (
     ResponseTokens,
     RewardManager,
@@ -164,13 +164,13 @@ def _compute_score(reward: RewardConfig) -> Any:
     paths = reward.custom_reward_function.path
     if not paths:
         return None
-    if len(paths) > 1 or caller_name(paths[0]) not in ("python", "processes"):
+    if len(paths) > 1 or caller_name(paths[0]) != "processes":
         raise ConfigError(
             f"reward.custom_reward_function.path is {list(paths)}, but a manager of verl "
             "(reward.reward_manager.name) calls one function; give one Python file"
         )
     [(path, name)] = reward.functions
-    if caller_name(path) == "python":
+    if is_given(path):
         return given_function(path)
     return import_reward_function(path, name, ())[0]
 

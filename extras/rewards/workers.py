@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.rewards.functions import BUILT_IN, CHECK, reward_file
+from hybridengine.rewards.local import LocalFunctions, is_given
 from hybridengine.rewards.worker_main import CPU_LIMIT_S, GIVEN_UP
 from hybridengine.run.config import RewardConfig
 from hybridengine.run.errors import RewardError, shorten
@@ -76,6 +77,7 @@ class RewardWorkers:
         cores = cores_of_rank()
         self._num_workers, self._timeout_s = num_workers or cores, timeout_s
         self._threads = max(1, cores // self._num_workers)
+        self._local = LocalFunctions(timeout_s)
         self._requests: list[tuple[Any, ...]] = []  # to load in every worker
         self._workers: dict[int, Worker] = {}
         self._finalizer = weakref.finalize(self, _stop, self._workers, os.getpid())
@@ -89,11 +91,14 @@ class RewardWorkers:
     ) -> RewardFunction:
         """Load `name` from the file `path` and check that it takes `arguments`, as verl calls it.
 
-        path: a Python file, or a built-in rule ("math_verify", "gsm8k", "turn_rewards", …).
+        path: a Python file, or a built-in rule ("math_verify", "gsm8k", "turn_rewards", …); a
+          function given from Python is loaded, and called, by `LocalFunctions`.
 
         Raises RewardError for a missing file, one that fails or hangs while it is imported, a
         missing function, and a signature that does not take the arguments by name.
         """
+        if is_given(path):
+            return self._local.load(path, name, arguments)
         reward_file(path)
         key = len(self._requests)
         self._requests.append((str(path), name, tuple(arguments)))

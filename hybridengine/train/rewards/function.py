@@ -1,7 +1,7 @@
 """Call reward functions on responses, and convert what they return.
 
-A `Caller` loads functions and calls them: in a thread of this process (`LocalFunctions`), or in
-another one (optional packages). Reward workers import this module: it needs only the standard
+A `Caller`, which an optional package registers, loads functions and calls them: in a thread of
+this process, or in another one. Reward workers import this module: it needs only the standard
 library.
 """
 

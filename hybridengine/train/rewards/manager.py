@@ -34,7 +34,6 @@ from hybridengine.train.rewards.function import (
     RewardFunction,
     to_text,
 )
-from hybridengine.train.rewards.local import PREFIX, LocalFunctions
 
 MANAGERS: dict[str, type[RewardManager]] = {}
 SCORE_NAMES = ("score", "reward", "seq_reward")  # of the score; the last two are verl's
@@ -365,15 +364,13 @@ def build_reward_manager(
 
 
 def caller_name(path: str) -> str:
-    """Return what calls the function `path`: `python`, a URL's scheme, or `processes`."""
+    """Return what calls the function `path`: a URL's scheme, or `processes`."""
     scheme, _, rest = path.partition("://")
-    return "python" if path.startswith(PREFIX) else scheme if rest else "processes"
+    return scheme if rest else "processes"
 
 
 def _build_caller(kind: str, reward: RewardConfig) -> Caller:
-    """Build what calls functions: in this process, in worker processes, or a service."""
-    if kind == "python":
-        return LocalFunctions(reward.timeout_s)
+    """Build what calls functions of this machine, or a service."""
     caller: Caller = load_plugin("rewards", kind, "reward.custom_reward_function.path")(reward)
     return caller
 
@@ -395,11 +392,10 @@ def _find_manager(name: str, file: str | None) -> type:
 
 
 def check_reward_files(config: RLConfig, faults: Faults) -> None:
-    """Load the reward functions, but those of this process, without the manager of the run."""
+    """Load the reward functions without the manager of the run."""
     for path, name in config.reward.functions:
         with faults:
-            if (kind := caller_name(path)) != "python":
-                _build_caller(kind, config.reward).load(path, name, ())
+            _build_caller(caller_name(path), config.reward).load(path, name, ())
 
 
 def check_reward(

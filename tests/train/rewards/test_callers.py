@@ -9,7 +9,6 @@ from hybridengine.run.config import ConfigError, RewardConfig
 from hybridengine.run.config.rl import CustomRewardConfig, RewardManagerConfig
 from hybridengine.train.data import PromptSample
 from hybridengine.train.rewards.function import FunctionSource, RewardFunction
-from hybridengine.train.rewards.local import given_functions
 from hybridengine.train.rewards.manager import build_reward_manager
 
 SAMPLES = [PromptSample(i, [1], "", "sums", str(i), {}) for i in range(2)]
@@ -69,9 +68,3 @@ def test_a_part_that_is_not_installed(register, path, name, key, wanted):
 class Verl:
     def __call__(self, data, return_dict=False):
         return {}
-
-
-def test_functions_of_this_process_need_no_part(register):
-    register()
-    with given_functions([lambda solution_str: solution_str == "a"]) as [path]:
-        assert manager(path).score(SAMPLES, ["a", "abc"], [1, 3]).scores == [1.0, 0.0]

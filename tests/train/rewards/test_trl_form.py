@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from hybridengine.rewards.local import given_functions
 from hybridengine.run.config import RewardConfig
 from hybridengine.run.config.rl import CustomRewardConfig, RewardManagerConfig
 from hybridengine.run.errors import RewardError
 from hybridengine.train.data import PromptSample
-from hybridengine.train.rewards.local import given_functions
 from hybridengine.train.rewards.manager import RewardResult, build_reward_manager
 
 CHAT = ({"role": "user", "content": "hi"},)

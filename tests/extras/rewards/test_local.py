@@ -8,11 +8,12 @@ import time
 
 import pytest
 
+from hybridengine.rewards.local import given_functions
+from hybridengine.rewards.workers import RewardWorkers
 from hybridengine.run.config import RewardConfig
 from hybridengine.run.config.rl import CustomRewardConfig, RewardManagerConfig
 from hybridengine.run.errors import RewardError
 from hybridengine.train.data import PromptSample
-from hybridengine.train.rewards.local import given_functions
 from hybridengine.train.rewards.manager import build_reward_manager
 
 CHAT = ({"role": "user", "content": "hi"},)
@@ -135,3 +136,12 @@ def test_a_name_of_another_process():
     config = RewardConfig(CustomRewardConfig(("python:right",)))
     with pytest.raises(RewardError, match=re.escape("'python:right' is not in this process")):
         build_reward_manager(config, 10)
+
+
+def test_loading_before_a_run_does_not_check_the_arguments():
+    config = RewardConfig()
+    with given_functions([lambda anything: 1.0]) as [path]:
+        caller = RewardWorkers.of(config)
+        assert caller.load(path, arguments=()).source.name == "lambda"
+        with pytest.raises(RewardError, match="requires 'anything'"):
+            caller.load(path)

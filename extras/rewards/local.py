@@ -37,7 +37,7 @@ from hybridengine.train.rewards.function import (
     RewardFunction,
 )
 
-PREFIX = "python:"  # of the name of such a function in reward.custom_reward_function.path
+_PREFIX = "python:"  # of the name of such a function in reward.custom_reward_function.path
 
 _GIVEN: dict[str, Callable[..., Any]] = {}  # by the name with its prefix
 _PROMPT: dict[tuple[str, ...], str] = {ARGUMENTS: "prompt", BATCH_ARGUMENTS: "prompts"}
@@ -51,7 +51,7 @@ def given_functions(functions: Sequence[Callable[..., Any]]) -> Iterator[list[st
         while isinstance(function, partial):
             function = function.func
         name = getattr(function, "__name__", type(function).__name__)
-        own = PREFIX + ("lambda" if name == "<lambda>" else name)
+        own = _PREFIX + ("lambda" if name == "<lambda>" else name)
         numbered = (f"{own}_{k}" for k in count(2))
         names.append(next(n for n in chain([own], numbered) if n not in names))
     _GIVEN.update(zip(names, functions, strict=True))
@@ -60,6 +60,11 @@ def given_functions(functions: Sequence[Callable[..., Any]]) -> Iterator[list[st
     finally:
         for name in names:
             _GIVEN.pop(name, None)
+
+
+def is_given(path: str | Path) -> bool:
+    """Return whether `path` is the name of a function given from Python."""
+    return str(path).startswith(_PREFIX)
 
 
 def given_function(path: str) -> Callable[..., Any]:
@@ -73,7 +78,7 @@ def given_function(path: str) -> Callable[..., Any]:
 
 
 class LocalFunctions:
-    """Calls functions of this process in one thread, in the order of the responses."""
+    """A `Caller` of functions of this process, in one thread, in the order of the responses."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         self._timeout_s = timeout_s
@@ -86,10 +91,11 @@ class LocalFunctions:
         """Return the function given as `path`, called with those of `arguments` that it takes.
 
         `prompt`, the chat, may be among them. Raises RewardError where it requires others.
+        arguments: () does not check what it takes.
         """
         function = given_function(str(path))
-        source = FunctionSource.of(function, str(path).removeprefix(PREFIX))
-        if source.columns is None:
+        source = FunctionSource.of(function, str(path).removeprefix(_PREFIX))
+        if source.columns is None and arguments:
             arguments = _accepted(function, source.name, tuple(arguments))
         self._functions.append(function)
         return RewardFunction(source, len(self._functions) - 1, self, arguments)
