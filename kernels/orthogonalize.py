@@ -18,7 +18,7 @@ OP = "orthogonalize"
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 EPS = 1e-7  # the least norm that a matrix is divided by
-_STRIP = 192  # rows of a symmetric product that are multiplied at once, on a CPU
+STRIP = 192  # rows of a symmetric product that are multiplied at once, on a CPU
 
 register_backends(OP, cpu=("torch", "reference"), cuda=("triton", "torch", "reference"))
 
@@ -121,7 +121,7 @@ def _one(x: Tensor) -> Tensor:
 def _strips(square: Tensor) -> list[tuple[slice, int]]:
     """Return the rows of each strip, and the end of its columns, behind the diagonal."""
     size = square.shape[0]
-    count = -(-size // _STRIP)
+    count = -(-size // STRIP)
     ends = [size * i // count for i in range(1, count + 1)]
     return [(slice(start, end), end) for start, end in zip([0, *ends], ends, strict=False)]
 

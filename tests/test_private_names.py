@@ -34,6 +34,7 @@ OF_OTHERS = {
     ("extras/integrations/test_trl_server.py", "_init_vllm"): "TRL",
     ("extras/integrations/test_trl_server.py", "_sync_weight_merged"): "TRL",
     ("kernels/test_against_trl.py", "_compute_loss"): "TRL",
+    ("kernels/test_launch_device.py", "_active"): "Triton",
     ("kernels/test_against_trl.py", "_generate"): "TRL",
     ("kernels/test_against_trl.py", "_tokenizer"): "TRL",
     ("extras/integrations/test_verl_functions.py", "_flash_attn"): "verl",

@@ -93,7 +93,7 @@ class Muon(AdamW):
                 torch._foreach_copy_(grads, buffers)
         # Owners expect all slices, those of a matrix without a gradient, too.
         zeros = {n: torch.zeros_like(m) for n, m in self._matrices.items() if n not in gradients}
-        self._exchanging().run({**gradients, **zeros})
+        self.exchange().run({**gradients, **zeros})
         return grads
 
     def _buffer(self, name: str) -> Tensor:
@@ -103,7 +103,8 @@ class Muon(AdamW):
         buffer: Tensor = state["momentum_buffer"]
         return buffer
 
-    def _exchanging(self) -> OrthogonalExchange:
+    def exchange(self) -> OrthogonalExchange:
+        """Return what moves matrices between ranks. The first call is collective."""
         if self._exchange is None:
             rank, world_size = 0, 1
             if dist.is_initialized():

@@ -27,7 +27,7 @@ from .flash import FlashPair
 from .reference import Heads
 from .triton_forward import LOWEST
 
-_ROWS = 32  # of a program that joins
+ROWS = 32  # of a program that joins
 
 
 def cascade_forward(
@@ -46,11 +46,11 @@ def cascade_forward(
     out = own_out.new_empty(own_out.shape)
     launch(
         join_kernel,
-        (count, ceil_div(tokens, _ROWS)),
+        (count, ceil_div(tokens, ROWS)),
         (own_out, own_lse),
         tuple(parts),
         *(cascade.row_levels, cascade.row_ranges, out, lse, tokens, width),
-        BLOCK=_ROWS,
+        BLOCK=ROWS,
         BLOCK_D=next_power_of_2(width),
     )
     return out, lse
@@ -93,10 +93,10 @@ def _sum_parts(own: Tensor, parts: tuple[Tensor, ...], levels: Tensor, ranges: T
     total = own.new_empty(own.shape)
     launch(
         sum_kernel,
-        (count, ceil_div(tokens, _ROWS)),
+        (count, ceil_div(tokens, ROWS)),
         *(own.contiguous(), tuple(part.contiguous() for part in parts)),
         *(levels, ranges, total, tokens, width),
-        BLOCK=_ROWS,
+        BLOCK=ROWS,
         BLOCK_D=next_power_of_2(width),
     )
     return total

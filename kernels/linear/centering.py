@@ -72,7 +72,7 @@ class Centering(NamedTuple):
             token_ids, options, row_results: of these rows; the latter as `rows_forward` returns.
         """
         device = logits.device
-        tokens, begin, end = self._range(rows)
+        tokens, begin, end = self.entries_of(rows)
         ids, log_q = (x[begin:end] for x in (self.support.kept_ids, self.support.log_probs))
         ends = (self.support.cu_kept[tokens.start : tokens.stop + 1] - begin).to(device)
         token = row_index(ends, ids.shape[0])  # counted from tokens.start
@@ -97,7 +97,7 @@ class Centering(NamedTuple):
         entries = LogitEntries(of_both, local, values)
         return scores.to(logits.dtype), added.to(logits.dtype), entries
 
-    def _range(self, rows: slice | Tensor) -> tuple[slice, int, int]:
+    def entries_of(self, rows: slice | Tensor) -> tuple[slice, int, int]:
         """Return the tokens, and the first and last of their entries, that contain the rows.
 
         All of them where the host would have to wait for the numbers.

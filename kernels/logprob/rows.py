@@ -17,7 +17,7 @@ from .vocab_parallel import merge_partials
 register_backends("token_log_probs", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference"))
 
 # Per CUDA device: [1] int32, set to 1 by the kernels if a label is out of range.
-_bad_labels: dict[torch.device, Tensor] = {}
+bad_labels: dict[torch.device, Tensor] = {}
 
 
 def rows_forward(
@@ -131,7 +131,7 @@ def check_labels(device: torch.device | str = "cuda") -> None:
 
     It synchronizes with the device, so call it where the training loop does so anyway.
     """
-    flag = _bad_labels.get(torch.device(device))
+    flag = bad_labels.get(torch.device(device))
     if flag is not None and flag.item():
         flag.zero_()
         raise IndexError(
@@ -143,14 +143,14 @@ def check_labels(device: torch.device | str = "cuda") -> None:
 def bad_label_flag(device: torch.device) -> Tensor | None:
     if device.type == "cpu":
         return None  # the CPU kernels raise
-    if device not in _bad_labels:
+    if device not in bad_labels:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"token_log_probs: the first call on {device} is captured by a CUDA graph, which "
                 "would reset its report of bad labels at every replay; call it once before."
             )
-        _bad_labels[device] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _bad_labels[device]
+        bad_labels[device] = torch.zeros(1, dtype=torch.int32, device=device)
+    return bad_labels[device]
 
 
 def backend_for(logits: Tensor, requested: str | None) -> str:

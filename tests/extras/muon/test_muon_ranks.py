@@ -59,7 +59,7 @@ def updates_body(rank: int, world_size: int, ways: dict[str, dict[str, Any]]) ->
             )
         momentum = optimizer.moments()["wide.weight/momentum_buffer"]
         assert part(momentum).shape == part(model.wide.weight).shape
-        owned = [m for matrices in optimizer.adamw._exchange.owned for m in matrices]
+        owned = [m for matrices in optimizer.adamw.exchange().owned for m in matrices]
         assert len(owned) == len(set(owned)) == len(MATRICES) - 1 + 6  # the experts
 
 
@@ -75,7 +75,7 @@ def replicated_body(rank: int, world_size: int) -> list[torch.Tensor]:
     model = small()
     optimizer = optimizer_of(model)
     train(model, optimizer, range(3))
-    work = [sum(m.flops for m in matrices) for matrices in optimizer.adamw._exchange.owned]
+    work = [sum(m.flops for m in matrices) for matrices in optimizer.adamw.exchange().owned]
     assert min(work) > 0, "divided, though every rank has all"
     return [p.detach() for p in model.parameters()]
 

@@ -131,7 +131,7 @@ def test_no_tokens(as_on_a_gpu):
 
 def test_an_implementation_is_checked(monkeypatch):
     """The stand-in is right; wrong gradients, NaN and errors are found and described."""
-    monkeypatch.setattr(cascade, "_ROWS", 1024)  # one program a head, for speed
+    monkeypatch.setattr(cascade, "ROWS", 1024)  # one program a head, for speed
 
     def spoilt(name, change):
         def call(*arguments):

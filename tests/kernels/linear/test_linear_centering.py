@@ -158,7 +158,7 @@ def test_numbers_that_the_host_does_not_read(with_active_rows, monkeypatch):
 
     expected = run()
     of_all = (slice(0, ROWS), 0, support.kept_ids.numel())
-    monkeypatch.setattr(Centering, "_range", lambda *_: of_all)
+    monkeypatch.setattr(Centering, "entries_of", lambda *_: of_all)
     assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
 
 

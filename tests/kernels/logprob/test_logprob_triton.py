@@ -66,8 +66,8 @@ def test_on_the_gpu(option, backend):
 
 
 def test_the_flag_of_bad_labels_is_not_made_in_a_capture(monkeypatch):
-    monkeypatch.setattr(rows, "_bad_labels", {})
+    monkeypatch.setattr(rows, "bad_labels", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match=r"on cuda:0 is captured.*call it once before"):
         rows.bad_label_flag(torch.device("cuda", 0))
-    assert not rows._bad_labels
+    assert not rows.bad_labels
