@@ -23,6 +23,10 @@ NEEDED = ["model.path=model", "data.train_files=train.jsonl"]
 VALUES = {
     "rollout.servers": "[http://10.0.0.5:8000]",
     "rollout.quantization": "fp8",
+    "actor.optim.name": "muon",
+    "optim.name": "muon",
+    "actor.optim.override_optimizer_config": None,
+    "optim.override_optimizer_config": None,
     "actor.optim.betas": "[0.5,0.6]",
     "optim.betas": "[0.5,0.6]",
     "algorithm.rollout_correction.rollout_is_threshold": "3.0",
