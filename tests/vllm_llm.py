@@ -16,6 +16,7 @@ def open_llm(path: str, dtype: Any, *, exact: bool = False, **options: Any) -> A
     from hybridengine.engine.vllm.environment import (
         CPU_BLOCK_SIZE,
         models_inspected_here,
+        own_model_classes,
         prepare_environment,
     )
 
@@ -26,7 +27,12 @@ def open_llm(path: str, dtype: Any, *, exact: bool = False, **options: Any) -> A
     from hybridengine.engine.vllm.post_load import writable_weights
 
     exact_if_wanted = exact_engine() if exact else nullcontext({})
-    with models_inspected_here(), writable_weights(), exact_if_wanted as required:
+    with (
+        models_inspected_here(),
+        own_model_classes(),
+        writable_weights(),
+        exact_if_wanted as required,
+    ):
         return LLM(
             path,
             dtype=dtype,

@@ -9,6 +9,7 @@ prefill or decoding. The modules stay as they are, their forwards are replaced; 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybridengine.kernels import decode_linear, gated_activation, rms_norm
 from hybridengine.kernels.rotary import RotaryTable
 from hybridengine.model.extensions import exact_forwards
+from hybridengine.model.head import detect_logit_transform
 from hybridengine.model.validation import meta_model, takes_images
 from hybridengine.run.errors import ModelError
 
@@ -44,19 +46,26 @@ def use_exact_operators(model: PreTrainedModel, splits: Mapping[str, int]) -> No
     """
     if takes_images(model.config):
         raise ModelError("it has a vision tower, for which there are no exact operators")
-    if getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None:
-        raise ModelError("it has soft-capped logits, for which there are no exact operators")
     head = model.get_output_embeddings()
     if head is not None and type(head) is not nn.Linear:
         raise ModelError(
             f"its head is a {type(head).__name__}, for which there is no exact operator"
         )
+    if head is not None:
+        scale, softcap = detect_logit_transform(model, head) or (0.0, None)
+        if softcap or math.frexp(scale)[0] != 0.5:  # the engine rounds scaled logits
+            raise ModelError(
+                "it has soft-capped logits, scales them by no power of two, or does more to them"
+            )
     decoder = model.get_decoder()
     extended = exact_forwards(decoder, splits)
     for name, module in decoder.named_modules():
         if module in extended:
             module.forward = MethodType(extended[module], module)
         else:
+            parent = decoder.get_submodule(name.rpartition(".")[0])
+            if is_activation(module) and "forward" not in vars(parent):
+                raise _unknown(name, module, "a place outside of gated MLPs")
             _replace_forward(name, module, splits)
         setattr(module, _EXACT, True)
     setattr(model, _EXACT, True)
@@ -95,41 +104,52 @@ def _replace_forward(name: str, module: Any, splits: Mapping[str, int]) -> None:
         forward = linear
     elif kind.endswith("RMSNorm"):
         eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        options = _norm_options(name, module, eps)
+        options = norm_options(name, module, eps)
 
         def norm(self: Any, x: Tensor) -> Tensor:
             return rms_norm(x, self.weight, eps, **options)
 
         forward = norm
-    elif kind.endswith("MLP") and hasattr(module, "act_fn") and hasattr(module, "gate_proj"):
-        activation = known_activation(name, module.act_fn)
+    elif kind.endswith("MLP") and (hasattr(module, "gate_proj") or hasattr(module, "gate_up_proj")):
+        activation = known_activation(name, getattr(module, "act_fn", None) or module.activation_fn)
+        fused = hasattr(module, "gate_up_proj")
 
         def mlp(self: Any, x: Tensor) -> Tensor:
-            gated = gated_activation(self.gate_proj(x), self.up_proj(x), activation)
-            return self.down_proj(gated)
+            gate, up = (
+                self.gate_up_proj(x).chunk(2, -1) if fused else (self.gate_proj(x), self.up_proj(x))
+            )
+            return self.down_proj(gated_activation(gate, up, activation))
 
         forward = mlp
     elif kind.endswith("RotaryEmbedding"):
-        if getattr(module, "rope_type", None) not in _ROPE_TYPES:
-            raise _unknown(name, module, f"rope_type {getattr(module, 'rope_type', None)!r}")
-        forward = _rotary
+        found = getattr(module, "rope_type", None)  # of each type of layers, or of all
+        for rope_type in found.values() if isinstance(found, dict) else [found]:
+            if rope_type not in _ROPE_TYPES:
+                raise _unknown(name, module, f"rope_type {rope_type!r}")
+        forward = trained_rotary
     elif not isinstance(module, nn.Embedding) and list(module.parameters(recurse=False)):
         raise _unknown(name, module, "parameters of its own")
     if forward is not None:
         module.forward = MethodType(forward, module)
 
 
-def _rotary(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+def trained_rotary(
+    self: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """The forward of a rotary embedding of transformers: cosines and sines [B, T, D]."""
+    prefix = f"{layer_type}_" if layer_type else ""
     if position_ids.dim() == 3:  # M-RoPE: the positions of text are the same in every section
         position_ids = position_ids[0]
     with torch.no_grad():
-        if not hasattr(self, "_table"):  # the frequencies are on the meta device before loading
-            self._table = RotaryTable(self.inv_freq, self.attention_scaling)
-        cos, sin = (torch.cat([t, t], -1).to(x.dtype) for t in self._table.rows(position_ids))
+        tables = vars(self).setdefault("_tables", {})
+        if prefix not in tables:  # the frequencies are on the meta device before loading
+            given = (getattr(self, prefix + key) for key in ("inv_freq", "attention_scaling"))
+            tables[prefix] = RotaryTable(*given)
+        cos, sin = (torch.cat([t, t], -1).to(x.dtype) for t in tables[prefix].rows(position_ids))
     return cos, sin
 
 
-def _norm_options(name: str, module: Any, eps: float | None) -> dict[str, Any]:
+def norm_options(name: str, module: Any, eps: float | None) -> dict[str, Any]:
     """Return the options of `rms_norm` that give what the module does, found by trying them."""
     weight = getattr(module, "weight", None)
     if eps is None or not isinstance(weight, nn.Parameter):
@@ -146,6 +166,11 @@ def _norm_options(name: str, module: Any, eps: float | None) -> dict[str, Any]:
             if (result != expected).float().mean() < 0.01:  # roundings of another order of sums
                 return options
     raise _unknown(name, module, "another formula than that of Llama or Gemma")
+
+
+def is_activation(module: nn.Module) -> bool:
+    """Return whether the module is an activation of transformers or torch."""
+    return type(module).__module__ in ("transformers.activations", "torch.nn.modules.activation")
 
 
 def known_activation(name: str, function: Callable[[Tensor], Tensor]) -> Any:

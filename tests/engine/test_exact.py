@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from hybridengine.engine.vllm.environment import vllm_available
+from hybridengine.run.config import load_config
 from hybridengine.run.errors import ModelError
+from hybridengine.train.choices import Machine, decide
 from tests.engine.exact_engines import compare_under_pressure, open_model
+from tests.engine.exact_types import OTHERS, save_other
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -56,6 +59,43 @@ def test_log_probs_are_the_same_bits(tmp_path: Path, kind: str) -> None:
 
 def test_log_probs_in_bfloat16(tmp_path: Path) -> None:
     run_ranks(compare, 1, tmp_path, "qwen3", "bfloat16", timeout_s=200)
+
+
+def compare_other(rank: int, world_size: int, folder: str, dtype: str) -> None:
+    size = KV_BYTES[dtype]
+    compare_under_pressure(
+        folder, dtype, shared=40, kv_cache_memory_bytes=size, max_num_batched_tokens=48
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("olmo3", "bfloat16"),
+        *(
+            pytest.param(kind, dtype, marks=pytest.mark.exhaustive)
+            for kind in OTHERS
+            for dtype in ("float32", "bfloat16")
+            if (kind, dtype) != ("olmo3", "bfloat16")
+        ),
+    ],
+)
+def test_log_probs_of_other_types(tmp_path: Path, kind: str, dtype: str) -> None:
+    run_ranks(compare_other, 1, save_other(kind, tmp_path)[1], dtype, timeout_s=200)
+
+
+def test_they_are_exact_by_default(tmp_path: Path) -> None:
+    for kind in OTHERS:
+        config, path = save_other(kind, tmp_path / kind)
+        job = load_config(None, [f"model.path={path}", "data.train_files=rows.jsonl"])
+        choices = decide(job, config, Machine(0, fast_bfloat16=False, has_vllm=True))
+        assert choices.exact, choices.reasons["exact"]
+
+
+def test_a_scale_of_logits_that_rounds_is_refused(tmp_path: Path) -> None:
+    _, path = save_other("granite", tmp_path, logits_scaling=10.0)
+    with pytest.raises(ModelError, match="scales them by no power of two"):
+        open_model(path, "float32")
 
 
 def test_a_model_with_other_operators_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hybridengine.kernels._backend import requested_backend
 from hybridengine.run.config import ConfigError, load_config
 from hybridengine.run.errors import RolloutError
 from hybridengine.train.choices import Choices, Machine, decide
+from tests.engine.exact_types import save_other
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 from tests.train.exact_job import VLLM, train
@@ -175,3 +176,23 @@ def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
         if adapters == "all":
             assert 0 < row["rollout/draft_acceptance_rate"] <= 1
             assert 1 < row["rollout/accepted_length"] <= 4
+
+
+@LONG
+@pytest.mark.parametrize("kind", ["phi3", "olmo2"])  # fused matrices; norms of all heads, divided
+def test_other_types_in_engines_of_two_ranks(tmp_path: Path, kind: str) -> None:
+    job = [
+        *small_job(tmp_path),
+        *VLLM,
+        f"model.path={save_other(kind, tmp_path / kind)[1]}",
+        "rollout.tensor_model_parallel_size=2",
+        "rollout.dtype=bfloat16",
+        "actor.fsdp_config.dtype=bfloat16",
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=2",
+        "data.max_response_length=16",
+    ]
+    for _, holds in run_ranks(train, 2, tmp_path, job, timeout_s=500):
+        assert holds and all(holds)
+    rows = [row for row in lines_of(tmp_path / "run" / "metrics.jsonl") if "actor/grad_norm" in row]
+    assert [row["training/rollout_probs_diff_max"] for row in rows] == [0.0, 0.0]

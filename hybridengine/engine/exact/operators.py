@@ -8,7 +8,7 @@ what sequences have in common is computed once (`steps`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -22,7 +22,9 @@ from hybridengine.kernels import gated_activation
 from hybridengine.kernels.decode_linear import inference_linear, join_parts
 from hybridengine.kernels.layer import add_scaled_, inference_norm
 from hybridengine.kernels.rotary import RotaryTable, rotate
+from hybridengine.model.exact import is_activation, norm_options, trained_rotary
 from hybridengine.model.extensions import exact_forwards
+from hybridengine.model.validation import meta_model
 from hybridengine.run.errors import ModelError
 
 _ON_CPU = {  # of vLLM: what takes its place
@@ -89,6 +91,10 @@ def use_exact_operators(
         slot.keep_scale()
         _use_exact_adapters(model, slot)
     rotary_kinds = rotary.RotaryEmbedding, rotary.Llama3RotaryEmbedding, rotary.MRotaryEmbedding
+    trained: dict[str, nn.Module] = {}  # of the same names, where vLLM runs transformers' model
+    if type(model).__module__.startswith("vllm.model_executor.models.transformers"):
+        config: Any = model.config
+        trained = dict(meta_model(config.get_text_config()).get_decoder().named_modules())
     extended = exact_forwards(model, {})
     replaced = "\0"  # the newest module with another forward, which does not call its children
     for name, module in model.named_modules():
@@ -102,21 +108,28 @@ def use_exact_operators(
             module.quant_method.apply = _linear  # type: ignore[method-assign]
             if isinstance(module, linear.RowParallelLinear) and module.tp_size > 1:
                 forward = _row_parallel
-        elif isinstance(module, layernorm.GemmaRMSNorm):
-            forward = _gemma_norm
-        elif isinstance(module, layernorm.RMSNorm):
-            forward = _norm
+        elif isinstance(module, layernorm.RMSNorm | layernorm.GemmaRMSNorm):
+            is_gemma = isinstance(module, layernorm.GemmaRMSNorm)
+            options: dict[str, Any] = {"offset": 1.0} if is_gemma else {"round_first": True}
+            if norm := trained.get(name.removeprefix("model.")):
+                options = norm_options(name, norm, module.variance_epsilon)
+            # The forward may join the rows of ranks before, and divide them after.
+            module._forward_method = partial(_norm, module, options)  # type: ignore[method-assign]
         elif isinstance(module, activation.SiluAndMul):
-            forward = _silu_and_mul
+            forward = partial(_gated, "silu")
         elif isinstance(module, activation.GeluAndMul) and module.approximate == "tanh":
-            forward = _gelu_and_mul
+            forward = partial(_gated, "gelu_tanh")
         elif type(module) in rotary_kinds:
             forward = _rotary(module, max_model_len)
+        elif trained and type(module).__name__.endswith("RotaryEmbedding"):
+            forward = trained_rotary
         elif isinstance(module, logits_processor.LogitsProcessor) and module.soft_cap is None:
             module._apply_head = _head  # type: ignore[method-assign, assignment]
         elif isinstance(module, Attention) and isinstance(module.impl, ExactAttention):
             pass  # since the engine was built
-        elif not isinstance(module, VocabParallelEmbedding) and _computes(module):
+        elif not isinstance(module, VocabParallelEmbedding) and (
+            _computes(module) or (trained and is_activation(module))
+        ):
             raise ModelError(
                 f"rollout.exact: vLLM's {name} ({type(module).__name__}) has no exact operator; "
                 "set rollout.exact=off for this model"
@@ -217,27 +230,16 @@ def _add_adapters(
     return out
 
 
-def _norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
-    return _normed(self, x, residual, round_first=True)
-
-
-def _gemma_norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
-    return _normed(self, x, residual, offset=1.0)
-
-
-def _normed(module: Any, x: Tensor, residual: Tensor | None, **options: Any) -> Any:
+def _norm(
+    module: Any, options: Mapping[str, Any], x: Tensor, residual: Tensor | None = None
+) -> Any:
     out = inference_norm(x, residual, module.weight, module.variance_epsilon, **options)
     return out if residual is None else (out, residual)
 
 
-def _silu_and_mul(self: Any, x: Tensor) -> Tensor:
+def _gated(activation: Any, self: Any, x: Tensor) -> Tensor:
     gate, up = x.chunk(2, -1)
-    return gated_activation(gate, up)
-
-
-def _gelu_and_mul(self: Any, x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, -1)
-    return gated_activation(gate, up, "gelu_tanh")
+    return gated_activation(gate, up, activation)
 
 
 def _rotary(module: Any, max_model_len: int) -> Any:
