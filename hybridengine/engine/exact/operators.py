@@ -114,7 +114,7 @@ def use_exact_operators(
             if norm := trained.get(name.removeprefix("model.")):
                 options = norm_options(name, norm, module.variance_epsilon)
             # The forward may join the rows of ranks before, and divide them after.
-            module._forward_method = partial(_norm, module, options)  # type: ignore[method-assign]
+            module._forward_method = partial(_norm, module, options)
         elif isinstance(module, activation.SiluAndMul):
             forward = partial(_gated, "silu")
         elif isinstance(module, activation.GeluAndMul) and module.approximate == "tanh":
