@@ -60,7 +60,7 @@ _EXACT_OPERATORS = (
 # Compared bit for bit with vLLM's models: tests/engine/test_exact.py, tests/extras/hybrid.
 _SPARSE = "glm4_moe", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe"
 _DENSE = "exaone4", "gemma", "gemma3_text", "granite", "hunyuan_v1_dense", "llama", "mistral"
-_BY_TRANSFORMERS = "olmo2", "olmo3", "seed_oss", "smollm3"  # in vLLM, too
+_BY_TRANSFORMERS = "olmo", "olmo2", "olmo3", "seed_oss", "smollm3"  # in vLLM, too
 _COMPARED = (*_DENSE, "phi3", "qwen2", "qwen3", "qwen3_5_text", *_BY_TRANSFORMERS, *_SPARSE)
 _MASTER_BYTES = 4  # of a weight in the trainer's shards
 _USABLE = 0.9  # of a GPU's memory; the rest is context and fragments

@@ -27,6 +27,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {},
     "phi3": {},
     # transformers' models in vLLM
+    "olmo": {},
     "olmo2": {},
     "olmo3": _WINDOWS,
     "seed_oss": {},
