@@ -160,9 +160,10 @@ class Problem:
     def transformers(self) -> Loaded:
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             self.path, dtype=self.dtype, attn_implementation="sdpa"
-        ).to(self.bench.device)
+        )
+        model = model.to(self.bench.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
         def loss() -> Tensor:

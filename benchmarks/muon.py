@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from benchmarks._bench import OURS, Bench
+from hybridengine.sync.shards import local_shard
 from tests.ranks import run_ranks
 
 RANKS, ROUNDS = 4, 2
@@ -130,8 +131,8 @@ def _rank(rank: int, world_size: int, layers: int) -> dict[str, dict[str, float]
         for number in range(ROUNDS):
             for i, parameter in enumerate(model.parameters()):
                 draw = torch.Generator().manual_seed(i * ROUNDS + number + 7919 * rank)
-                parameter.grad = torch.empty_like(parameter)
-                parameter.grad.to_local().normal_(generator=draw)
+                parameter.grad = grad = torch.empty_like(parameter)
+                local_shard(grad).normal_(generator=draw)
             dist.barrier()
             start = time.process_time()
             step()
@@ -142,7 +143,7 @@ def _rank(rank: int, world_size: int, layers: int) -> dict[str, dict[str, float]
             counted["flops"] = sum(matrix.flops for matrix in exchange.owned[rank])
         results[name] = {"ms": times[-1] * 1e3, **counted}
         if name.startswith((OURS, "gather_bf16")):
-            updated[name] = [p.to_local().detach().clone() for p in _matrices(model).values()]
+            updated[name] = [local_shard(p.detach()).clone() for p in _matrices(model).values()]
     for own, theirs in zip(updated[OURS], updated["gather_bf16"], strict=True):
         torch.testing.assert_close(own, theirs, rtol=0, atol=2**-5 * LR)
     return results
@@ -160,7 +161,7 @@ class _Gathered:
         self._buffers = {name: torch.zeros_like(p) for name, p in self._matrices.items()}
         rest = [p for name, p in model.named_parameters() if name not in self._matrices]
         self._rest = rest
-        self._local = [nn.Parameter(p.to_local().detach()) for p in rest]
+        self._local = [nn.Parameter(local_shard(p.detach())) for p in rest]
         self._adamw = torch.optim.AdamW(self._local, LR, weight_decay=0.1, fused=True)
 
     @torch.no_grad()
@@ -169,22 +170,24 @@ class _Gathered:
 
         gradient_norm(by_placement([*self._matrices.values(), *self._rest]))
         for local, parameter in zip(self._local, self._rest, strict=True):
-            local.grad = parameter.grad.to_local()
+            assert parameter.grad is not None
+            local.grad = local_shard(parameter.grad)
         self._adamw.step()
         self._counted["bytes"] = 0.0
         for name, update in self._gather():
             parameter = self._matrices[name]
             rows, columns = parameter.shape
             update = _zeropower_via_newtonschulz(update, (3.4445, -4.775, 2.0315), 5, 1e-7)
-            local = parameter.to_local()
+            shard = local_shard(parameter.detach())
             part = update.chunk(dist.get_world_size())[dist.get_rank()]
-            local.mul_(1 - LR * 0.1)
-            local.add_(part, alpha=-LR * 0.2 * max(rows, columns) ** 0.5)
+            shard.mul_(1 - LR * 0.1)
+            shard.add_(part, alpha=-LR * 0.2 * max(rows, columns) ** 0.5)
             parameter.grad = None
 
     def _gather(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._matrices.items():
-            grad, buffer = parameter.grad.to_local(), self._buffers[name].to_local()
+            assert parameter.grad is not None
+            grad, buffer = local_shard(parameter.grad), local_shard(self._buffers[name])
             buffer.lerp_(grad, 0.05)
             own = grad.lerp(buffer, 0.95).to(self._dtype)
             parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]

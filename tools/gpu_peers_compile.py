@@ -88,12 +88,11 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
             with_gradients = partial(head, _cute.cross_entropy_from_hidden, count, width, vocab)
             yield f"quack, cross-entropy {count}", torch.enable_grad()(with_gradients)
     yield "Liger, imported", _cute.liger_cross_entropy_from_hidden
-    small = (attention.HEADS, attention.KV_HEADS, attention.DIM)
     large = (exact_operators.HEADS, exact_operators.KV_HEADS, exact_operators.DIM)
     for tokens, length in attention.PLAIN:
         for window in (None, attention.WINDOW):
             name = f"flash-attn-4 {tokens // length} x {length} W={window}"
-            yield name, partial(packed, tokens, length, small, window)
+            yield name, partial(packed, tokens, length, attention.HEADS, window)
     for count, length in exact_operators.PACKS:
         name = f"flash-attn-4 {count} x {length}, {large[0]} heads"
         yield name, partial(packed, count * length, length, large, None)

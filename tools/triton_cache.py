@@ -108,7 +108,7 @@ def compile_launches(forms: _Forms, capability: int) -> None:
             forms.errors.setdefault(self._kernel.__name__, str(error)[-2000:])
             raise
 
-    Forms.launch = warm_up  # type: ignore[method-assign]
+    Forms.launch = warm_up
 
 
 def pretend_gpu(capability: int) -> Any:
@@ -116,11 +116,10 @@ def pretend_gpu(capability: int) -> Any:
     import torch
     from torch.overrides import TorchFunctionMode
 
-    device = torch.device(GPU)
     answers = {
-        torch.Tensor.device.__get__: device,
-        torch.Tensor.is_cuda.__get__: True,
-        torch.Tensor.is_cpu.__get__: False,
+        getter: value
+        for name, value in {"device": torch.device(GPU), "is_cuda": True, "is_cpu": False}.items()
+        for getter in [getattr(torch.Tensor, name).__get__]
     }
     uninitialized = {torch.empty, torch.empty_like, torch.Tensor.new_empty, torch.empty_strided}
 
@@ -150,7 +149,7 @@ def pretend_gpu(capability: int) -> Any:
             return super().__new__(cls)
 
     torch.Generator = Generator  # type: ignore[misc]
-    torch.testing.assert_close = nothing  # type: ignore[assignment]
+    torch.testing.assert_close = nothing
     properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=60 << 20, total_memory=0)
     for name, value in {
         "is_available": lambda: True,
