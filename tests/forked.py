@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -164,8 +165,15 @@ def _main(
         assert options == {"stdout": None, "stderr": None, "start_new_session": True}, options
         return ForkedProcess.of_rank(args, env)
 
+    kill_group = os.killpg
+
+    def kill_rank(pid: int, number: int) -> None:
+        with suppress(ProcessLookupError):  # the server has reaped it; Popen would have kept it
+            kill_group(pid, number)
+
+    popen = patch.object(subprocess_handler, "Popen", start_rank)
     try:
-        with patch.object(subprocess_handler, "Popen", start_rank):
+        with popen, patch.object(os, "killpg", kill_rank):
             runpy.run_module(arguments[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # which multiprocessing leaves out

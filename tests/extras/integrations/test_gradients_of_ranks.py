@@ -147,7 +147,7 @@ def of_models(rank: int, world_size: int, wrapper: str) -> dict[str, dict[str, T
 
 def of_trl(rank: int, world_size: int, wrapper: str, path: str) -> dict[str, dict[str, Tensor]]:
     """GRPOTrainer's loss by the group `loss`, from the model as it is wrapped."""
-    from tests.extras.integrations.test_trl_loss import HEAD, trainer_of
+    from tests.extras.integrations.trl_trainer import HEAD, trainer_of
 
     rows, full = slice(rank, None, world_size), batch()
     ids, mask = full["ids"], torch.ones(ROWS, LENGTH, dtype=torch.long)
