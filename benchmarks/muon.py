@@ -138,7 +138,7 @@ def _rank(rank: int, world_size: int, layers: int) -> dict[str, dict[str, float]
             step()
             times.append(time.process_time() - start)
         if name == OURS:
-            exchange = optimizer.adamw._exchange  # type: ignore[attr-defined]
+            exchange = optimizer.adamw.exchange()  # type: ignore[attr-defined]
             counted["bytes"] = exchange.bytes_received
             counted["flops"] = sum(matrix.flops for matrix in exchange.owned[rank])
         results[name] = {"ms": times[-1] * 1e3, **counted}

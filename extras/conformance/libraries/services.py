@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 
-class _Empty(types.ModuleType):
+class Empty(types.ModuleType):
     """A module in which every name is an empty class."""
 
     def __getattr__(self, name: str) -> type:
@@ -34,7 +34,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        module = _Empty(spec.name)
+        module = Empty(spec.name)
         module.__path__ = []
         return module
 
@@ -52,5 +52,5 @@ def empty_services(services: Sequence[str]) -> Iterator[None]:
     finally:
         sys.meta_path.remove(finder)
         for name in set(sys.modules) - before:
-            if isinstance(sys.modules[name], _Empty):
+            if isinstance(sys.modules[name], Empty):
                 del sys.modules[name]

@@ -16,13 +16,14 @@ def empty_services() -> Iterator[None]:
     The process keeps the empty Ray.
     """
     from benchmarks import _verl
+    from hybridengine.conformance.libraries.services import Empty
 
-    ray = _verl.Empty("ray")
+    ray = Empty("ray")
     ray.__path__ = []
     vars(ray).update(
         remote=lambda *args, **options: args[0] if args else lambda cls: cls,
         is_initialized=lambda: False,
-        actor=_verl.Empty("ray.actor"),
+        actor=Empty("ray.actor"),
     )
     sys.modules["ray"] = ray
     with _verl.empty_services():
