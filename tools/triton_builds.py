@@ -30,6 +30,7 @@ from hybridengine.kernels import (
     orthogonalize_triton,
     paged_attention_triton,
 )
+from hybridengine.kernels._launch import COMPILE_OPTIONS
 from hybridengine.kernels.advantage import whiten_triton
 from hybridengine.kernels.attention import (
     cascade,
@@ -168,6 +169,7 @@ def compile_kernel(
         given = "constexpr" if name in constants else types[name]
         signature[name] = described((i,), name, given)
     source = ASTSource(kernel, signature, dict(constants) | absent, attributes)
+    options = {**(options or {}), **COMPILE_OPTIONS}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:

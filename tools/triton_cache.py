@@ -93,7 +93,7 @@ def compile_launches(forms: _Forms, capability: int) -> None:
     """Let launches of the kernels compile only."""
     from triton import knobs
 
-    from hybridengine.kernels._launch import Forms
+    from hybridengine.kernels._launch import COMPILE_OPTIONS, Forms
 
     nvidia = use_driver(capability)
     knobs.compilation.listener = forms.listen
@@ -102,6 +102,7 @@ def compile_launches(forms: _Forms, capability: int) -> None:
         self: Any, device: int | None, grid: tuple[int, ...], arguments: tuple, options: dict
     ) -> None:
         try:
+            options = options | COMPILE_OPTIONS
             kernel = self._kernel.warmup(*arguments, grid=grid, **options)
             nvidia.CudaLauncher(kernel.src, kernel.metadata)
         except Exception as error:

@@ -20,7 +20,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import create_function_from_signature
 
 from hybridengine.kernels import policy_loss
-from hybridengine.kernels._launch import Forms, launch
+from hybridengine.kernels._launch import COMPILE_OPTIONS, Forms, launch
 from hybridengine.kernels.linear.rescale import rescale_kernel
 
 KERNELS = Path(__file__).parents[2] / "kernels"
@@ -95,6 +95,12 @@ def gpu(monkeypatch):
 
 def arguments_kernel(x, varying, number, SIZE: tl.constexpr):
     pass
+
+
+def fused_kernel(x, SIZE: tl.constexpr):
+    at = x + tl.arange(0, SIZE)
+    value = tl.load(at)
+    tl.store(at, value * value + value)
 
 
 class Kernel(triton.JITFunction):
@@ -195,7 +201,7 @@ def test_what_is_launched_is_what_triton_would_launch(gpu, varied):
         }
         named = {name: call.pop(name) for name in list(call) if name not in ("x", "varying")}
         forms.launch(0, (5,), tuple(call.values()), dict(named))
-        kernel[(5,)](*call.values(), **named)
+        kernel[(5,)](*call.values(), **named, **COMPILE_OPTIONS)
         (ours, *given), (by_triton, *expected) = kernel.launched[-2:]
         assert ours is by_triton
         assert [*map(id, given[1])] == [*map(id, expected[1])]
@@ -223,6 +229,15 @@ def test_a_second_launch_gives_triton_the_arguments_of_the_first(gpu):
     assert one[-4:] == given([*gpu.launches[0][:9], *first, 32])[-4:]
     assert other[-4:] == given([*gpu.launches[0][:9], *second, 32])[-4:]
     assert one[1:-4] == other[1:-4], "the rest of the grid, stream, function and metadata"
+
+
+@pytest.mark.parametrize("default", (False, True))
+def test_bits_do_not_depend_on_whether_triton_fuses_by_default(gpu, monkeypatch, default):
+    monkeypatch.setattr(knobs.language, "default_fp_fusion", default)
+    kernel = triton.JITFunction(fused_kernel)
+    launch(kernel, (1,), torch.ones(32), SIZE=32)
+    (compiled,) = kernel.device_caches[0][0].values()
+    assert compiled.metadata.enable_fp_fusion and "FFMA" in compiled.asm["sass"]
 
 
 def test_hooks_of_launches_run(gpu, monkeypatch):
