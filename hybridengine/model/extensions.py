@@ -54,6 +54,9 @@ class ModelHook:
         """Return a context that collects a part per forward, for later ones; None: it has none."""
         return None
 
+    def restore(self) -> None:
+        """Give the modules their parameters, also after a forward without a backward."""
+
     def pop_metrics(self) -> dict[str, float]:
         """Return metrics of the forward passes since the last call. Collective."""
         return {}

@@ -20,6 +20,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from hybridengine.model.extensions import hooks_of
 from hybridengine.model.validation import config_of, meta_model
 from hybridengine.run.config.common import TrainedModelConfig
 from hybridengine.run.errors import ModelError
@@ -104,8 +105,8 @@ def free_gathered(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    if hasattr(model, "replica"):
-        model.replica.restore()  # type: ignore[operator, union-attr]
+    for hook in hooks_of(model):
+        hook.restore()
 
 
 def unwrapped_name(name: str) -> str:

@@ -23,6 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hybridengine.kernels import empty_from_pool
+from hybridengine.model.extensions import ModelHook, add_hook, hooks_of
+from hybridengine.model.packed import PackedBatch
 from hybridengine.run.errors import ModelError
 
 REDUCED_BYTES = 64 << 20  # of gradients, in one collective
@@ -45,23 +47,21 @@ class Writes:
         return [self._steps[0], *versions]
 
 
-class Replica:
+class Replica(ModelHook):
     """Has `model`, on the meta device, compute in `dtype` from its float32 parameters.
 
     layers: modules whose floating-point inputs are cast, as those of the model are.
     mesh: its first dimension are the ranks that have the same parameters.
     copies: master → what takes its place in a pass; none in float32.
-    reduces: whether the end of a backward averages all gradients. Set it to False for all but the
-      last backward before an update.
     """
 
     def __init__(
         self, model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, dtype: torch.dtype
     ) -> None:
         self.layers, self._model, self._mesh, self._dtype = layers, model, mesh, dtype
-        self._owned = self.reduces = True
-        self._is_backward = False
-        model.replica = self  # type: ignore[assignment]
+        self._owned, self._is_backward = True, False
+        self._backwards = 1  # before gradients are averaged
+        add_hook(model, self)
         model.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
         model.register_forward_hook(self._end, always_call=True)
         for module in (model, *layers) if dtype != torch.float32 else ():
@@ -106,8 +106,10 @@ class Replica:
         """Return the memory of the copies, unless it is another's."""
         return [*self.copies.values()] if self._owned else []
 
+    def begin_step(self, batches: Sequence[PackedBatch], grad_scale: float = 1.0) -> None:
+        self._backwards = len(batches)
+
     def restore(self) -> None:
-        """Give the modules their masters, which they have between passes."""
         self._place(self._masters)
 
     @staticmethod
@@ -151,8 +153,11 @@ class Replica:
     def _end_backward(self) -> None:
         self.restore()
         self._is_backward = False
-        if self.reduces and self._mesh.size() > 1:
-            self._average_gradients()
+        self._backwards -= 1
+        if not self._backwards:
+            self._backwards = 1
+            if self._mesh.size() > 1:
+                self._average_gradients()
 
     @torch.no_grad()
     def _average_gradients(self) -> None:
@@ -178,6 +183,11 @@ class Replica:
         for flat, work in works:
             work.wait()
             flat /= group.size()
+
+
+def replica_of(model: nn.Module) -> Replica | None:
+    """Return that of a model without FSDP2."""
+    return next((hook for hook in hooks_of(model) if isinstance(hook, Replica)), None)
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_iter
 
 from hybridengine.model.fsdp import on_device
 from hybridengine.model.parameters import unwrapped_name
-from hybridengine.model.replica import Writes
+from hybridengine.model.replica import Writes, replica_of
 from hybridengine.model.shared_weights import LayeredWeights, SlicedWeights
 from hybridengine.run.errors import ModelError
 from hybridengine.sync.shards import ShardSpec, local_shard
@@ -68,10 +68,10 @@ class SharedParameters:
         self._differs: dict[str, Tensor] = {}  # of this forward
         self._writes = Writes(model, named.values())
         self._modules: dict[fsdp.FSDPModule, list[str]] = {}
-        if hasattr(model, "replica"):
-            model.replica.compute_with({p: memory[n].detach() for n, p in named.items()})  # type: ignore[operator, union-attr]
+        if (replica := replica_of(model)) is not None:
+            replica.compute_with({p: memory[n].detach() for n, p in named.items()})
             if isinstance(memory, SlicedWeights):
-                GatheredBase(model, model.replica.layers, memory)  # type: ignore[arg-type, union-attr]
+                GatheredBase(model, replica.layers, memory)
         else:
             self._extend(model)
         # Before the hooks that place what it computes with: after an error these would be in the

@@ -372,11 +372,8 @@ class DataParallel:
         scale, hooks, metrics = self.grad_scale(optimizer), hooks_of(model), dict[str, Tensor]()
         for hook in hooks:
             hook.begin_step(micro_batches, scale)
-        replica = getattr(model, "replica", None)
-        for number, micro_batch in enumerate(micro_batches, 1):
+        for micro_batch in micro_batches:
             loss, outputs = loss_of(micro_batch)
-            if replica is not None:
-                replica.reduces = number == len(micro_batches)
             optimizer.observe_loss(loss, outputs)
             (loss * scale).backward()
         norm = optimizer.step(max_norm)

@@ -61,6 +61,8 @@ def body(
 ) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
 
+    from hybridengine.model.replica import replica_of
+
     settings = {"enable_gradient_checkpointing": checkpointing, "lora": lora}
     models = [load(path, dtype, is_sharded=x, **settings) for x in (False, True)]
     kinds = [{isinstance(p, DTensor) for p in m.parameters()} for m in models]
@@ -70,7 +72,7 @@ def body(
         "unequal": [n for n, x in expected.items() if not torch.equal(x, own[n])],
         "same names": own.keys() == expected.keys(),
         "moves": not torch.equal(own[first], own[first.replace("0 0", f"{STEPS - 1} 0")]),
-        "computes in": models[0].replica.copies != {},
+        "computes in": replica_of(models[0]).copies != {},
     }
 
 
@@ -109,6 +111,7 @@ def replicas_body(
         replica,
         sharding_mesh,
     )
+    from hybridengine.model.extensions import hooks_of
     from tests.model.cases import full_tensors
 
     replica.REDUCED_BYTES = 1 << 14  # several buckets
@@ -122,10 +125,13 @@ def replicas_body(
         trained = [p for p in model.parameters() if p.requires_grad]
         values = full_tensors(model)
         for step in range(STEPS):
-            for k in range(2):
-                if fsdp_size == 1:
-                    model.replica.reduces = k == 1
-                batch = pack_rollouts([(prompt, [4 + rank, 5 + k, 9]) for prompt in PROMPTS])
+            batches = [
+                pack_rollouts([(prompt, [4 + rank, 5 + k, 9]) for prompt in PROMPTS])
+                for k in range(2)
+            ]
+            for hook in hooks_of(model):
+                hook.begin_step(batches)
+            for k, batch in enumerate(batches):
                 log_probs, entropy = packed_log_probs(model, batch)
                 (log_probs.mean() + 0.01 * entropy.mean()).backward()
                 if (step, rank, k) == (1, 0, 0):  # an overflow on one rank: no rank updates
@@ -179,11 +185,11 @@ def branches_body(rank: int, world_size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(rank)
     replica.load(Branches().state_dict(keep_vars=True) if rank == 0 else {})
     first, second, third = (layer.weight for layer in model.layers)
-    for reduces in (False, True):
-        replica.reduces = reduces
+    replica.begin_step([None, None])
+    for k in range(2):
         outputs = model(torch.full((1, 2), rank + 1.0), [0, 1] if rank == 0 else [0])
         torch.stack(outputs).sum().backward()
-        if not reduces:
+        if k == 0:
             assert first.grad.eq(rank + 1.0).all()
     assert first.grad.eq(3.0).all()  # of two passes, (1 + 2) / 2 each
     assert second.grad.eq(1.0).all()  # rank 1 has none
