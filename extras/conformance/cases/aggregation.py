@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -27,7 +28,56 @@ NEW = OLD + _normal(0.3)
 REF = OLD + _normal(0.4)
 ADVANTAGES = torch.tensor([1.2, -0.7, 0.4, -1.5], dtype=torch.float64)
 BATCH: dict[str, Any] = {"log_probs": NEW, "old": OLD, "advantages": ADVANTAGES, "mask": MASK}
-ONE: Split = [[[0, 1, 2, 3]]]
+ONE: Split = (((0, 1, 2, 3),),)
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The inputs of the operation `policy_loss`; tensors are [B, L], `advantages` [B].
+
+    split: the rows of each micro-batch of each rank.
+    low, high: the ratio is clipped to [1 - low, 1 + high].
+    dual_clip: for advantages below 0 the loss is at most -dual_clip A.
+    max_length: the constant of `seq-mean-token-sum-norm`.
+    ref, kl_coef, kl_times_ratio: a k3 term against `ref`, times the ratio if asked.
+    weights: of the rollout engine's samples, on the policy term.
+    """
+
+    log_probs: Tensor
+    old: Tensor
+    advantages: Tensor
+    mask: Tensor
+    aggregation: str
+    split: Split = ONE
+    mode: str = "ppo"
+    low: float = 0.2
+    high: float = 0.2
+    dual_clip: float | None = None
+    max_length: int | None = None
+    ref: Tensor | None = None
+    kl_coef: float = 0.0
+    kl_times_ratio: bool = False
+    weights: Tensor | None = None
+
+    def rows(self, rows: Sequence[int]) -> Self:
+        """Return these rows, in float32."""
+        given = {name: x[list(rows)] for name, x in vars(self).items() if isinstance(x, Tensor)}
+        part: Any = {n: x if n == "mask" else x.float() for n, x in given.items()}
+        return replace(self, **part)
+
+    def over_ranks(
+        self, loss: Callable[[Tensor, Self], Tensor], combine: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Return [loss, gradient]: micro-batches add up, `combine` makes one of the ranks' losses.
+
+        loss: of the log-probs and the other inputs of a micro-batch.
+        """
+
+        def total(x: Tensor) -> Tensor:
+            parts = [[loss(x[list(r)], self.rows(r)) for r in rank] for rank in self.split]
+            return combine(torch.stack([torch.stack(rank).sum() for rank in parts]))
+
+        return with_gradient(total, self.log_probs.float())
 
 
 def aggregate(

@@ -5,6 +5,8 @@ Its Triton kernels (fused cross-entropy among them) need a GPU and are not run.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
 from liger_kernel.chunked_loss.grpo_loss import (
@@ -16,7 +18,7 @@ from liger_kernel.chunked_loss.jsd_loss import LigerFusedLinearJSDLoss
 from torch import Tensor
 
 from hybridengine.conformance.case import NotThere, with_gradient
-from hybridengine.conformance.cases.aggregation import ONE, Split
+from hybridengine.conformance.cases.aggregation import PolicyLoss
 
 _LOSS_TYPES = {
     ("ppo", "token-mean"): "dapo",
@@ -29,58 +31,39 @@ _LOSS_TYPES = {
 }
 
 
-def policy_loss(
-    log_probs: Tensor,
-    old: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    aggregation: str,
-    split: Split = ONE,
-    mode: str = "ppo",
-    low: float = 0.2,
-    high: float = 0.2,
-    dual_clip: float | None = None,
-    max_length: int | None = None,
-    ref: Tensor | None = None,
-    kl_coef: float = 0.0,
-    kl_times_ratio: bool = False,
-    weights: Tensor | None = None,
-) -> Tensor:
+def policy_loss(**inputs: Any) -> Tensor:
     """One process; the losses that are means of rows are averaged over micro-batches, as by TRL."""
-    if len(split) > 1:
+    batch = PolicyLoss(**inputs)
+    if len(batch.split) > 1:
         raise NotThere("it reads the number of ranks from torch.distributed; not run here")
-    loss_type = _LOSS_TYPES.get((mode, aggregation))
+    loss_type = _LOSS_TYPES.get((batch.mode, batch.aggregation))
     if loss_type is None:
-        raise NotThere(f"no loss type for {mode} with {aggregation}")
-    micro_batches = split[0]
-    accumulation = 1 if loss_type in ("dapo", "cispo") else len(micro_batches)
+        raise NotThere(f"no loss type for {batch.mode} with {batch.aggregation}")
+    accumulation = 1 if loss_type in ("dapo", "cispo") else len(batch.split[0])
 
-    def part(x: Tensor, rows: list[int]) -> Tensor:
-        used = mask[rows].float()
-        loss, _ = LigerFusedLinearGRPOFunction.ppo_loss_fn(
-            x[rows],
+    def loss(x: Tensor, part: PolicyLoss) -> Tensor:
+        used = part.mask.float()
+        value, _ = LigerFusedLinearGRPOFunction.ppo_loss_fn(
+            x,
             used,
-            advantages[rows].float(),
+            part.advantages,
             used,
-            ref_per_token_logps=None if ref is None else ref[rows].float(),
-            old_per_token_logps=old[rows].float(),
-            epsilon_low=low,
-            epsilon_high=1 + high if mode == "cispo" else high,
-            beta=kl_coef,
+            ref_per_token_logps=part.ref,
+            old_per_token_logps=part.old,
+            epsilon_low=part.low,
+            epsilon_high=1 + part.high if part.mode == "cispo" else part.high,
+            beta=part.kl_coef,
             loss_type=loss_type,
-            max_completion_length=max_length,
-            importance_sampling_level="sequence" if mode == "gspo" else "token",
-            vllm_is_ratio=None if weights is None else weights[rows].float(),
-            delta=dual_clip,
-            use_bias_correction_kl=kl_times_ratio,
-            num_items_in_batch=int(mask.sum()),
+            max_completion_length=part.max_length,
+            importance_sampling_level="sequence" if part.mode == "gspo" else "token",
+            vllm_is_ratio=part.weights,
+            delta=part.dual_clip,
+            use_bias_correction_kl=part.kl_times_ratio,
+            num_items_in_batch=int(batch.mask.sum()),
         )
-        return loss / accumulation
+        return value / accumulation
 
-    def total(x: Tensor) -> Tensor:
-        return torch.stack([part(x, list(rows)) for rows in micro_batches]).sum()
-
-    return with_gradient(total, log_probs.float())
+    return batch.over_ranks(loss, torch.sum)
 
 
 def vespo_weights(log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridengine.conformance.case import with_gradient
-from hybridengine.conformance.cases.aggregation import ONE, Split
+from hybridengine.conformance.cases.aggregation import PolicyLoss, Split
 from hybridengine.kernels import (
     aggregate_loss,
     gae,
@@ -57,50 +58,31 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     return _whiten(values.float(), mask)
 
 
-def policy_loss(
-    log_probs: Tensor,
-    old: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    aggregation: str,
-    split: Split = ONE,
-    mode: str = "ppo",
-    low: float = 0.2,
-    high: float = 0.2,
-    dual_clip: float | None = None,
-    max_length: int | None = None,
-    ref: Tensor | None = None,
-    kl_coef: float = 0.0,
-    kl_times_ratio: bool = False,
-    weights: Tensor | None = None,
-) -> Tensor:
+def policy_loss(**inputs: Any) -> Tensor:
     """The parts have the counts of the batch; ranks and micro-batches add up."""
+    batch = PolicyLoss(**inputs)
 
-    def part(x: Tensor, rows: list[int]) -> Tensor:
-        loss, _ = _policy_loss(
-            x[rows],
-            old[rows].float(),
-            advantages[rows].float()[:, None].expand(len(rows), x.shape[1]).contiguous(),
-            response_mask=mask[rows],
-            loss_mode=_MODES.get(mode, mode),
-            clip_ratio_low=low,
-            clip_ratio_high=high,
-            clip_ratio_c=dual_clip,
-            loss_agg_mode=aggregation,
-            loss_scale_factor=max_length,
-            global_num_tokens=int(mask.sum()),
-            global_num_seqs=int(mask.any(1).sum()),
-            ref_log_probs=None if ref is None else ref[rows].float(),
-            kl_coef=kl_coef,
-            kl_times_ratio=kl_times_ratio,
-            rollout_is_weights=None if weights is None else weights[rows].float(),
-        )
-        return loss
+    def loss(x: Tensor, part: PolicyLoss) -> Tensor:
+        return _policy_loss(
+            x,
+            part.old,
+            part.advantages[:, None].expand_as(x).contiguous(),
+            response_mask=part.mask,
+            loss_mode=_MODES.get(part.mode, part.mode),
+            clip_ratio_low=part.low,
+            clip_ratio_high=part.high,
+            clip_ratio_c=part.dual_clip,
+            loss_agg_mode=part.aggregation,
+            loss_scale_factor=part.max_length,
+            global_num_tokens=int(batch.mask.sum()),
+            global_num_seqs=int(batch.mask.any(1).sum()),
+            ref_log_probs=part.ref,
+            kl_coef=part.kl_coef,
+            kl_times_ratio=part.kl_times_ratio,
+            rollout_is_weights=part.weights,
+        )[0]
 
-    def total(x: Tensor) -> Tensor:
-        return torch.stack([part(x, list(rows)) for rank in split for rows in rank]).sum()
-
-    return with_gradient(total, log_probs.float())
+    return batch.over_ranks(loss, torch.sum)
 
 
 def value_loss(

@@ -14,7 +14,7 @@ from trl.trainer.distillation_trainer import _chunked_divergence_loss
 from trl.trainer.utils import selective_log_softmax
 
 from hybridengine.conformance.case import NotThere, with_gradient
-from hybridengine.conformance.cases.aggregation import ONE, Split
+from hybridengine.conformance.cases.aggregation import PolicyLoss
 
 _LOSS_TYPES = {
     ("ppo", "token-mean"): "dapo",
@@ -128,65 +128,47 @@ def group_advantages(
     return out["advantages"]
 
 
-def policy_loss(
-    log_probs: Tensor,
-    old: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    aggregation: str,
-    split: Split = ONE,
-    mode: str = "ppo",
-    low: float = 0.2,
-    high: float = 0.2,
-    dual_clip: float | None = None,
-    max_length: int | None = None,
-    ref: Tensor | None = None,
-    kl_coef: float = 0.0,
-    kl_times_ratio: bool = False,
-    weights: Tensor | None = None,
-) -> Tensor:
+def policy_loss(**inputs: Any) -> Tensor:
     """GRPOTrainer._compute_loss: ranks are averaged, micro-batches added."""
-    loss_type = _LOSS_TYPES.get((mode, aggregation))
+    batch = PolicyLoss(**inputs)
+    mode, accumulation = batch.mode, len(batch.split[0])
+    loss_type = _LOSS_TYPES.get((mode, batch.aggregation))
     if loss_type is None:
-        raise NotThere(f"no loss type of GRPOTrainer for {mode} with {aggregation}")
+        raise NotThere(f"no loss type of GRPOTrainer for {mode} with {batch.aggregation}")
     trainer = _trainer(
-        accelerator=_Accelerator(len(split)),
+        accelerator=_Accelerator(len(batch.split)),
         loss_type=loss_type,
         importance_sampling_level="sequence" if mode == "gspo" else "token",
-        beta=kl_coef,
-        epsilon_low=low,
-        epsilon_high=1 + high if mode == "cispo" else high,
-        max_completion_length=max_length,
-        current_gradient_accumulation_steps=len(split[0]),
-        use_vllm=weights is not None,
+        beta=batch.kl_coef,
+        epsilon_low=batch.low,
+        epsilon_high=1 + batch.high if mode == "cispo" else batch.high,
+        max_completion_length=batch.max_length,
+        current_gradient_accumulation_steps=accumulation,
+        use_vllm=batch.weights is not None,
     )
-    trainer.args.delta, trainer.args.use_bias_correction_kl = dual_clip, kl_times_ratio
-    trainer.args.steps_per_generation = len(split[0])
+    trainer.args.delta = batch.dual_clip
+    trainer.args.use_bias_correction_kl = batch.kl_times_ratio
+    trainer.args.steps_per_generation = accumulation
 
-    def part(x: Tensor, rows: list[int]) -> Tensor:
-        trainer._get_per_token_logps_and_entropies = lambda *_, **__: (x[rows], x[rows], None)
-        ids = torch.zeros(len(rows), x.shape[1]).long()
-        inputs = {
+    def loss(x: Tensor, part: PolicyLoss) -> Tensor:
+        trainer._get_per_token_logps_and_entropies = lambda *_, **__: (x, x, None)
+        ids = torch.zeros(x.shape).long()
+        given = {
             "prompt_ids": ids[:, :1],
             "prompt_mask": ids[:, :1],
             "completion_ids": ids,
-            "completion_mask": mask[rows].flip(1).cumsum(1).flip(1).clamp(max=1),
-            "tool_mask": mask[rows].long(),  # 0 for the tokens of a tool
-            "advantages": advantages[rows].float(),
-            "old_per_token_logps": old[rows].float(),
-            "num_items_in_batch": mask.sum(),
+            "completion_mask": part.mask.flip(1).cumsum(1).flip(1).clamp(max=1),
+            "tool_mask": part.mask.long(),  # 0 for the tokens of a tool
+            "advantages": part.advantages,
+            "old_per_token_logps": part.old,
+            "num_items_in_batch": batch.mask.sum(),
+            "ref_per_token_logps": part.ref,
+            "importance_sampling_ratio": part.weights,
         }
-        if ref is not None:
-            inputs["ref_per_token_logps"] = ref[rows].float()
-        if weights is not None:
-            inputs["importance_sampling_ratio"] = weights[rows].float()
-        return grpo_trainer.GRPOTrainer._compute_loss(trainer, None, inputs)
+        given = {name: value for name, value in given.items() if value is not None}
+        return grpo_trainer.GRPOTrainer._compute_loss(trainer, None, given)
 
-    def total(x: Tensor) -> Tensor:
-        ranks = [torch.stack([part(x, list(rows)) for rows in rank]).sum() for rank in split]
-        return torch.stack(ranks).mean()
-
-    return with_gradient(total, log_probs.float())
+    return batch.over_ranks(loss, torch.mean)
 
 
 def vespo_weights(log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.conformance.case import NotThere, with_gradient
-from hybridengine.conformance.cases.aggregation import ONE, Split
+from hybridengine.conformance.cases.aggregation import PolicyLoss, Split
 
 from .services import empty_services
 
@@ -63,57 +63,31 @@ def _config(low: float, high: float, dual_clip: float | None) -> Any:
     return config
 
 
-def policy_loss(
-    log_probs: Tensor,
-    old: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    aggregation: str,
-    split: Split = ONE,
-    mode: str = "ppo",
-    low: float = 0.2,
-    high: float = 0.2,
-    dual_clip: float | None = None,
-    max_length: int | None = None,
-    ref: Tensor | None = None,
-    kl_coef: float = 0.0,
-    kl_times_ratio: bool = False,
-    weights: Tensor | None = None,
-) -> Tensor:
+def policy_loss(**inputs: Any) -> Tensor:
     """Ranks are averaged, micro-batches added, with the counts of the batch as in its workers."""
-    if kl_times_ratio:
+    batch = PolicyLoss(**inputs)
+    if batch.kl_times_ratio:
         raise NotThere("no KL term times the ratio")
-    config = _config(low, high, dual_clip)
+    config = _config(batch.low, batch.high, batch.dual_clip)
     counts = {
-        "dp_size": len(split),
-        "batch_num_tokens": int(mask.sum()),
-        "global_batch_size": len(mask),
-        "loss_scale_factor": max_length,
+        "dp_size": len(batch.split),
+        "batch_num_tokens": int(batch.mask.sum()),
+        "global_batch_size": len(batch.mask),
+        "loss_scale_factor": batch.max_length,
     }
     config.global_batch_info.update(counts)
-    compute = algos.get_policy_loss_fn(_MODES.get(mode, mode))
+    compute = algos.get_policy_loss_fn(_MODES.get(batch.mode, batch.mode))
 
-    def part(x: Tensor, rows: list[int]) -> Tensor:
-        used = mask[rows].float()
-        loss, _ = compute(
-            old[rows].float(),
-            x[rows],
-            advantages[rows].float()[:, None].expand_as(used),
-            used,
-            aggregation,
-            config,
-            None if weights is None else weights[rows].float(),
-        )
-        if ref is not None:
-            terms = algos.kl_penalty(x[rows], ref[rows].float(), "k3")
-            loss = loss + kl_coef * algos.agg_loss(terms, used, aggregation, **counts)
-        return loss
+    def loss(x: Tensor, part: PolicyLoss) -> Tensor:
+        used, advantages = part.mask.float(), part.advantages[:, None].expand_as(x)
+        options = batch.aggregation, config, part.weights
+        value, _ = compute(part.old, x, advantages, used, *options)
+        if part.ref is not None:
+            terms = algos.kl_penalty(x, part.ref, "k3")
+            value = value + part.kl_coef * algos.agg_loss(terms, used, batch.aggregation, **counts)
+        return value
 
-    def total(x: Tensor) -> Tensor:
-        ranks = [torch.stack([part(x, list(rows)) for rows in rank]).sum() for rank in split]
-        return torch.stack(ranks).mean()
-
-    return with_gradient(total, log_probs.float())
+    return batch.over_ranks(loss, torch.mean)
 
 
 def value_loss(
