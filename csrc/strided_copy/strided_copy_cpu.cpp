@@ -1,6 +1,7 @@
 // strided_copy on the CPU: threads take equal parts of all chunks, whatever the sizes of the rows.
 #include "common/parallel.h"
 #include "common/simd.h"
+#include "common/streaming.h"
 #include "common/tensor_chunks.h"
 #include "strided_copy/params.h"
 
@@ -21,8 +22,30 @@ void copy_run(const S* src, D* dst, int64_t count) {
   }
 }
 
+// As copy_run, past the caches.
 template <typename S, typename D>
-void copy_range(const CopyRow& row, const S* source, D* destination, int64_t begin, int64_t end) {
+void stream_run(const S* src, D* dst, int64_t count) {
+  if constexpr (__is_same(S, D)) {
+    stream_copy(reinterpret_cast<char*>(dst), reinterpret_cast<const char*>(src),
+                count * sizeof(S));
+  } else {
+    constexpr int64_t kBlock = 1024;
+    alignas(kCacheLine) D block[kBlock];
+    int64_t i = bytes_to_line(reinterpret_cast<char*>(dst)) / sizeof(D);
+    copy_run(src, dst, i);
+    while (i < count) {
+      const int64_t size = count - i < kBlock ? count - i : kBlock;
+      copy_run(src + i, block, size);
+      stream_copy(reinterpret_cast<char*>(dst + i), reinterpret_cast<char*>(block),
+                  size * sizeof(D));
+      i += size;
+    }
+  }
+}
+
+template <typename S, typename D>
+void copy_range(const CopyRow& row, const S* source, D* destination, int64_t begin, int64_t end,
+                bool streams) {
   const int64_t src_step = row.src_stride[kCopyDims - 1];
   const int64_t dst_step = row.dst_stride[kCopyDims - 1];
   while (begin < end) {
@@ -32,7 +55,8 @@ void copy_range(const CopyRow& row, const S* source, D* destination, int64_t beg
     const S* src = source + place.src;
     D* dst = destination + place.dst;
     if (src_step == 1 && dst_step == 1) {
-      copy_run(src, dst, run);
+      const bool is_long = run * static_cast<int64_t>(sizeof(D)) >= kMinStreamBytes;
+      streams&& is_long ? stream_run(src, dst, run) : copy_run(src, dst, run);
     } else {
       for (int64_t i = 0; i < run; ++i) dst[i * dst_step] = convert<S, D>(src[i * src_step]);
     }
@@ -42,6 +66,8 @@ void copy_range(const CopyRow& row, const S* source, D* destination, int64_t beg
 
 template <typename S, typename D>
 void copy_all(const StridedCopyParams& params) {
+  const int64_t bytes = params.num_chunks * kChunkElements * static_cast<int64_t>(sizeof(D));
+  const bool streams = bytes >= kStreamedBytes;
   parallel_for(params.num_chunks, 1, params.num_threads, [&](int64_t begin, int64_t end) {
     int64_t index = last_begun(params.rows, params.num_rows, begin);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
@@ -51,8 +77,9 @@ void copy_all(const StridedCopyParams& params) {
       const int64_t total = num_elements(row);
       copy_range(row, reinterpret_cast<const S*>(params.sources[row.src]) + row.src_offset,
                  reinterpret_cast<D*>(params.destinations[row.dst]) + row.dst_offset, first,
-                 total < first + kChunkElements ? total : first + kChunkElements);
+                 total < first + kChunkElements ? total : first + kChunkElements, streams);
     }
+    if (streams) stream_fence();
   });
 }
 

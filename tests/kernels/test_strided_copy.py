@@ -153,6 +153,21 @@ def test_slices_of_several_chunks(slice_row, src_dtype, device):
     assert_same_as_reference([source], [destination], torch.tensor([slice_row]), device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dst_dtype", (torch.float32, torch.bfloat16, torch.float64))
+@pytest.mark.parametrize("src_dtype", (torch.float32, torch.bfloat16))
+def test_results_that_bypass_the_caches(src_dtype, dst_dtype, device):
+    """So many chunks that they are streamed: rows that begin and end anywhere in a cache line."""
+    lengths = [127, 128, 129, 256, 257, 700, 1024, 1025, 2049, 2080] * 60
+    rows, end = [], 3
+    for number, length in enumerate(lengths):
+        rows.append(row(0, 0, number, end, [length], [1], [1]))
+        end += length + number % 3  # what lies between rows stays
+    source = torch.randn(4_000, generator=torch.Generator().manual_seed(0)).to(src_dtype)
+    destination = torch.full((end + 9,), 7.0, dtype=dst_dtype)
+    assert_same_as_reference([source], [destination], torch.tensor(rows), device)
+
+
 def test_an_empty_table_moves_nothing():
     out = torch.zeros(3)
     strided_copy([torch.ones(3)], [out], torch.empty(0, 16, dtype=torch.int64))
