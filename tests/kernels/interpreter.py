@@ -127,9 +127,41 @@ def widen_dot(monkeypatch):
     def create_dot(self, a, b, sums, *_):
         # In the order of k, as tensor cores: BLAS and einsum choose an order by the tile's shape.
         total = sums.data.copy()
-        for column, row in zip(wide(a).T, wide(b), strict=True):
-            total += column[:, None] * row
+        columns, rows = np.moveaxis(wide(a), -1, 0), np.moveaxis(wide(b), -2, 0)
+        for column, row in zip(columns, rows, strict=True):
+            total += column[..., None] * row[..., None, :]
         return interpreter.TensorHandle(total, sums.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def cut_sums(monkeypatch):
+    """Let tl.dot multiply float32 as tensor cores do: three products of TF32, sums cut toward zero.
+
+    They are cut after 4 products, as on an A100 (by the literature; not verified on one).
+    """
+    import numpy as np
+    from triton.runtime import interpreter
+
+    def rounded(x):
+        return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+    def cut(exact):
+        near = exact.astype(np.float32)
+        return np.where(np.abs(near) > np.abs(exact), np.nextafter(near, np.float32(0)), near)
+
+    def add_product(total, a, b):
+        for k in range(0, a.shape[-1], 4):
+            part = a[..., k : k + 4].astype(np.float64) @ b[..., k : k + 4, :].astype(np.float64)
+            total = cut(total + part)
+        return total
+
+    def create_dot(self, a, b, sums, *_):
+        a, b = (np.ascontiguousarray(x.data) for x in (a, b))
+        high_a, high_b = rounded(a), rounded(b)
+        total = add_product(np.zeros_like(sums.data), rounded(a - high_a), high_b)
+        total = add_product(total, high_a, rounded(b - high_b)) + sums.data
+        return interpreter.TensorHandle(add_product(total, high_a, high_b), sums.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
