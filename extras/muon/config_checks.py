@@ -33,6 +33,12 @@ def find_faults(config: JobConfig) -> Iterator[str]:
                 f"{group}.name is muon and model.lora_rank is {config.model.lora_rank}, but Muon "
                 "does not update the factors of adapters; set it to 0, or take adamw"
             )
+        if isinstance(config, SFTConfig) and config.model.fsdp_config.offload_policy:
+            yield (
+                f"{group}.name is muon and model.fsdp_config.offload_policy is true, by which the "
+                "host would orthogonalize all matrices; set it to false (optimizer_offload keeps "
+                "the momentum in host memory), or take adamw"
+            )
         try:
             Options.of(given)
         except ModelError as error:

@@ -8,7 +8,7 @@ the results of the one before are on their way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from hybridengine.kernels import orthogonalize
 from hybridengine.kernels.strided_copy import CopyTable
-from hybridengine.muon.owners import Matrix, Round, assign, rounds
+from hybridengine.muon.owners import Matrix, Round, assign, held_part, rounds
 from hybridengine.sync.blocks import contiguous_strides
 from hybridengine.sync.layout import Copy, EngineLayout, TensorSpec
 from hybridengine.sync.planner import build_plan
-from hybridengine.sync.shards import ShardSpec
+from hybridengine.sync.shards import Box, ShardSpec
 from hybridengine.sync.tables import Exchange, ExchangeBuilder
 
 _ONE_BUCKET = 1 << 62
@@ -33,13 +33,13 @@ class _Trip(NamedTuple):
 
     shape: of this rank's matrices, [B, M, N].
     gather, scatter: from shards to matrices, and back.
-    parts: destination of `scatter` → (parameter, index on dimension 0 of its shard; None: all).
+    parts: destination of `scatter` → (parameter, index of the part in its shard).
     """
 
     shape: tuple[int, int, int]
     gather: Exchange[CopyTable]
     scatter: Exchange[CopyTable]
-    parts: dict[str, tuple[str, int | None]]
+    parts: dict[str, tuple[str, tuple[slice, ...]]]
 
 
 class OrthogonalExchange:
@@ -47,6 +47,7 @@ class OrthogonalExchange:
 
     specs: parameter [M, N] or [E, M, N] → its placement; the same on every rank.
     dtype: of the computation.
+    rows: of each matrix of a parameter, where these are not M.
 
     Attributes:
         bytes_received, bytes_sent: of this rank, each time.
@@ -60,9 +61,10 @@ class OrthogonalExchange:
         world_size: int,
         device: torch.device,
         dtype: torch.dtype,
+        rows: Mapping[str, int] | None = None,
     ) -> None:
         self._dtype, self._is_alone, self._device = dtype, world_size == 1, device
-        self.owned = assign(specs, world_size)
+        self.owned = assign(specs, world_size, rows)
         self._trips = [
             _trip(specs, part, rank, device, dtype) for part in rounds(self.owned, dtype)
         ]
@@ -85,7 +87,8 @@ class OrthogonalExchange:
             del matrices
             for done in returning:
                 done()
-            targets = [_part(shards, *trip.parts[name]) for name in trip.scatter.destinations]
+            parts = [trip.parts[name] for name in trip.scatter.destinations]
+            targets = [shards[parameter][index] for parameter, index in parts]
             sources = [result] * len(trip.scatter.sources)  # this rank's own is the one it reads
             returning = [self._start(trip.scatter, sources, targets)]
         for done in returning:
@@ -121,10 +124,6 @@ class OrthogonalExchange:
         return finish
 
 
-def _part(shards: Mapping[str, Tensor], parameter: str, index: int | None) -> Tensor:
-    return shards[parameter] if index is None else shards[parameter][index]
-
-
 def _trip(
     specs: Mapping[str, ShardSpec],
     work: Round,
@@ -149,11 +148,13 @@ def _trip(
     layouts = [_shard_layout(specs, work, r, dtype) for r in range(len(work))]
     scatter = _exchange(owners, layouts, rank, own, device)
     parts = {}
-    for name in scatter.destinations:
-        number, _, parameter = name.partition("/")
-        spec = specs[parameter]
-        first = spec.box(spec.shard_of(rank))[0].start
-        parts[name] = parameter, int(number) - first if len(spec.shape) == 3 else None
+    for matrices in work:
+        for _, matrix, part, box in _held(specs, matrices, rank):
+            within = (
+                slice(a.start - b.start, a.stop - b.start)
+                for a, b in zip(part[:-1], box[:-1], strict=True)
+            )
+            parts[_destination(matrix)] = matrix.parameter, tuple(within)
     return _Trip(shapes[rank], gather, scatter, parts)
 
 
@@ -190,14 +191,26 @@ def _shard_layout(
     """
     destinations, copies = {}, []
     for owner, matrices in enumerate(work):
-        for i, (parameter, number, (rows, columns), _) in enumerate(matrices):
-            spec = specs[parameter]
-            *first, (top, bottom), (left, right) = spec.box(spec.shard_of(rank))
-            sizes = bottom - top, right - left
-            if 0 in sizes or (first and number not in range(*first[0])):
-                continue
-            name, strides = f"{number}/{parameter}", contiguous_strides(sizes)
+        for i, matrix, (*_, (top, bottom), (left, right)), _ in _held(specs, matrices, rank):
+            name, sizes = _destination(matrix), (bottom - top, right - left)
+            strides = contiguous_strides(sizes)
             destinations[name] = TensorSpec(sizes, strides, dtype)
-            offset = i * rows * columns + top * columns + left
+            rows, columns = matrix.shape
+            offset = (i * rows + top % rows) * columns + left
             copies.append(Copy(str(owner), name, offset, 0, sizes, (columns, 1), strides))
     return EngineLayout(destinations, copies)
+
+
+def _destination(matrix: Matrix) -> str:
+    return f"{matrix.number}/{matrix.parameter}"
+
+
+def _held(
+    specs: Mapping[str, ShardSpec], matrices: Sequence[Matrix], rank: int
+) -> Iterator[tuple[int, Matrix, Box, Box]]:
+    """Yield the matrices that a rank has a part of: index, matrix, part, and the rank's box."""
+    for i, matrix in enumerate(matrices):
+        spec = specs[matrix.parameter]
+        box = spec.box(spec.shard_of(rank))
+        if part := held_part(matrix, spec, box):
+            yield i, matrix, part, box

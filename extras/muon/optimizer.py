@@ -48,6 +48,7 @@ class Muon(AdamW):
         names = _matrix_names(model, local, self._options.adamw)
         self._placed = {name: named[name] for name in names}
         self._matrices = {name: local[name] for name in names}
+        self._rows = _split_rows(self._placed, self._options.split)
         self._exchange: OrthogonalExchange | None = None
 
     def new_state(self, local: nn.Parameter) -> dict[str, Tensor]:
@@ -57,7 +58,10 @@ class Muon(AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update by the gradients divided by `grad_scale`, unless `found_inf`. Collective."""
+        """Update by the gradients divided by `grad_scale`, unless `found_inf`. Collective.
+
+        A device is not waited for: a skipped update computes with other gradients and adds 0.
+        """
         given = {name: local.grad for name, local in self._matrices.items()}
         for local in self._matrices.values():
             local.grad = None  # AdamW leaves these out
@@ -66,14 +70,17 @@ class Muon(AdamW):
         group["lr"] = lr * self._options.adamw_lr_ratio
         super().step()
         group["lr"] = lr
-        if bool(self.found_inf):  # on a GPU this waits for the gradients
-            return
         gradients = {n: grad.contiguous() for n, grad in given.items() if grad is not None}
-        updates = self._updates(gradients)
+        updates, decay = self._updates(gradients), 1 - lr * weight_decay
+        if self.found_inf is not None:
+            is_skipped = self.found_inf > 0
+            decay = torch.where(is_skipped, 1.0, decay)
+            for update in updates:
+                update.masked_fill_(is_skipped, 0)
         trained: list[Tensor] = [self._matrices[name] for name in gradients]
         if not trained:
             return
-        torch._foreach_mul_(trained, 1 - lr * weight_decay)
+        torch._foreach_mul_(trained, decay)
         rates = [-lr * self._lr_factor(name) for name in gradients]
         for rate in set(rates):
             some = [i for i, own in enumerate(rates) if own == rate]
@@ -86,6 +93,9 @@ class Muon(AdamW):
             if self.grad_scale is not None:
                 torch._foreach_div_(grads, self.grad_scale)
             buffers = [self._buffer(name) for name in gradients]
+            if self.found_inf is not None:  # from a momentum to itself: no bit changes
+                for grad, buffer in zip(grads, buffers, strict=True):
+                    torch.where(self.found_inf > 0, buffer, grad, out=grad)
             torch._foreach_lerp_(buffers, grads, 1 - momentum)
             if self._options.nesterov:
                 torch._foreach_lerp_(grads, buffers, momentum)
@@ -114,11 +124,12 @@ class Muon(AdamW):
                 specs = unite_holders(specs)
             device = next(iter(self._matrices.values())).device
             dtype: torch.dtype = getattr(torch, self._options.ns_dtype)
-            self._exchange = OrthogonalExchange(specs, rank, world_size, device, dtype)
+            self._exchange = OrthogonalExchange(specs, rank, world_size, device, dtype, self._rows)
         return self._exchange
 
     def _lr_factor(self, name: str) -> float:
         rows, columns = self._placed[name].shape[-2:]
+        rows = self._rows.get(name, rows)
         if self._options.adjust_lr_fn == "original":
             return math.sqrt(max(1, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))
@@ -160,3 +171,23 @@ def _matrix_names(
             f"{type(model).__name__} is a matrix that it updates; set optim.name=adamw"
         )
     return names
+
+
+def _split_rows(matrices: Mapping[str, Tensor], split: Mapping[str, int]) -> dict[str, int]:
+    """Return the rows of each matrix of the parameters that `split` names."""
+    found: dict[str, int] = {}
+    for pattern, rows in split.items():
+        names = [name for name in matrices if re.search(pattern, unwrapped_name(name))]
+        for name in names:
+            if found.setdefault(name, rows) != rows or matrices[name].shape[-2] % rows:
+                raise ModelError(
+                    f"optim.override_optimizer_config.split: {pattern!r} divides {name!r} into "
+                    f"matrices of {rows} rows, but it has {matrices[name].shape[-2]}, or another "
+                    "expression divides it otherwise; give a number that divides its rows"
+                )
+        if not names:
+            raise ModelError(
+                f"optim.override_optimizer_config.split: no matrix that Muon updates has "
+                f"{pattern!r} in its name; remove it"
+            )
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import field
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
@@ -22,6 +23,8 @@ class Options:
       (Moonshot), so that AdamW's learning rate suits; `original`: lr * sqrt(max(1, rows / columns))
       (Keller Jordan). A parameter's rows are its outputs, as in nn.Linear.
     ns_dtype: the dtype of Newton-Schulz and of what travels.
+    split: regular expression, searched in parameter names → the rows of each matrix that the
+      parameter consists of: those of a head in a projection, of gate and up in a fused weight.
     adamw: regular expressions, searched in parameter names; AdamW updates these, too.
     adamw_lr_ratio: AdamW's learning rate is this multiple of lr.
     """
@@ -30,6 +33,7 @@ class Options:
     nesterov: bool = True
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    split: Mapping[str, int] = field(default_factory=dict)
     adamw: tuple[str, ...] = ()
     adamw_lr_ratio: float = 1.0
 
@@ -38,11 +42,15 @@ class Options:
             raise ValueError(f"momentum is {self.momentum}, expected 0 <= momentum < 1")
         if not self.adamw_lr_ratio > 0:
             raise ValueError(f"adamw_lr_ratio is {self.adamw_lr_ratio}, expected a value above 0")
-        for pattern in self.adamw:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"adamw: {pattern!r} is no regular expression: {error}") from None
+        if wrong := [rows for rows in self.split.values() if rows < 2]:
+            raise ValueError(f"split: {wrong[0]} rows are no matrix, expected 2 or more")
+        for option in ("split", "adamw"):
+            for pattern in getattr(self, option):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    message = f"{option}: {pattern!r} is no regular expression: {error}"
+                    raise ValueError(message) from None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
-from hybridengine.sync.shards import ShardSpec
+from hybridengine.sync.shards import Box, RowRange, ShardSpec
 
 ROUND_BYTES = 32 << 20  # of the matrices that a rank orthogonalizes in one round
 
 
 class Matrix(NamedTuple):
-    """A matrix of a parameter; one of E if the parameter is [E, M, N].
+    """A matrix of a parameter: all of it, one of E of [E, M, N], or some of its rows.
 
+    number: of the matrices of the parameter, in the order of their rows.
     dtype: of the parameter.
     """
 
@@ -35,18 +37,37 @@ Round = list[list[Matrix]]
 """For each rank, the matrices that it orthogonalizes at once. All have one shape and dtype."""
 
 
-def matrices_of(name: str, spec: ShardSpec) -> list[Matrix]:
-    *count, rows, columns = spec.shape
-    return [Matrix(name, i, (rows, columns), spec.dtype) for i in range(count[0] if count else 1)]
+def matrices_of(name: str, spec: ShardSpec, rows: int | None = None) -> list[Matrix]:
+    """Return the matrices of a parameter, each of `rows` rows; None: of M of [M, N], [E, M, N]."""
+    *_, height, columns = spec.shape
+    shape = rows or height, columns
+    count = math.prod(spec.shape) // math.prod(shape)
+    return [Matrix(name, i, shape, spec.dtype) for i in range(count)]
 
 
-def assign(specs: Mapping[str, ShardSpec], world_size: int) -> list[list[Matrix]]:
+def held_part(matrix: Matrix, spec: ShardSpec, box: Box) -> Box:
+    """Return the positions in the parameter that a matrix and the box of a shard share, or ()."""
+    number, top = divmod(matrix.number * matrix.shape[0], spec.shape[-2])
+    rows, columns = RowRange(top, top + matrix.shape[0]), RowRange(0, spec.shape[-1])
+    own = (RowRange(number, number + 1), rows, columns)[-len(box) :]
+    part = [
+        RowRange(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(own, box, strict=True)
+    ]
+    return tuple(part) if all(start < stop for start, stop in part) else ()
+
+
+def assign(
+    specs: Mapping[str, ShardSpec], world_size: int, rows: Mapping[str, int] | None = None
+) -> list[list[Matrix]]:
     """Return the matrices of each rank.
 
+    rows: of each matrix of a parameter, where it is not one matrix (`matrices_of`).
     Each matrix, the most expensive first, goes to the rank with the least work among those that
     hold a part of it, or among all where that rank would get more than its share.
     """
-    holders = {m: h for name, spec in specs.items() for m, h in _holders(name, spec).items()}
+    holders: dict[Matrix, list[int]] = {}
+    for name, spec in specs.items():
+        holders |= _holders(matrices_of(name, spec, (rows or {}).get(name)), spec)
     share = sum(matrix.flops for matrix in holders) / world_size
     owned: list[list[Matrix]] = [[] for _ in range(world_size)]
     work = [0] * world_size
@@ -59,16 +80,13 @@ def assign(specs: Mapping[str, ShardSpec], world_size: int) -> list[list[Matrix]
     return owned
 
 
-def _holders(name: str, spec: ShardSpec) -> dict[Matrix, list[int]]:
+def _holders(matrices: list[Matrix], spec: ShardSpec) -> dict[Matrix, list[int]]:
     """Return the ranks that hold a part of each matrix, ascending."""
-    matrices = matrices_of(name, spec)
-    ranks: list[set[int]] = [set() for _ in matrices]
-    for shard, holders in enumerate(spec.holders):
-        *first, rows, columns = spec.box(shard)
-        if rows.start < rows.stop and columns.start < columns.stop:
-            for number in range(*first[0]) if first else (0,):
-                ranks[number].update(holders)
-    return {matrix: sorted(some) for matrix, some in zip(matrices, ranks, strict=True)}
+    boxes = [(spec.box(shard), holders) for shard, holders in enumerate(spec.holders)]
+    return {
+        matrix: sorted({r for box, some in boxes if held_part(matrix, spec, box) for r in some})
+        for matrix in matrices
+    }
 
 
 def rounds(owned: list[list[Matrix]], dtype: torch.dtype) -> list[Round]:

@@ -26,7 +26,7 @@ class Small(nn.Module):
         self.wide, self.tall = nn.Linear(12, 7, bias=False), nn.Linear(4, 13)
         self.square, self.again = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
         self.norm, self.conv = nn.LayerNorm(5), nn.Conv1d(4, 4, 3)
-        self.experts = nn.Parameter(torch.randn(6, 5, 8))
+        self.experts = nn.Parameter(torch.randn(6, 4, 8))
         self.value = nn.Linear(8, 1)
         self.kept = nn.Linear(3, 3, bias=False).requires_grad_(False)
 
@@ -72,13 +72,24 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range, max_norm: float 
 
 
 def trained_by_torch(
-    num_steps: int, adjust_lr_fn: str, nesterov: bool, clip: Callable[[Any], Any] = lambda p: None
+    num_steps: int,
+    adjust_lr_fn: str,
+    nesterov: bool,
+    clip: Callable[[Any], Any] = lambda p: None,
+    split: Mapping[str, int] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return the parameters after steps of torch.optim.Muon and AdamW on full parameters."""
-    model = small()
+    """Return the parameters after steps of torch.optim.Muon and AdamW on full parameters.
+
+    split: parameter → rows of each of its matrices.
+    """
+    model, rows = small(), {"experts": 4} | dict(split or {})
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    experts = [nn.Parameter(x) for x in model.experts.detach().unbind()]  # views
-    matrices = [*(named[n] for n in MATRICES if n != "experts"), *experts]
+
+    def blocks(name: str, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x] if name not in rows else list(x.view(-1, rows[name], x.shape[-1]))  # views
+
+    parts = {n: [nn.Parameter(x) for x in blocks(n, named[n].detach())] for n in MATRICES}
+    matrices = [matrix for some in parts.values() for matrix in some]
     muon = torch.optim.Muon(
         matrices, LR, DECAY, MOMENTUM, nesterov=nesterov, adjust_lr_fn=adjust_lr_fn
     )
@@ -87,8 +98,10 @@ def trained_by_torch(
     for step in range(num_steps):
         set_gradients(model, gradients(model, step))
         clip(named.values())
-        for expert, grad in zip(experts, model.experts.grad, strict=True):
-            expert.grad = grad
+        for name, some in parts.items():
+            if (full := named[name].grad) is not None:
+                for matrix, grad in zip(some, blocks(name, full), strict=True):
+                    matrix.grad = grad
         muon.step()
         adamw.step()
     return {name: p.detach() for name, p in model.named_parameters()}

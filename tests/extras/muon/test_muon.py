@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridengine.kernels import orthogonalize
 from hybridengine.model import Optimizer
+from hybridengine.muon import Muon
 from hybridengine.run.errors import ModelError
 from tests.extras.muon.muon_cases import (
     DECAY,
@@ -95,6 +98,59 @@ def test_adamw_has_a_learning_rate_of_its_own() -> None:
     assert optimizer.adamw.param_groups[0]["lr"] == optimizer.last_lr == LR
 
 
+SPLIT = {"^square": 4, "^again": 2, "experts": 2}
+ROWS = {"square.weight": 4, "again.weight": 2, "experts": 2}
+
+
+@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
+def test_rows_that_are_a_matrix_are_updated_alone(adjust_lr_fn: str) -> None:
+    model = small()
+    train(model, optimizer_of(model, adjust_lr_fn=adjust_lr_fn, split=SPLIT), range(3))
+    expected = trained_by_torch(3, adjust_lr_fn, True, split=ROWS)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-6, atol=1e-7, msg=name)
+    whole = trained_by_torch(3, adjust_lr_fn, True)
+    assert not any(torch.allclose(whole[name], expected[name], atol=1e-4) for name in ROWS)
+
+
+class NoWait(TorchDispatchMode):
+    """Fails where the host reads a number of a tensor: on a GPU it waits there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+def test_the_host_does_not_wait_for_what_an_update_finds(found_inf: float) -> None:
+    def updated(found: torch.Tensor | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        model = small()
+        trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
+        local = {name: nn.Parameter(p.detach()) for name, p in trained}
+        muon = Muon(model, local, lr=LR, betas=(0.9, 0.99), eps=1e-8, weight_decay=DECAY)
+        for step in range(2):
+            given = gradients(model, step)
+            for name, shard in local.items():
+                shard.grad = 2 * given[name] if name in given else None
+            muon.grad_scale, muon.found_inf = torch.tensor(2.0), found if step else None
+            if step == 0:
+                muon.step()
+        local["square.weight"].data[0, 0] = -0.0
+        if found_inf:
+            local["square.weight"].grad[0, 1] = float("nan")  # type: ignore[index]
+        state = [*local.values(), *(x for s in muon.state.values() for x in s.values())]
+        before = [x.detach().clone() for x in state]
+        with NoWait():
+            muon.step()
+        return before, [x.detach() for x in state]
+
+    before, after = updated(torch.tensor(found_inf))
+    expected = before if found_inf else updated(None)[1]
+    for got, x in zip(after, expected, strict=True):
+        assert torch.equal(got.view(torch.int32), x.view(torch.int32))
+    assert torch.equal(after[0], before[0]) == bool(found_inf)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_skipped_update_changes_no_bit(bad: float) -> None:
     model = small()
@@ -146,6 +202,11 @@ def test_offloaded_momentum_changes_no_bit() -> None:
         ({"momentum": 1.0}, r"momentum is 1.0, expected 0 <= momentum < 1"),
         ({"adjust_lr_fn": "none"}, "adjust_lr_fn: Input should be 'original' or 'match_rms_adamw'"),
         ({"adamw": ["("]}, r"adamw: '\(' is no regular expression"),
+        ({"split": {"square": 1}}, "split: 1 rows are no matrix, expected 2 or more"),
+        ({"split": {"(": 2}}, r"split: '\(' is no regular expression"),
+        ({"split": {"square": 3}}, "'square' divides 'square.weight' into matrices of 3 rows, but"),
+        ({"split": {"square": 4, "sq": 2}}, "'sq' divides 'square.weight' into matrices of 2 rows"),
+        ({"split": {"embed": 11}}, "no matrix that Muon updates has 'embed' in its name"),
         ({"adamw_lr_ratio": 0}, "adamw_lr_ratio is 0.0, expected a value above 0"),
     ],
 )

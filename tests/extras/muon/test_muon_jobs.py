@@ -87,8 +87,10 @@ def configured(kind: type, **settings: Any) -> Any:
 
     config = kind()
     group = config.actor.optim if kind is RLConfig else config.optim
-    optim = replace(group, **{k: v for k, v in settings.items() if k != "lora_rank"})
-    model = replace(config.model, lora_rank=settings.get("lora_rank", 0))
+    model = replace(config.model, lora_rank=settings.pop("lora_rank", 0))
+    if settings.pop("offload_policy", False):
+        model = replace(model, fsdp_config=replace(model.fsdp_config, offload_policy=True))
+    optim = replace(group, **settings)
     if kind is RLConfig:
         return replace(config, model=model, actor=replace(config.actor, optim=optim))
     return replace(config, model=model, optim=optim)
@@ -106,5 +108,8 @@ def test_settings_that_contradict_are_named(kind: type, group: str) -> None:
     assert f"{group}.override_optimizer_config is {{'momentum': 0.9}}, but adamw has no" in options
     [wrong] = faults(name="muon", override_optimizer_config={"momentum": 2})
     assert wrong.startswith(f"{group}.name is muon: optim.override_optimizer_config of muon: ")
+    if kind is SFTConfig:
+        [offloaded] = faults(name="muon", offload_policy=True)
+        assert "model.fsdp_config.offload_policy is true, by which the host would" in offloaded
     [adapters] = faults(name="muon", lora_rank=4)
     assert f"{group}.name is muon and model.lora_rank is 4" in adapters

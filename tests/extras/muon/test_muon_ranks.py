@@ -23,7 +23,8 @@ from tests.tensors import part, whole
 
 pytestmark = pytest.mark.multirank
 
-DIM1 = {"wide.weight", "square.weight", "experts"}  # of 12, 8 and 5 columns
+DIM1 = {"wide.weight", "square.weight", "experts"}  # where the ranks divide dimension 1
+SPLIT = {"square.weight": 4, "again.weight": 2, "experts": 2}  # rows of a matrix
 
 
 def sharded(world_size: int, replicas: int = 1, dim1: bool = False) -> Any:
@@ -49,9 +50,10 @@ def sharded(world_size: int, replicas: int = 1, dim1: bool = False) -> Any:
 def updates_body(rank: int, world_size: int, ways: dict[str, dict[str, Any]]) -> None:
     for way, options in ways.items():
         model = sharded(world_size, **options)
-        optimizer = optimizer_of(model)
+        split = SPLIT if "split" in way else {}
+        optimizer = optimizer_of(model, split=split)
         train(model, optimizer, range(3))
-        expected = trained_by_torch(3, "match_rms_adamw", True)
+        expected = trained_by_torch(3, "match_rms_adamw", True, split=split)
         for name, parameter in model.named_parameters():
             full = whole(parameter.detach())
             torch.testing.assert_close(
@@ -60,12 +62,14 @@ def updates_body(rank: int, world_size: int, ways: dict[str, dict[str, Any]]) ->
         momentum = optimizer.moments()["wide.weight/momentum_buffer"]
         assert part(momentum).shape == part(model.wide.weight).shape
         owned = [m for matrices in optimizer.adamw.exchange().owned for m in matrices]
-        assert len(owned) == len(set(owned)) == len(MATRICES) - 1 + 6  # the experts
+        count = 2 + 2 + 4 + 12 if split else len(MATRICES) - 1 + 6  # the experts
+        assert len(owned) == len(set(owned)) == count
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_updates_are_those_of_torch(world_size: int) -> None:
     ways: dict[str, dict[str, Any]] = {"dim 0": {}, "dim 1": {"dim1": True}}
+    ways |= {f"{way}, split": options for way, options in ways.items()}
     if world_size == 4:
         ways["replicas"] = {"replicas": 2}
     run_ranks(updates_body, world_size, ways)
