@@ -38,6 +38,7 @@ from hybridengine.engine.interface import (
 )
 from hybridengine.engine.response import Response, pack_kept
 from hybridengine.kernels import token_log_probs
+from hybridengine.kernels.sampling import ragged_likely
 from hybridengine.model.attachments import Attachment
 from hybridengine.model.rotary import fix_rotary_length
 from hybridengine.model.validation import auto_class, config_of, long_rope_limit
@@ -192,7 +193,7 @@ class HfEngine(RolloutEngine):
                     versions=updates.versions[:size],
                 )
             )
-        return sampler.with_kept(completions) if spec.records else completions
+        return sampler.with_columns(completions)
 
     def _end(self, ids: list[int], stopped: int) -> int | None:
         """Return how many tokens there are up to the one that ends the response, None without one.
@@ -257,10 +258,11 @@ class _Sampler(LogitsProcessor):
             self._warpers.append(TopKLogitsWarper(spec.top_k))
         if spec.temperature and spec.top_p < 1:
             self._warpers.append(TopPLogitsWarper(spec.top_p))
-        self._records_kept = spec.records
+        self._records_kept, self._num_likely = spec.records, spec.record_likely
         self._scores: torch.Tensor | None = None  # of the step whose tokens are not known yet
         self._log_probs: list[torch.Tensor] = []  # of each step, [B]
         self._kept: list[tuple[torch.Tensor, ...]] = []  # of each step, the ids of each row
+        self._likely: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each step, ids, log-probs
         self._vocab_size = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -283,14 +285,29 @@ class _Sampler(LogitsProcessor):
             is_kept = self._scores > -torch.inf
             counts = is_kept.sum(1).tolist()
             self._kept.append(is_kept.nonzero()[:, 1].cpu().split(counts))
+        if self._num_likely:
+            log_probs = self._scores.float().log_softmax(1)
+            own, count = token_ids.unsqueeze(1), min(self._num_likely, log_probs.shape[1])
+            values, ids = log_probs.topk(count)
+            first = log_probs.gather(1, own)
+            self._likely.append((torch.cat([own, ids], 1), torch.cat([first, values], 1)))
 
-    def with_kept(self, completions: list[Response]) -> list[Response]:
-        """Add the vocabulary entries that each token was sampled from."""
-        assert self._scores is None, "finish() comes first"
+    def with_columns(self, completions: list[Response]) -> list[Response]:
+        """Add the entries that each token was sampled from, and the most likely ones, if recorded.
+
+        Call `finish` first.
+        """
         result = []
         for row, c in enumerate(completions):
-            kept = [step[row].tolist() for step in self._kept[: len(c.token_ids)]]
-            result.append(replace(c, columns=pack_kept(c.token_ids, kept, self._vocab_size)))
+            size, columns = len(c.token_ids), dict[str, Any]()
+            if self._records_kept:
+                kept = [step[row].tolist() for step in self._kept[:size]]
+                columns |= pack_kept(c.token_ids, kept, self._vocab_size)
+            if self._num_likely and size:
+                steps = [(ids[row], values[row]) for ids, values in self._likely[:size]]
+                flat = (torch.cat(part).tolist() for part in zip(*steps, strict=True))
+                columns |= ragged_likely(*flat, num_tokens=size)
+            result.append(replace(c, columns=columns))
         return result
 
 

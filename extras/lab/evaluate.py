@@ -153,7 +153,8 @@ def open_chat(config: RLConfig) -> Iterator[Callable[[str], str]]:
     """
     config = _with_room_for_prompts(config)
     import_external(config)
-    spec = replace(sampling_of(config), n=1, record_kept=False, record_routes=False)
+    nothing: dict[str, Any] = {"record_kept": False, "record_routes": False, "record_likely": 0}
+    spec = replace(sampling_of(config), n=1, **nothing)
     tools, preparer = tool_schemas(config), load_preparer(config)
     with open_engine(config) as (_, tokenizer, engine):
         template = None

@@ -90,6 +90,11 @@ def _servers(config: RLConfig) -> Iterator[str]:
         yield f"rollout.name is hf, and {key} are vLLM servers; leave it auto"
     if config.reshard.lora == "adapters":
         yield f"reshard.lora is adapters, but {key} take merged weights; set reshard.lora=merged"
+    if config.algorithm.score_centering.enabled:
+        yield (
+            f"algorithm.score_centering.enabled is true, but {key} do not return the log-probs of "
+            "the most likely entries; set it to false"
+        )
     if config.replays_sampling:
         yield (
             f"algorithm.sampling_replay is {config.algorithm.sampling_replay}, but {key} do not "

@@ -36,8 +36,12 @@ def find_faults(config: JobConfig) -> Iterator[str]:
     known = {"method", "num_speculative_tokens", *_METHODS[method]}
     for name in drafting.keys() - known:
         yield f"{KEY}.{name} is not examined with method {method}; remove it"
-    if config.actor.router_replay == "rollout":
-        yield f"{KEY} is set, with which actor.router_replay=rollout is not examined; remove one"
+    for key, is_set in (
+        ("actor.router_replay=rollout", config.actor.router_replay == "rollout"),
+        ("algorithm.score_centering", config.algorithm.score_centering.enabled),
+    ):
+        if is_set:
+            yield f"{KEY} is set, with which {key} is not examined; remove one"
     if method == "mtp":
         yield from _mtp(config)
     import torch  # not needed by other runs

@@ -52,7 +52,7 @@ class DraftSampler:
         """
         from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
-        if not self._fused.covers(sampling_metadata):
+        if not self._fused.covers(sampling_metadata) or sampling_metadata.max_num_logprobs:
             raise RuntimeError(
                 "speculative_config: a request wants other log-probs than those of its sampled "
                 "tokens; send it with logprobs=0, to an engine of logprobs_mode processed_logprobs"

@@ -65,7 +65,8 @@ class SamplingSpec:
     temperature 0 is greedy; top_k -1 and top_p 1 disable truncation. stop: texts that end a
     response; the token that completes one is the response's last. record_kept: where sampling
     truncates, return the vocabulary entries that it kept with each completion. record_routes:
-    return the experts that the routers selected.
+    return the experts that the routers selected. record_likely: return the log-probs of so many
+    most likely entries with each token.
     """
 
     n: int = 1
@@ -76,6 +77,7 @@ class SamplingSpec:
     stop: tuple[str, ...] = ()
     record_kept: bool = False
     record_routes: bool = False
+    record_likely: int = 0
 
     @property
     def records(self) -> bool:

@@ -70,6 +70,10 @@ declare_column(TokenColumn("turn_rewards", torch.float32, in_files=False))
 # The vocabulary entries that top-k and top-p sampling kept; no entries stand for all of them.
 declare_column(TokenColumn("num_kept", torch.int32, in_files=False))
 declare_column(TokenColumn("kept_ids", torch.int32, counts="num_kept", in_files=False))
+# The most likely entries of the engine's distribution, and their log-probs.
+declare_column(TokenColumn("num_likely", torch.int32, in_files=False))
+declare_column(TokenColumn("likely_ids", torch.int32, counts="num_likely", in_files=False))
+declare_column(TokenColumn("likely_log_probs", torch.float32, counts="num_likely", in_files=False))
 # The experts [layers, k] of each row that the engine computed to sample a token.
 declare_column(TokenColumn("num_routed", torch.int32, in_files=False))
 declare_column(TokenColumn("routed_experts", torch.int16, counts="num_routed", of_context=True))

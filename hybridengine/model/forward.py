@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hybridengine.kernels import (
+    RolloutSupport,
     linear_cross_entropy,
     linear_policy_loss,
     linear_token_log_probs,
@@ -113,7 +114,7 @@ def gather_rows(*rows: torch.Tensor, shard: SequenceShard) -> tuple[torch.Tensor
 
 def packed_log_probs(
     model: nn.Module, batch: PackedBatch, temperature: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Return log-prob of every target token and entropy of its distribution, float32 [R] each.
 
     Both are of softmax(logits / temperature), over the entries of the part "kept" (`KeptIds`) where
@@ -132,16 +133,14 @@ def packed_log_probs(
         return sparse_linear_token_log_probs(*given, *of_row, temperature, **transform)
 
     if accepts_head_function(model):
-        log_probs, entropy = packed_head(model, batch, head)
+        results = packed_head(model, batch, head)
     else:
         logits = packed_logits(model, batch)  # no other reader: the gradient may overwrite them
         mask = None if kept is None else kept.vocab_mask(logits.shape[1])
-        log_probs, entropy = token_log_probs(
+        results = token_log_probs(
             logits, batch.target_ids, temperature, vocab_mask=mask, inplace_backward=True
         )
-    if batch.shard is not None:
-        log_probs, entropy = gather_rows(log_probs, entropy, shard=batch.shard)
-    return log_probs, entropy
+    return results if batch.shard is None else gather_rows(*results, shard=batch.shard)
 
 
 def packed_policy_loss(
@@ -151,13 +150,21 @@ def packed_policy_loss(
 
     Its gradients are computed in the forward, with one matrix product less than by way of
     `packed_log_probs`; only the loss is differentiable. The model must be one of which
-    `accepts_head_function` is true, and the batch must not be sharded.
+    `accepts_head_function` is true, and the batch must not be sharded. With the parts "likely" and
+    "likely_log_probs" the score is centered, over the entries of the part "kept" where it is there.
 
     arguments: the keyword arguments of `linear_policy_loss`; per-token tensors are [R].
     """
     arguments |= {"active_rows": batch.active_rows, "deterministic": has_exact_operators(model)}
 
+    names = "kept", "likely", "likely_log_probs"
+    kept, likely, values = (cast("KeptIds | None", batch.parts.get(x)) for x in names)
+    if likely is not None and values is not None:
+        arguments["score_centering"] = RolloutSupport(likely.ids, likely.cu_kept, values.ids)
+
     def head(rows: torch.Tensor, weight: torch.Tensor, **transform: Any) -> tuple[Any, ...]:
+        if kept is not None:
+            transform["vocab_mask"] = kept.vocab_mask(weight.shape[0])
         return linear_policy_loss(
             rows, weight, batch.target_ids, temperature, **transform, **arguments
         )

@@ -34,10 +34,11 @@ class KeptIds(Part):
     """The vocabulary entries that truncated sampling kept for each of R tokens, end to end.
 
     A token without entries was sampled from the full vocabulary. The ends are on the CPU: sizes of
-    results are known without waiting for a device.
+    results are known without waiting for a device. The most likely entries are recorded in the same
+    form, and so are their log-probs.
     """
 
-    ids: Tensor  # int32 [K], ascending for each token
+    ids: Tensor  # int32 [K], ascending for each token; or float32 log-probs of such entries
     cu_kept: Tensor  # int64 [R + 1], on the CPU: token r has ids[cu_kept[r]:cu_kept[r + 1]]
 
     @staticmethod
@@ -50,9 +51,8 @@ class KeptIds(Part):
         counts = self.cu_kept.diff()[rows]
         cu_kept = _ends(counts)
         shift = self.cu_kept[rows] - cu_kept[:-1]
-        index = self._per_entry(shift, counts)
-        index += torch.arange(index.numel(), device=index.device)
-        return KeptIds(self.ids[index], cu_kept)
+        shifts = self._per_entry(shift, counts)
+        return KeptIds(self.ids[shifts + torch.arange(len(shifts), device=shifts.device)], cu_kept)
 
     def select(self, sequences: Sequence[int], rows: Tensor) -> KeptIds:
         return self.take(rows)
@@ -62,6 +62,9 @@ class KeptIds(Part):
 
     def local(self, tokens: slice, rows: Tensor) -> KeptIds:
         return self.take(rows)
+
+    def as_dummy(self) -> KeptIds:
+        return self
 
     def to(self, device: torch.device | str) -> KeptIds:
         return KeptIds(self.ids.to(device), self.cu_kept)

@@ -209,12 +209,9 @@ class DataParallel:
             sources[rows] = replica * self.sp_size
         held = [rows or [shortest] for rows in trained for _ in range(self.sp_size)]
         placement = RowLocations(held, sources)
-        received: Mapping[str, Tensor]
+        receive = receive or (lambda _: rollouts.move(RowExchange(outcomes.ranks, held)))
         with self.session.phase("exchange_rollouts"):
-            if receive is None:
-                received = rollouts.move(RowExchange(outcomes.ranks, held))
-            else:
-                received = receive(placement)
+            received = receive(placement)
         index = torch.tensor(held[self.session.rank])
         ends = [0, *accumulate(outcomes.response_lengths[index].tolist())]
         columns = {  # [R, …]; the others are read on the host, where batches are packed
@@ -276,8 +273,10 @@ class DataParallel:
         own_prompts = contexts.split(outcomes.sizes["context_ids"][index].tolist())
         token_index = torch.arange(sum(lengths)).split(lengths)
         sources: dict[str, PartSource] = {}
-        if "kept_ids" in columns:
-            sources["kept"] = KeptIds.from_counts(columns["kept_ids"], columns["num_kept"])
+        for name in ("kept_ids", "likely_ids", "likely_log_probs"):
+            if name in columns:
+                counts = columns[COLUMNS[name].counts or ""]
+                sources[name.removesuffix("_ids")] = KeptIds.from_counts(columns[name], counts)
         for name, read in self.part_readers.items():
             if (source := read(columns, lengths)) is not None:
                 sources[name] = source

@@ -15,12 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hybridengine.kernels import (
-    RolloutCorrection,
-    policy_loss,
-    select_by_covariance,
-    value_loss,
-)
+from hybridengine.kernels import RolloutCorrection, policy_loss, select_by_covariance, value_loss
 from hybridengine.model import (
     Optimizer,
     PackedBatch,
@@ -33,7 +28,7 @@ from hybridengine.model import (
 )
 from hybridengine.model.extensions import pop_metrics, recorded_parts
 from hybridengine.model.packed import Part
-from hybridengine.run.config import RLConfig
+from hybridengine.run.config import ConfigError, RLConfig
 from hybridengine.train.advantages import LossOptions, correct, correct_batch
 from hybridengine.train.algorithms import KLController
 from hybridengine.train.batch import DataParallel, RolloutBatch, mean_metrics
@@ -152,6 +147,11 @@ class Actor(Learner):
         self.kl: KLController | None = None
         if (actor := config.actor).use_kl_loss:
             self.kl = KLController(actor.kl_loss_ctrl, actor.kl_loss_coef, total_steps)
+        if config.algorithm.score_centering.enabled and not accepts_head_function(model):
+            raise ConfigError(
+                "algorithm.score_centering.enabled is true, but the policy does more to its logits "
+                "than scale or soft-cap them; set it to false"
+            )
 
     @property
     def _kl_coef(self) -> float:
@@ -166,10 +166,7 @@ class Actor(Learner):
 
     def old_log_probs(self, batch: RolloutBatch) -> Tensor:
         """Compute the policy's log-probs before the update, [R], and record what it replays."""
-        with (
-            self._dp.session.phase("old_log_prob"),
-            recorded_parts(self.model) as self._recorded,
-        ):
+        with self._dp.session.phase("old_log_prob"), recorded_parts(self.model) as self._recorded:
             return self._log_probs(self.model, batch)
 
     def _log_probs(self, model: nn.Module, batch: RolloutBatch) -> Tensor:
@@ -177,7 +174,7 @@ class Actor(Learner):
         free_gathered(model)
         return log_probs
 
-    def _forward(self, model: nn.Module, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def _forward(self, model: nn.Module, micro_batch: PackedBatch) -> tuple[Tensor, ...]:
         """Compute log-probs and entropy [r], over what sampling kept where that is replayed."""
         return packed_log_probs(model, micro_batch, self._temperature)
 
@@ -297,8 +294,8 @@ class Actor(Learner):
         """Return whether the loss and its gradients can be computed in the forward.
 
         Not without a head function, for the rows of part of a sequence (Ulysses), over kept entries
-        only (a sparse head), and where a token's importance weight or rejection depends on
-        log-probs of this step of its whole response.
+        only (a sparse head) unless the score is centered, and where a token's importance weight or
+        rejection depends on log-probs of this step of its whole response.
         """
         options = self._correction
         by_response = options.rollout_is == "sequence"
@@ -306,7 +303,7 @@ class Actor(Learner):
         return (
             accepts_head_function(self.model)
             and micro_batch.shard is None
-            and "kept" not in micro_batch.parts
+            and ("kept" not in micro_batch.parts or "likely" in micro_batch.parts)
             and not (batch.old_log_probs is None and by_response)
             and not (options.bypass_mode and corrects)
         )

@@ -288,8 +288,9 @@ def sampling_of(config: RLConfig) -> SamplingSpec:
     """Return how `rollout` samples the responses that are trained on."""
     r = config.rollout
     limit, records = config.data.max_response_length, config.actor.router_replay == "rollout"
-    kept = config.replays_sampling
-    return SamplingSpec(r.n, r.temperature, r.top_p, r.top_k, limit, r.stop, kept, records)
+    kept, centering = config.replays_sampling, config.algorithm.score_centering
+    likely = centering.top_k if centering.enabled else 0
+    return SamplingSpec(r.n, r.temperature, r.top_p, r.top_k, limit, r.stop, kept, records, likely)
 
 
 def val_sampling_of(config: RLConfig) -> SamplingSpec:

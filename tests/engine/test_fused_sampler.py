@@ -116,12 +116,29 @@ def test_entries_that_are_not_allowed_are_never_drawn() -> None:
 def test_further_log_probs_are_vllms() -> None:
     sampler, own = fused()
     logits = torch.randn(2, VOCAB)
-    for options in ({"max_num_logprobs": 3}, {"logprob_token_ids": {0: [1, 2], 1: [3]}}):
-        given = ([0.0, 0.0], [VOCAB] * 2, [1.0] * 2)
-        theirs = own(logits.clone(), metadata(*given, **options)).logprobs_tensors
-        ours = sampler.forward(logits.clone(), metadata(*given, **options)).logprobs_tensors
-        for a, b in zip(ours[:3], theirs[:3], strict=True):
-            assert torch.equal(a, b)
+    given = metadata([0.0] * 2, [VOCAB] * 2, [1.0] * 2, logprob_token_ids={0: [1, 2], 1: [3]})
+    theirs = own(logits.clone(), given).logprobs_tensors
+    ours = sampler.forward(logits.clone(), given).logprobs_tensors
+    for a, b in zip(ours[:3], theirs[:3], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_most_likely_entries_are_vllms(exact: bool) -> None:
+    """Of greedy rows, at temperatures, and where top-k and top-p cut within and beyond the five."""
+    sampler, own = fused(exact, is_covered=True)
+    rows = ([0.0, 0.7, 1.3, 1.0, 1.0], [VOCAB, VOCAB, 3, 9, VOCAB], [1.0, 1.0, 1.0, 0.9, 0.05])
+    given = metadata(*rows, max_num_logprobs=5)
+    logits = 3 * torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1))
+    ours = sampler.forward(logits.clone(), given).logprobs_tensors
+    _, processed = own.sample(logits.clone(), given)
+    values, ids = processed.topk(5)
+    torch.testing.assert_close(ours.logprobs[:, 1:], values, rtol=1e-5, atol=1e-5)
+    kept = values > -torch.inf
+    assert torch.equal(ours.logprob_token_ids[:, 1:][kept].long(), ids[kept])
+    assert kept.sum(1).tolist()[:3] == [5, 5, 3] and kept[4].sum() < 5
+    drawn = processed.gather(1, ours.logprob_token_ids[:, :1].long())
+    torch.testing.assert_close(ours.logprobs[:, :1], drawn, rtol=1e-5, atol=1e-5)
 
 
 class Names(TorchDispatchMode):

@@ -50,6 +50,8 @@ def body(rank: int, world_size: int, path: str, kind: str) -> dict[str, Any]:
     for truncation in TRUNCATIONS:
         spec = SamplingSpec(n=3, temperature=0.7, max_tokens=12, record_kept=True, **truncation)
         sampled.append(engine.generate(PROMPTS, spec, seed=1))
+    likely = [SamplingSpec(2, 0.7, *cut, 12, record_likely=5) for cut in ((1.0, -1), (0.8, 20))]
+    with_likely = [engine.generate(PROMPTS, spec, seed=6) for spec in likely]
     if kind == "vllm":  # long responses, more than the cache holds at once
         scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
         preempt = scheduler._preempt_request
@@ -72,6 +74,7 @@ def body(rank: int, world_size: int, path: str, kind: str) -> dict[str, Any]:
     assert all(not c.columns for c in plain)
     return {
         "sampled": sampled,
+        "likely": with_likely,
         "preempted": len(preempted),
         "tp_rank": engine.tp_rank,
         "seeded": seeded,
@@ -122,6 +125,33 @@ def check_completion(model: Any, prompt: list[int], c: Any, top_p: float, top_k:
         assert abs(expected.item() - log_prob) < 1e-4, "float32, another order of the sums"
 
 
+def check_likely(model: Any, prompt: list[int], c: Any, truncates: bool) -> int:
+    """The five most likely entries of every token have the model's log-probs over what was kept.
+
+    Returns how many tokens are none of them.
+    """
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *c.token_ids]])).logits[0, len(prompt) - 1 : -1]
+    counts, ids, log_probs = (
+        torch.tensor(c.columns[name]) for name in ("num_likely", "likely_ids", "likely_log_probs")
+    )
+    assert truncates or counts.eq(5).all()
+    others = 0
+    for row, of_row, values, token, log_prob in zip(
+        logits.double() / 0.7,
+        *(x.split(counts.tolist()) for x in (ids, log_probs)),
+        c.token_ids,
+        c.log_probs,
+        strict=True,
+    ):
+        assert of_row.diff().gt(0).all()
+        total = row[token] - log_prob  # the log-sum-exp of what was kept
+        torch.testing.assert_close(values.double(), row[of_row] - total, rtol=0, atol=1e-4)
+        assert row[of_row].min() >= row.topk(len(of_row)).values[-1] - 1e-5
+        others += token not in of_row
+    return others
+
+
 @pytest.mark.multirank
 @pytest.mark.parametrize(
     ("kind", "world_size"),
@@ -146,11 +176,21 @@ def test_engines_record_the_entries_that_sampling_kept(
         for prompt, group in zip(PROMPTS, groups, strict=True):
             for c in group:
                 check_completion(model, prompt, c, **truncation)
+    for truncates, groups in zip((False, True), result["likely"], strict=True):
+        checked = [
+            check_likely(model, prompt, c, truncates)
+            for prompt, group in zip(PROMPTS, groups, strict=True)
+            for c in group
+        ]
+        assert sum(checked) > 0, "the sampled token is recorded only where it is likely"
     assert {c.finish_reason for g in result["sampled"][0] for c in g} == {"stop", "length"}
     assert (result["preempted"] > 0) == (kind == "vllm")
     for other in others:  # a replica's other ranks have the same tokens, and record nothing
         assert other["tp_rank"] > 0
-        flat, own = ([c for part in r["sampled"] for g in part for c in g] for r in (other, result))
+        flat, own = (
+            [c for part in r["sampled"] + r["likely"] for g in part for c in g]
+            for r in (other, result)
+        )
         assert [c.token_ids for c in flat] == [c.token_ids for c in own]
         assert other["seeded"] == result["seeded"]
         assert all(not c.columns for c in flat)

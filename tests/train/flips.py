@@ -225,6 +225,11 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "algorithm.rollout_correction.loss_type": ("ppo_clip", BYPASS),
     "algorithm.rollout_correction.rollout_rs": ("seq_max_k2", REJECTED),
     "algorithm.rollout_correction.rollout_rs_threshold": ("1e-3", REJECTED),
+    "algorithm.score_centering.enabled": ("true", ("rollout.dtype=bfloat16",)),
+    "algorithm.score_centering.top_k": (
+        "3",
+        ("algorithm.score_centering.enabled=true", "rollout.dtype=bfloat16"),
+    ),
     "algorithm.sampling_replay": ("off", ("rollout.top_p=0.5",)),
     "algorithm.distill.teacher_path": ("{dir}/other", ()),
     "algorithm.distill.beta": ("0.9", DISTILLED),

@@ -55,6 +55,7 @@ from hybridengine.engine.vllm.weights import (
     slot_options,
     updates_between_steps,
 )
+from hybridengine.kernels.sampling import ragged_likely
 from hybridengine.model.attachments import Attachment, VllmPrompt, plain_prompt
 from hybridengine.model.shared_weights import Part, SlicedWeights, engine_parts, parameter_views
 from hybridengine.run import load_plugin
@@ -210,7 +211,7 @@ class VllmEngine(RolloutEngine):
             top_p=spec.top_p,
             top_k=spec.top_k,
             max_tokens=spec.max_tokens,
-            logprobs=0,
+            logprobs=spec.record_likely if self.tp_rank == 0 else 0,
             flat_logprobs=True,
             stop_token_ids=list(self.stop_token_ids),
             stop=list(spec.stop),
@@ -323,8 +324,9 @@ def _completions(
     """
     completions = []
     for sample in output.outputs:
-        ids, log_probs = list(sample.token_ids), sample.logprobs.logprobs
-        if sample.logprobs.token_ids != ids:
+        flat, ids = sample.logprobs, list(sample.token_ids)
+        log_probs = [flat.logprobs[i] for i in flat.start_indices]
+        if [flat.token_ids[i] for i in flat.start_indices] != ids:
             raise RuntimeError(
                 f"vLLM returned {len(log_probs)} log-probs for a completion of {len(ids)} tokens, "
                 "expected one for each token"
@@ -334,6 +336,8 @@ def _completions(
         if vocab_size is not None:
             mask = sample.sampling_mask.token_ids if sample.sampling_mask else []
             columns |= pack_kept(ids, mask, vocab_size)
+        if len(flat.token_ids) > len(ids):
+            columns |= ragged_likely(flat.token_ids, flat.logprobs, len(ids))
         if recorder is not None:
             columns |= recorder.columns(sample, len(output.prompt_token_ids))
         completions.append(Response(ids, log_probs, sample.finish_reason, versions, columns))

@@ -29,9 +29,11 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hybridengine.engine.response import token_ranks
 from hybridengine.kernels import sample_tokens, token_log_probs
+from hybridengine.kernels.sampling import likely_log_probs
 from hybridengine.run import plugins
 
 if TYPE_CHECKING:
@@ -46,7 +48,8 @@ class FusedSampler:
     """The forward of the sampler of `runner`, vLLM's first model runner, from now on.
 
     What it does not cover, vLLM's own forward does: other log-probs than the processed ones of the
-    sampled tokens, and logits processors that apply to random sampling only, but for min-p.
+    sampled and the most likely tokens, and logits processors that apply to random sampling only,
+    but for min-p.
 
     exact: log-probs are those of `token_log_probs`, as the trained model computes them, where
         nothing is cut from the vocabulary.
@@ -102,12 +105,10 @@ class FusedSampler:
         metadata = sampling_metadata
         if logprobs_mode_override is not None or not self.covers(metadata):
             return self._forward(logits, metadata, predict_bonus_token, logprobs_mode_override)
-        logits = self._sampler.apply_logits_processors(
-            logits.float(), metadata, predict_bonus_token
-        )
-        tokens, log_probs = self.sample(
-            logits, draw_seeds(metadata.generators, logits), metadata, _min_p(metadata)
-        )
+        process = self._sampler.apply_logits_processors
+        logits = process(logits.float(), metadata, predict_bonus_token)
+        seeds = draw_seeds(metadata.generators, logits)
+        tokens, log_probs = self.sample(logits, seeds, metadata, _min_p(metadata))
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=log_probs)
 
     def sample(
@@ -117,7 +118,7 @@ class FusedSampler:
 
         metadata: vLLM's `SamplingMetadata`, with temperature, top-k and top-p of each row.
         """
-        from vllm.v1.outputs import LogprobsTensors
+        from vllm.v1.outputs import LogprobsTensors, SamplingMaskLists
 
         sampled = sample_tokens(
             logits,
@@ -129,19 +130,22 @@ class FusedSampler:
             min_p=min_p,
             return_kept_ids=self.records,
         )
-        if self.records:
-            self.masks = _mask_lists(sampled.num_kept, sampled.kept_ids)
+        if sampled.kept_ids is not None:
+            ends = pad(sampled.num_kept.cumsum(0), (1, 0))
+            self.masks = SamplingMaskLists(sampled.kept_ids.cpu().numpy(), ends.cpu().numpy())
         tokens = sampled.tokens.int().unsqueeze(1)
         if metadata.max_num_logprobs is None:
             return tokens, None
-        ranks = torch.zeros_like(sampled.tokens)
-        if self._ranks:
-            ranks = token_ranks(logits, sampled.tokens)
+        drawn = sampled.tokens
+        ranks = token_ranks(logits, drawn) if self._ranks else torch.zeros_like(drawn)
         values = sampled.log_probs
         if self._exact and metadata.all_random:
             uncut, _ = token_log_probs(logits, sampled.tokens, metadata.temperature)
             values = torch.where(sampled.num_kept == 0, uncut, values)
-        return tokens, LogprobsTensors(tokens, values.unsqueeze(1), ranks)
+        ids, values = tokens, values.unsqueeze(1)
+        if count := metadata.max_num_logprobs:
+            ids, values = likely_log_probs(logits, sampled, values, metadata.temperature, count)
+        return tokens, LogprobsTensors(ids, values, ranks)
 
     def covers(self, metadata: Any) -> bool:
         """Return whether requests want what this forward computes."""
@@ -149,7 +153,6 @@ class FusedSampler:
 
         return (
             self._sampler.logprobs_mode == "processed_logprobs"
-            and not metadata.max_num_logprobs  # None or 0
             and not metadata.logprob_token_ids
             and all(
                 isinstance(processor, MinPLogitsProcessor)
@@ -160,10 +163,8 @@ class FusedSampler:
 
 def _min_p(metadata: Any) -> float | Tensor:
     """Return min-p of the rows, float32 [B], or 0: of vLLM's processor, its only one here."""
-    for processor in metadata.logitsprocs.argmax_invariant:
-        if processor.min_p_count:
-            return processor.min_p.squeeze(1)
-    return 0.0
+    processors = metadata.logitsprocs.argmax_invariant
+    return next((x.min_p.squeeze(1) for x in processors if x.min_p_count), 0.0)
 
 
 def draw_seeds(generators: dict[int, torch.Generator], logits: Tensor) -> Tensor:
@@ -178,15 +179,6 @@ def draw_seeds(generators: dict[int, torch.Generator], logits: Tensor) -> Tensor
     for row, generator in generators.items():
         seeds[row : row + 1].random_(0, 2**31, generator=generator)
     return seeds
-
-
-def _mask_lists(num_kept: Tensor, kept_ids: Tensor | None) -> Any:
-    from vllm.v1.outputs import SamplingMaskLists
-
-    assert kept_ids is not None
-    offsets = torch.zeros(num_kept.numel() + 1, dtype=torch.int64)
-    torch.cumsum(num_kept.cpu(), 0, out=offsets[1:])
-    return SamplingMaskLists(kept_ids.cpu().numpy(), offsets.numpy())
 
 
 class FusedSecondSampler(_SecondSampler):
@@ -249,11 +241,8 @@ class FusedSecondSampler(_SecondSampler):
         tokens, log_probs = sampled.tokens, sampled.log_probs
         if self.is_exact and not states.any_greedy(rows):
             log_probs, _ = token_log_probs(given.float(), tokens, states.temperature.gpu[mapping])
-        self._log_probs = LogprobsTensors(
-            tokens.unsqueeze(1).to(torch.int32),
-            log_probs.unsqueeze(1),
-            token_ranks(logits, tokens),
-        )
+        ids, ranks = tokens.unsqueeze(1).to(torch.int32), token_ranks(logits, tokens)
+        self._log_probs = LogprobsTensors(ids, log_probs.unsqueeze(1), ranks)
         return tokens, logits
 
 

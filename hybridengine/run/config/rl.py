@@ -130,6 +130,14 @@ class RolloutCorrectionConfig:
         return {c: b[0] if len(b) == 1 else (b[0], b[1]) for c, b in paired}
 
 
+@dataclass(frozen=True)
+class ScoreCenteringConfig:
+    """Subtract the engine's expected score from every token's (arXiv 2609.20807)."""
+
+    enabled: StrictBool = False  # a constant advantage then has no gradient
+    top_k: PositiveInt = 20  # most likely entries that the engine records of each token
+
+
 def _numbers(text: float | str) -> list[float]:
     """Parse "0.5_5" as [0.5, 5.0]; raise ValueError for other than one or two numbers."""
     numbers = [float(part) for part in str(text).split("_")]
@@ -160,6 +168,7 @@ class AlgorithmConfig:
     kl_ctrl: KLControlConfig = KLControlConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    score_centering: ScoreCenteringConfig = ScoreCenteringConfig()
     sampling_replay: Switch = "auto"  # log-probs over what top_p, top_k kept; auto: where they cut
     mask_truncated_completions: StrictBool = False  # do not train on cut responses
     distill: DistillConfig = DistillConfig()

@@ -41,7 +41,7 @@ def find_faults(config: JobConfig) -> Iterator[str]:
             yield from _warmup(f"{group}.optim", getattr(config, group).optim)
         for check in (
             *(_ranks, _lengths, _sampling, _exact, _multi_turn),
-            *(_rewards, _bypass, _distillation),
+            *(_rewards, _bypass, _centering, _distillation),
         ):
             yield from check(config)
     for entry in plugins("checks").values():
@@ -153,17 +153,36 @@ def _bypass(config: RLConfig) -> Iterator[str]:
         )
 
 
-# What the loss of a distillation run does not read: the only values that are accepted.
-_WITHOUT_POLICY_LOSS = {
+# Without these no log-prob is read before the update, which has a head of its own.
+_IN_ONE_PASS: dict[str, object] = {
     "actor.policy_loss.loss_mode": "vanilla",
-    "actor.loss_agg_mode": "token-mean",
-    "actor.entropy_coeff": 0.0,
-    "actor.use_kl_loss": False,
     "algorithm.use_kl_in_reward": False,
     "algorithm.rollout_correction.rollout_rs": None,
     "algorithm.rollout_correction.rollout_is_batch_normalize": False,
     "algorithm.rollout_correction.bypass_mode": False,
     "model.use_fused_kernels": True,
+}
+
+
+def _centering(config: RLConfig) -> Iterator[str]:
+    batch, mini_batch = config.data.train_batch_size, config.actor.ppo_mini_batch_size
+    reason = "algorithm.score_centering.enabled needs weights by token of the only optimizer step"
+    if config.algorithm.score_centering.enabled:
+        needed = _IN_ONE_PASS | {
+            "actor.ppo_epochs": 1,
+            "actor.ppo_mini_batch_size": mini_batch and batch,
+            "actor.ulysses_sequence_parallel_size": 1,
+            "algorithm.rollout_correction.rollout_is": "token",
+        }
+        yield from find_differences(config, needed, reason)
+
+
+# What else the loss of a distillation run does not read: the only values that are accepted.
+_WITHOUT_POLICY_LOSS = _IN_ONE_PASS | {
+    "actor.loss_agg_mode": "token-mean",
+    "actor.entropy_coeff": 0.0,
+    "actor.use_kl_loss": False,
+    "algorithm.score_centering.enabled": False,
 }
 
 
