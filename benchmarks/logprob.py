@@ -13,7 +13,7 @@ from benchmarks import _baselines, _cute
 from benchmarks._bench import OURS, Bench, Check, largest_errors
 from hybridengine.kernels import token_log_probs
 from hybridengine.kernels.logprob.options import row_options
-from hybridengine.kernels.logprob.rows import rows_backward, rows_forward
+from hybridengine.kernels.logprob.rows import backend_for, rows_backward, rows_forward
 
 NOT_COMPARED = {
     "liger": "its log-softmax of given logits is a Triton kernel, without entropy",
@@ -107,6 +107,7 @@ def inplace_call(logits: Tensor, token_ids: Tensor) -> Callable[[], object]:
     """Return a call of the backward kernel in place, which overwrites the logits every time."""
     options = row_options("logprob", token_ids, logits.shape[-1])
     with torch.no_grad():
-        results = list(rows_forward(logits, token_ids, options, False, None)[:4])
+        backend = backend_for(logits, None)
+        results = list(rows_forward(logits, token_ids, options, False, backend)[:4])
     ones = torch.ones_like(results[0])
-    return lambda: rows_backward(logits, logits, token_ids, options, results, ones, ones, None)
+    return lambda: rows_backward(logits, logits, token_ids, options, results, ones, ones, backend)

@@ -41,8 +41,10 @@ Sizes = dict[str, tuple[int | tuple[int, ...], str]]
 
 def readable(tensor: Tensor) -> bool:
     """Return whether the values of `tensor` can be read without synchronizing with a device."""
-    if torch.compiler.is_compiling() or tensor.device.type != "cpu":
+    if not tensor.is_cpu or torch.compiler.is_compiling():
         return False
+    if type(tensor) is Tensor and not torch._C._are_functorch_transforms_active():
+        return True  # asked first: what follows takes ten times as long
     return not is_fake(tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
@@ -200,20 +202,20 @@ def cu_seqlens(
         )
     if readable(tensor):
         _check_ends(op, name, tensor, num_tokens, mask)
-    return tensor.to(torch.int32).contiguous()
+    return tensor.int().contiguous()
 
 
 def _check_ends(op: str, name: str, tensor: Tensor, num_tokens: int, mask: Tensor | None) -> None:
-    if tensor[0] != 0:
-        raise ValueError(f"{op}: {name}[0] is {int(tensor[0])}; expected 0.")
-    falls = (tensor[1:] < tensor[:-1]).nonzero()
-    if falls.numel():
-        n = int(falls[0]) + 1
+    ends = tensor.tolist()  # of as many sequences as there are, tensors take longer
+    if ends[0] != 0:
+        raise ValueError(f"{op}: {name}[0] is {ends[0]}; expected 0.")
+    if ends != sorted(ends):
+        n = next(n for n in range(1, len(ends)) if ends[n] < ends[n - 1])
         raise ValueError(
-            f"{op}: {name}[{n}] is {int(tensor[n])}, less than {int(tensor[n - 1])} before it; "
+            f"{op}: {name}[{n}] is {ends[n]}, less than {ends[n - 1]} before it; "
             "expected ends in ascending order."
         )
-    end = int(tensor[-1])
+    end = ends[-1]
     if end > num_tokens:
         raise ValueError(
             f"{op}: {name} ends at {end}, but there are {num_tokens} tokens; expected the end "

@@ -14,6 +14,13 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
+from torch._C import (
+    _any_requires_grad,
+    _are_functorch_transforms_active,
+    _DisableAutocast,
+    _is_any_autocast_enabled,
+    _len_torch_dispatch_stack,
+)
 from torch.autograd import Function, forward_ad
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
@@ -25,14 +32,11 @@ _PLAIN = frozenset((*_TENSORS, list, str, int, float, bool, type(None), torch.dt
 
 
 def _is_plain(arguments: Sequence[Any]) -> bool:
-    """Return whether nothing but the kernel and autograd has to see a call.
-
-    arguments: those of the op, tensors in lists by themselves.
-    """
+    """Return whether nothing but the kernel and autograd has to see a call with these."""
     if (
         not _PLAIN.issuperset(map(type, arguments))
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
+        or _len_torch_dispatch_stack()
+        or _are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     ):
         return False
@@ -68,65 +72,117 @@ class CustomOp:
         takes_batches = not (self._written or self._has_lists)
         self._refuse = check.reverse_mode_only if takes_batches else check.untransformed
         self._apply: Any = None  # of a Function for plain calls
+        self._num_differentiable: int | None = None
 
     def __call__(self, *arguments: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.op(*arguments)
-        flat: Sequence[Any] = arguments
-        if self._lists:
-            flat = [x for one in arguments for x in (one if type(one) is list else (one,))]
-        if not _is_plain(flat):
+        is_plain = _is_plain(arguments)
+        for i in self._lists:
+            is_plain = is_plain and _is_plain(arguments[i])
+        if not is_plain:
             named = dict(zip(self._arguments, arguments, strict=False))
             self._refuse(self.name, **named)
             return self.op(*arguments)
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*flat):
+        if torch.is_grad_enabled() and self._requires_grad(arguments):
             return self._differentiable(arguments)
         for i in self._written:
             if arguments[i] is not None:
                 increment_version(arguments[i])
-        with torch._C._DisableAutocast():
+        if not _is_any_autocast_enabled():
             return self._function(*arguments)
+        with _DisableAutocast():
+            return self._function(*arguments)
+
+    def _requires_grad(self, arguments: tuple[Any, ...]) -> bool:
+        if _any_requires_grad(*arguments):
+            return True
+        return any(_any_requires_grad(*arguments[i]) for i in self._lists)
 
     def _differentiable(self, arguments: tuple[Any, ...]) -> Any:
         if self._apply is None:
             return self.op(*arguments)
         if not self._has_lists:
-            return self._apply(*arguments)
-        lengths = [len(one) if i in self._lists else None for i, one in enumerate(arguments)]
-        flat = [[one] if n is None else one for one, n in zip(arguments, lengths, strict=True)]
-        results = self._apply(lengths, *chain.from_iterable(flat))
-        return list(results) if self._returns_list else results
+            results = self._apply(*arguments)
+        else:
+            lengths = [len(one) if i in self._lists else None for i, one in enumerate(arguments)]
+            flat = [[one] if n is None else one for one, n in zip(arguments, lengths, strict=True)]
+            results = self._apply(lengths, *chain.from_iterable(flat))
+            if self._returns_list:
+                return list(results)
+        if self._num_differentiable is None:
+            return results
+        *results, others = results
+        return (*results, *others)
 
     def register_fake(self, function: Callable) -> Callable:
         fake: Callable = self._definition.register_fake(function)
         return fake
 
-    def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
-        """Register the gradients of the op's first arguments; the others have none."""
-        count = len(self._arguments)
+    def register_autograd(
+        self,
+        backward: Callable,
+        *,
+        setup_context: Callable,
+        num_differentiable: int | None = None,
+    ) -> None:
+        """Register the gradients of the op's first arguments; the others have none.
+
+        Args:
+            backward, setup_context: see `torch.library.register_autograd`.
+            num_differentiable: how many of the results are, the first ones; `backward` takes their
+                gradients. None: all of them.
+        """
+        count, function = len(self._arguments), self._function
+        self._num_differentiable = number = num_differentiable
 
         def padded(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            with torch._C._DisableAutocast():
-                results = backward(ctx, *grads)
-            results = results if isinstance(results, tuple) else (results,)
-            return *results, *[None] * (count - len(results))
+            if _is_any_autocast_enabled():
+                with _DisableAutocast():
+                    results = backward(ctx, *grads[:number])
+            else:
+                results = backward(ctx, *grads[:number])
+            if not isinstance(results, tuple):
+                results = (results,)
+            return results + (None,) * (count - len(results))
 
-        self._definition.register_autograd(padded, setup_context=setup_context)
-        function = self._function
+        def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            setup_context(ctx, inputs, output)
+            if number is not None:
+                ctx.mark_non_differentiable(*output[number:])
+
+        self._definition.register_autograd(padded, setup_context=save)
 
         def forward(ctx: Any, *arguments: Any) -> Any:
-            with torch._C._DisableAutocast():
+            if _is_any_autocast_enabled():
+                with _DisableAutocast():
+                    output = function(*arguments)
+            else:
                 output = function(*arguments)
             setup_context(ctx, arguments, output)
-            return output
+            if number is None:
+                return output
+            # In a tuple of their own, which autograd leaves alone: it takes 2 us for a tensor.
+            return (*output[:number], output[number:])
 
         methods = {"forward": forward, "backward": padded}
         if self._has_lists:
             methods = _with_lists(forward, padded, self._returns_list)
         statics = {name: staticmethod(method) for name, method in methods.items()}
         node = type(self.name, (Function,), statics)
-        # Without what Function.apply does about torch.func, for every argument.
-        self._apply = super(Function, node).apply  # type: ignore[misc]
+        self._apply = _plain_apply(node)
+
+
+def apply(node: type[Function], *arguments: Any) -> Any:
+    """Return node.apply(*arguments), for callers that have refused derivatives of torch.func."""
+    if torch.compiler.is_compiling():
+        return node.apply(*arguments)
+    return _plain_apply(node)(*arguments)
+
+
+def _plain_apply(node: type[Function]) -> Callable[..., Any]:
+    """Return node.apply without what it does about torch.func, for every argument."""
+    return super(Function, node).apply  # type: ignore[misc,no-any-return]
 
 
 def _is_list(declared: Any) -> bool:
@@ -162,7 +218,7 @@ def without_autocast(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._DisableAutocast():
+        with _DisableAutocast():
             return function(*args, **kwargs)
 
     return run

@@ -80,7 +80,7 @@ def rms_norm(
     if chosen == "reference":
         return _rms_norm_reference(x, weight, eps, offset, round_first)
     out, _ = _rms_norm(_rows(x), weight, eps, offset, round_first)
-    return out.view(x.shape)
+    return _in_shape(out, x)
 
 
 def inference_norm(
@@ -155,14 +155,18 @@ def gated_activation(
     # Heads with others' memory in between are read where they are.
     are_heads = gate.dim() == 3 and gate.is_cpu and not gate.is_contiguous()
     rows = map(unit_inner_stride if are_heads else _rows, (gate, up))
-    out: Tensor = _gated_activation(*rows, activation)
-    return out.view(gate.shape)
+    return _in_shape(_gated_activation(*rows, activation), gate)
 
 
 def _rows(x: Tensor) -> Tensor:
     """Return x as [rows, H] with inner stride 1."""
     rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return unit_inner_stride(rows)
+
+
+def _in_shape(rows: Tensor, like: Tensor) -> Tensor:
+    """Return rows in the shape of `like`, of as many dimensions only if they are the same."""
+    return rows if rows.dim() == like.dim() else rows.view(like.shape)
 
 
 def kernels_for(x: Tensor) -> Any:
@@ -211,11 +215,10 @@ def _(
 def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, _, ctx.offset, _ = inputs
     ctx.save_for_backward(x, weight, output[1])
-    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-def _norm_gradients(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _norm_gradients(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return ()
     x, weight, inverse_rms = ctx.saved_tensors
@@ -223,7 +226,7 @@ def _norm_gradients(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Te
     return grad_x, grad_weight.to(weight.dtype)
 
 
-_rms_norm.register_autograd(_norm_gradients, setup_context=_save_norm)
+_rms_norm.register_autograd(_norm_gradients, setup_context=_save_norm, num_differentiable=1)
 
 
 @custom_op("hybridengine::gated_activation", mutates_args=())
@@ -242,9 +245,8 @@ def _gated_activation_backward(
     grad: Tensor, gate: Tensor, up: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
     rows = map(_rows, (grad, gate, up))
-    grads: list[Tensor] = kernels_for(gate).gated_activation_backward(*rows, activation)
-    grad_gate, grad_up = (x.view(gate.shape) for x in grads)
-    return grad_gate, grad_up
+    grad_gate, grad_up = kernels_for(gate).gated_activation_backward(*rows, activation)
+    return _in_shape(grad_gate, gate), _in_shape(grad_up, gate)
 
 
 @_gated_activation_backward.register_fake

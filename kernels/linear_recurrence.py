@@ -211,13 +211,12 @@ def _(grad_out: Tensor, grad_final: Tensor | None, *arguments: Any) -> tuple[Ten
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     *tensors, ctx.scale, ctx.delta_rule, ctx.l2_norm, _, _ = inputs
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(*tensors, output[2])
 
 
 @check.differentiable_once(OP)
 def _backward(
-    ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None, _: Tensor | None
+    ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     if grad_out is None and grad_final is None:
         return ()
@@ -234,7 +233,7 @@ def _backward(
     return *of_tokens, None, None, of_state
 
 
-_forward_op.register_autograd(_backward, setup_context=_setup_context)
+_forward_op.register_autograd(_backward, setup_context=_setup_context, num_differentiable=2)
 
 
 def _reference(

@@ -338,7 +338,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 @check.differentiable_once(OP)
-def _backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_out: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
         return ()
     query, key, value, sinks, ends, position_ids, out, lse = ctx.saved_tensors
@@ -364,4 +364,4 @@ def _backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tens
     return *grads, grad_sinks
 
 
-_forward_op.register_autograd(_backward, setup_context=_setup_context)
+_forward_op.register_autograd(_backward, setup_context=_setup_context, num_differentiable=1)

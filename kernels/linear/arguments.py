@@ -149,4 +149,6 @@ def register_linear_autograd(
 
     forward_op, backward_op = ops
     backward_op.register_fake(fake)
-    forward_op.register_autograd(backward, setup_context=setup_context)
+    forward_op.register_autograd(
+        backward, setup_context=setup_context, num_differentiable=None if more_grads else 2
+    )

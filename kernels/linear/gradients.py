@@ -187,7 +187,7 @@ class LogProbGradients(LinearGradients):
         chunks: Chunks,
         token_ids: Tensor,
         options: RowOptions,
-        backend: str | None,
+        backend: str,
         wanted: Sequence[bool],
         skip_inactive: bool = False,
         **arguments: Any,

@@ -133,7 +133,7 @@ def linear_token_log_probs(
         budget_bytes,
         deterministic,
         main_grad,
-        backend,
+        choose_backend(op, hidden.device, backend, hidden.dtype),
         keep_logits,
         return_stats,
     )
@@ -141,7 +141,7 @@ def linear_token_log_probs(
     outputs = in_shape(results[0], shape), in_shape(results[1], shape)
     if not return_stats:
         return outputs
-    return *outputs, LinearStats(*(in_shape(stat.detach(), shape) for stat in results[-2:]))
+    return *outputs, LinearStats(*(in_shape(stat, shape) for stat in results[-2:]))
 
 
 def keeps_logits(
@@ -159,7 +159,7 @@ def keeps_logits(
 @custom_op(
     "hybridengine::linear_token_log_probs",
     mutates_args=(),
-    schema=f"({LINEAR_SCHEMA}, Tensor? main_grad, str? backend, bool keep_logits, bool want_stats)"
+    schema=f"({LINEAR_SCHEMA}, Tensor? main_grad, str backend, bool keep_logits, bool want_stats)"
     f" -> ({', '.join(['Tensor'] * 7)})",
 )
 def _forward_op(
@@ -217,7 +217,7 @@ def _argmax(logits: Tensor, options: RowOptions, wanted: bool) -> Tensor:
 @custom_op(
     "hybridengine::linear_token_log_probs_backward",
     mutates_args=("main_grad",),
-    schema=f"({LINEAR_SCHEMA}, Tensor(a!)? main_grad, str? backend, bool keep_logits, "
+    schema=f"({LINEAR_SCHEMA}, Tensor(a!)? main_grad, str backend, bool keep_logits, "
     "bool want_stats, Tensor[] row_results, Tensor logits, Tensor? grad_log_probs, "
     "Tensor? grad_entropy, bool[] wanted) -> (Tensor, Tensor, Tensor)",
 )
@@ -233,7 +233,6 @@ def _backward_op(
     *gradients, wanted = gradients
     ignored = token_ids == options.ignore_index
     gradients = [None if grad is None else grad.masked_fill(ignored, 0) for grad in gradients]
-    backend = choose_backend("linear_token_log_probs", hidden.device, backend, hidden.dtype)
     chunks = Chunks(
         hidden, weight, bias, budget_bytes, deterministic, hidden.shape[0], options.group, kept
     )

@@ -25,7 +25,7 @@ from .. import _check as check
 from .._library import custom_op
 from .._per_token import compute_dtype
 from .options import ROW_SCHEMA, RowOptions, in_shape, row_options
-from .rows import rows_backward, rows_forward
+from .rows import backend_for, rows_backward, rows_forward
 from .selected import selected_entries, selected_results
 
 
@@ -123,15 +123,20 @@ def token_log_probs(
     shape = token_ids.shape
     flat = logits if logits.dim() == 2 else logits.reshape(token_ids.numel(), logits.shape[-1])
     log_probs, entropy, row_max, log_sum, squares = _forward_op(
-        flat, token_ids.flatten(), *options, return_stats, inplace_backward, backend
+        flat,
+        token_ids.flatten(),
+        *options,
+        return_stats,
+        inplace_backward,
+        backend_for(logits, backend),
     )
     outputs = (in_shape(log_probs, shape), in_shape(entropy, shape))
     if not return_stats:
         return outputs
     factor = logit_scale if softcap is None else 1.0
-    max_logit = (row_max * factor).detach().view(shape)
-    lse = max_logit / temperature + log_sum.detach().view(shape)
-    return *outputs, RowStats(lse, max_logit, squares.detach().view(shape))
+    max_logit = (row_max * factor).view(shape)
+    lse = max_logit / temperature + log_sum.view(shape)
+    return *outputs, RowStats(lse, max_logit, squares.view(shape))
 
 
 def token_entropy(
@@ -200,7 +205,7 @@ def check_logits(
     "hybridengine::token_log_probs",
     mutates_args=(),
     schema=f"(Tensor logits, Tensor token_ids, {ROW_SCHEMA}, bool want_squares, "
-    f"bool inplace_backward, str? backend) -> ({', '.join(['Tensor'] * 5)})",
+    f"bool inplace_backward, str backend) -> ({', '.join(['Tensor'] * 5)})",
 )
 def _forward_op(logits: Tensor, token_ids: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """The results of `rows_forward`."""
@@ -220,7 +225,7 @@ def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     "hybridengine::token_log_probs_backward",
     mutates_args=(),
     schema=f"(Tensor logits, Tensor token_ids, {ROW_SCHEMA}, Tensor[] row_results, "
-    "Tensor? grad_log_probs, Tensor? grad_entropy, str? backend) -> Tensor",
+    "Tensor? grad_log_probs, Tensor? grad_entropy, str backend) -> Tensor",
 )
 def _backward_op(logits: Tensor, token_ids: Tensor, *arguments: Any) -> Tensor:
     """The gradient of the logits."""
@@ -251,7 +256,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 @check.differentiable_once("token_log_probs")
 def _backward(
-    ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: Any
+    ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     if not ctx.needs_input_grad[0] or (grad_log_probs is None and grad_entropy is None):
         return ()
@@ -259,8 +264,11 @@ def _backward(
     arguments = (results, grad_log_probs, grad_entropy, ctx.backend)
     # A compiled graph must not overwrite a tensor that its forward saved. While it is traced the
     # logits are fake tensors (torch 2.11 does not set is_compiling here).
-    tracing = torch.compiler.is_compiling() or is_fake(logits)
-    if ctx.inplace and not tracing and _rows_are_separate(logits):
+    if (
+        ctx.inplace
+        and not (torch.compiler.is_compiling() or is_fake(logits))
+        and _rows_are_separate(logits)
+    ):
         logits = logits.detach()
         rows_backward(logits, logits, token_ids, options, *arguments)
         torch.autograd.graph.increment_version(logits)
@@ -274,4 +282,4 @@ def _rows_are_separate(logits: Tensor) -> bool:
     return (vocab <= 1 or logits.stride(1) == 1) and (rows <= 1 or logits.stride(0) >= vocab)
 
 
-_forward_op.register_autograd(_backward, setup_context=_setup_context)
+_forward_op.register_autograd(_backward, setup_context=_setup_context, num_differentiable=2)

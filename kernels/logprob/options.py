@@ -41,6 +41,8 @@ class RowOptions(NamedTuple):
         self, temperatures: Tensor | None, vocab_mask: Tensor | None, vocab_range: Tensor | None
     ) -> RowOptions:
         """As `_replace`, which takes several times as long."""
+        if self[1] is temperatures and self[5] is vocab_mask and self[6] is vocab_range:
+            return self
         temperature, _, logit_scale, softcap, ignore_index, _, _, group = self
         numbers = logit_scale, softcap, ignore_index
         return RowOptions(temperature, temperatures, *numbers, vocab_mask, vocab_range, group)
@@ -95,12 +97,13 @@ def row_options(
     temperatures = None
     if isinstance(temperature, Tensor):
         temperatures = _per_token(op, temperature, token_ids, ignore_index, sizes, dtype)
+        check.same_device(op, token_ids=token_ids, temperature=temperatures)
         temperature = 1.0
     if vocab_mask is not None:
+        check.same_device(op, token_ids=token_ids, vocab_mask=vocab_mask)
         check.shape(op, "vocab_mask", vocab_mask, "... V", sizes)
         vocab_mask = check.mask(op, "vocab_mask", vocab_mask)
         vocab_mask = unit_inner_stride(vocab_mask.reshape(token_ids.numel(), vocab))
-    check.same_device(op, token_ids=token_ids, temperature=temperatures, vocab_mask=vocab_mask)
     name, vocab_range = "", None
     if group is not None:
         name = group.group_name

@@ -21,13 +21,12 @@ bad_labels: dict[torch.device, Tensor] = {}
 
 
 def rows_forward(
-    logits: Tensor, token_ids: Tensor, options: RowOptions, want_squares: bool, backend: str | None
+    logits: Tensor, token_ids: Tensor, options: RowOptions, want_squares: bool, backend: str
 ) -> tuple[Tensor, ...]:
     """Compute log_probs, entropy, row_max, log_sum and sum_p_squared, each [T].
 
-    sum_p_squared is empty unless `want_squares`.
+    sum_p_squared is empty unless `want_squares`. backend: of `backend_for`.
     """
-    backend = backend_for(logits, backend)
     if backend == "reference":
         with torch.no_grad():
             return reference_forward(logits, token_ids, options, want_squares)
@@ -57,7 +56,7 @@ def rows_backward(
     row_results: list[Tensor],
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
-    backend: str | None,
+    backend: str,
     row_index: Tensor | None = None,
 ) -> None:
     """Write the gradient of the logits into `out`.
@@ -68,7 +67,6 @@ def rows_backward(
         row_index: [T] int32: the gradient of row t goes to row row_index[t] of `out`, nowhere if
             that is -1.
     """
-    backend = backend_for(logits, backend)
     if backend == "reference":
         gradient = reference_backward(logits, token_ids, options, grad_log_probs, grad_entropy)
         if row_index is None:
@@ -153,7 +151,8 @@ def bad_label_flag(device: torch.device) -> Tensor | None:
     return bad_labels[device]
 
 
-def backend_for(logits: Tensor, requested: str | None) -> str:
-    if logits.dtype == torch.float64:
+def backend_for(values: Tensor, requested: str | None) -> str:
+    """Return the backend of the rows of logits, or of those of hidden states."""
+    if values.dtype == torch.float64:
         requested = requested or "reference"
-    return choose_backend("token_log_probs", logits.device, requested)
+    return choose_backend("token_log_probs", values.device, requested)

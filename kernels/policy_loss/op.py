@@ -25,7 +25,7 @@ from .._aggregation import (
     token_weights,
 )
 from .._backend import native, register_backends
-from .._library import custom_op
+from .._library import apply, custom_op
 from .._per_token import as_mask
 from .arguments import LossInputs, check_inputs
 from .centering import centering_terms
@@ -284,8 +284,7 @@ class LossArguments(NamedTuple):
 
     @property
     def wants_gradients(self) -> bool:
-        modes = LossModes(*self.modes)
-        return bool(modes.wants_gradient or modes.wants_entropy_gradient)
+        return any(self.modes[-2:])  # wants_gradient, wants_entropy_gradient
 
 
 NO_GRADIENTS = (None,) * (len(LossArguments._fields) - 2)  # of the constants
@@ -294,10 +293,13 @@ NO_GRADIENTS = (None,) * (len(LossArguments._fields) - 2)  # of the constants
 def kernel_tensors(tokens: dict[str, Any], *names: str) -> list[Tensor | None]:
     """Return constants as the kernels take them: contiguous, bool or float32, None if not given."""
     given = [tokens.get(name) for name in names]
-    return [
-        None if t is None else (t if t.dtype == torch.bool else t.detach().float()).contiguous()
-        for t in given
-    ]
+    return [None if t is None else _constant(t).contiguous() for t in given]
+
+
+def _constant(values: Tensor) -> Tensor:
+    if values.dtype == torch.bool:
+        return values
+    return (values.detach() if values.requires_grad else values).float()
 
 
 def run_kernel(op: str, inputs: LossInputs, counts: Counts) -> tuple[Tensor, Tensor]:
@@ -309,7 +311,8 @@ def run_kernel(op: str, inputs: LossInputs, counts: Counts) -> tuple[Tensor, Ten
     if not arguments.wants_gradients:
         loss, metrics, *_ = policy_loss_op(*arguments)
         return loss, metrics
-    return _FUNCTIONS[op].apply(*arguments)
+    loss, metrics = apply(_FUNCTIONS[op], *arguments)
+    return loss, metrics
 
 
 def kernel_arguments(
@@ -399,7 +402,7 @@ _FUNCTIONS = {"policy_loss": _PolicyLoss, "value_loss": _ValueLoss}
 def _gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
     gradients = list(ctx.saved_tensors[:2])
     # On the CPU reading is free, and the usual scale of 1 saves a pass.
-    if not (check.readable(grad_loss) and grad_loss == 1):
+    if not (check.readable(grad_loss) and grad_loss.item() == 1):
         gradients = list(torch._foreach_mul(gradients, grad_loss))  # in one launch
     needed = zip(gradients, ctx.needs_input_grad[:2], strict=True)
     return *(gradient if needs else None for gradient, needs in needed), *NO_GRADIENTS

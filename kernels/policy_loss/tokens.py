@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _check as check
+from .._library import apply
 from .arguments import LossInputs, check_inputs
 from .centering import centering_terms
 from .op import DEFAULTS, NO_GRADIENTS, kernel_arguments, policy_loss_op
@@ -100,7 +101,7 @@ def _run(op: str, inputs: LossInputs) -> tuple[list[Tensor], Tensor]:
     if not arguments.wants_gradients:
         _, _, terms, clips, *_ = policy_loss_op(*arguments)
         return [*terms], clips
-    loss, terms, clips = _TokenPolicyLoss.apply(*arguments)
+    loss, terms, clips = apply(_TokenPolicyLoss, *arguments)
     return [loss, *terms], clips
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from hybridengine.kernels.logprob import rows
+from hybridengine.kernels.logprob import op, rows
 
 
 @pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1")
@@ -13,7 +13,7 @@ def bad_label(monkeypatch):
     flag = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(rows, "bad_label_flag", lambda device: flag)
     monkeypatch.setattr(
-        rows,
+        op,
         "backend_for",
         lambda logits, requested: "reference" if logits.dtype == torch.float64 else "triton",
     )

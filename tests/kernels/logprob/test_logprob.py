@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.kernels import token_log_probs
+from hybridengine.kernels.logprob import op
 from hybridengine.kernels.logprob.options import RowOptions, row_options
 from hybridengine.kernels.logprob.reference import reference_token_log_probs
 from hybridengine.kernels.logprob.rows import rows_backward, rows_forward
@@ -232,10 +233,11 @@ def test_gradients_are_written_to_the_rows_of_row_index(dtype, device):
     logits, token_ids, gradients = (t.to(device) for t in problem(5, 301, dtype, seed=9))
     expected = value_and_gradient(token_log_probs, logits, token_ids, gradients)[2]
     options = row_options("test", token_ids, 301)
-    row_results = list(rows_forward(logits, token_ids, options, False, None)[:4])
+    backend = op.backend_for(logits, None)
+    row_results = list(rows_forward(logits, token_ids, options, False, backend)[:4])
     row_index = torch.tensor([3, -1, 0, 6, -1], dtype=torch.int32, device=device)
     out = torch.full((8, 304), 7.0, dtype=dtype, device=device)[:, :301]
-    rows_backward(logits, out, token_ids, options, row_results, *gradients, None, row_index)
+    rows_backward(logits, out, token_ids, options, row_results, *gradients, backend, row_index)
     for out_row in range(8):
         row = row_index.tolist().index(out_row) if out_row in (0, 3, 6) else None
         assert torch.equal(

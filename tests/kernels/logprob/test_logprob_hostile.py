@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hybridengine.kernels import check_labels, token_log_probs
+from hybridengine.kernels.logprob import op
 from hybridengine.kernels.logprob.options import row_options
 from hybridengine.kernels.logprob.rows import rows_backward, rows_forward
 from tests import tolerances
@@ -255,10 +256,11 @@ def test_offsets_beyond_two_to_the_31_elements():
     ):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
     options = row_options("test", token_ids, 16)
-    row_results = list(rows_forward(logits, token_ids, options, False, None)[:4])
+    backend, ones = op.backend_for(logits, None), torch.ones(rows)
+    row_results = list(rows_forward(logits, token_ids, options, False, backend)[:4])
     expected = torch.empty(rows, 16, dtype=torch.bfloat16)
     for out in (expected, logits):  # also in place
-        rows_backward(logits, out, token_ids, options, row_results, torch.ones(rows), None, None)
+        rows_backward(logits, out, token_ids, options, row_results, ones, None, backend)
     assert torch.equal(logits, expected)
 
 
