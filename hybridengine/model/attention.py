@@ -40,7 +40,7 @@ from hybridengine.kernels import _check as check
 from hybridengine.kernels._once import once
 from hybridengine.kernels.attention.op import prepare as prepare_attention
 from hybridengine.kernels.attention.op import tokens_first
-from hybridengine.model.exact import has_exact_operators
+from hybridengine.model.exact import is_exact
 from hybridengine.model.flash_attention import flash_kernel
 from hybridengine.run.errors import ModelError
 
@@ -124,9 +124,9 @@ def varlen_attention(
     if dropout > 0 or not causal or not _IGNORED.issuperset(kwargs):
         _check_arguments(module, dropout, causal, kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = _ScoreOptions(scaling, sliding_window, softcap, s_aux)
     if cu_seq_lens_q is None:
         if attention_mask is not None:  # [B, 1, L, L_kv], with padding, cache offset and window
+            options = _ScoreOptions(scaling, sliding_window, softcap, s_aux)
             out = _masked_attention(query, key, value, attention_mask, options)
             return out.transpose(1, 2).contiguous(), None
         restarts = position_ids is not None and bool((position_ids.diff(dim=-1) != 1).any())
@@ -172,25 +172,23 @@ def varlen_attention(
                     "pass the depth of every token",
                 ),
             )
-    heads = [query, key, value]
     if sequence_parallel is not None:
-        heads = gather_seq_scatter_heads(*map(tokens_first, heads), group=sequence_parallel)
+        heads = map(tokens_first, (query, key, value))
+        query, key, value = gather_seq_scatter_heads(*heads, group=sequence_parallel)
         if s_aux is not None:
             s_aux = s_aux.chunk(sequence_parallel.size())[sequence_parallel.rank()]
-            options = options._replace(sinks=s_aux)
-    q, k, v = heads
-    exact = has_exact_operators(module)
-    kind = check.signature(ATTENTION, query=q, key=k, value=v, sinks=s_aux)
-    decided = (scaling, sliding_window, softcap, exact, max_length_q)
+    kind = check.signature(ATTENTION, query=query, key=key, value=value, sinks=s_aux)
+    decided = (scaling, sliding_window, softcap, is_exact(module), max_length_q)
 
     def decide(ends: Tensor, trees: Tensor | None, depths: Tensor | None) -> Callable[..., Tensor]:
-        return _decide((q, k, v, s_aux), *decided, ends, trees, depths)
+        return _decide((query, key, value, s_aux), *decided, ends, trees, depths)
 
     attend = once((kind, decided), decide, cu_seq_lens_q, subtree_ends, tree_position_ids)
-    out = attend(q, k, v, s_aux)
+    out = attend(query, key, value, s_aux)
     if spans := [span for span in bidirectional_spans if sliding_window or not span.in_windows]:
         flat = out if out.dim() == 3 else out.flatten(0, 1)
-        q, k, v = map(tokens_first, heads)
+        q, k, v = map(tokens_first, (query, key, value))
+        options = _ScoreOptions(scaling, sliding_window, softcap, s_aux)
         out = _attend_in_spans(flat, q, k, v, spans, options)
     if sequence_parallel is not None:
         out = gather_heads_scatter_seq(out, sequence_parallel)

@@ -87,8 +87,13 @@ def model_obstacle(config: PretrainedConfig, trust_remote_code: bool = False) ->
 
 
 def has_exact_operators(model: nn.Module) -> bool:
-    """Return whether `use_exact_operators` was called for the model, or the one of the module."""
+    """Return whether `use_exact_operators` was called for the model, or for one in it."""
     return getattr(model, _EXACT, False)
+
+
+def is_exact(module: nn.Module) -> bool:
+    """Return whether it was called for the model of this module, which wraps no other."""
+    return _EXACT in vars(module)  # getattr takes 3 us where nothing is found
 
 
 def _replace_forward(name: str, module: Any, splits: Mapping[str, int]) -> None:
