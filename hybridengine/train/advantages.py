@@ -126,7 +126,7 @@ def correct_batch(
     if options.rollout_is_batch_normalize:
         assert weights is not None
         share = mask.to(weights.dtype)
-        if options.rollout_is == "sequence":
+        if options.rollout_is != "token":
             share = share / batch.sequence_sums(share)[batch.sequence_ids].clamp(min=1)
         total = torch.stack([(weights * share).sum(), share.sum()])
         dist.all_reduce(total, group=dp.group)

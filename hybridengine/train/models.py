@@ -298,7 +298,7 @@ class Actor(Learner):
         rejection depends on log-probs of this step of its whole response.
         """
         options = self._correction
-        by_response = options.rollout_is == "sequence"
+        by_response = options.rollout_is in ("sequence", "sequence_mean")
         corrects = options.loss_type == "reinforce" or bool(options.rejection)
         return (
             accepts_head_function(self.model)

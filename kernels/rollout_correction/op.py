@@ -62,8 +62,9 @@ def rollout_correction(
             sequences; of the training policy and of the engine.
         cu_seqlens: [N + 1] int32 or int64; needed with [T]. Tokens past its end must be masked.
         response_mask: the same shape, bool or 0/1; what masked tokens hold does not matter.
-        rollout_is: "token": rho_t; "sequence": the product of rho over the sequence; None: no
-            weights. The exponent is clamped to [-20, 20].
+        rollout_is: "token": rho_t; "sequence": the product of rho over the sequence, which is the
+            unbiased weight; "sequence_mean": its geometric mean, biased, whose size does not grow
+            with the length; None: no weights. The exponent is clamped to [-20, 20].
         rollout_is_threshold: weights are truncated to it (TIS, arXiv 1802.01561's rho-bar); None
             does not truncate.
         rollout_is_lower: given, weights outside [lower, threshold] become 0 instead (IcePop).
@@ -88,7 +89,7 @@ def rollout_correction(
     op = "rollout_correction"
     check.not_none(op, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
     if rollout_is is not None:
-        check.choice(op, "rollout_is", rollout_is, ("token", "sequence"))
+        check.choice(op, "rollout_is", rollout_is, ("token", "sequence", "sequence_mean"))
     is_bounds = ImportanceBounds.checked(op, rollout_is_threshold, rollout_is_lower)
     bounds = _check_rejection(rejection or {})
     tokens, cu_seqlens = token_arguments(

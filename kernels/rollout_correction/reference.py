@@ -73,9 +73,10 @@ def correct(
     weights = old.new_zeros(0)
     if rollout_is is not None:
         exponent = safe
-        if rollout_is == "sequence":
+        if rollout_is != "token":
             terms = log_rho.double().clamp(-MAX_TERM, MAX_TERM)
-            exponent = sequences.sum(terms, unmasked).to(dtype)
+            reduce = sequences.sum if rollout_is == "sequence" else sequences.mean
+            exponent = reduce(terms, unmasked).to(dtype)
         weights, outside = limits.weights(exponent)
         weights = zero_masked(weights, unmasked)
         metrics += [mean(weights), mean(outside.to(dtype))]

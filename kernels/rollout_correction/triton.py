@@ -53,10 +53,14 @@ def sequence_kernel(
     sequence_stats,
     num_tokens,
     bounds,
+    AVERAGES: tl.constexpr,
     CRITERIA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """sequence_stats [N, 2]: sum of log rho, and whether every criterion of sequences holds."""
+    """sequence_stats [N, 2]: sum of log rho, and whether every criterion of sequences holds.
+
+    AVERAGES: the mean of log rho in place of the sum.
+    """
     n, begin, end = sequence_bounds(cu_seqlens, num_tokens)
     length = tl.zeros([BLOCK], tl.float32)
     exponent = tl.zeros([BLOCK], tl.float64)
@@ -94,7 +98,10 @@ def sequence_kernel(
     accepted = _within(accepted, sum_k3 * scale, bounds, CRITERIA, 8)
     accepted = _within(accepted, tl.max(k2_max) + 0.0 * sum_k2, bounds, CRITERIA, 9)
     accepted = _within(accepted, tl.max(k3_max) + 0.0 * sum_k3, bounds, CRITERIA, 10)
-    tl.store(sequence_stats + n * 2, tl.sum(exponent).to(tl.float32))
+    total = tl.sum(exponent)
+    if AVERAGES:
+        total /= tl.maximum(tl.sum(length), 1.0).to(tl.float64)
+    tl.store(sequence_stats + n * 2, total.to(tl.float32))
     tl.store(sequence_stats + n * 2 + 1, tl.where(accepted, 1.0, 0.0))
 
 
@@ -212,7 +219,8 @@ def correct_triton(
     numbers = [REJECTION_CRITERIA.index(criterion) for criterion in bounds]
     free = (-math.inf, math.inf)
     pairs = tuple(b for name in REJECTION_CRITERIA for b in bounds.get(name, free))
-    by_sequence = rollout_is == "sequence" or any(i >= _FIRST_OF_SEQUENCES for i in numbers)
+    level = {None: 0, "token": 1, "sequence": 2, "sequence_mean": 2}[rollout_is]
+    by_sequence = level == 2 or any(i >= _FIRST_OF_SEQUENCES for i in numbers)
     weights = old_log_probs.new_empty(tokens if rollout_is else 0, dtype=torch.float32)
     remaining = old_log_probs.new_empty(tokens, dtype=torch.bool)
     blocks = ceil_div(tokens, BLOCK)
@@ -223,9 +231,9 @@ def correct_triton(
     given = (*inputs, stats)
     if by_sequence and sequences:
         flags = {"CRITERIA": criteria, "BLOCK": SEQUENCE_BLOCK}
-        launch(sequence_kernel, (sequences,), *given, tokens, pairs, **flags)
+        averages = rollout_is == "sequence_mean"
+        launch(sequence_kernel, (sequences,), *given, tokens, pairs, AVERAGES=averages, **flags)
     if blocks:
-        level = {None: 0, "token": 1, "sequence": 2}[rollout_is]
         lower = 0.0 if limits.lower is None else limits.lower
         launch(
             token_kernel,

@@ -24,7 +24,9 @@ _ALL = {criterion: BOUNDS[criterion[-2:]] for criterion in REJECTION_CRITERIA}
 _ONE_EACH = [{name: bound} for name, bound in _ALL.items()]
 # Level, lower bound of the weights, rejection, the count: how global_num_tokens is given.
 CORRECTIONS = [
-    *itertools.product((None, "token", "sequence"), (None, 0.6), (None, _ALL), (None,)),
+    *itertools.product(
+        (None, "token", "sequence", "sequence_mean"), (None, 0.6), (None, _ALL), (None,)
+    ),
     *((None, None, rejection, 40) for rejection in _ONE_EACH),
     ("token", None, None, torch.tensor(40.0)),
     ("sequence", 0.6, {"seq_max_k2": math.inf}, torch.tensor(40)),

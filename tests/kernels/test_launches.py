@@ -165,7 +165,7 @@ def test_whitening_is_two_operators(tokens):
         ]
 
 
-@pytest.mark.parametrize("rollout_is", [None, "token", "sequence"])
+@pytest.mark.parametrize("rollout_is", [None, "token", "sequence", "sequence_mean"])
 def test_rollout_correction_is_one_operator(tokens, rollout_is):
     old, rollout = tokens["old_log_probs"], tokens["ref_log_probs"]
     options = {name: tokens[name] for name in ("response_mask", "cu_seqlens")}

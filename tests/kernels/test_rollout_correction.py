@@ -81,6 +81,26 @@ def test_geometric_mean_of_100_000_ratios(shift):
         assert correction.response_mask.unique().tolist() == [kept]
 
 
+@pytest.mark.parametrize("shift", (-25.0, -0.5, 0.0, 0.5, 25.0))
+def test_geometric_mean_of_100_000_ratios_as_a_weight(shift):
+    """In float32 to a rounding of the exponent: of e^25 too, clamped to e^20, and of half of it."""
+    old, rollout, log_ratios = long_response(shift)
+    half = torch.arange(10**5) % 2 == 0
+    for mask in (None, half):
+        taken = log_ratios if mask is None else log_ratios[::2]
+        expected = math.exp(min(max(math.fsum(taken) / len(taken), -20.0), 20.0))
+        weights = rollout_correction(
+            old,
+            rollout,
+            cu_seqlens=torch.tensor([0, 10**5]),
+            response_mask=mask,
+            rollout_is="sequence_mean",
+            rollout_is_threshold=None,
+        ).weights
+        weights = weights if mask is None else weights[mask]
+        torch.testing.assert_close(weights, torch.full_like(weights, expected), rtol=2e-6, atol=0)
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
 def test_infinities_of_both_signs_leave_the_others_as_they_are(dtype):
     """A sequence with as many tokens that only one of the policies can produce as of the other."""
@@ -106,7 +126,7 @@ lengths_lists = st.lists(st.integers(0, 12), min_size=1, max_size=6)
 @given(
     lengths=lengths_lists,
     seed=st.integers(0, 2**16),
-    level=st.sampled_from(["token", "sequence"]),
+    level=st.sampled_from(["token", "sequence", "sequence_mean"]),
     lower=st.sampled_from([None, 0.6]),
     criterion=st.sampled_from(REJECTION_CRITERIA),
 )
@@ -125,7 +145,7 @@ def test_formulas(lengths, seed, level, lower, criterion):
     for rows, xs in sequences(inputs):
         is_accepted = accepted(criterion, bound, xs)
         for i, (row, x) in enumerate(zip(rows, xs, strict=True)):
-            raw = math.exp(x if level == "token" else sum(xs))
+            raw = math.exp({"token": x, "sequence": sum(xs)}.get(level, sum(xs) / len(xs)))
             outside = raw > 1.4 or (lower is not None and raw < lower)
             weights[row] = min(raw, 1.4) if lower is None else raw * (not outside)
             accepted_mask[row] = is_accepted[i]
@@ -140,7 +160,7 @@ def test_formulas(lengths, seed, level, lower, criterion):
     assert got.metrics["rejected_fraction"].item() == pytest.approx(rejected / tokens)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_mean"])
 def test_sequences_do_not_see_each_other(level):
     """Any split into micro-batches or ranks gives every token the same weight and rejection."""
     lengths = [5, 17, 70, 1, 33]

@@ -25,6 +25,7 @@ CASES = (
     ),
     RolloutCorrectionConfig("token", 1.2, None, None, True, True, "reinforce"),
     RolloutCorrectionConfig("sequence", 1.5, None, None, True, True, "reinforce"),
+    RolloutCorrectionConfig("sequence_mean", 1.1, None, None, True, True, "reinforce"),
 )
 
 
@@ -38,8 +39,10 @@ def expected_loss(batch, own, options) -> torch.Tensor:
         loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * 3.0), loss)
     else:
         weights = torch.ones_like(own)
-        if options.rollout_is == "sequence":
-            log_rho = batch.sequence_sums(log_rho * mask)[batch.sequence_ids]
+        if options.rollout_is != "token":
+            counts = batch.sequence_sums(mask.float()).clamp(min=1)
+            counts = counts if options.rollout_is == "sequence_mean" else torch.ones_like(counts)
+            log_rho = (batch.sequence_sums(log_rho * mask) / counts)[batch.sequence_ids]
         if options.rollout_is:
             weights = log_rho.exp().clamp(max=options.rollout_is_threshold)
         if options.rollout_is_batch_normalize and options.rollout_is == "token":

@@ -94,6 +94,7 @@ def permitted(setup: Setup) -> list[bool]:
     [micro_batch] = setup.batch.micro_batches
     own = replace(setup.batch, old_log_probs=None)
     by_response = setup.actor(config_of("vanilla", "token-mean", ("sequence", 2.0), False))
+    by_mean = setup.actor(config_of("vanilla", "token-mean", ("sequence_mean", 2.0), False))
     by_token = setup.actor(RLConfig())
     rows = SequenceShard(torch.distributed.group.WORLD, torch.tensor([0]), 1)
     full_logits = setup.actor(RLConfig(), model=torch.nn.Linear(1, 1))
@@ -101,6 +102,7 @@ def permitted(setup: Setup) -> list[bool]:
         by_token.permits_one_pass(own, micro_batch),
         by_response.permits_one_pass(setup.batch, micro_batch),
         by_response.permits_one_pass(own, micro_batch),
+        by_mean.permits_one_pass(own, micro_batch),
         by_token.permits_one_pass(own, replace(micro_batch, shard=rows)),
         full_logits.permits_one_pass(own, micro_batch),
     ]
@@ -109,7 +111,7 @@ def permitted(setup: Setup) -> list[bool]:
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_one_pass_equals_two_steps_where_it_is_permitted(tmp_path: Path, every: bool) -> None:
     [(permits, count)] = run_ranks(body, 1, save_tiny("llama", tmp_path), every, timeout_s=300.0)
-    assert permits == [True, True, False, False, False]
+    assert permits == [True, True, False, False, False, False]
     assert count == len(MODES) * len(CORRECTIONS) * (4 if every else 2)
 
 

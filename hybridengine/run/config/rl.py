@@ -98,7 +98,7 @@ class FilterGroupsConfig:
 class RolloutCorrectionConfig:
     """Importance weights and rejection against the gap between engine and trainer."""
 
-    rollout_is: Literal["token", "sequence"] | None = "token"  # level of the weights; null: off
+    rollout_is: Literal["token", "sequence", "sequence_mean"] | None = "token"  # null: no weights
     rollout_is_threshold: float | str = 2.0  # truncation; "0.5_5": weights outside are 0
     rollout_rs: str | None = None  # criteria such as "seq_mean_k3", separated by commas
     rollout_rs_threshold: float | str | None = None  # one per criterion; k1: "lower_upper"
