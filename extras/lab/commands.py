@@ -182,13 +182,18 @@ def parity(
 ) -> None:
     """Compare the trained model with its engine: name the first operator that differs, and why.
 
+    In the folder of a run it also writes parity.json, which `diagnose` reads.
+
     Exit code 1 where something differs by more than rounding.
     """
     with report_user_errors():
         from hybridengine.lab.evaluate import load_evaluation
         from hybridengine.lab.parity.job import compare_job
 
-        report = compare_job(load_evaluation(source.expanduser(), settings or []))
+        source = source.expanduser()
+        report = compare_job(load_evaluation(source, settings or []))
+        if (source / "metrics.jsonl").is_file():
+            report.write(source)
     print(report)
     if report.finding is not None:
         raise typer.Exit(1)

@@ -53,6 +53,12 @@ class LoggedRun:
         return {step: value for step, value in found if math.isfinite(value)}
 
     @cached_property
+    def parity(self) -> dict[str, Any]:
+        """What `hybridengine parity` on the run has found; {} if it was not called."""
+        file = self.folder / "parity.json"
+        return json.loads(file.read_text()) if file.is_file() else {}
+
+    @cached_property
     def _all_settings(self) -> dict[str, Any]:
         file = self.folder / "config.yaml"
         if not file.is_file():
@@ -230,11 +236,21 @@ def _memory(run: LoggedRun) -> Iterator[Finding]:
 
 
 def _mismatch(run: LoggedRun) -> Iterator[Finding]:
+    parity = run.parity
+    if found := parity.get("finding"):
+        yield Finding(
+            "mismatch",
+            f"{found['point']} is the first part of the engine that differs from the trained "
+            f"model, by {found['difference']:.1e}: {found['cause']}",
+            f"repair it; correction until then: {parity['correction']}",
+        )
     if (diff := _last(run, "training/rollout_probs_diff_mean")) > THRESHOLDS["mismatch"]:
         yield Finding(
             "mismatch",
             f"engine and trainer differ by {diff:.3f} in the mean probability of a token",
-            "use the same data type on both sides; keep the importance weights on",
+            parity.get("correction")
+            or "use the same data type on both sides; keep the importance weights on; "
+            "`hybridengine parity` names the operator that differs",
             (
                 "rollout.dtype",
                 "actor.fsdp_config.dtype",
@@ -246,8 +262,9 @@ def _mismatch(run: LoggedRun) -> Iterator[Finding]:
         yield Finding(
             "mismatch",
             f"{clipped:.0%} of the importance weights are clipped: rollouts are off-policy",
-            "lower the staleness or the learning rate",
-            ("trainer.staleness", "actor.optim.lr"),
+            "lower the staleness or the learning rate, or center the score, whose drift clipped "
+            "weights leave",
+            ("trainer.staleness", "actor.optim.lr", "algorithm.score_centering.enabled"),
         )
 
 

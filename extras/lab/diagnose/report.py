@@ -123,6 +123,14 @@ def facts_of(run: LoggedRun) -> Iterator[tuple[str, str]]:
             yield name, f"at most {max(values.values()):.2f} GiB"
     if values := run.series("perf/throughput"):
         yield "throughput", f"{median(values.values()):,.0f} tokens per second and rank (median)"
+    if parity := run.parity:
+        point, difference = parity["first_inexact"] or ("none", 0.0)
+        yield (
+            "engine and trainer",
+            f"the first operator that is not equal bit for bit: {point} ({difference:.1e}); KL "
+            f"{parity['kl']:.1e}, largest ratio {parity['largest_ratio']:.4g} of "
+            f"{parity['num_tokens']} tokens; correction: {parity['correction']}",
+        )
     for file in sorted(run.folder.glob("trace/*.json.gz")):
         yield f"trace/{file.name}", _text_of(summarize(file))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +28,14 @@ from hybridengine.lab.parity.points import (
 from hybridengine.model import pack_rollouts, packed_logits
 from hybridengine.model.attention import ATTENTION
 from hybridengine.model.parameters import checkpoint_layout_from_config
+from hybridengine.run.config.rl import RolloutCorrectionConfig
 from hybridengine.sync.layout import EngineLayout
 
 # The largest relative difference of a token that rounding explains, by the engine's dtype.
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 _QUANTIZED = 0.15  # of an engine with FP8 weights, and inputs
 TOKENS, SAMPLING = "tokens", "sampling"
+REPORT = "parity.json"  # in a run's folder, for `hybridengine diagnose`
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,9 @@ class Report:
     differences: by point, the largest relative difference of a token, in the order of computation.
     log_prob_difference, probability_difference: largest over all sampled tokens, of the log-probs
       that the engine returned and those of an ordinary forward pass of the trained model.
+    kl: of the engine from the trained model, nats per token, estimated by k3 over those tokens.
+    largest_ratio: of the trained model's probability to the engine's.
+    num_tokens: how many tokens were sampled.
     has_cached_prefix: whether the engine took keys and values of a prompt from its prefix cache.
     """
 
@@ -66,20 +73,59 @@ class Report:
     differences: Mapping[str, float] = field(default_factory=dict)
     log_prob_difference: float = 0.0
     probability_difference: float = 0.0
+    kl: float = 0.0
+    largest_ratio: float = 1.0
+    num_tokens: int = 0
     has_cached_prefix: bool = False
 
+    @property
+    def first_inexact(self) -> tuple[str, float] | None:
+        """The first point that is not equal bit for bit, and its difference; None: all are."""
+        return next(((point, x) for point, x in self.differences.items() if x > 0), None)
+
+    @property
+    def correction(self) -> str:
+        """What keeps the expected gradient right in spite of this engine; docs/algorithms.md."""
+        bound = RolloutCorrectionConfig().is_bounds[1]
+        if self.finding is not None and self.finding.point in (TOKENS, SAMPLING):
+            return "none holds: the log-probs are of other tokens, or not of what is sampled"
+        if self.log_prob_difference == 0:
+            return "none is needed: every log-prob is equal bit for bit"
+        if self.largest_ratio <= bound:
+            return f"weights by token hold: every ratio is below their bound of {bound:g}"
+        return (
+            f"weights by token with score centering: ratios exceed the bound of {bound:g}, and "
+            "truncated weights alone leave a drift"
+        )
+
+    def write(self, folder: Path) -> None:
+        """Write it to a run's folder."""
+        found = {"finding": self.finding and asdict(self.finding), "correction": self.correction}
+        names = "first_inexact", "probability_difference", "kl", "largest_ratio", "num_tokens"
+        found |= {name: getattr(self, name) for name in names}
+        (folder / REPORT).write_text(json.dumps(found, indent=2) + "\n")
+
     def __str__(self) -> str:
-        if self.finding is None:
-            return (
+        finding, size = self.finding, f"differ by up to {self.probability_difference:.1e}"
+        if finding is None:
+            lines = [
                 "trained model and engine agree at all "
                 f"{len(self.differences)} points within rounding; probabilities of sampled tokens "
-                f"differ by up to {self.probability_difference:.1e}"
+                f"{size}"
+            ]
+        else:
+            lines = [
+                f"first difference: {finding.point}, {finding.difference:.1e}: {finding.cause}",
+                f"probabilities of sampled tokens {size}",
+            ]
+        if self.first_inexact is not None:
+            point, difference = self.first_inexact
+            lines.append(f"first point that is not equal bit for bit: {point}, {difference:.1e}")
+        if self.num_tokens:
+            lines.append(
+                f"over {self.num_tokens} tokens: KL {self.kl:.1e} nats per token, largest ratio "
+                f"{self.largest_ratio:.4g}; correction: {self.correction}"
             )
-        finding = self.finding
-        lines = [
-            f"first difference: {finding.point}, {finding.difference:.1e}: {finding.cause}",
-            f"probabilities of sampled tokens differ by up to {self.probability_difference:.1e}",
-        ]
         lines += [f"weight {w.parameter} in {w.tensor}: {w.cause}" for w in self.weights]
         return "\n".join(lines)
 
@@ -185,12 +231,17 @@ class Parity:
         how = (sampling.temperature, sampling.top_p)
         finding = self._finding(records, forced, differences, faults, how)
         pairs = [self._log_probs(record, *how) for record in records]
+        ours, theirs = (torch.cat(x) for x in zip(*pairs, strict=True))
+        log_ratios = ours - theirs
         return Report(
             finding,
             faults,
             differences,
-            max(float((a - b).abs().max()) for a, b in pairs),
-            max(float((a.exp() - b.exp()).abs().max()) for a, b in pairs),
+            float(log_ratios.abs().max()),
+            float((ours.exp() - theirs.exp()).abs().max()),
+            float((log_ratios.expm1() - log_ratios).mean()),
+            float(log_ratios.max().exp()),
+            log_ratios.numel(),
             has_cached_prefix=any(record.positions[0] > 0 for record in records),
         )
 

@@ -13,6 +13,7 @@ from hybridengine import cli
 from hybridengine.lab.diagnose.findings import THRESHOLDS, LoggedRun, find_problems, phases_of
 from hybridengine.lab.diagnose.plot import curve_of, same_settings, val_interval
 from hybridengine.lab.keys import key_reference
+from hybridengine.lab.parity.compare import SAMPLING, Finding, Report
 
 HEALTHY = {
     "critic/score/mean": lambda s: 0.3 + 0.01 * s,
@@ -141,3 +142,42 @@ def test_an_unknown_metric_names_similar_ones(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", **HEALTHY)
     result = CliRunner().invoke(cli.app, ["plot", str(run), "--metric", "score"])
     assert result.exit_code == 2 and "critic/score/mean" in result.output
+
+
+@pytest.mark.parametrize(
+    ("report", "correction", "problems"),
+    [
+        (Report(None, (), {"a": 0.0, "b": 0.0}, num_tokens=8), "none is needed", 0),
+        (
+            Report(None, (), {"a": 0.0, "b": 3e-4}, 0.3, 0.1, 0.01, 1.3, 8),
+            "weights by token hold",
+            0,
+        ),
+        (
+            Report(Finding("b", 0.4, "another scale"), (), {"b": 0.4}, 2.0, 0.5, 0.4, 7.0, 8),
+            "with score centering",
+            1,
+        ),
+        (
+            Report(Finding(SAMPLING, 0.4, "before temperature"), (), {}, 2.0, 0.5, 0.4, 7.0, 8),
+            "none holds",
+            1,
+        ),
+    ],
+    ids=["equal", "rounding", "truncated", "sampling"],
+)
+def test_a_run_says_how_far_from_exact_it_is(
+    tmp_path: Path, report: Report, correction: str, problems: int
+) -> None:
+    """What `hybridengine parity` has written to the run's folder."""
+    run = write_run(tmp_path / "run", **HEALTHY)
+    report.write(run)
+    found = find_problems(LoggedRun(run))
+    assert len(found) == problems and all(correction in f.advice for f in found)
+    if problems:
+        assert report.finding is not None and report.finding.cause in found[0].text
+    output = " ".join(CliRunner().invoke(cli.app, ["diagnose", str(run)]).output.split())
+    point, difference = report.first_inexact or ("none", 0.0)
+    assert f"not equal bit for bit: {point} ({difference:.1e})" in output
+    assert correction in output and f"largest ratio {report.largest_ratio:g} of 8 tokens" in output
+    assert correction in str(report)
