@@ -289,6 +289,9 @@ def sample_tokens(
 def sparse_logits(
     hidden: Tensor, weight: Tensor, ids: Tensor, ends: Tensor, first_id: int
 ) -> Tensor: ...
+def sparse_log_probs(
+    logits: Tensor, ids: Tensor, ends: Tensor, token_ids: Tensor, options: LogProbOptions
+) -> list[Tensor]: ...
 def sparse_hidden_grad(
     hidden: Tensor, weight: Tensor, ids: Tensor, ends: Tensor, first_id: int, grad_logits: Tensor
 ) -> Tensor: ...

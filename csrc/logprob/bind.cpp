@@ -1,5 +1,6 @@
 #include "common/binding.h"
 #include "common/huge_pages.h"
+#include "logprob/options.h"
 #include "logprob/params.h"
 #include "logprob/row_math.h"
 
@@ -7,18 +8,7 @@ namespace hybridengine {
 
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
-
-// RowOptions of kernels/logprob/options.py.
-struct Options {
-  double temperature;
-  OptionalTensor temperatures;
-  double logit_scale;
-  double softcap;
-  int64_t ignore_index;
-  OptionalTensor vocab_mask;
-  OptionalTensor vocab_range;
-};
+using Options = LogProbOptions;
 
 void check_labels_on_host(const LogitRows& rows) {
   const int64_t total = vocab_total(rows);
@@ -115,8 +105,8 @@ void log_prob_backward(In logits, In token_ids, const Options& options,
 
 void register_logprob(py::module_& m) {
   py::class_<Options>(m, "LogProbOptions")
-      .def(py::init<double, OptionalTensor, double, double, int64_t, OptionalTensor,
-                    OptionalTensor>(),
+      .def(py::init<double, std::optional<Tensor>, double, double, int64_t, std::optional<Tensor>,
+                    std::optional<Tensor>>(),
            py::arg("temperature"), py::arg("temperatures"), py::arg("logit_scale"),
            py::arg("softcap"), py::arg("ignore_index"), py::arg("vocab_mask"),
            py::arg("vocab_range"));

@@ -1,6 +1,10 @@
+#include <algorithm>
 #include <vector>
 
 #include "common/binding.h"
+#include "common/parallel.h"
+#include "logprob/options.h"
+#include "logprob/params.h"
 #include "sparse_linear/params.h"
 
 namespace hybridengine {
@@ -30,6 +34,52 @@ Tensor sparse_logits(In hidden, In weight, In ids, In ends, int64_t first_id) {
   Tensor logits = given.make(p.logits, {entries});
   given.run(p, sparse_logits_cpu);
   return logits;
+}
+
+// -> log_probs and entropy [T]: those that token_log_probs has of a vocabulary of the row's entries
+// alone, in their order. logits: [K], of the entries. Options have no mask and no range.
+std::vector<Tensor> sparse_log_probs(In logits, In ids, In ends, In token_ids,
+                                     const LogProbOptions& options) {
+  const Arguments given("sparse_linear_token_log_probs", "logits", logits);
+  given.on_cpu();
+  LogProbForward all{};
+  int64_t entries = 0;
+  const float* first = given.data<float>("logits", logits, {&entries});
+  const int32_t* of_entry = given.data<int32_t>("kept_ids", ids, {entries});
+  const int32_t* end = given.ends("cu_kept", ends, &all.rows, entries, "kept_ids", true);
+  const int64_t* tokens = given.data<int64_t>("token_ids", token_ids, {all.rows});
+  const float* of_row = given.data<float>("temperature", options.temperatures, {all.rows});
+  all.dtype = DType::f32;
+  all.temperature = static_cast<float>(options.temperature);
+  all.logit_scale = static_cast<float>(options.logit_scale);
+  all.softcap = static_cast<float>(options.softcap);
+  all.ignore_index = -1;
+  all.num_threads = 1;
+  std::vector<Tensor> out;
+  for (float** result : {&all.log_probs, &all.entropy, &all.row_max, &all.log_sum})
+    out.push_back(given.make(*result, {all.rows}));
+  const int threads = get_num_threads();
+  without_gil([&] {
+    parallel_for(all.rows, 64, threads, [&](int64_t begin, int64_t last) {
+      for (int64_t row = begin; row < last; ++row) {
+        LogProbForward p = all;
+        const int32_t *from = of_entry + end[row], *to = of_entry + end[row + 1];
+        const int32_t* found = std::lower_bound(from, to, tokens[row]);
+        // Past the row's end: log-prob -inf.
+        int64_t place = found < to && *found == tokens[row] ? found - from : to - from;
+        if (tokens[row] == options.ignore_index) place = -1;
+        p.rows = 1;
+        p.vocab = p.row_stride = to - from;
+        p.logits = first + end[row];
+        p.token_ids = &place;
+        p.temperatures = of_row ? of_row + row : nullptr;
+        for (float** result : {&p.log_probs, &p.entropy, &p.row_max, &p.log_sum}) *result += row;
+        log_prob_forward_cpu(p);
+      }
+    });
+  });
+  out.resize(2);
+  return out;
 }
 
 Tensor sparse_hidden_grad(In hidden, In weight, In ids, In ends, int64_t first_id, In grad_logits) {
@@ -78,6 +128,7 @@ void sparse_weight_grad(In hidden, In weight, In ids, In ends, int64_t first_id,
 
 void register_sparse_linear(py::module_& m) {
   def(m, "sparse_logits", &sparse_logits, "hidden weight ids ends first_id");
+  def(m, "sparse_log_probs", &sparse_log_probs, "logits ids ends token_ids options");
   def(m, "sparse_hidden_grad", &sparse_hidden_grad, "hidden weight ids ends first_id grad_logits");
   def(m, "sparse_weight_grad", &sparse_weight_grad,
       "hidden weight ids ends first_id grad_logits out accumulate");

@@ -43,7 +43,7 @@ struct SparseWeightGrad : SparseRows {
   bool accumulate;       // add to what is there; else every row is written, also with zeros
 };
 
-HE_CPU_KERNEL(sparse_logits_cpu, SparseLogits)
+HE_CPU_KERNEL_BF16(sparse_logits_cpu, SparseLogits)
 HE_CPU_KERNEL(sparse_hidden_grad_cpu, SparseHiddenGrad)
 HE_CPU_KERNEL(sparse_weight_grad_cpu, SparseWeightGrad)
 

@@ -16,12 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _check as check
+from .._backend import native
 from .._library import custom_op
 from .._per_token import compute_dtype, row_index, segment_reduce
 from ..linear import linear_token_log_probs
 from ..linear.arguments import check_linear, register_linear_autograd, split_row_options
 from ..linear.gradients import sum_over_ranks
+from ..logprob import token_log_probs
 from ..logprob.options import ROW_SCHEMA, RowOptions, in_shape, row_options
+from ..sampling import SampledTokens
 from .products import OP, Products
 
 SCHEMA = (
@@ -49,6 +52,7 @@ def sparse_linear_token_log_probs(
     group: dist.ProcessGroup | None = None,
     main_grad: Tensor | None = None,
     return_kept_log_probs: bool = False,
+    deterministic: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, ...]:
     """Log-probability of `token_ids` and entropy, over the kept vocabulary entries of each row.
@@ -68,6 +72,8 @@ def sparse_linear_token_log_probs(
         main_grad: [V, H] float32, contiguous; the weight gradient is added into it and weight.grad
             stays None.
         return_kept_log_probs: return the log-probs of all kept entries, too, for `score_centering`.
+        deterministic: compute kept entries alone, however many there are. On a CPU the log-probs
+            are then those of `kept_log_probs` from the logits of `decode_linear`, bit for bit.
         backend: `cpp`, `triton` or `reference`; None takes the best one.
 
     Returns:
@@ -75,7 +81,7 @@ def sparse_linear_token_log_probs(
         ignore_index have no meaning; float32, differentiable in hidden, weight and bias (once, in
         reverse mode). Sums run in a fixed order, and a row's result does not depend on the other
         rows, except that the dense operator computes all of them (equal up to rounding) where more
-        than 1/64 of T * V is kept, without a group and without kept_log_probs.
+        than 1/64 of T * V is kept, without a group, kept_log_probs and `deterministic`.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, ids that are not ascending, or a row
@@ -115,7 +121,7 @@ def sparse_linear_token_log_probs(
     else:  # unchecked ends must not lead out of the entries
         cu_kept = cu_kept.clamp(0, kept_ids.shape[0]).cummax(0).values
     few = kept_ids.shape[0] <= DENSE_PART * hidden.shape[0] * weight.shape[0]
-    if group is None and not few and not return_kept_log_probs:
+    if not (few or group or return_kept_log_probs or deterministic):
         return linear_token_log_probs(
             hidden,
             weight,
@@ -134,6 +140,27 @@ def sparse_linear_token_log_probs(
     )
     results = in_shape(log_probs, token_ids.shape), in_shape(entropy, token_ids.shape)
     return (*results, kept_log_probs) if return_kept_log_probs else results
+
+
+def kept_log_probs(logits: Tensor, sampled: SampledTokens, temperature: Tensor) -> Tensor:
+    """Return the log-probs [B] of sampled tokens from all logits, on a CPU and without gradient.
+
+    A row of which something was cut has the bits of `sparse_linear_token_log_probs` over what was
+    kept, with the logits of `decode_linear`; any other row those of `token_log_probs`.
+
+    logits: [B, V] float32. sampled: of them, with kept_ids. temperature: float32 [B].
+    """
+    tokens, is_cut, kept_ids = sampled.tokens, sampled.num_kept > 0, sampled.kept_ids
+    if not is_cut.any():
+        return token_log_probs(logits, tokens, temperature)[0]
+    assert kept_ids is not None
+    cu_kept = torch.nn.functional.pad(sampled.num_kept.cumsum(0, dtype=torch.int32), (1, 0))
+    entries = logits[row_index(cu_kept, kept_ids.shape[0]), kept_ids.long()]
+    options = RowOptions(1.0, temperature, 1.0, 0.0, -100, None, None, "").native()
+    cut: Tensor = native().sparse_log_probs(entries, kept_ids, cu_kept, tokens, options)[0]
+    if is_cut.all():
+        return cut
+    return cut.where(is_cut, token_log_probs(logits, tokens, temperature)[0])
 
 
 def _check_kept(
@@ -186,9 +213,8 @@ def _distribution(
     logits: Tensor, products: Products, options: RowOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute log p, p and d z / d logit of every entry, float64 [K]."""
-    ends, rows, ids = products.ends, products.row_index, products.ids
-    vocab = products.weight.shape[0] if options.vocab_range is None else options.vocab_range[1]
-    x = logits.double().masked_fill((ids < 0) | (ids >= vocab), torch.nan)
+    ends, rows = products.ends, products.row_index
+    x = logits.double().masked_fill(_is_outside(products, options), torch.nan)
     y = x * options.logit_scale
     slope = torch.full_like(y, options.logit_scale)
     if options.softcap:
@@ -201,6 +227,12 @@ def _distribution(
     d = z - segment_reduce(z, ends, "max")[rows]
     log_p = d - segment_reduce(d.exp(), ends, "sum").log()[rows]
     return log_p, log_p.exp(), slope
+
+
+def _is_outside(products: Products, options: RowOptions) -> Tensor:
+    """Return whether entries are outside of the vocabulary, bool [K]."""
+    vocab = products.weight.shape[0] if options.vocab_range is None else options.vocab_range[1]
+    return (products.ids < 0) | (products.ids >= vocab)
 
 
 def _is_token(products: Products, token_ids: Tensor) -> Tensor:
@@ -235,6 +267,12 @@ def forward_rows(
         vocab = products.weight.shape[0]
         return triton_rows.forward(logits, products.ids, ends, token_ids, options, vocab)
     log_p, p, _ = _distribution(logits, products, options)
+    if products.backend == "cpp":
+        logits = logits.masked_fill(_is_outside(products, options), torch.nan)
+        entries = logits, products.ids, ends, token_ids
+        plain = options._replace(vocab_range=None).native()
+        log_probs, entropy = native().sparse_log_probs(*entries, plain)
+        return log_probs, entropy, log_p.to(logits.dtype)
     token = _is_token(products, token_ids)
     log_probs = segment_reduce(log_p.where(token != 0, 0.0), ends, "sum")
     log_probs = log_probs.where(segment_reduce(token, ends, "sum") != 0, -torch.inf)

@@ -45,6 +45,15 @@ def log_prob_options(d: Draw, rows: int, vocab: int) -> list:
     ]
 
 
+def sparse_log_probs(d: Draw) -> list:
+    rows, vocab = d.size(), 1 + d.size(30)
+    entries = d.size(60) if rows else 0
+    ids = d.ints(0, vocab, entries, dtype=torch.int32)
+    ends = d.ends(rows, entries) if rows else torch.zeros(1, dtype=torch.int32)
+    options = Options(log_prob_options(d, rows, vocab))
+    return [d.floats(entries), ids, ends, d.ints(0, vocab, rows), options]
+
+
 def log_prob_forward(d: Draw) -> list:
     rows, vocab = d.size(), d.pick((d.size(70), 2049))
     logits = d.rows(d.floats(rows, vocab, dtype=d.pick(FLOAT_DTYPES)))
@@ -127,6 +136,7 @@ def sample_tokens(d: Draw) -> list:
 FUNCTIONS = (
     gae,
     group_advantage,
+    sparse_log_probs,
     log_prob_forward,
     log_prob_partial,
     log_prob_backward,

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from hybridengine.kernels import linear_token_log_probs
+from hybridengine.kernels import SampledTokens, decode_linear, linear_token_log_probs
+from hybridengine.kernels.sparse_linear import kept_log_probs, sparse_linear_token_log_probs
 from hybridengine.kernels.sparse_linear import op as module
-from hybridengine.kernels.sparse_linear import sparse_linear_token_log_probs
 from tests import tolerances
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.sparse_linear.cases import OPTIONS, gradients, options_for, problem
@@ -74,6 +74,33 @@ def test_many_entries_take_the_dense_operator(monkeypatch):
         torch.ops.hybridengine, "sparse_linear_token_log_probs", None, raising=False
     )
     assert_equal_to_dense(case)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_the_bits_do_not_depend_on_how_logits_are_computed(dtype):
+    """From hidden states, and from all logits: as the trainer and as an engine have them."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 83, generator=generator).to(dtype) for n in (61, 300))
+    probabilities = torch.rand(61, 1, generator=generator) ** 4
+    mask = torch.rand(61, 300, generator=generator) < probabilities
+    mask[0], token_ids = True, torch.randint(300, (61,), generator=generator)
+    mask[torch.arange(61), token_ids] = True
+    counts, kept_ids = mask.sum(1, dtype=torch.int32), mask.nonzero()[:, 1].int()
+    cu_kept = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    logits = decode_linear(hidden, weight, out_dtype=torch.float32)
+    temperature = torch.full((61,), 0.7)
+    engine = kept_log_probs(logits, SampledTokens(token_ids, logits, counts, kept_ids), temperature)
+    given = token_ids, kept_ids, cu_kept
+    trainer, _ = sparse_linear_token_log_probs(hidden, weight, *given, 0.7, deterministic=True)
+    assert torch.equal(engine, trainer)
+    for row in (0, 7, 60):  # alone, without the rows around it
+        own = cu_kept[row : row + 2] - cu_kept[row]
+        ids = kept_ids[cu_kept[row] : cu_kept[row + 1]]
+        one = slice(row, row + 1)
+        alone, _ = sparse_linear_token_log_probs(
+            hidden[one], weight, token_ids[one], ids, own, 0.7, deterministic=True
+        )
+        assert alone == trainer[row]
 
 
 @pytest.mark.parametrize("device", DEVICES)
