@@ -262,7 +262,8 @@ def adapter_shards(model: nn.Module) -> dict[str, Adapter]:
             continue
         if layer.fan_in_fan_out:  # the weight is stored transposed
             left, right = right.t(), left.t()
-        adapters[f"{name}.weight"] = Adapter(left, right, layer.scaling[key])
+        dtype = getattr(layer, "merged_in", None)  # of `use_exact_operators`
+        adapters[f"{name}.weight"] = Adapter(left, right, layer.scaling[key], computed_in=dtype)
     return adapters
 
 

@@ -6,15 +6,13 @@ LoRA (Hu et al. 2021, arXiv 2106.09685, section 4.1): W + (alpha / r) B A.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from hybridengine.kernels.merged_linear import merge_into
 from hybridengine.sync.shards import Box, RowRange, full_tensor, local_shard
-
-# Elements computed in float64 at a time: they stay in a CPU's caches; a GPU needs few launches.
-_CPU_CHUNK, _GPU_CHUNK = 1 << 18, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -24,11 +22,14 @@ class Adapter:
     left: [out, r] (LoRA's B), a DTensor or a full tensor on every rank.
     right: [r, in] (LoRA's A), likewise.
     scale: alpha / r.
+    computed_in: the dtype in which a model with exact operators merges it as it computes; None:
+      the model adds the update to its outputs.
     """
 
     left: torch.Tensor
     right: torch.Tensor
     scale: float
+    computed_in: torch.dtype | None = field(default=None, kw_only=True)
 
     @torch.no_grad()
     def merge(self, base: torch.Tensor, origin: Sequence[int], box: Box) -> torch.Tensor:
@@ -36,7 +37,7 @@ class Adapter:
 
         base: the frozen weight; this rank's shard of it begins at position `origin` and contains
         `box`. The result is contiguous, in base's dtype. Each element is summed in float64 and
-        rounded once, so it is the same for every sharding.
+        rounded once, so it is the same for every sharding; or it is that of `merge_adapter`.
         """
         part = local_shard(base)
         for dim, (low, high) in enumerate(box):
@@ -45,7 +46,7 @@ class Adapter:
         matrices = zip(merged, part, strict=True) if part.ndim == 3 else [(merged, part)]
         factors = self._factors_of_box(base, origin, box)
         for (out, weight), (left, right) in zip(matrices, factors, strict=True):
-            _add_product(out, weight, left, right, self.scale)
+            merge_into(out, weight, left, right, self.scale, self.computed_in)
         return merged
 
     def _factors_of_box(
@@ -121,18 +122,6 @@ def expert_factors(
     """
     of_left = left.view(left.shape[0], rank, -1).permute(2, 0, 1)
     return of_left, right.view(-1, rank, right.shape[1])
-
-
-def _add_product(
-    merged: torch.Tensor, part: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float
-) -> None:
-    """Write part + scale * left @ right into `merged`, in chunks of rows."""
-    chunk = _CPU_CHUNK if part.device.type == "cpu" else _GPU_CHUNK
-    step = max(1, chunk // max(part.shape[1], 1))
-    right = right.double() * scale
-    for i in range(0, part.shape[0], step):
-        delta = left[i : i + step].double() @ right
-        merged[i : i + step] = delta.add_(part[i : i + step])
 
 
 def adapter_factors(adapters: Mapping[str, Adapter]) -> dict[str, torch.Tensor]:
