@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from hybridengine.kernels import decode_linear, gated_activation
 from hybridengine.model.exact import known_activation
 from hybridengine.model.validation import meta_model
-from hybridengine.moe.experts import ExactExperts, Gather, grouped_experts
+from hybridengine.moe.experts import ExactExperts, HeldExperts, grouped_experts
 from hybridengine.moe.routers import SIGMOID, TOP_K, layer_index, router_blocks
 from hybridengine.run.errors import ModelError
 
@@ -52,14 +52,13 @@ def exact_forwards(model: nn.Module, splits: Mapping[str, int]) -> _Forwards:
     for name, block, router in router_blocks(model):
         experts = f"{name}.experts"
         parts = [n for weight, n in splits.items() if f"{experts}." in weight]
-        forwards |= _block_forwards(name, block, router, max(parts, default=1), None)
+        exact = ExactExperts(splits=max(parts, default=1))
+        forwards |= _block_forwards(name, block, router, exact)
     return forwards
 
 
-def _block_forwards(
-    name: str, block: Any, router: Any, splits: int, gather: Gather | None
-) -> _Forwards:
-    """Return the forwards of modules of a block of transformers; see `ExactExperts`."""
+def _block_forwards(name: str, block: Any, router: Any, given: ExactExperts) -> _Forwards:
+    """Return the forwards of modules of a block of transformers; given: but for the activation."""
     experts: Any = block.experts
     fault: str | None = None
     if torch.cuda.is_available():
@@ -76,8 +75,7 @@ def _block_forwards(
         raise ModelError(
             f"its {name} ({type(block).__name__}) {fault}, for which there is no exact operator"
         )
-    activation = known_activation(f"{name}.experts", experts.act_fn)
-    exact = ExactExperts(activation, splits, gather)
+    exact = given._replace(activation=known_activation(f"{name}.experts", experts.act_fn))
 
     def run_experts(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return grouped_experts(self, x, top_k_index, top_k_weights, exact)
@@ -144,7 +142,12 @@ def _engine_forwards(model: Any, runners: Mapping[str, Any]) -> _Forwards:
 def _check(name: str, runner: Any) -> None:
     layer, parallel = runner.routed_experts, runner.moe_config.moe_parallel_config
     faults = {
-        "expert parallelism (enable_expert_parallel)": parallel.use_ep,
+        "experts that its ranks do not have in their order, as many each": parallel.use_ep
+        and (
+            runner.moe_config.num_experts % parallel.ep_size != 0
+            or layer.expert_placement_strategy != "linear"
+            or parallel.enable_eplb
+        ),
         "data-parallel ranks that share experts": parallel.dp_size > 1,
         "sequence parallelism": parallel.is_sequence_parallel,
         "an input or output transform": runner.routed_input_transform is not None,
@@ -153,6 +156,16 @@ def _check(name: str, runner: Any) -> None:
     }
     if found := [fault for fault, is_found in faults.items() if is_found]:
         raise ModelError(f"its {name} has {found[0]} in vLLM, for which there is no exact operator")
+
+
+def _held(runner: Any) -> HeldExperts | None:
+    """Return the experts that this rank has whole; None: a slice of all."""
+    parallel = runner.moe_config.moe_parallel_config
+    if not parallel.use_ep:
+        return None
+    size = runner.moe_config.num_experts // parallel.ep_size
+    first = parallel.ep_rank * size
+    return HeldExperts(range(first, first + size), _all_gather)
 
 
 def _router_of(block: Any) -> Any:
@@ -179,7 +192,9 @@ def _read_weights(
             raise ModelError(f"its {name} has no {key} of shape {list(tensor.shape)} in vLLM")
         setattr(router, key, source)
     gather = None if runner.moe_config.tp_size == 1 else _all_gather
-    forwards = _block_forwards(name, trained, router, 1, gather)
+    forwards = _block_forwards(
+        name, trained, router, ExactExperts(gather=gather, held=_held(runner))
+    )
     for key, child in trained.named_children():
         if child not in forwards:
             forwards[child] = _delegate(name, key, child, getattr(block, key, None))

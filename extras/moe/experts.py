@@ -35,6 +35,28 @@ ADAPTERS = "hybridengine_adapters"  # attribute of experts: name of a weight →
 Gather = Callable[[Tensor], Tensor]
 
 
+class HeldExperts(NamedTuple):
+    """The experts that a rank of an engine has whole; each rank has as many.
+
+    ids: of these experts.
+    gather: collects tensors of equal shape of all ranks, stacked.
+    """
+
+    ids: range
+    gather: Gather
+
+    def rows(self, cu_counts: Tensor) -> tuple[slice, Tensor]:
+        """Return the rows of these experts among those sorted by expert, and their cu_counts."""
+        own = cu_counts[self.ids.start : self.ids.stop + 1]
+        return slice(int(own[0]), int(own[-1])), own - own[0]
+
+    def collect(self, x: Tensor, rows: slice, expert_ids: Tensor) -> Tensor:
+        """Return the rows of all experts; x: those of `rows`, the others are other ranks'."""
+        padded = x.new_zeros(len(expert_ids), x.shape[1])
+        padded[rows] = x
+        return self.gather(padded)[expert_ids // len(self.ids), torch.arange(len(expert_ids))]
+
+
 class ExactExperts(NamedTuple):
     """How experts are computed so that an engine of any tensor-parallel size has the same bits.
 
@@ -42,11 +64,13 @@ class ExactExperts(NamedTuple):
     splits: into how many slices of their width an engine divides the experts. The slices' sums over
       the experts of a token are added in their order, in the wider dtype.
     gather: in such an engine, collects the sums [T, H] of all ranks as [ranks, T, H].
+    held: in an engine whose ranks divide the experts themselves, those of this rank.
     """
 
     activation: Any = None
     splits: int = 1
     gather: Gather | None = None
+    held: HeldExperts | None = None
 
 
 _INEXACT = ExactExperts()
@@ -77,7 +101,7 @@ def grouped_experts(
     if getattr(module, "_is_expert_parallel", False):  # transformers 5.17 has no such field
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     num_tokens, top_k = top_k_index.shape
-    activation, splits, gather = exact
+    activation, splits, gather, held_experts = exact
     expert_ids, order = top_k_index.flatten().sort(stable=True)
     every_expert = torch.arange(module.num_experts + 1, device=order.device)
     cu_counts = torch.searchsorted(expert_ids, every_expert, out_int32=True)
@@ -108,6 +132,9 @@ def grouped_experts(
     exchange = None if group is None else TokenExchange(cu_counts, group)
     if exchange is not None:
         x, cu_counts = exchange.send(x), exchange.cu_counts
+    if held_experts is not None:
+        rows, cu_counts = held_experts.rows(cu_counts)
+        x = x[rows]
     x = project(x, "gate_up_proj" if module.has_gate else "up_proj")
     if activation is not None:
         gate, up = x.chunk(2, 1)
@@ -117,10 +144,12 @@ def grouped_experts(
     x = project(x, "down_proj", splits)
     if exchange is not None:
         x = exchange.send_back(x)
+    if held_experts is not None:
+        x = held_experts.collect(x, rows, expert_ids)
     x = Rows.apply(x, position, order, 1).view(num_tokens, top_k, -1)
     # In order of top_k_index; a sum of torch's over a dimension has another order at its end.
     pairs = zip(x.unbind(1), top_k_weights.unsqueeze(2).unbind(1), strict=True)
-    total = reduce(torch.add, (rows * weight for rows, weight in pairs))
+    total = reduce(torch.add, (one * weight for one, weight in pairs))
     parts = total.chunk(splits, 1) if gather is None else gather(total).unbind(0)
     return join_parts(parts, None, hidden_states.dtype)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hybridengine.engine.vllm.environment import vllm_available
 from hybridengine.model.exact import use_exact_operators
-from hybridengine.moe.experts import ExactExperts, grouped_experts
+from hybridengine.moe.experts import ExactExperts, HeldExperts, grouped_experts
 from hybridengine.moe.routers import router_blocks
 from hybridengine.run.config import load_config
 from hybridengine.run.errors import ModelError
@@ -126,6 +126,29 @@ def test_slices_of_the_experts_give_the_bits_of_the_experts(dtype: torch.dtype) 
         assert (ours - theirs).abs().max() < limit * theirs.abs().max()
 
 
+def test_ranks_that_have_some_experts_give_the_bits_of_all() -> None:
+    """Two engine ranks, each with half of the experts; one of them is never selected."""
+    block, _ = exact_block("qwen3_moe", torch.bfloat16)
+    x, generator = inputs(torch.bfloat16)[0], torch.Generator().manual_seed(2)
+    weights = torch.rand(TOKENS, 4, generator=generator)
+    index = torch.rand(TOKENS, 7, generator=generator).argsort(1)[:, :4]
+    rows: list[Tensor] = []
+
+    def collect(part: Tensor) -> Tensor:
+        rows.append(part)
+        return torch.stack([*rows, part][:2])
+
+    with torch.no_grad():
+        together = grouped_experts(block.experts, x, index, weights, ExactExperts("silu"))
+        for rank in range(2):
+            held = HeldExperts(range(4 * rank, 4 * rank + 4), collect)
+            own = copy.deepcopy(block.experts)
+            for name, weight in block.experts.named_parameters():
+                setattr(own, name, nn.Parameter(weight[4 * rank : 4 * rank + 4]))
+            joined = grouped_experts(own, x, index, weights, ExactExperts("silu", held=held))
+    assert torch.equal(joined, together)
+
+
 def half_of(experts: Any, rank: int) -> Any:
     """Return the experts that have one of two halves of the width."""
     half = copy.deepcopy(experts)
@@ -206,8 +229,24 @@ def test_replay_of_the_engines_routes_is_not_exact(tmp_path: Path) -> None:
     ],
 )
 def test_jobs(tmp_path: Path, kind: str, tp_size: int, expert_parallel: int, dtype: str) -> None:
+    check_job(tmp_path, kind, tp_size, expert_parallel, dtype)
+
+
+@LONG
+@needs_vllm
+@pytest.mark.multirank
+@pytest.mark.parametrize(("kind", "dtype"), [("qwen2_moe", "bfloat16"), ("glm4_moe", "float32")])
+def test_engines_that_divide_experts(tmp_path: Path, kind: str, dtype: str) -> None:
+    argument = "rollout.engine_kwargs.vllm.enable_expert_parallel=true"
+    check_job(tmp_path, kind, 2, 1, dtype, argument, "rollout.exact=on")
+
+
+def check_job(
+    tmp_path: Path, kind: str, tp_size: int, expert_parallel: int, dtype: str, *more: str
+) -> None:
     """Two steps on two ranks with shared prompts and recomputed layers."""
     job = [
+        *more,
         *moe_job(tmp_path),
         *VLLM,
         f"model.path={save_tiny(mixture_config(kind), tmp_path / kind)}",
