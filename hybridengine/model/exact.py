@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridengine.kernels import decode_linear, gated_activation, rms_norm
+from hybridengine.kernels.merged_linear import merged_linear
 from hybridengine.kernels.rotary import RotaryTable
 from hybridengine.model.extensions import exact_forwards
 from hybridengine.model.head import detect_logit_transform
@@ -31,7 +32,9 @@ _ROPE_TYPES = ("default", "llama3")
 _obstacles: dict[tuple[type, str, bool], str | None] = {}  # see `model_obstacle`
 
 
-def use_exact_operators(model: PreTrainedModel, splits: Mapping[str, int]) -> None:
+def use_exact_operators(
+    model: PreTrainedModel, splits: Mapping[str, int], merged_in: torch.dtype | None = None
+) -> None:
     """Replace the forwards of linear layers, norms, activations and rotary embeddings of `model`.
 
     Call it before sharding, with adapters (`apply_lora`) in place; parameters may be on the meta
@@ -39,6 +42,8 @@ def use_exact_operators(model: PreTrainedModel, splits: Mapping[str, int]) -> No
 
     splits: weights that an engine slices along their input → into how many slices
         (`decode_linear`).
+    merged_in: the dtype of the weights of an engine into which a sync merges the adapters; None:
+        an engine has adapters of its own.
 
     Raises:
         ModelError: a module with parameters, an activation or a rotary embedding is none of those
@@ -66,7 +71,7 @@ def use_exact_operators(model: PreTrainedModel, splits: Mapping[str, int]) -> No
             parent = decoder.get_submodule(name.rpartition(".")[0])
             if is_activation(module) and "forward" not in vars(parent):
                 raise _unknown(name, module, "a place outside of gated MLPs")
-            _replace_forward(name, module, splits)
+            _replace_forward(name, module, splits, merged_in)
         setattr(module, _EXACT, True)
     setattr(model, _EXACT, True)
 
@@ -96,12 +101,25 @@ def is_exact(module: nn.Module) -> bool:
     return _EXACT in vars(module)  # getattr takes 3 us where nothing is found
 
 
-def _replace_forward(name: str, module: Any, splits: Mapping[str, int]) -> None:
+def _replace_forward(
+    name: str, module: Any, splits: Mapping[str, int], merged_in: torch.dtype | None
+) -> None:
     kind = type(module).__name__
     forward: Callable[..., Any] | None = None
-    if type(module) is nn.Linear:
-        sliced = name.removesuffix(".base_layer").removesuffix(".lora_A.default")
-        parts = next((n for weight, n in splits.items() if weight.endswith(f"{sliced}.weight")), 1)
+    sliced = name.removesuffix(".base_layer").removesuffix(".lora_A.default")
+    parts = next((n for weight, n in splits.items() if weight.endswith(f"{sliced}.weight")), 1)
+    if merged_in is not None and hasattr(module, "lora_A"):
+        module.merged_in = merged_in
+
+        def merged(self: Any, x: Tensor) -> Tensor:
+            if self.disable_adapters:
+                return self.base_layer(x)
+            base, [scale] = self.base_layer, self.scaling.values()
+            left, right = (next(iter(f.values())).weight for f in (self.lora_B, self.lora_A))
+            return merged_linear(x, base.weight, left, right, scale, base.bias, splits=parts)
+
+        forward = merged
+    elif type(module) is nn.Linear:
 
         def linear(self: Any, x: Tensor) -> Tensor:
             return decode_linear(x, self.weight, self.bias, splits=parts)

@@ -122,15 +122,15 @@ def packed_log_probs(
     group. With `accepts_head_function` the full logits never exist.
     """
     kept = cast("KeptIds | None", batch.parts.get("kept"))
+    exact = has_exact_operators(model)
 
     def head(rows: torch.Tensor, weight: torch.Tensor, **transform: Any) -> tuple[Any, ...]:
         given = rows, weight, batch.target_ids
         if kept is None:
-            exact = has_exact_operators(model)
             return linear_token_log_probs(*given, temperature, deterministic=exact, **transform)
         entries = kept.filled(weight.shape[0])
-        of_row = entries.ids, entries.cu_kept.to(rows.device)
-        return sparse_linear_token_log_probs(*given, *of_row, temperature, **transform)
+        given = *given, entries.ids, entries.cu_kept.to(rows.device)
+        return sparse_linear_token_log_probs(*given, temperature, deterministic=exact, **transform)
 
     if accepts_head_function(model):
         results = packed_head(model, batch, head)

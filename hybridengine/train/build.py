@@ -356,9 +356,10 @@ def build_actor(
     sliced, columns = source.sliced_dims(shapes), set[str]()
     if source.shared.target is None:
         columns = dim1_parameters(shapes, sliced, config.num_shards())
-    tp_size = config.rollout.tensor_model_parallel_size
-    splits = {name: tp_size for name, dim in sliced.items() if dim == 1 and tp_size > 1}
-    changes = [partial(use_exact_operators, splits=splits)] if choices.exact else []
+    splits = {name: source.tp_size for name, dim in sliced.items() if dim == 1}
+    dtype = getattr(torch, config.sharding.dtype) if config.reshard.lora == "merged" else None
+    exactly = partial(use_exact_operators, splits=splits, merged_in=dtype)
+    changes = [exactly] if choices.exact else []
     load = partial(load_model, config, dp.session, changes=changes, shard_dim1=columns.__contains__)
     reference: Any = None
     if config.uses_reference and not config.model.lora_rank:

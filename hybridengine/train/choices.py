@@ -316,6 +316,8 @@ def _inexact(
     if obstacle is None and engine != "vllm":
         obstacle = "the engine is plain generate (rollout.name), and the operators replace vLLM's"
     obstacle = obstacle or machine.obstacles.get("exact")
+    if machine.gpu_bytes and config.rollout.truncates:
+        obstacle = obstacle or "on a GPU vLLM's own sampler records what top_p and top_k kept"
     if chosen == "auto":
         obstacle = obstacle or _doubt(config, model, machine)
     found = (x.exactness_obstacle(config, model) for x in model_extensions())
@@ -333,11 +335,9 @@ def _inexact(
 
 
 def _doubt(config: RLConfig, model: PretrainedConfig, machine: Machine) -> str | None:
-    """Return what nobody has compared bit for bit, or what exact log-probs are no use for."""
+    """Return what nobody has compared bit for bit."""
     if config.rollout.servers:
         return f"rollout.servers may have other operators; start exact ones, and set {_EXACT}=on"
-    if config.overlaps:
-        return f"trainer.mode is {config.trainer.mode}, in which the engine's weights are older"
     advice = f"set {_EXACT}=on to try it"
     if machine.gpu_bytes:
         return f"log-probs were not compared bit for bit on a GPU; {advice}"

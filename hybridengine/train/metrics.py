@@ -84,7 +84,7 @@ def mean_max_min(name: str, values: Tensor) -> dict[str, float]:
 
 
 def probs_diff(
-    batch: RolloutBatch, group: dist.ProcessGroup | None, exact: bool = False
+    batch: RolloutBatch, group: dist.ProcessGroup | None, same: Tensor | None = None
 ) -> dict[str, float]:
     """Compare the engine's probabilities with the trainer's of the same tokens. Collective.
 
@@ -93,8 +93,8 @@ def probs_diff(
     the same vocabulary entries, and what the trainer gives to the engine's entries otherwise. What
     has no value is left out: all where no token is trained on, the correlation of equal numbers.
 
-    Raises:
-        RolloutError: with `exact`, on every rank, if the log-probs of any token are not equal.
+    same: bool [R], the tokens whose log-probs must be equal; None: none must. RolloutError on every
+        rank if one is not.
     """
     assert batch.old_log_probs is not None
     p, q = (
@@ -105,12 +105,13 @@ def probs_diff(
     count, sum_p, sum_q, sum_diff, sum_ratio = _sum_over_ranks(
         torch.stack([torch.ones_like(p), p, q, diff, ratio]).sum(1), group
     )
-    largest = _max(diff).clamp(min=0)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    if exact and largest != 0:  # also where it is NaN
+    wrong = diff[:0] if same is None else diff[same[batch.response_mask]]
+    largest, of_same = found = torch.stack([_max(diff), _max(wrong)]).clamp(min=0)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    if of_same != 0:  # also where it is NaN
         raise RolloutError(
             "rollout.exact: the engine's log-probs are not the trainer's (a probability differs by "
-            f"{float(largest):.1e}), so the responses are not of the trained weights, or an "
+            f"{float(of_same):.1e}), so the responses are not of the trained weights, or an "
             "operator is not exact. `hybridengine parity` on this run names the first difference; "
             "rollout.exact=off goes on without the check"
         )

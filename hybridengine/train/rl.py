@@ -174,7 +174,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
                 batch = replace(batch, old_log_probs=batch.rollout_log_probs)
             elif warming_up or needs_old_log_probs(config, self.num_mini_batches):
                 batch = replace(batch, old_log_probs=actor.old_log_probs(batch))
-                metrics |= self._probs_diff(batch)
+                metrics |= self._probs_diff(step, batch)
             batch = replace(batch, values=critic.values(batch))
 
             with self.session.phase("adv"):
@@ -193,7 +193,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
                 batch, update_metrics = actor.update(batch)
                 metrics |= update_metrics
             if not are_old_known and not config.distills:  # they are those of the update
-                metrics |= self._probs_diff(batch)
+                metrics |= self._probs_diff(step, batch)
             sync = self.sync(step)
         metrics |= (
             critic.finish(self.step_seconds)
@@ -222,11 +222,14 @@ class RLTrainer(BaseTrainer[RLConfig]):
             self.syncs.append(self.source.sync(step))
         return self.syncs[-1]
 
-    def _probs_diff(self, batch: RolloutBatch) -> dict[str, float]:
+    def _probs_diff(self, step: int, batch: RolloutBatch) -> dict[str, float]:
         """Compare engine and trainer at the tokens that are trained on. Collective."""
         batch = replace(batch, response_mask=self._trained_tokens(batch))
-        exact = self.choices.exact and self.config.trainer.mode == "sync"  # weights are not older
-        return probs_diff(batch, self.dp.group, exact)
+        same = batch.response_mask & self.choices.exact
+        if self.config.trainer.mode != "sync":  # weights of other responses are older
+            is_own = batch.per_response(batch.outcomes.versions == step - 1)
+            same &= is_own[batch.sequence_ids]
+        return probs_diff(batch, self.dp.group, same)
 
     def validate(self, step: int) -> tuple[float, dict[str, float]]:
         assert self.val is not None

@@ -157,9 +157,11 @@ class RolloutSource(ABC):
     """All methods are collective over the trainer ranks.
 
     shared: what the policy uses of the engine's weights.
+    tp_size: ranks of an engine, over which it slices parameters.
     """
 
     shared = SharedWeights()
+    tp_size: int
 
     @abstractmethod
     def sliced_dims(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
@@ -217,6 +219,7 @@ class ColocatedRollouts(RolloutSource):
         self._sampling = sampling_of(config)
         with session.phase("start_engine"):
             self.engine = build_engine(config, data.tokenizer, choices.engine, exact=choices.exact)
+            self.tp_size = self.engine.tp_size
             self._layout = target_of(self.engine).layout  # of all parameters
             self.shared = share_weights(config, choices, self.engine)
         self._checksum = WeightsChecksum(config, self.engine)
@@ -272,7 +275,7 @@ class ColocatedRollouts(RolloutSource):
 
     def summary(self, last: SyncReport) -> dict[str, Any]:
         return {
-            "tp_size": self.engine.tp_size,
+            "tp_size": self.tp_size,
             "reshard_bytes_received_by_last_sync_per_rank": all_gather_values(
                 last.bytes_received, int
             ),

@@ -61,6 +61,28 @@ def test_log_probs_in_bfloat16(tmp_path: Path) -> None:
     run_ranks(compare, 1, tmp_path, "qwen3", "bfloat16", timeout_s=200)
 
 
+def compare_truncated(rank: int, world_size: int, path: str, dtype: str) -> None:
+    """The last two keep nearly all entries, and all: the trainer has no dense form of its own."""
+    compare_under_pressure(
+        path, dtype, shared=40, kv_cache_memory_bytes=KV_BYTES[dtype], max_num_batched_tokens=48,
+        truncations=(
+            {"top_p": 0.6},
+            {"top_k": 5},
+            {"min_p": 0.3},
+            {"top_p": 0.9, "top_k": 50, "min_p": 0.01},
+            {"top_p": 0.99},
+            {"min_p": 1e-30},
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.exhaustive)]
+)
+def test_log_probs_over_kept_entries(tmp_path: Path, dtype: str) -> None:
+    run_ranks(compare_truncated, 1, save_tiny("qwen2", tmp_path), dtype, timeout_s=200)
+
+
 def compare_other(rank: int, world_size: int, folder: str, dtype: str) -> None:
     size = KV_BYTES[dtype]
     compare_under_pressure(

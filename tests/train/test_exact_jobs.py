@@ -37,16 +37,17 @@ def one_token_differs(rank: int, world_size: int) -> None:
         rollout_log_probs=theirs,
         response_mask=torch.tensor([True, True, False]),
     )
+    same, older = torch.tensor([True, True, False]), torch.tensor([True, False, True])
     theirs[2] = -3.0  # masked
-    assert probs_diff(batch, None, exact=True)["training/rollout_probs_diff_max"] == 0.0
+    assert probs_diff(batch, None, same)["training/rollout_probs_diff_max"] == 0.0
     if rank == 1:
         theirs[1] = torch.nextafter(theirs[1], theirs[0])
-    assert 0 < probs_diff(batch, None)["training/rollout_probs_diff_max"] < 1e-6
+    assert 0 < probs_diff(batch, None, older)["training/rollout_probs_diff_max"] < 1e-6
     with pytest.raises(RolloutError, match=r"not of the trained weights.*hybridengine parity"):
-        probs_diff(batch, None, exact=True)
+        probs_diff(batch, None, same)
     theirs[1] = torch.nan if rank == 0 else ours[1]
     with pytest.raises(RolloutError):
-        probs_diff(batch, None, exact=True)
+        probs_diff(batch, None, same)
 
 
 def test_a_token_of_other_weights_is_an_error_on_every_rank() -> None:
@@ -66,14 +67,24 @@ def inexact_reason(*job: str, machine: Machine | None = None) -> str:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("rollout.top_p=0.9",), "rollout.top_p is 0.9"),
-        (("model.lora_rank=2",), "reshard.lora merged"),
+        (("rollout.top_p=0.9", "algorithm.sampling_replay=off"), "truncated and not replayed"),
+        (
+            ("model.lora_rank=2", "actor.fsdp_config.wrap_policy.min_num_params=9"),
+            "wrap_policy.min_num_params is given",
+        ),
         (
             ("model.lora_rank=2", "reshard.lora=adapters", "model.target_modules=[q_proj,lm_head]"),
             "model.target_modules names lm_head",
         ),
+        (
+            ("model.lora_rank=2", "reshard.lora=merged", "model.target_parameters=[x]"),
+            "adapters of experts have no exact form",
+        ),
         (("rollout.dtype=bfloat16",), "rollout.dtype is bfloat16"),
-        (("rollout.name=hf",), "rollout.name is hf"),
+        (("rollout.quantization=fp8",), "rollout.quantization is fp8"),
+        (("model.compile=true",), "model.compile is True"),
+        (("model.use_fused_kernels=false",), "model.use_fused_kernels is False"),
+        (("rollout.name=hf",), "the engine is plain generate (rollout.name)"),
     ],
 )
 def test_auto_names_what_is_not_exact(
@@ -82,6 +93,8 @@ def test_auto_names_what_is_not_exact(
     job = [*small_job(tmp_path), *VLLM]
     assert choose(*job).exact
     assert message in inexact_reason(*job, *overrides)
+    with pytest.raises(ConfigError, match=f"rollout.exact is on, but .*{re.escape(message)}"):
+        choose(*job, *overrides, "rollout.exact=on")
     assert inexact_reason(*job, "rollout.exact=off") == "rollout.exact is off"
 
 
@@ -99,6 +112,8 @@ def test_on_a_gpu_it_is_on_only_where_it_is_set(tmp_path: Path) -> None:
     assert "not compared bit for bit on a GPU" in inexact_reason(*job, machine=gpu)
     with pytest.warns(UserWarning, match="on GPUs nobody has compared engine and trainer"):
         assert choose(*job, "rollout.exact=on", machine=gpu).exact
+    with pytest.raises(ConfigError, match="vLLM's own sampler records what top_p and top_k kept"):
+        choose(*job, "rollout.exact=on", "rollout.top_k=5", machine=gpu)
 
 
 @pytest.mark.parametrize(
@@ -116,9 +131,15 @@ def test_a_model_without_exact_operators(tmp_path: Path, kind: str, message: str
 
 
 # Of ranks that vLLM's slots have and have not; the scale of 1.5 is no power of two.
-ADAPTERS = {
-    "all": ("model.lora_rank=4", "model.lora_alpha=6"),
-    "some": ("model.lora_rank=8", "model.lora_alpha=12", "model.target_modules=[v_proj,o_proj]"),
+ADAPTERS: dict[str, tuple[str, ...]] = {
+    "all": ("model.lora_rank=4", "model.lora_alpha=6", "reshard.lora=adapters"),
+    "some": (
+        "model.lora_rank=8",
+        "model.lora_alpha=12",
+        "model.target_modules=[v_proj,o_proj]",
+        "reshard.lora=adapters",
+    ),
+    "merged": ("model.lora_rank=4", "model.lora_alpha=6", "actor.use_kl_loss=true"),
 }
 
 
@@ -139,6 +160,9 @@ DRAFTS = (
         *((1, "float32", ""), (1, "bfloat16", "some"), (2, "bfloat16", "all")),
         *(pytest.param(2, dtype, "", marks=LONG) for dtype in ("float32", "bfloat16")),
         pytest.param(2, "float32", "all", marks=LONG),
+        pytest.param(4, "float32", "", marks=LONG),
+        (2, "bfloat16", "merged"),
+        pytest.param(1, "float32", "merged", marks=LONG),
     ],
 )
 def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
@@ -146,7 +170,7 @@ def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
 ) -> None:
     """Two steps with shared prompts, recomputed layers, and old log-probs of their own.
 
-    Adapters of all layers are sampled with n-gram drafts.
+    Adapters of all layers are sampled with n-gram drafts, adapters of some with top-p.
     """
     job = [
         *small_job(tmp_path),
@@ -154,17 +178,19 @@ def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
         f"rollout.tensor_model_parallel_size={tp_size}",
         f"rollout.dtype={dtype}",
         f"actor.fsdp_config.dtype={dtype}",
-        "trainer.n_gpus_per_node=2",
+        f"trainer.n_gpus_per_node={max(2, tp_size)}",
         "trainer.total_training_steps=2",
         "data.max_response_length=16",
         "actor.ppo_max_token_len_per_gpu=128",
         "model.enable_gradient_checkpointing=true",
     ]
     if adapters:
-        job += [*ADAPTERS[adapters], "reshard.lora=adapters", "actor.optim.lr=0.01"]
+        job += [*ADAPTERS[adapters], "actor.optim.lr=0.01"]
+    if truncates := adapters == "some":
+        job += ["rollout.top_p=0.7"]
     if adapters == "all":
         job += DRAFTS
-    for replayed, holds in run_ranks(train, 2, tmp_path, job, timeout_s=500):
+    for replayed, holds in run_ranks(train, max(2, tp_size), tmp_path, job, timeout_s=500):
         assert holds and all(holds)
         assert replayed > 0 if tp_size == 1 else replayed == 0
     rows = [row for row in lines_of(tmp_path / "run" / "metrics.jsonl") if "actor/grad_norm" in row]
@@ -173,6 +199,7 @@ def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
         assert row["training/rollout_probs_diff_max"] == 0.0
         assert row["rollout_corr/rollout_is_max"] == row["training/rollout_ratio_mean"] == 1.0
         assert row["actor/grad_norm"] > 0
+        assert not truncates or 1 <= row["num_kept/min"] < row["num_kept/max"]
         if adapters == "all":
             assert 0 < row["rollout/draft_acceptance_rate"] <= 1
             assert 1 < row["rollout/accepted_length"] <= 4

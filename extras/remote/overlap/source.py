@@ -24,10 +24,12 @@ from hybridengine.remote.messages import wait_until
 from hybridengine.remote.overlap.metrics import Utilisation, staleness_metrics
 from hybridengine.remote.overlap.queue import Finished, TrainerQueue, WorkItem
 from hybridengine.remote.roles import SYNC_SHARE, RoleLink
+from hybridengine.remote.sync.records import EngineInfo, SyncStore
 from hybridengine.remote.sync.sender import WeightSender
 from hybridengine.run.config import RLConfig
 from hybridengine.run.messages import all_gather_values, broadcast_value
 from hybridengine.run.session import Session
+from hybridengine.sync.layout import EngineLayout
 from hybridengine.sync.resharder import SyncReport
 from hybridengine.sync.trainers import DeltaMode
 from hybridengine.train.build import RunData
@@ -56,6 +58,7 @@ class OverlappedRollouts(RolloutSource):
         self._session, self._link = session, link
         self._train, self._val = data.train, data.val
         self._loader, self._sampling = data.loader, sampling_of(config)
+        self.tp_size = link.roles.tp_size
         self._steps = config.trainer.steps(len(data.loader))
         self._version = 0  # of the newest weights that all engines have
         self._num_items = self._num_drawn = self._num_taken = 0  # items; batches
@@ -63,7 +66,17 @@ class OverlappedRollouts(RolloutSource):
         self._utilisation = Utilisation()
 
     def sliced_dims(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        return {}
+        """Return {} unless log-probs are exact: then it waits for an engine that may slice."""
+        slices = self.tp_size > 1 or self._config.rollout.servers
+        if not (self._choices.exact and slices):
+            return {}
+        store = SyncStore(self._link.store.substore("weights"))
+        with self._session.phase("connect_roles"):
+            ready = partial(store.get, "engine/0", EngineInfo)
+            info = wait_until(ready, self._link.timeout_s, "engine 0, which slices parameters")
+        digests = info.layout_of_tp_rank
+        self.tp_size = len(digests)
+        return dict(store.read(f"layout/{digests[0]}", EngineLayout).sliced_dims(shapes))
 
     def connect(self, actor: Actor, reward_model: Scorer | None) -> None:
         self._reward_model = reward_model
@@ -273,7 +286,7 @@ class OverlappedRollouts(RolloutSource):
 
     def summary(self, last: SyncReport) -> dict[str, Any]:
         return {
-            "tp_size": self._link.roles.tp_size,
+            "tp_size": self.tp_size,
             "reshard_bytes_sent_by_last_sync_per_rank": all_gather_values(last.bytes_sent, int),
             **self._utilisation.summary(),
         }

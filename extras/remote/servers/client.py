@@ -174,7 +174,6 @@ class VllmServer:
         found = {
             f"--additional-config '{{\"{EXACT}\": true}}'": info["additional_config"].get(EXACT),
             f"--dtype {dtype}": dtype in str(info["model_config"]["dtype"]),
-            "--tensor-parallel-size 1": info["parallel_config"]["tensor_parallel_size"] == 1,
         }
         if missing := [option for option, value in found.items() if not value]:
             raise RolloutError(

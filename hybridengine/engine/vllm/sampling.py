@@ -34,6 +34,7 @@ from torch.nn.functional import pad
 from hybridengine.engine.response import token_ranks
 from hybridengine.kernels import sample_tokens, token_log_probs
 from hybridengine.kernels.sampling import likely_log_probs
+from hybridengine.kernels.sparse_linear import kept_log_probs
 from hybridengine.run import plugins
 
 if TYPE_CHECKING:
@@ -51,8 +52,7 @@ class FusedSampler:
     sampled and the most likely tokens, and logits processors that apply to random sampling only,
     but for min-p.
 
-    exact: log-probs are those of `token_log_probs`, as the trained model computes them, where
-        nothing is cut from the vocabulary.
+    exact: log-probs are those of `kept_log_probs`, as the trained model computes them.
     ranks: whether the ranks of tokens among all are counted, or 0.
 
     Attributes:
@@ -128,9 +128,9 @@ class FusedSampler:
             top_k=0 if metadata.top_k is None else metadata.top_k,
             top_p=1.0 if metadata.top_p is None else metadata.top_p,
             min_p=min_p,
-            return_kept_ids=self.records,
+            return_kept_ids=self.records or self._exact,
         )
-        if sampled.kept_ids is not None:
+        if self.records and sampled.kept_ids is not None:
             ends = pad(sampled.num_kept.cumsum(0), (1, 0))
             self.masks = SamplingMaskLists(sampled.kept_ids.cpu().numpy(), ends.cpu().numpy())
         tokens = sampled.tokens.int().unsqueeze(1)
@@ -140,8 +140,7 @@ class FusedSampler:
         ranks = token_ranks(logits, drawn) if self._ranks else torch.zeros_like(drawn)
         values = sampled.log_probs
         if self._exact and metadata.all_random:
-            uncut, _ = token_log_probs(logits, sampled.tokens, metadata.temperature)
-            values = torch.where(sampled.num_kept == 0, uncut, values)
+            values = kept_log_probs(logits, sampled, metadata.temperature)
         ids, values = tokens, values.unsqueeze(1)
         if count := metadata.max_num_logprobs:
             ids, values = likely_log_probs(logits, sampled, values, metadata.temperature, count)

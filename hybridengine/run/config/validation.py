@@ -40,7 +40,7 @@ def find_faults(config: JobConfig) -> Iterator[str]:
         for group in ("actor", "critic"):
             yield from _warmup(f"{group}.optim", getattr(config, group).optim)
         for check in (
-            *(_ranks, _lengths, _sampling, _exact, _multi_turn),
+            *(_ranks, _lengths, _sampling, _multi_turn),
             *(_rewards, _bypass, _centering, _distillation),
         ):
             yield from check(config)
@@ -316,8 +316,6 @@ def _sampling(config: RLConfig) -> Iterator[str]:
 # What rollout.exact needs: only operators that both sides have.
 _NEEDED_BY_EXACT: dict[str, object] = {
     "rollout.quantization": None,
-    "rollout.top_p": 1.0,
-    "rollout.top_k": -1,
     "model.compile": False,
     "model.use_fused_kernels": True,
     "actor.ulysses_sequence_parallel_size": 1,
@@ -329,34 +327,21 @@ def exactness_obstacle(config: RLConfig) -> str | None:
     return next(_inexact_settings(config), None)
 
 
-def _exact(config: RLConfig) -> Iterator[str]:
-    if config.rollout.exact == "on":
-        for obstacle in _inexact_settings(config):
-            yield (
-                f"rollout.exact is on, but {obstacle}; change that setting, or set "
-                "rollout.exact=auto to train without exact log-probs"
-            )
-
-
 def _inexact_settings(config: RLConfig) -> Iterator[str]:
     for name, needed in _NEEDED_BY_EXACT.items():
         if (value := attrgetter(name)(config)) != needed:
             yield f"{name} is {value}, and that has no exact form"
+    if config.rollout.truncates and not config.replays_sampling:
+        yield "sampling is truncated and not replayed (algorithm.sampling_replay)"
+    if config.rollout.truncates and config.algorithm.score_centering.enabled:
+        yield "sampling is truncated and algorithm.score_centering enabled, which takes a dense head"
     rank, targets = config.model.lora_rank, config.model.target_modules
-    if rank and config.reshard.lora == "merged":
-        yield (
-            f"model.lora_rank is {rank} and reshard.lora merged, and merged weights are rounded "
-            "elsewhere; set reshard.lora=adapters"
-        )
+    if rank and config.model.target_parameters:
+        yield "model.target_parameters is given, and adapters of experts have no exact form"
+    if rank and config.reshard.lora == "merged" and config.sharding.wrap_policy.min_num_params:
+        yield "wrap_policy.min_num_params is given, and weights merge in the FSDP group of a layer"
     if rank and "lm_head" in ([targets] if isinstance(targets, str) else targets):
         yield "model.target_modules names lm_head, and the head has no exact form with adapters"
-    if config.rollout.name == "hf":
-        yield "rollout.name is hf, and exact operators replace those of vLLM"
-    if config.overlaps and config.rollout.tensor_model_parallel_size > 1:
-        yield (
-            f"{TP_SIZE} is {config.rollout.tensor_model_parallel_size} and trainer.mode "
-            f"{config.trainer.mode}, and the trainer has to know which sums engine ranks add"
-        )
     engine, trainer = config.rollout.dtype, config.actor.fsdp_config.dtype
     if engine not in ("auto", trainer) or trainer == "float16":
         yield (

@@ -231,17 +231,12 @@ def test_settings_are_checked_before_the_first_request(stand_ins: list[StandIn])
     whole["multimodal_config"]["language_model_only"] = True
     first.routes["/server_info"] = {"vllm_config": {**SETTINGS, "model_config": whole}}
     VllmServer(first.url, 0, 60.0).check_settings(32, is_inner=True)
-    settings = {
-        "additional_config": {},
-        "model_config": {"dtype": "torch.bfloat16"},
-        "parallel_config": {"tensor_parallel_size": 2},
-    }
+    settings = {"additional_config": {}, "model_config": {"dtype": "torch.bfloat16"}}
     first.routes["/server_info"] = {"vllm_config": settings}
-    message = r"--additional-config .*: true}' and --dtype float32 and --tensor-parallel-size 1;"
+    message = r"--additional-config .*: true}' and --dtype float32;"
     with pytest.raises(RolloutError, match=message):
         VllmServer(first.url, 0, 60.0).check_exact("float32")
     settings = {**settings, "additional_config": {"hybridengine_exact": True}}
-    settings |= {"parallel_config": {"tensor_parallel_size": 1}}
     first.routes["/server_info"] = {"vllm_config": settings}
     VllmServer(first.url, 0, 60.0).check_exact("bfloat16")
     first.routes["/server_info"] = {"vllm_config": SETTINGS}

@@ -74,7 +74,7 @@ def slow_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: str, tp_size: int, slow_file: Path) -> Iterator[VllmServer]:
-    with serving(model, tp_size, slow_file.parent, exact=tp_size == 1) as server:
+    with serving(model, tp_size, slow_file.parent, exact=True) as server:
         yield server
 
 
@@ -173,7 +173,7 @@ def test_a_run_generates_on_a_server(
         "rollout.servers": f"[{server.url}]",
         "rollout.max_num_seqs": "8",
         "rollout.dtype": "auto",
-        "rollout.exact": "on" if tp_size == 1 else "auto",
+        "rollout.exact": "on",
         "trainer.total_training_steps": "2",
     }
     in_flight = {
@@ -194,9 +194,9 @@ def test_a_run_generates_on_a_server(
     named = [{tuple(r[key] for key in keys) for r in run.rollouts[f"step_{k}"]} for k in (1, 2)]
     [(first, of_first)], [(second, of_second)] = named
     assert (first, second) == (0, 1) and of_first != of_second
-    # On policy: the server's log-probs are the trainer's, whose weights are float32, too.
+    # On policy: the server's log-probs are the trainer's.
     diffs = [r["training/rollout_probs_diff_max"] for r in run.rows if "actor/pg_loss" in r]
-    assert len(diffs) == 2 and max(diffs) <= (0 if tp_size == 1 else 1e-5)
+    assert diffs == [0.0, 0.0]
 
 
 def check_versions(run: Result) -> None:

@@ -101,7 +101,6 @@ def test_null_falls_back_to_other_keys():
 SPLIT = "trainer.mode=one_step_off rollout.n_gpus_per_node=2"
 IN_FLIGHT = "trainer.mode=async rollout.in_flight_update=keep_kv"
 SERVERS = "rollout.servers=[http://a:1,https://b:2/vllm]"
-EXACT = "rollout.exact=true actor.fsdp_config.dtype=float32"
 # Settings that are accepted → settings that are refused with them, with words of the message.
 REFUSALS = {
     "": [
@@ -213,14 +212,6 @@ REFUSALS = {
         ("rollout.top_k=5", "do not return what sampling kept; set it to off"),
         ("model.lora_rank=4 reshard.lora=adapters", "take merged weights"),
     ],
-    EXACT: [
-        (setting, rf"rollout\.exact is on, but {re.escape(setting.partition('=')[0])} is ")
-        for setting in (
-            *("rollout.quantization=fp8", "rollout.top_p=0.9", "rollout.top_k=5"),
-            *("model.lora_rank=4", "model.compile=true", "model.use_fused_kernels=false"),
-            *("rollout.name=hf", "rollout.dtype=bfloat16"),
-        )
-    ],
 }
 
 
@@ -244,9 +235,7 @@ def test_what_refusals_leave():
         load(*base.split())
     for setting, _ in REFUSALS["algorithm.distill.teacher_path=teacher"]:
         load(setting)
-    for setting, _ in REFUSALS[EXACT]:
-        assert load(*EXACT.split(), setting, "rollout.exact=auto").rollout.exact == "auto"
-    assert load(*EXACT.split()).rollout.exact == "on"
+    assert load("rollout.exact=true").rollout.exact == "on"
 
 
 def test_ranks_that_generate_alone():
