@@ -5,8 +5,9 @@ engine generates for prompts of 1 to 300 tokens of which many share a prefix, wi
 too small (so that sequences are preempted), prompts in chunks, and hits of the prefix cache. The
 model computes the same tokens packed, with shared prefixes once. `exact` is `rollout.exact`; a row
 counts the tokens and those whose float32 log-probs differ in any bit. `+LoRA`: with adapters of
-rank LORA_RANK on all linear layers, which the sync sends as they are. HYBRIDS have linear
-attention, which vLLM computes on a CPU in bfloat16 alone unless it is exact.
+rank LORA_RANK on all linear layers, which the sync sends as they are; `+merged`: which it merges.
+`top_p`, `top_k`: log-probs over the entries that sampling kept. HYBRIDS have linear attention, which
+vLLM computes on a CPU in bfloat16 alone unless it is exact.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from __future__ import annotations
 import random
 import tempfile
 import time
+from collections.abc import Mapping
 from functools import partial
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +34,7 @@ from tests.tiny_models import VOCAB, save_tiny
 
 KINDS = ("llama", "qwen2", "qwen3", "gemma", "mistral")
 HYBRIDS = (("qwen3_5_text", 1), ("qwen3_5_moe_text", 1), ("qwen3_5_moe_text", 2))
+TRUNCATIONS: tuple[dict[str, Any], ...] = ({"top_p": 0.8}, {"top_k": 20})
 MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "granitemoe", "glm4_moe")
 TOKENS = {1: 170_000, 2: 30_000}  # of a kind by TP size, a tenth of it for the default
 QUICK_TOKENS = 400
@@ -64,6 +68,20 @@ def run(bench: Bench) -> None:
             path, wanted = save_tiny(kind, folder), QUICK_TOKENS if bench.quick else LORA_TOKENS
             shape = f"{kind}+LoRA TP {tp_size}"
             add_row(bench, shape, path, VOCAB, tp_size, exact, wanted, LORA_RANK)
+    run_kept_and_merged(bench)
+
+
+def run_kept_and_merged(bench: Bench) -> None:
+    wanted = QUICK_TOKENS if bench.quick else LORA_TOKENS
+    for truncation, exact in product(TRUNCATIONS, (True, False)):
+        with tempfile.TemporaryDirectory() as folder:
+            [(name, value)] = truncation.items()
+            path, shape = save_tiny("qwen2", folder), f"qwen2 {name}={value} TP 1"
+            add_row(bench, shape, path, VOCAB, 1, exact, wanted, sampling=truncation)
+    for tp_size, exact in product((1, 2), (True, False)):
+        with tempfile.TemporaryDirectory() as folder:
+            path, shape = save_tiny("qwen2", folder), f"qwen2+merged TP {tp_size}"
+            add_row(bench, shape, path, VOCAB, tp_size, exact, wanted, LORA_RANK, merges=True)
 
 
 def add_row(
@@ -75,9 +93,15 @@ def add_row(
     exact: bool,
     wanted: int,
     lora_rank: int = 0,
+    merges: bool = False,
+    sampling: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Compare about `wanted` tokens of the model at `path`."""
-    results = run_ranks(_rank, 2, path, vocab, tp_size, exact, wanted, lora_rank, timeout_s=1500)
+    """Compare about `wanted` tokens of the model at `path`.
+
+    merges: adapters into the engine's weights. sampling: what truncates, of a `SamplingSpec`.
+    """
+    given = path, vocab, tp_size, exact, wanted, lora_rank, merges, dict(sampling)
+    results = run_ranks(_rank, 2, *given, timeout_s=1500)
     tokens, differing = (sum(r[i] for r in results) // (tp_size if i < 2 else 1) for i in (0, 1))
     largest, seconds = (max(r[i] for r in results) for i in (2, 3))
     bench.add(
@@ -103,11 +127,14 @@ def _rank(
     exact: bool,
     wanted: int,
     lora_rank: int,
+    merges: bool,
+    sampling: dict[str, Any],
 ) -> tuple[int, int, float, float]:
     """Return tokens, how many differ, the largest difference, and seconds, of this rank."""
 
     from hybridengine.engine.interface import SamplingSpec
     from hybridengine.model import (
+        KeptIds,
         adapter_shards,
         apply_lora,
         frozen_parameters,
@@ -126,7 +153,7 @@ def _rank(
         tensor_model_parallel_size=tp_size,
         max_model_len=512,
         stop_token_ids=[vocab - 1],
-        adapter_rank=lora_rank,
+        adapter_rank=0 if merges else lora_rank,
         kv_cache_gib=(6 if is_tiny else 64) / 1024 / tp_size,
         exact=exact,
         max_num_batched_tokens=96,
@@ -139,7 +166,7 @@ def _rank(
         if lora_rank:
             apply_lora(unsharded, lora_rank, 1.5 * lora_rank)
         if exact:
-            use_exact_operators(unsharded, splits)
+            use_exact_operators(unsharded, splits, torch.float32 if merges else None)
 
     model = load_sharded(
         path,
@@ -154,7 +181,7 @@ def _rank(
     adapters = partial(adapter_shards, model)
     frozen = partial(frozen_parameters, model)
     shards = partial(parameter_shards, model)
-    Resharder(shards, engine, adapters=adapters, merge=False, frozen=frozen).sync(0)
+    Resharder(shards, engine, adapters=adapters, merge=merges, frozen=frozen).sync(0)
     draw = random.Random(rank // tp_size)
     tokens = lambda n: [draw.randrange(3, vocab) for _ in range(n)]  # noqa: E731
     count = differing = number = 0
@@ -165,7 +192,8 @@ def _rank(
             shared[: draw.randrange(181)] + tokens(draw.randrange(1, 120))
             for _ in range(ROUND_PROMPTS)
         ]
-        spec = SamplingSpec(n=RESPONSES, temperature=0.9, max_tokens=MAX_TOKENS)
+        options = {"n": RESPONSES, "temperature": 0.9, "max_tokens": MAX_TOKENS}
+        spec = SamplingSpec(**options, **sampling, record_kept=bool(sampling))
         groups = engine.generate(prompts, spec, seed=number)
         pairs: list[tuple[Any, Any]] = [
             (prompt, list(response.token_ids))
@@ -173,7 +201,13 @@ def _rank(
             for response in group
         ]
         theirs = torch.tensor([x for group in groups for r in group for x in r.log_probs])
-        batch = pack_rollouts(pairs, shared_prefix=number % 2 == 0)
+        kept = [r.columns for group in groups for r in group] if sampling else []
+        columns = {
+            name: torch.tensor([x for r in kept for x in r[name]], dtype=torch.int32)
+            for name in ("kept_ids", "num_kept")
+        }
+        parts = {"kept": KeptIds.from_counts(*columns.values())} if sampling else {}
+        batch = pack_rollouts(pairs, shared_prefix=number % 2 == 0, parts=parts)
         with torch.no_grad():
             ours, _ = packed_log_probs(model, batch, spec.temperature)
         count, number = count + len(ours), number + 1

@@ -170,7 +170,7 @@ def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
 ) -> None:
     """Two steps with shared prompts, recomputed layers, and old log-probs of their own.
 
-    Adapters of all layers are sampled with n-gram drafts, adapters of some with top-p.
+    Adapters of all layers are sampled with n-gram drafts, those of some and merged ones with top-p.
     """
     job = [
         *small_job(tmp_path),
@@ -186,7 +186,7 @@ def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
     ]
     if adapters:
         job += [*ADAPTERS[adapters], "actor.optim.lr=0.01"]
-    if truncates := adapters == "some":
+    if truncates := adapters in ("some", "merged"):
         job += ["rollout.top_p=0.7"]
     if adapters == "all":
         job += DRAFTS
