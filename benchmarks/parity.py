@@ -6,8 +6,8 @@ too small (so that sequences are preempted), prompts in chunks, and hits of the 
 model computes the same tokens packed, with shared prefixes once. `exact` is `rollout.exact`; a row
 counts the tokens and those whose float32 log-probs differ in any bit. `+LoRA`: with adapters of
 rank LORA_RANK on all linear layers, which the sync sends as they are; `+merged`: which it merges.
-`top_p`, `top_k`: log-probs over the entries that sampling kept. HYBRIDS have linear attention, which
-vLLM computes on a CPU in bfloat16 alone unless it is exact.
+`top_p`, `top_k`: log-probs over the entries that sampling kept. HYBRIDS have linear attention,
+which vLLM computes on a CPU in bfloat16 alone unless it is exact.
 """
 
 from __future__ import annotations

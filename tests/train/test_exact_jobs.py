@@ -67,7 +67,8 @@ def inexact_reason(*job: str, machine: Machine | None = None) -> str:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("rollout.top_p=0.9", "algorithm.sampling_replay=off"), "truncated and not replayed"),
+        (("rollout.top_p=0.9", "algorithm.sampling_replay=off"), "needs algorithm.sampling_replay"),
+        (("rollout.top_p=0.9", "algorithm.score_centering.enabled=true"), "uncentered scores"),
         (
             ("model.lora_rank=2", "actor.fsdp_config.wrap_policy.min_num_params=9"),
             "wrap_policy.min_num_params is given",

@@ -331,10 +331,9 @@ def _inexact_settings(config: RLConfig) -> Iterator[str]:
     for name, needed in _NEEDED_BY_EXACT.items():
         if (value := attrgetter(name)(config)) != needed:
             yield f"{name} is {value}, and that has no exact form"
-    if config.rollout.truncates and not config.replays_sampling:
-        yield "sampling is truncated and not replayed (algorithm.sampling_replay)"
-    if config.rollout.truncates and config.algorithm.score_centering.enabled:
-        yield "sampling is truncated and algorithm.score_centering enabled, which takes a dense head"
+    replays = config.replays_sampling and not config.algorithm.score_centering.enabled
+    if config.rollout.truncates and not replays:
+        yield "sampling is truncated, and that needs algorithm.sampling_replay, uncentered scores"
     rank, targets = config.model.lora_rank, config.model.target_modules
     if rank and config.model.target_parameters:
         yield "model.target_parameters is given, and adapters of experts have no exact form"
