@@ -32,7 +32,6 @@ def main() -> int:
         help="of reshard: to engines in other processes of the same devices",
     )
     parser.add_argument("--impl", help="regular expression of the baselines to run")
-    parser.add_argument("--dtype", help="compare this dtype only, such as bfloat16")
     parser.add_argument(
         "--op-limit-s",
         type=float,
@@ -46,7 +45,7 @@ def main() -> int:
     if arguments.isa:
         limit_isa(arguments.isa)
     bench = Bench(arguments.device, arguments.quick, arguments.transport)
-    bench.impl, bench.dtype = arguments.impl, arguments.dtype
+    bench.impl = arguments.impl
     if not arguments.quick:
         bench.op_limit_s = arguments.op_limit_s
     print(f"# {bench.device_name}, {bench.isa}  {versions()}")

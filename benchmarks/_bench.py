@@ -66,12 +66,10 @@ class Bench:
 
     transport: "ipc" for the reshard to engines in other processes of the same devices.
     impl: regular expression of the baselines that are timed; None: all.
-    dtype: name of the dtype that is compared; None: all.
     op_limit_s: seconds of a benchmark. op_end: when this one's are over, by time.monotonic().
     """
 
     impl: str | None = None
-    dtype: str | None = None
     op_limit_s = op_end = float("inf")
 
     def __init__(self, device: str, quick: bool = False, transport: str | None = None):
@@ -157,8 +155,6 @@ class Bench:
         """
         if time.monotonic() > self.op_end:
             raise OutOfTime
-        if self.dtype not in (None, short(dtype)):
-            return
         implementations = {n: c for n, c in implementations.items() if self.is_wanted(n)}
         # Compile again: above dynamo's limit of recompilations `compile` would run eagerly.
         torch._dynamo.reset()

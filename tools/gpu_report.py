@@ -82,10 +82,7 @@ MORE_PARTS = {
     "probe": ("-m", "tools.gpu_probe"),
     "vllm_start": ("-m", "benchmarks", "vllm_start"),
     "micro_batch": ("-m", "benchmarks", "micro_batch"),
-    "rows": (
-        *("-m", "benchmarks", *ROWS, "--op-limit-s", "20"),
-        *("--dtype", "bfloat16", "--impl", ROW_IMPLS),
-    ),
+    "rows": ("-m", "benchmarks", *ROWS, "--op-limit-s", "20", "--impl", ROW_IMPLS),
 }
 ALL_PARTS = PARTS | MORE_PARTS
 WITH_VLLM = {"kernels", "vllm", "vllm_start", "rows", "step"}

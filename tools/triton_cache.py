@@ -3,13 +3,14 @@
     python tools/triton_cache.py FOLDER [--capability 90] [--limit-s S] [TEST ...]
 
 Triton compiles a kernel when it is first launched, which takes most of the time of GPU tests. Here
-the same GPU tests, and the operators of tools/gpu_probe.py, run on CPU tensors that say that they
-are on a GPU. A launch compiles, with Triton's own `warmup`, and runs nothing: results are
-arbitrary, so asserts are off and tests may fail, but what they launch before has the types,
-alignments, constants and options of a GPU. FOLDER is then a TRITON_CACHE_DIR for the same version
-of Triton; a process that finds it elsewhere calls `relocate` first, since Triton writes absolute
-paths into it. FOLDER/cache.json has the versions, Triton's key, and how many launches found their
-form in the cache (`found`) and compiled it (`compiled`).
+the same GPU tests, the operators of tools/gpu_probe.py, and ours of the part `rows`
+(tools/triton_parts.py) run on CPU tensors that say that they are on a GPU. A launch compiles, with
+Triton's own `warmup`, and runs nothing: results are arbitrary, so asserts are off and tests may
+fail, but what they launch before has the types, alignments, constants and options of a GPU. FOLDER
+is then a TRITON_CACHE_DIR for the same version of Triton; a process that finds it elsewhere calls
+`relocate` first, since Triton writes absolute paths into it. FOLDER/cache.json has the versions,
+Triton's key, and how many launches found their form in the cache (`found`) and compiled it
+(`compiled`).
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 FOLDERS = ("tests/kernels", "tests/model")
 SUMMARY = "cache.json"
 LIMIT_S = 120  # of a test
@@ -74,6 +77,7 @@ def use_driver(capability: int) -> Any:
             self.launcher_cls = nvidia.CudaLauncher
             self.get_current_device = lambda: 0
             self.get_current_stream = lambda device: 0
+            self.utils = SimpleNamespace(launch=lambda *_: None)  # of Triton 3.9
 
         def get_current_target(self) -> GPUTarget:
             return GPUTarget("cuda", capability, 32)
@@ -122,6 +126,23 @@ def pretend_gpu(capability: int) -> Any:
         for name, value in {"device": torch.device(GPU), "is_cuda": True, "is_cpu": False}.items()
         for getter in [getattr(torch.Tensor, name).__get__]
     }
+
+    def flash_forward(query: Any, *_: Any, **__: Any) -> Any:
+        lse = torch.zeros(query.shape[-2], query.shape[0], dtype=torch.float32)
+        return torch.zeros_like(query), lse
+
+    def flash_backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> Any:
+        return tuple(map(torch.zeros_like, (query, key, value)))
+
+    def product(*_: Any, out: Any) -> Any:
+        return out
+
+    on_gpu_only = {
+        torch.ops.aten._flash_attention_forward: flash_forward,
+        torch.ops.aten._flash_attention_backward: flash_backward,
+        torch.ops.aten.mm.dtype_out: product,
+        torch.ops.aten.addmm.dtype_out: product,
+    }
     uninitialized = {torch.empty, torch.empty_like, torch.Tensor.new_empty, torch.empty_strided}
 
     def on_cpu(value: Any) -> Any:
@@ -136,21 +157,19 @@ def pretend_gpu(capability: int) -> Any:
                 return answers[function]
             if function is torch.Tensor.cuda:
                 return args[0]
+            function = on_gpu_only.get(function, function)
             args = tuple(map(on_cpu, args))
             kwargs = {name: on_cpu(value) for name, value in (kwargs or {}).items()}
             kwargs.pop("pin_memory", None)
             result = function(*args, **kwargs)
             return result.zero_() if function in uninitialized else result
 
-    def nothing(*_: Any, **__: Any) -> None:
-        return None
-
     class Generator(torch.Generator):
         def __new__(cls, device: Any = None) -> Generator:
             return super().__new__(cls)
 
     torch.Generator = Generator  # type: ignore[misc]
-    torch.testing.assert_close = nothing
+    torch.testing.assert_close = lambda *_, **__: None
     properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=60 << 20, total_memory=0)
     for name, value in {
         "is_available": lambda: True,
@@ -161,27 +180,39 @@ def pretend_gpu(capability: int) -> Any:
         "get_device_name": lambda *_: GPU,
         "current_stream": lambda *_: SimpleNamespace(stream_id=0, cuda_stream=0),
         "is_current_stream_capturing": lambda: False,
-        **dict.fromkeys(("synchronize", "set_device", "empty_cache", "manual_seed"), nothing),
+        **{
+            name: lambda *_, **__: None
+            for name in ("synchronize", "set_device", "empty_cache", "manual_seed")
+        },
     }.items():
         setattr(torch.cuda, name, value)
-    return Pretend()
+    pretend = Pretend()
+    run_backward = torch.autograd._engine_run_backward
+
+    def run_backward_pretending(*args: Any, **kwargs: Any) -> Any:
+        with pretend:  # torch calls it without the modes
+            return run_backward(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_backward_pretending
+    return pretend
 
 
 class Plugin:
     """A plugin of pytest: GPU tests compile what they launch, until the time is over."""
 
     def __init__(self, capability: int, end: float) -> None:
+        from tools import gpu_probe, triton_parts  # torch._dynamo, before torch.cuda is replaced
+
         self._end = end
+        self._calls = (triton_parts.calls, gpu_probe.operators)
         self._mode = pretend_gpu(capability)
 
     def probe(self) -> None:
-        """Compile what tools/gpu_probe.py launches, too."""
+        """Compile what `rows` and the probe launch."""
         import torch
 
-        from tools import gpu_probe
-
         with self._mode:
-            for _ in gpu_probe.operators(torch.device(GPU), once=False):
+            for _ in chain(*(calls(torch.device(GPU)) for calls in self._calls)):
                 if time.monotonic() > self._end:
                     break
 

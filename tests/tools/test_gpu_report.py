@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks._bench import OURS, Bench, quantiles
 from tools import gpu_profile, gpu_report, gpu_sanitize, gpu_tests
 from tools.package_links import write_entry_points
 
@@ -94,6 +95,26 @@ def test_every_part_has_a_command_that_is_there():
             if name.startswith("--"):
                 break
             assert (root / "benchmarks" / f"{name}.py").is_file(), name
+
+
+@pytest.mark.slow
+def test_every_operator_of_rows_has_one(monkeypatch):
+    from benchmarks import __main__ as command
+
+    counts, run = {}, command.run
+
+    def counted(bench, name):
+        before = len(bench.rows)
+        passed = run(bench, name)
+        counts[name] = sum(row["impl"] == OURS for row in bench.rows[before:])
+        return passed
+
+    monkeypatch.setattr(command, "run", counted)
+    monkeypatch.setattr(Bench, "_measure", lambda *_: quantiles([1.0]) | {"peak_mib": 0.0})
+    _, _, *arguments = gpu_report.MORE_PARTS["rows"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments, "--device", "cpu", "--quick"])
+    assert command.main() == 0
+    assert list(counts) == list(gpu_report.ROWS) and all(counts.values()), counts
 
 
 STALLED = """
