@@ -77,7 +77,6 @@ def use_driver(capability: int) -> Any:
             self.launcher_cls = nvidia.CudaLauncher
             self.get_current_device = lambda: 0
             self.get_current_stream = lambda device: 0
-            self.utils = SimpleNamespace(launch=lambda *_: None)  # of Triton 3.9
 
         def get_current_target(self) -> GPUTarget:
             return GPUTarget("cuda", capability, 32)
@@ -108,7 +107,8 @@ def compile_launches(forms: _Forms, capability: int) -> None:
         try:
             options = options | COMPILE_OPTIONS
             kernel = self._kernel.warmup(*arguments, grid=grid, **options)
-            nvidia.CudaLauncher(kernel.src, kernel.metadata)
+            if hasattr(nvidia, "make_launcher"):  # later versions of Triton compile none
+                nvidia.CudaLauncher(kernel.src, kernel.metadata)
         except Exception as error:
             forms.errors.setdefault(self._kernel.__name__, str(error)[-2000:])
             raise

@@ -117,6 +117,17 @@ def test_every_operator_of_rows_has_one(monkeypatch):
     assert list(counts) == list(gpu_report.ROWS) and all(counts.values()), counts
 
 
+@pytest.mark.slow
+def test_kernels_of_both_passes_are_compiled_without_a_gpu(tmp_path):
+    pytest.importorskip("triton")
+    file = "tests/kernels/test_linear_attention_triton.py"
+    test = f"{file}::test_convolution_on_the_gpu[(3, False, True, None, torch.float32)]"
+    command = [sys.executable, "tools/triton_cache.py", str(tmp_path), test]
+    subprocess.run(command, cwd=gpu_report.ROOT, check=True, timeout=500)
+    compiled = {file.stem for file in tmp_path.glob("*/*.cubin")}
+    assert {"forward_kernel", "first_grads_kernel", "backward_kernel"} <= compiled
+
+
 STALLED = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], process_group=0)
