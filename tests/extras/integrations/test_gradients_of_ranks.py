@@ -86,7 +86,7 @@ def operator(
 
 
 LOSSES = {f.__name__: f for f in (liger_grpo, liger_cross_entropy, verl_head, operator)}
-WRAPPERS = ("ddp", "fsdp2")
+WRAPPERS = ("ddp", "fsdp2", "unreduced")
 
 
 def plain_model() -> Any:
@@ -95,16 +95,20 @@ def plain_model() -> Any:
 
 
 def wrapped(module: Any, layers: Any, wrapper: str) -> torch.nn.Module:
-    """Wrap as trainers do; "" is one rank."""
+    """Wrap as trainers do; "" is one rank, "unreduced" DDP whose module `called` calls itself."""
     from torch.distributed.fsdp import fully_shard
 
-    if wrapper == "ddp":
+    if wrapper in ("ddp", "unreduced"):
         return DistributedDataParallel(module)
     if wrapper == "fsdp2":
         for layer in layers:
             fully_shard(layer)
         return fully_shard(module)  # the head is in the root group, as TRL and verl wrap it
     return module
+
+
+def called(model: Any, wrapper: str) -> Any:
+    return model.module if wrapper == "unreduced" else model
 
 
 def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -123,7 +127,7 @@ def of_heads(rank: int, world_size: int, wrapper: str) -> dict[str, dict[str, Te
     for name, loss in LOSSES.items():
         whole = WithLoss(plain_model(), loss)
         model = wrapped(whole, whole.model.layers, wrapper)
-        model(ids, **part).backward()
+        called(model, wrapper)(ids, **part).backward()
         results[name] = gradients(model)
     return results
 
@@ -140,7 +144,8 @@ def of_models(rank: int, world_size: int, wrapper: str) -> dict[str, dict[str, T
             trl.add_fused_lm_head(plain, 0.8)
             options = {"fused_lm_head": True}
         model = wrapped(plain, plain.model.layers, wrapper)
-        model(input_ids=part["ids"], labels=part["labels"], **options).loss.backward()
+        output = called(model, wrapper)(input_ids=part["ids"], labels=part["labels"], **options)
+        output.loss.backward()
         results[name] = gradients(model)
     return results
 
@@ -166,7 +171,7 @@ def of_trl(rank: int, world_size: int, wrapper: str, path: str) -> dict[str, dic
         trainer.current_gradient_accumulation_steps = 1
         trainer.model.train()
         model = wrapped(trainer.model, trainer.model.model.layers, wrapper)
-        trainer.compute_loss(model, inputs).backward()
+        trainer.compute_loss(called(model, wrapper), inputs).backward()
     return {"trl_loss": gradients(model)}
 
 
@@ -178,6 +183,15 @@ def assert_same(found: dict[str, dict[str, Tensor]], whole: dict[str, dict[str, 
             assert e.any(), (loss, name)
             close = {"rtol": 1e-4, "atol": 2e-6, "msg": f"{loss}: {name}"}
             torch.testing.assert_close(found[loss][name], e, **close)
+
+
+def assert_none_is_same(
+    found: dict[str, dict[str, Tensor]], whole: dict[str, dict[str, Tensor]]
+) -> None:
+    """What DDP has not reduced is found out, for every loss."""
+    for loss in whole:
+        with pytest.raises(AssertionError, match=f"^{loss}: "):
+            assert_same({loss: found[loss]}, {loss: whole[loss]})
 
 
 def of_losses(rank: int, world_size: int, *wrappers: str) -> list[dict[str, dict[str, Tensor]]]:
@@ -195,9 +209,10 @@ def of_trainers(
 
 def test_ranks_have_the_gradients_of_all_data():
     (whole,) = of_losses(0, 1, "")
-    for rank in run_ranks(of_losses, 2, *WRAPPERS):
-        for found in rank:
+    for *reduced, unreduced in run_ranks(of_losses, 2, *WRAPPERS):
+        for found in reduced:
             assert_same(found, whole)
+        assert_none_is_same(unreduced, whole)
 
 
 @pytest.mark.slow
@@ -205,6 +220,7 @@ def test_trls_trainer_has_the_gradients_of_all_data(tmp_path):
     pytest.importorskip("trl")
     path = save_tiny("llama", tmp_path / "model")
     (whole,) = of_trainers(0, 1, path, "")
-    for rank in run_ranks(of_trainers, 2, path, *WRAPPERS):
-        for found in rank:
+    for *reduced, unreduced in run_ranks(of_trainers, 2, path, *WRAPPERS):
+        for found in reduced:
             assert_same(found, whole)
+        assert_none_is_same(unreduced, whole)

@@ -3,12 +3,14 @@
 import functools
 import importlib
 import inspect
+import re
 import sys
 from types import ModuleType
 
 import pytest
 import torch
 
+from hybridengine.conformance.libraries.services import empty_services
 from hybridengine.integrations import _patching
 from hybridengine.integrations._compare import calling
 from hybridengine.integrations._patching import PatchError, Patches, Replacement
@@ -231,6 +233,82 @@ def test_the_installed_release_has_what_ours_replaces(name):
     patches.check(*patches.groups)
     targets = {r.target.removeprefix(f"{patches.package}.") for r in patches.replacements}
     assert patches.probes.keys() | patches.known.keys() <= targets
+
+
+def _changed(value):
+    """Another value: floats are scaled and moved, and lists of lists lose an entry."""
+    if isinstance(value, torch.Tensor):
+        return value * 1.25 + 0.25 if value.is_floating_point() else value
+    if isinstance(value, float):
+        return value * 1.25 + 0.25
+    if isinstance(value, dict):
+        return {key: _changed(entry) for key, entry in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_changed(entry) for entry in value)
+    return value[:-1] if isinstance(value, list) and isinstance(value[0], list) else value
+
+
+def _computing_another(function):
+    """Return the function, class or method with other results under the same signature."""
+    if isinstance(function, type):
+        apply = staticmethod(_computing_another(function.apply))
+        return type(function.__name__, (function,), {"apply": apply})
+    if isinstance(function, classmethod | staticmethod):
+        return type(function)(_computing_another(function.__func__))
+
+    @functools.wraps(function)
+    def other(*args, **kwargs):
+        return _changed(function(*_changed(args), **_changed(kwargs)))
+
+    return other
+
+
+def _using_another(function):
+    """Return a function of the same signature whose code uses a name that theirs does not."""
+
+    def other(*args, **kwargs):
+        return new_name_of_theirs(*args, **kwargs)  # noqa: F821
+
+    other.__signature__ = inspect.signature(function)
+    return other
+
+
+@pytest.mark.parametrize("name", [*INSTALLED, "verl"])
+def test_every_function_that_means_something_else_is_refused_by_name(name, monkeypatch):
+    """A release whose function computes something else, or uses another name, for each of ours."""
+    services = ("ray", "tensordict", "codetiming", "hydra", "pylatexenc", "orjson")
+    with empty_services(services):
+        pytest.importorskip(INSTALLED.get(name, name))
+        patches = importlib.import_module(f"hybridengine.integrations.{name}").patch.__self__
+        changes = dict.fromkeys(patches.known, _using_another)
+        for target, change in (changes | dict.fromkeys(patches.probes, _computing_another)).items():
+            full = f"{patches.package}.{target}"
+            (ours,) = (r for r in patches.replacements if r.target == full)
+            *path, last = full.split(".")
+            owner = _resolved(path)
+            only = Patches(
+                patches.package,
+                {"all": {target: ours.function}},
+                probes={target: patches.probes[target]} if target in patches.probes else {},
+                known={target: patches.known[target]} if target in patches.known else {},
+            )
+            only.check("all")
+            found = "for a small input, found it (gives|returns)"
+            if target in patches.known:
+                found = "new_name_of_theirs"
+            with monkeypatch.context() as changed:
+                changed.setattr(owner, last, change(vars(owner)[last]))
+                with pytest.raises(PatchError, match=f"{re.escape(full)} of .*{found}"):
+                    only.check("all")
+
+
+def _resolved(path):
+    owner = importlib.import_module(path[0])
+    for number, part in enumerate(path[1:], 2):
+        if not hasattr(owner, part):
+            importlib.import_module(".".join(path[:number]))
+        owner = getattr(owner, part)
+    return owner
 
 
 def test_registries_are_rebound_and_put_back(host):
