@@ -78,6 +78,7 @@ class WorkloadConfig:
     critic: StrictBool = False  # a value model of the policy's size, trained
     reward_model: StrictBool = False  # a reward model of the policy's size
     fused_head: StrictBool = True  # log-probs without logits (model.use_fused_kernels)
+    optimizer: Literal["adamw", "muon"] = "adamw"  # of the policy
     dtype: Precision = "bfloat16"  # compute type of the trainer
     engine_dtype: Precision = "bfloat16"  # weights and KV cache of the engine
 

@@ -30,6 +30,7 @@ class ModelShape(LayerShape):
     pair_flops: FLOPs of a token for each key that it attends to.
     decode_pair_flops: the same for a cached key.
     head_flops: FLOPs of the head for a token.
+    matrices: shapes of the layers' weights, [M, N] or [E, M, N], which Muon updates.
     kv_elements: elements that a token has in the KV cache.
     kv_heads: the most ranks over which the KV cache can be divided.
     heads: number of attention heads.
@@ -47,6 +48,7 @@ class ModelShape(LayerShape):
     pair_flops: float
     decode_pair_flops: float
     head_flops: float
+    matrices: tuple[tuple[int, ...], ...]
 
     @property
     def layer_parameters(self) -> int:
@@ -114,6 +116,11 @@ class ModelShape(LayerShape):
             pair_flops=pair_flops,
             decode_pair_flops=decode_pair_flops,
             head_flops=2.0 * text.hidden_size * text.vocab_size,
+            matrices=tuple(
+                tuple(shape)
+                for name, shape in shapes.items()
+                if ".layers." in name and len(shape) in (2, 3) and min(shape[-2:]) > 1
+            ),
         )
 
     def allows_tp(self, size: int) -> bool:

@@ -18,6 +18,7 @@ from hybridengine.lab.simulate.model import ModelShape, Workload
 from hybridengine.lab.simulate.search import Result, describe, search
 from hybridengine.lab.simulate.step import SimulatedStep
 from hybridengine.lab.simulate.sync import SyncPlanner
+from hybridengine.lab.simulate.training import moment_bytes, muon_exchange
 from hybridengine.model.parameters import checkpoint_layout_from_config
 from hybridengine.run.errors import ConfigNote, ModelError, reason_of
 
@@ -113,6 +114,8 @@ def print_simulation(simulation: Simulation, console: Console) -> None:
         f"the fused head avoids logits of {best.memory.avoided_logits / _GIB:.2f} GiB"
     )
     console.print(_sync_line(best))
+    if work.config.optimizer == "muon":
+        console.print(_muon_line(simulation))
     console.print("[bold]Why this layout")
     for reason in result.reasons:
         console.print(f"  {reason}", soft_wrap=True, markup=False, highlight=False)
@@ -162,6 +165,16 @@ def _sync_line(step: SimulatedStep) -> str:
         f"Weight sync ({how}): {sync.seconds * 1e3:.0f} ms; the busiest rank receives "
         f"{sync.received / _GIB:.2f} GiB (lower bound {sync.lower_bound / _GIB:.2f}) and sends "
         f"{sync.sent / _GIB:.2f}"
+    )
+
+
+def _muon_line(simulation: Simulation) -> str:
+    model, layout = simulation.model, simulation.result.best.layout
+    flops, received = muon_exchange(model, layout.fsdp_size, layout.actor_ranks)
+    moments = moment_bytes(model, simulation.work) / layout.fsdp_size
+    return (
+        f"Muon: {moments / _GIB:.2f} GiB of moments on a rank; for an update it computes "
+        f"{flops / 1e12:.1f} TFLOP and receives {received / 2**20:.0f} MiB"
     )
 
 

@@ -8,6 +8,7 @@ All layers are taken as equal.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from hybridengine.lab.simulate.model import Layout, ModelShape, Workload
 
 _BACKWARD_LAUNCH = 1.4  # of the forward's: 79 kernels at 4 µs to 38 at 6 µs (docs/notes.md)
 _ADAMW_BYTES = 32  # read and write master, gradient and moments, read the gradient for its norm
+_MUON_STEPS, _MUON_ITEMSIZE = 5, 2  # of Newton-Schulz, in bfloat16
 
 
 @dataclass(frozen=True)
@@ -56,14 +58,24 @@ class TrainingModel:
         backward = self._backward()
         passes = self.work.optimizer_steps * self.num_micro_batches
         seconds = passes * (forward.seconds + backward.seconds)
-        steps = self.work.optimizer_steps * self.optimizer_step()
+        steps = self.work.optimizer_steps * self.optimizer_step(is_policy=head)
         return seconds + steps, passes * (forward.exposed + backward.exposed)
 
-    def optimizer_step(self) -> float:
-        """Return the time of AdamW on the rank's shard, with the transfers of offloaded moments."""
-        shard = self.model.num_parameters / self.fsdp_size
-        moments = 2 * self.cluster.to_host(MOMENTS * shard) if self.layout.offload else 0.0
-        return self.cluster.stream(_ADAMW_BYTES * shard) + moments
+    def optimizer_step(self, *, is_policy: bool = True) -> float:
+        """Return the time of AdamW on the rank's shard, with the transfers of offloaded moments.
+
+        Muon also computes, and exchanges momentum and updates; both at the same time.
+        """
+        cluster, shard = self.cluster, self.model.num_parameters / self.fsdp_size
+        moments, muon = MOMENTS * shard, 0.0
+        if is_policy and self.work.config.optimizer == "muon":
+            moments = moment_bytes(self.model, self.work) / self.fsdp_size
+            flops, received = muon_exchange(self.model, self.fsdp_size, self.ranks)
+            exchanged = cluster.all_to_all(received, self.ranks)
+            muon = max(cluster.products(flops), exchanged)
+        touched = (_ADAMW_BYTES - 2 * MOMENTS) * shard + 2 * moments
+        offloaded = 2 * cluster.to_host(moments) if self.layout.offload else 0.0
+        return cluster.stream(touched) + muon + offloaded
 
     def offload(self) -> float:
         """Return the time to move the master weights to host memory and back, once a step."""
@@ -179,6 +191,27 @@ SYNC_BUCKETS = 2 * (64 << 20)  # send and receive, two of each in flight
 MASTER, GRADIENT, MOMENTS = 4, 4, 8  # bytes of a trained weight, float32
 
 
+def moment_bytes(model: ModelShape, work: Workload) -> float:
+    """Return the bytes of the optimizer's moments: Muon has one of a matrix, AdamW two."""
+    matrices = sum(map(math.prod, model.matrices)) if work.config.optimizer == "muon" else 0
+    return MOMENTS * model.num_parameters - MOMENTS / 2 * matrices
+
+
+def muon_exchange(model: ModelShape, shards: int, ranks: int) -> tuple[float, float]:
+    """Return a rank's FLOPs of Newton-Schulz, and the bytes that it receives, in an update.
+
+    shards: ranks that hold one copy of the weights; each holds its experts in full.
+    Of another matrix all slices but one come to its owner, and the result to all other holders.
+    """
+    flops = elements = 0
+    for shape in model.matrices:
+        count, (short, long) = math.prod(shape[:-2]), sorted(shape[-2:])
+        flops += count * short * short * (3 * long + short)
+        elements += math.prod(shape) if len(shape) == 2 else 0
+    slices = (shards - 1) / shards + (ranks - 1) / shards
+    return _MUON_STEPS * flops / ranks, _MUON_ITEMSIZE * slices * elements / ranks
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes on a rank in each moment of a step.
@@ -208,7 +241,7 @@ def memory_of(model: ModelShape, work: Workload, layout: Layout, cluster: Cluste
     critic = 1.0 if work.config.critic and not layout.critic_ranks else 0.0
     shard = model.num_parameters / layout.fsdp_size
     trained = {"weights": MASTER * shard, "gradients": GRADIENT * shard}
-    moments = MOMENTS * shard
+    moments = moment_bytes(model, work) / layout.fsdp_size
     train = trained | held | _training_buffers(model, work, layout, cluster, layout.actor_ranks)
     optimizer = trained | {"moments": moments} | held
     if not layout.offload:

@@ -6,13 +6,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from transformers import DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
 
 from hybridengine.lab.simulate.cluster import Cluster
 from hybridengine.lab.simulate.config import ClusterConfig, EfficiencyConfig, WorkloadConfig
 from hybridengine.lab.simulate.generation import EngineModel, generate, prompt_per_response
 from hybridengine.lab.simulate.model import Layout, ModelShape, Workload, truncated_exponential
-from hybridengine.lab.simulate.training import TrainingModel, memory_of
+from hybridengine.lab.simulate.training import (
+    TrainingModel,
+    memory_of,
+    moment_bytes,
+    muon_exchange,
+)
 from hybridengine.model.parameters import checkpoint_layout_from_config
 
 IDEAL = EfficiencyConfig(
@@ -267,3 +273,42 @@ def test_memory_by_kind(llama) -> None:
     logits = replace(work.config, fused_head=False)
     assert memory_of(llama, Workload(logits), COLOCATED, cluster).avoided_logits == 0
     assert memory.avoided_logits > 0
+
+
+def test_muon_is_what_its_plan_does() -> None:
+    """Qwen3-30B-A3B's matrices on 4 ranks: 4 layers, each with an expert for a rank."""
+    from hybridengine.muon.exchange import OrthogonalExchange
+    from hybridengine.sync.shards import ShardSpec
+
+    sizes = dict(hidden_size=2048, vocab_size=1000, num_hidden_layers=4, intermediate_size=6144)
+    heads = dict(num_attention_heads=32, num_key_value_heads=4, head_dim=128)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=768)
+    model, ranks = shape_of(Qwen3MoeConfig(**sizes, **heads, **experts)), 4
+    holders = tuple((rank,) for rank in range(ranks))
+    specs = {
+        str(i): ShardSpec.along(shape, torch.float32, 0, holders)
+        for i, shape in enumerate(model.matrices)
+    }
+    plans = [
+        OrthogonalExchange(specs, rank, ranks, torch.device("cpu"), torch.bfloat16)
+        for rank in range(ranks)
+    ]
+    flops, received = muon_exchange(model, ranks, ranks)
+    assert sum(plan.bytes_received for plan in plans) == ranks * received
+    owned = sum(matrix.flops for matrices in plans[0].owned for matrix in matrices)
+    assert 5 * owned == ranks * flops
+    adamw, muon = (Workload(WorkloadConfig(optimizer=kind)) for kind in ("adamw", "muon"))
+    elements = sum(np.prod(shape) for shape in model.matrices)
+    assert moment_bytes(model, adamw) == 8 * model.num_parameters
+    assert moment_bytes(model, muon) == 8 * model.num_parameters - 4 * elements
+    cluster, layout = Cluster.of(CLUSTER), replace(COLOCATED, trainer_ranks=4, fsdp_size=4)
+    times = [
+        TrainingModel(model, w, layout, cluster, ranks).optimizer_step() for w in (adamw, muon)
+    ]
+    assert times[1] - times[0] == pytest.approx(
+        max(flops / 1e12, cluster.all_to_all(received, ranks)) - 8 * elements / ranks / 1e9
+    )
+    both = TrainingModel(model, muon, layout, cluster, ranks)
+    assert both.optimizer_step(is_policy=False) == times[0], "the critic has AdamW"
+    memory = [memory_of(model, w, layout, cluster).moments["optimizer"] for w in (adamw, muon)]
+    assert memory[0]["moments"] - memory[1]["moments"] == 4 * elements / ranks

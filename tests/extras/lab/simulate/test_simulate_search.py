@@ -163,11 +163,11 @@ def test_a_split_sync_sends_every_byte_once() -> None:
 def test_the_command(config, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     fixed = ["layout.mode=sync", "layout.tp_size=2", "layout.sequence_parallel=1"]
-    job = [f"model.path={tmp_path}", "workload.critic=true", *fixed]
+    job = [f"model.path={tmp_path}", "workload.critic=true", "workload.optimizer=muon", *fixed]
     arguments = ["simulate", *job, "--no-plan-sync"]
     shown = CliRunner().invoke(cli.app, arguments)
     assert shown.exit_code == 0, shown.output
-    for word in ("generate", "update_actor", "KV cache", "Why this layout", "runner-up", "GiB"):
+    for word in ("generate", "update_actor", "KV cache", "Why this layout", "runner-up", "Muon: "):
         assert word in shown.output
     picture = tmp_path / "step.png"
     read = CliRunner().invoke(cli.app, [*arguments, "--json", "--png", str(picture)])
