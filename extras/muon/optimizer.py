@@ -94,8 +94,9 @@ class Muon(AdamW):
                 torch._foreach_div_(grads, self.grad_scale)
             buffers = [self._buffer(name) for name in gradients]
             if self.found_inf is not None:  # from a momentum to itself: no bit changes
+                is_skipped = self.found_inf > 0
                 for grad, buffer in zip(grads, buffers, strict=True):
-                    torch.where(self.found_inf > 0, buffer, grad, out=grad)
+                    torch.where(is_skipped, buffer, grad, out=grad)
             torch._foreach_lerp_(buffers, grads, 1 - momentum)
             if self._options.nesterov:
                 torch._foreach_lerp_(grads, buffers, momentum)
