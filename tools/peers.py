@@ -19,36 +19,71 @@ import re
 import subprocess
 import sys
 import tempfile
-import zipfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "dropins.md"
 MARKERS = "<!-- peers -->\n", "<!-- /peers -->\n"
-# adapter → name in the registry; the others import DeepSpeed, CUDA or Ray's services
-PEERS = {
-    "liger": "liger-kernel",
-    "transformers": "transformers",
-    "trl": "trl",
-    "verl": "verl",
+
+
+class Peer(NamedTuple):
+    """A package.
+
+    distribution: its name in the registry; "": no release that ours stands for is there.
+    published: the newest release that is known to exist.
+    imports: distributions that it imports and .venv lacks.
+    absent: packages that it imports and that a function under test does not use; they are empty.
+    """
+
+    distribution: str
+    published: str = ""
+    imports: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+
+
+PEERS = {  # adapter → package
+    "liger": Peer("liger-kernel"),
+    "nemo_rl": Peer("", "0.8"),
+    "openrlhf": Peer(
+        "openrlhf",
+        imports=("ray", "msgpack"),
+        absent=("deepspeed", "flash_attn", "pylatexenc", "torchdata"),
+    ),
+    "skyrl": Peer("", "0.5"),
+    "transformers": Peer("transformers"),
+    "trl": Peer("trl", "1.19.0"),
+    "verl": Peer(
+        "verl",
+        absent=("ray", "tensordict", "codetiming", "hydra", "pylatexenc", "orjson", "megatron"),
+    ),
 }
 TIMEOUT_S = 600
 
 _CHECK = """
 import importlib, json, sys, warnings
 warnings.simplefilter("ignore")
+from hybridengine.conformance.libraries import services
+from hybridengine.integrations._patching import _owner
 from hybridengine.run.errors import UserError
 patches = importlib.import_module("hybridengine.integrations." + sys.argv[1]).patch.__self__
 found = {}
-for replacement in patches.replacements:
-    patches.replacements = (replacement,)
-    group = found.setdefault(replacement.group, [])
-    try:
-        patches.check(replacement.group)
-    except UserError as error:
-        group.append(str(error))
-    except ImportError as error:
-        group.append("not tried: " + str(error))
+with services.empty_services(sys.argv[2:]):
+    for replacement in patches.replacements:
+        patches.replacements = (replacement,)
+        group = found.setdefault(replacement.group, [])
+        try:
+            patches.check(replacement.group)
+            owner, name = _owner(replacement.target)
+        except UserError as error:
+            owner, name = _owner(replacement.target)
+            group.append(str(error))
+        except ImportError as error:
+            group.append("not tried: " + str(error))
+            continue
+        if getattr(getattr(owner, name, None), "__module__", "") == services.__name__:
+            group[:] = ["not tried: it belongs to a package that is not installed"]
 print("\\n" + json.dumps(found))
 """
 
@@ -66,13 +101,13 @@ def main() -> int:
     before, lines, after = parts(options.page.read_text())
     rows, refused = {line.split(" ", 2)[1]: line for line in lines}, list[str]()
     for name in options.names or PEERS:
-        found = {}
-        for release in newest(PEERS[name], options.newest):
+        found, peer = {}, PEERS[name]
+        for release in newest(peer.distribution, options.newest) if peer.distribution else ():
             with tempfile.TemporaryDirectory() as folder:
-                found[release] = check(name, download(PEERS[name], release, Path(folder)))
-        refused += [
-            text for texts in next(iter(found.values())).values() for text in refusals(texts)
-        ]
+                wanted = f"{peer.distribution}=={release}", *peer.imports
+                found[release] = check(name, download(wanted, Path(folder)))
+        first = next(iter(found.values()), {})
+        refused += [text for texts in first.values() for text in refusals(texts)]
         if name in sources:
             found["sources"] = check(name, Path(sources[name]).resolve())
         rows[name] = row(name, found)
@@ -91,14 +126,11 @@ def newest(distribution: str, count: int) -> list[str]:
     return [r for r in line.split(", ") if re.fullmatch(r"[\d.]+", r)][:count]
 
 
-def download(distribution: str, release: str, folder: Path) -> Path:
-    """Unpack the wheel of a release into `folder`; return that."""
-    pip = (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:")
-    wanted = f"{distribution}=={release}"
-    subprocess.run([*pip, "-d", str(folder), wanted], check=True, timeout=TIMEOUT_S)
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder)
+def download(wanted: Iterable[str], folder: Path) -> Path:
+    """Install wheels into `folder`, without what they depend on; return that."""
+    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile")
+    options = ("--only-binary", ":all:", "--target", str(folder))
+    subprocess.run([*pip, *options, *wanted], check=True, timeout=TIMEOUT_S)
     return folder
 
 
@@ -106,7 +138,7 @@ def check(name: str, folder: Path) -> dict[str, list[str]]:
     """Return, by group of an adapter, why functions of the release in `folder` are refused."""
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
     result = subprocess.run(
-        [sys.executable, "-c", _CHECK, name],
+        [sys.executable, "-c", _CHECK, name, *PEERS[name].absent],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
@@ -126,10 +158,13 @@ def refusals(group: list[str]) -> list[str]:
 def row(name: str, found: dict[str, dict[str, list[str]]]) -> str:
     """Return a package's line of the table, given by release and group why functions do not fit."""
     fit = [release for release, groups in found.items() if not any(groups.values())]
+    published = PEERS[name].published
     others = []
     for release, groups in found.items():
         reasons = [f"`{group}` ({_names(texts)})" for group, texts in groups.items() if texts]
         others += [f"{release} without {', '.join(reasons)}"] if reasons else []
+    if published not in ("", *found):
+        others += [f"{published} is not available to try"]
     return f"| {name} | {', '.join(fit) or '-'} | {'; '.join(others) or '-'} |"
 
 
