@@ -3,12 +3,14 @@
     python tools/gpu_build.py --json FILE [--arch 90a]
 
 Takes the extension of the pack (HYBRIDENGINE_PACK, a folder of `make gpu-pack`) where it was built
-for this Python and GPU, else compiles with cmake, ninja and nvcc, and imports it.
+from these sources for this Python and GPU, else compiles with cmake, ninja and nvcc, and imports
+it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -42,8 +44,14 @@ def own_architecture() -> str:
 
 
 def described(architecture: str) -> dict[str, str]:
-    """What an extension has to be built for, to work here."""
-    return {"extension": EXTENSION, "architecture": architecture}
+    """What an extension has to be built for and from, to be that of these sources."""
+    return {"extension": EXTENSION, "architecture": architecture, "sources": hash_of_sources()}
+
+
+def hash_of_sources() -> str:
+    """Hash what the extension is compiled from."""
+    files = [ROOT / "CMakeLists.txt", *sorted((ROOT / "csrc").rglob("*.*"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def compile_extension(architecture: str) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks._bench import OURS, Bench, quantiles
-from tools import gpu_profile, gpu_report, gpu_sanitize, gpu_tests
+from tools import gpu_build, gpu_profile, gpu_report, gpu_sanitize, gpu_tests
 from tools.package_links import write_entry_points
 
 # A part of two rows: resumes, and stalls or fails after its first row where `first` says so.
@@ -195,6 +195,27 @@ def test_a_part_that_is_not_one_is_refused_by_name(part):
     with pytest.raises(argparse.ArgumentTypeError, match="expected PART"):
         gpu_report.Part.of(part)
     assert gpu_report.Part.of("tests=165+") == ("tests", 165.0, True)
+
+
+def test_the_extension_of_a_pack_is_taken_for_its_own_sources_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_build, "ROOT", tmp_path)
+    compiled = []
+    monkeypatch.setattr(gpu_build, "compile_extension", compiled.append)
+    monkeypatch.setattr(gpu_build, "IMPORT", "")
+    source, pack = tmp_path / "csrc" / "pack" / "pack_cpu.cpp", tmp_path / "pack"
+    for folder in (source.parent, tmp_path / "hybridengine", pack):
+        folder.mkdir(parents=True)
+    source.write_text("one")
+    (tmp_path / "CMakeLists.txt").touch()
+    (pack / gpu_build.EXTENSION).write_text("built")
+    (pack / "pack.json").write_text(json.dumps(gpu_build.described("90a")))
+    monkeypatch.setenv("HYBRIDENGINE_PACK", str(pack))
+    monkeypatch.setattr(sys, "argv", ["", "--device", "cpu", "--json", str(tmp_path / "rows.json")])
+    gpu_build.main()
+    assert not compiled and (tmp_path / "hybridengine" / gpu_build.EXTENSION).read_text() == "built"
+    source.write_text("two")
+    gpu_build.main()
+    assert compiled == ["90a"]
 
 
 CALL = """
