@@ -165,7 +165,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _in_shape(rows: Tensor, like: Tensor) -> Tensor:
-    """Return rows in the shape of `like`, of as many dimensions only if they are the same."""
+    """Return rows [R, H] in the shape of `like`; heads, of three dimensions, are as they are."""
     return rows if rows.dim() == like.dim() else rows.view(like.shape)
 
 

@@ -70,6 +70,7 @@ def value_loss(
     if backend == "reference":
         weighting = (loss_agg_mode, cu_seqlens, counts, loss_scale_factor)
         loss, *means = _reference(tokens, clip, *weighting)
+        means = [mean.detach().to(loss.dtype) for mean in means]
     else:
         settings = LossSettings("value", loss_agg_mode, "k1", False, 0.0, 0.0, loss_scale_factor)
         names = {"values": "log_probs", "old_values": "old_log_probs", "returns": "advantages"}
@@ -78,8 +79,7 @@ def value_loss(
         inputs = LossInputs(renamed, cu_seqlens, None, settings, options, backend)
         loss, sums = run_kernel(op, inputs, counts)
         means = [sums[3], sums[6]]  # pg_clipfrac and ratio_mean of the kernels
-    metrics = {"vf_loss": loss, "vf_clipfrac": means[0], "vpred_mean": means[1]}
-    return loss, {name: value.detach().to(loss.dtype) for name, value in metrics.items()}
+    return loss, {"vf_loss": loss.detach(), "vf_clipfrac": means[0], "vpred_mean": means[1]}
 
 
 def _reference(

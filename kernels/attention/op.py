@@ -135,8 +135,8 @@ def prepare(
         tensors: query, key, value and sinks of one of the layers.
         options: softmax_scale, window_size, softcap, batch_invariant, flash and backend.
     """
-    names = ("query", "key", "value", "sinks")
-    given = check.signature(OP, **dict(zip(names, tensors, strict=True)))
+    query, key, value, sinks = tensors
+    given = check.signature(OP, query=query, key=key, value=value, sinks=sinks)
     check.not_none(OP, subtree_ends=subtree_ends)
 
     def checked(ends: Tensor, positions: Tensor | None) -> TreeAttention:
@@ -314,8 +314,8 @@ def _backward_op(
         options = reference.TreeOptions(*tree)
         grads, delta = run(grad_out, reference.Heads(*heads), out, lse, options)
     if in_rows:
-        rows = (query.shape[0], query.shape[2])
-        grads = [x if x.dim() == 4 else x.view(*rows, *x.shape[1:]) for x in grads]
+        if grads[0].dim() == 3:
+            grads = [x.unflatten(0, (query.shape[0], query.shape[2])) for x in grads]
         grads = [x.transpose(1, 2) for x in grads]
     return *grads, delta
 

@@ -148,15 +148,13 @@ def linear_cross_entropy(
     )
     shape, labels = labels.shape, labels.flatten()
     tensors = (hidden if hidden.dim() == 2 else hidden.flatten(0, -2), weight, bias)
-    divisor = torch.ones((), dtype=torch.float64, device=labels.device)
-    if reduction == "mean":
-        divisor = global_count(
-            op,
-            "num_items_in_batch",
-            num_items_in_batch,
-            labels.device,
-            (labels != ignore_index).sum,
-        )
+    divisor = global_count(
+        op,
+        "num_items_in_batch",
+        num_items_in_batch if reduction == "mean" else 1,
+        labels.device,
+        lambda: (labels != ignore_index).sum(),
+    )
     backend = choose_backend(op, hidden.device, backend, hidden.dtype)
     if backend == "reference" and not (group or deterministic or main_grad is not None):
         losses, z_losses = _reference(tensors, labels, options, smoothing, lse_square_scale)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .. import _check as check
 from .._per_token import compute_dtype
-from .op import check_logits, token_log_probs
+from .op import check_logits, checked_log_probs
+from .options import in_shape, row_options
 from .vocab_parallel import vocab_range
 
 
@@ -55,19 +56,15 @@ def cross_entropy(
     label_smoothing = check.number(op, "label_smoothing", label_smoothing, at_least=0, at_most=1)
     lse_square_scale = check.number(op, "lse_square_scale", lse_square_scale, at_least=0)
     labels = check_logits(op, logits, labels, name="labels")
-    log_probs, _ = token_log_probs(
-        logits,
-        labels,
-        logit_scale=logit_scale,
-        ignore_index=ignore_index,
-        group=group,
-        inplace_backward=inplace_backward,
-        backend=backend,
-    )
+    dtype, size = compute_dtype(logits), logits.shape[-1]
+    numbers = (1.0, logit_scale, None, ignore_index)
+    options = row_options(op, labels, size, *numbers, None, group, dtype)
+    log_probs, *_ = checked_log_probs(logits, labels, options, False, inplace_backward, backend)
+    log_probs = in_shape(log_probs, labels.shape)
     losses = -log_probs
     if not label_smoothing and not lse_square_scale:
         return losses, torch.zeros_like(losses)
-    dtype, ignored, size = compute_dtype(logits), labels == ignore_index, logits.shape[-1]
+    ignored = labels == ignore_index
     first: int | Tensor = 0
     vocab: int | Tensor = max(size, 1)
     if group is not None:

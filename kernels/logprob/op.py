@@ -121,14 +121,8 @@ def token_log_probs(
     token_ids = check_logits(op, logits, token_ids)
     options = row_options(op, token_ids, logits.shape[-1], *given, group, compute_dtype(logits))
     shape = token_ids.shape
-    flat = logits if logits.dim() == 2 else logits.reshape(token_ids.numel(), logits.shape[-1])
-    log_probs, entropy, row_max, log_sum, squares = _forward_op(
-        flat,
-        token_ids.flatten(),
-        *options,
-        return_stats,
-        inplace_backward,
-        backend_for(logits, backend),
+    log_probs, entropy, row_max, log_sum, squares = checked_log_probs(
+        logits, token_ids, options, return_stats, inplace_backward, backend
     )
     outputs = (in_shape(log_probs, shape), in_shape(entropy, shape))
     if not return_stats:
@@ -137,6 +131,26 @@ def token_log_probs(
     max_logit = (row_max * factor).view(shape)
     lse = max_logit / temperature + log_sum.view(shape)
     return *outputs, RowStats(lse, max_logit, squares.view(shape))
+
+
+def checked_log_probs(
+    logits: Tensor,
+    token_ids: Tensor,
+    options: RowOptions,
+    want_squares: bool,
+    inplace_backward: bool,
+    backend: str | None,
+) -> tuple[Tensor, ...]:
+    """Return the results of `rows_forward` for arguments that were checked, each [T].
+
+    Log-probs and entropy are differentiable.
+    """
+    flat = logits if logits.dim() == 2 else logits.reshape(token_ids.numel(), logits.shape[-1])
+    backend = backend_for(logits, backend)
+    results: tuple[Tensor, ...] = _forward_op(
+        flat, token_ids.flatten(), *options, want_squares, inplace_backward, backend
+    )
+    return results
 
 
 def token_entropy(

@@ -254,9 +254,7 @@ def _move_rows(
             move_reference(source, index, position_ids, leading, out_shape, fill, shift)
             for source, fill, shift in zip(sources, fills, shifts, strict=True)
         ]
-    return native().move_rows(
-        sources, index, position_ids, leading, list(out_shape), list(fills), list(shifts)
-    )
+    return native().move_rows(sources, index, position_ids, leading, out_shape, fills, shifts)
 
 
 @_move_rows.register_fake
@@ -275,14 +273,11 @@ def _setup_move(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
 
 def _backward_move(ctx: Any, grads: list[Tensor | None]) -> tuple:
     index, inverse = ctx.saved_tensors
-    with_grad = [i for i, grad in enumerate(grads) if grad is not None]
-    result: list[Tensor | None] = [None] * len(grads)
-    if with_grad:
-        given = [grads[i] for i in with_grad]
-        moved = move_rows(given, inverse, index, ctx.leading_out, ctx.shape, backend=ctx.backend)
-        for i, grad in zip(with_grad, moved, strict=True):
-            result[i] = grad
-    return (result,)
+    given = [grad for grad in grads if grad is not None]
+    if not given:
+        return ()
+    moved = iter(move_rows(given, inverse, index, ctx.leading_out, ctx.shape, backend=ctx.backend))
+    return ([None if grad is None else next(moved) for grad in grads],)
 
 
 _move_rows.register_autograd(_backward_move, setup_context=_setup_move)

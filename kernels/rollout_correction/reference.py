@@ -56,38 +56,37 @@ def correct(
         count = unmasked.sum().double()
     else:
         count = old.new_full((), num_tokens, dtype=torch.float64)
-    count = count.clamp(min=1)
-
-    def mean(values: Tensor) -> Tensor:
-        return zero_masked(values, unmasked).sum(dtype=torch.float64) / count
-
-    sequences = TokenSequences.of(cu_seqlens, unmasked)
+    by_sequences = rollout_is not in ("token", None) or any(x.startswith("seq") for x in bounds)
+    sequences = TokenSequences.of(cu_seqlens, unmasked) if by_sequences else None
     log_rho = log_ratio(old, rollout)
     safe = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     accepted = unmasked
     for criterion, (low, high) in bounds.items():
         divergence = _divergence(criterion, safe, unmasked, sequences)
         accepted = accepted & (divergence >= low) & (divergence <= high)
-    metrics = [mean(-log_rho), mean(safe.expm1() - safe), mean((2 * safe).expm1())]
-    metrics.append(mean((~accepted).to(dtype)))
+    averaged = [-log_rho, safe.expm1() - safe, (2 * safe).expm1(), (~accepted).to(dtype)]
     weights = old.new_zeros(0)
     if rollout_is is not None:
         exponent = safe
         if rollout_is != "token":
+            assert sequences is not None
             terms = log_rho.double().clamp(-MAX_TERM, MAX_TERM)
             reduce = sequences.sum if rollout_is == "sequence" else sequences.mean
             exponent = reduce(terms, unmasked).to(dtype)
         weights, outside = limits.weights(exponent)
         weights = zero_masked(weights, unmasked)
-        metrics += [mean(weights), mean(outside.to(dtype))]
+        averaged += [weights, outside.to(dtype)]
+    sums = zero_masked(torch.stack(averaged), unmasked).sum(1, dtype=torch.float64)
     largest = torch.cat([weights.new_zeros(1), weights]).max().double()
-    metrics += [torch.zeros_like(largest)] * (6 - len(metrics)) + [largest]
+    metrics = [sums / count.clamp(min=1), sums.new_zeros(6 - len(averaged)), largest[None]]
     # A custom operator returns no alias of its inputs.
-    return weights, accepted.clone() if accepted is mask else accepted, torch.stack(metrics)
+    return weights, accepted.clone() if accepted is mask else accepted, torch.cat(metrics)
 
 
-def _divergence(criterion: str, log_rho: Tensor, mask: Tensor, sequences: TokenSequences) -> Tensor:
-    """Return the divergence of every token, or of its sequence."""
+def _divergence(
+    criterion: str, log_rho: Tensor, mask: Tensor, sequences: TokenSequences | None
+) -> Tensor:
+    """Return the divergence of every token, or of its sequence, with `sequences`."""
     level, _, kind = criterion.rpartition("_")
     if kind == "k1":
         divergence = -log_rho
@@ -95,6 +94,8 @@ def _divergence(criterion: str, log_rho: Tensor, mask: Tensor, sequences: TokenS
         divergence = 0.5 * log_rho.square()
     else:
         divergence = log_rho.expm1() - log_rho
+    if sequences is None:
+        return divergence
     if level == "seq_mean":
         return sequences.mean(divergence, mask)
     if level == "seq_sum":
