@@ -89,8 +89,8 @@ class Report:
         bound = RolloutCorrectionConfig().is_bounds[1]
         if self.finding is not None and self.finding.point in (TOKENS, SAMPLING):
             return "none holds: the log-probs are of other tokens, or not of what is sampled"
-        if self.log_prob_difference == 0:
-            return "none is needed: every log-prob is equal bit for bit"
+        if self.finding is None and self.first_inexact is None:
+            return "none is needed: every operator is equal bit for bit"
         if self.largest_ratio <= bound:
             return f"weights by token hold: every ratio is below their bound of {bound:g}"
         return (
