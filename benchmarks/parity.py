@@ -35,7 +35,8 @@ from tests.tiny_models import VOCAB, save_tiny
 KINDS = ("llama", "qwen2", "qwen3", "gemma", "mistral")
 HYBRIDS = (("qwen3_5_text", 1), ("qwen3_5_moe_text", 1), ("qwen3_5_moe_text", 2))
 TRUNCATIONS: tuple[dict[str, Any], ...] = ({"top_p": 0.8}, {"top_k": 20})
-MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "granitemoe", "glm4_moe")
+MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "granitemoe", "glm4_moe", "gpt_oss")
+MIXTURES += ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 TOKENS = {1: 170_000, 2: 30_000}  # of a kind by TP size, a tenth of it for the default
 QUICK_TOKENS = 400
 LORA_RANK, LORA_TOKENS, HYBRID_TOKENS, MIXTURE_TOKENS = 8, 30_000, 30_000, 30_000

@@ -94,8 +94,8 @@ def save_tiny(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.data += 0.1 * torch.randn_like(parameter)
     model.to(dtype).save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)

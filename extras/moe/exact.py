@@ -13,6 +13,7 @@ kernels are not called. While a block runs, operators whose bits depend on the b
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
@@ -24,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from hybridengine.kernels import decode_linear, gated_activation
 from hybridengine.model.exact import known_activation
 from hybridengine.model.validation import meta_model
+from hybridengine.moe.exact_attention import engine_attention, of_rows, trained_attention
 from hybridengine.moe.experts import ExactExperts, HeldExperts, grouped_experts
 from hybridengine.moe.routers import SIGMOID, TOP_K, layer_index, router_blocks
 from hybridengine.run.errors import ModelError
@@ -31,6 +33,8 @@ from hybridengine.run.errors import ModelError
 __all__ = ["exact_forwards"]
 
 _Forwards = dict[Any, Callable[..., Any]]
+_TRANSFORMERS_GATE = "transformers.integrations.moe"
+_ELEMENTWISE = ("getitem", "chunk", "clamp", "mul", "rmul", "add", "radd", "sub", "rsub", "neg")
 
 
 def exact_forwards(model: nn.Module, splits: Mapping[str, int]) -> _Forwards:
@@ -48,7 +52,7 @@ def exact_forwards(model: nn.Module, splits: Mapping[str, int]) -> _Forwards:
     }
     if runners:
         return _engine_forwards(model, runners)
-    forwards: _Forwards = {}
+    forwards = trained_attention(model)
     for name, block, router in router_blocks(model):
         experts = f"{name}.experts"
         parts = [n for weight, n in splits.items() if f"{experts}." in weight]
@@ -67,20 +71,55 @@ def _block_forwards(name: str, block: Any, router: Any, given: ExactExperts) -> 
         fault = "selects or multiplies its experts without transformers' interface"
     elif not experts.has_gate:
         fault = "has experts without a gate"
-    elif experts.has_bias or experts.is_transposed:
-        fault = "has experts with biases or transposed weights"
     elif getattr(block, "jitter_noise", 0):
         fault = f"has router_jitter_noise {block.jitter_noise}"
     if fault is not None:
         raise ModelError(
             f"its {name} ({type(block).__name__}) {fault}, for which there is no exact operator"
         )
-    exact = given._replace(activation=known_activation(f"{name}.experts", experts.act_fn))
+    activation = None  # the experts' own gate
+    if type(experts)._apply_gate.__module__ == _TRANSFORMERS_GATE:
+        activation = known_activation(f"{name}.experts", experts.act_fn)
+    else:
+        _check_gate(f"{name}.experts", experts)
+    exact = given._replace(activation=activation)
 
     def run_experts(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return grouped_experts(self, x, top_k_index, top_k_weights, exact)
 
     return {block: _run_block, router: type(router).forward, experts: run_experts}
+
+
+def _check_gate(name: str, experts: Any) -> None:
+    """Raise ModelError if the gate of `experts` is more than operators of single elements."""
+    x = torch.zeros(1, 4)
+    with _GateOperators() as probe:
+        experts._apply_gate(x)
+    if probe.unknown:
+        raise ModelError(
+            f"its {name} ({type(experts).__name__}) has a gate that calls {probe.unknown[0]}, for "
+            "which there is no exact operator"
+        )
+
+
+class _GateOperators(TorchFunctionMode):
+    """Notes the operators whose bits for an element may depend on its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unknown: list[str] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = func.__name__.strip("_")
+        if func not in SIGMOID and name not in _ELEMENTWISE:
+            self.unknown.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 def _run_block(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,11 +160,15 @@ def _engine_forwards(model: Any, runners: Mapping[str, Any]) -> _Forwards:
         raise ModelError(
             "its experts are transformers' in vLLM, too, for which there is no exact operator"
         )
+    config = copy.deepcopy(model.config.get_text_config())
+    rope = getattr(config, "rope_parameters", None) or {}
+    if str(rope.get("rope_type")).startswith("deepseek_"):  # vLLM's name of it
+        rope["rope_type"] = "yarn"
+    whole = meta_model(config)
     trained = {
-        layer_index(name): (name, block, router)
-        for name, block, router in router_blocks(meta_model(model.config.get_text_config()))
+        layer_index(name): (name, block, router) for name, block, router in router_blocks(whole)
     }
-    forwards: _Forwards = {}
+    forwards = engine_attention(model, whole)
     for name, runner in runners.items():
         block = model.get_submodule(name)
         _check(name, runner)
@@ -183,7 +226,11 @@ def _read_weights(
     for weight, parameter in layer.plain_parameters.items():
         layer.register_parameter(weight, parameter)
     layer.pack = lambda _: None
-    trained.experts.gate_up_proj, trained.experts.down_proj = layer.w13_weight, layer.w2_weight
+    experts = trained.experts
+    experts.gate_up_proj, experts.down_proj = layer.w13_weight, layer.w2_weight
+    experts.is_transposed = False
+    if experts.has_bias:
+        experts.gate_up_proj_bias, experts.down_proj_bias = layer.w13_bias, layer.w2_bias
     held = {"e_score_correction_bias": getattr(runner.router, "e_score_correction_bias", None)}
     held |= dict(_router_of(block).named_parameters()) | dict(_router_of(block).named_buffers())
     for key, tensor in [*router.named_parameters(), *router.named_buffers()]:
@@ -208,9 +255,10 @@ def _read_weights(
 def _delegate(name: str, key: str, child: Any, own: Any) -> Callable[..., Any]:
     """Return a forward of a shared expert or its gate by vLLM's layers."""
     if own is not None and isinstance(child, nn.Linear):
-        return lambda self, x: own(x)[0]
+        return lambda self, x: of_rows(own, x)
     if own is not None and hasattr(own, "gate_up_proj") and hasattr(child, "gate_proj"):
-        return lambda self, x: own.down_proj(own.act_fn(own.gate_up_proj(x)[0]))[0]
+        run = lambda x: own.down_proj(own.act_fn(own.gate_up_proj(x)[0]))  # noqa: E731
+        return lambda self, x: of_rows(run, x)
     raise ModelError(
         f"its {name}.{key} ({type(child).__name__}) has no counterpart in vLLM that is known"
     )

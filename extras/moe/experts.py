@@ -126,6 +126,10 @@ def grouped_experts(
             return out
         # A weight for a column of ones: so its gradient is summed as that of a weight is.
         bias = held(f"{name}_bias").unsqueeze(2)
+        if splits > 1:  # it is the first engine rank's
+            bias = torch.cat(
+                [bias, bias.new_zeros(bias.shape[0], out.shape[1] - bias.shape[1], 1)], 1
+            )
         return out + grouped_linear(out.new_ones(len(out), 1), bias, cu_counts)
 
     x = Rows.apply(hidden_states, order // top_k, position, top_k)

@@ -28,7 +28,7 @@ from hybridengine.model.validation import meta_model, takes_images
 from hybridengine.run.errors import ModelError
 
 _EXACT = "has_exact_operators"
-_ROPE_TYPES = ("default", "llama3")
+ROPE_TYPES = ("default", "llama3", "yarn")
 _obstacles: dict[tuple[type, str, bool], str | None] = {}  # see `model_obstacle`
 
 
@@ -147,7 +147,7 @@ def _replace_forward(
     elif kind.endswith("RotaryEmbedding"):
         found = getattr(module, "rope_type", None)  # of each type of layers, or of all
         for rope_type in found.values() if isinstance(found, dict) else [found]:
-            if rope_type not in _ROPE_TYPES:
+            if rope_type not in ROPE_TYPES:
                 raise _unknown(name, module, f"rope_type {rope_type!r}")
         forward = trained_rotary
     elif not isinstance(module, nn.Embedding) and list(module.parameters(recurse=False)):

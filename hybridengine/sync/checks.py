@@ -174,6 +174,7 @@ _DESCRIPTIVE = ("id2label", "label2id", "task_specific_params", "auto_map", "qua
 _OF_THE_WEIGHTS = ("tie_word_embeddings",)
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
 _SCALED_BY_LENGTH = ("dynamic", "longrope")  # types of RoPE
+_LATENT_YARN = "deepseek_yarn"  # vLLM's models with latent attention write it into their config
 
 
 def config_differences(trained: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, str]:
@@ -183,6 +184,7 @@ def config_differences(trained: Mapping[str, Any], engine: Mapping[str, Any]) ->
     only where it turns something off in the trained model: elsewhere it stands for a default.
     """
     ours, theirs = plain_values(trained), plain_values(engine)
+    theirs = {key: "yarn" if x == _LATENT_YARN else x for key, x in theirs.items()}
     by_length = any(
         key.endswith("rope_type") and value in _SCALED_BY_LENGTH for key, value in ours.items()
     )

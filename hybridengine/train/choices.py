@@ -58,7 +58,9 @@ _EXACT_OPERATORS = (
     "tree_attention",
 )
 # Compared bit for bit with vLLM's models: tests/engine/test_exact.py, tests/extras/hybrid.
-_SPARSE = "glm4_moe", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe"
+_LATENT = "deepseek_v2", "deepseek_v3", "glm4_moe_lite"
+_SPARSE = (*_LATENT, "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe")
+_SPARSE = (*_SPARSE, "qwen3_5_moe_text", "qwen3_moe")
 _DENSE = "exaone4", "gemma", "gemma3_text", "granite", "hunyuan_v1_dense", "llama", "mistral"
 _BY_TRANSFORMERS = "olmo", "olmo2", "olmo3", "seed_oss", "smollm3"  # in vLLM, too
 _COMPARED = (*_DENSE, "phi3", "qwen2", "qwen3", "qwen3_5_text", *_BY_TRANSFORMERS, *_SPARSE)

@@ -253,10 +253,3 @@ def test_sinks_of_the_model_are_in_the_softmax(dtype: torch.dtype) -> None:
         options = {"sinks": torch.tensor(values), "softmax_scale": 0.3, "window_size": 7}
         expected = tree_attention(query, key, value, torch.full((20,), 20), slots, **options)
         assert torch.equal(out.view_as(expected), expected)
-
-
-def test_latent_attention_is_refused() -> None:
-    from hybridengine.engine.exact.attention_backend import RefusedMlaBackend
-
-    with pytest.raises(UserError, match="multi-head latent attention"):
-        RefusedMlaBackend.get_impl_cls()

@@ -28,6 +28,12 @@ def test_differing_keys_are_named() -> None:
     assert in_words(config_differences(trained, trained)) == ""
 
 
+def test_yarn_of_latent_attention_has_another_name_in_vllm() -> None:
+    trained, engine = ({"rope": {"rope_type": name}} for name in ("yarn", "deepseek_yarn"))
+    assert config_differences(trained, engine) == {}
+    assert config_differences({"rope": {"rope_type": "default"}}, engine)
+
+
 @pytest.mark.parametrize("kind", TINY)
 def test_each_number_that_generation_computes_with_is_refused(kind: str) -> None:
     """All of these leave every shape as it is; None and lists are values, too."""

@@ -15,6 +15,7 @@ from hybridengine.kernels._backend import requested_backend
 from hybridengine.run.config import ConfigError, load_config
 from hybridengine.run.errors import RolloutError
 from hybridengine.train.choices import Choices, Machine, decide
+from tests.architectures.catalogue import CATALOGUE
 from tests.engine.exact_types import save_other
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -121,11 +122,12 @@ def test_on_a_gpu_it_is_on_only_where_it_is_set(tmp_path: Path) -> None:
     ("kind", "message"),
     [
         ("gemma2", "soft-capped logits"),
-        ("gpt_oss", r"layers.0.mlp .*has experts with biases"),
+        ("apertus", r"layers.0.mlp.act_fn .*has a place outside"),
     ],
 )
 def test_a_model_without_exact_operators(tmp_path: Path, kind: str, message: str) -> None:
-    job = [*small_job(tmp_path), *VLLM, f"model.path={save_tiny(kind, tmp_path / kind)}"]
+    path = save_tiny(CATALOGUE[kind].config(), tmp_path / kind)
+    job = [*small_job(tmp_path), *VLLM, f"model.path={path}"]
     assert f"{kind} were not compared" in inexact_reason(*job)
     with pytest.raises(ConfigError, match=f"rollout.exact is on, but .*{message}"):
         choose(*job, "rollout.exact=on")

@@ -105,13 +105,26 @@ def _recording(model: nn.Module, rows: _Rows) -> Iterator[None]:
         handle = model.register_forward_pre_hook(note_positions, with_kwargs=True)
         stack.callback(handle.remove)
         for name, module in model.named_modules():
-            for handle in _hooks(name, module, rows):
+            owner = model.get_submodule(name.rpartition(".")[0])
+            for handle in _hooks(_trained_name(model, name), module, owner, rows):
                 stack.callback(handle.remove)
         yield
 
 
-def _hooks(name: str, module: nn.Module, rows: _Rows) -> Iterator[Any]:
-    """Register what records `module` of vLLM; yield the handles."""
+def _trained_name(model: Any, name: str) -> str:
+    """Return transformers' name of a module of vLLM, which has others for those of gpt_oss."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    name = f"{name}.weight"
+    for old, new in getattr(mapper, "orig_to_new_substr", {}).items():
+        name = name.replace(new, old) if new else name
+    for old, new in getattr(mapper, "orig_to_new_suffix", {}).items():
+        if new and new.endswith(".weight") and name.endswith(new):
+            name = name.removesuffix(new) + old
+    return name.removesuffix(".weight")
+
+
+def _hooks(name: str, module: nn.Module, owner: Any, rows: _Rows) -> Iterator[Any]:
+    """Register what records `module` of vLLM, in the module `owner`; yield the handles."""
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 
@@ -123,9 +136,13 @@ def _hooks(name: str, module: nn.Module, rows: _Rows) -> Iterator[Any]:
                 rows.add(f"{parent}.{operand}", value.flatten(1))
 
         yield module.register_forward_pre_hook(note_operands)
-        yield module.register_forward_hook(
-            lambda module, args, out: rows.add(f"{parent}.attention", out.flatten(1))
-        )
+        head = module.head_size
+        used = getattr(owner, "v_head_dim", head)  # of latent attention, whose values are padded
+
+        def note_result(module: nn.Module, args: tuple, out: Tensor) -> None:
+            rows.add(f"{parent}.attention", out.view(len(out), -1, head)[..., :used].flatten(1))
+
+        yield module.register_forward_hook(note_result)
     elif isinstance(module, QKVParallelLinear):
         head, last = module.head_size, getattr(module, "v_head_size", module.head_size)
         sizes = (module.num_heads * head, module.num_kv_heads * head, module.num_kv_heads * last)

@@ -126,6 +126,8 @@ def _exact_worker(config: Any) -> Iterator[None]:
 
     config: of the server. Raises ModelError where its options do not allow it.
     """
+    if config.model_config.use_mla:
+        raise ModelError("an exact engine caches every head; start it with VLLM_MLA_DISABLE=1")
     with exact_engine() as options:
         given = {
             "enforce_eager": config.model_config.enforce_eager,

@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from hybridengine.kernels import paged_attention, write_kv_cache
 from hybridengine.run.errors import UserError
 
-__all__ = ["ExactAttention", "ExactAttentionBackend", "RefusedMlaBackend"]
+__all__ = ["ExactAttention", "ExactAttentionBackend"]
 
 _UNIT = 16  # of head sizes, and of the tokens of a block
 _MAX_GPU_HEAD = 256  # as in the trainer's attention
@@ -186,14 +186,6 @@ class ExactAttentionBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[ExactMetadataBuilder]:
         return ExactMetadataBuilder
-
-
-class RefusedMlaBackend(ExactAttentionBackend):
-    """In place of a CPU's multi-head latent attention, which vLLM would choose silently there."""
-
-    @staticmethod
-    def get_impl_cls() -> NoReturn:
-        _refuse("multi-head latent attention")
 
 
 def _refuse_any(*cases: tuple[bool, str]) -> None:

@@ -8,6 +8,7 @@ what sequences have in common is computed once (`steps`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -27,12 +28,8 @@ from hybridengine.model.extensions import exact_forwards
 from hybridengine.model.validation import meta_model
 from hybridengine.run.errors import ModelError
 
-_ON_CPU = {  # of vLLM: what takes its place
-    "CPU_ATTN": "ExactAttentionBackend",
-    "CPU_MLA": "RefusedMlaBackend",
-    "AMX_MLA": "RefusedMlaBackend",
-}
-_ON_GPU = {"CUSTOM": "ExactAttentionBackend"}
+_ROTARY_KINDS = "", "Llama3", "M", "YaRNScaling"
+_BACKEND = "hybridengine.engine.exact.attention_backend.ExactAttentionBackend"
 
 
 @contextmanager
@@ -40,7 +37,8 @@ def exact_engine() -> Iterator[dict[str, Any]]:
     """While open, vLLM builds engines with the trainer's attention (`attention_backend`).
 
     It takes the place of vLLM's own on a CPU, which vLLM's platform always takes, and has the name
-    that vLLM has for others on a GPU.
+    that vLLM has for others on a GPU. From then on this process has no latent attention (MLA): the
+    cache has the keys and values of every head, as the trainer computes them.
 
     Yields the options of `vllm.LLM` that exact engines need. What the attention does not cover
     raises UserError, or vLLM's ValueError, as an engine is built.
@@ -50,20 +48,17 @@ def exact_engine() -> Iterator[dict[str, Any]]:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     on_cpu = current_platform.is_cpu()
-    replacements = _ON_CPU if on_cpu else _ON_GPU
-    backends = [AttentionBackendEnum[name] for name in replacements]
-    overridden = {b: b.get_path() for b in backends if b.is_overridden()}
-    for name, replacement in replacements.items():
-        path = f"hybridengine.engine.exact.attention_backend.{replacement}"
-        register_backend(AttentionBackendEnum[name], path)
+    os.environ["VLLM_MLA_DISABLE"] = "1"
+    backend = AttentionBackendEnum["CPU_ATTN" if on_cpu else "CUSTOM"]
+    overridden = backend.get_path() if backend.is_overridden() else None
+    register_backend(backend, _BACKEND)
     selector._cached_get_attn_backend.cache_clear()
     try:
         yield {"enforce_eager": True} | ({} if on_cpu else {"attention_backend": "CUSTOM"})
     finally:
-        for backend in backends:
-            backend.clear_override()
-        for backend, path in overridden.items():
-            register_backend(backend, path)
+        backend.clear_override()
+        if overridden is not None:
+            register_backend(backend, overridden)
         selector._cached_get_attn_backend.cache_clear()
 
 
@@ -90,7 +85,8 @@ def use_exact_operators(
     if slot is not None:
         slot.keep_scale()
         _use_exact_adapters(model, slot)
-    rotary_kinds = rotary.RotaryEmbedding, rotary.Llama3RotaryEmbedding, rotary.MRotaryEmbedding
+    rotary_kinds = [getattr(rotary, f"{kind}RotaryEmbedding") for kind in _ROTARY_KINDS]
+    dtype = next(model.parameters()).dtype
     trained: dict[str, nn.Module] = {}  # of the same names, where vLLM runs transformers' model
     if type(model).__module__.startswith("vllm.model_executor.models.transformers"):
         config: Any = model.config
@@ -120,7 +116,7 @@ def use_exact_operators(
         elif isinstance(module, activation.GeluAndMul) and module.approximate == "tanh":
             forward = partial(_gated, "gelu_tanh")
         elif type(module) in rotary_kinds:
-            forward = _rotary(module, max_model_len)
+            forward = _rotary(module, max_model_len, dtype)
         elif trained and type(module).__name__.endswith("RotaryEmbedding"):
             forward = trained_rotary
         elif isinstance(module, logits_processor.LogitsProcessor) and module.soft_cap is None:
@@ -242,19 +238,20 @@ def _gated(activation: Any, self: Any, x: Tensor) -> Tensor:
     return gated_activation(gate, up, activation)
 
 
-def _rotary(module: Any, max_model_len: int) -> Any:
+def _rotary(module: Any, max_model_len: int, dtype: torch.dtype) -> Any:
     """Return a forward that rotates as transformers does."""
-    if not module.is_neox_style or getattr(module, "mscale", 1.0) != 1.0:
+    scale, is_yarn = getattr(module, "mscale", 1.0), type(module).__name__.startswith("YaRN")
+    if not module.is_neox_style or (scale != 1.0 and not is_yarn):
         raise ModelError(
             "rollout.exact: rotary embedding of neighbours, or M-RoPE with YaRN; set "
             "rollout.exact=off for this model"
         )
     device = module.cos_sin_cache.device
     with torch.device("cpu"):  # as transformers does
-        frequencies = module._compute_inv_freq(module.base)
-    table = RotaryTable(frequencies.to(device))
+        frequencies = module._compute_inv_freq(module.scaling_factor if is_yarn else module.base)
+    table = RotaryTable(frequencies.to(device), scale)
     positions = torch.arange(max_model_len, device=device)
-    cos, sin = (t.to(module.dtype) for t in table.rows(positions))
+    cos, sin = (t.to(dtype) for t in table.rows(positions))
 
     def rotated(x: Tensor, positions: Tensor) -> Tensor:
         heads = x.view(x.shape[0], -1, module.head_size)
