@@ -360,14 +360,34 @@ def _model(device: torch.device, layers: int, attention: str) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(device)
 
 
+class NoGraphs:
+    """Captures nothing: what is left is the host's work around replays."""
+
+    runs = 0
+
+    def warm_up(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def capture(self, work: Callable[[], Any]) -> tuple[Any, Callable[[], object]]:
+        return work(), lambda: None
+
+
 def micro_batch(device: torch.device, layers: int) -> dict[str, Callable[[], object]]:
-    """Return forward and backward of a training micro-batch; plain: transformers, padded."""
+    """Return forward and backward of a training micro-batch; plain: transformers, padded.
+
+    graphs: with `model.cuda_graphs`; on a CPU the graphs compute nothing.
+    """
+    from hybridengine.compile.decoder import GraphedDecoder
+    from hybridengine.compile.graphs import CudaGraphs
     from hybridengine.model import pack_rollouts, packed_log_probs, packed_policy_loss
     from hybridengine.model.attention import ATTENTION
     from hybridengine.model.head import patch_head
 
-    ours, plain = (_model(device, layers, name) for name in (ATTENTION, "sdpa"))
+    names = (ATTENTION, ATTENTION, "sdpa")
+    ours, graphed, plain = (_model(device, layers, name) for name in names)
     patch_head(ours)
+    patch_head(graphed)
+    GraphedDecoder(graphed, CudaGraphs() if device.type == "cuda" else NoGraphs())
     length = T // SEQUENCES
     ids = torch.arange(2 * T).view(SEQUENCES, -1)
     batch = pack_rollouts([(row[:length], row[length:]) for row in ids.tolist()], device)
@@ -380,16 +400,19 @@ def micro_batch(device: torch.device, layers: int) -> dict[str, Callable[[], obj
     def log_probs() -> Tensor:
         return packed_log_probs(ours, batch)[0].mean()
 
-    def one_pass() -> Tensor:
-        return packed_policy_loss(ours, batch, old_log_probs=None, advantages=advantages)[0]
+    def one_pass(model: Any) -> Tensor:
+        return packed_policy_loss(model, batch, old_log_probs=None, advantages=advantages)[0]
 
     def padded() -> Tensor:
         logits = plain(input_ids=ids, use_cache=False).logits[:, length - 1 : -1]
         return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, length:].flatten())
 
+    for _ in range(3):  # as it is, before a capture, captured
+        step(graphed, partial(one_pass, graphed))
     return {
         f"{OURS}_log_probs": partial(step, ours, log_probs),
-        f"{OURS}_policy_loss": partial(step, ours, one_pass),
+        f"{OURS}_policy_loss": partial(step, ours, partial(one_pass, ours)),
+        f"{OURS}_policy_loss_graphs": partial(step, graphed, partial(one_pass, graphed)),
         "transformers": partial(step, plain, padded),
     }
 

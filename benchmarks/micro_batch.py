@@ -2,11 +2,12 @@
 
 Forward and backward of the policy loss on one rank. `transformers` is the model in bfloat16 as its
 library has it, with SDPA, padding (no row is padded here) and a loss from [T, V] logits. Ours is
-loaded as a job loads it, packed: plain, under FSDP2, which one rank does not need, and with
-`model.compile`. `host_ms` is the time until the calls return. `tflop_per_s` counts the operations
-of the model (6 per parameter and token, and attention's), `share_of_limit` is of the measured rate
-of a large product. Then clipping and AdamW. On a GPU a trace of one micro-batch of ours is written
-beside the JSON file, as <op>.trace.json.gz for chrome://tracing or Perfetto.
+loaded as a job loads it, packed: plain, under FSDP2, which one rank does not need, with
+`model.compile`, and on a GPU with `model.cuda_graphs`. `host_ms` is the time until the calls
+return. `tflop_per_s` counts the operations of the model (6 per parameter and token, and
+attention's), `share_of_limit` is of the measured rate of a large product. Then clipping and AdamW.
+On a GPU a trace of one micro-batch of ours is written beside the JSON file, as <op>.trace.json.gz
+for chrome://tracing or Perfetto.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ FORMS: dict[str, dict[str, Any]] = {
     OURS: {},
     f"{OURS}_fsdp2": {"fsdp2": True},
     f"{OURS}_compile": {"compile": True},
+    f"{OURS}_cuda_graphs": {"cuda_graphs": True},
 }
 LR = 1e-6
 Loaded = tuple[nn.Module, Callable[[], Tensor], Callable[[], None]]  # with loss, optimizer step
@@ -50,7 +52,8 @@ def run(bench: Bench) -> None:
         problem.shape = f"{millions}M T={ROWS * (prompt + response)}"
         problem.time("transformers", problem.transformers)
         for form, options in FORMS.items():
-            problem.time(form, partial(problem.ours, **options))
+            if on_gpu or "cuda_graphs" not in options:
+                problem.time(form, partial(problem.ours, **options))
 
 
 @contextmanager
@@ -179,12 +182,12 @@ class Problem:
 
         return model, loss, step
 
-    def ours(self, fsdp2: bool = False, compile: bool = False) -> Loaded:
+    def ours(self, fsdp2: bool = False, **options: bool) -> Loaded:
         from hybridengine.model import Optimizer, loading, packed_policy_loss, sharding_mesh
 
         mesh = sharding_mesh(self.bench.device.type, 1)
         with patch.object(loading, "needs_fsdp", lambda *_: fsdp2):
-            model = load_sharded(self.path, mesh, self.dtype, compile=compile)
+            model = load_sharded(self.path, mesh, self.dtype, **options)
         optimizer = Optimizer(model, lr=LR, total_steps=2**20, param_dtype=self.dtype)
         gradients = dict[nn.Parameter, Tensor | None]()
 

@@ -37,11 +37,12 @@ class HostSync(AssertionError):
 
 
 @contextmanager
-def refuse_host_syncs(inputs: Iterable[Tensor]) -> Iterator[None]:
+def refuse_host_syncs(inputs: Iterable[Tensor] | None = None) -> Iterator[None]:
     """Raise HostSync where the host reads `inputs`, or what is computed of them, in the context.
 
-    Also where the shape of a result depends on their values, and where a tensor is made of values
-    of the host, which a replay would not copy again. The error names the operator and the line.
+    None: every tensor is on the device. The same error where the shape of a result depends on
+    values, and where a tensor is made of values of the host, which a replay would not copy again.
+    It names the operator and the line.
     """
     on_device = _OnDevice(inputs)
     with patch.object(_check, "readable", lambda tensor: False), on_device, _Methods(on_device):
@@ -49,14 +50,15 @@ def refuse_host_syncs(inputs: Iterable[Tensor]) -> Iterator[None]:
 
 
 class _OnDevice(TorchDispatchMode):
-    def __init__(self, inputs: Iterable[Tensor]) -> None:
+    def __init__(self, inputs: Iterable[Tensor] | None) -> None:
         super().__init__()
-        self._kept = list(inputs)  # so that no other tensor gets the memory of one
+        self._has_all = inputs is None
+        self._kept = list(inputs or ())  # so that no other tensor gets the memory of one
         self._memory = {x.untyped_storage()._cdata for x in self._kept}
 
     def has(self, *values: Any) -> bool:
         tensors = (x for x in tree_iter(values) if isinstance(x, Tensor))
-        return any(x.untyped_storage()._cdata in self._memory for x in tensors)
+        return any(self._has_all or x.untyped_storage()._cdata in self._memory for x in tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -75,7 +77,7 @@ class _OnDevice(TorchDispatchMode):
             if by_values:
                 _refuse(func, "has a result whose shape depends on values of the device")
         result = func(*args, **kwargs)
-        if is_on_device:
+        if is_on_device and not self._has_all:
             for made in tree_iter(result):
                 if isinstance(made, Tensor):
                     self._kept.append(made)

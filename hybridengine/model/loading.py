@@ -124,10 +124,10 @@ def load_causal_lm(options: LoadOptions, mesh: DeviceMesh) -> PreTrainedModel:
     patch_head(model, options.model.use_fused_kernels)
     layer_types = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in layer_types]
-    if options.model.compile:
+    if options.model.compile or options.model.cuda_graphs:
         decoder = set(model.get_decoder().modules())
-        compiler = load_plugin("compilers", "torch", "model.compile")
-        compiler.compile_layers([layer for layer in layers if layer in decoder])
+        compiler = load_plugin("compilers", "torch", "model.compile or model.cuda_graphs")
+        compiler.apply(options.model, model, [layer for layer in layers if layer in decoder])
     min_num_params = sharding.wrap_policy.min_num_params
     groups = modules_of_size(model, min_num_params) if min_num_params else layers
     experts, expert_mesh = _divide_experts(model, mesh, sharding.expert_parallel_size)

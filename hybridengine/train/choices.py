@@ -294,6 +294,8 @@ def _no_prefix(
     if chosen == "off":
         return f"{key} is off"
     obstacle = machine.obstacles.get("prefix")
+    if config.model.cuda_graphs:
+        obstacle = "model.cuda_graphs captures attention without forests"
     for path in dict.fromkeys([config.model.path, *filter(None, others)]):
         one = model if path == config.model.path else config_of(config.model.at(path))
         if reason := shared_prefix_obstacle(one, config.model.trust_remote_code):

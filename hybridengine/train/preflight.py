@@ -131,8 +131,9 @@ def _check_run(config: RLConfig | SFTConfig, faults: Faults) -> PretrainedConfig
     for name in trainer.logger:
         if (module := logger_module(name)) is not None:
             faults.attempt(module.check, name)
-    if config.model.compile:
-        faults.attempt(load_plugin("compilers", "torch", "model.compile").check_compiler)
+    if config.model.compile or config.model.cuda_graphs:
+        key = "model.compile or model.cuda_graphs"
+        faults.attempt(load_plugin("compilers", "torch", key).check, config)
     model, num_bytes = faults.attempt(config_of, config.model) if path else None, 0
     if model is not None:
         faults.attempt(check_weights, path, model, trust)

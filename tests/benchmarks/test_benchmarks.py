@@ -62,6 +62,7 @@ def test_launches_are_counted_and_few(bench):
     assert of_ours["linear_policy_loss", "fwd+bwd"]["launches"] <= 25
     layers = {row["impl"]: row["launches"] for row in bench.rows if row["op"] == "micro_batch"}
     assert layers[f"{OURS}_policy_loss"] < 1.3 * layers["transformers"]
+    assert layers[f"{OURS}_policy_loss_graphs"] <= 55
     assert all(row["ms_p50"] > 0 and row.keys() == set(KEYS) for row in bench.rows)
 
 
@@ -78,7 +79,7 @@ def test_the_part_of_the_gpu_report_with_vllm_runs_on_a_cpu():
 
 
 def test_a_training_micro_batch_runs_in_every_form(bench, monkeypatch):
-    forms = {name: form for name, form in micro_batch.FORMS.items() if "compile" not in form}
+    forms = {name: form for name, form in micro_batch.FORMS.items() if form.keys() <= {"fsdp2"}}
     monkeypatch.setattr(micro_batch, "FORMS", forms)
     micro_batch.run(bench)
     got = {(row["impl"], row["pass"]) for row in bench.rows if "note" not in row}

@@ -184,6 +184,19 @@ def test_no_compiler_for_compiled_layers(dry_run, monkeypatch):
         assert "no compiler no-such-compiler" in line and "set model.compile=false" in line
 
 
+def test_keys_that_compiled_layers_and_graphs_do_not_support(dry_run):
+    groups = "actor.fsdp_config.wrap_policy.min_num_params=9"
+    assert "a compiled layer is one FSDP group" in refusal(dry_run("model.compile=true", groups))
+    graphs = "model.cuda_graphs=true"
+    line = refusal(dry_run(graphs, "actor.fsdp_config.param_offload=true"))
+    assert "actor.fsdp_config.param_offload is True" in line and "set it to False" in line
+    line = refusal(dry_run(graphs, "trainer.n_gpus_per_node=2"))
+    assert "actor.fsdp_config.fsdp_size is -1" in line and "set it to 1" in line
+    if not torch.cuda.is_available():
+        assert "no GPU to capture graphs on" in refusal(dry_run(graphs, kind="sft"))
+    assert "without forests" in dry_run(graphs, "actor.shared_prefix=on").stderr
+
+
 @pytest.mark.slow
 def test_target_modules_that_do_not_exist(dry_run):
     lora = "model.lora_rank=4"

@@ -85,6 +85,7 @@ def inexact_reason(*job: str, machine: Machine | None = None) -> str:
         (("rollout.dtype=bfloat16",), "rollout.dtype is bfloat16"),
         (("rollout.quantization=fp8",), "rollout.quantization is fp8"),
         (("model.compile=true",), "model.compile is True"),
+        (("model.cuda_graphs=true",), "model.cuda_graphs is True"),
         (("model.use_fused_kernels=false",), "model.use_fused_kernels is False"),
         (("rollout.name=hf",), "the engine is plain generate (rollout.name)"),
     ],

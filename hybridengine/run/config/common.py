@@ -147,6 +147,7 @@ class TrainedModelConfig:
     enable_gradient_checkpointing: StrictBool = False  # recompute layers in backward: less memory
     use_fused_kernels: StrictBool = True  # log-probs from hidden states; false: from full logits
     compile: StrictBool = False  # torch.compile of the decoder layers: fewer, larger kernels
+    cuda_graphs: StrictBool = False  # CUDA graphs of the decoder: less host time per micro-batch
     lora_rank: NonNegativeInt = 0  # rank of the LoRA adapters; 0: train all weights
     lora_alpha: PositiveFloat = 16.0  # adapters are scaled by lora_alpha / lora_rank
     target_modules: str | tuple[str, ...] = "all-linear"  # names of the layers that get adapters

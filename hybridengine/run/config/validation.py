@@ -28,12 +28,6 @@ def find_faults(config: JobConfig) -> Iterator[str]:
     mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
     if mode in _MODES_OF_A_PATH and path is None:
         yield f"trainer.resume_mode is {mode}, which needs a folder in trainer.resume_from_path"
-    size, group = config.sharding.wrap_policy.min_num_params, config.policy_group
-    if config.model.compile and size:
-        yield (
-            f"model.compile is true and {group}.fsdp_config.wrap_policy.min_num_params is {size}, "
-            "but a compiled layer is one FSDP group; leave it 0, a group per layer"
-        )
     if isinstance(config, SFTConfig):
         yield from _sft(config)
     elif isinstance(config, RLConfig):
@@ -317,6 +311,7 @@ def _sampling(config: RLConfig) -> Iterator[str]:
 _NEEDED_BY_EXACT: dict[str, object] = {
     "rollout.quantization": None,
     "model.compile": False,
+    "model.cuda_graphs": False,
     "model.use_fused_kernels": True,
     "actor.ulysses_sequence_parallel_size": 1,
 }

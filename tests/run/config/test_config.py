@@ -163,10 +163,6 @@ REFUSALS = {
         ("actor.policy_loss.loss_mode=gpso", "input should be 'vanilla', 'gspo'"),
         ("algorithm.distill.beta=1.5", "input should be less than or equal to 1"),
         (
-            "model.compile=true actor.fsdp_config.wrap_policy.min_num_params=9",
-            "compile is true and",
-        ),
-        (
             "reward.overlong_buffer.enable=true reward.overlong_buffer.len=513",
             "overlong_buffer.len is 513, more than .* 512; lower it",
         ),
