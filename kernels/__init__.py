@@ -23,7 +23,7 @@ if __name__ == "hybridengine.kernels":
     from .decode_linear import decode_linear
     from .gemm import mixed_gemm
     from .grouped_linear import grouped_linear
-    from .layer import gated_activation, rms_norm
+    from .layer import gated_activation, layer_norm, rms_norm
     from .linear import (
         LinearStats,
         has_fast_products,
@@ -90,6 +90,7 @@ if __name__ == "hybridengine.kernels":
         "grouped_linear",
         "has_fast_products",
         "imbalance",
+        "layer_norm",
         "linear_cross_entropy",
         "linear_distillation_loss",
         "linear_policy_loss",

@@ -1,4 +1,4 @@
-"""rms_norm and gated_activation: row operators of a decoder layer, batch-invariant.
+"""rms_norm, layer_norm and gated_activation: row operators of a decoder layer, batch-invariant.
 
 An element's bits depend on its row and its place in it alone. So a token has the same values in any
 batch: in a trainer's packed sequences and in a decoding step of an engine (csrc/layer).
@@ -20,10 +20,11 @@ from ._backend import choose_backend, native, register_backends
 from ._library import custom_op
 from ._per_token import unit_inner_stride
 
-Activation = Literal["silu", "gelu_tanh", "sigmoid", "softplus"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "sigmoid", "softplus"]
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
+    "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "sigmoid": torch.sigmoid,
     "softplus": F.softplus,
@@ -31,7 +32,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 _DTYPES = (*_KERNEL_DTYPES, torch.float64)
 
-for _name in ("rms_norm", "gated_activation"):
+for _name in ("rms_norm", "layer_norm", "gated_activation"):
     register_backends(_name, cpu=("cpp", "reference"), cuda=("triton", "reference"))
 
 
@@ -102,6 +103,79 @@ def inference_norm(
     return rms_norm(x, weight, eps, **options)
 
 
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias of every row (Ba et al. 2016).
+
+    Computed in float32 and rounded at the end.
+
+    Args:
+        x: [..., H], float32 or bfloat16 (float64: on the reference backend).
+        weight: [H] of the dtype of `x`; bias: the same, or None.
+        eps: not negative.
+        backend: `cpp` (CPU), `triton` (CUDA) or `reference`; None: the best one for the device.
+
+    Returns:
+        [..., H], differentiable with respect to x, weight and bias. Gradients of weight and bias
+        are summed in float32, in an order that the number of rows fixes.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or numbers do not fit, or the backend cannot run here.
+
+    Example:
+        >>> layer_norm(torch.tensor([[1.0, 3.0]]), torch.ones(2), None, 0.0)
+        tensor([[-1.,  1.]])
+    """
+    op = "layer_norm"
+    check.same_device(op, x=x, weight=weight, bias=bias)
+    sizes: check.Sizes = {}
+    check.shape(op, "x", x, "... H", sizes)
+    check.dtype(op, "x", x, _DTYPES)
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None:
+            check.shape(op, name, parameter, "H", sizes)
+            check.dtype(op, name, parameter, (x.dtype,))
+    eps = check.number(op, "eps", eps, at_least=0)
+    chosen = choose_backend(op, x.device, backend, x.dtype)
+    if chosen == "reference":
+        return _layer_norm_reference(x, weight, bias, eps)
+    out, _ = _layer_norm(_rows(x), weight, bias, eps)
+    return _in_shape(out, x)
+
+
+def row_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    centered: bool = False,
+    backend: str | None = None,
+    **options: Any,
+) -> Tensor:
+    """Return the `layer_norm` of x if `centered`, else its `rms_norm` with these options.
+
+    weight: [H], or [heads, H] for a layer norm of x [..., heads, H] without a bias.
+    """
+    if not centered:
+        return rms_norm(x, weight, eps, backend=backend, **options)
+    if weight.dim() > 1:
+        ones = weight.new_ones(weight.shape[-1], dtype=torch.float32)
+        normed = layer_norm(x.float(), ones, None, eps, backend=backend)
+        return (normed * weight.float()).to(x.dtype)
+    extension = native() if backend is None and not torch.is_grad_enabled() else None
+    if extension is not None and x.device.type == "cpu":  # without checks in Python
+        out: Tensor = extension.layer_norm(_rows(x), weight, bias, eps, False)[0]
+        return out.view(x.shape)
+    return layer_norm(x, weight, bias, eps, backend=backend)
+
+
 def add_scaled_(out: Tensor, update: Tensor, scale: float) -> None:
     """Add update * scale, rounded to the dtype, to `out`, without a gradient.
 
@@ -122,7 +196,7 @@ def gated_activation(
     Args:
         gate, up: [..., H] of the same shape and dtype, float32 or bfloat16 (float64: on the
             reference backend).
-        activation: `silu`, `gelu_tanh` (GELU by its approximation with tanh), `sigmoid` or
+        activation: `silu`, `gelu`, `gelu_tanh` (GELU by its approximation with tanh), `sigmoid` or
             `softplus`.
         backend: `cpp` (CPU), `triton` (CUDA) or `reference`; None: the best one for the device.
 
@@ -229,6 +303,60 @@ def _norm_gradients(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
 _rms_norm.register_autograd(_norm_gradients, setup_context=_save_norm, num_differentiable=1)
 
 
+@custom_op("hybridengine::layer_norm", mutates_args=())
+def _layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return the normed rows and 1 / (standard deviation) of each."""
+    bias = None if bias is None else bias.contiguous()
+    results: tuple[Tensor, Tensor] = kernels_for(x).layer_norm(
+        x, weight.contiguous(), bias, eps, True
+    )
+    return results
+
+
+@_layer_norm.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+@custom_op("hybridengine::layer_norm_backward", mutates_args=())
+def _layer_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads: tuple[Tensor, Tensor, Tensor] = kernels_for(x).layer_norm_backward(
+        _rows(grad), x, weight.contiguous(), inverse
+    )
+    return grads
+
+
+@_layer_norm_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    of_weight = x.new_empty(weight.shape, dtype=torch.float32)
+    return x.new_empty(x.shape), of_weight, torch.empty_like(of_weight)
+
+
+def _save_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, _ = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _layer_norm_gradients(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return ()
+    x, weight, inverse = ctx.saved_tensors
+    grad_x, *others = _layer_norm_backward(grad, x, weight, inverse)
+    grad_weight, grad_bias = (other.to(weight.dtype) for other in others)
+    return grad_x, grad_weight, grad_bias if ctx.has_bias else None, None
+
+
+_layer_norm.register_autograd(
+    _layer_norm_gradients, setup_context=_save_layer_norm, num_differentiable=1
+)
+
+
 @custom_op("hybridengine::gated_activation", mutates_args=())
 def _gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     out: Tensor = kernels_for(gate).gated_activation(gate, up, activation)
@@ -275,6 +403,13 @@ def _rms_norm_reference(
     if round_first:
         normed = normed.to(x.dtype).to(wide.dtype)
     return (normed * (weight.to(wide.dtype) + offset)).to(x.dtype)
+
+
+def _layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    centered = wide - wide.mean(-1, keepdim=True)
+    out = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps) * weight
+    return (out if bias is None else out + bias).to(x.dtype)
 
 
 def _gated_reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:

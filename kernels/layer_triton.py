@@ -1,4 +1,4 @@
-"""rms_norm and gated_activation in Triton, batch-invariant: the algorithms of csrc/layer.
+"""Norms and gated_activation in Triton, batch-invariant: the algorithms of csrc/layer.
 
 The order in which a row is summed depends on the row's width alone: it fixes the tile of a program,
 and `_one_layout` the alignment, by which Triton chooses how a tile lies in the threads.
@@ -22,12 +22,14 @@ PARTIAL_ROWS = 128  # rows of a partial sum of the weight's gradient
 GATED_BLOCK = 1024
 _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 _CUBIC = tl.constexpr(0.044715)
+_DENSITY = tl.constexpr(0.3989423)  # 1 / sqrt(2 pi)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
     x,
     weight,
+    bias,
     out,
     inverse_rms,
     rows,
@@ -36,6 +38,7 @@ def norm_kernel(
     eps,
     offset,
     ROUND_FIRST: tl.constexpr,
+    CENTERED: tl.constexpr,
     KEEP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -45,12 +48,18 @@ def norm_kernel(
     inside = (row[:, None] < rows) & (column[None, :] < width)
     values = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
     values = values.to(tl.float32)
+    if CENTERED:
+        values = tl.where(inside, values - (tl.sum(values, 1) / width)[:, None], 0.0)
     inverse = 1.0 / tl.sqrt(tl.sum(values * values, 1) / width + eps)
     normed = values * inverse[:, None]
     if ROUND_FIRST:
         normed = normed.to(x.dtype.element_ty).to(tl.float32)
     factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
-    result = (normed * factor[None, :]).to(out.dtype.element_ty)
+    result = normed * factor[None, :]
+    if bias is not None:
+        added = tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)
+        result += added[None, :]
+    result = result.to(out.dtype.element_ty)
     tl.store(out + row[:, None] * width + column[None, :], result, mask=inside)
     if KEEP:
         tl.store(inverse_rms + row, inverse, mask=row < rows)
@@ -64,19 +73,22 @@ def norm_backward_kernel(
     inverse_rms,
     grad_x,
     partials,
+    bias_partials,
     rows,
     width,
     grad_stride,
     x_stride,
     offset,
+    CENTERED: tl.constexpr,
     PARTIAL_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """grad_x, and in `partials` the weight's gradient of the PARTIAL_ROWS rows of a program."""
+    """grad_x, and in `partials` the gradients of weight and bias of PARTIAL_ROWS rows."""
     column = tl.arange(0, BLOCK)
     has_column = column < width
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    bias_sums = tl.zeros((ROWS, BLOCK), tl.float32)
     first = tl.program_id(0).to(tl.int64) * PARTIAL_ROWS
     for start in range(0, PARTIAL_ROWS, ROWS):
         row = first + start + tl.arange(0, ROWS)
@@ -84,18 +96,28 @@ def norm_backward_kernel(
         values = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
         given = tl.load(grad + row[:, None] * grad_stride + column[None, :], inside, 0.0)
         inverse = tl.load(inverse_rms + row, mask=row < rows, other=0.0)
-        normed = values.to(tl.float32) * inverse[:, None]
+        values = values.to(tl.float32)
         given = given.to(tl.float32)
+        if CENTERED:
+            values = tl.where(inside, values - (tl.sum(values, 1) / width)[:, None], 0.0)
+            bias_sums += given
+        normed = values * inverse[:, None]
         sums += given * normed
         # Here, not before the loop: few registers are left in wide rows.
         factor = tl.load(weight + column, mask=has_column, other=0.0).to(tl.float32) + offset
         given *= factor[None, :]
         mean = tl.sum(given * normed, 1) / width
-        result = inverse[:, None] * (given - normed * mean[:, None])
+        result = given - normed * mean[:, None]
+        if CENTERED:
+            result -= (tl.sum(given, 1) / width)[:, None]
+        result = inverse[:, None] * result
         target = grad_x + row[:, None] * width + column[None, :]
         tl.store(target, result.to(grad_x.dtype.element_ty), mask=inside)
     target = partials + tl.program_id(0).to(tl.int64) * width + column
     tl.store(target, tl.sum(sums, 0), mask=has_column)
+    if CENTERED:
+        target = bias_partials + tl.program_id(0).to(tl.int64) * width + column
+        tl.store(target, tl.sum(bias_sums, 0), mask=has_column)
 
 
 def norm_tile(width: int) -> dict[str, int]:
@@ -117,9 +139,30 @@ def rms_norm(
     x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the normed rows of x [rows, width], and with `keep` 1 / rms of each."""
+    return _norm(x, weight, None, eps, keep, offset, round_first)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the normed rows of x [rows, width], and 1 / (standard deviation) of each."""
+    return _norm(x, weight, bias, eps, keep, centered=True)
+
+
+def _norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    keep: bool,
+    offset: float = 0.0,
+    round_first: bool = False,
+    centered: bool = False,
+) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
     x, weight = _one_layout(x), _one_layout(weight[None])
-    out, inverse_rms = (
+    bias = None if bias is None else _one_layout(bias[None])
+    out, inverse = (
         x.new_empty(rows, width),
         x.new_empty(rows if keep else 0, dtype=torch.float32),
     )
@@ -128,12 +171,13 @@ def rms_norm(
         launch(
             norm_kernel,
             (ceil_div(rows, tile["ROWS"]),),
-            *(x, weight, out, inverse_rms, rows, width, x.stride(0), eps, offset),
+            *(x, weight, bias, out, inverse, rows, width, x.stride(0), eps, offset),
             ROUND_FIRST=round_first,
+            CENTERED=centered,
             KEEP=keep,
             **tile,
         )
-    return out, inverse_rms
+    return out, inverse
 
 
 def rms_norm_backward(
@@ -143,21 +187,55 @@ def rms_norm_backward(
 
     The latter is the sum of partial sums over PARTIAL_ROWS rows each, in a fixed order.
     """
+    grad_x, partials = _norm_backward(grad, x, weight, inverse_rms, offset, False)
+    return grad_x, partials[0]
+
+
+def layer_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, and of weight and bias in float32, as `rms_norm_backward`."""
+    grad_x, (grad_weight, grad_bias) = _norm_backward(grad, x, weight, inverse, 0.0, True)
+    return grad_x, grad_weight, grad_bias
+
+
+def _norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, offset: float, centered: bool
+) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
     grad, x, weight = _one_layout(grad), _one_layout(x), _one_layout(weight[None])
     grad_x = x.new_empty(rows, width)
     programs = ceil_div(rows, PARTIAL_ROWS)
-    partials = x.new_empty(programs, width, dtype=torch.float32)
+    partials = x.new_empty(1 + centered, programs, width, dtype=torch.float32)
     if grad_x.numel():
         launch(
             norm_backward_kernel,
             (programs,),
-            *(grad, x, weight, inverse_rms, grad_x, partials, rows, width),
+            *(grad, x, weight, inverse, grad_x, partials[0], partials[-1], rows, width),
             *(grad.stride(0), x.stride(0), offset),
+            CENTERED=centered,
             PARTIAL_ROWS=PARTIAL_ROWS,
             **norm_tile(width),
         )
-    return grad_x, partials.sum(0)
+    return grad_x, partials.sum(1)
+
+
+@triton.jit
+def _normal_cdf(value):
+    """Phi(value), and exp(-value^2 / 2); csrc/layer/gated_activation_cpu.cpp has the formula."""
+    t = 1.0 / (1.0 + 0.31819805 * tl.abs(value))
+    bell = tl.exp(-0.5 * value * value)
+    p = 0.17739663 - 0.03891822 * t
+    p = p * t - 0.27005097
+    p = p * t + 0.10323072
+    p = p * t + 0.008416286
+    p = p * t + 0.10468497
+    p = p * t + 0.18000217
+    p = p * t + 0.22738381
+    p = p * t + 0.25397301
+    p = p * t + 0.2538816
+    tail = 0.5 * bell * t * p
+    return tl.where(value < 0.0, tail, 1.0 - tail), bell
 
 
 @triton.jit
@@ -180,6 +258,10 @@ def _activated(value, ACTIVATION: tl.constexpr):
         log_total = tl.where(total == 1.0, small, tl.log(total) * (small / (total - 1.0)))
         result = tl.where(value < 0.0, 0.0, value) + log_total
         slope = sigmoid
+    elif ACTIVATION == "gelu":
+        part, bell = _normal_cdf(value)
+        result = value * part
+        slope = part + _DENSITY * value * bell
     else:
         result = value * sigmoid
         slope = value * 0.0 + 1.0

@@ -7,6 +7,8 @@ a chunk of one size, by one thread.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -54,26 +56,58 @@ class RotaryTable:
         return angles.cos() * self._scaling, angles.sin() * self._scaling
 
 
-def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def trained_rotary(
+    self: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """The forward of a rotary embedding of transformers: cosines and sines [B, T, D].
+
+    They are in the module's own form: of neighbours or of halves, in the dtype of `x` or float32.
+    """
+    prefix = f"{layer_type}_" if layer_type else ""
+    forms = vars(self).setdefault("_forms", {})
+    with torch.no_grad():
+        if prefix not in forms:  # the frequencies are on the meta device before loading
+            given = (getattr(self, prefix + key) for key in ("inv_freq", "attention_scaling"))
+            options = {"layer_type": layer_type} if layer_type else {}
+            ones = torch.ones_like(position_ids[..., :1])
+            cos = type(self).forward(self, x, ones, **options)[0]
+            of_neighbours, is_wide = torch.equal(cos[..., 0], cos[..., 1]), cos.dtype != x.dtype
+            forms[prefix] = RotaryTable(*given), of_neighbours, is_wide
+    if position_ids.dim() == 3:  # M-RoPE: the positions of text are the same in every section
+        position_ids = position_ids[0]
+    table, of_neighbours, is_wide = forms[prefix]
+    cos, sin = (
+        t.repeat_interleave(2, -1) if of_neighbours else torch.cat([t, t], -1)
+        for t in table.rows(position_ids)
+    )
+    return (cos, sin) if is_wide else (cos.to(x.dtype), sin.to(x.dtype))
+
+
+def rotate(
+    x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, neighbours: bool = False
+) -> Tensor:
     """Return the heads of `x` turned by the angles of their positions, without a gradient.
 
-    On a CPU that is in place. [x1, x2], the halves of the first R elements of a head, become [x1
-    cos - x2 sin, x2 cos + x1 sin], in which each product and the sum are rounded to the dtype:
-    transformers' bits.
+    On a CPU that is in place. Pairs (x1, x2) of the first R elements of a head become (x1 cos - x2
+    sin, x2 cos + x1 sin). Each product is rounded to the dtype of the tables, and the sum to that
+    of `x`: transformers' bits.
 
     Args:
         x: [T, H, D], float32 or bfloat16, with contiguous heads.
         positions: int64 [T].
-        cos, sin: tables [positions, R / 2] of the dtype of `x`, R at most D.
+        cos, sin: tables [positions, R / 2] of the dtype of `x`, or float32; R at most D.
+        neighbours: pairs are neighbours (elements 2 i and 2 i + 1), not the halves of R elements.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or a position is not in the tables.
     """
     extension = native()
     if extension is not None and x.device.type == "cpu":
-        extension.rotary_(x, positions, cos, sin)
+        extension.rotary_(x, positions, cos, sin, neighbours)
         return x
-    cos, sin = (torch.cat([t[positions]] * 2, -1)[:, None] for t in (cos, sin))
-    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
-    first, second = turned.chunk(2, -1)
-    return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, rest], -1)
+    cos, sin = (t[positions][:, None] for t in (cos, sin))
+    turned, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
+    first, second = turned.unflatten(-1, (-1, 2)).unbind(-1) if neighbours else turned.chunk(2, -1)
+    pairs = [first * cos - second * sin, second * cos + first * sin]
+    joined = torch.stack(pairs, -1).flatten(-2) if neighbours else torch.cat(pairs, -1)
+    return torch.cat([joined.to(x.dtype), rest], -1)

@@ -87,8 +87,11 @@ def builds(capability: int) -> dict[str, Callable[[], Usage]]:
                 name = f"grouped_linear_{rows or 'many'}_along_{inner}_{dtype}"
                 by_name[name] = partial(_grouped_linear, tiles, inner, dtype)
         by_name[f"grouped_weight_grad_{dtype}"] = partial(_grouped_weight_grad, tiles, dtype)
-        for width, name in itertools.product((128, 4096, 8192), ("norm", "norm_backward")):
-            by_name[f"rms_{name}_{width}_{dtype}"] = partial(_norm, name, width, dtype)
+        norms = itertools.product((128, 4096, 8192), ("norm", "norm_backward"), (False, True))
+        for width, name, centered in norms:
+            prefix = "layer" if centered else "rms"
+            norm = partial(_norm, name, width, dtype, centered)
+            by_name[f"{prefix}_{name}_{width}_{dtype}"] = norm
         for name in ("gated", "gated_backward"):
             by_name[f"{name}_activation_{dtype}"] = partial(_gated, name, dtype)
         for general, name in itertools.product((False, True), _CONVOLUTION):
@@ -372,15 +375,19 @@ def _orthogonalize(add: bool, capability: int) -> Usage:
     return compile_kernel(kernel, types, constants, capability, options, {"x", "out", "rows", "k"})
 
 
-def _norm(name: str, width: int, dtype: str, capability: int) -> Usage:
+def _norm(name: str, width: int, dtype: str, centered: bool, capability: int) -> Usage:
     kernel = getattr(layer_triton, f"{name}_kernel")
     types = dict.fromkeys(kernel.arg_names, f"*{dtype}")
-    types |= dict.fromkeys(("inverse_rms", "partials"), "*fp32")
+    types |= dict.fromkeys(("inverse_rms", "partials", "bias_partials"), "*fp32")
     types |= dict.fromkeys(("rows", "width", "x_stride", "grad_stride"), "i32")
     types |= dict.fromkeys(("eps", "offset"), "fp32")
     tile = layer_triton.norm_tile(width)
     options = {"num_warps": tile.pop("num_warps")}
-    constants = _flags(kernel, PARTIAL_ROWS=layer_triton.PARTIAL_ROWS, **tile)
+    flags = {"CENTERED": centered, "ROUND_FIRST": not centered}
+    constants = _flags(kernel, PARTIAL_ROWS=layer_triton.PARTIAL_ROWS, **flags, **tile)
+    if not centered and "bias" in types:
+        types.pop("bias")
+        constants["bias"] = None
     aligned = {"x", "grad", "weight", "out", "grad_x", "width", "x_stride", "grad_stride"}
     return compile_kernel(kernel, types, constants, capability, options, aligned)
 

@@ -15,12 +15,11 @@ Arguments arguments_of(const char* op, const char* name, In x, DType& dtype) {
   return given;
 }
 
-// The norm of x [rows, width] or [rows, heads, width] and, if wanted, 1 / rms of its rows (else
-// empty). A residual becomes the sum of x and itself, which is then normed; x has no heads then.
-std::tuple<Tensor, Tensor> rms_norm(In x, In weight, double eps, double offset, bool round_first,
-                                    bool wants_inverse, OptionalIn residual) {
-  RmsNorm p{};
-  const Arguments given = arguments_of("rms_norm", "x", x, p.dtype);
+// Fills the operands of a norm of x [rows, width] or [rows, heads, width], and runs it. Returns the
+// result and, if wanted, the inverse divisor of its rows (else empty).
+std::tuple<Tensor, Tensor> run_norm(const char* op, Norm& p, In x, In weight, OptionalIn bias,
+                                    double eps, bool wants_inverse, OptionalIn residual) {
+  const Arguments given = arguments_of(op, "x", x, p.dtype);
   const ScalarType type = x.scalar_type();
   if (x.dim() == 3 && !residual) {
     const HeadRows rows = given.heads("x", x, type, {&p.rows, &p.heads, &p.width});
@@ -32,35 +31,68 @@ std::tuple<Tensor, Tensor> rms_norm(In x, In weight, double eps, double offset, 
     p.heads = 1, p.token_stride = p.x.stride;
   }
   p.weight = given.data("weight", weight, type, {p.width});
+  p.bias = given.data("bias", bias, type, {p.width});
   p.residual = given.data("residual", residual, type, {p.rows, p.width});
   Tensor out = given.make(p.out, x.sizes(), type);
   Tensor inverse = given.make_if(wants_inverse, p.inverse_rms, p.rows);
-  p.eps = static_cast<float>(eps), p.offset = static_cast<float>(offset);
-  p.round_first = round_first;
-  if (out.numel() > 0) given.run_rows(p, &RmsNorm::rows, rms_norm_cpu);
+  p.eps = static_cast<float>(eps);
+  if (out.numel() > 0) given.run_rows(p, &Norm::rows, norm_cpu);
   return {out, inverse};
 }
 
-// The gradients of x and weight (float32).
-std::tuple<Tensor, Tensor> rms_norm_backward(In grad_out, In x, In weight, In inverse_rms,
-                                             double offset) {
-  RmsNormBackward p{};
-  const Arguments given = arguments_of("rms_norm_backward", "x", x, p.dtype);
+// The norm of x and, if wanted, 1 / rms of its rows. A residual becomes the sum of x and itself,
+// which is then normed; x has no heads then.
+std::tuple<Tensor, Tensor> rms_norm(In x, In weight, double eps, double offset, bool round_first,
+                                    bool wants_inverse, OptionalIn residual) {
+  Norm p{};
+  p.offset = static_cast<float>(offset);
+  p.round_first = round_first;
+  return run_norm("rms_norm", p, x, weight, std::nullopt, eps, wants_inverse, residual);
+}
+
+// The norm of x and, if wanted, 1 / (standard deviation) of its rows.
+std::tuple<Tensor, Tensor> layer_norm(In x, In weight, OptionalIn bias, double eps,
+                                      bool wants_inverse) {
+  Norm p{};
+  p.centered = true;
+  return run_norm("layer_norm", p, x, weight, bias, eps, wants_inverse, std::nullopt);
+}
+
+// The gradients of x, weight and bias (float32), the last one empty unless `centered`.
+std::tuple<Tensor, Tensor, Tensor> norm_backward(const char* op, NormBackward& p, In grad_out, In x,
+                                                 In weight, In inverse) {
+  const Arguments given = arguments_of(op, "x", x, p.dtype);
   const ScalarType type = x.scalar_type();
   p.x = given.rows("x", x, type, {&p.rows, &p.width});
   p.grad_out = given.rows("grad_out", grad_out, type, {p.rows, p.width});
   p.weight = given.data("weight", weight, type, {p.width});
-  p.inverse_rms = given.data<float>("inverse_rms", inverse_rms, {p.rows});
+  p.inverse_rms = given.data<float>("inverse_rms", inverse, {p.rows});
   Tensor grad_x = given.make(p.grad_x, {p.rows, p.width}, type);
   Tensor grad_weight = given.make(p.grad_weight, {p.width});
+  Tensor grad_bias = given.make_if(p.centered, p.grad_bias, p.width);
+  given.run(p, norm_backward_cpu);
+  return {grad_x, grad_weight, grad_bias};
+}
+
+std::tuple<Tensor, Tensor> rms_norm_backward(In grad_out, In x, In weight, In inverse_rms,
+                                             double offset) {
+  NormBackward p{};
   p.offset = static_cast<float>(offset);
-  given.run(p, rms_norm_backward_cpu);
+  auto [grad_x, grad_weight, _] =
+      norm_backward("rms_norm_backward", p, grad_out, x, weight, inverse_rms);
   return {grad_x, grad_weight};
 }
 
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(In grad_out, In x, In weight,
+                                                       In inverse_rms) {
+  NormBackward p{};
+  p.centered = true;
+  return norm_backward("layer_norm_backward", p, grad_out, x, weight, inverse_rms);
+}
+
 // Rotates the first elements of the heads of x [rows, heads, dim] in place, twice as many as the
-// tables have columns, by rows `positions` of the tables.
-void rotary_(In x, In positions, In cos, In sin) {
+// tables have columns, by rows `positions` of the tables: their halves, or neighbours.
+void rotary_(In x, In positions, In cos, In sin, bool neighbours) {
   Rotary p{};
   const Arguments given = arguments_of("rotary_", "x", x, p.dtype);
   const ScalarType type = x.scalar_type();
@@ -69,11 +101,14 @@ void rotary_(In x, In positions, In cos, In sin) {
   p.x = x.data();
   p.row_stride = rows.token_stride;
   p.positions = given.data<int64_t>("positions", positions, {p.rows});
-  p.cos = given.data("cos", cos, type, {&count, &p.half});
+  const ScalarType table_type = cos.scalar_type();
+  p.cos = given.data("cos", cos, table_type == kFloat ? kFloat : type, {&count, &p.half});
+  p.table_dtype = dtype_of(table_type);
+  p.neighbours = neighbours;
   given.expect(2 * p.half <= p.dim && (x.numel() == 0 || p.heads == 1 || rows.head_stride == p.dim),
                "x has shape ", x.sizes(), " and strides ", x.strides(), ", and cos ", cos.sizes(),
                "; expected contiguous heads of at least twice as many elements as cos has columns");
-  p.sin = given.data("sin", sin, type, {count, p.half});
+  p.sin = given.data("sin", sin, table_type, {count, p.half});
   given.run_rows(p, &Rotary::rows, [op = given.op(), count](const Rotary& p) {
     check_values(op, "positions", p.positions, p.rows, 0, count - 1);
     rotary_cpu(p);
@@ -92,6 +127,7 @@ void add_scaled_(In out, In update, double scale) {
 
 Gate gate_of(const std::string& name) {
   constexpr std::pair<const char*, Gate> kGates[] = {{"silu", Gate::silu},
+                                                     {"gelu", Gate::gelu},
                                                      {"gelu_tanh", Gate::gelu_tanh},
                                                      {"sigmoid", Gate::sigmoid},
                                                      {"softplus", Gate::softplus}};
@@ -99,7 +135,7 @@ Gate gate_of(const std::string& name) {
     if (name == known) return gate;
   }
   HE_CHECK_VALUE(false, "gated_activation: activation is '", name,
-                 "'; expected 'silu', 'gelu_tanh', 'sigmoid' or 'softplus'");
+                 "'; expected 'silu', 'gelu', 'gelu_tanh', 'sigmoid' or 'softplus'");
   return {};
 }
 
@@ -165,7 +201,9 @@ void register_layer(py::module_& m) {
   def(m, "rms_norm", &rms_norm, "x weight eps offset round_first wants_inverse",
       py::arg("residual") = py::none());
   def(m, "rms_norm_backward", &rms_norm_backward, "grad_out x weight inverse_rms offset");
-  def(m, "rotary_", &rotary_, "x positions cos sin");
+  def(m, "layer_norm", &layer_norm, "x weight bias eps wants_inverse");
+  def(m, "layer_norm_backward", &layer_norm_backward, "grad_out x weight inverse_rms");
+  def(m, "rotary_", &rotary_, "x positions cos sin neighbours");
   def(m, "add_scaled_", &add_scaled_, "out update scale");
   def(m, "gated_activation", &gated_activation, "gate up activation");
   def(m, "delta_gates", &delta_gates, "a b log_rate bias");

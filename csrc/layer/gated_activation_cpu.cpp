@@ -17,10 +17,26 @@ HE_SIMD Activated gelu_tanh(VecF x) {
   return {0.5f * x * (1.0f + t), 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * inner};
 }
 
+// x Phi(x), where 2 Phi(-|x|) = erfc(z) = exp(-z^2) t p(t) with z = |x| / sqrt(2), t = 1 / (1 +
+// 0.45 z) and a polynomial p, fitted to a relative error of 2e-8.
+HE_SIMD Activated gelu(VecF x) {
+  const VecF magnitude = (VecF)((VecI)x & 0x7FFFFFFF);
+  const VecF t = 1.0f / (1.0f + 0.31819805f * magnitude), bell = exp(-0.5f * x * x);
+  VecF p = splat(-0.03891822f);
+  for (const float c : {0.17739663f, -0.27005097f, 0.10323072f, 0.008416286f, 0.10468497f,
+                        0.18000217f, 0.22738381f, 0.25397301f, 0.2538816f}) {
+    p = p * t + c;
+  }
+  const VecF tail = 0.5f * bell * t * p, part = select(x < 0.0f, tail, 1.0f - tail);
+  return {x * part, part + 0.3989423f * x * bell};
+}
+
 template <Gate gate>
 HE_SIMD Activated activated(VecF x) {
   if constexpr (gate == Gate::silu) {
     return silu(x);
+  } else if constexpr (gate == Gate::gelu) {
+    return gelu(x);
   } else if constexpr (gate == Gate::gelu_tanh) {
     return gelu_tanh(x);
   } else if constexpr (gate == Gate::sigmoid) {
@@ -69,6 +85,8 @@ void with_types(DType dtype, Gate activation, const Body& body) {
     switch (activation) {
       case Gate::silu:
         return body(type, std::integral_constant<Gate, Gate::silu>());
+      case Gate::gelu:
+        return body(type, std::integral_constant<Gate, Gate::gelu>());
       case Gate::gelu_tanh:
         return body(type, std::integral_constant<Gate, Gate::gelu_tanh>());
       case Gate::sigmoid:

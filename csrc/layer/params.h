@@ -1,5 +1,5 @@
-// Row operators of a decoder layer: RMSNorm, the gated activation, the rotary embedding, and the
-// gates of Gated DeltaNet.
+// Row operators of a decoder layer: RMSNorm and LayerNorm, the gated activation, the rotary
+// embedding, and the gates of Gated DeltaNet.
 //
 // An element's bits depend on its row and its place in it alone, not on the other rows or on the
 // number of threads: sums go over a row in an order that its width fixes. The gradient of the
@@ -17,34 +17,38 @@ namespace hybridengine {
 
 // out = x / sqrt(mean(x^2) + eps) * (weight + offset), in float32, rounded at the end. With
 // round_first x / sqrt(...) is rounded to the dtype before it is multiplied. Where there is a
-// residual, x is added to it first, and the norm is of their rounded sum.
-struct RmsNorm {
+// residual, x is added to it first, and the norm is of their rounded sum. If `centered`, the row's
+// mean is subtracted before all that, which is LayerNorm; then a bias is added, where there is one.
+struct Norm {
   Rows x;  // of each token `heads` rows
   int64_t heads, token_stride;
   void* residual;      // [rows, width] contiguous, or null
   const void* weight;  // [width]
+  const void* bias;    // [width], or null
   DType dtype;         // of all tensors but the next: f32 or bf16
   float* inverse_rms;  // [rows], or null
   void* out;           // [rows, width] contiguous
   int64_t rows, width;
   float eps, offset;
-  bool round_first;
+  bool round_first, centered;
   int num_threads;
 };
 
-struct RmsNormBackward {
+struct NormBackward {
   Rows x, grad_out;
   const void* weight;
   DType dtype;
   const float* inverse_rms;
   void* grad_x;        // [rows, width] contiguous
   float* grad_weight;  // [width]
+  float* grad_bias;    // [width]; only if `centered`
   int64_t rows, width;
   float offset;
+  bool centered;
   int num_threads;
 };
 
-enum class Gate { silu, gelu_tanh, sigmoid, softplus };
+enum class Gate { silu, gelu, gelu_tanh, sigmoid, softplus };
 
 // out = activation(gate) * up, in float32, rounded once.
 struct GatedActivation {
@@ -77,14 +81,17 @@ struct DeltaGates {
   int num_threads;
 };
 
-// [x1, x2], the first 2 * half elements of a head, become [x1 cos - x2 sin, x2 cos + x1 sin]. Each
-// product and the sum are rounded to the dtype, as torch rounds them.
+// Pairs (x1, x2) of the first 2 * half elements of a head become (x1 cos - x2 sin, x2 cos + x1
+// sin). They are its halves, or neighbours. Products are rounded to the dtype of the tables and
+// sums to that of x, as torch rounds them.
 struct Rotary {
   void* x;  // [rows, heads, dim], inner dimensions contiguous
   int64_t row_stride, dim;
   const void *cos, *sin;     // [positions, half] contiguous
   const int64_t* positions;  // [rows]
-  DType dtype;               // of x and the tables: f32 or bf16
+  DType dtype;               // of x: f32 or bf16
+  DType table_dtype;         // that of x, or f32
+  bool neighbours;
   int64_t rows, heads, half;
   int num_threads;
 };
@@ -100,8 +107,8 @@ struct AddScaled {
   int num_threads;
 };
 
-HE_CPU_KERNEL(rms_norm_cpu, RmsNorm)
-HE_CPU_KERNEL(rms_norm_backward_cpu, RmsNormBackward)
+HE_CPU_KERNEL(norm_cpu, Norm)
+HE_CPU_KERNEL(norm_backward_cpu, NormBackward)
 HE_CPU_KERNEL(gated_activation_cpu, GatedActivation)
 HE_CPU_KERNEL(gated_activation_backward_cpu, GatedActivationBackward)
 HE_CPU_KERNEL(delta_gates_cpu, DeltaGates)

@@ -10,14 +10,14 @@ namespace hybridengine::HYBRIDENGINE_ISA {
 
 constexpr int64_t kRowGrain = 4;  // rows of a thread at least
 
-// A vector of a row: the first `count` elements exist, the others are 0 and are not stored.
+// A vector of a row: the first `count` elements exist, the others are `fill` and are not stored.
 struct Part {
   int64_t begin;
   int64_t count;
 
   template <typename T>
-  VecF load_from(const T* p) const {
-    return count == kWidth ? load(p + begin) : load_part(p + begin, count, 0.0f);
+  VecF load_from(const T* p, float fill = 0.0f) const {
+    return count == kWidth ? load(p + begin) : load_part(p + begin, count, fill);
   }
   template <typename T>
   void store_to(T* p, VecF v) const {

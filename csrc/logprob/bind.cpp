@@ -101,6 +101,17 @@ void log_prob_backward(In logits, In token_ids, const Options& options,
   given.run(p, log_prob_backward_cpu, HE_CUDA(log_prob_backward_cuda));
 }
 
+// Applies a soft-cap to float32 logits [T, V] on a CPU, in place.
+void soft_cap_(In logits, double softcap) {
+  SoftCap p{};
+  const Arguments given("soft_cap_", "logits", logits);
+  given.on_cpu();
+  p.logits = given.data<float>("logits", logits, {&p.rows, &p.vocab}, &p.row_stride);
+  given.expect(softcap > 0, "softcap is ", softcap, "; expected a number above 0");
+  p.softcap = static_cast<float>(softcap);
+  if (logits.numel() > 0) given.run(p, soft_cap_cpu);
+}
+
 }  // namespace
 
 void register_logprob(py::module_& m) {
@@ -112,6 +123,7 @@ void register_logprob(py::module_& m) {
            py::arg("vocab_range"));
   def(m, "log_prob_forward", &log_prob_forward,
       "logits token_ids options want_sum_p_squared bad_label");
+  def(m, "soft_cap_", &soft_cap_, "logits softcap");
   def(m, "log_prob_partial", &log_prob_partial, "logits token_ids options bad_label");
   def(m, "log_prob_backward", &log_prob_backward,
       "logits token_ids options row_results grad_log_probs grad_entropy grad_logits row_index");

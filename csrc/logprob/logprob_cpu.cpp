@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <type_traits>
+#include <vector>
 
 #include "common/parallel.h"
 #include "common/simd.h"
@@ -181,8 +182,35 @@ bool plain_forward(const Row<T, false>& row, int64_t vocab, int64_t token, float
   return is_exact(sums, result);
 }
 
+// y[0, count) of x with a soft-cap. Not inlined, so that a forward and `soft_cap_` give the same
+// bits.
+template <typename T>
+[[gnu::noinline]] void cap_row(const T* x, int64_t count, float softcap, float scale_in, float* y) {
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) store(y + i, softcap * tanh(scale_in * load(x + i)));
+  if (i < count) {
+    const VecF last = softcap * tanh(scale_in * load_part(x + i, count - i, 0.0f));
+    store_part(y + i, last, count - i);
+  }
+}
+
+// The parameters of row r where its soft-cap has been applied, to values in this thread's memory.
+template <typename T>
+LogProbForward capped_row(LogProbForward p, int64_t r) {
+  thread_local std::vector<float> y;
+  y.resize(p.vocab);
+  const auto* x = static_cast<const T*>(p.logits) + r * p.row_stride;
+  cap_row(x, p.vocab, p.softcap, p.logit_scale / p.softcap, y.data());
+  p.logits = y.data(), p.row_stride = 0, p.dtype = DType::f32;
+  p.softcap = 0, p.logit_scale = 1;
+  return p;
+}
+
 template <typename T, bool general>
 void forward_row(const LogProbForward& p, int64_t r) {
+  if constexpr (!general) {
+    if (p.softcap > 0) return forward_row<float, false>(capped_row<T>(p, r), r);
+  }
   const int64_t local = local_label(p, r);
   const bool ignored = p.token_ids[r] == p.ignore_index;
   const bool here = !ignored && local >= 0 && local < p.vocab;
@@ -302,7 +330,16 @@ struct Backward {
 }  // namespace
 
 void log_prob_forward_cpu(const LogProbForward& p) {
-  for_each_row<Forward>(p, p.softcap > 0 || p.vocab_mask || p.sum_p_squared || p.partial);
+  for_each_row<Forward>(p, p.vocab_mask || p.sum_p_squared || p.partial);
+}
+
+void soft_cap_cpu(const SoftCap& p) {
+  parallel_for(p.rows, 1, p.num_threads, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      float* logits = p.logits + row * p.row_stride;
+      cap_row(logits, p.vocab, p.softcap, 1.0f / p.softcap, logits);
+    }
+  });
 }
 
 void log_prob_backward_cpu(const LogProbBackward& p) {

@@ -62,6 +62,16 @@ struct LogProbBackward : LogitRows {
   const int32_t* row_index;  // [rows] or null: the row of grad_logits to write to; -1: none
 };
 
+// Replaces logits [rows, vocab] by softcap * tanh(logits / softcap). A forward without soft-cap of
+// the result has the bits of one with it.
+struct SoftCap {
+  float* logits;       // inner stride 1
+  int64_t row_stride;  // elements
+  int64_t rows, vocab;
+  float softcap;
+  int num_threads;
+};
+
 // The CUDA forward reduces this many columns of a row at a time (slices.h).
 constexpr int64_t kSliceColumns = 4096;
 HE_HOST_DEVICE int64_t num_slices(int64_t vocab) {
@@ -70,6 +80,7 @@ HE_HOST_DEVICE int64_t num_slices(int64_t vocab) {
 
 HE_CPU_KERNEL(log_prob_forward_cpu, LogProbForward)
 HE_CPU_KERNEL(log_prob_backward_cpu, LogProbBackward)
+HE_CPU_KERNEL(soft_cap_cpu, SoftCap)
 
 int log_prob_forward_cuda(const LogProbForward& params, void* stream);
 int log_prob_backward_cuda(const LogProbBackward& params, void* stream);

@@ -8,20 +8,20 @@ prefill or decoding. The modules stay as they are, their forwards are replaced; 
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hybridengine.kernels import decode_linear, gated_activation, rms_norm
+from hybridengine.kernels import decode_linear
+from hybridengine.kernels.forwards import activation_forward, gated_forward, norm_forward
 from hybridengine.kernels.merged_linear import merged_linear
-from hybridengine.kernels.rotary import RotaryTable
+from hybridengine.kernels.recognize import find_activation, find_norm
+from hybridengine.kernels.rotary import trained_rotary
 from hybridengine.model.extensions import exact_forwards
 from hybridengine.model.head import detect_logit_transform
 from hybridengine.model.validation import meta_model, takes_images
@@ -58,10 +58,9 @@ def use_exact_operators(
         )
     if head is not None:
         scale, softcap = detect_logit_transform(model, head) or (0.0, None)
-        if softcap or math.frexp(scale)[0] != 0.5:  # the engine rounds scaled logits
-            raise ModelError(
-                "it has soft-capped logits, scales them by no power of two, or does more to them"
-            )
+        on_gpu = softcap is not None and torch.cuda.is_available()
+        if on_gpu or math.frexp(scale)[0] != 0.5:  # the engine rounds scaled logits
+            raise ModelError("it scales its logits by no power of two, or soft-caps them on a GPU")
     decoder = model.get_decoder()
     extended = exact_forwards(decoder, splits)
     for name, module in decoder.named_modules():
@@ -69,9 +68,11 @@ def use_exact_operators(
             module.forward = MethodType(extended[module], module)
         else:
             parent = decoder.get_submodule(name.rpartition(".")[0])
-            if is_activation(module) and "forward" not in vars(parent):
-                raise _unknown(name, module, "a place outside of gated MLPs")
-            _replace_forward(name, module, splits, merged_in)
+            is_outside = is_activation(module) and not type(parent).__name__.endswith("MLP")
+            if is_outside and "forward" not in vars(parent):
+                raise _unknown(name, module, "a place outside of MLPs")
+            if not is_outside:
+                _replace_forward(name, module, splits, merged_in)
         setattr(module, _EXACT, True)
     setattr(model, _EXACT, True)
 
@@ -120,30 +121,15 @@ def _replace_forward(
 
         forward = merged
     elif type(module) is nn.Linear:
-
-        def linear(self: Any, x: Tensor) -> Tensor:
-            return decode_linear(x, self.weight, self.bias, splits=parts)
-
-        forward = linear
-    elif kind.endswith("RMSNorm"):
+        forward = lambda self, x: decode_linear(x, self.weight, self.bias, splits=parts)  # noqa: E731
+    elif kind.endswith("RMSNorm") or (kind.endswith("LayerNorm") and list(module.parameters())):
         eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        options = norm_options(name, module, eps)
-
-        def norm(self: Any, x: Tensor) -> Tensor:
-            return rms_norm(x, self.weight, eps, **options)
-
-        forward = norm
+        forward = norm_forward(eps, norm_options(name, module, eps))
+    elif is_activation(module) and not list(module.parameters()):
+        forward = activation_forward(known_activation(name, module))
     elif kind.endswith("MLP") and (hasattr(module, "gate_proj") or hasattr(module, "gate_up_proj")):
-        activation = known_activation(name, getattr(module, "act_fn", None) or module.activation_fn)
-        fused = hasattr(module, "gate_up_proj")
-
-        def mlp(self: Any, x: Tensor) -> Tensor:
-            gate, up = (
-                self.gate_up_proj(x).chunk(2, -1) if fused else (self.gate_proj(x), self.up_proj(x))
-            )
-            return self.down_proj(gated_activation(gate, up, activation))
-
-        forward = mlp
+        act = getattr(module, "act_fn", None) or module.activation_fn
+        forward = gated_forward(known_activation(name, act))
     elif kind.endswith("RotaryEmbedding"):
         found = getattr(module, "rope_type", None)  # of each type of layers, or of all
         for rope_type in found.values() if isinstance(found, dict) else [found]:
@@ -156,39 +142,12 @@ def _replace_forward(
         module.forward = MethodType(forward, module)
 
 
-def trained_rotary(
-    self: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None
-) -> tuple[Tensor, Tensor]:
-    """The forward of a rotary embedding of transformers: cosines and sines [B, T, D]."""
-    prefix = f"{layer_type}_" if layer_type else ""
-    if position_ids.dim() == 3:  # M-RoPE: the positions of text are the same in every section
-        position_ids = position_ids[0]
-    with torch.no_grad():
-        tables = vars(self).setdefault("_tables", {})
-        if prefix not in tables:  # the frequencies are on the meta device before loading
-            given = (getattr(self, prefix + key) for key in ("inv_freq", "attention_scaling"))
-            tables[prefix] = RotaryTable(*given)
-        cos, sin = (torch.cat([t, t], -1).to(x.dtype) for t in tables[prefix].rows(position_ids))
-    return cos, sin
-
-
 def norm_options(name: str, module: Any, eps: float | None) -> dict[str, Any]:
-    """Return the options of `rms_norm` that give what the module does, found by trying them."""
-    weight = getattr(module, "weight", None)
-    if eps is None or not isinstance(weight, nn.Parameter):
-        raise _unknown(name, module, "no weight or epsilon")
-    probe = copy.deepcopy(module).to_empty(device="cpu").bfloat16()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        probe.weight.copy_(torch.rand(weight.shape, generator=generator) + 0.5)
-        rows = 1 + 2048 // weight.numel()
-        x = torch.randn(rows, weight.numel(), generator=generator).bfloat16()
-        expected = probe(x)
-        for options in ({"round_first": True}, {}, {"offset": 1.0}):
-            result = rms_norm(x, probe.weight, eps, **options, backend="reference")
-            if (result != expected).float().mean() < 0.01:  # roundings of another order of sums
-                return options
-    raise _unknown(name, module, "another formula than that of Llama or Gemma")
+    """Return the options of `row_norm` that give what the module does."""
+    options = find_norm(module, eps)
+    if options is None:
+        raise _unknown(name, module, "no weight and epsilon of RMSNorm or LayerNorm")
+    return options
 
 
 def is_activation(module: nn.Module) -> bool:
@@ -198,12 +157,10 @@ def is_activation(module: nn.Module) -> bool:
 
 def known_activation(name: str, function: Callable[[Tensor], Tensor]) -> Any:
     """Return the activation of `gated_activation` that `function`, of the module `name`, is."""
-    x = torch.linspace(-6, 6, 101)
-    known = {"silu": F.silu(x), "gelu_tanh": F.gelu(x, approximate="tanh")}
-    for activation, expected in known.items():
-        if torch.allclose(function(x), expected, rtol=0, atol=1e-6):
-            return activation
-    raise _unknown(name, function, "an activation other than SiLU and GELU by tanh")
+    activation = find_activation(function)
+    if activation is None:
+        raise _unknown(name, function, "an activation other than SiLU and GELU")
+    return activation
 
 
 def _unknown(name: str, module: Any, what: str) -> ModelError:

@@ -47,7 +47,8 @@ def render(answers: Sequence[Answer], not_loadable: Collection[str]) -> str:
             "",
             "Shared prefixes: a common prefix of sequences is computed once. Exact, on a CPU: "
             "log-probs of vLLM and of the trainer are equal bit for bit; on request: with "
-            "`rollout.exact=on`, and nobody has compared them. Sync: the weight sync into vLLM "
+            "`rollout.exact=on`; nobody has compared them, and vLLM's part may be refused as the "
+            "engine starts. Sync: the weight sync into vLLM "
             "equals vLLM's own loader ([architectures](architectures.md)); —: not tried. In "
             "parentheses is the type that is trained, of a wrapper its language model. Other sizes "
             "or settings of a type can have another outcome; a run says so before it starts.",

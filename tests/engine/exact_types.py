@@ -18,15 +18,26 @@ _WINDOWS: dict[str, Any] = {
 }
 # What makes a tiny model of a type have all that it computes.
 OTHERS: dict[str, dict[str, Any]] = {
+    # soft-caps that bend the scores and logits of a tiny model
+    "gemma2": _WINDOWS
+    | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.5, "num_hidden_layers": 2},
+    "cohere": {"use_qk_norm": True},
+    "cohere2": _WINDOWS,
+    "ernie4_5": {},
     "exaone4": _WINDOWS,
     "gemma3_text": _WINDOWS | {"query_pre_attn_scalar": 48},
     "granite": {
         **dict(embedding_multiplier=12.0, residual_multiplier=0.22),
         **dict(attention_multiplier=0.03, logits_scaling=8.0),
     },
+    "glm4": {},
     "hunyuan_v1_dense": {},
     "phi3": {},
     # transformers' models in vLLM
+    "glm": {},
+    "gpt_neox": {"num_hidden_layers": 2},
+    "phi": {"qk_layernorm": True},
+    "starcoder2": {"residual_dropout": 0.0, "attention_dropout": 0.0},
     "olmo": {},
     "olmo2": {},
     "olmo3": _WINDOWS,

@@ -78,14 +78,20 @@ def compare_truncated(rank: int, world_size: int, path: str, dtype: str) -> None
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.exhaustive)]
+    ("kind", "dtype"),
+    [
+        ("qwen2", "float32"),
+        pytest.param("qwen2", "bfloat16", marks=pytest.mark.exhaustive),
+        pytest.param("gemma2", "float32", marks=pytest.mark.exhaustive),
+    ],
 )
-def test_log_probs_over_kept_entries(tmp_path: Path, dtype: str) -> None:
-    run_ranks(compare_truncated, 1, save_tiny("qwen2", tmp_path), dtype, timeout_s=200)
+def test_log_probs_over_kept_entries(tmp_path: Path, kind: str, dtype: str) -> None:
+    path = save_other(kind, tmp_path)[1] if kind in OTHERS else save_tiny(kind, tmp_path)
+    run_ranks(compare_truncated, 1, path, dtype, timeout_s=200)
 
 
-def compare_other(rank: int, world_size: int, folder: str, dtype: str) -> None:
-    size = KV_BYTES[dtype]
+def compare_other(rank: int, world_size: int, folder: str, dtype: str, heads: int) -> None:
+    size = KV_BYTES[dtype] * heads // 2
     compare_under_pressure(
         folder, dtype, shared=40, kv_cache_memory_bytes=size, max_num_batched_tokens=48
     )
@@ -104,7 +110,9 @@ def compare_other(rank: int, world_size: int, folder: str, dtype: str) -> None:
     ],
 )
 def test_log_probs_of_other_types(tmp_path: Path, kind: str, dtype: str) -> None:
-    run_ranks(compare_other, 1, save_other(kind, tmp_path)[1], dtype, timeout_s=200)
+    config, folder = save_other(kind, tmp_path)
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    run_ranks(compare_other, 1, folder, dtype, heads, timeout_s=200)
 
 
 def test_they_are_exact_by_default(tmp_path: Path) -> None:
@@ -117,7 +125,7 @@ def test_they_are_exact_by_default(tmp_path: Path) -> None:
 
 def test_a_scale_of_logits_that_rounds_is_refused(tmp_path: Path) -> None:
     _, path = save_other("granite", tmp_path, logits_scaling=10.0)
-    with pytest.raises(ModelError, match="scales them by no power of two"):
+    with pytest.raises(ModelError, match="scales its logits by no power of two"):
         open_model(path, "float32")
 
 

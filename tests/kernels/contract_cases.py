@@ -131,6 +131,13 @@ CASES = {
         {"lengths": CU_SEQLENS, "bins": [[0, 1], [2, 3]]},
         wrong={"lengths": NOT_LENGTHS, "bins": ([], [[0], [4]], [[-1]], [[0.0]])},
     ),
+    "layer_norm": Case(
+        {"x": HIDDEN, "weight": WEIGHT[0], "bias": WEIGHT[1], "eps": 1e-6},
+        ("x", "weight", "bias"),
+        {"eps": AT_LEAST_0},
+        ("x",),
+        any_shape=("x",),
+    ),
     "linear_cross_entropy": Case(
         {
             "hidden": HIDDEN,

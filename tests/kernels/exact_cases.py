@@ -13,6 +13,7 @@ from hybridengine.kernels import decode_linear, gated_activation, rms_norm, tree
 from hybridengine.kernels.decode_linear import join_parts
 from hybridengine.kernels.decode_linear_triton import TILES
 from hybridengine.kernels.decode_linear_triton import decode_linear as with_tiles
+from hybridengine.kernels.layer import layer_norm
 from hybridengine.kernels.rotary import RotaryTable
 from tests import tolerances
 from tests.kernels import layer_cases
@@ -70,6 +71,14 @@ def check_norm(device, width, dtype, rows=70):
         inside = torch.cat([out, x, out], 1)[:, width : 2 * width]  # rows of another stride
         assert torch.equal(rms_norm(inside, weight, 1e-6, **options), out)
         assert torch.equal(rms_norm(inside[1:2], weight, 1e-6, **options), out[1:2])
+
+
+def check_layer_norm(device, width, dtype, rows=70):
+    for bias in (False, True):
+        *given, out = layer_cases.check_layer_norm(device, rows, width, dtype, bias)
+        x, weight, added = (*given, None)[:3]
+        for part in (slice(0, 1), slice(rows // 2, rows), slice(3, 5)):
+            assert torch.equal(layer_norm(x[part], weight, added, 1e-6), out[part])
 
 
 def check_activation(device, width, dtype, activation, rows=21):

@@ -55,7 +55,13 @@ def test_norm(dtype, width):
 
 
 @DTYPES
-@pytest.mark.parametrize("activation", ("silu", "gelu_tanh", "sigmoid", "softplus"))
+@pytest.mark.parametrize("width", (5, 64, 576))
+def test_layer_norm(dtype, width):
+    cases.check_layer_norm("cpu", width, dtype, 20 if width == 576 else 150)
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ("silu", "gelu", "gelu_tanh", "sigmoid", "softplus"))
 def test_activation(dtype, activation):
     cases.check_activation("cpu", 70, dtype, activation, 5)
 

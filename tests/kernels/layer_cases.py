@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from hybridengine.kernels import gated_activation, rms_norm
+from hybridengine.kernels.layer import layer_norm
 
 NORMS = ({}, {"offset": 1.0}, {"round_first": True})
 
@@ -60,6 +61,16 @@ def check_norm(device, rows, width, dtype, options):
     weight = draw(1, width, dtype, 2)[0].to(device)
     norm = partial(rms_norm, eps=1e-6, **options)
     return x, weight, check_against_float64(norm, (x, weight), grad, (2, 16))
+
+
+def check_layer_norm(device, rows, width, dtype, bias=True, offset=0.0):
+    """Against float64, with gradients; returns (x, weight, bias, result)."""
+    x, grad = (draw(rows, width, dtype, seed).to(device) for seed in (0, 1))
+    x = x + offset
+    weight, added = (draw(1, width, dtype, seed)[0].to(device) for seed in (2, 3))
+    given = (x, weight, added) if bias else (x, weight)
+    norm = lambda x, weight, bias=None: layer_norm(x, weight, bias, 1e-6)  # noqa: E731
+    return *given, check_against_float64(norm, given, grad, (2, 16))
 
 
 def check_activation(device, rows, width, dtype, activation):

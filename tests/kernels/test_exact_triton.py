@@ -59,8 +59,15 @@ def test_norm_on_the_gpu(dtype, width):
 
 @pytest.mark.gpu
 @DTYPES
+@pytest.mark.parametrize("width", (5, 31, 64, 128, 576, 4096, 8192))
+def test_layer_norm_on_the_gpu(dtype, width):
+    cases.check_layer_norm("cuda", width, dtype, 300)
+
+
+@pytest.mark.gpu
+@DTYPES
 @pytest.mark.parametrize("width", (31, 1536, 11008))
-@pytest.mark.parametrize("activation", ("silu", "gelu_tanh", "sigmoid", "softplus"))
+@pytest.mark.parametrize("activation", ("silu", "gelu", "gelu_tanh", "sigmoid", "softplus"))
 def test_activation_on_the_gpu(dtype, activation, width):
     cases.check_activation("cuda", width, dtype, activation, 100)
 

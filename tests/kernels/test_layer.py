@@ -4,13 +4,19 @@ import pytest
 import torch
 
 from hybridengine.kernels import gated_activation, rms_norm
-from hybridengine.kernels.layer import add_scaled_, inference_norm
+from hybridengine.kernels.layer import add_scaled_, inference_norm, layer_norm
 from hybridengine.kernels.rotary import RotaryTable, rotate
-from tests.kernels.layer_cases import NORMS, check_activation, check_norm, draw
+from tests.kernels.layer_cases import (
+    NORMS,
+    check_activation,
+    check_layer_norm,
+    check_norm,
+    draw,
+)
 
 DTYPES = (torch.float32, torch.bfloat16)
 WIDTHS = (1, 5, 8, 31, 64, 576, 1100)
-ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid", "softplus")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "sigmoid", "softplus")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -18,6 +24,13 @@ ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid", "softplus")
 @pytest.mark.parametrize("options", NORMS)
 def test_norm_against_float64(dtype, width, options):
     check_norm("cpu", 70, width, dtype, options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS[1:])
+@pytest.mark.parametrize("bias", (False, True))
+def test_layer_norm_against_float64(dtype, width, bias):
+    check_layer_norm("cpu", 70, width, dtype, bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -44,6 +57,7 @@ def test_a_row_does_not_depend_on_other_rows_or_threads(dtype, width):
     weight = draw(1, width, dtype, 1)[0]
     gate, up = both.chunk(2, 1)
     normed, gated = rms_norm(gate, weight, 1e-5), gated_activation(gate, up)
+    centred = layer_norm(gate, weight, weight, 1e-5)
     assert torch.equal(normed, rms_norm(gate.contiguous(), weight, 1e-5))
     threads = torch.get_num_threads()
     try:
@@ -52,6 +66,7 @@ def test_a_row_does_not_depend_on_other_rows_or_threads(dtype, width):
             for rows in (slice(0, 1), slice(149, 150), slice(5, 7), slice(8, 11), slice(17, 150)):
                 assert torch.equal(rms_norm(gate[rows], weight, 1e-5), normed[rows])
                 assert torch.equal(gated_activation(gate[rows], up[rows]), gated[rows])
+                assert torch.equal(layer_norm(gate[rows], weight, weight, 1e-5), centred[rows])
     finally:
         torch.set_num_threads(threads)
 
@@ -79,6 +94,7 @@ def test_no_rows():
     "call, message",
     (
         (lambda x: rms_norm(x, torch.ones(4).bfloat16(), 1e-6), "weight"),
+        (lambda x: layer_norm(x, torch.ones(4), torch.ones(3), 1e-6), "bias"),
         (lambda x: rms_norm(x.half(), torch.ones(4).half(), 1e-6), "x"),
         (lambda x: gated_activation(x, x.bfloat16()), "up"),
     ),
@@ -113,6 +129,19 @@ def test_rotated_heads_have_the_bits_of_torch(dtype, dim):
     expected, last = heads * cos + torch.cat([-second, first], -1) * sin, both[:, -1].clone()
     assert torch.equal(rotate(heads, positions, *tables), expected)
     assert torch.equal(both[:, -1], last)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wide", (False, True))  # tables in float32
+@pytest.mark.parametrize("half", (5, 16, 32))  # of 32 pairs
+def test_rotated_neighbours_have_the_bits_of_torch(dtype, wide, half):
+    tables = [draw(50, half, torch.float32 if wide else dtype, seed) for seed in (1, 2)]
+    positions, heads = torch.tensor([0, 49, 7, 7, 21]), draw(5, 3 * 64, dtype).view(5, 3, 64)
+    cos, sin = (t[positions][:, None].repeat_interleave(2, -1) for t in tables)
+    turned = heads[..., : 2 * half]
+    other = torch.stack([-turned[..., 1::2], turned[..., ::2]], -1).flatten(-2)
+    expected = torch.cat([(turned * cos + other * sin).to(dtype), heads[..., 2 * half :]], -1)
+    assert torch.equal(rotate(heads.clone(), positions, *tables, neighbours=True), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -69,6 +69,16 @@ def rms_norm(d: Draw) -> list:
     return [x, weight, 1e-6, d.pick((0.0, 1.0)), d.chance(0.5), d.chance(0.5), residual]
 
 
+def layer_norm(d: Draw) -> list:
+    x, weight, eps, *_ = rms_norm(d)
+    bias = d.maybe(lambda: d.floats(*weight.shape, dtype=x.dtype))
+    return [x, weight, bias, eps, d.chance(0.5)]
+
+
+def layer_norm_backward(d: Draw) -> list:
+    return rms_norm_backward(d)[:-1]
+
+
 def add_scaled_(d: Draw) -> list:
     dtype, rows, width = d.pick((torch.float32, torch.bfloat16)), d.size(), d.size(70)
     out, update = (d.rows(d.floats(rows, width, dtype=dtype)) for _ in range(2))
@@ -78,8 +88,9 @@ def add_scaled_(d: Draw) -> list:
 def rotary_(d: Draw) -> list:
     dtype, rows, half = d.pick((torch.float32, torch.bfloat16)), d.size(), d.size(20)
     x = d.floats(rows, d.size(4), 2 * half + d.size(3), dtype=dtype)
-    cos, sin = (d.floats(9, half, dtype=dtype) for _ in range(2))
-    return [x, d.ints(0, 9, rows), cos, sin]
+    table_dtype = d.pick((torch.float32, dtype))
+    cos, sin = (d.floats(9, half, dtype=table_dtype) for _ in range(2))
+    return [x, d.ints(0, 9, rows), cos, sin, d.chance(0.5)]
 
 
 def rms_norm_backward(d: Draw) -> list:
@@ -93,7 +104,7 @@ def gated_activation(d: Draw) -> list:
     dtype = d.pick((torch.float32, torch.bfloat16))
     shape = [*d.pick(((), (d.size(4),))), d.size(), d.size(70)]
     gate, up = (d.rows(d.floats(*shape, dtype=dtype)) for _ in range(2))
-    return [gate, up, d.pick(("silu", "gelu_tanh", "sigmoid", "softplus"))]
+    return [gate, up, d.pick(("silu", "gelu", "gelu_tanh", "sigmoid", "softplus"))]
 
 
 def delta_gates(d: Draw) -> list:
@@ -241,6 +252,8 @@ FUNCTIONS = (
     paged_attention,
     rms_norm,
     rms_norm_backward,
+    layer_norm,
+    layer_norm_backward,
     add_scaled_,
     rotary_,
     gated_activation,

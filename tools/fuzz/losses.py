@@ -62,6 +62,10 @@ def log_prob_forward(d: Draw) -> list:
     return [logits, labels, options, d.chance(0.5), d.pick((None, torch.zeros(1).int()))]
 
 
+def soft_cap_(d: Draw) -> list:
+    return [d.rows(d.floats(d.size(), d.size(70))), d.pick((0.5, 30.0))]
+
+
 def log_prob_partial(d: Draw) -> list:
     logits, labels, options, _, bad_label = log_prob_forward(d)
     return [logits, labels, options, bad_label]
@@ -139,6 +143,7 @@ FUNCTIONS = (
     sparse_log_probs,
     log_prob_forward,
     log_prob_partial,
+    soft_cap_,
     log_prob_backward,
     distillation,
     policy_loss,

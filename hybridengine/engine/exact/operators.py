@@ -21,9 +21,12 @@ from torch import Tensor, nn
 from hybridengine.engine.exact.steps import AdapterSlot, compute_repeats_once, use_decode_graphs
 from hybridengine.kernels import gated_activation
 from hybridengine.kernels.decode_linear import inference_linear, join_parts
+from hybridengine.kernels.forwards import activation_forward, gated_forward, norm_forward
 from hybridengine.kernels.layer import add_scaled_, inference_norm
-from hybridengine.kernels.rotary import RotaryTable, rotate
-from hybridengine.model.exact import is_activation, norm_options, trained_rotary
+from hybridengine.kernels.logprob.soft_cap import soft_cap_
+from hybridengine.kernels.recognize import find_tables
+from hybridengine.kernels.rotary import RotaryTable, rotate, trained_rotary
+from hybridengine.model.exact import is_activation, known_activation, norm_options
 from hybridengine.model.extensions import exact_forwards
 from hybridengine.model.validation import meta_model
 from hybridengine.run.errors import ModelError
@@ -115,17 +118,29 @@ def use_exact_operators(
             forward = partial(_gated, "silu")
         elif isinstance(module, activation.GeluAndMul) and module.approximate == "tanh":
             forward = partial(_gated, "gelu_tanh")
+        elif type(module).__name__ == "LayerNorm" and module.weight is not None:
+            eps = getattr(module, "variance_epsilon", None)  # Cohere's
+            forward = norm_forward(eps or module.eps, {"centered": True}, eps is not None)
+        elif hasattr(module, "gate_up_proj") and is_activation(
+            act := getattr(module, "activation_fn", None)
+        ):
+            module.forward = MethodType(gated_forward(known_activation(name, act)), module)
+        elif is_activation(module):
+            forward = activation_forward(known_activation(name, module))
         elif type(module) in rotary_kinds:
-            forward = _rotary(module, max_model_len, dtype)
+            forward = _rotary(module, max_model_len, dtype, model)
         elif trained and type(module).__name__.endswith("RotaryEmbedding"):
             forward = trained_rotary
-        elif isinstance(module, logits_processor.LogitsProcessor) and module.soft_cap is None:
-            module._apply_head = _head  # type: ignore[method-assign, assignment]
+        elif isinstance(module, logits_processor.LogitsProcessor):
+            module._apply_head = partial(_head, module.soft_cap)  # type: ignore[method-assign]
+            module.soft_cap = None
+        elif type(module).__name__ == "CohereDecoderLayer":
+            module.forward = MethodType(_parallel_block, module)
+            if window := module.self_attn.sliding_window:  # vLLM adds one, transformers does not
+                module.self_attn.attn.impl.sliding_window = window - 1
         elif isinstance(module, Attention) and isinstance(module.impl, ExactAttention):
             pass  # since the engine was built
-        elif not isinstance(module, VocabParallelEmbedding) and (
-            _computes(module) or (trained and is_activation(module))
-        ):
+        elif not isinstance(module, VocabParallelEmbedding) and _computes(module):
             raise ModelError(
                 f"rollout.exact: vLLM's {name} ({type(module).__name__}) has no exact operator; "
                 "set rollout.exact=off for this model"
@@ -167,8 +182,8 @@ def _linear(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     return _product(x, layer.weight, bias)
 
 
-def _head(lm_head: Any, hidden: Tensor, bias: Tensor | None) -> Tensor:
-    return _product(hidden, lm_head.weight, bias, torch.float32)
+def _head(softcap: float | None, lm_head: Any, hidden: Tensor, bias: Tensor | None) -> Tensor:
+    return soft_cap_(_product(hidden, lm_head.weight, bias, torch.float32), softcap)
 
 
 def _joined_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -233,29 +248,43 @@ def _norm(
     return out if residual is None else (out, residual)
 
 
+def _parallel_block(self: Any, positions: Tensor, x: Tensor, residual: Tensor | None) -> Any:
+    """Attention and MLP of the same rows, added in transformers' order."""
+    normed, _ = self.input_layernorm(x)
+    out = self.self_attn(positions=positions, hidden_states=normed)
+    for update in (x, self.mlp(normed)):
+        add_scaled_(out, update, 1.0)
+    return out, x
+
+
 def _gated(activation: Any, self: Any, x: Tensor) -> Tensor:
     gate, up = x.chunk(2, -1)
     return gated_activation(gate, up, activation)
 
 
-def _rotary(module: Any, max_model_len: int, dtype: torch.dtype) -> Any:
+def _rotary(module: Any, max_model_len: int, dtype: torch.dtype, model: Any) -> Any:
     """Return a forward that rotates as transformers does."""
     scale, is_yarn = getattr(module, "mscale", 1.0), type(module).__name__.startswith("YaRN")
-    if not module.is_neox_style or (scale != 1.0 and not is_yarn):
-        raise ModelError(
-            "rollout.exact: rotary embedding of neighbours, or M-RoPE with YaRN; set "
-            "rollout.exact=off for this model"
-        )
+    if scale != 1.0 and not is_yarn:
+        raise ModelError("rollout.exact: M-RoPE with YaRN; set rollout.exact=off for this model")
     device = module.cos_sin_cache.device
     with torch.device("cpu"):  # as transformers does
         frequencies = module._compute_inv_freq(module.scaling_factor if is_yarn else module.base)
     table = RotaryTable(frequencies.to(device), scale)
     positions = torch.arange(max_model_len, device=device)
-    cos, sin = (t.to(dtype) for t in table.rows(positions))
+    cos, sin = table.rows(positions)
+    neighbours = not module.is_neox_style
+    if not neighbours:
+        cos, sin = cos.to(dtype), sin.to(dtype)
+    elif dtype != torch.float32:
+        tables = find_tables(meta_model(model.config.get_text_config()).get_decoder(), cos, sin)
+        if tables is None:
+            raise ModelError("rollout.exact: its rotary embedding is unknown; set it to off")
+        cos, sin = tables
 
     def rotated(x: Tensor, positions: Tensor) -> Tensor:
         heads = x.view(x.shape[0], -1, module.head_size)
-        return rotate(heads, positions, cos, sin).view(x.shape)
+        return rotate(heads, positions, cos, sin, neighbours).view(x.shape)
 
     def forward(
         self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
