@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 
 from hybridengine.compile.graphs import Graphs, Probe, errors_named
-from hybridengine.model.extensions import hooks_of
+from hybridengine.model.extensions import ModelHook, hooks_of
+from hybridengine.model.replica import replica_of
 from hybridengine.run.errors import ModelError
 
 _ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -93,7 +94,8 @@ class GraphedDecoder:
 
     def _find_state(self) -> None:
         """Find what a pass depends on: parameters, buffers and flags of the modules."""
-        if hooks := hooks_of(self._model):
+        hooks = [x for x in hooks_of(self._model) if type(x).forward is not ModelHook.forward]
+        if hooks:
             raise ModelError(
                 f"model.cuda_graphs is true, but {type(hooks[0]).__name__} takes part in the "
                 "passes of the model, which a replay does not call; set model.cuda_graphs=false"
@@ -126,7 +128,8 @@ class GraphedDecoder:
             )
         self._memory = memory
         self._passes.clear()
-        copies = getattr(getattr(self._model, "replica", None), "copies", {})
+        replica = replica_of(self._model)
+        copies = {} if replica is None else replica.copies
         masters = {id(copy): master for master, copy in copies.items()}
         unique = {id(p): p for p in parameters if p is not None}
         outer = {id(p) for owner in self._outer for p in owner.values()}

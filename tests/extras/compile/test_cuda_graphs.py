@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -279,7 +280,8 @@ def test_what_a_replay_would_not_call_is_refused() -> None:
     assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)  # not packed
 
     class Recording(ModelHook):
-        pass
+        def forward(self, batch):
+            return nullcontext()
 
     model, _, _ = pair("llama")
     add_hook(model, Recording())
