@@ -202,6 +202,23 @@ def test_gradient_checkpointing() -> None:
     assert graphed.graphs.replayed == 4
 
 
+def test_results_stay_when_later_passes_run() -> None:
+    model, plain, _ = pair("llama")  # the gradient of a tied embedding, of the decoder alone
+    batch = batch_of([(20, 44)])
+    ends = {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
+    given = ends | {"max_length_q": 64, "max_length_k": 64, "use_cache": False}
+    given["position_ids"] = batch.position_ids[None]
+    results = [[], []]
+    for one, kept in zip((model, plain), results, strict=True):
+        for factor in range(1, 6):
+            with sequence_ends_given():
+                ids = batch.input_ids.roll(factor)[None]
+                kept.append(one.model(input_ids=ids, **given).last_hidden_state)
+            (kept[-1] * factor).square().sum().backward()
+    assert all(map(torch.equal, *results))
+    assert not differing(gradients(model), gradients(plain))
+
+
 def test_weights_in_other_memory_are_captured_again() -> None:
     model, plain, graphed = pair("llama")
     for seed in range(7):
