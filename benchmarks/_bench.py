@@ -199,7 +199,7 @@ class Bench:
         self, call: Callable[[], object], bytes_moved: int | None, flops: int | None
     ) -> dict[str, Any]:
         """Return the measured part of a row."""
-        measured = self._measure(call)
+        measured = self.measure(call)
         p50 = measured["ms_p50"]
         measured["gb_per_s"] = bytes_moved / p50 / 1e6 if bytes_moved else None
         measured["tflop_per_s"] = flops / p50 / 1e9 if flops else None
@@ -236,24 +236,24 @@ class Bench:
 
     def read_peak(self, _: torch.dtype) -> float:
         data = torch.ones(self._stream_bytes() // 4, device=self.device)
-        return data.nbytes / self._measure(data.sum)["ms_p20"] / 1e6
+        return data.nbytes / self.measure(data.sum)["ms_p20"] / 1e6
 
     def copy_peak(self, _: torch.dtype) -> float:
         source = torch.ones(self._stream_bytes() // 4, device=self.device)
         target = torch.empty_like(source)
-        return 2 * source.nbytes / self._measure(lambda: target.copy_(source))["ms_p20"] / 1e6
+        return 2 * source.nbytes / self.measure(lambda: target.copy_(source))["ms_p20"] / 1e6
 
     def gemm_peak(self, dtype: torch.dtype) -> float:
         if not has_fast_products(dtype, self.device):
             dtype = torch.float32  # converting to it first is faster
         n = (8192 if self.device.type == "cuda" else 2048) // (4 if self.quick else 1)
         a, b = (torch.randn(n, n, device=self.device, dtype=dtype) for _ in range(2))
-        return 2 * n**3 / self._measure(lambda: a @ b)["ms_p20"] / 1e9
+        return 2 * n**3 / self.measure(lambda: a @ b)["ms_p20"] / 1e9
 
     def _stream_bytes(self) -> int:
         return 2**26 if self.quick else 2**30 if self.device.type == "cuda" else 2**29
 
-    def _measure(self, call: Callable[[], object]) -> dict[str, Any]:
+    def measure(self, call: Callable[[], object]) -> dict[str, Any]:
         """Return p20, p50 and p80 in ms, the peak memory of a call in MiB, on a GPU also how."""
         if self.gpu is not None:
             self.gpu.warm_up(call)

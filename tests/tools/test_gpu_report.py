@@ -110,7 +110,7 @@ def test_every_operator_of_rows_has_one(monkeypatch):
         return passed
 
     monkeypatch.setattr(command, "run", counted)
-    monkeypatch.setattr(Bench, "_measure", lambda *_: quantiles([1.0]) | {"peak_mib": 0.0})
+    monkeypatch.setattr(Bench, "measure", lambda *_: quantiles([1.0]) | {"peak_mib": 0.0})
     _, _, *arguments = gpu_report.MORE_PARTS["rows"]
     monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments, "--device", "cpu", "--quick"])
     assert command.main() == 0
