@@ -31,10 +31,10 @@ _TENSORS = (torch.Tensor, Parameter)
 _PLAIN = frozenset((*_TENSORS, list, str, int, float, bool, type(None), torch.dtype))
 
 
-def _is_plain(arguments: Sequence[Any]) -> bool:
+def _is_plain(arguments: Sequence[Any], types: frozenset[type] = _PLAIN) -> bool:
     """Return whether nothing but the kernel and autograd has to see a call with these."""
     if (
-        not _PLAIN.issuperset(map(type, arguments))
+        not types.issuperset(map(type, arguments))
         or _len_torch_dispatch_stack()
         or _are_functorch_transforms_active()
         or forward_ad._current_level >= 0
@@ -46,26 +46,59 @@ def _is_plain(arguments: Sequence[Any]) -> bool:
     return True
 
 
+class Record:
+    """A named tuple in the arguments of calls, whose fields are arguments of the op.
+
+    Args:
+        kind: its class. Its tensors are constants on the device of the others.
+        names: of the op's arguments; those of the fields are among them, in a row.
+    """
+
+    def __init__(self, kind: Any, names: list[str]) -> None:
+        self.kind = kind
+        self.at = names.index(kind._fields[0])
+        self._end = self.at + len(kind._fields)
+
+    def join(self, flat: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the arguments of a call for those of the op."""
+        record = self.kind(*flat[self.at : self._end])
+        return (*flat[: self.at], record, *flat[self._end :])
+
+    def split(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the arguments of the op for those of a call."""
+        return (*arguments[: self.at], *arguments[self.at], *arguments[self.at + 1 :])
+
+    def joining(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function`, for the arguments of the op."""
+        return functools.wraps(function)(lambda *flat: function(*self.join(flat)))
+
+
 class CustomOp:
     """An op of torch.library; plain eager calls do without the dispatcher, 30 to 200 us of Python.
 
     A compiler, a dispatch mode, torch.func, meta tensors and subclasses get the op itself.
     """
 
-    def __init__(self, definition: Any, function: Callable[..., Any]) -> None:
+    def __init__(
+        self, definition: Any, function: Callable[..., Any], record: Record | None
+    ) -> None:
         self._definition = definition
         self.op = definition._opoverload
         self._function = function
         schema = self.op._schema
         self.name = schema.name.partition("::")[2]
         self._arguments = [argument.name for argument in schema.arguments]
+        self._record = record
+        self._types = _PLAIN if record is None else _PLAIN | {record.kind}
+        declared = schema.arguments if record is None else record.join(schema.arguments)
+        self._count = len(declared)
+        tensors = {i: one for i, one in enumerate(declared) if record is None or i != record.at}
         # What is written, whose version is incremented as the dispatcher does.
         self._written = [
-            i
-            for i, one in enumerate(schema.arguments)
-            if one.alias_info and one.alias_info.is_write
+            i for i, one in tensors.items() if one.alias_info and one.alias_info.is_write
         ]
-        self._lists = [i for i, one in enumerate(schema.arguments) if _is_list(one)]
+        self._lists = [i for i, one in tensors.items() if _is_list(one)]
+        self._nested = self._lists if record is None else [*self._lists, record.at]
         self._returns_list = any(map(_is_list, schema.returns))
         self._has_lists = bool(self._lists) or self._returns_list
         # Then torch.vmap calls an op once per entry.
@@ -76,14 +109,14 @@ class CustomOp:
 
     def __call__(self, *arguments: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self.op(*arguments)
-        is_plain = _is_plain(arguments)
-        for i in self._lists:
+            return self.op(*self.flat(arguments))
+        is_plain = _is_plain(arguments, self._types)
+        for i in self._nested:
             is_plain = is_plain and _is_plain(arguments[i])
         if not is_plain:
-            named = dict(zip(self._arguments, arguments, strict=False))
-            self._refuse(self.name, **named)
-            return self.op(*arguments)
+            flat = self.flat(arguments)
+            self._refuse(self.name, **dict(zip(self._arguments, flat, strict=False)))
+            return self.op(*flat)
         if torch.is_grad_enabled() and self._requires_grad(arguments):
             return self._differentiable(arguments)
         for i in self._written:
@@ -94,6 +127,10 @@ class CustomOp:
         with _DisableAutocast():
             return self._function(*arguments)
 
+    def flat(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Return the arguments of `op` for those of a call."""
+        return arguments if self._record is None else self._record.split(arguments)
+
     def _requires_grad(self, arguments: tuple[Any, ...]) -> bool:
         if _any_requires_grad(*arguments):
             return True
@@ -101,7 +138,7 @@ class CustomOp:
 
     def _differentiable(self, arguments: tuple[Any, ...]) -> Any:
         if self._apply is None:
-            return self.op(*arguments)
+            return self.op(*self.flat(arguments))
         if not self._has_lists:
             results = self._apply(*arguments)
         else:
@@ -116,8 +153,9 @@ class CustomOp:
         return (*results, *others)
 
     def register_fake(self, function: Callable) -> Callable:
-        fake: Callable = self._definition.register_fake(function)
-        return fake
+        run = function if self._record is None else self._record.joining(function)
+        self._definition.register_fake(run)
+        return function
 
     def register_autograd(
         self,
@@ -126,32 +164,35 @@ class CustomOp:
         setup_context: Callable,
         num_differentiable: int | None = None,
     ) -> None:
-        """Register the gradients of the op's first arguments; the others have none.
+        """Register the gradients of the op's first arguments; a record and the others have none.
 
         Args:
             backward, setup_context: see `torch.library.register_autograd`.
             num_differentiable: how many of the results are, the first ones; `backward` takes their
                 gradients. None: all of them.
         """
-        count, function = len(self._arguments), self._function
+        function, record = self._function, self._record
         self._num_differentiable = number = num_differentiable
 
-        def padded(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            if _is_any_autocast_enabled():
-                with _DisableAutocast():
+        def padded(count: int) -> Callable[..., tuple[Any, ...]]:
+            def run(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+                if _is_any_autocast_enabled():
+                    with _DisableAutocast():
+                        results = backward(ctx, *grads[:number])
+                else:
                     results = backward(ctx, *grads[:number])
-            else:
-                results = backward(ctx, *grads[:number])
-            if not isinstance(results, tuple):
-                results = (results,)
-            return results + (None,) * (count - len(results))
+                if not isinstance(results, tuple):
+                    results = (results,)
+                return results + (None,) * (count - len(results))
+
+            return run
 
         def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            setup_context(ctx, inputs, output)
+            setup_context(ctx, inputs if record is None else record.join(inputs), output)
             if number is not None:
                 ctx.mark_non_differentiable(*output[number:])
 
-        self._definition.register_autograd(padded, setup_context=save)
+        self._definition.register_autograd(padded(len(self._arguments)), setup_context=save)
 
         def forward(ctx: Any, *arguments: Any) -> Any:
             if _is_any_autocast_enabled():
@@ -165,9 +206,10 @@ class CustomOp:
             # In a tuple of their own, which autograd leaves alone: it takes 2 us for a tensor.
             return (*output[:number], output[number:])
 
-        methods = {"forward": forward, "backward": padded}
+        plain_backward = padded(self._count)
+        methods: dict[str, Callable] = {"forward": forward, "backward": plain_backward}
         if self._has_lists:
-            methods = _with_lists(forward, padded, self._returns_list)
+            methods = _with_lists(forward, plain_backward, self._returns_list)
         statics = {name: staticmethod(method) for name, method in methods.items()}
         node = type(self.name, (Function,), statics)
         self._apply = _plain_apply(node)
@@ -225,12 +267,18 @@ def without_autocast(function: Callable) -> Callable:
 
 
 def custom_op(
-    name: str, *, mutates_args: str | Iterable[str], schema: str | None = None
+    name: str,
+    *,
+    mutates_args: str | Iterable[str],
+    schema: str | None = None,
+    record: type[tuple] | None = None,
 ) -> Callable[[Callable], CustomOp]:
     """Decorate the implementation of an op: `torch.library.custom_op`, with autocast off inside.
 
     Args:
         name, mutates_args, schema: see `torch.library.custom_op`.
+        record: a named tuple, of numbers, strings and constant tensors. `schema` has its fields;
+            calls, the implementation and what is registered have it as one argument.
     """
 
     def decorate(function: Callable) -> CustomOp:
@@ -242,7 +290,12 @@ def custom_op(
             )
         run = without_autocast(function)
         signature = schema or torch.library.infer_schema(function, mutates_args=mutates_args)
+        joined: Record | None = None
+        if record is not None:
+            declared = torch._C.parse_schema(name + signature).arguments
+            joined = Record(record, [one.name for one in declared])
+            run = joined.joining(run)
         definition = torch.library.custom_op(name, run, mutates_args=mutates_args, schema=signature)
-        return CustomOp(definition, function)
+        return CustomOp(definition, function, joined)
 
     return decorate

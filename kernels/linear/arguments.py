@@ -20,12 +20,6 @@ LINEAR_SCHEMA = (
 )
 
 
-def split_row_options(arguments: Sequence) -> tuple[RowOptions, Sequence]:
-    """Split what follows the tensors in LINEAR_SCHEMA into the row options and the rest."""
-    count = len(RowOptions._fields)
-    return RowOptions(*arguments[:count]), arguments[count:]
-
-
 def check_linear(
     op: str,
     hidden: Tensor,
@@ -105,19 +99,19 @@ def register_linear_autograd(
 ) -> None:
     """Register the second of `ops` as the gradient of the first, and its fake kernel.
 
-    It takes the arguments of the first (hidden, weight, bias, token_ids, row options, others with
+    It takes the arguments of the first (hidden, weight, bias, token_ids, RowOptions, others with
     main_grad at `main_grad_at`), what `from_results` makes of its results, the gradients of
     log_probs, entropy and its last `more_grads` results, and which of the three gradients are
     wanted; those are then empty.
     """
 
     def fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> tuple:
-        _, rest = split_row_options(arguments[1:])
+        _, _, *rest = arguments
         stored = None if rest[main_grad_at] is not None else weight
         return tuple(empty_gradients((hidden, stored, bias), rest[-1]))
 
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        options, rest = split_row_options(inputs[4:])
+        options, *rest = inputs[4:]
         # main_grad is not saved: other backward calls may add to it before this one.
         saved = [
             x if isinstance(x, Tensor) and i != main_grad_at else None for i, x in enumerate(rest)
@@ -138,7 +132,7 @@ def register_linear_autograd(
         rest = [x if s is None else s for x, s in zip(ctx.rest, tensors[4:end], strict=True)]
         grads = backward_op(
             *tensors[:4],
-            *options,
+            options,
             *rest,
             *from_results(tensors[end:]),
             *incoming,

@@ -37,7 +37,6 @@ from .arguments import (
     check_active_rows,
     check_budget,
     check_linear,
-    split_row_options,
 )
 from .attach import attach_gradients, fake_gradients, wanted_gradients
 from .chunks import Chunks
@@ -162,7 +161,7 @@ def linear_cross_entropy(
     incoming = (grad_scale / divisor).to(compute_dtype(hidden)).repeat(labels.numel())
     arguments = (
         labels,
-        *options,
+        options,
         budget_bytes,
         deterministic,
         incoming,
@@ -216,16 +215,28 @@ def _reference(
     schema=f"({LINEAR_SCHEMA}, Tensor incoming, float smoothing, float lse_square_scale, "
     "Tensor? active_rows, bool wide_weight_grad, bool[] wanted, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    record=RowOptions,
 )
 def _cross_entropy_op(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *arguments: Any
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    options: RowOptions,
+    budget_bytes: int,
+    deterministic: bool,
+    incoming: Tensor,
+    smoothing: float,
+    lse_square_scale: float,
+    active_rows: Tensor | None,
+    wide_weight_grad: bool,
+    wanted: list[bool],
+    backend: str,
 ) -> tuple[Tensor, ...]:
     """Compute losses and z-losses [T], and the gradients of hidden, weight and bias.
 
     incoming: [T], the gradients of the losses. Gradients that are not `wanted` are empty.
     """
-    options, (budget_bytes, deterministic, incoming, *rest) = split_row_options(arguments)
-    smoothing, lse_square_scale, active_rows, wide_weight_grad, wanted, backend = rest
     ignored = labels == options.ignore_index
     if active_rows is None and check.readable(hidden) and ignored.any():
         active_rows = (~ignored).nonzero().squeeze(1)
@@ -286,8 +297,7 @@ _cross_entropy_op.register_fake(fake_gradients)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    options, rest = split_row_options(inputs[4:])
-    budget_bytes, deterministic, _, *settings, active_rows, _, _, ctx.backend = rest
+    options, budget_bytes, deterministic, _, *settings, active_rows, _, _, ctx.backend = inputs[4:]
     ctx.settings = (budget_bytes, deterministic, *settings)
     options.save(ctx, *inputs[:4], active_rows)
 
@@ -303,7 +313,7 @@ def _backward(ctx: Any, grad_losses: Tensor | None, *_: Any) -> tuple[Tensor | N
     *_, hidden, weight, bias = _cross_entropy_op(
         *tensors,
         labels,
-        *options,
+        options,
         budget_bytes,
         deterministic,
         grad_losses.contiguous(),

@@ -30,7 +30,6 @@ from .arguments import (
     check_budget,
     check_linear,
     register_linear_autograd,
-    split_row_options,
 )
 from .chunks import Chunks, logits_fit
 from .gradients import LogProbGradients, active_rows, any_nonzero
@@ -129,7 +128,7 @@ def linear_token_log_probs(
         weight,
         bias,
         token_ids.flatten(),
-        *options,
+        options,
         budget_bytes,
         deterministic,
         main_grad,
@@ -161,16 +160,25 @@ def keeps_logits(
     mutates_args=(),
     schema=f"({LINEAR_SCHEMA}, Tensor? main_grad, str backend, bool keep_logits, bool want_stats)"
     f" -> ({', '.join(['Tensor'] * 7)})",
+    record=RowOptions,
 )
 def _forward_op(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *arguments: Any
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor,
+    options: RowOptions,
+    budget_bytes: int,
+    deterministic: bool,
+    main_grad: Tensor | None,
+    backend: str,
+    keep_logits: bool,
+    want_stats: bool,
 ) -> tuple[Tensor, ...]:
     """The first four results of `rows_forward`, each [T], the logits, and the two `LinearStats`.
 
     The logits are empty if not kept, the stats if not wanted.
     """
-    options, rest = split_row_options(arguments)
-    budget_bytes, deterministic, _, backend, keep_logits, want_stats = rest
     if keep_logits:
         shape = hidden.shape[0], weight.shape[0]
         logits = empty_from_pool(shape, compute_dtype(hidden), hidden.device)
@@ -220,17 +228,22 @@ def _argmax(logits: Tensor, options: RowOptions, wanted: bool) -> Tensor:
     schema=f"({LINEAR_SCHEMA}, Tensor(a!)? main_grad, str backend, bool keep_logits, "
     "bool want_stats, Tensor[] row_results, Tensor logits, Tensor? grad_log_probs, "
     "Tensor? grad_entropy, bool[] wanted) -> (Tensor, Tensor, Tensor)",
+    record=RowOptions,
 )
 def _backward_op(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *arguments: Any
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor,
+    options: RowOptions,
+    *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of hidden, weight and bias; those not `wanted` are empty.
 
     On a CPU the logits of rows with zero gradient are not computed again, nor their products.
     """
-    options, rest = split_row_options(arguments)
-    budget_bytes, deterministic, main_grad, backend, kept, _, row_results, logits, *gradients = rest
-    *gradients, wanted = gradients
+    budget_bytes, deterministic, main_grad, backend, kept, _, *arguments = arguments
+    row_results, logits, *gradients, wanted = arguments
     ignored = token_ids == options.ignore_index
     gradients = [None if grad is None else grad.masked_fill(ignored, 0) for grad in gradients]
     chunks = Chunks(

@@ -44,7 +44,6 @@ from .arguments import (
     check_active_rows,
     check_budget,
     check_linear,
-    split_row_options,
 )
 from .attach import attach_gradients, fake_gradients, wanted_gradients
 from .centering import Centering, check_support
@@ -324,7 +323,7 @@ def _one_pass_loss(
     log_probs, entropy, centering, *grads = _gradient_op(
         *(None if t is None else t.detach() for t in tensors),
         token_ids.flatten(),
-        *options,
+        options,
         head["budget_bytes"],
         head["deterministic"],
         *_op_arguments(loss_inputs, counts, grad_scale),
@@ -387,9 +386,15 @@ def _op_arguments(inputs: LossInputs, counts: Counts, grad_scale: float) -> tupl
     "Tensor? kept_ids, Tensor? cu_kept, Tensor? kept_log_probs, "
     "Tensor? active_rows, bool wide_weight_grad, bool[] wanted, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    record=RowOptions,
 )
 def _gradient_op(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *arguments: Any
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor,
+    options: RowOptions,
+    *rest: Any,
 ) -> tuple[Tensor, ...]:
     """Compute log_probs, entropy, C of score centering and the gradients of hidden, weight, bias.
 
@@ -399,7 +404,6 @@ def _gradient_op(
     numbers: those of the op policy_loss. is_bounds: the fields of `ImportanceBounds`. kept_ids,
     cu_kept, kept_log_probs: those of `RolloutSupport`.
     """
-    options, rest = split_row_options(arguments)
     budget_bytes, deterministic, *per_token, cu_seqlens, modes, numbers, is_bounds = rest[:-7]
     support = None if rest[-7] is None else RolloutSupport(*rest[-7:-4])
     active_rows, wide_weight_grad, wanted, backend = rest[-4:]

@@ -148,7 +148,7 @@ def checked_log_probs(
     flat = logits if logits.dim() == 2 else logits.reshape(token_ids.numel(), logits.shape[-1])
     backend = backend_for(logits, backend)
     results: tuple[Tensor, ...] = _forward_op(
-        flat, token_ids.flatten(), *options, want_squares, inplace_backward, backend
+        flat, token_ids.flatten(), options, want_squares, inplace_backward, backend
     )
     return results
 
@@ -220,11 +220,18 @@ def check_logits(
     mutates_args=(),
     schema=f"(Tensor logits, Tensor token_ids, {ROW_SCHEMA}, bool want_squares, "
     f"bool inplace_backward, str backend) -> ({', '.join(['Tensor'] * 5)})",
+    record=RowOptions,
 )
-def _forward_op(logits: Tensor, token_ids: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _forward_op(
+    logits: Tensor,
+    token_ids: Tensor,
+    options: RowOptions,
+    want_squares: bool,
+    inplace_backward: bool,
+    backend: str,
+) -> tuple[Tensor, ...]:
     """The results of `rows_forward`."""
-    *options, want_squares, _, backend = arguments
-    return rows_forward(logits, token_ids, RowOptions(*options), want_squares, backend)
+    return rows_forward(logits, token_ids, options, want_squares, backend)
 
 
 @_forward_op.register_fake
@@ -240,21 +247,12 @@ def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     mutates_args=(),
     schema=f"(Tensor logits, Tensor token_ids, {ROW_SCHEMA}, Tensor[] row_results, "
     "Tensor? grad_log_probs, Tensor? grad_entropy, str backend) -> Tensor",
+    record=RowOptions,
 )
-def _backward_op(logits: Tensor, token_ids: Tensor, *arguments: Any) -> Tensor:
+def _backward_op(logits: Tensor, token_ids: Tensor, options: RowOptions, *arguments: Any) -> Tensor:
     """The gradient of the logits."""
-    *options, row_results, grad_log_probs, grad_entropy, backend = arguments
     grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    rows_backward(
-        logits,
-        grad_logits,
-        token_ids,
-        RowOptions(*options),
-        row_results,
-        grad_log_probs,
-        grad_entropy,
-        backend,
-    )
+    rows_backward(logits, grad_logits, token_ids, options, *arguments)
     return grad_logits
 
 
@@ -264,8 +262,8 @@ def _(logits: Tensor, *_: Any) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    logits, token_ids, *fields, _, ctx.inplace, ctx.backend = inputs
-    RowOptions(*fields).save(ctx, logits, token_ids, *output[:4])
+    logits, token_ids, options, _, ctx.inplace, ctx.backend = inputs
+    options.save(ctx, logits, token_ids, *output[:4])
 
 
 @check.differentiable_once("token_log_probs")
@@ -287,7 +285,7 @@ def _backward(
         rows_backward(logits, logits, token_ids, options, *arguments)
         torch.autograd.graph.increment_version(logits)
         return (logits,)
-    return (_backward_op(logits, token_ids, *options, *arguments),)
+    return (_backward_op(logits, token_ids, options, *arguments),)
 
 
 def _rows_are_separate(logits: Tensor) -> bool:

@@ -20,7 +20,7 @@ from .._backend import native
 from .._library import custom_op
 from .._per_token import compute_dtype, row_index, segment_reduce
 from ..linear import linear_token_log_probs
-from ..linear.arguments import check_linear, register_linear_autograd, split_row_options
+from ..linear.arguments import check_linear, register_linear_autograd
 from ..linear.gradients import sum_over_ranks
 from ..logprob import token_log_probs
 from ..logprob.options import ROW_SCHEMA, RowOptions, in_shape, row_options
@@ -136,7 +136,7 @@ def sparse_linear_token_log_probs(
             backend=backend,
         )
     log_probs, entropy, _, kept_log_probs = _forward_op(
-        hidden, weight, bias, token_ids, *options, kept_ids.int(), cu_kept, backend, main_grad
+        hidden, weight, bias, token_ids, options, kept_ids.int(), cu_kept, backend, main_grad
     )
     results = in_shape(log_probs, token_ids.shape), in_shape(entropy, token_ids.shape)
     return (*results, kept_log_probs) if return_kept_log_probs else results
@@ -244,12 +244,20 @@ def _is_token(products: Products, token_ids: Tensor) -> Tensor:
     f"hybridengine::{OP}",
     mutates_args=(),
     schema=f"({SCHEMA}, Tensor? main_grad) -> (Tensor, Tensor, Tensor, Tensor)",
+    record=RowOptions,
 )
 def _forward_op(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *arguments: Any
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor,
+    options: RowOptions,
+    ids: Tensor,
+    ends: Tensor,
+    backend: str | None,
+    main_grad: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """log_probs [T], entropy [T], logits [K] (summed over the ranks of a group), log-probs [K]."""
-    options, (ids, ends, backend, _) = split_row_options(arguments)
     products = Products.choose(hidden, weight, ids, ends, options.vocab_range, backend)
     logits = sum_over_ranks(products.logits(bias), options.group)
     log_probs, entropy, kept_log_probs = forward_rows(logits, products, options, token_ids)
@@ -286,10 +294,8 @@ def forward_rows(
 
 
 @_forward_op.register_fake
-def _(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *arguments: Any
-) -> tuple[Tensor, ...]:
-    _, (ids, *_rest) = split_row_options(arguments)
+def _(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    ids = arguments[4]
     rows, dtype = hidden.shape[0], compute_dtype(hidden)
     return tuple(hidden.new_empty(n, dtype=dtype) for n in (rows, rows, *ids.shape, *ids.shape))
 
@@ -300,13 +306,18 @@ def _(
     schema=f"({SCHEMA}, Tensor(a!)? main_grad, Tensor logits, Tensor entropy, "
     "Tensor? grad_log_probs, Tensor? grad_entropy, Tensor? grad_kept, bool[] wanted) "
     "-> (Tensor, Tensor, Tensor)",
+    record=RowOptions,
 )
 def _backward_op(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *arguments: Any
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor,
+    options: RowOptions,
+    *arguments: Any,
 ) -> tuple[Tensor, ...]:
     """The gradients of hidden, weight and bias; those not `wanted` are empty."""
-    options, rest = split_row_options(arguments)
-    ids, ends, backend, main_grad, logits, *given, wanted = rest
+    ids, ends, backend, main_grad, logits, *given, wanted = arguments
     products = Products.choose(hidden, weight, ids, ends, options.vocab_range, backend)
     grad = backward_rows(logits, products, options, token_ids, *given)
     grads = [hidden.new_empty(0) for _ in range(3)]

@@ -1,5 +1,7 @@
 """Operators are called without torch's dispatcher, unless something needs to see the call."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -68,6 +70,35 @@ def parts(x: torch.Tensor) -> list[torch.Tensor]:
     return [x + 1, x + 2]
 
 
+class Line(NamedTuple):
+    slope: float
+    start: torch.Tensor | None
+
+
+@custom_op(
+    "hybridengine_test::along",
+    mutates_args=(),
+    schema="(Tensor x, float slope, Tensor? start, Tensor added) -> Tensor",
+    record=Line,
+)
+def along(x: torch.Tensor, line: Line, added: torch.Tensor) -> torch.Tensor:
+    out = line.slope * x + added
+    return out if line.start is None else out + line.start
+
+
+@along.register_fake
+def _(x, line, added):
+    assert isinstance(line, Line)
+    return x.new_empty(x.shape)
+
+
+def _save_line(ctx, inputs, output):
+    ctx.slope = inputs[1].slope
+
+
+along.register_autograd(lambda ctx, grad: (grad * ctx.slope,), setup_context=_save_line)
+
+
 class Seen(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -82,7 +113,7 @@ class Seen(TorchDispatchMode):
 def dispatched(monkeypatch):
     """The calls of these ops that went through the dispatcher."""
     calls = []
-    for custom in (scaled, doubled, fill_):
+    for custom in (scaled, doubled, fill_, along):
 
         def record(*arguments, op=custom.op):
             calls.append(arguments)
@@ -181,6 +212,30 @@ def test_a_write_passes_the_dispatcher_by_and_is_counted(dispatched):
     fill_(x, None, [])
     with torch.inference_mode():
         fill_(x, out, [torch.zeros(1)])
+
+
+def test_a_record_is_one_argument_of_calls_and_its_fields_are_those_of_the_op(dispatched):
+    x, added = torch.ones(2, requires_grad=True), torch.ones(2)
+    start = torch.tensor([1.0, 2.0])
+    out = along(x, Line(3.0, start), added)
+    assert out.tolist() == [5.0, 6.0] and along(x, Line(3.0, None), added).tolist() == [4.0, 4.0]
+    assert torch.autograd.grad(out.sum(), x)[0].tolist() == [3.0, 3.0]
+    assert not dispatched
+    with Seen() as seen:
+        out = along(x, Line(3.0, start), added)
+    assert out.tolist() == [5.0, 6.0] and "along" in seen.names
+    assert torch.autograd.grad(out.sum(), x)[0].tolist() == [3.0, 3.0]
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(start)
+    with pytest.raises(AssertionError, match="fake"):  # seen by torch, which refuses the mixture
+        along(x.detach(), Line(3.0, fake), added)
+    assert [len(arguments) for arguments in dispatched] == [4, 4]
+    op, flat = torch.ops.hybridengine_test.along.default, along.flat((x, Line(3.0, start), added))
+    torch.library.opcheck(op, flat)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(start, start)
+        with pytest.raises(NotImplementedError, match=r"^along: start has a forward-mode tangent"):
+            along(torch.ones(2), Line(3.0, dual), added)
 
 
 def test_an_op_without_a_gradient_raises_in_the_backward():
