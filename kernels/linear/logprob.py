@@ -242,8 +242,8 @@ def _backward_op(
 
     On a CPU the logits of rows with zero gradient are not computed again, nor their products.
     """
-    budget_bytes, deterministic, main_grad, backend, kept, _, *arguments = arguments
-    row_results, logits, *gradients, wanted = arguments
+    budget_bytes, deterministic, main_grad, backend, kept, _, row_results, *rest = arguments
+    logits, *gradients, wanted = rest
     ignored = token_ids == options.ignore_index
     gradients = [None if grad is None else grad.masked_fill(ignored, 0) for grad in gradients]
     chunks = Chunks(
