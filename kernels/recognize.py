@@ -74,8 +74,8 @@ def find_tables(decoder: Any, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]
     expected = expected[0].transpose(0, 1)
     rounded = cos.bfloat16(), sin.bfloat16()
     for tables in ((cos, sin), (rounded[0].float(), rounded[1].float()), rounded):
-        on_cpu = (t[: len(x)].cpu() for t in tables)
-        if _is_same(rotate(x.clone(), positions, *on_cpu, neighbours=True), expected):
+        one, other = (t[: len(x)].cpu() for t in tables)
+        if _is_same(rotate(x.clone(), positions, one, other, neighbours=True), expected):
             return tables
     return None
 

@@ -305,8 +305,8 @@ class _Sampler(LogitsProcessor):
                 columns |= pack_kept(c.token_ids, kept, self._vocab_size)
             if self._num_likely and size:
                 steps = [(ids[row], values[row]) for ids, values in self._likely[:size]]
-                flat = (torch.cat(part).tolist() for part in zip(*steps, strict=True))
-                columns |= ragged_likely(*flat, num_tokens=size)
+                ids, values = (torch.cat(part).tolist() for part in zip(*steps, strict=True))
+                columns |= ragged_likely(ids, values, size)
             result.append(replace(c, columns=columns))
         return result
 

@@ -106,11 +106,11 @@ def _rotary_of(modules: Mapping[str, Any]) -> Callable[..., Any]:
 def _engine_forward(name: str, own: Any, block: Any, rotary: Any) -> Callable[..., Any]:
     """Return a forward of vLLM's attention `own` that runs transformers' `block`."""
     for key, child in block.named_children():
-        module = getattr(own, key, None)
+        module: Any = getattr(own, key, None)
         if isinstance(child, nn.Linear) and hasattr(module, "output_size"):
             if (module.bias is None) != (child.bias is None):
                 raise ModelError(f"its {name}.{key} has a bias in one of transformers and vLLM")
-            child.forward = partial(of_rows, module)
+            child.forward = partial(of_rows, module)  # type: ignore[method-assign]
         elif type(child).__name__.endswith("RMSNorm") and module is not None:
             child.forward = partial(of_rows, module)
         else:
@@ -151,7 +151,7 @@ def _attend(attn: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     size, width = query.shape[-1], value.shape[-1]
     value = nn.functional.pad(value, [0, size - width])
     rows = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
-    return attn(*rows).unflatten(1, (-1, size))[None, ..., :width]  # type: ignore[no-any-return]
+    return attn(*rows).unflatten(1, (-1, size))[None, ..., :width]
 
 
 def _in_engine(

@@ -129,8 +129,9 @@ def packed_log_probs(
         if kept is None:
             return linear_token_log_probs(*given, temperature, deterministic=exact, **transform)
         entries = kept.filled(weight.shape[0])
-        given = *given, entries.ids, entries.cu_kept.to(rows.device)
-        return sparse_linear_token_log_probs(*given, temperature, deterministic=exact, **transform)
+        of_row = entries.ids, entries.cu_kept.to(rows.device)
+        transform |= {"temperature": temperature, "deterministic": exact}
+        return sparse_linear_token_log_probs(*given, *of_row, **transform)
 
     if accepts_head_function(model):
         results = packed_head(model, batch, head)

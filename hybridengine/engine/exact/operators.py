@@ -98,6 +98,7 @@ def use_exact_operators(
     replaced = "\0"  # the newest module with another forward, which does not call its children
     for name, module in model.named_modules():
         forward: Any = None
+        act: Any = getattr(module, "activation_fn", None)
         if name.startswith(f"{replaced}."):
             continue
         if module in extended:
@@ -121,9 +122,7 @@ def use_exact_operators(
         elif type(module).__name__ == "LayerNorm" and module.weight is not None:
             eps = getattr(module, "variance_epsilon", None)  # Cohere's
             forward = norm_forward(eps or module.eps, {"centered": True}, eps is not None)
-        elif hasattr(module, "gate_up_proj") and is_activation(
-            act := getattr(module, "activation_fn", None)
-        ):
+        elif hasattr(module, "gate_up_proj") and is_activation(act):
             module.forward = MethodType(gated_forward(known_activation(name, act)), module)
         elif is_activation(module):
             forward = activation_forward(known_activation(name, module))
