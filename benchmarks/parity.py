@@ -15,16 +15,18 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from benchmarks._bench import OURS, Bench
+from tests.engine.exact_types import OTHERS, save_other
 from tests.engines import build_engine
 from tests.extras.hybrid.hybrid_models import hybrid_config
 from tests.extras.moe.exact_mixtures import mixture_config
@@ -35,81 +37,100 @@ from tests.tiny_models import VOCAB, save_tiny
 KINDS = ("llama", "qwen2", "qwen3", "gemma", "mistral")
 HYBRIDS = (("qwen3_5_text", 1), ("qwen3_5_moe_text", 1), ("qwen3_5_moe_text", 2))
 TRUNCATIONS: tuple[dict[str, Any], ...] = ({"top_p": 0.8}, {"top_k": 20})
-MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "granitemoe", "glm4_moe", "gpt_oss")
-MIXTURES += ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+MIXTURES = (
+    *("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "granitemoe", "glm4_moe"),
+    *("gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+)
 TOKENS = {1: 170_000, 2: 30_000}  # of a kind by TP size, a tenth of it for the default
-QUICK_TOKENS = 400
-LORA_RANK, LORA_TOKENS, HYBRID_TOKENS, MIXTURE_TOKENS = 8, 30_000, 30_000, 30_000
+QUICK_TOKENS, FEW_TOKENS, LORA_RANK = 400, 30_000, 8
 LENGTH = {"max_position_embeddings": 512}
 ROUND_PROMPTS, RESPONSES, MAX_TOKENS = 24, 4, 128
 
 
-def run(bench: Bench) -> None:
-    cases = [(kind, tp_size) for kind in KINDS for tp_size in (1, 2)]
-    mixture_cases = [*product(MIXTURES, (1, 2), (True,)), (MIXTURES[0], 2, False)]
-    for kind, tp_size in cases[1:2] if bench.quick else cases:
-        for exact in (True, False):
-            with tempfile.TemporaryDirectory() as folder:
-                path = save_tiny(kind, folder)
-                wanted = QUICK_TOKENS if bench.quick else TOKENS[tp_size] // (1 if exact else 10)
-                add_row(bench, f"{kind} TP {tp_size}", path, VOCAB, tp_size, exact, wanted)
-    for kind, tp_size, exact in mixture_cases[:1] if bench.quick else mixture_cases:
-        with tempfile.TemporaryDirectory() as folder:
-            path = save_tiny(mixture_config(kind), folder)
-            wanted = QUICK_TOKENS if bench.quick else MIXTURE_TOKENS // (1 if exact else 10)
-            add_row(bench, f"{kind} TP {tp_size}", path, VOCAB, tp_size, exact, wanted)
-    for kind, tp_size in HYBRIDS[:1] if bench.quick else HYBRIDS:
-        with tempfile.TemporaryDirectory() as folder:
-            config = mixture_config(kind) if "moe" in kind else hybrid_config(kind, **LENGTH)
-            wanted = QUICK_TOKENS if bench.quick else HYBRID_TOKENS
-            path = save_tiny(config, folder)
-            add_row(bench, f"{kind} TP {tp_size}", path, VOCAB, tp_size, True, wanted)
-    for (kind, tp_size), exact in product(cases[1:2] if bench.quick else cases[:4], (True, False)):
-        with tempfile.TemporaryDirectory() as folder:
-            path, wanted = save_tiny(kind, folder), QUICK_TOKENS if bench.quick else LORA_TOKENS
-            shape = f"{kind}+LoRA TP {tp_size}"
-            add_row(bench, shape, path, VOCAB, tp_size, exact, wanted, LORA_RANK)
-    run_kept_and_merged(bench)
+class Case(NamedTuple):
+    """A model and how its engine samples.
 
-
-def run_kept_and_merged(bench: Bench) -> None:
-    wanted = QUICK_TOKENS if bench.quick else LORA_TOKENS
-    for truncation, exact in product(TRUNCATIONS, (True, False)):
-        with tempfile.TemporaryDirectory() as folder:
-            [(name, value)] = truncation.items()
-            path, shape = save_tiny("qwen2", folder), f"qwen2 {name}={value} TP 1"
-            add_row(bench, shape, path, VOCAB, 1, exact, wanted, sampling=truncation)
-    for tp_size, exact in product((1, 2), (True, False)):
-        with tempfile.TemporaryDirectory() as folder:
-            path, shape = save_tiny("qwen2", folder), f"qwen2+merged TP {tp_size}"
-            add_row(bench, shape, path, VOCAB, tp_size, exact, wanted, LORA_RANK, merges=True)
-
-
-def add_row(
-    bench: Bench,
-    shape: str,
-    path: str,
-    vocab: int,
-    tp_size: int,
-    exact: bool,
-    wanted: int,
-    lora_rank: int = 0,
-    merges: bool = False,
-    sampling: Mapping[str, Any] = MappingProxyType({}),
-) -> None:
-    """Compare about `wanted` tokens of the model at `path`.
-
-    merges: adapters into the engine's weights. sampling: what truncates, of a `SamplingSpec`.
+    save: writes the model into a folder, and returns the folder.
+    wanted: tokens to compare, about.
+    merges: adapters into the engine's weights.
+    sampling: what truncates, of a `SamplingSpec`.
     """
-    given = path, vocab, tp_size, exact, wanted, lora_rank, merges, dict(sampling)
-    results = run_ranks(_rank, 2, *given, timeout_s=1500)
+
+    shape: str
+    save: Callable[[str], str]
+    wanted: int = FEW_TOKENS
+    tp_size: int = 1
+    exact: bool = True
+    lora_rank: int = 0
+    merges: bool = False
+    sampling: Mapping[str, Any] = MappingProxyType({})
+
+
+def cases() -> list[Case]:
+    """Return all cases."""
+
+    def tiny(kind: str, text: str = "", **options: Any) -> Case:
+        return Case(f"{kind}{text}", partial(save_tiny, kind), **options)
+
+    def mixture(kind: str) -> Callable[[str], str]:
+        return lambda folder: save_tiny(mixture_config(kind), folder)
+
+    def other(kind: str) -> Callable[[str], str]:
+        return lambda folder: save_other(kind, Path(folder))[1]
+
+    def hybrid(kind: str) -> Callable[[str], str]:
+        config = mixture_config(kind) if "moe" in kind else hybrid_config(kind, **LENGTH)
+        return partial(save_tiny, config)
+
+    both, sizes = (True, False), (1, 2)
+    groups = {
+        "dense": [
+            tiny(kind, tp_size=tp, exact=exact, wanted=TOKENS[tp] // (1 if exact else 10))
+            for kind, tp, exact in product(KINDS, sizes, both)
+        ],
+        "others": [Case(kind, other(kind)) for kind in OTHERS],
+        "mixtures": [
+            Case(kind, mixture(kind), tp_size=tp) for kind, tp in product(MIXTURES, sizes)
+        ],
+        "hybrids": [Case(kind, hybrid(kind), tp_size=tp) for kind, tp in HYBRIDS],
+        "adapters": [
+            tiny(kind, "+LoRA", tp_size=tp, exact=exact, lora_rank=LORA_RANK)
+            for kind, tp, exact in product(KINDS[:2], sizes, both)
+        ],
+        "merged": [
+            tiny("qwen2", "+merged", tp_size=tp, exact=exact, lora_rank=LORA_RANK, merges=True)
+            for tp, exact in product(sizes, both)
+        ],
+        "kept": [
+            tiny("qwen2", f" {name}={value}", exact=exact, sampling={name: value})
+            for truncation, exact in product(TRUNCATIONS, both)
+            for name, value in truncation.items()
+        ],
+    }
+    return [case for group in groups.values() for case in group]
+
+
+def run(bench: Bench) -> None:
+    taken = cases()
+    if bench.quick:
+        taken = [case._replace(wanted=QUICK_TOKENS) for case in taken if case.tp_size == 2][:2]
+    for case in taken:
+        with tempfile.TemporaryDirectory() as folder:
+            add_row(bench, case, case.save(folder))
+
+
+def add_row(bench: Bench, case: Case, path: str, vocab: int = VOCAB) -> None:
+    """Compare about `case.wanted` tokens of the model at `path`."""
+    exact, tp_size = case.exact, case.tp_size
+    given = tp_size, exact, case.wanted, case.lora_rank, case.merges, dict(case.sampling)
+    results = run_ranks(_rank, 2, path, vocab, *given, timeout_s=1500)
     tokens, differing = (sum(r[i] for r in results) // (tp_size if i < 2 else 1) for i in (0, 1))
     largest, seconds = (max(r[i] for r in results) for i in (2, 3))
     bench.add(
         "parity",
         "exact" if exact else "default",
         OURS,
-        f"{shape} {tokens} tokens",
+        f"{case.shape} TP {tp_size} {tokens} tokens",
         f"  {differing} differ, by up to {largest:.1e}",
         dtype="float32",
         ms_p50=seconds * 1e3,
@@ -193,8 +214,8 @@ def _rank(
             shared[: draw.randrange(181)] + tokens(draw.randrange(1, 120))
             for _ in range(ROUND_PROMPTS)
         ]
-        options = {"n": RESPONSES, "temperature": 0.9, "max_tokens": MAX_TOKENS}
-        spec = SamplingSpec(**options, **sampling, record_kept=bool(sampling))
+        options = sampling | {"temperature": 0.9, "record_kept": bool(sampling)}
+        spec = SamplingSpec(n=RESPONSES, max_tokens=MAX_TOKENS, **options)
         groups = engine.generate(prompts, spec, seed=number)
         pairs: list[tuple[Any, Any]] = [
             (prompt, list(response.token_ids))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks._bench import Bench
-from benchmarks.parity import add_row
+from benchmarks.parity import Case, add_row
 
 MODEL, VOCAB = Path(".cache/demo/smollm2-135m-instruct"), 49_152
 TOKENS = 10_000
@@ -16,4 +16,4 @@ def run(bench: Bench) -> None:
         print(f"# parity_model: needs {MODEL}, and minutes", flush=True)
         return
     for exact in (True, False):
-        add_row(bench, "SmolLM2-135M TP 1", str(MODEL), VOCAB, 1, exact, TOKENS)
+        add_row(bench, Case("SmolLM2-135M", str, TOKENS, exact=exact), str(MODEL), VOCAB)

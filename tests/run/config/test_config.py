@@ -156,7 +156,10 @@ REFUSALS = {
         ("algorithm.rollout_correction.rollout_is_threshold=0.5_5", "0.55 is below 1; quote"),
         ("algorithm.rollout_correction.rollout_is_threshold=a", "could not convert"),
         ("algorithm.rollout_correction.rollout_rs=token_k2", "rollout_rs_threshold"),
-        ("algorithm.rollout_correction.rollout_is=tokens", "input should be 'token' or 'sequence'"),
+        (
+            "algorithm.rollout_correction.rollout_is=tokens",
+            "input should be 'token', 'sequence' or 'sequence_mean'",
+        ),
         ("algorithm.sampling_replay=on", "top_k is -1, which keep the full vocabulary"),
         ("algorithm.sampling_replay=yes!", "input should be 'auto', 'on' or 'off'"),
         ("algorithm.kl_ctrl.type=adaptiv", "input should be 'fixed', 'adaptive' or 'linear'"),
