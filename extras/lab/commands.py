@@ -184,7 +184,7 @@ def parity(
 
     In the folder of a run it also writes parity.json, which `diagnose` reads.
 
-    Exit code 1 where something differs by more than rounding.
+    Exit code 1 where something differs by more than rounding; with `rollout.exact`, by any bit.
     """
     with report_user_errors():
         from hybridengine.lab.evaluate import load_evaluation

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybridengine.engine.vllm.weights import record_engine_layout
+from hybridengine.kernels import decode_linear
+from hybridengine.kernels.logprob.soft_cap import soft_cap_
 from hybridengine.lab.parity.causes import Case, cause_of, response_log_probs, sampling_cause
 from hybridengine.lab.parity.forced import ForcedForward
 from hybridengine.lab.parity.points import (
@@ -25,8 +27,11 @@ from hybridengine.lab.parity.points import (
     record_engine,
     tied_head_faults,
 )
-from hybridengine.model import pack_rollouts, packed_logits
+from hybridengine.model import pack_rollouts, packed_log_probs, packed_logits
 from hybridengine.model.attention import ATTENTION
+from hybridengine.model.exact import has_exact_operators
+from hybridengine.model.forward import packed_head
+from hybridengine.model.head import accepts_head_function
 from hybridengine.model.parameters import checkpoint_layout_from_config
 from hybridengine.run.config.rl import RolloutCorrectionConfig
 from hybridengine.sync.layout import EngineLayout
@@ -133,7 +138,8 @@ class Report:
 class Parity:
     """A trained model and a vLLM engine in the same process.
 
-    model: a Hugging Face model whose parameters are all on this rank, sharded by FSDP2 or not.
+    model: a Hugging Face model whose parameters are all on this rank, sharded by FSDP2 or not. With
+      `use_exact_operators` it is compared bit for bit: nothing is left to rounding.
     llm: `vllm.LLM` with `enforce_eager=True` and tensor-parallel size 1.
     layout, tensors: how the engine's tensors derive from the model's; None: recorded from vLLM's
       own loader.
@@ -162,6 +168,7 @@ class Parity:
                 "model that is on one rank"
             )
         self._dtype: torch.dtype = config.model_config.dtype
+        self._is_exact = has_exact_operators(model)
         self._config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         self._engine_model = engine_model(llm)
         self._layout = layout or _recorded_layout(config, model.config)
@@ -222,8 +229,13 @@ class Parity:
     def _compare(
         self, prompts: Sequence[Sequence[int]], sampling: Any, faults: Sequence[WeightFault]
     ) -> Report:
+        record_kept = self._is_exact and sampling.top_p < 1.0
         forced = [
-            ForcedForward(self.model, record_engine(self.llm, ids, sampling), _forward)
+            ForcedForward(
+                self.model,
+                record_engine(self.llm, ids, sampling, record_kept=record_kept),
+                _forward,
+            )
             for ids in prompts
         ]
         records = [ours.record for ours in forced]
@@ -272,14 +284,20 @@ class Parity:
             limit = _QUANTIZED if self._layout.quantized else _ROUNDING[self._dtype]
             if point == LOGITS:
                 limit = _ROUNDING[torch.float32]
+            if self._is_exact:
+                limit = 0.0
             if difference > limit:
                 return Finding(point, difference, self._cause(point, records, forced, faults))
         if faults:  # of a point that is no module of the trained model
             return Finding(faults[0].point, 0.0, f"weight: {faults[0].cause}")
         for record in records:
-            if (cause := sampling_cause(record, *sampling)) is not None:
-                ours, theirs = self._log_probs(record, *sampling)
-                return Finding(SAMPLING, float((ours - theirs).abs().max()), cause)
+            cause = sampling_cause(record, *sampling)
+            ours, theirs = self._log_probs(record, *sampling)
+            difference = float((ours - theirs).abs().max())
+            if cause is None and self._is_exact and difference > 0:
+                cause = "its log-probs are rounded otherwise than the trained model's"
+            if cause is not None:
+                return Finding(SAMPLING, difference, cause)
         return None
 
     def _cause(
@@ -301,10 +319,18 @@ class Parity:
         self, record: EngineRecord, temperature: float, top_p: float
     ) -> tuple[Tensor, Tensor]:
         """Return the log-probs of the response, of the trained model and of the engine."""
-        tokens = torch.tensor(record.token_ids[:-1], device=next(self.model.parameters()).device)
-        with torch.no_grad():
-            logits = _forward(self.model, tokens)[record.num_prompt - 1 :].double()
-        ours = response_log_probs(record, logits, temperature, top_p)
+        device = next(self.model.parameters()).device
+        if self._is_exact:
+            start, ids = record.num_prompt, record.token_ids
+            parts = {} if record.kept is None else {"kept": record.kept}
+            batch = pack_rollouts([(ids[:start], ids[start:])], device, parts=parts)
+            with torch.no_grad():
+                ours = packed_log_probs(self.model, batch, temperature)[0].double()
+        else:
+            tokens = torch.tensor(record.token_ids[:-1], device=device)
+            with torch.no_grad():
+                logits = _forward(self.model, tokens)[record.num_prompt - 1 :].double()
+            ours = response_log_probs(record, logits, temperature, top_p)
         return ours.cpu(), torch.tensor(record.log_probs, dtype=torch.float64)
 
 
@@ -352,4 +378,16 @@ def _forward(model: nn.Module, token_ids: Tensor) -> Tensor:
         logits: Tensor = model(input_ids=token_ids.unsqueeze(0), use_cache=False).logits[0]
         return logits
     ids = [*token_ids.tolist(), 0]  # every position predicts one
-    return packed_logits(model, pack_rollouts([(ids[:1], ids[1:])], token_ids.device))
+    batch = pack_rollouts([(ids[:1], ids[1:])], token_ids.device)
+    if has_exact_operators(model) and accepts_head_function(model):
+        logits, *_ = packed_head(model, batch, _exact_head)
+        return logits
+    return packed_logits(model, batch)
+
+
+def _exact_head(
+    rows: Tensor, weight: Tensor, *, bias: Tensor | None, logit_scale: float, softcap: float | None
+) -> tuple[Tensor]:
+    """Return the logits (`HeadFunction`) that `packed_log_probs` computes with exact operators."""
+    logits = decode_linear(rows, weight, bias, out_dtype=torch.float32)
+    return (soft_cap_(logits * logit_scale, softcap),)

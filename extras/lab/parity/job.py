@@ -9,7 +9,13 @@ from typing import cast
 
 from hybridengine.api.session import script_session
 from hybridengine.lab.parity import Parity, Report
-from hybridengine.model import LoadOptions, load_causal_lm, parameter_shards, sharding_mesh
+from hybridengine.model import (
+    LoadOptions,
+    load_causal_lm,
+    parameter_shards,
+    sharding_mesh,
+    use_exact_operators,
+)
 from hybridengine.run.config import ConfigError, RLConfig, ShardingConfig
 from hybridengine.run.config.common import TrainedModelConfig
 from hybridengine.sync.resharder import Resharder
@@ -56,7 +62,9 @@ def compare_job(config: RLConfig) -> Report:
                 keep_vision_tower=config.model.keep_vision_tower,
             )
             sharding = ShardingConfig(dtype=config.sharding.dtype)
-            options = LoadOptions(plain, sharding, max_model_len=config.max_model_len)
+            adapt = partial(use_exact_operators, splits={}) if choices.exact else None
+            length = config.max_model_len
+            options = LoadOptions(plain, sharding, adapt=adapt, max_model_len=length)
             model = load_causal_lm(options, sharding_mesh(session.device.type, 1))
             Resharder(partial(parameter_shards, model), engine, delta="off").sync(0)
             parity = Parity(

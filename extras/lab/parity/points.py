@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hybridengine.engine.response import pack_kept
+from hybridengine.engine.vllm.sampling import record_kept_ids
 from hybridengine.kernels import block_quantize
-from hybridengine.model import adapter_shards, parameter_shards
+from hybridengine.model import KeptIds, adapter_shards, parameter_shards
 from hybridengine.sync.layout import Copy, EngineLayout, Region
 from hybridengine.sync.shards import full_tensor
 
@@ -37,6 +39,7 @@ class EngineRecord:
     points: a float tensor [len(positions), ...] by name, in the order of computation; that of
       LOGITS is [tokens of the response, V].
     inputs: what each norm received, a tensor of the same rows by name.
+    kept: the vocabulary entries that sampling kept for each token of the response, where recorded.
     """
 
     token_ids: list[int]
@@ -45,6 +48,7 @@ class EngineRecord:
     positions: list[int]
     points: dict[str, Tensor]
     inputs: dict[str, Tensor]
+    kept: KeptIds | None = None
 
 
 @dataclass
@@ -59,19 +63,32 @@ class _Rows:
         self.points[name].append(value.detach().clone())
 
 
-def record_engine(llm: Any, token_ids: Sequence[int], sampling: Any) -> EngineRecord:
+def record_engine(
+    llm: Any, token_ids: Sequence[int], sampling: Any, *, record_kept: bool = False
+) -> EngineRecord:
     """Generate one response to a prompt by `vllm.LLM` in this process, and record every point.
 
     The engine must run eagerly (`enforce_eager=True`), as a compiled model calls no modules.
     """
     model = engine_model(llm)
     rows = _Rows()
-    with _recording(model, rows):
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    recording_kept = record_kept_ids(llm, runner) if record_kept else nullcontext()
+    with _recording(model, rows), recording_kept:
         [output] = llm.generate([{"prompt_token_ids": list(token_ids)}], sampling, use_tqdm=False)
     [response] = output.outputs
     log_probs = [
         at[token].logprob for at, token in zip(response.logprobs, response.token_ids, strict=True)
     ]
+    kept = None
+    if record_kept:
+        vocab_size = llm.llm_engine.model_config.get_vocab_size()
+        masks = response.sampling_mask.token_ids if response.sampling_mask else []
+        columns = pack_kept(response.token_ids, masks, vocab_size)
+        ids, counts = (
+            torch.tensor(columns[x], dtype=torch.int32) for x in ("kept_ids", "num_kept")
+        )
+        kept = KeptIds.from_counts(ids, counts)
     return EngineRecord(
         [*token_ids, *response.token_ids],
         len(token_ids),
@@ -79,6 +96,7 @@ def record_engine(llm: Any, token_ids: Sequence[int], sampling: Any) -> EngineRe
         rows.positions,
         {name: torch.cat(parts) for name, parts in rows.points.items()},
         {name: torch.cat(parts) for name, parts in rows.inputs.items()},
+        kept,
     )
 
 

@@ -30,6 +30,7 @@ def test_a_job_and_its_engine_agree(tmp_path: Path) -> None:
     done = run_forked(command, uses_vllm=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trained model and engine agree at all 29 points" in done.stdout
+    assert "KL 0.0e+00 nats per token, largest ratio 1; correction: none" in done.stdout  # exact
 
 
 def test_an_engine_that_runs_the_trained_model_is_refused(tmp_path: Path) -> None:
