@@ -130,6 +130,7 @@ def value_grads_kernel(
     if form.DELTA:
         keys = load_keys(inputs.k, row, has, head // inputs.shared, form)
         keys *= decay_of(load_decays(inputs.decays, row, has, head, heads, 0, form))
+        inverse = load_square(inputs.inverses, chunk, head, heads, form.CHUNK)
     of_queries, of_keys = zeros(form.CHUNK, form.CHUNK), zeros(form.CHUNK, form.CHUNK)
     of_betas = tl.zeros_like(betas)
     for first_v in range(0, form.V, form.BLOCK_V):
@@ -143,7 +144,6 @@ def value_grads_kernel(
         tl.store(grad_v + at, of_values.to(grad_v.dtype.element_ty), mask=inside)
         values *= betas[:, None]
         if form.DELTA:
-            inverse = load_square(inputs.inverses, chunk, head, heads, form.CHUNK)
             values = dot(inverse, values, form)
             of_keys = add_dot(of_keys, of_updates, tl.trans(values), form)
         tl.store(updates + at, values, mask=inside)
