@@ -146,7 +146,7 @@ def pack() -> None:
     described = WORK / "pack.json"
     described.write_text(json.dumps({**row, "commit": commit()}, indent=1) + "\n")
     PACK.parent.mkdir(exist_ok=True)
-    with tarfile.open(PACK, "w:xz", preset=6) as file:
+    with gpu_vllm.written(PACK) as file:
         file.add(described, "pack.json")
         file.add(TREE / "hybridengine" / row["extension"], row["extension"])
         file.add(SITE, "site", filter=_needed)

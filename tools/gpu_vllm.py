@@ -8,6 +8,7 @@ wheel; nothing else of this version is promised there.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import struct
@@ -145,9 +146,18 @@ def write(python: Path, work: Path, paths: list[Path], archive: Path, architectu
         own = of_sources(library, str(cuobjdump)) if is_flash else of_architecture(architecture)
         zero_others(library, own)
     check(python, work, [*paths, site])
-    with tarfile.open(archive, "w:xz", preset=6) as file:
+    with written(archive) as file:
         file.add(site, "site", filter=lambda info: None if "__pycache__" in info.name else info)
     print(f"gpu-vllm: {archive}, {archive.stat().st_size / 2**20:.1f} MiB")
+
+
+@contextlib.contextmanager
+def written(archive: Path) -> Iterator[tarfile.TarFile]:
+    """Open an archive to write, which has its name only once it is whole."""
+    part = archive.with_name(f"{archive.name}.part")
+    with tarfile.open(part, "w:xz", preset=6) as file:
+        yield file
+    part.replace(archive)
 
 
 def check(python: Path, work: Path, paths: list[Path]) -> None:

@@ -1,11 +1,15 @@
-"""Code for other GPUs is zeroed in a library of vLLM, and nothing else changes."""
+"""Code for other GPUs is zeroed in a library of vLLM, and nothing else changes; the archive."""
 
 from __future__ import annotations
 
 import random
 import struct
+import tarfile
+from pathlib import Path
 
-from tools.gpu_vllm import ELF, MAGIC, PTX, Code, fat_binaries, of_architecture
+import pytest
+
+from tools.gpu_vllm import ELF, MAGIC, PTX, Code, fat_binaries, of_architecture, written
 
 HEADER = 64  # of an entry
 
@@ -37,3 +41,16 @@ def test_a_gpu_runs_its_own_code_and_else_ptx_that_is_no_newer() -> None:
     assert choose([older, own, newer, ptx]) == [own]
     assert choose([older, newer, ptx, newer_ptx]) == [ptx]
     assert choose([older, newer]) == []
+
+
+def test_an_archive_that_is_not_whole_leaves_the_one_before(tmp_path: Path) -> None:
+    archive = tmp_path / "site.tar.xz"
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(name)
+        with written(archive) as file:
+            file.add(tmp_path / name, name)
+        with pytest.raises(KeyboardInterrupt), written(archive) as file:
+            file.add(tmp_path / name, "broken")
+            raise KeyboardInterrupt
+        with tarfile.open(archive) as file:
+            assert file.getnames() == [name]
