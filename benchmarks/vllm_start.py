@@ -1,9 +1,11 @@
 """vLLM alone with random weights of a small model, from its simplest form up: does it generate?
 
-Each step is a process of its own, of LIMIT_S seconds, two at a time, so that one that fails leaves
-the others. A step that fails with the second model runner, vLLM's default, is tried with the first
-one (`VLLM_USE_V2_MODEL_RUNNER=0`). A row has the milliseconds of the start and of the first
-generation, and `steps`, what was done; or `note`, the error.
+Each step is a process of its own, of LIMIT_S seconds at most. The simplest one runs before the
+others, with both model runners at once: vLLM's default, the second, and the first
+(`VLLM_USE_V2_MODEL_RUNNER=0`). The others run at once, so that one that hangs takes no time of
+them: with the second runner, and if that fails with the first one. A runner that failed the
+simplest step is left out, unless both did. All end after WHOLE_S. A row has the milliseconds of the
+start and of the first generation, and `steps`, what was done; or `note`, the error.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +26,19 @@ import torch
 
 from benchmarks._bench import ROOT, Bench
 from hybridengine.engine.vllm.environment import vllm_available
+from tools.gpu_report import end_processes
 
 LIMIT_S = {"cuda": 60, "cpu": 600}
+WHOLE_S = {"cuda": 115, "cpu": 1200}  # tools/gpu_calls/1.sh gives 130
+COMMAND = (sys.executable, "-m", "benchmarks.vllm_start")
 TOKENS = 8
 _EAGER = {"enforce_eager": True}
 STEPS: dict[str, dict[str, Any]] = {
     "eager": _EAGER | {"attention_backend": "TRITON_ATTN"},
     "flash_attention": _EAGER | {"attention_backend": "FLASH_ATTN"},
     "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}},
-    "sleep": _EAGER | {"enable_sleep_mode": True},
+    # vLLM asserts that memory of the device becomes free: more than the others take meanwhile.
+    "sleep": _EAGER | {"enable_sleep_mode": True, "kv_cache_memory_bytes": 4 << 30},
     "linear_attention": _EAGER | {"gdn_prefill_backend": "triton"},
 }
 ON_CPU = ("eager", "linear_attention")
@@ -47,57 +53,75 @@ def run(bench: Bench) -> None:
     names = [name for name in STEPS if device == "cuda" or name in ON_CPU]
     if left_out := STEPS.keys() - {*names}:
         print(f"# vllm_start: skipped, since they need a GPU: {', '.join(sorted(left_out))}")
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-        tried = pool.map(lambda name: (name, attempts(name, device, Path(folder))), names)
-        failed = [name for name, outcomes in tried if not add_rows(bench, name, outcomes)]
-    assert not failed, f"steps without a token: {', '.join(failed)}"
+    runners = RUNNERS if device == "cuda" else RUNNERS[1:]  # a CPU has the first one alone
+    generated: set[tuple[str, str]] = set()
+    end = time.monotonic() + WHOLE_S[device]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(STEPS)) as pool:
+
+        def try_all(calls: Sequence[tuple[str, Sequence[str]]]) -> None:
+            tried = [pool.submit(attempts, *call, device, Path(folder), end) for call in calls]
+            for done in as_completed(tried):
+                for (name, runner), outcome in done.result().items():
+                    if add_row(bench, name, f"vllm_{runner}_runner", outcome):
+                        generated.add((name, runner))
+
+        simplest, *others = names
+        try_all([(simplest, [runner]) for runner in runners])
+        working = [runner for runner in runners if (simplest, runner) in generated] or runners
+        try_all([(name, working) for name in others])
+    failed = {*names} - {name for name, _ in generated}
+    assert not failed, f"steps without a token: {', '.join(sorted(failed))}"
 
 
-def add_rows(bench: Bench, name: str, outcomes: dict[str, dict[str, Any]]) -> bool:
-    """Add a row for each runner that was tried; return whether one generated."""
-    for runner, outcome in outcomes.items():
-        impl = f"vllm_{runner}_runner"
-        if "note" in outcome:
-            why = {impl: outcome["note"]}
-            bench.leave_out("vllm_start", "first token", name, torch.bfloat16, why)
-        else:
-            bench.add("vllm_start", "first token", impl, name, dtype="bfloat16", **outcome)
-    return any("note" not in outcome for outcome in outcomes.values())
+def add_row(bench: Bench, name: str, impl: str, outcome: dict[str, Any]) -> bool:
+    """Add the row of an attempt; return whether it generated."""
+    if note := outcome.get("note"):
+        bench.leave_out("vllm_start", "first token", name, torch.bfloat16, {impl: note})
+        return False
+    bench.add("vllm_start", "first token", impl, name, dtype="bfloat16", **outcome)
+    return True
 
 
-def attempts(name: str, device: str, folder: Path) -> dict[str, dict[str, Any]]:
+def attempts(
+    name: str, runners: Sequence[str], device: str, folder: Path, end: float
+) -> dict[tuple[str, str], dict[str, Any]]:
     """Return the outcome of each runner, up to the first that generates."""
     outcomes = {}
-    for runner in RUNNERS if device == "cuda" else RUNNERS[1:]:  # a CPU has the first one alone
-        outcomes[runner] = outcome = attempt(name, device, folder, runner)
+    for runner in runners:
+        outcomes[name, runner] = outcome = attempt(name, runner, device, folder, end)
         if "note" not in outcome:
             break
     return outcomes
 
 
-def attempt(name: str, device: str, folder: Path, runner: str) -> dict[str, Any]:
-    file = folder / f"{name} {runner}.json"
+def attempt(name: str, runner: str, device: str, folder: Path, end: float) -> dict[str, Any]:
+    """Run a step up to `end`, of time.monotonic(), and end all that it started."""
+    base = folder / f"{name} {runner}"
+    base.mkdir()
+    result, log = base / "result.json", base / "log"
+    limit_s = max(0.0, min(LIMIT_S[device], end - time.monotonic()))
     environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "second"))}
-    command = [sys.executable, "-m", "benchmarks.vllm_start", name, device, str(file)]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_S[device],
+    command = [*COMMAND, name, device, str(result)]
+    with log.open("wb") as file:  # a pipe would wait for the children of one that hangs
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=file, process_group=0
         )
-    except subprocess.TimeoutExpired as error:
-        output: Any = error.stdout or b""
-        print(output.decode()[-4000:], flush=True)
-        return {"note": f"not finished after {LIMIT_S[device]} s; see the log"}
-    if done.returncode or not file.is_file():
-        print(done.stdout[-6000:], flush=True)
-        errors = re.findall(r"^\S*(?:Error|Exception)\b.*", done.stdout, re.MULTILINE) or [""]
-        return {"note": f"exit code {done.returncode}: {errors[-1]}"[:500]}
-    outcome: dict[str, Any] = json.loads(file.read_text())
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_processes(process.pid)
+            process.wait()
+    output = log.read_text(errors="replace")
+    if code is None:
+        print(output[-4000:], flush=True)
+        return {"note": f"not finished after {limit_s:.0f} s; see the log"}
+    if code or not result.is_file():
+        print(output[-6000:], flush=True)
+        errors = re.findall(r"^\S*(?:Error|Exception)\b.*", output, re.MULTILINE) or [""]
+        return {"note": f"exit code {code}: {errors[-1]}"[:500]}
+    outcome: dict[str, Any] = json.loads(result.read_text())
     return outcome
 
 
@@ -125,10 +149,9 @@ def generate(name: str, device: str, folder: Path) -> dict[str, Any]:
             dtype="bfloat16",
             skip_tokenizer_init=True,
             max_model_len=256,
-            kv_cache_memory_bytes=64 << 20,
             gpu_memory_utilization=0.1,
             disable_log_stats=True,
-            **options,
+            **{"kv_cache_memory_bytes": 64 << 20, **options},
         )
     steps.append("start")
     start_ms = (time.perf_counter() - started) * 1e3

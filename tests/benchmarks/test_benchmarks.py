@@ -1,6 +1,8 @@
 """Every benchmark of an operator runs at small shapes and fills its rows; nothing is timed."""
 
 import importlib
+import sys
+import time
 
 import pytest
 import torch
@@ -94,6 +96,70 @@ def test_vllm_starts_alone_on_a_cpu(bench):
     vllm_start.run(bench)
     assert {row["shape"] for row in bench.rows} == {*vllm_start.ON_CPU}
     assert all(row["steps"] == ["start", "generate"] for row in bench.rows)
+
+
+VLLM = """
+import json, os, pathlib, subprocess, sys, time
+name, device, result = sys.argv[1:]
+runner = "second" if os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1" else "first"
+pathlib.Path({started!r}).open("a").write(f"{{name}} {{runner}}\\n")
+if [name, runner] in {hang}:
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"])
+if [name, runner] in {fail}:
+    raise ValueError("not on this device")
+pathlib.Path(result).write_text(json.dumps({{"steps": ["start", "generate"]}}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hang", "fail", "order"),
+    [
+        pytest.param(
+            ["eager second"],
+            ["sleep first"],
+            [{"eager first", "eager second"}, {"graphs first", "sleep first"}],
+            id="the second runner hangs",
+        ),
+        pytest.param(
+            ["sleep second", "sleep first"],
+            ["graphs second"],
+            [
+                {"eager first", "eager second"},
+                {"graphs second", "sleep second", "graphs first", "sleep first"},
+            ],
+            id="a step hangs",
+        ),
+    ],
+)
+def test_a_hanging_vllm_leaves_the_simplest_step_and_others(
+    bench, monkeypatch, tmp_path, hang, fail, order
+):
+    started, steps = tmp_path / "started", ("eager", "graphs", "sleep")
+    given = {"hang": [h.split() for h in hang], "fail": [f.split() for f in fail]}
+    code = VLLM.format(started=str(started), **given)
+    monkeypatch.setattr(vllm_start, "COMMAND", (sys.executable, "-c", code))
+    monkeypatch.setattr(vllm_start, "vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_start, "STEPS", {name: {} for name in steps})
+    monkeypatch.setattr(bench, "device", torch.device("cuda"))
+    monkeypatch.setattr(Bench, "device_name", "a GPU")
+    monkeypatch.setattr(vllm_start, "LIMIT_S", {"cuda": 4})
+    monkeypatch.setattr(vllm_start, "WHOLE_S", {"cuda": 60})
+    begin = time.monotonic()
+    with pytest.raises(AssertionError, match=r"steps without a token: sleep$"):
+        vllm_start.run(bench)
+    assert time.monotonic() - begin < 55, "what hangs is ended with its children"
+    lines = started.read_text().splitlines()
+    assert {*lines[:2]} == order[0] and {*lines[2:]} == order[1]
+    notes = {
+        f"{row['shape']} {row['impl'].split('_')[1]}": row.get("note", "") for row in bench.rows
+    }
+    assert notes.keys() == order[0] | order[1]
+    assert {n for n in notes if "not finished" in notes[n]} == {*hang}
+    assert {n for n in notes if "not on this device" in notes[n]} == {*fail}
+    name, runner = hang[0].split()
+    late = vllm_start.attempt(name, runner, "cuda", tmp_path, end=time.monotonic() + 1)
+    assert late["note"].startswith("not finished after 1 s")
 
 
 def test_every_operator_of_the_probe_is_right_in_every_form():
