@@ -25,6 +25,7 @@ class HybridModels(ModelExtension):
     """Types of models whose layers with a state along the sequence take packed batches."""
 
     stateful_model_types = MODEL_TYPES
+    exact_model_types = ("qwen3_5_text", "qwen3_5_moe_text")  # tests/extras/hybrid
 
     def check(self, config: JobConfig, model: PretrainedConfig, engine: str, exact: bool) -> None:
         from hybridengine.hybrid.engine import check_vllm

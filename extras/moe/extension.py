@@ -26,6 +26,10 @@ class Mixtures(MixtureExtension):
 
     implementation = EXPERTS
     mesh_dims = ("efsdp", EXPERT_DIM)
+    exact_model_types = (  # tests/extras/moe/test_moe_exact.py
+        *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe"),
+        *("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+    )
     distribute = staticmethod(distribute_experts)
     check_targets = staticmethod(check_targets)
     use_grouped_adapters = staticmethod(use_grouped_adapters)

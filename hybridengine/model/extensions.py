@@ -90,10 +90,12 @@ class ModelExtension:
 
     image_model_types: transformers' types of the models with a vision tower that can run packed.
     stateful_model_types: those with a state along the sequence that can, after `prepare`.
+    exact_model_types: those whose exact forwards were compared with vLLM's models, bit for bit.
     """
 
     image_model_types: tuple[str, ...] = ()
     stateful_model_types: tuple[str, ...] = ()
+    exact_model_types: tuple[str, ...] = ()
 
     def check(self, config: JobConfig, model: PretrainedConfig, engine: str, exact: bool) -> None:
         """Raise an error of the user for settings that the trained model does not support.
@@ -202,6 +204,11 @@ def image_model_types() -> tuple[str, ...]:
 def stateful_model_types() -> tuple[str, ...]:
     """Return the types of all models with a state along the sequence that can run packed."""
     return tuple(kind for x in model_extensions() for kind in x.stateful_model_types)
+
+
+def exact_model_types() -> tuple[str, ...]:
+    """Return the types of all models whose parts of extensions may be exact."""
+    return tuple(kind for x in model_extensions() for kind in x.exact_model_types)
 
 
 def prepare_model(model: Any) -> None:

@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 from hybridengine.engine.vllm.environment import vllm_available
 from hybridengine.kernels import choose_backend, has_fast_products
 from hybridengine.model.exact import model_obstacle
-from hybridengine.model.extensions import model_extensions
+from hybridengine.model.extensions import exact_model_types, model_extensions
 from hybridengine.model.packing_check import shared_prefix_obstacle
 from hybridengine.model.shared_parameters import untested_torch
 from hybridengine.model.validation import carried_state, config_of
@@ -57,27 +57,13 @@ _EXACT_OPERATORS = (
     "paged_attention",
     "tree_attention",
 )
-# Compared bit for bit with vLLM's models: tests/engine/test_exact.py, tests/extras/hybrid. By name:
-# known modules prove too little, as what is between them (the order of residuals, multipliers,
-# windows) is no module, and vLLM's Cohere differs in two of these.
+# Compared bit for bit with vLLM's models: tests/engine/test_exact.py. By name: known modules prove
+# too little, as what is between them (the order of residuals, multipliers, windows) is no module,
+# and vLLM's Cohere differs in two of these.
 _COMPARED = (
-    *("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2"),
-    *("gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "gpt_oss", "granite"),
-    *("granitemoe", "hunyuan_v1_dense", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmo3"),
-    *(
-        "olmoe",
-        "phi",
-        "phi3",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_moe",
-        "seed_oss",
-        "smollm3",
-        "starcoder2",
-    ),
+    *("cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4"),
+    *("gpt_neox", "granite", "hunyuan_v1_dense", "llama", "mistral", "olmo", "olmo2", "olmo3"),
+    *("phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2"),
 )
 _MASTER_BYTES = 4  # of a weight in the trainer's shards
 _USABLE = 0.9  # of a GPU's memory; the rest is context and fragments
@@ -361,7 +347,7 @@ def _doubt(config: RLConfig, model: PretrainedConfig, machine: Machine) -> str |
     if machine.gpu_bytes:
         return f"log-probs were not compared bit for bit on a GPU; {advice}"
     kind, trust = model.model_type, config.model.trust_remote_code
-    if kind not in _COMPARED or trust:
+    if kind not in (*_COMPARED, *exact_model_types()) or trust:
         code = " of remote code" if trust else ""
         return f"models of the type {kind}{code} were not compared with vLLM's; {advice}"
     if config.rollout.engine_kwargs.vllm:
