@@ -24,8 +24,8 @@ class _Results:
     """The results by key that belong to a tensor, and go with it."""
 
     def __init__(self, owner: Tensor) -> None:
-        number = id(owner)
-        self.owner = ref(owner, lambda _: _RESULTS.pop(number, None))
+        number, results = id(owner), _RESULTS  # globals are gone when a process ends
+        self.owner = ref(owner, lambda _: results.pop(number, None))
         self.by_key: dict[Hashable, _Result] = {}
 
 

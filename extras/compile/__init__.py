@@ -22,7 +22,7 @@ from hybridengine.compile.graphs import CudaGraphs
 from hybridengine.run.config.common import JobConfig, TrainedModelConfig
 from hybridengine.run.errors import ConfigError, ModelError
 
-__all__ = ["apply", "check", "compile_layers"]
+__all__ = ["apply", "check", "check_compiler", "compile_layers"]
 
 # Integers that differ in every micro-batch; torch.compile expects others to stay as they are.
 _LENGTHS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")
@@ -39,7 +39,7 @@ def check(config: JobConfig) -> None:
     """Raise an error of the user for what the machine or other keys of the job do not support."""
     group, sharding = f"{config.policy_group}.fsdp_config", config.sharding
     if config.model.compile:
-        _check_compiler()
+        check_compiler()
         if size := sharding.wrap_policy.min_num_params:
             raise ConfigError(
                 f"model.compile is true and {group}.wrap_policy.min_num_params is {size}, but a "
@@ -76,7 +76,7 @@ def _check_gpu() -> None:
         )
 
 
-def _check_compiler() -> None:
+def check_compiler() -> None:
     """Raise ModelError if there is no compiler for the code that torch.compile generates."""
     on_gpu = torch.cuda.is_available()  # Triton's choice there, Inductor's on a CPU
     variable, names = ("CC", ["gcc", "clang"]) if on_gpu else ("CXX", ["g++"])
@@ -101,7 +101,7 @@ def compile_layers(layers: Sequence[nn.Module]) -> None:
         ModelError: there is no compiler. A compiled forward raises it for a layer that is not one
             graph, such as one with data-dependent control flow.
     """
-    _check_compiler()
+    check_compiler()
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)

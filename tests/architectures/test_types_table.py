@@ -22,7 +22,7 @@ def test_every_type_of_transformers_is_in_the_table() -> None:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("phi", Answer("phi", trained="phi")),
+        ("phi", Answer("phi", trained="phi", exact="auto")),
         ("glm_moe_dsa", r"\['indexed_attention'\] select or compress keys among all tokens"),
         ("musicgen", "Multiple valid text configs"),
     ],

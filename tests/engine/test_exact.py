@@ -130,5 +130,5 @@ def test_a_scale_of_logits_that_rounds_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_with_other_operators_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"layers.0.mlp.act_fn .*has a place outside"):
+    with pytest.raises(ModelError, match=r"layers.0.mlp.act_fn .*has parameters of its own"):
         open_model(save_tiny(CATALOGUE["apertus"].config(), tmp_path), "float32")
