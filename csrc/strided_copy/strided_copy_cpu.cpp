@@ -67,7 +67,8 @@ void copy_range(const CopyRow& row, const S* source, D* destination, int64_t beg
 template <typename S, typename D>
 void copy_all(const StridedCopyParams& params) {
   const int64_t bytes = params.num_chunks * kChunkElements * static_cast<int64_t>(sizeof(D));
-  const bool streams = bytes >= kStreamedBytes;
+  // Streaming half a line at a time, as AVX2 does, is slower than ordinary stores (docs/notes.md).
+  const bool streams = sizeof(Line) == kCacheLine && bytes >= kStreamedBytes;
   parallel_for(params.num_chunks, 1, params.num_threads, [&](int64_t begin, int64_t end) {
     int64_t index = last_begun(params.rows, params.num_rows, begin);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
