@@ -12,6 +12,7 @@ _LIBRARIES = {
     "trl": ("trl", "trl"),
     "verl": ("verl", "verl"),
     "liger": ("liger-kernel", "liger"),
+    "openrlhf": ("openrlhf", "openrlhf"),
 }
 
 

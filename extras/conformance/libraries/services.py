@@ -17,7 +17,12 @@ class Empty(types.ModuleType):
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {"__class_getitem__": classmethod(lambda cls, _: cls)})
+
+        def ignore(self: Any, *_: Any, **__: Any) -> None:
+            """As a decorator, with arguments or without."""
+
+        item = classmethod(lambda cls, _: cls)
+        return type(name, (), dict(__init__=ignore, __call__=ignore, __class_getitem__=item))
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

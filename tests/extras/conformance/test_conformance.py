@@ -24,6 +24,11 @@ WRONG = {
         "a masked token with a ratio that overflows does not matter",
         "luspo with a KL term sums over unmasked tokens",
     },
+    "openrlhf 0.11.2": {
+        "rewards to go are discounted per token of the model",
+        "penalties at tool tokens are not in the returns",
+        "gae skips the output of a tool",
+    },
 }
 
 
@@ -72,7 +77,7 @@ def test_cases_are_documented():
         assert case.fault.endswith("."), case.name
 
 
-@pytest.mark.parametrize("name", ["trl", "verl", "liger"])
+@pytest.mark.parametrize("name", ["trl", "verl", "liger", "openrlhf"])
 def test_installed_libraries_run(name):
     if name not in (libraries := load()):
         pytest.skip(f"{name} is not installed")
