@@ -59,7 +59,8 @@ def _forward(model: nn.Module, batch: PackedBatch, **options: object) -> Any:
 
 def _logits_to_keep(model: nn.Module, batch: PackedBatch) -> dict[str, object]:
     """Return the keyword that limits logits to `batch.logit_positions`, if the model has it."""
-    known = "logits_to_keep" in inspect.unwrap(model.forward).__code__.co_varnames
+    code = inspect.unwrap(model.forward).__code__  # its signature takes 21 us
+    known = "logits_to_keep" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     return {"logits_to_keep": batch.logit_positions} if known else {}
 
 

@@ -128,7 +128,7 @@ class FusedSampler:
             top_k=0 if metadata.top_k is None else metadata.top_k,
             top_p=1.0 if metadata.top_p is None else metadata.top_p,
             min_p=min_p,
-            return_kept_ids=self.records or self._exact,
+            return_kept_ids=self.records or (self._exact and logits.is_cpu),
         )
         if self.records and sampled.kept_ids is not None:
             ends = pad(sampled.num_kept.cumsum(0), (1, 0))
@@ -140,7 +140,11 @@ class FusedSampler:
         ranks = token_ranks(logits, drawn) if self._ranks else torch.zeros_like(drawn)
         values = sampled.log_probs
         if self._exact and metadata.all_random:
-            values = kept_log_probs(logits, sampled, metadata.temperature)
+            if logits.is_cpu:
+                values = kept_log_probs(logits, sampled, metadata.temperature)
+            else:  # where jobs truncate, they are not exact; nothing is waited for
+                uncut, _ = token_log_probs(logits, drawn, metadata.temperature)
+                values = torch.where(sampled.num_kept == 0, uncut, values)
         ids, values = tokens, values.unsqueeze(1)
         if count := metadata.max_num_logprobs:
             ids, values = likely_log_probs(logits, sampled, values, metadata.temperature, count)
