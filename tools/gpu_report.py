@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import importlib.util
 import io
 import json
@@ -265,14 +266,18 @@ def commit() -> str | None:
 
 
 def unpack(archive: Path, folder: Path) -> Path:
-    """Make `folder` of an archive, or of its parts ARCHIVE.0 and on, if it is not there."""
-    if folder.is_dir():
-        return folder
+    """Make `folder` of an archive, or of its parts ARCHIVE.0 and on, if it is not of this one."""
     parts = sorted(archive.parent.glob(f"{archive.name}.[0-9]")) or [archive]
-    data = io.BytesIO(b"".join(part.read_bytes() for part in parts))
+    data = b"".join(part.read_bytes() for part in parts)
+    stamp, key = "archive.sha256", hashlib.sha256(data).hexdigest()
+    if (folder / stamp).is_file() and (folder / stamp).read_text() == key:
+        return folder
     unfinished = folder.with_suffix(".part")
-    with tarfile.open(fileobj=data) as file:
+    for old in (unfinished, folder):
+        shutil.rmtree(old, ignore_errors=True)
+    with tarfile.open(fileobj=io.BytesIO(data)) as file:
         file.extractall(unfinished, filter="data")
+    (unfinished / stamp).write_text(key)
     unfinished.replace(folder)
     return folder
 

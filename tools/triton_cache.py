@@ -19,6 +19,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -62,6 +63,28 @@ class _Forms:
     def listen(self, *, cache_hit: bool, **_: Any) -> None:
         self.found += cache_hit
         self.compiled += not cache_hit
+
+
+def record_entries() -> set[str]:
+    """Return a set that gets the name of each entry of the cache that is used from now on."""
+    from triton import knobs
+    from triton.runtime.cache import FileCacheManager
+
+    used = set[str]()
+
+    class Recording(FileCacheManager):
+        def __init__(self, key: str, *arguments: Any, **options: Any) -> None:
+            super().__init__(key, *arguments, **options)
+            used.add(key)
+
+    knobs.cache.manager_class = Recording
+    return used
+
+
+def remove_others(folder: Path, used: set[str]) -> None:
+    for entry in folder.iterdir():
+        if entry.is_dir() and entry.name not in used:
+            shutil.rmtree(entry)
 
 
 def use_driver(capability: int) -> Any:
@@ -200,6 +223,8 @@ def pretend_gpu(capability: int) -> Any:
 class Plugin:
     """A plugin of pytest: GPU tests compile what they launch, until the time is over."""
 
+    is_complete = True  # the time was not over before the last test
+
     def __init__(self, capability: int, end: float) -> None:
         from tools import gpu_probe, triton_parts  # torch._dynamo, before torch.cuda is replaced
 
@@ -213,13 +238,17 @@ class Plugin:
 
         with self._mode:
             for _ in chain(*(calls(torch.device(GPU)) for calls in self._calls)):
-                if time.monotonic() > self._end:
+                if self._is_over():
                     break
+
+    def _is_over(self) -> bool:
+        self.is_complete = time.monotonic() < self._end
+        return not self.is_complete
 
     def pytest_runtest_setup(self, item: Any) -> None:
         import pytest
 
-        if time.monotonic() > self._end:
+        if self._is_over():
             pytest.exit("the time is over", returncode=0)
 
     def pytest_runtest_call(self, item: Any) -> None:
@@ -249,7 +278,7 @@ def main() -> int:
     import torch
     import triton
 
-    forms = _Forms()
+    forms, used = _Forms(), record_entries()
     end = time.monotonic() + arguments.limit_s
     compile_launches(forms, arguments.capability)
     options = [
@@ -266,7 +295,10 @@ def main() -> int:
     plugin = Plugin(arguments.capability, end)
     if not arguments.test:
         plugin.probe()
-    pytest.main([*options, *(arguments.test or FOLDERS)], plugins=[plugin])
+    code = pytest.main([*options, *(arguments.test or FOLDERS)], plugins=[plugin])
+    is_interrupted = code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    if plugin.is_complete and not (is_interrupted or arguments.test):
+        remove_others(folder, used)
     versions = {"triton": triton.__version__, "torch": torch.__version__, "key": key_of_triton()}
     counts = {"found": forms.found, "compiled": forms.compiled, "errors": forms.errors}
     (folder / SUMMARY).write_text(json.dumps({**versions, **counts}, indent=1) + "\n")

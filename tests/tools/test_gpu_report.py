@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks._bench import OURS, Bench, quantiles
-from tools import gpu_build, gpu_profile, gpu_report, gpu_sanitize, gpu_tests
+from tools import gpu_build, gpu_profile, gpu_report, gpu_sanitize, gpu_tests, triton_cache
 from tools.package_links import write_entry_points
 
 # A part of two rows: resumes, and stalls or fails after its first row where `first` says so.
@@ -128,6 +128,24 @@ def test_kernels_of_both_passes_are_compiled_without_a_gpu(tmp_path):
     assert {"forward_kernel", "first_grads_kernel", "backward_kernel"} <= compiled
 
 
+def test_entries_of_a_cache_of_triton_that_nothing_used_are_removed(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    from triton import knobs
+    from triton.runtime.cache import get_cache_manager
+
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(knobs.cache, "manager_class", None)
+    for key in ("aa", "bb", "cc"):
+        get_cache_manager(key).put(b"code", "kernel.cubin")
+    (tmp_path / triton_cache.SUMMARY).touch()
+    used = triton_cache.record_entries()
+    assert get_cache_manager("aa").get_file("kernel.cubin")
+    get_cache_manager("dd").put(b"code", "kernel.cubin")
+    triton_cache.remove_others(tmp_path, used)
+    kept = {get_cache_manager(key).key for key in ("aa", "dd")} | {triton_cache.SUMMARY}
+    assert {file.name for file in tmp_path.iterdir()} == kept
+
+
 STALLED = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], process_group=0)
@@ -216,6 +234,21 @@ def test_the_extension_of_a_pack_is_taken_for_its_own_sources_only(tmp_path, mon
     source.write_text("two")
     gpu_build.main()
     assert compiled == ["90a"]
+
+
+def test_an_archive_is_unpacked_once_and_another_one_in_its_place(tmp_path):
+    archive, folder = tmp_path / "pack.tar.xz", tmp_path / "pack"
+
+    def unpacked(text: str) -> Path:
+        (tmp_path / "file").write_text(text)
+        with tarfile.open(archive, "w:xz") as file:
+            file.add(tmp_path / "file", text)
+        return gpu_report.unpack(archive, folder)
+
+    assert (unpacked("one") / "one").read_text() == "one"
+    (folder / "one").write_text("kept")
+    assert (gpu_report.unpack(archive, folder) / "one").read_text() == "kept"
+    assert (unpacked("two") / "two").is_file() and not (folder / "one").exists()
 
 
 CALL = """
@@ -369,7 +402,7 @@ def test_a_part_that_crashes_or_loses_the_gpu_goes_on_while_it_adds_rows(run):
     assert status == "exit code -6" and parts["step"]["rows"] == ["row 1"]
 
 
-def test_an_archive_in_parts_is_unpacked_once_and_gives_its_environment(tmp_path, monkeypatch):
+def test_an_archive_in_parts_gives_its_environment(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_report, "WORK", tmp_path / "work")
     described = {"paths": ["a", "a/b"], "folders": {"CACHE": "cache"}, "values": {"ON": "1"}}
     (tmp_path / "environment.json").write_text(json.dumps(described))
@@ -381,13 +414,10 @@ def test_an_archive_in_parts_is_unpacked_once_and_gives_its_environment(tmp_path
         part = data[index * (len(data) // 2) :][: len(data) // 2 + index]
         archive.with_name(f"peers.tar.xz.{index}").write_bytes(part)
     archive.unlink()
-    for _ in range(2):
-        environment = gpu_report.Environment(None, None, archive).of("kernels")
-        folder = tmp_path / "work" / "peers"
-        assert str(folder / "a" / "b") in environment["PYTHONPATH"].split(os.pathsep)
-        assert environment["CACHE"] == str(folder / "cache") and environment["ON"] == "1"
-        for part in tmp_path.glob("peers.tar.xz.*"):
-            part.unlink()
+    environment = gpu_report.Environment(None, None, archive).of("kernels")
+    folder = tmp_path / "work" / "peers"
+    assert str(folder / "a" / "b") in environment["PYTHONPATH"].split(os.pathsep)
+    assert environment["CACHE"] == str(folder / "cache") and environment["ON"] == "1"
 
 
 def test_parts_find_what_an_installation_registers(tmp_path):
