@@ -23,7 +23,8 @@ ISAS = ("portable", "avx2", "avx512", "avx512_bf16")  # of the CPU kernels, narr
 def load_extension() -> tuple[Any, str]:
     """Import `hybridengine._C`; return it, or None and why it is missing.
 
-    An extension that exists but does not load is warned of: everything still runs, but slowly.
+    An extension that exists but does not load is warned of: everything still runs, but slowly. One
+    that was built from older sources raises an error where a function that it lacks is called.
 
     Raises:
         ValueError: HYBRIDENGINE_ISA, which the extension reads, is no instruction set's name.
@@ -44,7 +45,18 @@ def load_extension() -> tuple[Any, str]:
         )
         warnings.warn(reason, RuntimeWarning, stacklevel=2)
         return None, reason
+    setattr(_C, "__getattr__", _refuse_missing)  # noqa: B010 (the stub does not have it)
     return _C, ""
+
+
+def _refuse_missing(name: str) -> Any:
+    """Raise the error for a name that the extension lacks: the module calls this."""
+    if name.startswith("__"):  # Python asks modules for such names
+        raise AttributeError(f"module 'hybridengine._C' has no attribute {name!r}")
+    raise ImportError(
+        f"hybridengine._C has no {name}: it was built from older sources than the Python files: "
+        "build it again with `make setup`, or install hybridengine again."
+    )
 
 
 EXTENSION, WHY_NO_EXTENSION = load_extension()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridengine.kernels import _backend, backend_table, choose_backend
+from hybridengine.kernels import _backend, backend_table, choose_backend, token_log_probs
 from hybridengine.kernels._backend import native, requested_backend
 
 
@@ -64,6 +64,13 @@ def test_an_extension_that_does_not_load_is_warned_of(monkeypatch):
         choose_backend("token_log_probs", torch.device("cpu"), "cpp")
 
 
+def test_a_function_that_an_older_extension_lacks_is_named(monkeypatch):
+    monkeypatch.delattr(native(), "log_prob_forward")
+    with pytest.raises(ImportError, match=r"_C has no log_prob_forward: .*`make setup`"):
+        token_log_probs(torch.zeros(1, 4), torch.tensor([2]))
+    assert not hasattr(native(), "__path__")  # as Python asks of a module
+
+
 def test_torch_compile_traces_the_choice_without_warnings():
     @torch.compile(fullgraph=True, backend="eager")
     def double(x):
@@ -87,7 +94,9 @@ def test_the_stub_matches_the_extension():
     functions = {
         name: getattr(extension, name).__doc__.splitlines()[0]
         for name in dir(extension)
-        if callable(getattr(extension, name)) and not isinstance(getattr(extension, name), type)
+        if callable(getattr(extension, name))
+        and not isinstance(getattr(extension, name), type)
+        and not name.startswith("__")
     }
     assert declared.keys() == functions.keys()
     for name, signature in functions.items():
