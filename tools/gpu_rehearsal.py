@@ -200,10 +200,16 @@ def report() -> None:
 
 def calls() -> None:
     """Run both calls on the CPU, from the archives that are there."""
+    errors = []
     for name in ("1.sh", "2.sh"):
         script = TREE / "tools" / "gpu_calls" / name
         folder = {"BUILD": PACK.parent, "OUT": PACK.with_name("gpu-out")}
-        call("bash", script, "--device", "cpu", PYTHON=PYTHON, **folder)
+        try:
+            call("bash", script, "--device", "cpu", PYTHON=PYTHON, **folder)
+        except subprocess.CalledProcessError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def pip(*arguments: object) -> None:

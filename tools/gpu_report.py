@@ -285,11 +285,15 @@ def unpack(archive: Path, folder: Path) -> Path:
 class Environment:
     """The environment of the parts: packages of the archives, each in a folder of its own.
 
-    The one with vLLM is unpacked while parts run that do without.
+    The one with vLLM is unpacked while parts run that do without. No part on a CPU gets it: vLLM's
+    wheel is for GPUs only.
     """
 
-    def __init__(self, pack: Path | None, vllm: Path | None, peers: Path | None) -> None:
+    def __init__(
+        self, pack: Path | None, vllm: Path | None, peers: Path | None, on_gpu: bool = True
+    ) -> None:
         WORK.mkdir(parents=True, exist_ok=True)
+        self._on_gpu = on_gpu
         self._pool = ThreadPoolExecutor(1)
         self._vllm: Future[Path] | None = None
         if vllm is not None:
@@ -322,7 +326,9 @@ class Environment:
         """Return the variables for a part. Waits for vLLM if it needs that."""
         paths, variables = [*self._paths], self._variables
         if self._vllm is not None and part in WITH_VLLM:
-            paths.append(str(self._vllm.result() / "site"))
+            folder = self._vllm.result()
+            if self._on_gpu:
+                paths.append(str(folder / "site"))
             variables = variables | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0"}
         if os.environ.get("PYTHONPATH"):
             paths.append(os.environ["PYTHONPATH"])
@@ -388,7 +394,7 @@ def main() -> int:
     if not on_cpu and not found["num_devices"]:
         print("gpu-report: nvidia-smi finds no GPU.", file=sys.stderr)
         return 1
-    environment = Environment(arguments.pack, arguments.vllm, arguments.peers)
+    environment = Environment(arguments.pack, arguments.vllm, arguments.peers, not on_cpu)
     found["commit"] = environment.commit or found["commit"]
     name = re.sub(r"\W+", "-", found["device"]).strip("-").lower()
     folder = WORK if on_cpu else ROOT / "benchmarks" / "results"

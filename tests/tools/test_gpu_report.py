@@ -420,6 +420,18 @@ def test_an_archive_in_parts_gives_its_environment(tmp_path, monkeypatch):
     assert environment["CACHE"] == str(folder / "cache") and environment["ON"] == "1"
 
 
+def test_parts_with_vllm_find_it_on_a_gpu_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_report, "WORK", tmp_path / "work")
+    archive = tmp_path / "vllm.tar.xz"
+    with tarfile.open(archive, "w:xz") as file:
+        file.add(__file__, "site/vllm.py")
+    for on_gpu in (True, False):
+        environment = gpu_report.Environment(None, archive, None, on_gpu)
+        site = str(tmp_path / "work" / "vllm" / "site")
+        found = [site in environment.of(part)["PYTHONPATH"] for part in ("vllm", "tests")]
+        assert found == [on_gpu, False]
+
+
 def test_parts_find_what_an_installation_registers(tmp_path):
     (found,) = distributions(path=[str(write_entry_points(tmp_path))])
     values = {(entry.group, entry.name): entry.value for entry in found.entry_points}

@@ -6,6 +6,7 @@
 # BUILD (default: build) has gpu-pack.tar.xz and gpu-vllm.tar.xz. OUT (default: build/gpu-out) gets
 # 1.json, with the rows of every part as they arise, and 1.log. A part that fails or is over its
 # seconds leaves the next ones. A `+` runs it beside those.
+set -o pipefail
 cd "$(dirname "$0")/../.." || exit
 : "${BUILD:=build}" "${OUT:=build/gpu-out}" "${LIMIT_S:=380}" "${PYTHON:=python3}"
 mkdir -p "$OUT"

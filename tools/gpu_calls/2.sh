@@ -1,6 +1,7 @@
 #!/bin/bash
 # The second of two calls on a GPU machine, 300 s: timings, with the GPU to itself (docs/gpu.md).
 # As 1.sh; OUT gets 2.json, 2.log and a trace of a micro-batch. What 1.sh unpacked is used again.
+set -o pipefail
 cd "$(dirname "$0")/../.." || exit
 : "${BUILD:=build}" "${OUT:=build/gpu-out}" "${LIMIT_S:=300}" "${PYTHON:=python3}"
 mkdir -p "$OUT"
