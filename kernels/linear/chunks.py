@@ -40,8 +40,9 @@ class Chunks:
 
     Args:
         budget_bytes: memory for the buffers and for temporary copies of hidden and weight.
-        deterministic: logits by a batch-invariant product where there is one; every other product
-            is padded to the same number of rows, and to enough columns.
+        deterministic: products are batch-invariant: logits by `decode_linear`, where it takes the
+            operands, then 16-bit ones with a float32 result on a CPU (csrc/mixed_gemm); every other
+            product is padded to the same number of rows, and to enough columns.
         grad_rows: rows whose gradient is computed; 0: logits only.
         group: name of the process group of vocabulary-parallel ranks; "": none.
         kept: all logits are given (`logits_fit`); one chunk, with a buffer for its gradient.
@@ -60,10 +61,12 @@ class Chunks:
     ) -> None:
         self.hidden, self.weight = unit_stride(hidden), unit_stride(weight)
         self.bias = None if bias is None else bias.contiguous()
-        self.deterministic = deterministic
         # Logits by `decode_linear`, whose rows do not depend on their number.
         self._invariant = deterministic and is_invariant(hidden, weight)
-        dtype = compute_dtype(hidden)
+        dtype, is_16_bit = compute_dtype(hidden), keeps_16_bits(hidden) and hidden.itemsize == 2
+        if self._invariant and hidden.is_cpu and is_16_bit:
+            deterministic = False
+        self.deterministic = deterministic
         grad_dtype = hidden.dtype if keeps_16_bits(hidden) else dtype
         # Whether gradients have a buffer of their own.
         self.separate = grad_rows > 0 and (grad_dtype != dtype or kept)
@@ -90,7 +93,8 @@ class Chunks:
         if self.separate:
             self.grad_logits = _empty_rows(hidden, max_rows, vocab, grad_dtype)
         # Whether one product gives the full weight gradient, in the dtype of its operands.
-        self.one_product = several and self.grad_logits.shape[0] == grad_rows
+        in_16_bits = several or (hidden.is_cpu and is_16_bit and not deterministic)
+        self.one_product = in_16_bits and self.grad_logits.shape[0] == grad_rows
 
     def parts(self, index: Tensor | None = None) -> Iterator[slice | Tensor]:
         """Yield the rows of every chunk: slices of all rows, or parts of `index` int64 [A]."""
@@ -116,7 +120,7 @@ class Chunks:
         """Compute grad_logits @ weight; row t times factors[t], float32, before it is rounded."""
         padded = self._padded(grad_logits)
         direct = factors is None and padded.dtype == self.weight.dtype and padded.is_cpu
-        if direct and not self._is_narrow(self.weight.shape[1]):
+        if direct and not self._invariant and not self._is_narrow(self.weight.shape[1]):
             return (padded @ self.weight)[: grad_logits.shape[0]]
         # float32: cuBLAS may split the sum over V, and then adds 16-bit results in 16 bits.
         out = padded.new_empty(padded.shape[0], self.weight.shape[1], dtype=compute_dtype(padded))

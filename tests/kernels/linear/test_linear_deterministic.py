@@ -13,6 +13,8 @@ from hybridengine.kernels import (
     linear_policy_loss,
     linear_token_log_probs,
 )
+from hybridengine.kernels.gemm import has_fast_products
+from hybridengine.kernels.linear.chunks import Chunks
 
 OPTIONS = {"deterministic": True}
 
@@ -100,3 +102,13 @@ def test_small_sizes(function, dtype):
 )
 def test_any_sizes(function, rows, width, vocab, seed, dtype):
     check_rows(function, rows, width, vocab, seed, dtype)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_batch_invariant_products_are_not_padded(dtype):
+    """Then one product has all rows, and the weight gradient the dtype of the weight."""
+    hidden, weight = torch.randn(300, 64).to(dtype), torch.randn(1000, 64).to(dtype)
+    chunks = Chunks(hidden, weight, None, 2**28, True, 300)
+    is_invariant = dtype == torch.bfloat16 and has_fast_products(dtype)
+    assert len(list(chunks.parts())) == (1 if is_invariant else 3)
+    assert chunks.one_product is is_invariant
