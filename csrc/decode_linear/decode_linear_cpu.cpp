@@ -9,9 +9,12 @@ namespace hybridengine::HYBRIDENGINE_ISA {
 
 namespace {
 
-constexpr int kMostSums = 24;
+constexpr int kMostSums = 72;
 constexpr int64_t kCachedRows = 128;    // of x, which stay in the cache while the weight is read
 constexpr int64_t kPanelBytes = 18432;  // of the weight, which stay in the cache for all rows
+// A group of 4 rows of x stays in the first cache for a panel. One that does not is multiplied part
+// by part of k, by panels of more outputs; the lanes of their sums are kept between the parts.
+constexpr int64_t kGroupBytes = 12288, kPartBytes = 9216;
 
 // Rows of x and outputs that share one pass over a panel of the weight.
 template <typename T, typename Out>
@@ -89,15 +92,15 @@ struct Panel {
 template <typename T, typename Out>
 void multiply(const DecodeLinear& p) {
   constexpr int64_t kItem = sizeof(T);
-  const int64_t fitting = kPanelBytes / (p.k * kItem + 1);
+  const int64_t group = p.rows > 2 ? 4 : p.rows, bytes = group * p.k * kItem;  // of rows
+  const int64_t parts = bytes > kGroupBytes ? (bytes + kPartBytes - 1) / kPartBytes : 1;
+  const int64_t part = std::max<int64_t>(1, (p.k + parts * kStep - 1) / (parts * kStep)) * kStep;
+  const int64_t fitting = parts > 1 ? std::min(kMostSums / group, 2 * kPanelBytes / (part * kItem))
+                                    : kPanelBytes / (p.k * kItem + 1);
   const int64_t unit =
       p.rows > 2 ? Shape<4, T>::kTiles * Shape<4, T>::kOutputs : Shape<1, T>::kOutputs;
   const int64_t panel_size = std::max<int64_t>(1, fitting / unit) * unit;
   const int64_t panels = (p.n + panel_size - 1) / panel_size;
-  // A panel that does not fit, which has `unit` outputs then, is multiplied part by part of k.
-  const bool splits = fitting < unit && p.rows > 4;
-  const int64_t parts = splits ? (p.k * kItem * unit + kPanelBytes - 1) / kPanelBytes : 1;
-  const int64_t part = std::max<int64_t>(1, (p.k + parts * kStep - 1) / (parts * kStep)) * kStep;
   parallel_for(panels, 1, p.num_threads, [&](int64_t begin, int64_t end) {
     VecF carried[kCachedRows / 4][kMostSums];
     Panel<T, Out> panel{p, 0, 0, 0, 0, panel_size, 0, 0, carried};
