@@ -9,6 +9,8 @@ Groups of `patch`, all of them default but `loss` and `async_sync`:
 - `log_probs`: the functions of logits, and the autograd function under TRL's fused head.
 - `head`: `add_fused_lm_head`, by which every trainer of TRL computes log-probs and entropy from
   hidden states. Only positions with a label pass through the head.
+- `kept`: log-probs of GRPOTrainer and RLOOTrainer over the vocabulary entries that a colocated
+  engine kept, where top-p, top-k or min-p truncate; needs `head`.
 - `sync`: the weights of a vLLM engine in the trainers' processes (`vllm_mode="colocate"`) or of a
   server that was started for it (`vllm_mode="server"`).
 - `async_sync`: the weights of the servers of `trl.experimental`'s AsyncGRPOTrainer and
@@ -24,7 +26,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybridengine.integrations._patching import Patches
-from hybridengine.integrations.trl import compared
+from hybridengine.integrations.trl import compared, kept
 from hybridengine.integrations.trl.head import FusedCausalLMOutput, add_fused_lm_head
 from hybridengine.integrations.trl.log_probs import (
     ChunkedLogProbFunction,
@@ -64,6 +66,41 @@ def _init_communicator(self: Any, device: Any = 0) -> None:
     init_communicator(self, device, _PATCHES.original(_CLIENT))
 
 
+def _generate(
+    self: Any, prompts: Any, images: Any, num_generations: int, profiler: Any = None
+) -> tuple:
+    original = _PATCHES.original(f"{_VLLM}.generate")
+    return kept.generate(self, lambda: original(self, prompts, images, num_generations, profiler))
+
+
+def _kept(trainer: str, returns_tool_mask: bool) -> dict[str, Any]:
+    """Return the replacements in a trainer of TRL; GRPO and RLOO have copies of each other."""
+    generate, score, loss = (
+        f"{trainer}.{name}"
+        for name in ("_generate", "_generate_and_score_completions", "compute_loss")
+    )
+
+    def _generate(self: Any, prompts: list) -> tuple:
+        result: tuple = _PATCHES.original(generate)(self, prompts)
+        kept.note_completions(self, result[1], result[2] if returns_tool_mask else None)
+        return result
+
+    def _generate_and_score_completions(self: Any, inputs: Any) -> dict[str, Any]:
+        return kept.score_completions(lambda: _PATCHES.original(score)(self, inputs))
+
+    def compute_loss(
+        self: Any,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        original, options = _PATCHES.original(loss), (return_outputs, num_items_in_batch)
+        return kept.compute_loss(inputs, lambda: original(self, model, inputs, *options))
+
+    return {generate: _generate, score: _generate_and_score_completions, loss: compute_loss}
+
+
 def _async_sync(package: str, trainer: str) -> dict[str, Any]:
     """Return the replacements in one package of `trl.experimental`; each has a copy of the sync."""
     package = f"experimental.{package}"
@@ -95,6 +132,11 @@ _GROUPS: dict[str, dict[str, Any]] = {
         "kernels.chunked_logprob.ChunkedLogProbFunction": ChunkedLogProbFunction,
     },
     "head": {"trainer.utils.add_fused_lm_head": add_fused_lm_head},
+    "kept": {
+        f"{_VLLM}.generate": _generate,
+        **_kept("trainer.grpo_trainer.GRPOTrainer", returns_tool_mask=True),
+        **_kept("trainer.rloo_trainer.RLOOTrainer", returns_tool_mask=False),
+    },
     "sync": {
         f"{_VLLM}._init_vllm": _init_vllm,
         f"{_VLLM}.sync_weights": _sync_weights,
@@ -109,7 +151,7 @@ _GROUPS: dict[str, dict[str, Any]] = {
 _PATCHES = Patches(
     "trl",
     _GROUPS,
-    default_groups=("log_probs", "head", "sync"),
+    default_groups=("log_probs", "head", "kept", "sync"),
     probes=compared.PROBES,
     known=compared.KNOWN,
 )

@@ -14,9 +14,11 @@ from transformers.utils import ModelOutput
 
 from hybridengine.hybrid import refuse_packed
 from hybridengine.integrations._lm_head import OutputHead, rows_of_labels
+from hybridengine.integrations.trl.kept import REPLAY, kept_scores
 from hybridengine.integrations.trl.log_probs import hidden_scores, logits_scores
 from hybridengine.integrations.trl.loss import PENDING
 from hybridengine.integrations.trl.padding import can_unpad, unpadded
+from hybridengine.model import KeptIds
 
 
 @dataclasses.dataclass
@@ -86,8 +88,10 @@ def add_fused_lm_head(
         target = labels if shift_labels is None else shift_labels
         if target is None:
             raise ValueError("fused_lm_head=True needs labels or shift_labels, got neither")
+        replay = REPLAY.get()
+        kept = None if replay is None or labels is None else replay.take(labels)
         scores = functools.partial(
-            _scores, target, shift_labels is not None, temperature, outputs=outputs
+            _scores, target, shift_labels is not None, temperature, outputs=outputs, kept=kept
         )
         result, (loss, label_mask, *fields) = head.call(self, scores, *args, dtype=dtype, **kwargs)
         if row is not None:
@@ -116,6 +120,7 @@ def _scores(
     weight: Tensor | None,
     *,
     outputs: tuple[str, ...],
+    kept: KeptIds | None,
     **transform: Any,
 ) -> tuple[Tensor | None, ...]:
     """Return the pending loss or None, the mask of labels, and the fields in its shape."""
@@ -123,11 +128,16 @@ def _scores(
     pending = PENDING.get()
     loss: Tensor | None = None
     fields: tuple[Tensor | None, ...]
-    if weight is None:
-        fields = logits_scores(rows, ids, temperature, outputs)
-    elif pending is not None:
+    if weight is not None and pending is not None:
+        if kept is not None:
+            transform["vocab_mask"] = kept.vocab_mask(weight.shape[0])
         loss, log_probs, entropy = pending.scores(rows, weight, ids, temperature, **transform)
         fields = (log_probs, entropy, None, None, None)
+    elif kept is not None:
+        log_probs, entropy = kept_scores(rows, weight, ids, temperature, kept, **transform)
+        fields = (log_probs, entropy, None, None, None)
+    elif weight is None:
+        fields = logits_scores(rows, ids, temperature, outputs)
     else:
         fields = hidden_scores(rows, weight, ids, temperature, outputs, **transform)
     # masked_scatter: of no label at all, the result is still a function of the model

@@ -44,7 +44,7 @@ class GRPOLoss:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss, and log-probs and entropy [N] without gradient, of labelled rows.
 
-        head: its bias, logit_scale and softcap.
+        head: its bias, logit_scale and softcap; vocab_mask where sampling was truncated.
         """
         self.is_computed = True
         return linear_policy_loss(rows, weight, ids, temperature, **head, **self.arguments)[:3]
