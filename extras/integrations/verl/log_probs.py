@@ -7,12 +7,20 @@ in `token_log_probs`.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridengine.integrations.verl.padding import pad_input, unpad_input
-from hybridengine.kernels import linear_token_log_probs, token_entropy, token_log_probs
+from hybridengine.kernels import (
+    linear_token_log_probs,
+    sparse_linear_token_log_probs,
+    token_entropy,
+    token_log_probs,
+)
+from hybridengine.model import KeptIds
 
 __all__ = [
     "FusedLinearForPPO",
@@ -32,6 +40,8 @@ __all__ = [
     "vocab_parallel_log_probs_from_logits_response_rmpad",
 ]
 
+# The entries that sampling kept for each label of the fused heads that run now (verl/kept.py).
+KEPT: ContextVar[KeptIds | None] = ContextVar("KEPT", default=None)
 _IGNORED = -100  # label of a row that is not read
 
 
@@ -152,9 +162,7 @@ def linear_cross_entropy(
         ranks = dist.get_world_size(dist_process_group)
         hidden = hidden.view_as(hidden)
         hidden.register_hook(lambda gradient: gradient / ranks)
-    log_probs, entropy = linear_token_log_probs(
-        hidden, weight, labels, temperature, group=dist_process_group
-    )
+    log_probs, entropy = _head(hidden, weight, labels, temperature, dist_process_group)
     if reduction.lower() != "none":
         log_probs = log_probs.sum() if reduction.lower() == "sum" else log_probs.mean()
     return log_probs, entropy
@@ -175,7 +183,31 @@ class FusedLinearForPPO(nn.Module):
         temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """hidden_states [..., H], vocab_weights [V, H], input_ids [...]: float32 [...] both."""
-        return linear_token_log_probs(hidden_states, vocab_weights, input_ids.long(), temperature)
+        return _head(hidden_states, vocab_weights, input_ids.long(), temperature)
+
+
+def _head(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute log-probs and entropy of labels [...], over the kept entries where there are some."""
+    if (kept := KEPT.get()) is None:
+        return linear_token_log_probs(hidden, weight, labels, temperature, group=group)
+    ranks = 1 if group is None else dist.get_world_size(group)
+    kept = kept.filled(weight.shape[0] * ranks)
+    log_probs, entropy = sparse_linear_token_log_probs(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        labels.flatten(),
+        kept.ids,
+        kept.cu_kept.to(hidden.device),
+        temperature,
+        group=group,
+    )
+    return log_probs.view(labels.shape), entropy.view(labels.shape)
 
 
 def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:

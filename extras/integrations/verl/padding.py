@@ -24,3 +24,9 @@ def pad_input(*args: Any, **kwargs: Any) -> Tensor:
 def index_first_axis(*args: Any, **kwargs: Any) -> Tensor:
     """`hybridengine.integrations.flash_attn.index_first_axis`."""
     return flash_attn.index_first_axis(*args, **kwargs)
+
+
+def num_padding(engine: Any, num_tokens: int) -> int:
+    """Return the number of tokens that verl appends to a packed micro-batch."""
+    padding: int = engine._get_packed_pad_size(num_tokens)
+    return padding + -(num_tokens + padding) % engine.ulysses_sequence_parallel_size

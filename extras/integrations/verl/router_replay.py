@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hybridengine.integrations import router_replay
 from hybridengine.integrations._patching import Patches
+from hybridengine.integrations.verl.padding import num_padding
 from hybridengine.moe.router_replay import RouterReplay, pad_routes
 from hybridengine.run.errors import ModelError
 
@@ -83,13 +84,13 @@ def _forward_step(
         return result
     routed, mode = micro_batch.get("routed_experts", None), _mode(self.engine_config)
     offsets = micro_batch["input_ids"].offsets()
-    num_padding = _num_padding(self, int(offsets[-1]))
+    padding = num_padding(self, int(offsets[-1]))
     if routed is None and mode == "R2" and forward_only:
-        num_tokens = (int(offsets[-1]) + num_padding) // self.ulysses_sequence_parallel_size
+        num_tokens = (int(offsets[-1]) + padding) // self.ulysses_sequence_parallel_size
         with replay.record(num_tokens, _device()) as call:
             loss, output = forward(self, micro_batch, loss_function, forward_only)
         # As bytes, because NCCL has no int16.
-        routes = self._gather_and_unpad_packed(call.routes.view(torch.uint8), num_padding)
+        routes = self._gather_and_unpad_packed(call.routes.view(torch.uint8), padding)
         output["model_output"]["routed_experts"] = torch.nested.nested_tensor_from_jagged(
             routes.view(torch.int16), offsets.to(routes.device)
         )
@@ -100,7 +101,7 @@ def _forward_step(
             "returns them, with enable_rollout_routing_replay=True and an engine that has them; "
             "in R2 the pass of the old log-probs records them"
         )
-    with replay.replay(_layout(self, routed, offsets, num_padding)):
+    with replay.replay(_layout(self, routed, offsets, padding)):
         loss, output = forward(self, micro_batch, loss_function, forward_only)
     counts = replay.pop_counts()
     if not forward_only:
@@ -115,20 +116,14 @@ def _device() -> Any:
     return get_device_id()
 
 
-def _num_padding(engine: Any, num_tokens: int) -> int:
-    """Return the number of tokens that verl appends to a packed micro-batch."""
-    num_padding: int = engine._get_packed_pad_size(num_tokens)
-    return num_padding + -(num_tokens + num_padding) % engine.ulysses_sequence_parallel_size
-
-
-def _layout(engine: Any, routed: Tensor, offsets: Tensor, num_padding: int) -> Tensor:
+def _layout(engine: Any, routed: Tensor, offsets: Tensor, padding: int) -> Tensor:
     """Return the routes of this rank's tokens, [tokens, layers, k], -1 without a record.
 
     routed: jagged [B, t, layers, k]. verl has rows of zeros for tokens without a record; a token
       has k different experts, so that no record of several experts is one.
     offsets: the offsets of the sequences.
     """
-    lengths = [*offsets.diff().tolist(), num_padding]
+    lengths = [*offsets.diff().tolist(), padding]
     parts = list(routed.unbind())
     routes = pad_routes([*parts, parts[0][:0]], lengths).to(_device())
     routes = routes.masked_fill((routes == 0).flatten(1).all(1)[:, None, None], -1)

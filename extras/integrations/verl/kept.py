@@ -1,0 +1,225 @@
+"""Log-probs over the vocabulary entries that sampling kept, in verl's FSDP engine (verl 0.9.1).
+
+    VERL_USE_EXTERNAL_MODULES=hybridengine.integrations.verl.kept
+
+With top-p or top-k vLLM's log-probs are over the entries that are kept; verl's are over the full
+vocabulary. With this module, in every process of a job whose rollout truncates, the servers return
+the entries of every response in its `extra_fields`, and the engine computes old and reference
+log-probs, entropy and the update over them. A response without the column is computed as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextvars import ContextVar
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridengine.integrations import verl
+from hybridengine.integrations._patching import Patches
+from hybridengine.integrations.verl.log_probs import KEPT
+from hybridengine.integrations.verl.padding import num_padding
+from hybridengine.model import KeptIds
+from hybridengine.run.errors import ModelError, RolloutError
+
+COLUMN = "kept_ids"  # of a response: {"ids": int32 [K], "counts": int32 [its tokens]}
+_ENGINES = "workers.engine.fsdp.transformer_impl"
+_FORWARD = f"{_ENGINES}.FSDPEngineWithLMHead.forward_step"
+_OUTPUTS = f"{_ENGINES}.FSDPEngineWithLMHead.prepare_model_outputs"
+_SERVER = "workers.rollout.vllm_rollout.vllm_async_server.vLLMHttpServer"
+_NOTED = "_hybridengine_noted"  # attribute of a server: its engine notes outputs
+_LAST: ContextVar[list[Any] | None] = ContextVar("LAST", default=None)
+_OFF = (
+    "or remove hybridengine.integrations.verl.kept from VERL_USE_EXTERNAL_MODULES, and the "
+    "log-probs are over the full vocabulary"
+)
+
+
+def _forward_step(
+    self: Any, micro_batch: Any, loss_function: Callable[..., Any] | None, forward_only: bool
+) -> tuple[Tensor, dict[str, Any]]:
+    """Run verl's step over the entries of the micro-batch's responses, where it has the column."""
+    from verl.utils import tensordict_utils
+
+    forward = PATCHES.original(_FORWARD)
+    column = tensordict_utils.get(micro_batch, COLUMN)
+    if column is None or all(entries is None for entries in column):
+        result: tuple[Tensor, dict[str, Any]] = forward(
+            self, micro_batch, loss_function, forward_only
+        )
+        return result
+    if not tensordict_utils.get_non_tensor_data(micro_batch, "use_remove_padding", True):
+        raise ModelError(
+            f"model.use_remove_padding: expected True where sampling truncates, {_OFF}"
+        )
+    ids = micro_batch["input_ids"]
+    padding = num_padding(self, len(ids.values()))
+    kept = kept_of_labels(ids, column, _response_lengths(micro_batch), padding)
+    if self.use_ulysses_sp:
+        from verl.utils.ulysses import slice_input_tensor
+
+        rows = torch.arange(len(ids.values()) + padding)
+        kept = kept.take(slice_input_tensor(rows, dim=0, padding=False))
+    token = KEPT.set(kept)
+    try:
+        return forward(self, micro_batch, loss_function, forward_only)
+    finally:
+        KEPT.reset(token)
+
+
+def _prepare_model_outputs(
+    self: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
+) -> dict[str, Tensor]:
+    """Set logits outside of the kept entries to -inf; with fused kernels there are none."""
+    kept, logits = KEPT.get(), getattr(output, "logits", None)
+    if kept is not None and logits is not None:
+        mask = kept.to(logits.device).vocab_mask(logits.shape[-1])
+        output.logits = logits.masked_fill(~mask, -torch.inf)
+    original = PATCHES.original(_OUTPUTS)
+    outputs: dict[str, Tensor] = original(
+        self, output, output_args, micro_batch, logits_processor_func
+    )
+    return outputs
+
+
+def kept_of_labels(
+    ids: Tensor, column: Sequence[Any], response_lengths: Sequence[int], padding: int = 0
+) -> KeptIds:
+    """Return the entries of the next token of each of T packed tokens, and of padding.
+
+    A token that was not sampled has itself alone: verl does not use its log-prob, which is 0.
+
+    Args:
+        ids: jagged [B, t], prompts with their responses.
+        column: B entries of the column, or None for a response without them.
+        padding: so many tokens follow, whose next token is 0.
+    """
+    offsets = ids.offsets()
+    labels = torch.cat([ids.values().roll(-1).cpu(), torch.zeros(padding, dtype=torch.int64)])
+    parts, counts = [labels.int()], [torch.ones_like(labels)]
+    rows, total = torch.arange(len(labels)), len(labels)
+    for entries, end, length in zip(column, offsets[1:].tolist(), response_lengths, strict=True):
+        own = torch.zeros(length) if entries is None else torch.from_numpy(entries["counts"])
+        if len(own) != length:
+            raise ModelError(
+                f"a response of {length} tokens has the kept vocabulary entries of {len(own)}: "
+                "those of several turns or of a resumed response are not joined. Set rollout.top_p"
+                f"=1 and rollout.top_k=-1, {_OFF}"
+            )
+        rows[end - length - 1 : end - 1] = torch.arange(total, total + length)
+        total += length
+        counts.append(own.long())
+        parts += [] if entries is None else [torch.from_numpy(entries["ids"])]
+    return KeptIds.from_counts(torch.cat(parts), torch.cat(counts)).take(rows).to(ids.device)
+
+
+def _response_lengths(micro_batch: Any) -> list[int]:
+    prompts, responses = micro_batch["prompts"], micro_batch["responses"]
+    if responses.is_nested:
+        lengths: list[int] = responses.offsets().diff().tolist()
+        return lengths
+    lengths = micro_batch["attention_mask"][:, prompts.shape[1] :].sum(1).tolist()
+    return lengths
+
+
+def _truncates(rollout: Any) -> bool:
+    return rollout.top_p < 1 or rollout.top_k > 0
+
+
+def _preprocess_engine_kwargs(self: Any, engine_kwargs: dict) -> None:
+    """Let vLLM return sampling masks; it refuses what it has none for."""
+    PATCHES.original(f"{_SERVER}._preprocess_engine_kwargs")(self, engine_kwargs)
+    if _truncates(self.config):
+        engine_kwargs["return_sampling_mask"] = True
+
+
+async def _generate(
+    self: Any,
+    prompt_ids: list[int],
+    sampling_params: dict[str, Any],
+    request_id: str,
+    image_data: list[Any] | None = None,
+    video_data: list[Any] | None = None,
+    audio_data: list[Any] | None = None,
+    mm_processor_kwargs: dict[str, Any] | None = None,
+    priority: int = 0,
+    kv_transfer_params: dict | None = None,
+) -> Any:
+    """Generate as verl's server; a response that was truncated has the column."""
+    original = PATCHES.original(f"{_SERVER}.generate")
+    options = (image_data, video_data, audio_data, mm_processor_kwargs, priority)
+    if not _truncates(self.config):
+        return await original(
+            self, prompt_ids, sampling_params, request_id, *options, kv_transfer_params
+        )
+    if not hasattr(self, _NOTED):
+        self.engine.generate = _noting(self.engine.generate)
+        setattr(self, _NOTED, True)
+    vocab_size = self.engine.model_config.get_vocab_size()
+    given = bounded(sampling_params, vocab_size)
+    last: list[Any] = []
+    token = _LAST.set(last)
+    try:
+        output = await original(self, prompt_ids, given, request_id, *options, kv_transfer_params)
+    finally:
+        _LAST.reset(token)
+    if last and last[0].outputs and sampling_params.get("temperature", 1.0) > 0:
+        output.extra_fields[COLUMN] = column_of(last[0].outputs[0], vocab_size)
+    return output
+
+
+def bounded(sampling: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Return sampling parameters of the same distribution that vLLM has masks for.
+
+    It wants a temperature and a top-k: the greedy token is the one of top-k 1, and a top-k of the
+    vocabulary cuts nothing.
+    """
+    greedy = sampling.get("temperature", 1.0) == 0
+    top_k = sampling.get("top_k", -1)
+    limits = {"top_k": 1, "temperature": 1.0} if greedy else {}
+    return {**sampling, "top_k": top_k if top_k > 0 else vocab_size, **limits}
+
+
+def column_of(sample: Any, vocab_size: int) -> dict[str, Any]:
+    """Return the column of a vLLM `CompletionOutput`."""
+    masks = sample.sampling_mask.token_ids if sample.sampling_mask else []
+    pairs = list(zip(sample.token_ids, masks, strict=False))
+    if len(masks) != len(sample.token_ids) or any(len(m) and t not in m for t, m in pairs):
+        raise RolloutError(
+            f"vLLM returned the kept vocabulary entries of {len(masks)} tokens for a response of "
+            f"{len(sample.token_ids)}, or others than those of its tokens; set rollout.top_p=1 and "
+            f"rollout.top_k=-1, {_OFF}"
+        )
+    cut = [sorted(mask) if len(mask) < vocab_size else [] for mask in masks]
+    counts = np.array([len(mask) for mask in cut], dtype=np.int32)
+    return {"ids": np.array(list(chain.from_iterable(cut)), dtype=np.int32), "counts": counts}
+
+
+def _noting(generate: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+    """Return a `generate` of an engine that leaves its last output in `_LAST`."""
+
+    async def noting(*args: Any, **options: Any) -> AsyncIterator[Any]:
+        async for output in generate(*args, **options):
+            if (last := _LAST.get()) is not None:
+                last[:] = [output]
+            yield output
+
+    return noting
+
+
+PATCHES = Patches(
+    "verl",
+    {
+        "engine": {_FORWARD: _forward_step, _OUTPUTS: _prepare_model_outputs},
+        "server": {
+            f"{_SERVER}._preprocess_engine_kwargs": _preprocess_engine_kwargs,
+            f"{_SERVER}.generate": _generate,
+        },
+    },
+)
+verl.patch("log_probs", "fused_head")  # what reads the entries
+PATCHES.patch()
