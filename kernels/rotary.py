@@ -64,18 +64,18 @@ def trained_rotary(
     They are in the module's own form: of neighbours or of halves, in the dtype of `x` or float32.
     """
     prefix = f"{layer_type}_" if layer_type else ""
-    forms = vars(self).setdefault("_forms", {})
+    forms, form = vars(self).setdefault("_forms", {}), (prefix, x.dtype)
     with torch.no_grad():
-        if prefix not in forms:  # the frequencies are on the meta device before loading
+        if form not in forms:  # the frequencies are on the meta device before loading
             given = (getattr(self, prefix + key) for key in ("inv_freq", "attention_scaling"))
             options = {"layer_type": layer_type} if layer_type else {}
             ones = torch.ones_like(position_ids[..., :1])
             cos = type(self).forward(self, x, ones, **options)[0]
             of_neighbours, is_wide = torch.equal(cos[..., 0], cos[..., 1]), cos.dtype != x.dtype
-            forms[prefix] = RotaryTable(*given), of_neighbours, is_wide
+            forms[form] = RotaryTable(*given), of_neighbours, is_wide
     if position_ids.dim() == 3:  # M-RoPE: the positions of text are the same in every section
         position_ids = position_ids[0]
-    table, of_neighbours, is_wide = forms[prefix]
+    table, of_neighbours, is_wide = forms[form]
     cos, sin = (
         t.repeat_interleave(2, -1) if of_neighbours else torch.cat([t, t], -1)
         for t in table.rows(position_ids)

@@ -3,8 +3,8 @@
     save_tiny("llama", folder)      # then AutoModelForCausalLM, vLLM or load_causal_lm read it
 
 Biases and norms are random too, so that a dropped bias or a swapped norm shows. Head size 32 and an
-even number of heads suit vLLM at TP 2; the vocabulary divides by neither 2 nor 4. Text needs a kind
-other than qwen2, whose tokenizer class transformers forces and which knows no words: give it ids.
+even number of heads suit vLLM at TP 2; the vocabulary divides by neither 2 nor 4. transformers
+forces a class of tokenizers on qwen2, which knows no words: give it ids, or `save_characters`.
 """
 
 from pathlib import Path
@@ -25,13 +25,23 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2Tokenizer,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
-__all__ = ["SIZES", "TINY", "save_classifier", "save_tiny", "tiny_config", "word_tokenizer"]
+__all__ = [
+    "SIZES",
+    "TINY",
+    "save_characters",
+    "save_classifier",
+    "save_tiny",
+    "tiny_config",
+    "word_tokenizer",
+]
 
 VOCAB = 101
+_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB,
     hidden_size=128,
@@ -102,6 +112,16 @@ def save_tiny(
     return str(folder)
 
 
+def save_characters(folder: Path | str) -> None:
+    """Write a tokenizer of single characters to `folder`, for any type of model."""
+    characters = [*map(chr, range(ord("!"), ord("~") + 1)), *"ĠĊ¡¢"]
+    words = dict(zip(["<pad>", "<s>", "</s>", *characters], range(VOCAB), strict=True))
+    special = {"pad_token": "<pad>", "unk_token": "<pad>", "eos_token": "</s>"}
+    tokenizer = Qwen2Tokenizer(vocab=words, merges=[], **special)
+    tokenizer.chat_template = _TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
 def word_tokenizer() -> PreTrainedTokenizerFast:
     words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
@@ -111,7 +131,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
-        chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
+        chat_template=_TEMPLATE,
     )
 
 

@@ -96,11 +96,12 @@ def shard_model(
     }
     size = sum(p.numel() for p in model.parameters()) * dtype.itemsize
     reshards = {"on": True, "off": False}.get(sharding.reshard_after_forward, size > KEPT_BYTES)
-    inner = options | {"reshard_after_forward": reshards}
+    # Cast inputs would round the rotary embedding of models that have it in float32.
+    policy = fsdp.MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    inner = options | {"reshard_after_forward": reshards, "mp_policy": policy}
     for module in experts:  # FSDP2 requires inner modules first
-        policy = fsdp.MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         own = {"mesh": expert_mesh, "shard_placement_fn": lambda param: Shard(1)}
-        fsdp.fully_shard(module, **inner | own | {"mp_policy": policy})
+        fsdp.fully_shard(module, **inner | own)
     is_explicit = sharding.wrap_policy.min_num_params > 0
     units = join_small(model, groups, 0 if is_explicit else GROUP_BYTES // dtype.itemsize)
     for unit in reversed(units):

@@ -50,7 +50,7 @@ class Writes:
 class Replica(ModelHook):
     """Has `model`, on the meta device, compute in `dtype` from its float32 parameters.
 
-    layers: modules whose floating-point inputs are cast, as those of the model are.
+    layers: those that FSDP2 would gather one after another.
     mesh: its first dimension are the ranks that have the same parameters.
     copies: master → what takes its place in a pass; none in float32.
     """
@@ -64,8 +64,8 @@ class Replica(ModelHook):
         add_hook(model, self)
         model.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
         model.register_forward_hook(self._end, always_call=True)
-        for module in (model, *layers) if dtype != torch.float32 else ():
-            module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
+        if dtype != torch.float32:
+            model.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Give each parameter on the meta device a master: rank 0's, of `state`; collective."""

@@ -110,9 +110,9 @@ def check_sources(
             what = f"only {parts}" if copies[name] else "nothing"
             raise LayoutError(
                 f"the engine reads {what} of the trained parameter {name!r} of shape {shape}: "
-                f"{unread} of its {total} elements are used by no engine tensor. The engine is "
-                "smaller than the trained model or has another structure. Build both from one "
-                "configuration."
+                f"{unread} of its {total} elements are used by no engine tensor. Build both from "
+                "one configuration. If they are, the engine's code does not have all of it: unset "
+                "what adds the parameter, or take another engine."
             )
 
 

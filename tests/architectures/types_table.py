@@ -11,7 +11,7 @@ from typing import TypeVar
 from tests.architectures.catalogue import CATALOGUE
 from tests.architectures.model_types import Answer
 
-__all__ = ["DOCUMENT", "documented_types", "render"]
+__all__ = ["DOCUMENT", "documented_types", "exact_types", "render"]
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "model_types.md"
 
@@ -19,6 +19,8 @@ Key = TypeVar("Key")
 
 _EXACT = {"auto": "yes", "on": "on request", "": "no"}
 _ROW = re.compile(r"^\|.*\| ([^|]+) \|$", re.M)
+_EXACT_ROW = re.compile(r"^\| \w+ \| yes \| .* \| ([^|]+) \|$", re.M)
+_TRAINED = re.compile(r"(?:\S+ \(as (\w+)\)|(\w+))$")
 _CLASS = re.compile(r"\b(?!AttentionInterface)[A-Za-z0-9]*[a-z0-9][A-Z]\w*")
 
 
@@ -75,6 +77,13 @@ def documented_types(text: str) -> list[str]:
     """Return the types in the tables of a rendered page, in alphabetical order."""
     cells = [cell for cell in _ROW.findall(text) if not cell.startswith("types")]
     return sorted(kind.partition(" ")[0] for cell in cells for kind in cell.split(", "))
+
+
+def exact_types(text: str) -> set[str]:
+    """Return the types that are trained with exact log-probs by default, of a rendered page."""
+    kinds = [kind for cell in _EXACT_ROW.findall(text) for kind in cell.split(", ")]
+    found = (_TRAINED.match(kind) for kind in kinds)
+    return {match[1] or match[2] for match in found if match}
 
 
 def _largest_first(groups: Mapping[Key, list[str]]) -> list[tuple[Key, list[str]]]:

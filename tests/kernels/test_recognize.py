@@ -10,7 +10,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hybridengine.kernels.recognize import find_activation, find_norm, find_tables
-from hybridengine.kernels.rotary import RotaryTable
+from hybridengine.kernels.rotary import RotaryTable, trained_rotary
 from tests.tiny_models import SIZES
 
 
@@ -74,6 +74,19 @@ def test_tables_of_neighbours(kind, dtype, is_rounded):
     for table, exact in zip(found, given, strict=True):
         assert table.dtype == dtype and len(table) == 100
         assert torch.equal(table.float(), exact.bfloat16().float() if is_rounded else exact)
+
+
+@pytest.mark.parametrize("kind", ("llama", "olmo2", "ernie4_5", "cohere"))
+def test_a_rotary_embedding_keeps_its_form_in_every_dtype(kind):
+    with torch.device("meta"):
+        decoder = AutoModel.from_config(AutoConfig.for_model(kind, **SIZES))
+    rotary, positions = type(decoder.rotary_emb)(decoder.config), torch.tensor([[0, 70, 3]])
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        x = torch.zeros(1, 3, 8, dtype=dtype)
+        for ours, own in zip(
+            trained_rotary(rotary, x, positions), rotary(x, positions), strict=True
+        ):
+            torch.testing.assert_close(ours, own)  # their dtypes, too
 
 
 def test_tables_of_another_rotation_are_not_found():

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.architectures.catalogue import CATALOGUE
 from tests.loading import load_sharded
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -97,6 +98,32 @@ def test_steps_equal_those_of_fsdp2(
         "moves": True,
         "computes in": dtype != torch.float32,
     }
+
+
+def plain_body(rank: int, world_size: int, path: str) -> bool:
+    from transformers import AutoModelForCausalLM
+
+    from hybridengine.model import pack_rollouts, packed_logits, sharding_mesh
+    from hybridengine.model.attention import ATTENTION
+    from hybridengine.model.head import patch_head
+
+    model = load_sharded(path, sharding_mesh("cpu", world_size), torch.bfloat16)
+    plain = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.bfloat16, attn_implementation=ATTENTION
+    )
+    patch_head(plain)
+    batch = pack_rollouts([(prompt, [4, 5, 9]) for prompt in PROMPTS])
+    with torch.no_grad():
+        return torch.equal(packed_logits(model, batch), packed_logits(plain, batch))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])  # without FSDP2, and with it
+@pytest.mark.parametrize("kind", ["llama", "olmo2"])  # angles in bfloat16, and in float32
+def test_logits_have_the_bits_of_a_model_of_that_type(
+    tmp_path: Path, kind: str, ranks: int
+) -> None:
+    path = save_tiny(CATALOGUE[kind].config(), tmp_path, torch.float32)
+    assert all(run_ranks(plain_body, ranks, path, timeout_s=200))
 
 
 def replicas_body(

@@ -16,11 +16,13 @@ from hybridengine.run.config import ConfigError, load_config
 from hybridengine.run.errors import RolloutError
 from hybridengine.train.choices import Choices, Machine, decide
 from tests.architectures.catalogue import CATALOGUE
-from tests.engine.exact_types import save_other
-from tests.ranks import run_ranks
-from tests.tiny_models import save_tiny
+from tests.architectures.types_table import DOCUMENT, exact_types
+from tests.engine.exact_types import OTHERS, save_other
+from tests.extras.moe.exact_mixtures import KINDS as MIXTURES
+from tests.ranks import RankFailure, run_ranks
+from tests.tiny_models import save_characters, save_tiny
 from tests.train.exact_job import VLLM, train
-from tests.train.in_process import lines_of, small_job
+from tests.train.in_process import lines_of, run_with_vllm, small_job
 
 pytestmark = [
     pytest.mark.multirank,
@@ -203,27 +205,55 @@ def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
             assert 1 < row["rollout/accepted_length"] <= 4
 
 
+TYPES = ("qwen2", "qwen3", "gemma", "mistral", *OTHERS)  # llama's jobs are above
+# Soft-caps in slices; a parallel block; angles in float32, in a model of transformers in vLLM.
+STAYS = (("gemma2", 2, ""), ("cohere2", 2, ""), ("olmo2", 1, "all"))
+OF_TYPES = [
+    *((kind, tp_size, "") for kind in TYPES for tp_size in (1, 2)),
+    *((kind, 2, adapters) for kind in ("glm", "cohere", "olmo2") for adapters in ("all", "merged")),
+]
+
+
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "gemma2",  # soft-caps
-        # layer norms and a parallel block; fused matrices; norms of all heads, divided
-        *(pytest.param(kind, marks=LONG) for kind in ("cohere", "phi3", "olmo2")),
-    ],
+    ("kind", "tp_size", "adapters"),
+    [*STAYS, *(pytest.param(*case, marks=LONG) for case in OF_TYPES if case not in STAYS)],
 )
-def test_other_types_in_engines_of_two_ranks(tmp_path: Path, kind: str) -> None:
+def test_every_type_in_jobs(tmp_path: Path, kind: str, tp_size: int, adapters: str) -> None:
+    """Two steps in bfloat16, between which only the weights that have changed are sent."""
+    folder = tmp_path / kind
+    path = save_other(kind, folder)[1] if kind in OTHERS else save_tiny(kind, folder)
+    save_characters(folder)
     job = [
         *small_job(tmp_path),
         *VLLM,
-        f"model.path={save_other(kind, tmp_path / kind)[1]}",
-        "rollout.tensor_model_parallel_size=2",
-        "rollout.dtype=bfloat16",
+        f"model.path={path}",
+        f"rollout.tensor_model_parallel_size={tp_size}",
         "actor.fsdp_config.dtype=bfloat16",
+        *(ADAPTERS[adapters] if adapters else ["reshard.delta=on"]),
+        "reward.custom_reward_function.name=hashed",
         "trainer.n_gpus_per_node=2",
         "trainer.total_training_steps=2",
+        "data.max_prompt_length=20",
         "data.max_response_length=16",
+        "actor.ppo_max_token_len_per_gpu=128",
     ]
     for _, holds in run_ranks(train, 2, tmp_path, job, timeout_s=500):
         assert holds and all(holds)
     rows = [row for row in lines_of(tmp_path / "run" / "metrics.jsonl") if "actor/grad_norm" in row]
-    assert [row["training/rollout_probs_diff_max"] for row in rows] == [0.0, 0.0]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["training/rollout_probs_diff_max"] == 0.0
+        assert row["actor/grad_norm"] > 0
+
+
+def test_biases_that_vllm_drops_are_refused(tmp_path: Path) -> None:
+    path = save_other("ernie4_5", tmp_path / "biased", use_bias=True)[1]
+    job = [*small_job(tmp_path), *VLLM, f"model.path={path}"]
+    message = "reads nothing of the trained parameter 'model.layers.0.self_attn.q_proj.bias'"
+    with pytest.raises(RankFailure, match=f"{message}.*engine's code does not have all of it"):
+        run_ranks(run_with_vllm, 1, tmp_path, job, timeout_s=200)
+
+
+def test_no_type_is_exact_without_a_job() -> None:
+    jobs = {"llama", *TYPES, *MIXTURES, "qwen3_5_text"}  # the last: test_hybrid_exact.py
+    assert exact_types(DOCUMENT.read_text()) == jobs

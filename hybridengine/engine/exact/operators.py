@@ -104,8 +104,8 @@ def use_exact_operators(
         if module in extended:
             module.forward = MethodType(extended[module], module)
             continue
-        if isinstance(module, linear.LinearBase) and _is_plain(module):
-            module.quant_method.apply = _linear  # type: ignore[method-assign]
+        if type(getattr(module, "quant_method", None)) is linear.UnquantizedLinearMethod:
+            module.quant_method.apply = _linear
             if isinstance(module, linear.RowParallelLinear) and module.tp_size > 1:
                 forward = _row_parallel
         elif isinstance(module, layernorm.RMSNorm | layernorm.GemmaRMSNorm):
@@ -159,19 +159,9 @@ def _computes(module: nn.Module) -> bool:
     """Return whether the module does arithmetic of its own, and not by modules in it."""
     from vllm.model_executor.custom_op import CustomOp
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-    return (
-        isinstance(module, CustomOp | LogitsProcessor | AttentionLayerBase)
-        or next(module.parameters(recurse=False), None) is not None
-    )
-
-
-def _is_plain(module: Any) -> bool:
-    """Return whether a linear layer multiplies its weight as it is."""
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
-    return type(module.quant_method) is UnquantizedLinearMethod
+    has_parameters = next(module.parameters(recurse=False), None) is not None
+    return has_parameters or isinstance(module, CustomOp | AttentionLayerBase)
 
 
 _product = partial(inference_linear, max_rows=None)
@@ -187,8 +177,10 @@ def _head(softcap: float | None, lm_head: Any, hidden: Tensor, bias: Tensor | No
 
 def _joined_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Join float32 sums of the ranks in their order; then the bias, and one rounding."""
-    from vllm.distributed import tensor_model_parallel_all_gather
+    from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_gather
 
+    if x.shape[-1] > weight.shape[1]:  # not divided over the ranks
+        x = x.split(weight.shape[1], -1)[get_tensor_model_parallel_rank()]
     part = _product(x, weight, None, torch.float32)
     parts = tensor_model_parallel_all_gather(part.unsqueeze(0), dim=0)
     return join_parts(parts.unbind(0), bias, x.dtype)
@@ -231,12 +223,11 @@ def _add_adapters(
     """Add B(A(x)) * scale to out, and return it; `product` is that with A."""
     if slot.request is None:
         return out
-    begin = 0
-    for a, b in zip(module.lora_a_stacked, module.lora_b_stacked, strict=True):
+    rows, x = out.view(-1, out.shape[-1]), x.flatten(0, -2)
+    parts = rows.split([b.shape[2] for b in module.lora_b_stacked], 1)
+    for part, a, b in zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True):
         update = _product(product(x, a[0, 0, : slot.rank]), b[0, 0, :, : slot.rank])
-        end = begin + update.shape[1]
-        add_scaled_(out[:, begin:end], update, slot.scale)
-        begin = end
+        add_scaled_(part, update, slot.scale)
     return out
 
 

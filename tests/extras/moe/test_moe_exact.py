@@ -10,9 +10,15 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from hybridengine.engine.vllm.environment import vllm_available
+from hybridengine.kernels.merged_linear import merge_adapter
+from hybridengine.model import adapter_shards, apply_lora, pack_rollouts, packed_log_probs
+from hybridengine.model.attention import ATTENTION
 from hybridengine.model.exact import use_exact_operators
+from hybridengine.model.extensions import prepare_model
+from hybridengine.model.head import patch_head
 from hybridengine.moe.experts import ExactExperts, HeldExperts, grouped_experts
 from hybridengine.moe.routers import router_blocks
 from hybridengine.run.config import load_config
@@ -185,6 +191,35 @@ def test_experts_without_an_exact_form_are_refused() -> None:
     )
     with gate, pytest.raises(ModelError, match="has a gate that calls softmax"):
         use_exact_operators(model, {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_adapters_have_the_bits_of_merged_weights(kind: str, dtype: torch.dtype) -> None:
+    """Of all linear layers: of attention, also of latent one, and of shared experts."""
+    torch.manual_seed(0)
+    config = mixture_config(kind)
+    adapted = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype)
+    plain = copy.deepcopy(adapted)
+    apply_lora(adapted, 4, 6.0)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn_like(parameter, dtype=dtype) * 0.1
+    with torch.no_grad():
+        for name, adapter in adapter_shards(adapted).items():
+            weight = plain.get_parameter(name)
+            weight.copy_(merge_adapter(weight, adapter.left, adapter.right, adapter.scale))
+    batch = pack_rollouts([([3, 4, 5], [6, 7, 8, 9]), ([13, 14], [15, 16, 17])])
+    found = []
+    for model, merged_in in ((adapted, dtype), (plain, None)):
+        prepare_model(model)
+        use_exact_operators(model, {}, merged_in)
+        patch_head(model)
+        found.append(packed_log_probs(model.eval(), batch)[0])
+    assert torch.equal(*found)
+    found[0].sum().backward()
+    grads = [p.grad for p in adapted.parameters() if p.requires_grad]
+    assert all(grad is not None and grad.isfinite().all() for grad in grads)
 
 
 def compare(rank: int, world_size: int, folder: str, dtype: str) -> None:
