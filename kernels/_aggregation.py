@@ -179,7 +179,7 @@ def kernel_denominators(
         numbers.append(math.nan if given is None else 1.0 if on_device else float(given))
     if not by_sequences:  # these modes do not read the sequences
         numbers[1], tensors[1] = 1.0, tensors[0]
-    if all(tensor is None for tensor in tensors):
+    if tensors[0] is None and tensors[1] is None:
         return None, numbers
     filled = [
         torch.full((), number, dtype=torch.float64, device=device)
@@ -207,7 +207,7 @@ def global_count(
     elif isinstance(given, Tensor):
         value = given.detach().reshape(()).to(device)
     else:
-        value = torch.full((), float(given), dtype=torch.float64, device=device)
+        return torch.full((), max(float(given), 1.0), dtype=torch.float64, device=device)
     return value.double().clamp(min=1)
 
 

@@ -104,10 +104,9 @@ def why_unavailable(backend: str, device: str) -> str | None:
         return f"it runs on {needs.upper()} tensors, these are on {device}"
     if backend == "triton":
         return None if _HAS_TRITON else "triton is not installed"
-    extension = native()
-    if extension is None:
+    if EXTENSION is None:
         return WHY_NO_EXTENSION
-    if backend == "cuda" and not extension.with_cuda:
+    if backend == "cuda" and not EXTENSION.with_cuda:
         return "hybridengine._C was built without CUDA"
     return None
 
@@ -126,8 +125,10 @@ def choose_backend(
         ValueError: the requested backend (argument or HYBRIDENGINE_BACKEND) does not exist for
             this operator or is not available; the message says what is missing.
     """
-    requested = requested or _requested
-    chosen, _ = _choose(op, device.type, requested)
+    requested, kind = requested or _requested, device.type
+    chosen: str = REGISTERED[op].get(kind, ("reference",))[0]
+    if requested is not None or why_unavailable(chosen, kind) is not None:
+        chosen, _ = _choose(op, kind, requested)
     return "reference" if dtype == torch.float64 else chosen
 
 

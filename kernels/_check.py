@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
@@ -97,9 +96,9 @@ def shape(op: str, name: str, tensor: Tensor, pattern: str, sizes: Sizes) -> Non
     """
     letters = pattern.split()
     given: tuple[Any, ...] = tuple(tensor.shape)
-    if letters[:1] == ["..."] and len(given) >= len(letters) - 1:
+    if letters[0] == "..." and len(given) >= len(letters) - 1:
         split = len(given) - len(letters) + 1
-        given = (tuple(given[:split]), *given[split:])
+        given = (given[:split], *given[split:])
     if len(given) != len(letters):
         raise _wrong_shape(op, name, tensor, letters, sizes)
     for letter, size in zip(letters, given, strict=True):
@@ -142,13 +141,23 @@ def floats(op: str, **tensors: Tensor | None) -> None:
 def ids(op: str, name: str, tensor: Tensor) -> Tensor:
     """Check for int32 or int64; return int64, contiguous. (Converting floats would truncate.)"""
     dtype(op, name, tensor, _IDS)
-    return tensor.long().contiguous()
+    return as_contiguous(tensor, torch.int64)
 
 
 def int32(op: str, name: str, tensor: Tensor) -> Tensor:
     """Check for int32 or int64; return int32, contiguous. Values are below 2^31."""
     dtype(op, name, tensor, _IDS)
-    return tensor.int().contiguous()
+    return as_contiguous(tensor, torch.int32)
+
+
+def as_contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tensor in this dtype, contiguous: mostly itself, which torch is only asked about.
+
+    (Its conversions of what is converted already take three times as long.)
+    """
+    if tensor.dtype is dtype and tensor.is_contiguous():
+        return tensor
+    return tensor.to(dtype).contiguous()
 
 
 def contiguous(op: str, **tensors: Tensor) -> None:
@@ -202,7 +211,7 @@ def cu_seqlens(
         )
     if readable(tensor):
         _check_ends(op, name, tensor, num_tokens, mask)
-    return tensor.int().contiguous()
+    return as_contiguous(tensor, torch.int32)
 
 
 def _check_ends(op: str, name: str, tensor: Tensor, num_tokens: int, mask: Tensor | None) -> None:
@@ -228,38 +237,46 @@ def _check_ends(op: str, name: str, tensor: Tensor, num_tokens: int, mask: Tenso
         )
 
 
-_BOUNDS = {"above": operator.gt, "at_least": operator.ge, "at_most": operator.le}
-
-
 def real(op: str, name: str, value: float) -> float:
     """Check for a number, NaN and inf included; return a float. A bool or a tensor is an error."""
-    if isinstance(value, bool | Tensor) or not isinstance(value, (int, float, Real)):
+    if type(value) is float:
+        return value
+    if isinstance(value, (bool, Tensor)) or not isinstance(value, (int, float, Real)):
         raise TypeError(f"{op}: {name} is {_described(value)}; expected a number.")
     return float(value)
 
 
-def number(op: str, name: str, value: float, *, infinite: bool = False, **bounds: float) -> float:
-    """Check for a number within bounds, no NaN, and no inf unless `infinite`; return a float.
-
-    bounds: by their names in _BOUNDS.
-    """
-    if type(value) is not float:
-        value = real(op, name, value)
-    good = value == value if infinite else value - value == 0.0
-    for word, bound in bounds.items():
-        good = good and _BOUNDS[word](value, bound)
-    if good:
+def number(
+    op: str,
+    name: str,
+    value: float,
+    *,
+    infinite: bool = False,
+    above: float | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> float:
+    """Check for a number within bounds, no NaN, and no inf unless `infinite`; return a float."""
+    value = real(op, name, value)
+    if (
+        (value - value == 0.0 or (infinite and value == value))
+        and (above is None or value > above)
+        and (at_least is None or value >= at_least)
+        and (at_most is None or value <= at_most)
+    ):
         return value
     kind = "a number" if infinite else "a finite number"
-    within = " and ".join(f"{word.replace('_', ' ')} {x}" for word, x in bounds.items())
+    bounds = {"above": above, "at least": at_least, "at most": at_most}
+    within = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
     raise ValueError(f"{op}: {name} is {value}; expected {f'{kind} {within}'.strip()}.")
 
 
 def integer(op: str, name: str, value: int, *, at_least: int | None = None) -> int:
     """Check for an integer within bounds; a float or a tensor is an error."""
-    integral = isinstance(value, int) or hasattr(value, "__index__")
-    if isinstance(value, bool | Tensor) or not integral:
-        raise TypeError(f"{op}: {name} is {_described(value)}; expected an integer.")
+    if type(value) is not int:
+        integral = isinstance(value, int) or hasattr(value, "__index__")
+        if isinstance(value, (bool, Tensor)) or not integral:
+            raise TypeError(f"{op}: {name} is {_described(value)}; expected an integer.")
     if at_least is not None and value < at_least:
         raise ValueError(f"{op}: {name} is {value}; expected an integer of at least {at_least}.")
     return value
@@ -360,7 +377,7 @@ def differentiable_once(op: str) -> Callable:
     incoming gradients and to the saved tensors that require a gradient, by a node that raises.
     (`torch.autograd.function.once_differentiable` returns constants instead, which silently drops
     terms of a sum whose other terms depend on the same inputs.) So save every differentiable
-    input, or `input[:0].sum()`, a 0-d tensor with the same autograd edge, to save memory.
+    input, or `input[:0].clone()`, which has the same autograd edge, to save memory.
     """
     message = (
         f"{op}: a derivative of its gradient was requested, and {op} can be differentiated once "

@@ -9,8 +9,9 @@ an error that names it.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -27,23 +28,8 @@ from torch.nn import Parameter
 
 from . import _check as check
 
-_TENSORS = (torch.Tensor, Parameter)
-_PLAIN = frozenset((*_TENSORS, list, str, int, float, bool, type(None), torch.dtype))
-
-
-def _is_plain(arguments: Sequence[Any], types: frozenset[type] = _PLAIN) -> bool:
-    """Return whether nothing but the kernel and autograd has to see a call with these."""
-    if (
-        not types.issuperset(map(type, arguments))
-        or _len_torch_dispatch_stack()
-        or _are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    ):
-        return False
-    for one in arguments:
-        if type(one) in _TENSORS:
-            return not one.is_meta
-    return True
+_PLAIN = frozenset((torch.Tensor, Parameter, list, str, int, float, bool, type(None), torch.dtype))
+_is_meta = operator.attrgetter("is_meta")
 
 
 class Record:
@@ -99,6 +85,8 @@ class CustomOp:
         ]
         self._lists = [i for i, one in tensors.items() if _is_list(one)]
         self._nested = self._lists if record is None else [*self._lists, record.at]
+        # A tensor that is always given.
+        self._asked = next((i for i, one in tensors.items() if str(one.type) == "Tensor"), None)
         self._returns_list = any(map(_is_list, schema.returns))
         self._has_lists = bool(self._lists) or self._returns_list
         # Then torch.vmap calls an op once per entry.
@@ -110,14 +98,13 @@ class CustomOp:
     def __call__(self, *arguments: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.op(*self.flat(arguments))
-        is_plain = _is_plain(arguments, self._types)
-        for i in self._nested:
-            is_plain = is_plain and _is_plain(arguments[i])
-        if not is_plain:
+        if not self._is_plain(arguments):
             flat = self.flat(arguments)
             self._refuse(self.name, **dict(zip(self._arguments, flat, strict=False)))
             return self.op(*flat)
-        if torch.is_grad_enabled() and self._requires_grad(arguments):
+        if torch.is_grad_enabled() and (
+            _any_requires_grad(*arguments) or (self._lists and self._list_requires_grad(arguments))
+        ):
             return self._differentiable(arguments)
         for i in self._written:
             if arguments[i] is not None:
@@ -131,10 +118,25 @@ class CustomOp:
         """Return the arguments of `op` for those of a call."""
         return arguments if self._record is None else self._record.split(arguments)
 
-    def _requires_grad(self, arguments: tuple[Any, ...]) -> bool:
-        if _any_requires_grad(*arguments):
-            return True
-        return any(_any_requires_grad(*arguments[i]) for i in self._lists)
+    def _is_plain(self, arguments: tuple[Any, ...]) -> bool:
+        """Return whether nothing but the kernel and autograd has to see a call with these."""
+        if (
+            not self._types.issuperset(map(type, arguments))
+            or _len_torch_dispatch_stack()
+            or _are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+        ):
+            return False
+        for i in self._nested:
+            if not _PLAIN.issuperset(map(type, arguments[i])):
+                return False
+        for i in self._lists:
+            if any(map(_is_meta, arguments[i])):
+                return False
+        return self._asked is None or not arguments[self._asked].is_meta
+
+    def _list_requires_grad(self, arguments: tuple[Any, ...]) -> bool:
+        return any([_any_requires_grad(*arguments[i]) for i in self._lists])
 
     def _differentiable(self, arguments: tuple[Any, ...]) -> Any:
         if self._apply is None:
@@ -142,9 +144,11 @@ class CustomOp:
         if not self._has_lists:
             results = self._apply(*arguments)
         else:
-            lengths = [len(one) if i in self._lists else None for i, one in enumerate(arguments)]
-            flat = [[one] if n is None else one for one, n in zip(arguments, lengths, strict=True)]
-            results = self._apply(lengths, *chain.from_iterable(flat))
+            lengths: list[int | None] = [None] * len(arguments)
+            for i in reversed(self._lists):
+                lengths[i] = len(arguments[i])
+                arguments = (*arguments[:i], *arguments[i], *arguments[i + 1 :])
+            results = self._apply(lengths, *arguments)
             if self._returns_list:
                 return list(results)
         if self._num_differentiable is None:
@@ -240,9 +244,8 @@ def _with_lists(forward: Callable, backward: Callable, returns_list: bool) -> di
 
     def flat_forward(ctx: Any, lengths: list[int | None], *flat: Any) -> Any:
         ctx.lengths, rest = lengths, iter(flat)
-        output = forward(
-            ctx, *(next(rest) if n is None else list(islice(rest, n)) for n in lengths)
-        )
+        arguments = [next(rest) if n is None else list(islice(rest, n)) for n in lengths]
+        output = forward(ctx, *arguments)
         return tuple(output) if returns_list else output
 
     def flat_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:

@@ -48,8 +48,9 @@ def token_arguments(
             raise ValueError(
                 f"{op}: {other} has shape {list(tensor.shape)}; expected {list(shape)} like {name}."
             )
-    for other in masks.keys() & tokens.keys():
-        tokens[other] = check.mask(op, other, tokens[other])
+    for other, mask in masks.items():
+        if mask is not None:
+            tokens[other] = check.mask(op, other, mask)
     if len(shape) == 1:
         if cu_seqlens is not None:
             response_mask = tokens.get("response_mask")

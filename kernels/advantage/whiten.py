@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,7 +29,7 @@ def whiten(
 
     Statistics are over unmasked entries; the variance is the unbiased one. Where torch.distributed
     is initialised, every rank of `group` must call this, also with an empty tensor. The split over
-    ranks changes only the order of float64 sums. Nothing waits for the GPU.
+    ranks changes only the order of float64 sums. Only the reference waits for the GPU.
 
     Args:
         values: any shape, floating point; constants.
@@ -71,14 +73,21 @@ def _gather(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return moments
 
 
-def _zero_masked_(values: Tensor, mask: Tensor) -> Tensor:
+def _keep_unmasked_(values: Tensor, bits: Tensor | None) -> Tensor:
     """Set masked values to 0 in place, NaN included.
 
-    By their bits: `torch.where` and `masked_fill_` take eight times as long on a CPU.
+    By the `bits` of `_mask_bits`: `torch.where` and `masked_fill_` take eight times as long on a
+    CPU.
     """
-    bits = torch.int64 if values.dtype == torch.float64 else torch.int32
-    values.view(bits).bitwise_and_(mask.to(bits).neg_())
+    if bits is not None:
+        values.view(bits.dtype).bitwise_and_(bits)
     return values
+
+
+def _mask_bits(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return all bits of a value of this dtype where unmasked, else none."""
+    bits = torch.int64 if dtype == torch.float64 else torch.int32
+    return None if mask is None else mask.to(bits).neg_()
 
 
 @custom_op("hybridengine::whiten_moments", mutates_args=())
@@ -88,17 +97,22 @@ def _moments(values: Tensor, mask: Tensor | None, backend: str) -> Tensor:
         from .whiten_triton import moments_triton
 
         return moments_triton(values, mask)
-    wide = values.to(compute_dtype(values), copy=mask is not None)
-    count = torch.full((), values.numel(), dtype=torch.float64, device=values.device)
-    if mask is not None:
-        wide, count = _zero_masked_(wide, mask), mask.count_nonzero().double()
-    mean = wide.sum(dtype=torch.float64) / count.clamp(min=1)
+    dtype = compute_dtype(values)
+    bits = _mask_bits(mask, dtype)
+    wide = _keep_unmasked_(values.to(dtype, copy=mask is not None), bits)
+    count = float(values.numel() if mask is None else mask.count_nonzero())
+    mean = wide.sum(dtype=torch.float64).item() / max(count, 1.0)
     # Deviations from the rounded mean are exact to rounding; its error is corrected after them.
-    center = mean.to(wide.dtype)
-    deviations = wide - center if mask is None else _zero_masked_(wide.sub_(center), mask)
-    squares = torch.linalg.vector_norm(deviations, dtype=torch.float64).square()
-    squares = (squares - count * (mean - center).square()).clamp(min=0)
-    return torch.stack([count, mean, squares])
+    center = _rounded(mean, dtype)
+    deviations = wide - center if mask is None else _keep_unmasked_(wide.sub_(center), bits)
+    norm = torch.linalg.vector_norm(deviations, dtype=torch.float64).item()
+    squares = max(norm * norm - count * (mean - center) * (mean - center), 0.0)
+    return values.new_tensor([count, mean, squares], dtype=torch.float64)
+
+
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    """Return the number as this dtype holds it."""
+    return torch.tensor(number, dtype=dtype).item()
 
 
 @_moments.register_fake
@@ -120,18 +134,17 @@ def _apply(
         from .whiten_triton import apply_triton
 
         return apply_triton(values, mask, moments, shift_mean, epsilon)
-    counts, means, squares = moments.unbind(1)
-    count = counts.sum()
-    mean = (counts * means).sum() / count.clamp(min=1)
-    squares = (squares + counts * (means - mean).square()).sum()
-    scale = (squares / (count - 1).clamp(min=1) + epsilon).rsqrt()
+    ranks = moments.tolist()
+    count = sum(n for n, _, _ in ranks)
+    mean = sum(n * own for n, own, _ in ranks) / max(count, 1.0)
+    squares = sum(own_squares + n * (own - mean) * (own - mean) for n, own, own_squares in ranks)
+    scale = 1 / math.sqrt(squares / max(count - 1, 1.0) + epsilon)
     dtype = compute_dtype(values)
-    center = mean.to(dtype)
-    offset = (center - mean) * scale + (0 if shift_mean else mean)
-    whitened = (values.to(dtype) - center).mul_(scale.to(dtype)).add_(offset.to(dtype))
-    if mask is not None:
-        _zero_masked_(whitened, mask)
-    return whitened.to(values.dtype)
+    center = _rounded(mean, dtype)
+    offset = (center - mean) * scale + (0.0 if shift_mean else mean)
+    factor, offset = _rounded(scale, dtype), _rounded(offset, dtype)
+    whitened = (values.to(dtype) - center).mul_(factor).add_(offset)
+    return _keep_unmasked_(whitened, _mask_bits(mask, dtype)).to(values.dtype)
 
 
 @_apply.register_fake

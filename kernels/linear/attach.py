@@ -58,9 +58,9 @@ def attach_gradients(
       wanted; the backward scales them in place.
     main_grad: the weight gradient is added to it.
     """
-    # 0-d tensors that keep the inputs' autograd edges, for `differentiable_once`, but not their
-    # memory.
-    anchors = [None if t is None else t[:0].sum() for t in tensors]
+    # Tensors without elements: they keep the autograd edges of inputs for `differentiable_once`,
+    # but not their memory.
+    anchors = [None if t is None else t[:0].clone() for t in tensors]
     return _AttachGradients.apply(loss, *tensors, main_grad, grad_scale, *grads, *anchors)
 
 

@@ -152,13 +152,13 @@ def linear_cross_entropy(
         "num_items_in_batch",
         num_items_in_batch if reduction == "mean" else 1,
         labels.device,
-        lambda: (labels != ignore_index).sum(),
+        lambda: (labels != ignore_index).sum(dtype=torch.float64),
     )
     backend = choose_backend(op, hidden.device, backend, hidden.dtype)
     if backend == "reference" and not (group or deterministic or main_grad is not None):
-        losses, z_losses = _reference(tensors, labels, options, smoothing, lse_square_scale)
-        return _reduced(losses, z_losses, reduction, divisor, shape)
-    incoming = (grad_scale / divisor).to(compute_dtype(hidden)).repeat(labels.numel())
+        losses = _reference(tensors, labels, options, smoothing, lse_square_scale)
+        return _reduced(losses, reduction, divisor, shape)
+    incoming = (grad_scale / divisor).to(compute_dtype(hidden)).expand(labels.numel())
     arguments = (
         labels,
         options,
@@ -172,23 +172,26 @@ def linear_cross_entropy(
     )
     call = _cross_entropy_op
     if reduction == "none":
-        losses, z_losses, *_ = call(*tensors, *arguments, [False] * 3, backend)
-        return _reduced(losses, z_losses.detach(), reduction, divisor, shape)
+        losses, *_ = call(*tensors, *arguments, [False] * 3, backend)
+        return _reduced(losses, reduction, divisor, shape)
     wanted = wanted_gradients(op, tensors)
     detached = (None if t is None else t.detach() for t in tensors)
-    losses, z_losses, *grads = call(*detached, *arguments, wanted, backend)
-    loss, z_loss = _reduced(losses, z_losses, reduction, divisor, shape)
+    losses, *grads = call(*detached, *arguments, wanted, backend)
+    loss, z_loss = _reduced(losses, reduction, divisor, shape)
     if any(wanted):
         loss = attach_gradients(loss, tensors, grads, main_grad, grad_scale)
     return loss, z_loss
 
 
 def _reduced(
-    losses: Tensor, z_losses: Tensor, reduction: str, divisor: Tensor, shape: torch.Size
+    losses: Tensor, reduction: str, divisor: Tensor, shape: torch.Size
 ) -> tuple[Tensor, Tensor]:
+    """Reduce losses and z-losses [2, T]."""
     if reduction == "none":
-        return in_shape(losses, shape), in_shape(z_losses, shape)
-    return (losses.sum() / divisor).to(losses.dtype), (z_losses.sum() / divisor).to(losses.dtype)
+        loss, z_loss = losses.unbind()
+        return in_shape(loss, shape), in_shape(z_loss.detach(), shape)
+    loss, z_loss = (losses.sum(1) / divisor).unbind()
+    return loss, z_loss.detach()
 
 
 def _reference(
@@ -197,8 +200,8 @@ def _reference(
     options: RowOptions,
     smoothing: float,
     lse_square_scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Compute losses and z-losses [T] in plain PyTorch: the specification."""
+) -> Tensor:
+    """Compute losses and z-losses [2, T] in plain PyTorch: the specification."""
     ignored = labels == options.ignore_index
     z = _capped(reference_logits(*tensors, ignored), options) * _per_row(options.factor)
     loss = torch.nn.functional.cross_entropy(
@@ -206,7 +209,7 @@ def _reference(
     )
     lse = z.logsumexp(1)
     z_loss = (lse_square_scale * lse * lse).masked_fill(ignored, 0)  # the square may overflow
-    return loss + z_loss, z_loss.detach()
+    return torch.stack([loss + z_loss, z_loss])
 
 
 @custom_op(
@@ -214,7 +217,7 @@ def _reference(
     mutates_args=(),
     schema=f"({LINEAR_SCHEMA}, Tensor incoming, float smoothing, float lse_square_scale, "
     "Tensor? active_rows, bool wide_weight_grad, bool[] wanted, str backend) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     record=RowOptions,
 )
 def _cross_entropy_op(
@@ -233,7 +236,7 @@ def _cross_entropy_op(
     wanted: list[bool],
     backend: str,
 ) -> tuple[Tensor, ...]:
-    """Compute losses and z-losses [T], and the gradients of hidden, weight and bias.
+    """Compute losses and z-losses [2, T], and the gradients of hidden, weight and bias.
 
     incoming: [T], the gradients of the losses. Gradients that are not `wanted` are empty.
     """
@@ -250,7 +253,8 @@ def _cross_entropy_op(
         count if any(wanted) else 0,
         options.group,
     )
-    losses, z_losses = (torch.zeros_like(incoming, dtype=compute_dtype(hidden)) for _ in range(2))
+    results = hidden.new_zeros(2, labels.numel(), dtype=compute_dtype(hidden))
+    losses, z_losses = results.unbind()
     row_scale = torch.empty_like(losses)
 
     of_log_probs = -incoming.masked_fill(ignored, 0)
@@ -278,22 +282,25 @@ def _cross_entropy_op(
             losses[rows] = -log_probs
             grads.add(out, rows)
             continue
-        results = rows_forward(logits, labels[rows], part, False, backend)[:4]
+        of_rows = rows_forward(logits, labels[rows], part, False, backend)[:4]
         if plain:
-            losses[rows] = 0 - results[0]
+            losses[rows] = 0 - of_rows[0]
             if any(wanted):
-                grads.add_chunk(logits, rows, results, of_log_probs[rows], None)
+                grads.add_chunk(logits, rows, of_rows, of_log_probs[rows], None)
             continue
         target = _Target(logits, labels[rows], part, smoothing, lse_square_scale)
-        losses[rows], z_losses[rows] = target.losses(results)
+        losses[rows], z_losses[rows] = target.losses(of_rows)
         if any(wanted):
             out = grads.buffer(logits, logits.shape[0])
-            target.write_gradient(logits, out, results, incoming[rows], backend)
+            target.write_gradient(logits, out, of_rows, incoming[rows], backend)
             grads.add(out, rows)
-    return losses, z_losses, *grads.finish()
+    return results, *grads.finish()
 
 
-_cross_entropy_op.register_fake(fake_gradients)
+@_cross_entropy_op.register_fake
+def _(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    vector, _, *grads = fake_gradients(hidden, *arguments)
+    return vector.new_empty(2, *vector.shape), *grads
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -303,10 +310,10 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 @check.differentiable_once("linear_cross_entropy")
-def _backward(ctx: Any, grad_losses: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_results: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     """Compute the chunks again, with the gradients of the losses."""
     wanted = list(ctx.needs_input_grad[:3])
-    if not any(wanted) or grad_losses is None:
+    if not any(wanted) or grad_results is None:
         return ()
     options, (*tensors, labels, active_rows) = RowOptions.restore(ctx)
     budget_bytes, deterministic, *settings = ctx.settings
@@ -316,7 +323,7 @@ def _backward(ctx: Any, grad_losses: Tensor | None, *_: Any) -> tuple[Tensor | N
         options,
         budget_bytes,
         deterministic,
-        grad_losses.contiguous(),
+        grad_results[0].contiguous(),
         *settings,
         active_rows,
         False,

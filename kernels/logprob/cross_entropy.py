@@ -59,9 +59,10 @@ def cross_entropy(
     dtype, size = compute_dtype(logits), logits.shape[-1]
     numbers = (1.0, logit_scale, None, ignore_index)
     options = row_options(op, labels, size, *numbers, None, group, dtype)
-    log_probs, *_ = checked_log_probs(logits, labels, options, False, inplace_backward, backend)
-    log_probs = in_shape(log_probs, labels.shape)
-    losses = -log_probs
+    losses, *_ = checked_log_probs(
+        logits, labels, options, False, inplace_backward, backend, negate=True
+    )
+    losses = in_shape(losses, labels.shape)
     if not label_smoothing and not lse_square_scale:
         return losses, torch.zeros_like(losses)
     ignored = labels == ignore_index
@@ -75,7 +76,7 @@ def cross_entropy(
     label_logits = _sum_over(group, torch.where(is_own, own_logits.to(dtype) * logit_scale, 0))
     z_losses = torch.zeros_like(losses)
     if lse_square_scale:
-        lse = label_logits - log_probs
+        lse = label_logits + losses
         z_losses = lse_square_scale * lse * lse  # the square may overflow
         losses = losses + z_losses
     if label_smoothing:

@@ -140,15 +140,17 @@ def checked_log_probs(
     want_squares: bool,
     inplace_backward: bool,
     backend: str | None,
+    negate: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return the results of `rows_forward` for arguments that were checked, each [T].
 
-    Log-probs and entropy are differentiable.
+    Log-probs and entropy are differentiable. negate: return negative log-probs, without a node of
+    autograd for it.
     """
     flat = logits if logits.dim() == 2 else logits.reshape(token_ids.numel(), logits.shape[-1])
     backend = backend_for(logits, backend)
     results: tuple[Tensor, ...] = _forward_op(
-        flat, token_ids.flatten(), options, want_squares, inplace_backward, backend
+        flat, token_ids.flatten(), options, want_squares, inplace_backward, negate, backend
     )
     return results
 
@@ -208,9 +210,10 @@ def check_logits(
 ) -> Tensor:
     """Check that logits are [..., V] and token_ids of this shape; return token_ids as int64."""
     check.same_device(op, **{"logits": logits, name: token_ids})
-    sizes: check.Sizes = {}
-    check.shape(op, "logits", logits, "... V", sizes)
-    check.shape(op, name, token_ids, shape, sizes)
+    if logits.dim() == 0 or logits.shape[:-1] != token_ids.shape:  # a fifth of what follows
+        sizes: check.Sizes = {}
+        check.shape(op, "logits", logits, "... V", sizes)
+        check.shape(op, name, token_ids, shape, sizes)
     check.floats(op, logits=logits)
     return check.ids(op, name, token_ids)
 
@@ -219,7 +222,7 @@ def check_logits(
     "hybridengine::token_log_probs",
     mutates_args=(),
     schema=f"(Tensor logits, Tensor token_ids, {ROW_SCHEMA}, bool want_squares, "
-    f"bool inplace_backward, str backend) -> ({', '.join(['Tensor'] * 5)})",
+    f"bool inplace_backward, bool negate, str backend) -> ({', '.join(['Tensor'] * 5)})",
     record=RowOptions,
 )
 def _forward_op(
@@ -228,15 +231,17 @@ def _forward_op(
     options: RowOptions,
     want_squares: bool,
     inplace_backward: bool,
+    negate: bool,
     backend: str,
 ) -> tuple[Tensor, ...]:
-    """The results of `rows_forward`."""
-    return rows_forward(logits, token_ids, options, want_squares, backend)
+    """The results of `rows_forward`; negate: of log_probs, the negative."""
+    log_probs, *others = rows_forward(logits, token_ids, options, want_squares, backend)
+    return -log_probs if negate else log_probs, *others
 
 
 @_forward_op.register_fake
 def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    rows, (*_, want_squares, _, _) = logits.shape[0], arguments
+    rows, (*_, want_squares, _, _, _) = logits.shape[0], arguments
     dtype = compute_dtype(logits)
     vectors = [logits.new_empty(rows, dtype=dtype) for _ in range(4)]
     return *vectors, logits.new_empty(rows if want_squares else 0, dtype=dtype)
@@ -262,7 +267,7 @@ def _(logits: Tensor, *_: Any) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    logits, token_ids, options, _, ctx.inplace, ctx.backend = inputs
+    logits, token_ids, options, _, ctx.inplace, ctx.negated, ctx.backend = inputs
     options.save(ctx, logits, token_ids, *output[:4])
 
 
@@ -273,6 +278,8 @@ def _backward(
     if not ctx.needs_input_grad[0] or (grad_log_probs is None and grad_entropy is None):
         return ()
     options, (logits, token_ids, *results) = RowOptions.restore(ctx)
+    if ctx.negated and grad_log_probs is not None:
+        results[0], grad_log_probs = torch._foreach_neg([results[0], grad_log_probs])
     arguments = (results, grad_log_probs, grad_entropy, ctx.backend)
     # A compiled graph must not overwrite a tensor that its forward saved. While it is traced the
     # logits are fake tensors (torch 2.11 does not set is_compiling here).

@@ -93,14 +93,14 @@ def row_options(
         dtype: the dtype in which the logits are computed.
     """
     check.integer(op, "ignore_index", ignore_index)
-    sizes: check.Sizes = {"...": (tuple(token_ids.shape), "token_ids"), "V": (vocab, "logits")}
     temperatures = None
     if isinstance(temperature, Tensor):
-        temperatures = _per_token(op, temperature, token_ids, ignore_index, sizes, dtype)
+        temperatures = _per_token(op, temperature, token_ids, ignore_index, dtype)
         check.same_device(op, token_ids=token_ids, temperature=temperatures)
         temperature = 1.0
     if vocab_mask is not None:
         check.same_device(op, token_ids=token_ids, vocab_mask=vocab_mask)
+        sizes: check.Sizes = {"...": (tuple(token_ids.shape), "token_ids"), "V": (vocab, "logits")}
         check.shape(op, "vocab_mask", vocab_mask, "... V", sizes)
         vocab_mask = check.mask(op, "vocab_mask", vocab_mask)
         vocab_mask = unit_inner_stride(vocab_mask.reshape(token_ids.numel(), vocab))
@@ -125,10 +125,10 @@ def _per_token(
     temperature: Tensor,
     token_ids: Tensor,
     ignore_index: int,
-    sizes: check.Sizes,
     dtype: torch.dtype,
 ) -> Tensor:
     """Return [T] in `dtype`. A wrong value raises an error on a CPU and becomes NaN elsewhere."""
+    sizes: check.Sizes = {"...": (tuple(token_ids.shape), "token_ids")}
     check.shape(op, "temperature", temperature, "...", sizes)
     check.dtype(op, "temperature", temperature)
     if temperature.requires_grad and torch.is_grad_enabled():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import _check as check
 from .._backend import choose_backend, has_triton, native, register_backends
 from .._per_token import unit_inner_stride
 from .options import RowOptions
@@ -76,7 +77,7 @@ def rows_backward(
             out[row_index[selected].long()] = gradient[selected].to(out.dtype)
         return
     grad_log_probs, grad_entropy = (
-        None if grad is None else grad.float().contiguous()
+        None if grad is None else check.as_contiguous(grad, torch.float32)
         for grad in (grad_log_probs, grad_entropy)
     )
     logits, row_results = unit_inner_stride(logits), list(row_results)

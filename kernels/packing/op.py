@@ -216,7 +216,7 @@ def _pack_layout(
     if choose_backend("pack_layout", mask.device, backend) == "reference":
         return layout_reference(mask, capacity)
     *tensors, max_seqlen = native().pack_layout(mask, -1 if capacity is None else capacity)
-    return *tensors, torch.tensor(max_seqlen)
+    return *tensors, torch.scalar_tensor(max_seqlen, dtype=torch.int64)
 
 
 @_pack_layout.register_fake

@@ -293,13 +293,13 @@ NO_GRADIENTS = (None,) * (len(LossArguments._fields) - 2)  # of the constants
 def kernel_tensors(tokens: dict[str, Any], *names: str) -> list[Tensor | None]:
     """Return constants as the kernels take them: contiguous, bool or float32, None if not given."""
     given = [tokens.get(name) for name in names]
-    return [None if t is None else _constant(t).contiguous() for t in given]
+    return [None if t is None else _constant(t) for t in given]
 
 
 def _constant(values: Tensor) -> Tensor:
-    if values.dtype == torch.bool:
-        return values
-    return (values.detach() if values.requires_grad else values).float()
+    values = values.detach() if values.requires_grad else values
+    dtype = torch.bool if values.dtype == torch.bool else torch.float32
+    return check.as_contiguous(values, dtype)
 
 
 def run_kernel(op: str, inputs: LossInputs, counts: Counts) -> tuple[Tensor, Tensor]:
@@ -350,8 +350,8 @@ def kernel_arguments(
         *("ref_log_probs", "rollout_is_weights"),
     )
     return LossArguments(
-        log_probs.float().contiguous(),
-        None if entropy is None else entropy.float().contiguous(),
+        check.as_contiguous(log_probs, torch.float32),
+        None if entropy is None else check.as_contiguous(entropy, torch.float32),
         old,
         advantages,
         mask,
@@ -359,7 +359,7 @@ def kernel_arguments(
         ref,
         weights,
         cu_seqlens,
-        None if seq_num_tokens is None else seq_num_tokens.float().contiguous(),
+        None if seq_num_tokens is None else check.as_contiguous(seq_num_tokens, torch.float32),
         denominators,
         [*modes],
         [*options, *coefficients],
@@ -405,7 +405,7 @@ def _gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
     if not (check.readable(grad_loss) and grad_loss.item() == 1):
         gradients = list(torch._foreach_mul(gradients, grad_loss))  # in one launch
     needed = zip(gradients, ctx.needs_input_grad[:2], strict=True)
-    return *(gradient if needs else None for gradient, needs in needed), *NO_GRADIENTS
+    return *[gradient if needs else None for gradient, needs in needed], *NO_GRADIENTS
 
 
 def split_numbers(numbers: list[float]) -> tuple[LossOptions, LossCoefficients]:
