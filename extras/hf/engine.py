@@ -19,6 +19,7 @@ from transformers import (
     GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
@@ -244,7 +245,7 @@ _EMPTY = Response([], [], _INTERRUPTED)
 
 
 class _Sampler(LogitsProcessor):
-    """Applies temperature, top-k and top-p, and records what each step sampled.
+    """Applies temperature, min-p, top-k and top-p, and records what each step sampled.
 
     It keeps the logits [B, V] of one step only. transformers' `output_scores` keeps those of all
     steps: 30 GB for 64 responses of 256 tokens over 152k vocabulary entries.
@@ -254,6 +255,8 @@ class _Sampler(LogitsProcessor):
         self._warpers: Any = LogitsProcessorList()
         if spec.temperature not in (0, 1):
             self._warpers.append(TemperatureLogitsWarper(spec.temperature))
+        if spec.temperature and spec.min_p > 0:
+            self._warpers.append(MinPLogitsWarper(spec.min_p))
         if spec.temperature and spec.top_k > 0:
             self._warpers.append(TopKLogitsWarper(spec.top_k))
         if spec.temperature and spec.top_p < 1:

@@ -54,6 +54,7 @@ TRL_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "temperature": ("rollout.temperature",),
         "top_p": ("rollout.top_p",),
         "top_k": ("rollout.top_k",),
+        "min_p": ("rollout.min_p",),
         "beta": ("actor.kl_loss_coef", "actor.use_kl_loss"),
         "epsilon": ("actor.clip_ratio",),
         "epsilon_high": ("actor.clip_ratio_high",),

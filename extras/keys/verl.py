@@ -134,8 +134,7 @@ _RL = ForeignKeys(
         "docs/algorithms.md",
         "rollout.stop_token_ids": "set rollout.stop, or eos_token_id in the model's "
         "generation_config.json",
-        "rollout.repetition_penalty rollout.min_p": "it would change the distribution that is "
-        "trained on",
+        "rollout.repetition_penalty": "it would change the distribution that is trained on",
         "reward.custom_reward_function.reward_kwargs.* reward.reward_kwargs.*": "write such "
         "constants into the reward function",
         "reward.sandbox_fusion.url": "call the sandbox in your reward function",

@@ -39,6 +39,7 @@ def find_faults(config: JobConfig) -> Iterator[str]:
     for key, is_set in (
         ("actor.router_replay=rollout", config.actor.router_replay == "rollout"),
         ("algorithm.score_centering", config.algorithm.score_centering.enabled),
+        ("rollout.min_p", config.rollout.min_p > 0),  # vLLM ignores it there
     ):
         if is_set:
             yield f"{KEY} is set, with which {key} is not examined; remove one"

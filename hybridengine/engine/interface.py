@@ -37,6 +37,7 @@ class EngineOptions:
     adapter_rank: adapters of up to this rank can be applied on top of the weights.
     exact: its log-probs are the bits of a model that has `use_exact_operators`; it runs eagerly.
     record_routes: whether `SamplingSpec.record_routes` may be set.
+    record_likely: the most that `SamplingSpec.record_likely` is set to; 0: vLLM's own limit.
     preparer: of the images that prompts may have; None: they have none.
     """
 
@@ -49,6 +50,7 @@ class EngineOptions:
     adapter_rank: int = 0
     exact: bool = False
     record_routes: bool = False
+    record_likely: int = 0
     preparer: AttachmentPreparer | None = None
 
     @property
@@ -62,8 +64,8 @@ class EngineOptions:
 class SamplingSpec:
     """How to sample: n responses per prompt, at most max_tokens each.
 
-    temperature 0 is greedy; top_k -1 and top_p 1 disable truncation. stop: texts that end a
-    response; the token that completes one is the response's last. record_kept: where sampling
+    temperature 0 is greedy; top_p 1, top_k -1 and min_p 0 disable truncation. stop: texts that end
+    a response; the token that completes one is the response's last. record_kept: where sampling
     truncates, return the vocabulary entries that it kept with each completion. record_routes:
     return the experts that the routers selected. record_likely: return the log-probs of so many
     most likely entries with each token.
@@ -73,6 +75,7 @@ class SamplingSpec:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     record_kept: bool = False
@@ -82,7 +85,8 @@ class SamplingSpec:
     @property
     def records(self) -> bool:
         """Whether completions have the column kept_ids: record_kept, where sampling truncates."""
-        return self.record_kept and self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+        truncates = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return self.record_kept and self.temperature > 0 and truncates
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from hybridengine.kernels import (
     sparse_linear_token_log_probs,
     token_log_probs,
 )
+from hybridengine.kernels.sparse_linear import sparse_linear_policy_loss
 from hybridengine.model.attention import sequence_ends_given
 from hybridengine.model.exact import has_exact_operators
 from hybridengine.model.extensions import hooks_of
@@ -129,8 +130,7 @@ def packed_log_probs(
         given = rows, weight, batch.target_ids
         if kept is None:
             return linear_token_log_probs(*given, temperature, deterministic=exact, **transform)
-        entries = kept.filled(weight.shape[0])
-        of_row = entries.ids, entries.cu_kept.to(rows.device)
+        of_row = kept.on(rows.device, weight.shape[0])
         transform |= {"temperature": temperature, "deterministic": exact}
         return sparse_linear_token_log_probs(*given, *of_row, **transform)
 
@@ -151,9 +151,10 @@ def packed_policy_loss(
     """Return (loss, log-probs [R], entropy [R], metrics) of `linear_policy_loss`.
 
     Its gradients are computed in the forward, with one matrix product less than by way of
-    `packed_log_probs`; only the loss is differentiable. The model must be one of which
+    `packed_log_probs`; only the loss is differentiable. With the part "kept" it is
+    `sparse_linear_policy_loss`, over these entries. The model must be one of which
     `accepts_head_function` is true, and the batch must not be sharded. With the parts "likely" and
-    "likely_log_probs" the score is centered, over the entries of the part "kept" where it is there.
+    "likely_log_probs" the score is centered.
 
     arguments: the keyword arguments of `linear_policy_loss`; per-token tensors are [R].
     """
@@ -165,11 +166,11 @@ def packed_policy_loss(
         arguments["score_centering"] = RolloutSupport(likely.ids, likely.cu_kept, values.ids)
 
     def head(rows: torch.Tensor, weight: torch.Tensor, **transform: Any) -> tuple[Any, ...]:
-        if kept is not None:
-            transform["vocab_mask"] = kept.vocab_mask(weight.shape[0])
-        return linear_policy_loss(
-            rows, weight, batch.target_ids, temperature, **transform, **arguments
-        )
+        given, options = (rows, weight, batch.target_ids), transform | arguments
+        if kept is None:
+            return linear_policy_loss(*given, temperature, **options)
+        of_row = kept.on(rows.device, weight.shape[0])
+        return sparse_linear_policy_loss(*given, *of_row, temperature, **options)
 
     loss, log_probs, entropy, metrics = packed_head(model, batch, head)
     return loss, log_probs, entropy, metrics

@@ -81,6 +81,11 @@ class KeptIds(Part):
         rows = torch.arange(counts.numel())
         return both.take(rows.where(counts > 0, counts.numel()))
 
+    def on(self, device: torch.device, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """Return the entries of each token, and their ends, on the device."""
+        kept = self.filled(vocab_size)
+        return kept.ids, kept.cu_kept.to(device)
+
     def vocab_mask(self, vocab_size: int) -> Tensor:
         """Return bool [R, vocab_size], True for the entries of each token."""
         kept = self.filled(vocab_size)

@@ -216,6 +216,7 @@ def build_engine(
         adapter_rank=config.model.lora_rank if config.reshard.lora == "adapters" else 0,
         exact=exact,
         record_routes=config.actor.router_replay == "rollout",
+        record_likely=config.algorithm.score_centering.num_likely,
         preparer=load_preparer(config),
     )
     engine, given = load_plugin("engines", name, "rollout.name"), config.rollout.engine_kwargs.vllm

@@ -322,7 +322,7 @@ def _inexact(
         obstacle = "the engine is plain generate (rollout.name), and the operators replace vLLM's"
     obstacle = obstacle or machine.obstacles.get("exact")
     if machine.gpu_bytes and config.rollout.truncates:
-        obstacle = obstacle or "on a GPU vLLM's own sampler records what top_p and top_k kept"
+        obstacle = obstacle or "on a GPU the product over kept entries adds in another order"
     if chosen == "auto":
         obstacle = obstacle or _doubt(config, model, machine)
     found = (x.exactness_obstacle(config, model) for x in model_extensions())

@@ -293,9 +293,9 @@ class Actor(Learner):
     def permits_one_pass(self, batch: RolloutBatch, micro_batch: PackedBatch) -> bool:
         """Return whether the loss and its gradients can be computed in the forward.
 
-        Not without a head function, for the rows of part of a sequence (Ulysses), over kept entries
-        only (a sparse head) unless the score is centered, and where a token's importance weight or
-        rejection depends on log-probs of this step of its whole response.
+        Not without a head function, for the rows of part of a sequence (Ulysses), and where a
+        token's importance weight or rejection depends on log-probs of this step of its whole
+        response.
         """
         options = self._correction
         by_response = options.rollout_is in ("sequence", "sequence_mean")
@@ -303,7 +303,6 @@ class Actor(Learner):
         return (
             accepts_head_function(self.model)
             and micro_batch.shard is None
-            and ("kept" not in micro_batch.parts or "likely" in micro_batch.parts)
             and not (batch.old_log_probs is None and by_response)
             and not (options.bypass_mode and corrects)
         )

@@ -289,18 +289,17 @@ class ColocatedRollouts(RolloutSource):
 
 def sampling_of(config: RLConfig) -> SamplingSpec:
     """Return how `rollout` samples the responses that are trained on."""
-    r = config.rollout
-    limit, records = config.data.max_response_length, config.actor.router_replay == "rollout"
-    kept, centering = config.replays_sampling, config.algorithm.score_centering
-    likely = centering.top_k if centering.enabled else 0
-    return SamplingSpec(r.n, r.temperature, r.top_p, r.top_k, limit, r.stop, kept, records, likely)
+    r, likely = config.rollout, config.algorithm.score_centering.num_likely
+    how = r.n, r.temperature, r.top_p, r.top_k, r.min_p, config.data.max_response_length, r.stop
+    routes = config.actor.router_replay == "rollout"
+    return SamplingSpec(*how, config.replays_sampling, routes, likely)
 
 
 def val_sampling_of(config: RLConfig) -> SamplingSpec:
     """Return how `rollout.val_kwargs` samples responses."""
     v, limit = config.rollout.val_kwargs, config.data.max_response_length
     temperature = v.temperature if v.do_sample else 0.0
-    return SamplingSpec(v.n, temperature, v.top_p, v.top_k, limit, config.rollout.stop)
+    return SamplingSpec(v.n, temperature, v.top_p, v.top_k, 0.0, limit, config.rollout.stop)
 
 
 def gather_rollouts(

@@ -8,8 +8,8 @@ kernels write g' (δ_v - p_v) with g' = g + a Σ c. What is left is a c_v at the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +47,19 @@ def check_support(
                 f"expected 0 <= id < {vocab}."
             )
     return RolloutSupport(ids, ends, log_probs.detach())
+
+
+def importance_options(op: str, loss_arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `score_centering` takes of the importance weights in a loss's arguments."""
+    if loss_arguments.get("rollout_is_weights") is not None:
+        raise ValueError(
+            f"{op}: rollout_is_weights and score_centering are given; expected "
+            "rollout_log_probs: centering needs the weights of the other entries, too."
+        )
+    names = ("rollout_is_threshold", "rollout_is_lower")
+    bounds = {name: loss_arguments[name] for name in names if name in loss_arguments}
+    has_weights = loss_arguments.get("rollout_log_probs") is not None
+    return {"rollout_is": "token" if has_weights else None, **bounds}
 
 
 class Centering(NamedTuple):

@@ -46,7 +46,7 @@ from .arguments import (
     check_linear,
 )
 from .attach import attach_gradients, fake_gradients, wanted_gradients
-from .centering import Centering, check_support
+from .centering import Centering, check_support, importance_options
 from .chunks import Chunks, gradients_fit
 from .gradients import LogProbGradients
 from .logprob import linear_token_log_probs
@@ -179,11 +179,7 @@ def linear_policy_loss(
     two_steps = backend == "reference"
     if score_centering is not None:
         check_centered_mode(op, mode)
-        if loss_arguments.get("rollout_is_weights") is not None:
-            raise ValueError(
-                f"{op}: rollout_is_weights and score_centering are given; expected "
-                "rollout_log_probs: centering needs the weights of the other entries, too."
-            )
+        importance_options(op, loss_arguments)
     if mode in SEQUENCE_MODES and not two_steps:
         two_steps = not _waits_for_all_rows(hidden, weight, head, group, entropy_coeff, active_rows)
     checked = row_arguments | {"group": None} if two_steps else row_arguments
@@ -290,16 +286,8 @@ def _reference_centering(
     log_probs, _ = linear_token_log_probs(
         hidden, inputs.weight, ids, backend=backend, **head, **options
     )
-    names = ("rollout_is_threshold", "rollout_is_lower")
-    has_weights = loss_arguments.get("rollout_log_probs") is not None
-    return token_scores(
-        log_probs,
-        rollout_log_probs,
-        ends,
-        response_mask=mask,
-        rollout_is="token" if has_weights else None,
-        **{name: loss_arguments[name] for name in names if name in loss_arguments},
-    )
+    weights = importance_options("linear_policy_loss", loss_arguments)
+    return token_scores(log_probs, rollout_log_probs, ends, response_mask=mask, **weights)
 
 
 def _one_pass_loss(

@@ -120,7 +120,7 @@ def sparse_linear_token_log_probs(
         _check_kept(kept_ids, cu_kept, token_ids, options, weight.shape[0])
     else:  # unchecked ends must not lead out of the entries
         cu_kept = cu_kept.clamp(0, kept_ids.shape[0]).cummax(0).values
-    few = kept_ids.shape[0] <= DENSE_PART * hidden.shape[0] * weight.shape[0]
+    few = is_sparse(hidden, weight, kept_ids)
     if not (few or group or return_kept_log_probs or deterministic):
         return linear_token_log_probs(
             hidden,
@@ -132,7 +132,7 @@ def sparse_linear_token_log_probs(
             softcap=softcap,
             ignore_index=ignore_index,
             main_grad=main_grad,
-            vocab_mask=_as_mask(kept_ids, cu_kept, weight.shape[0]),
+            vocab_mask=as_mask(kept_ids, cu_kept, weight.shape[0]),
             backend=backend,
         )
     log_probs, entropy, _, kept_log_probs = _forward_op(
@@ -203,7 +203,13 @@ def _check_ids(name: str, ids: Tensor, outside: Tensor, vocab: int, allowed: str
         )
 
 
-def _as_mask(kept_ids: Tensor, cu_kept: Tensor, vocab: int) -> Tensor:
+def is_sparse(hidden: Tensor, weight: Tensor, kept_ids: Tensor) -> bool:
+    """Return whether so few entries are kept that products of them alone are faster."""
+    return kept_ids.shape[0] <= DENSE_PART * hidden.shape[0] * weight.shape[0]
+
+
+def as_mask(kept_ids: Tensor, cu_kept: Tensor, vocab: int) -> Tensor:
+    """Return bool [T, vocab], True for the kept entries."""
     mask = torch.zeros(cu_kept.shape[0] - 1, vocab, dtype=torch.bool, device=kept_ids.device)
     mask[row_index(cu_kept, kept_ids.shape[0]), kept_ids] = True
     return mask

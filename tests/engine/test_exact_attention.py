@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,6 +121,7 @@ def engine_body(rank: int, world_size: int, path: str, dtype: str) -> dict[str, 
     from hybridengine.engine.vllm.environment import prepare_environment
 
     prepare_environment()
+    from vllm import envs
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -159,7 +161,8 @@ def engine_body(rank: int, world_size: int, path: str, dtype: str) -> dict[str, 
             )
         tokens["chunked"], _ = greedy(small)
         _, checked.calls["cached"] = greedy(small)
-    restored = not AttentionBackendEnum.CPU_ATTN.is_overridden()
+    restored = not AttentionBackendEnum.CPU_ATTN.is_overridden() and not envs.VLLM_MLA_DISABLE
+    restored &= "VLLM_MLA_DISABLE" not in os.environ
     return {"tokens": tokens, "calls": dict(checked.calls), "restored": restored}
 
 

@@ -19,10 +19,13 @@ from tests.ranks import run_ranks
 from tests.tiny_models import VOCAB, save_tiny
 
 PROMPTS = [[5, 9, 33], [7, 8, 9, 10, 11, 12, 13], [3] * 40, [50 + i % 40 for i in range(30)]]
+LIKELY = 25  # more than vLLM's own limit
 TRUNCATIONS = [
     {"top_p": 0.8, "top_k": -1},
     {"top_p": 1.0, "top_k": 20},
     {"top_p": 0.8, "top_k": 20},
+    {"top_p": 0.9, "top_k": 30, "min_p": 0.1},
+    {"top_p": 1.0, "top_k": -1, "min_p": 0.3},
 ]
 
 
@@ -39,6 +42,7 @@ def build(path: str, world_size: int, kind: str) -> Any:
         max_num_batched_tokens=16,
         max_num_seqs=8,
         stop_token_ids=stop,
+        record_likely=LIKELY,
     )
 
 
@@ -50,7 +54,8 @@ def body(rank: int, world_size: int, path: str, kind: str) -> dict[str, Any]:
     for truncation in TRUNCATIONS:
         spec = SamplingSpec(n=3, temperature=0.7, max_tokens=12, record_kept=True, **truncation)
         sampled.append(engine.generate(PROMPTS, spec, seed=1))
-    likely = [SamplingSpec(2, 0.7, *cut, 12, record_likely=5) for cut in ((1.0, -1), (0.8, 20))]
+    cuts = ((1.0, -1, 0.0), LIKELY), ((0.8, 20, 0.0), 5), ((1.0, -1, 0.1), 5)
+    likely = [SamplingSpec(2, 0.7, *cut, 12, record_likely=count) for cut, count in cuts]
     with_likely = [engine.generate(PROMPTS, spec, seed=6) for spec in likely]
     if kind == "vllm":  # long responses, more than the cache holds at once
         scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
@@ -107,7 +112,9 @@ def check_seeds(engine: Any, kind: str) -> list[list[int]]:
     return samples
 
 
-def check_completion(model: Any, prompt: list[int], c: Any, top_p: float, top_k: int) -> None:
+def check_completion(
+    model: Any, prompt: list[int], c: Any, top_p: float, top_k: int, min_p: float = 0.0
+) -> None:
     """The kept entries are the likeliest ones, and log_probs are of the softmax over them."""
     assert len(c.columns["num_kept"]) == len(c.token_ids) == len(c.log_probs)
     with torch.no_grad():
@@ -118,15 +125,17 @@ def check_completion(model: Any, prompt: list[int], c: Any, top_p: float, top_k:
         assert ids.diff().gt(0).all() and token in ids
         ranked = row.sort(descending=True).values
         assert ranked[ids.numel() - 1] <= row[ids].min() + 1e-5
-        p = ranked[: top_k if top_k > 0 else None].softmax(0)
-        assert top_k < 0 or ids.numel() <= top_k
+        p = ranked.softmax(0)
+        count = int((p >= min_p * (1 - 1e-5) * p[0]).sum())
+        p = ranked[: min(count, top_k) if top_k > 0 else count].softmax(0)
+        assert ids.numel() <= p.numel()
         assert p[: ids.numel()].sum() >= top_p - 1e-5 > p[: ids.numel() - 1].sum() - 2e-5
         expected = row[token] - row[ids].logsumexp(0)
         assert abs(expected.item() - log_prob) < 1e-4, "float32, another order of the sums"
 
 
 def check_likely(model: Any, prompt: list[int], c: Any, truncates: bool) -> int:
-    """The five most likely entries of every token have the model's log-probs over what was kept.
+    """The most likely entries of every token have the model's log-probs over what was kept.
 
     Returns how many tokens are none of them.
     """
@@ -135,7 +144,7 @@ def check_likely(model: Any, prompt: list[int], c: Any, truncates: bool) -> int:
     counts, ids, log_probs = (
         torch.tensor(c.columns[name]) for name in ("num_likely", "likely_ids", "likely_log_probs")
     )
-    assert truncates or counts.eq(5).all()
+    assert truncates or counts.eq(LIKELY).all()
     others = 0
     for row, of_row, values, token, log_prob in zip(
         logits.double() / 0.7,
@@ -176,7 +185,7 @@ def test_engines_record_the_entries_that_sampling_kept(
         for prompt, group in zip(PROMPTS, groups, strict=True):
             for c in group:
                 check_completion(model, prompt, c, **truncation)
-    for truncates, groups in zip((False, True), result["likely"], strict=True):
+    for truncates, groups in zip((False, True, True), result["likely"], strict=True):
         checked = [
             check_likely(model, prompt, c, truncates)
             for prompt, group in zip(PROMPTS, groups, strict=True)

@@ -155,6 +155,7 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "rollout.engine_kwargs.vllm": ("{{block_size: 32}}", VLLM),
     "rollout.top_p": ("0.5", ()),
     "rollout.top_k": ("5", ()),
+    "rollout.min_p": ("0.3", ()),
     "rollout.name": ("vllm", ()),
     "rollout.gpu_memory_utilization": ("0.25", VLLM),
     "rollout.max_num_seqs": ("3", ()),

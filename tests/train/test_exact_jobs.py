@@ -71,7 +71,6 @@ def inexact_reason(*job: str, machine: Machine | None = None) -> str:
     ("overrides", "message"),
     [
         (("rollout.top_p=0.9", "algorithm.sampling_replay=off"), "needs algorithm.sampling_replay"),
-        (("rollout.top_p=0.9", "algorithm.score_centering.enabled=true"), "uncentered scores"),
         (
             ("model.lora_rank=2", "actor.fsdp_config.wrap_policy.min_num_params=9"),
             "wrap_policy.min_num_params is given",
@@ -117,7 +116,7 @@ def test_on_a_gpu_it_is_on_only_where_it_is_set(tmp_path: Path) -> None:
     assert "not compared bit for bit on a GPU" in inexact_reason(*job, machine=gpu)
     with pytest.warns(UserWarning, match="on GPUs nobody has compared engine and trainer"):
         assert choose(*job, "rollout.exact=on", machine=gpu).exact
-    with pytest.raises(ConfigError, match="vLLM's own sampler records what top_p and top_k kept"):
+    with pytest.raises(ConfigError, match="the product over kept entries adds in another order"):
         choose(*job, "rollout.exact=on", "rollout.top_k=5", machine=gpu)
 
 
@@ -144,6 +143,7 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
 
 
 LONG = pytest.mark.exhaustive
+CENTERED = "algorithm.score_centering.enabled=true"
 _DRAFTS = "rollout.engine_kwargs.vllm.speculative_config"
 DRAFTS = (
     "rollout.exact=on",  # auto is off with any of vLLM's arguments
@@ -170,7 +170,8 @@ def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
 ) -> None:
     """Two steps with shared prompts, recomputed layers, and old log-probs of their own.
 
-    Adapters of all layers are sampled with n-gram drafts, those of some and merged ones with top-p.
+    Adapters of all layers are sampled with n-gram drafts, of some with top-p and centered scores,
+    merged ones with min-p.
     """
     job = [
         *small_job(tmp_path),
@@ -187,7 +188,7 @@ def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
     if adapters:
         job += [*ADAPTERS[adapters], "actor.optim.lr=0.01"]
     if truncates := adapters in ("some", "merged"):
-        job += ["rollout.top_p=0.7"]
+        job += ["rollout.min_p=0.2"] if adapters == "merged" else ["rollout.top_p=0.7", CENTERED]
     if adapters == "all":
         job += DRAFTS
     for replayed, holds in run_ranks(train, max(2, tp_size), tmp_path, job, timeout_s=500):
@@ -199,6 +200,7 @@ def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
         assert row["training/rollout_probs_diff_max"] == 0.0
         assert row["rollout_corr/rollout_is_max"] == row["training/rollout_ratio_mean"] == 1.0
         assert row["actor/grad_norm"] > 0
+        assert ("actor/score_centering" in row) == (adapters == "some")
         assert not truncates or 1 <= row["num_kept/min"] < row["num_kept/max"]
         if adapters == "all":
             assert 0 < row["rollout/draft_acceptance_rate"] <= 1

@@ -18,6 +18,7 @@ TRUNCATIONS = {
     "top_p": ["rollout.top_p=0.8"],
     "top_k": ["rollout.top_k=20"],
     "both": ["rollout.top_p=0.8", "rollout.top_k=20"],
+    "min_p": ["rollout.min_p=0.2"],
 }
 OFF = "algorithm.sampling_replay=off"
 LONGER = [
@@ -69,7 +70,7 @@ def test_without_replay_it_is_the_kept_part(results, name) -> None:
     assert off["training/rollout_ratio_mean"] < 0.95
     assert off["training/rollout_probs_diff_mean"] > 0.01
     assert replayed["actor/entropy"] < off["actor/entropy"]
-    fewest, most = {"top_p": (1, 100), "top_k": (20, 20), "both": (1, 20)}[name]
+    fewest, most = {"top_p": (1, 100), "top_k": (20, 20), "both": (1, 20), "min_p": (1, 100)}[name]
     assert fewest <= replayed["num_kept/min"] <= replayed["num_kept/max"] <= most
     assert "num_kept/mean" not in off
     texts = [

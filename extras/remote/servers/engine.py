@@ -109,6 +109,7 @@ class ServerEngine(RolloutEngine):
             "temperature": spec.temperature,
             "top_p": spec.top_p,
             "top_k": spec.top_k,
+            "min_p": spec.min_p,
             "max_tokens": spec.max_tokens,
             "seed": seed,
             "logprobs": 0,

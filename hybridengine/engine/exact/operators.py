@@ -8,12 +8,12 @@ what sequences have in common is computed once (`steps`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -40,24 +40,26 @@ def exact_engine() -> Iterator[dict[str, Any]]:
     """While open, vLLM builds engines with the trainer's attention (`attention_backend`).
 
     It takes the place of vLLM's own on a CPU, which vLLM's platform always takes, and has the name
-    that vLLM has for others on a GPU. From then on this process has no latent attention (MLA): the
-    cache has the keys and values of every head, as the trainer computes them.
+    that vLLM has for others on a GPU. While open, vLLM has no latent attention (MLA), whatever it
+    has read of the environment: caches have the keys and values of every head, as the trainer
+    computes them.
 
     Yields the options of `vllm.LLM` that exact engines need. What the attention does not cover
     raises UserError, or vLLM's ValueError, as an engine is built.
     """
+    from vllm import envs
     from vllm.platforms import current_platform
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     on_cpu = current_platform.is_cpu()
-    os.environ["VLLM_MLA_DISABLE"] = "1"
     backend = AttentionBackendEnum["CPU_ATTN" if on_cpu else "CUSTOM"]
     overridden = backend.get_path() if backend.is_overridden() else None
     register_backend(backend, _BACKEND)
     selector._cached_get_attn_backend.cache_clear()
     try:
-        yield {"enforce_eager": True} | ({} if on_cpu else {"attention_backend": "CUSTOM"})
+        with patch.object(envs, "VLLM_MLA_DISABLE", True, create=True):
+            yield {"enforce_eager": True} | ({} if on_cpu else {"attention_backend": "CUSTOM"})
     finally:
         backend.clear_override()
         if overridden is not None:

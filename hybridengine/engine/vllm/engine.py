@@ -210,6 +210,7 @@ class VllmEngine(RolloutEngine):
             temperature=spec.temperature,
             top_p=spec.top_p,
             top_k=spec.top_k,
+            min_p=spec.min_p,
             max_tokens=spec.max_tokens,
             logprobs=spec.record_likely if self.tp_rank == 0 else 0,
             flat_logprobs=True,

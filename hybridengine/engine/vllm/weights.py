@@ -271,9 +271,13 @@ def record_engine_layout(
 
     The model is built once more without weights, and its loader recorded there.
     """
+    from vllm import envs
+    from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    layers = vllm_config.compilation_config.static_forward_context.values()  # of the loaded model
+    no_mla = envs.VLLM_MLA_DISABLE or any(isinstance(layer, Attention) for layer in layers)
     config = copy.copy(vllm_config)
     config.quant_config = None
     config.compilation_config = copy.copy(config.compilation_config)
@@ -284,6 +288,7 @@ def record_engine_layout(
         torch.device(device),
         _UninitializedOnMeta(),
         own_model_classes(),
+        patch.object(envs, "VLLM_MLA_DISABLE", no_mla, create=True),  # as in `exact_engine`
     ):
         model = initialize_model(vllm_config=config)
         return record_layout_by_layer(model, model.load_weights, checkpoint, dtype)

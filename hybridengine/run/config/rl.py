@@ -42,25 +42,11 @@ from hybridengine.run.config.common import (
     UnitFloat,
 )
 
-LossMode = Literal[
-    "vanilla",
-    "gspo",
-    "geo_mean",
-    "cispo",
-    "sapo",
-    "dppo_tv",
-    "dppo_kl",
-    "gpg",
-    "clip_cov",
-    "kl_cov",
-]
-LossAggMode = Literal[
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-]
+_CovMode = Literal["clip_cov", "kl_cov"]
+_DppoMode = Literal["dppo_tv", "dppo_kl"]
+LossMode = Literal["vanilla", "gspo", "geo_mean", "cispo", "sapo", _DppoMode, "gpg", _CovMode]
+_SeqAggMode = Literal["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LossAggMode = Literal["token-mean", "token-sum", _SeqAggMode]
 KLType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 
 
@@ -137,6 +123,10 @@ class ScoreCenteringConfig:
     enabled: StrictBool = False  # a constant advantage then has no gradient
     top_k: PositiveInt = 20  # most likely entries that the engine records of each token
 
+    @property
+    def num_likely(self) -> int:
+        return self.top_k if self.enabled else 0
+
 
 def _numbers(text: float | str) -> list[float]:
     """Parse "0.5_5" as [0.5, 5.0]; raise ValueError for other than one or two numbers."""
@@ -169,7 +159,7 @@ class AlgorithmConfig:
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     score_centering: ScoreCenteringConfig = ScoreCenteringConfig()
-    sampling_replay: Switch = "auto"  # log-probs over what top_p, top_k kept; auto: where they cut
+    sampling_replay: Switch = "auto"  # log-probs over what sampling kept; auto: where it cuts
     mask_truncated_completions: StrictBool = False  # do not train on cut responses
     distill: DistillConfig = DistillConfig()
 
@@ -289,6 +279,7 @@ class RolloutConfig:
     temperature: PositiveFloat = 1.0  # sampling temperature
     top_p: Fraction = 1.0  # nucleus sampling; 1: off
     top_k: IntOrOff = -1  # sample from the k likeliest tokens; -1: off
+    min_p: UnitFloat = 0.0  # least probability, as a part of the largest one; 0: off
     stop: Texts = ()  # texts that end a response; they are part of it
     tensor_model_parallel_size: PositiveInt = 1  # ranks that share one engine
     n_gpus_per_node: NonNegativeInt = 0  # engine ranks on a machine, unless trainer.mode is sync
@@ -315,7 +306,7 @@ class RolloutConfig:
     @property
     def truncates(self) -> bool:
         """Whether responses are sampled from a part of the vocabulary."""
-        return self.top_p < 1 or self.top_k > 0
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True)

@@ -292,9 +292,8 @@ def _sampling(config: RLConfig) -> Iterator[str]:
         )
     if config.algorithm.sampling_replay == "on" and not config.rollout.truncates:
         yield (
-            "algorithm.sampling_replay is on, but rollout.top_p is 1 and rollout.top_k is "
-            f"{config.rollout.top_k}, which keep the full vocabulary; truncate with one of them, "
-            "or leave it auto"
+            "algorithm.sampling_replay is on, but rollout.top_p, top_k and min_p keep the full "
+            "vocabulary; truncate with one of them, or leave it auto"
         )
     try:
         _ = config.algorithm.rollout_correction.is_bounds
@@ -326,9 +325,8 @@ def _inexact_settings(config: RLConfig) -> Iterator[str]:
     for name, needed in _NEEDED_BY_EXACT.items():
         if (value := attrgetter(name)(config)) != needed:
             yield f"{name} is {value}, and that has no exact form"
-    replays = config.replays_sampling and not config.algorithm.score_centering.enabled
-    if config.rollout.truncates and not replays:
-        yield "sampling is truncated, and that needs algorithm.sampling_replay, uncentered scores"
+    if config.rollout.truncates and not config.replays_sampling:
+        yield "sampling is truncated, and that needs algorithm.sampling_replay"
     rank, targets = config.model.lora_rank, config.model.target_modules
     if rank and config.model.target_parameters:
         yield "model.target_parameters is given, and adapters of experts have no exact form"

@@ -136,6 +136,7 @@ def test_token_ids_in_and_token_ids_out(stand_ins: list[StandIn]) -> None:
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": -1,
+        "min_p": 0.0,
         "max_tokens": 3,
         "logprobs": 0,
         "stop_token_ids": [2],

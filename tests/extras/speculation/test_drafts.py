@@ -44,6 +44,7 @@ SPECS = {
     [
         ("eagle", "seed=1", "method is 'eagle', whose drafts are not examined; set it to ngram or"),
         ("ngram", "actor.router_replay=rollout", "actor.router_replay=rollout is not examined"),
+        ("ngram", "rollout.min_p=0.1", "with which rollout.min_p is not examined; remove one"),
         ("mtp", "rollout.quantization=fp8", "is mtp, .* rollout.quantization=fp8; use method ngr"),
         ("mtp", "reshard.lora=adapters", "is mtp, .* reshard.lora=adapters; use method ngram"),
         ("ngram", f"{KEY}.prompt_lookup_maximum=2", "prompt_lookup_maximum is not examined with"),
