@@ -209,7 +209,7 @@ def test_two_ranks_of_fsdp_and_an_engine_of_any_tp_size(
 
 TYPES = ("qwen2", "qwen3", "gemma", "mistral", *OTHERS)  # llama's jobs are above
 # Soft-caps in slices; a parallel block; angles in float32, in a model of transformers in vLLM.
-STAYS = (("gemma2", 2, ""), ("cohere2", 2, ""), ("olmo2", 1, "all"))
+STAYS = (("gemma2", 2, ""), ("cohere2", 2, "merged"), ("olmo2", 1, "all"))
 OF_TYPES = [
     *((kind, tp_size, "") for kind in TYPES for tp_size in (1, 2)),
     *((kind, 2, adapters) for kind in ("glm", "cohere", "olmo2") for adapters in ("all", "merged")),

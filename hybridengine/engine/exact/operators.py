@@ -93,9 +93,10 @@ def use_exact_operators(
     rotary_kinds = [getattr(rotary, f"{kind}RotaryEmbedding") for kind in _ROTARY_KINDS]
     dtype = next(model.parameters()).dtype
     trained: dict[str, nn.Module] = {}  # of the same names, where vLLM runs transformers' model
+    config: Any = model.config
+    text_config = config.get_text_config()
     if type(model).__module__.startswith("vllm.model_executor.models.transformers"):
-        config: Any = model.config
-        trained = dict(meta_model(config.get_text_config()).get_decoder().named_modules())
+        trained = dict(meta_model(text_config).get_decoder().named_modules())
     extended = exact_forwards(model, {})
     replaced = "\0"  # the newest module with another forward, which does not call its children
     for name, module in model.named_modules():
@@ -135,12 +136,11 @@ def use_exact_operators(
         elif isinstance(module, logits_processor.LogitsProcessor):
             module._apply_head = partial(_head, module.soft_cap)  # type: ignore[method-assign]
             module.soft_cap = None
-        elif type(module).__name__ == "CohereDecoderLayer":
+        elif _is_parallel_block(module):
             module.forward = MethodType(_parallel_block, module)
-            if window := module.self_attn.sliding_window:  # vLLM adds one, transformers does not
-                module.self_attn.attn.impl.sliding_window = window - 1
-        elif isinstance(module, Attention) and isinstance(module.impl, ExactAttention):
-            pass  # since the engine was built
+        elif isinstance(module, Attention) and isinstance(impl := module.impl, ExactAttention):
+            if impl.sliding_window is not None:  # vLLM's Cohere has one more token
+                impl.sliding_window = min(impl.sliding_window, text_config.sliding_window)
         elif not isinstance(module, VocabParallelEmbedding) and _computes(module):
             raise ModelError(
                 f"rollout.exact: vLLM's {name} ({type(module).__name__}) has no exact operator; "
@@ -238,6 +238,13 @@ def _norm(
 ) -> Any:
     out = inference_norm(x, residual, module.weight, module.variance_epsilon, **options)
     return out if residual is None else (out, residual)
+
+
+def _is_parallel_block(layer: Any) -> bool:
+    """Return whether a layer itself adds the results of its attention and its MLP over ranks."""
+    parts = (("self_attn", "o_proj"), ("mlp", "down_proj"))
+    last = [getattr(getattr(layer, part, None), name, None) for part, name in parts]
+    return not any(getattr(getattr(x, "base_layer", x), "reduce_results", True) for x in last)
 
 
 def _parallel_block(self: Any, positions: Tensor, x: Tensor, residual: Tensor | None) -> Any:
