@@ -60,7 +60,8 @@ def strided_copy(
         table: [P, 16] int64 on the CPU. A row is (src_index, dst_index, src_offset, dst_offset,
             size[4], src_stride[4], dst_stride[4]), in elements counted from the first element of
             the tensor; unused leading dimensions have size 1 and stride 0. Destination slices
-            must not overlap. An empty table and rows of size 0 copy nothing.
+            must not overlap. An empty table and rows of size 0 copy nothing. On a CPU, adjacent
+            rows that read the same elements in the same order share their reads and casts.
         backend: `cpp`, `cuda` or `reference`; None takes the best one.
 
     Values are cast as by `tensor.to()` (float32 to bfloat16: round to nearest even); float64,

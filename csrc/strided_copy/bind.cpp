@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <map>
 #include <numeric>
 #include <tuple>
@@ -91,6 +92,21 @@ int64_t update_reach(Reaches& reaches, const char* list, int64_t number, int64_t
   return last;
 }
 
+// What a row reads; it is equal for rows that read the same elements in the same order.
+using Reads = std::array<int64_t, 2 + 2 * kCopyDims>;
+
+Reads reads_of(const SliceRow& slice) {
+  CopyRow row{};
+  std::copy_n(slice.size, kCopyDims, row.size);
+  std::copy_n(slice.src_stride, kCopyDims, row.src_stride);
+  std::copy_n(slice.src_stride, kCopyDims, row.dst_stride);
+  coalesce(row);
+  Reads reads{slice.src, slice.src_offset};
+  std::copy_n(row.size, kCopyDims, &reads[2]);
+  std::copy_n(row.src_stride, kCopyDims, &reads[2 + kCopyDims]);
+  return reads;
+}
+
 CopyTable::CopyTable(In table, OptionalIn blocks) {
   const Arguments given(kCopy, "table", table);
   int64_t num_rows;
@@ -98,6 +114,7 @@ CopyTable::CopyTable(In table, OptionalIn blocks) {
   const auto* block = given.data<int64_t>("blocks", blocks, {num_rows});
   rows_.reserve(num_rows);
   int64_t all_elements = 0;
+  Reads before{-1};
   for (int64_t i = 0; i < num_rows; ++i, ++slice) {
     bool empty = false, fits = true;
     int64_t elements = 1;
@@ -126,7 +143,11 @@ CopyTable::CopyTable(In table, OptionalIn blocks) {
     std::copy_n(slice->src_stride, kCopyDims, row.src_stride);
     std::copy_n(slice->dst_stride, kCopyDims, row.dst_stride);
     coalesce(row);
-    row.first_chunk = num_chunks_;
+    const Reads reads = reads_of(*slice);
+    const bool again = reads == before;
+    before = reads;
+    row.group = again ? rows_.back().group + 1 : 1;
+    row.first_chunk = again ? rows_.back().first_chunk : num_chunks_;
     if (block) {
       HE_CHECK_VALUE(block[i] >= 0 && block[i] < (int64_t{1} << 31) && elements <= kChunkElements,
                      kQuantize, ": row ", i, " has block ", block[i], " and ", elements,
@@ -134,7 +155,7 @@ CopyTable::CopyTable(In table, OptionalIn blocks) {
       row.block = static_cast<int32_t>(block[i]);
       num_blocks_ = std::max(num_blocks_, block[i] + 1);
     }
-    num_chunks_ += (num_elements(row) + kChunkElements - 1) / kChunkElements;
+    if (!again) num_chunks_ += (num_elements(row) + kChunkElements - 1) / kChunkElements;
     rows_.push_back(row);
   }
 }

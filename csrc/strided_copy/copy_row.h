@@ -18,11 +18,14 @@ struct CopyRow {
   int64_t size[kCopyDims];  // slowest dimension first
   int64_t src_stride[kCopyDims];
   int64_t dst_stride[kCopyDims];
-  int64_t first_chunk;  // number of its first chunk among those of all rows
-  int32_t dims;         // the last `dims` dimensions are used; the others have size 1
-  int32_t src;          // index of the tensor
+  // Number of its first chunk among those of all rows. Rows that follow each other and read the
+  // same elements in the same order share their chunks: what they read is read and converted once.
+  int64_t first_chunk;
+  int32_t dims;  // the last `dims` dimensions are used; the others have size 1
+  int32_t src;   // index of the tensor
   int32_t dst;
   int32_t block;  // block quantization only: the block that the row lies in
+  int32_t group;  // rows with the same first_chunk up to this one
 };
 
 // An element of a row: its index in every dimension, and its offset on both sides.

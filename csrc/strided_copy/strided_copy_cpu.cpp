@@ -44,41 +44,80 @@ void stream_run(const S* src, D* dst, int64_t count) {
 }
 
 template <typename S, typename D>
-void copy_range(const CopyRow& row, const S* source, D* destination, int64_t begin, int64_t end,
-                bool streams) {
-  const int64_t src_step = row.src_stride[kCopyDims - 1];
-  const int64_t dst_step = row.dst_stride[kCopyDims - 1];
-  while (begin < end) {
-    const CopyPlace place = locate(row, begin);
+void copy_elements(const S* src, int64_t src_step, D* dst, int64_t dst_step, int64_t count,
+                   bool streams) {
+  if (src_step == 1 && dst_step == 1) {
+    const bool is_long = count * static_cast<int64_t>(sizeof(D)) >= kMinStreamBytes;
+    streams&& is_long ? stream_run(src, dst, count) : copy_run(src, dst, count);
+  } else {
+    for (int64_t i = 0; i < count; ++i) dst[i * dst_step] = convert<S, D>(src[i * src_step]);
+  }
+}
+
+// Calls body(place, number, count) for the runs of elements [begin, end) along the last dimension;
+// number: of the first element of the run, counted from begin.
+template <typename Body>
+void for_each_run(const CopyRow& row, int64_t begin, int64_t end, const Body& body) {
+  for (int64_t at = begin; at < end;) {
+    const CopyPlace place = locate(row, at);
     const int64_t left = row.size[kCopyDims - 1] - place.index[kCopyDims - 1];
-    const int64_t run = left < end - begin ? left : end - begin;
-    const S* src = source + place.src;
-    D* dst = destination + place.dst;
-    if (src_step == 1 && dst_step == 1) {
-      const bool is_long = run * static_cast<int64_t>(sizeof(D)) >= kMinStreamBytes;
-      streams&& is_long ? stream_run(src, dst, run) : copy_run(src, dst, run);
-    } else {
-      for (int64_t i = 0; i < run; ++i) dst[i * dst_step] = convert<S, D>(src[i * src_step]);
+    const int64_t count = left < end - at ? left : end - at;
+    body(place, at - begin, count);
+    at += count;
+  }
+}
+
+// Copies elements [begin, end) of the rows of a group, which read the same; `last` is its last row.
+template <typename S, typename D>
+void copy_group(const StridedCopyParams& params, const CopyRow* last, int64_t begin, int64_t end,
+                bool streams) {
+  constexpr int kInner = kCopyDims - 1;
+  const auto source = [&](const CopyRow& row) {
+    return reinterpret_cast<const S*>(params.sources[row.src]) + row.src_offset;
+  };
+  const auto destination = [&](const CopyRow& row) {
+    return reinterpret_cast<D*>(params.destinations[row.dst]) + row.dst_offset;
+  };
+  if (last->group == 1) {
+    for_each_run(*last, begin, end, [&](const CopyPlace& place, int64_t, int64_t count) {
+      copy_elements(source(*last) + place.src, last->src_stride[kInner],
+                    destination(*last) + place.dst, last->dst_stride[kInner], count, streams);
+    });
+    return;
+  }
+  constexpr int64_t kBlock = 2048;  // elements, converted once for all rows
+  alignas(kCacheLine) D block[kBlock];
+  for (; begin < end; begin += kBlock) {
+    const int64_t stop = end - begin < kBlock ? end : begin + kBlock;
+    for_each_run(*last, begin, stop, [&](const CopyPlace& place, int64_t number, int64_t count) {
+      copy_elements(source(*last) + place.src, last->src_stride[kInner], block + number, 1, count,
+                    false);
+    });
+    for (const CopyRow* row = last; row > last - last->group; --row) {
+      for_each_run(*row, begin, stop, [&](const CopyPlace& place, int64_t number, int64_t count) {
+        copy_elements(block + number, 1, destination(*row) + place.dst, row->dst_stride[kInner],
+                      count, streams);
+      });
     }
-    begin += run;
   }
 }
 
 template <typename S, typename D>
 void copy_all(const StridedCopyParams& params) {
-  const int64_t bytes = params.num_chunks * kChunkElements * static_cast<int64_t>(sizeof(D));
+  int64_t bytes = 0;
+  for (int64_t i = 0; i < params.num_rows; ++i)
+    bytes += num_elements(params.rows[i]) * static_cast<int64_t>(sizeof(D));
   // Streaming half a line at a time, as AVX2 does, is slower than ordinary stores (docs/notes.md).
   const bool streams = sizeof(Line) == kCacheLine && bytes >= kStreamedBytes;
   parallel_for(params.num_chunks, 1, params.num_threads, [&](int64_t begin, int64_t end) {
     int64_t index = last_begun(params.rows, params.num_rows, begin);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       while (index + 1 < params.num_rows && params.rows[index + 1].first_chunk <= chunk) ++index;
-      const CopyRow& row = params.rows[index];
-      const int64_t first = (chunk - row.first_chunk) * kChunkElements;
-      const int64_t total = num_elements(row);
-      copy_range(row, reinterpret_cast<const S*>(params.sources[row.src]) + row.src_offset,
-                 reinterpret_cast<D*>(params.destinations[row.dst]) + row.dst_offset, first,
-                 total < first + kChunkElements ? total : first + kChunkElements, streams);
+      const CopyRow* last = params.rows + index;
+      const int64_t first = (chunk - last->first_chunk) * kChunkElements;
+      const int64_t total = num_elements(*last);
+      copy_group<S, D>(params, last, first,
+                       total < first + kChunkElements ? total : first + kChunkElements, streams);
     }
     if (streams) stream_fence();
   });

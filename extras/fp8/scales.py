@@ -164,14 +164,13 @@ class BlockScales(Plain):
         """Return the table that quantizes with the present scales. rows: [R, 17]."""
         return QuantizingTable(_block_table(rows, device), self)
 
-    def measuring(self, tables: Sequence[np.ndarray], device: torch.device) -> BlockTable:
-        """Return a table of what `tables` [R, 17] read of each block, each part once.
+    def measuring(self, rows: np.ndarray, device: torch.device) -> BlockTable:
+        """Return a table of what `rows` [R, 17] read of each block, each part once.
 
         Several ranks of one engine layout receive the same slices.
         """
         reads = [0, 2, *range(4, 12), BLOCK_COLUMN]
-        rows = np.concatenate([t for t in tables if len(t)] or [np.empty((0, BLOCK_COLUMN + 1))])
-        once = np.unique(rows[:, reads].astype(np.int64), axis=0)
+        once = np.unique(rows[:, reads], axis=0)
         table = np.zeros((len(once), BLOCK_COLUMN + 1), np.int64)
         table[:, reads] = once
         return _block_table(table, device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,6 +29,15 @@ _ONE_BUCKET = 1 << 62
 _MATRICES = "matrices"  # of a rank, in a layout
 
 
+class _Tables(NamedTuple):
+    """The tables of one way; the dtypes of what is sent and of what it is copied to may differ."""
+
+    exchange: Exchange[np.ndarray]
+    pack: CopyTable
+    local: CopyTable
+    unpack: CopyTable
+
+
 class _Trip(NamedTuple):
     """A round as one rank executes it.
 
@@ -37,8 +47,8 @@ class _Trip(NamedTuple):
     """
 
     shape: tuple[int, int, int]
-    gather: Exchange[CopyTable]
-    scatter: Exchange[CopyTable]
+    gather: _Tables
+    scatter: _Tables
     parts: dict[str, tuple[str, tuple[slice, ...]]]
 
 
@@ -68,7 +78,7 @@ class OrthogonalExchange:
         self._trips = [
             _trip(specs, part, rank, device, dtype) for part in rounds(self.owned, dtype)
         ]
-        exchanges = [e for trip in self._trips for e in (trip.gather, trip.scatter)]
+        exchanges = [e.exchange for trip in self._trips for e in (trip.gather, trip.scatter)]
         self.bytes_received = sum(sum(e.bytes_received) for e in exchanges)
         self.bytes_sent = sum(sum(e.bytes_sent) for e in exchanges)
 
@@ -87,9 +97,11 @@ class OrthogonalExchange:
             del matrices
             for done in returning:
                 done()
-            parts = [trip.parts[name] for name in trip.scatter.destinations]
+            parts = [trip.parts[name] for name in trip.scatter.exchange.destinations]
             targets = [shards[parameter][index] for parameter, index in parts]
-            sources = [result] * len(trip.scatter.sources)  # this rank's own is the one it reads
+            sources = [result] * len(
+                trip.scatter.exchange.sources
+            )  # this rank's own is the one it reads
             returning = [self._start(trip.scatter, sources, targets)]
         for done in returning:
             done()
@@ -99,27 +111,27 @@ class OrthogonalExchange:
     ) -> tuple[Tensor, Callable[[], None]]:
         """Start to move a round's slices; return this rank's matrices, and what completes them."""
         matrices = torch.empty(trip.shape, dtype=self._dtype, device=self._device)
-        sources = [shards[name] for name, _ in trip.gather.sources]
+        sources = [shards[name] for name, _ in trip.gather.exchange.sources]
         return matrices, self._start(trip.gather, sources, [matrices])
 
     def _start(
-        self, exchange: Exchange[CopyTable], sources: Sequence[Tensor], targets: Sequence[Tensor]
+        self, tables: _Tables, sources: Sequence[Tensor], targets: Sequence[Tensor]
     ) -> Callable[[], None]:
         """Pack and post; return what waits and unpacks."""
-        sent, received = exchange.bytes_sent, exchange.bytes_received
+        sent, received = tables.exchange.bytes_sent, tables.exchange.bytes_received
         outgoing = torch.empty(sum(sent), dtype=torch.uint8, device=self._device)
         incoming = torch.empty(sum(received), dtype=torch.uint8, device=self._device)
-        exchange.pack_into(outgoing, sources)
+        tables.pack.copy(sources, [outgoing.view(self._dtype)])
         work = None
         if not self._is_alone:
             work = dist.all_to_all_single(incoming, outgoing, received, sent, async_op=True)
-        exchange.local.copy(sources, targets)
+        tables.local.copy(sources, targets)
 
         def finish() -> None:
             if work is not None:
                 work.wait()
             arrived = [part.view(self._dtype) for part in incoming.split(received)]
-            exchange.unpack.copy(arrived, targets)
+            tables.unpack.copy(arrived, targets)
 
         return finish
 
@@ -164,10 +176,12 @@ def _exchange(
     rank: int,
     strides: Mapping[str, tuple[int, ...]],
     device: torch.device,
-) -> Exchange[CopyTable]:
+) -> _Tables:
     plan = build_plan(sources, layouts, _ONE_BUCKET)
     [bucket] = plan.buckets
-    return ExchangeBuilder(plan, rank, strides, device).build(bucket)
+    rows = ExchangeBuilder(plan, rank, strides, device).rows(bucket)
+    tables = rows.pack, rows.local, rows.unpack
+    return _Tables(rows, *(CopyTable(torch.from_numpy(table), device) for table in tables))
 
 
 def _owner_layout(matrices: Sequence[Matrix], dtype: torch.dtype) -> EngineLayout:

@@ -130,16 +130,18 @@ class Mover:
         guard = transport.guard
         guard.phase = f"packing {where}"
         sources = self._sources(transport, exchange)
-        pending = transport.post_bucket(where, exchange, sources)
-        guard.phase = f"copying the local part of {where}"
         destinations = [weights[name] for name in exchange.destinations]
-        exchange.local.copy(sources, destinations)
-        del sources
+        dtype = exchange.bucket.engine_dtype
+
+        def pack(buffer: torch.Tensor) -> None:
+            exchange.pack.copy(sources, [buffer.view(dtype), *destinations])
+
+        pending = transport.post_bucket(where, exchange, pack)
+        sources.clear()  # merged weights are not needed any longer
         yield
         arrived = pending.wait()
         guard.phase = f"unpacking {where}"
         if destinations:
-            dtype = exchange.bucket.engine_dtype
             exchange.unpack.copy([part.view(dtype) for part in arrived], destinations)
         pending.release()
 

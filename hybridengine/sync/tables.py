@@ -97,8 +97,8 @@ class Plain:
         """Return the table that encodes as it copies."""
         return CopyTable(torch.from_numpy(rows), device)
 
-    def measuring(self, tables: Sequence[np.ndarray], device: torch.device) -> BlockTable | None:
-        """Return the table that measures what is encoded; None where nothing is measured."""
+    def measuring(self, rows: np.ndarray, device: torch.device) -> BlockTable | None:
+        """Return the table that measures what `rows` encode; None where nothing is measured."""
         return None
 
     def prepare(
@@ -178,29 +178,25 @@ T = TypeVar("T")
 class Exchange(NamedTuple, Generic[T]):
     """The copies of one bucket on one rank, in tables of type T.
 
-    pack: sources → send buffer.
-    local: sources → engine tensors.
+    pack: sources → send buffer, which is destination 0. A table also has the rows of `local`, whose
+      engine tensors follow: what is sent and kept is read once.
+    local: sources → engine tensors, what this rank keeps.
     unpack: receive buffers → engine tensors.
-    sources: (parameter, box of it) that pack and local read.
-    destinations: engine tensors that local and unpack write.
+    sources: (parameter, box of it) that pack reads.
+    destinations: engine tensors that pack and unpack write.
     send_counts, receive_counts: elements per rank.
-    measured: the elements that pack and local read, if they are quantized.
+    measured: the elements that pack reads, if they are quantized.
     """
 
     bucket: Bucket
     sources: list[tuple[str, Box]]
     destinations: list[str]
     pack: T
-    local: T
+    local: np.ndarray
     unpack: T
     send_counts: list[int]
     receive_counts: list[int]
     measured: BlockTable | None = None
-
-    def pack_into(self, buffer: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-        """Fill the send buffer, uint8, with what this rank sends."""
-        pack: Any = self.pack
-        pack.copy(sources, [buffer.view(self.bucket.engine_dtype)])
 
     @property
     def bytes_sent(self) -> list[int]:
@@ -238,11 +234,13 @@ class ExchangeBuilder:
         """Return the exchange that moves all elements of a bucket."""
         rows: Exchange[Any] = self.rows(bucket)
         device, encoding = self.device, self._encoding(bucket)
+        pack = np.concatenate([rows.pack, rows.local])
+        pack[len(rows.pack) :, 1] += 1
+        pack = pack[np.lexsort((pack[:, 2], pack[:, 0]))]  # equal reads are adjacent
         return rows._replace(
-            pack=encoding.table(rows.pack, device),
-            local=encoding.table(rows.local, device),
+            pack=encoding.table(pack, device),
             unpack=self._plain.table(rows.unpack, device),
-            measured=encoding.measuring([rows.pack, rows.local], device),
+            measured=encoding.measuring(pack, device),
         )
 
     def _encoding(self, bucket: Bucket) -> Plain:

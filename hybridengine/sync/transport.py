@@ -25,9 +25,11 @@ from hybridengine.sync.shards import ShardSpec
 from hybridengine.sync.tables import ALIGNMENT, Exchange
 from hybridengine.sync.weight_target import ReshardError
 
-Tensors = Sequence[torch.Tensor]
 Gather = Callable[[], torch.Tensor]
 """Returns a full parameter on a rank that trains; collective over these."""
+
+Pack = Callable[[torch.Tensor], None]
+"""Fills a send buffer, uint8."""
 
 Sizes = Sequence[int]
 """Bytes to, or from, every rank of the plan."""
@@ -98,8 +100,8 @@ class Transport(ABC):
     bytes_received = bytes_sent = 0
 
     @abstractmethod
-    def post_bucket(self, where: str, exchange: Exchange, sources: Tensors) -> Pending:
-        """Start to move a bucket. sources: the tensors that it is packed from."""
+    def post_bucket(self, where: str, exchange: Exchange, pack: Pack) -> Pending:
+        """Start to move a bucket."""
 
     @abstractmethod
     def post(
@@ -310,7 +312,7 @@ class AllToAll(Collectives):
         # A sync that failed may still write to its own.
         self.buffers, self._kept = self._kept or Buffers(self._device), None
 
-    def post_bucket(self, where: str, exchange: Exchange, sources: Tensors) -> Pending:
+    def post_bucket(self, where: str, exchange: Exchange, pack: Pack) -> Pending:
         sent, received = exchange.bytes_sent, exchange.bytes_received
         start = -(-sum(sent) // ALIGNMENT) * ALIGNMENT
         if start + sum(received) > self._staging_bytes:
@@ -318,7 +320,7 @@ class AllToAll(Collectives):
         size = start + sum(received)
         buffer = self.buffers.next(size, 0 if self._merges else self._staging_bytes)
         outgoing, incoming = buffer[: sum(sent)], buffer[start:]
-        exchange.pack_into(outgoing, sources)
+        pack(outgoing)
         pending = self._exchange(where, incoming, outgoing, received, sent)
         if self._merges:
             pending.release = partial(buffer.untyped_storage().resize_, 0)
@@ -353,10 +355,10 @@ class Pull(Collectives):
         self._count = 0
         self._packed = torch.zeros(1, dtype=torch.int32, device=self._device)
 
-    def post_bucket(self, where: str, exchange: Exchange, sources: Tensors) -> Pending:
+    def post_bucket(self, where: str, exchange: Exchange, pack: Pack) -> Pending:
         buffers = [buffer.chunk(2)[self._count % 2] for buffer in self.memory.buffers]
         self._count += 1
-        exchange.pack_into(buffers[dist.get_rank()], sources)
+        pack(buffers[dist.get_rank()])
         with self.guard.collective(f"exchanging {where}"):
             work = dist.all_reduce(self._packed, async_op=True)
         self.bytes_received += sum(exchange.bytes_received)

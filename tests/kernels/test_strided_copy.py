@@ -154,6 +154,32 @@ def test_slices_of_several_chunks(slice_row, src_dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dst_dtype", FLOATS)
+@pytest.mark.parametrize("src_dtype", (torch.float32, torch.bfloat16))
+def test_adjacent_rows_that_read_the_same(src_dtype, dst_dtype, device):
+    """They share their chunks, however their sizes are written and wherever they write."""
+    whole, turned = [200, 1], [1, 150]  # strides of two orders of the same 30,000 elements
+    rows = [
+        row(0, 0, 5, 0, [30_000], [1], [1]),
+        row(0, 1, 5, 3, [150, 200], whole, [210, 1]),
+        row(0, 2, 5, 0, [150, 200], whole, [1, 150]),
+        row(0, 0, 5, 30_001, [150, 4, 50], [200, 50, 1], [200, 50, 1]),
+        row(0, 1, 5, 40_000, [200, 150], turned, [150, 1]),  # another order
+        row(0, 2, 5, 40_000, [200, 150], turned, [1, 200]),
+        row(1, 0, 5, 70_000, [200, 150], turned, [150, 1]),  # of another tensor
+        row(1, 1, 5, 80_000, [200, 149], turned, [149, 1]),  # less of it
+        row(1, 2, 6, 80_000, [200, 149], turned, [149, 1]),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    sources = [torch.randn(30_006, generator=generator).to(src_dtype) for _ in range(2)]
+    destinations = [torch.full((120_000,), 7.0, dtype=dst_dtype) for _ in range(3)]
+    assert_same_as_reference(sources, destinations, torch.tensor(rows), device)
+    large = [row(0, i, 0, i, [3_000_000], [0], [1]) for i in range(3)]  # past the caches
+    destinations = [torch.full((3_000_003,), 7.0, dtype=dst_dtype) for _ in range(3)]
+    assert_same_as_reference(sources, destinations, torch.tensor(large), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dst_dtype", (torch.float32, torch.bfloat16, torch.float64))
 @pytest.mark.parametrize("src_dtype", (torch.float32, torch.bfloat16))
 def test_results_that_bypass_the_caches(src_dtype, dst_dtype, device):

@@ -144,8 +144,7 @@ class PlannedRanks:
         """Return the send buffer of a rank, of `size` elements; copy what the rank keeps."""
         packed = [self._part(name, box, rank) for name, box in step.sources]
         buffer = torch.full((size,), torch.nan)
-        step.pack.copy(packed, [buffer])
-        step.local.copy(packed, self.targets(rank, step))
+        step.pack.copy(packed, [buffer, *self.targets(rank, step)])
         return buffer
 
     def targets(self, rank: int, step: Exchange) -> list[torch.Tensor]:

@@ -229,7 +229,7 @@ def overlap_body(rank: int, world_size: int) -> dict:
     start, copy = AllToAll.post_bucket, CopyTable.copy
     names = {}
     for i, e in enumerate(resharder.mover.exchanges):
-        names |= {id(e.pack): f"pack {i}", id(e.local): f"local {i}", id(e.unpack): f"unpack {i}"}
+        names |= {id(e.pack): f"pack {i}", id(e.unpack): f"unpack {i}"}
 
     def noted_start(transport, where, exchange, pack):
         i = resharder.mover.exchanges.index(exchange)

@@ -28,9 +28,9 @@ from hybridengine.sync.shards import ShardSpec
 from hybridengine.sync.tables import Exchange
 from hybridengine.sync.transport import (
     Gather,
+    Pack,
     Pending,
     Sizes,
-    Tensors,
     Transport,
 )
 
@@ -89,14 +89,14 @@ class TrainersEnd(Transport):
         except LinkError as error:
             self.failure = error
 
-    def post_bucket(self, where: str, exchange: Exchange, sources: Tensors) -> Pending:
+    def post_bucket(self, where: str, exchange: Exchange, pack: Pack) -> Pending:
         if self._is_out:
             return Pending(list)
         sizes = self._sizes[id(exchange)]
         with self._sending():
             with self.link.collective(f"sending {where}"):
                 outgoing = self.link.buffer(int(sizes[self._rank].sum()), self._largest)
-            exchange.pack_into(outgoing, sources)
+            pack(outgoing)
             return self.send_parts(where, outgoing, sizes)
         return Pending(list)
 
@@ -184,7 +184,7 @@ class EnginesEnd(Transport):
         self._checksums: list[torch.Tensor] = []  # of each message, by trainer
         self._messages: list[str] = []
 
-    def post_bucket(self, where: str, exchange: Exchange, sources: Tensors) -> Pending:
+    def post_bucket(self, where: str, exchange: Exchange, pack: Pack) -> Pending:
         return self.receive_parts(where, exchange.bytes_received, self._staging_bytes)
 
     def post(
