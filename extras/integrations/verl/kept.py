@@ -87,14 +87,14 @@ def _prepare_model_outputs(
 
 
 def kept_of_labels(
-    ids: Tensor, column: Sequence[Any], response_lengths: Sequence[int], padding: int = 0
+    ids: Any, column: Sequence[Any], response_lengths: Sequence[int], padding: int = 0
 ) -> KeptIds:
     """Return the entries of the next token of each of T packed tokens, and of padding.
 
     A token that was not sampled has itself alone: verl does not use its log-prob, which is 0.
 
     Args:
-        ids: jagged [B, t], prompts with their responses.
+        ids: jagged tensor [B, t], prompts with their responses.
         column: B entries of the column, or None for a response without them.
         padding: so many tokens follow, whose next token is 0.
     """
