@@ -149,7 +149,8 @@ void copy_rows(char* destination, const char* source, int64_t rows, int64_t stri
 }
 
 bool is_streamed(const MoveRowsParams& p, const RowTensor& tensor) {
-  return p.rows * tensor.row_bytes >= kStreamedBytes;
+  // Streaming half a line at a time, as AVX2 does, is slower than ordinary stores (docs/notes.md).
+  return sizeof(Line) == kCacheLine && p.rows * tensor.row_bytes >= kStreamedBytes;
 }
 
 void move_run(const MoveRowsParams& p, const RowTensor& tensor, const Run& run, bool streamed) {
