@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -157,6 +157,7 @@ class Routes(Part):
 class SequenceRoutes:
     """Recorded experts, int16 [t, layers, k] of the first t tokens of each sequence."""
 
+    needs_tails: ClassVar[bool] = False
     sequences: Sequence[Tensor]
 
     def select(self, sequences: Sequence[int], rows: Tensor) -> SequenceRoutes:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -86,6 +86,7 @@ class SequenceImages:
       ranks run the vision tower.
     """
 
+    needs_tails: ClassVar[bool] = True  # an image may be there
     images: Sequence[Sequence[ImageInputs]] | None
     image_format: ImageFormat
 

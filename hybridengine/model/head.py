@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -38,6 +38,7 @@ class KeptIds(Part):
     form, and so are their log-probs.
     """
 
+    needs_tails: ClassVar[bool] = False
     ids: Tensor  # int32 [K], ascending for each token; or float32 log-probs of such entries
     cu_kept: Tensor  # int64 [R + 1], on the CPU: token r has ids[cu_kept[r]:cu_kept[r + 1]]
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, overload
+from typing import Any, ClassVar, NamedTuple, Protocol, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hybridengine.kernels import pack_forest, pack_sequences
+from hybridengine.kernels.packing.packed import before_last_row, counts_before
 from hybridengine.run.errors import ModelError
 
 TokenIds = Sequence[int] | Tensor  # a list, or integers [l] on the CPU
@@ -72,7 +72,12 @@ class Part:
 
 
 class PartSource(Protocol):
-    """Values for sequences from which `pack_rollouts` and `pack_batch` make a part."""
+    """Values for sequences from which `pack_rollouts` and `pack_batch` make a part.
+
+    needs_tails: `place` reads tokens after the last row of a sequence, on which no row depends.
+    """
+
+    needs_tails: ClassVar[bool]
 
     def select(self, sequences: Sequence[int], rows: Tensor) -> PartSource:
         """Select the values of some sequences, whose result rows are `rows`."""
@@ -91,23 +96,20 @@ class SequenceShard:
 
 
 class SavedWork(NamedTuple):
-    """What plain packing would compute and shared prefixes do not."""
+    """What plain packing would compute and a batch with shared prefixes does not."""
 
     tokens: int = 0
     pairs: int = 0  # of a token and a key that it attends to, in a layer without a window
-
-
-_NOTHING_SAVED = SavedWork()
 
 
 @dataclass(frozen=True)
 class PackedBatch:
     """T tokens of N sequences, and R result rows: the tokens with loss mask 1, in their order.
 
-    Plain packing concatenates the sequences. With `subtree_ends` a common prefix is there once
-    (`hybridengine.kernels.pack_forest`): the sequences of cu_seqlens are then trees, and
-    logit_positions are neither sorted nor unique, as the last token of a prompt predicts the first
-    token of each of its responses.
+    Plain packing concatenates the sequences. With `shared_prefix` each ends at its last row. With
+    `subtree_ends` a common prefix is there once (`hybridengine.kernels.pack_forest`): the sequences
+    of cu_seqlens are then trees, and logit_positions are neither sorted nor unique, as the last
+    token of a prompt predicts the first token of each of its responses.
 
     With `shard` set, input_ids, position_ids, logit_positions and target_ids are this rank's shard
     of the batch; R is then the number of rows of all ranks.
@@ -128,7 +130,7 @@ class PackedBatch:
     shard: SequenceShard | None = None
     subtree_ends: Tensor | None = None  # int32 [T] of all ranks; None: plain packing
     tree_position_ids: Tensor | None = None  # with subtree_ends: position_ids of all ranks
-    saved: SavedWork = _NOTHING_SAVED  # over all ranks that share the batch
+    saved: SavedWork = field(default_factory=SavedWork)  # over all ranks that share the batch
     parts: Mapping[str, Part] = field(default_factory=dict)  # such as the `KeptIds` "kept"
     padding: int = 0  # the last tokens here that are of no sequence
     is_dummy: bool = False
@@ -150,10 +152,8 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Move the tensors; `shard` stays on the CPU."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {
-            n: x.to(device) for n, x in values.items() if isinstance(x, Tensor)
-        }
+        tensors = {n: x for n, x in vars(self).items() if isinstance(x, Tensor)}
+        moved: dict[str, Any] = {n: x.to(device) for n, x in tensors.items()}
         moved["parts"] = {name: part.to(device) for name, part in self.parts.items()}
         return replace(self, **moved)
 
@@ -169,7 +169,8 @@ def pack_rollouts(
     """Pack (prompt_ids, response_ids) pairs; the R result rows are in the order of the pairs.
 
     sequence_parallel: the ranks that share this batch; all of them pass the same pairs.
-    shared_prefix: pack common prefixes, such as the prompt of several responses, once.
+    shared_prefix: pack common prefixes, such as the prompt of several responses, once, and no
+      tokens after the last row of a sequence.
     parts: what the batch carries beside its tokens, of these pairs.
 
     Raises:
@@ -185,16 +186,9 @@ def pack_rollouts(
         raise ModelError(f"rollout {empty[0]} has no prompt tokens; a prompt needs at least one")
     ids = [torch.as_tensor(x, dtype=torch.int64) for pair in rollouts for x in pair]
     packed = pack_sequences(ids)
-    is_response = torch.arange(len(ids)) % 2 == 1
+    is_target = (torch.arange(len(ids)) % 2 == 1).repeat_interleave(packed.cu_seqlens.diff())
     cu_seqlens = packed.cu_seqlens[::2].contiguous()
-    batch = _pack(
-        packed.values[0],
-        cu_seqlens,
-        is_response.repeat_interleave(packed.cu_seqlens.diff()),
-        sequence_parallel,
-        shared_prefix,
-        parts,
-    )
+    batch = _pack(packed.values[0], cu_seqlens, is_target, sequence_parallel, shared_prefix, parts)
     return batch.to(device)
 
 
@@ -211,7 +205,7 @@ def pack_batch(
 
     loss_mask: for each sequence one 0 or 1 per token; 0 at the first token. It may differ between
       equal prefixes: rows belong to sequences, not to packed tokens.
-    shared_prefix: pack common prefixes once; plain packing where there are none.
+    shared_prefix: pack common prefixes once, and no tokens after the last row of a sequence.
     parts: what the batch carries beside its tokens, of these sequences.
 
     Raises:
@@ -233,28 +227,32 @@ def _pack(
 ) -> PackedBatch:
     """Pack sequences that are end to end in `input_ids` [T]; all tensors are on the CPU."""
     lengths = cu_seqlens.diff().long()
-    starts = cu_seqlens[:-1].long().repeat_interleave(lengths)
-    targets = is_target.nonzero().flatten()
+    positions = torch.arange(input_ids.shape[0]) - cu_seqlens[:-1].long().repeat_interleave(lengths)
+    targets, is_kept = is_target.nonzero().flatten(), torch.ones_like(input_ids, dtype=torch.bool)
+    if shared_prefix and not any(source.needs_tails for source in parts.values()):
+        is_kept = before_last_row(is_target, cu_seqlens)
+    kept = counts_before(is_kept)
+    ids, ends = input_ids[is_kept], kept[cu_seqlens]
     batch = PackedBatch(
-        input_ids=input_ids,
-        position_ids=torch.arange(input_ids.shape[0]) - starts,
-        cu_seqlens=cu_seqlens,
-        max_seqlen=max(lengths.tolist(), default=0),
-        logit_positions=targets - 1,
+        input_ids=ids,
+        position_ids=positions[is_kept],
+        cu_seqlens=ends,
+        max_seqlen=max(ends.diff().tolist(), default=0),
+        logit_positions=kept[targets - 1].long(),
         target_ids=input_ids[targets],
         row_index=torch.arange(targets.shape[0]),
-        cu_rows=functional.pad(is_target.cumsum(0, dtype=torch.int32), (1, 0))[cu_seqlens],
-        parts={name: source.place(input_ids, cu_seqlens) for name, source in parts.items()},
+        cu_rows=counts_before(is_target)[cu_seqlens],
+        parts={name: source.place(ids, ends) for name, source in parts.items()},
     )
     if shared_prefix:
         batch = _share_prefixes(batch)
+        tokens = positions.shape[0] - batch.input_ids.shape[0]
+        others = int(positions.sum() - batch.position_ids.sum())  # keys besides a token's own
+        batch = replace(batch, saved=SavedWork(tokens, tokens + others))
     for name in batch.parts:
         if (filler := batch.parts[name].filler()) is not None:
             batch = _pad(batch, *filler)
-    finished = {
-        name: part.finish(batch.cu_seqlens, batch.subtree_ends)
-        for name, part in batch.parts.items()
-    }
+    finished = {n: p.finish(batch.cu_seqlens, batch.subtree_ends) for n, p in batch.parts.items()}
     batch = replace(batch, parts=finished)
     return batch if sequence_parallel is None else _split_sequence(batch, sequence_parallel)
 
@@ -266,14 +264,11 @@ def _share_prefixes(batch: PackedBatch) -> PackedBatch:
         ids = part.distinct_ids(ids)
     forest = pack_forest(ids, batch.cu_seqlens)
     num_tokens = forest.input_ids.shape[0]
-    tokens = batch.input_ids.shape[0] - num_tokens
-    if not tokens:
+    if num_tokens == batch.input_ids.shape[0]:
         return batch
     input_ids = forest.input_ids
     if ids is not batch.input_ids:
         input_ids = input_ids.index_copy(0, forest.token_index.long(), batch.input_ids)
-    # Keys besides a token's own.
-    others = int(batch.position_ids.sum()) - int(forest.position_ids.sum())
     return replace(
         batch,
         input_ids=input_ids,
@@ -283,7 +278,6 @@ def _share_prefixes(batch: PackedBatch) -> PackedBatch:
         logit_positions=forest.token_index[batch.logit_positions],
         subtree_ends=forest.subtree_ends,
         tree_position_ids=forest.position_ids,
-        saved=SavedWork(tokens, tokens + others),
         parts={n: part.share(forest.token_index, num_tokens) for n, part in batch.parts.items()},
     )
 

@@ -139,7 +139,9 @@ def _difference(
 ) -> str | None:
     """Return where packed `sequences` differ from each `alone`; None: nowhere."""
     ids = [sequence.tolist() for sequence in sequences]
-    batch = pack_batch(ids, [[0] + [1] * (len(x) - 1) for x in ids], shared_prefix=shared_prefix)
+    given = [[*x, 0] for x in ids] if shared_prefix else ids  # the last token is not packed then
+    masks = [[0] + [1] * (len(x) - 1) for x in given]
+    batch = pack_batch(given, masks, shared_prefix=shared_prefix)
     flat = pack_sequences(ids)
     index = torch.arange(len(flat.values[0]))
     if shared_prefix:
@@ -190,7 +192,9 @@ def _first_difference(
                 if f"{name}.".startswith(prefix) and difference(outer, "input") <= limit:
                     return outer[0], by
         largest = max(largest, by)
-    of_result = _distance(packed.result, torch.cat([trace.result[:-1] for trace in alone]))
+    has_all = len(packed.result) == sum(map(len, tokens))  # also the rows of last tokens
+    results = [trace.result if has_all else trace.result[:-1] for trace in alone]
+    of_result = _distance(packed.result, torch.cat(results))
     return ("", of_result) if of_result > _JUMP * largest else None
 
 

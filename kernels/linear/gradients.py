@@ -49,7 +49,7 @@ class LinearGradients:
 
     Rows of a chunk are a slice of T or an index tensor. Where the gradients of all rows fit the
     16-bit buffer, one product writes the weight gradient in the weight's own dtype: reading and
-    writing float32 sums, and converting them, would take 2 to 3 ms of a GPU for 500 million weights.
+    writing float32 sums, and converting them, would take a GPU 2 to 3 ms for 500 million weights.
     """
 
     def __init__(

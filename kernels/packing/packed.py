@@ -47,6 +47,26 @@ def inverse_order(indices: Tensor, num_rows: int) -> Tensor:
     return inverse[:num_rows]
 
 
+def counts_before(flags: Tensor) -> Tensor:
+    """Return how many of `flags` [T], 0 or 1, are before each token and in all: int32 [T + 1]."""
+    return torch.nn.functional.pad(flags.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def before_last_row(is_target: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return bool [T], the tokens with a target after them in their sequence, and each first token.
+
+    No prediction of a target depends on the others, if attention is causal.
+
+    Examples:
+        >>> before_last_row(torch.tensor([0, 1, 0, 1, 0, 0, 0]), torch.tensor([0, 5, 7])).int()
+        tensor([1, 1, 1, 0, 0, 1, 0], dtype=torch.int32)
+    """
+    counts, lengths = counts_before(is_target), cu_seqlens.diff()
+    is_needed = counts[1:] < counts[cu_seqlens[1:]].repeat_interleave(lengths)
+    is_needed[cu_seqlens[:-1][lengths > 0]] = True
+    return is_needed
+
+
 def pack_sequences(*fields: Sequence, device: torch.device | str | None = None) -> Packed:
     """Concatenate ragged sequences.
 

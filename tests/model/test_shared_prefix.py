@@ -94,33 +94,38 @@ def test_fused_head_and_checkpointing_equal_plain_packing(kind, checkpointing):
 
 
 def test_layout_of_a_group():
-    pairs = [([5, 6], [7, 8]), ([9], [5]), ([5, 6], [7, 9]), ([5, 6], [])]
+    pairs = [([5, 6], [7, 8]), ([9], [5]), ([5, 6], [7, 9, 4]), ([5, 6], []), ([5, 6], [3, 1])]
     batch = pack_rollouts(pairs, shared_prefix=True)
-    assert batch.input_ids.tolist() == [5, 6, 7, 8, 9, 9, 5]
-    assert batch.position_ids.tolist() == [0, 1, 2, 3, 3, 0, 1]
-    assert batch.subtree_ends.tolist() == [5, 5, 5, 4, 5, 7, 7]
-    assert batch.cu_seqlens.tolist() == [0, 5, 7] and batch.max_seqlen == 5
-    assert batch.logit_positions.tolist() == [1, 2, 5, 1, 2], "rows in the order of the pairs"
-    assert batch.target_ids.tolist() == [7, 8, 5, 7, 9]
+    assert batch.input_ids.tolist() == [5, 6, 7, 9, 3, 9], "no last token: no row depends on it"
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 2, 0]
+    assert batch.subtree_ends.tolist() == [5, 5, 4, 4, 5, 6]
+    assert batch.cu_seqlens.tolist() == [0, 5, 6] and batch.max_seqlen == 5
+    assert batch.logit_positions.tolist() == [1, 2, 5, 1, 2, 3, 1, 4], "in the order of the pairs"
+    assert batch.target_ids.tolist() == [7, 8, 5, 7, 9, 4, 3, 1]
     assert torch.equal(batch.tree_position_ids, batch.position_ids)
-    # Saved: 5 6 7 of the third sequence, 5 6 of the fourth; they see 1, 2, 3 and 1, 2 keys.
-    assert batch.saved == (5, 9)
+    # Saved: 8 and 5; 5 6 7 and 4 of the third sequence, 5 6 of the fourth, 5 6 and 1 of the fifth,
+    # which see 4 and 2; 1, 2, 3 and 5; 1, 2; 1, 2 and 4 keys.
+    assert batch.saved == (11, 27)
 
 
 def test_rows_follow_the_loss_mask_of_their_sequence():
     """SFT on several answers: equal tokens are trained on in one sequence and not in another."""
-    sequences = [[5, 6, 7, 8], [5, 6, 7, 9], [5, 6, 7, 8]]
-    masks = [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 0, 1]]
+    sequences = [[5, 6, 7, 8, 2], [5, 6, 7, 9], [5, 6, 7, 8], [4, 5]]
+    masks = [[0, 0, 1, 1, 0], [0, 0, 0, 1], [0, 1, 0, 1], [0, 0]]
     batch = pack_batch(sequences, masks, shared_prefix=True)
-    assert batch.input_ids.tolist() == [5, 6, 7, 8, 9]
+    assert batch.input_ids.tolist() == [5, 6, 7, 4]
     assert batch.logit_positions.tolist() == [1, 2, 2, 0, 2]
     assert batch.target_ids.tolist() == [7, 8, 9, 6, 8]
 
 
-def test_nothing_shared_is_plain_packing():
+def test_nothing_shared_is_plain_packing_up_to_the_last_row():
     pairs = [([5, 6], [7, 8]), ([9], [5]), ([4], [])]
-    plain, shared = (pack_rollouts(pairs, shared_prefix=share) for share in (False, True))
-    assert shared.subtree_ends is None and shared.saved == (0, 0)
-    for name in ("input_ids", "position_ids", "cu_seqlens", "logit_positions", "target_ids"):
-        assert torch.equal(getattr(plain, name), getattr(shared, name)), name
+    shared = pack_rollouts(pairs, shared_prefix=True)
+    plain = pack_batch([[5, 6, 7], [9], [4]], [[0, 0, 1], [0], [0]])
+    assert shared.subtree_ends is None and shared.saved == (2, 6)
+    for name in ("input_ids", "position_ids", "cu_seqlens", "max_seqlen"):
+        assert torch.equal(*map(torch.as_tensor, (getattr(plain, name), getattr(shared, name)))), (
+            name
+        )
+    assert shared.logit_positions.tolist() == [1, 2, 3] and shared.target_ids.tolist() == [7, 8, 5]
     assert pack_batch([], [], shared_prefix=True).input_ids.numel() == 0
