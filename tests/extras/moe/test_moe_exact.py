@@ -29,7 +29,7 @@ from tests.engine.exact_engines import compare_under_pressure, open_engine, open
 from tests.extras.moe.exact_mixtures import KINDS, mixture_config
 from tests.extras.moe.moe_models import ARCHITECTURES, tiny_moe
 from tests.ranks import run_ranks
-from tests.tiny_models import save_tiny
+from tests.tiny_models import save_characters, save_tiny
 from tests.train.exact_job import VLLM, train
 from tests.train.in_process import lines_of, moe_job
 
@@ -40,8 +40,6 @@ needs_vllm = pytest.mark.skipif(
 TOKENS = 150
 SHORT = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-# transformers forces a class of tokenizers on qwen3_5_moe_text that knows no words.
-WITH_WORDS = [kind for kind in KINDS if kind != "qwen3_5_moe_text"]
 
 
 def exact_block(kind: str, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -294,7 +292,7 @@ def test_replay_of_the_engines_routes_is_not_exact(tmp_path: Path) -> None:
     [
         ("qwen3_moe", 2, 2, "bfloat16"),
         ("gpt_oss", 2, 1, "bfloat16"),
-        *(pytest.param(kind, 2, 1, "float32", marks=LONG) for kind in WITH_WORDS),
+        *(pytest.param(kind, 2, 1, "float32", marks=LONG) for kind in KINDS),
         pytest.param("qwen3_moe", 1, 1, "bfloat16", marks=LONG),
     ],
 )
@@ -311,21 +309,45 @@ def test_engines_that_divide_experts(tmp_path: Path, kind: str, dtype: str) -> N
     check_job(tmp_path, kind, 2, 1, dtype, argument, "rollout.exact=on")
 
 
+@needs_vllm
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    ("kind", "tp_size", "dtype"),
+    [
+        ("qwen2_moe", 2, "bfloat16"),
+        *(
+            pytest.param(kind, tp_size, dtype, marks=LONG)
+            for kind in KINDS
+            for tp_size, dtype in ((1, "float32"), (2, "bfloat16"))
+            if (kind, tp_size) != ("qwen2_moe", 2)
+        ),
+    ],
+)
+def test_merged_adapters(tmp_path: Path, kind: str, tp_size: int, dtype: str) -> None:
+    """Of all linear layers: those of attention and of shared experts."""
+    adapters = ("model.lora_rank=4", "model.lora_alpha=6", "reshard.lora=merged")
+    check_job(tmp_path, kind, tp_size, 1, dtype, *adapters)
+
+
 def check_job(
     tmp_path: Path, kind: str, tp_size: int, expert_parallel: int, dtype: str, *more: str
 ) -> None:
     """Two steps on two ranks with shared prompts and recomputed layers."""
+    path = save_tiny(mixture_config(kind), tmp_path / kind)
+    save_characters(path)
     job = [
         *more,
         *moe_job(tmp_path),
         *VLLM,
-        f"model.path={save_tiny(mixture_config(kind), tmp_path / kind)}",
+        f"model.path={path}",
         f"rollout.tensor_model_parallel_size={tp_size}",
         f"actor.fsdp_config.dtype={dtype}",
         f"actor.fsdp_config.expert_parallel_size={expert_parallel}",
         "trainer.n_gpus_per_node=2",
         "trainer.total_training_steps=2",
+        "data.max_prompt_length=20",
         "data.max_response_length=16",
+        "reward.custom_reward_function.name=hashed",
         "actor.ppo_max_token_len_per_gpu=128",
         "model.enable_gradient_checkpointing=true",
     ]
