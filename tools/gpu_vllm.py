@@ -155,7 +155,7 @@ def write(python: Path, work: Path, paths: list[Path], archive: Path, architectu
 def written(archive: Path) -> Iterator[tarfile.TarFile]:
     """Open an archive to write, which has its name only once it is whole."""
     part = archive.with_name(f"{archive.name}.part")
-    with tarfile.open(part, "w:xz", preset=6) as file:
+    with tarfile.open(part, "w:xz", preset=9) as file:
         yield file
     part.replace(archive)
 

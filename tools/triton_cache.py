@@ -226,8 +226,10 @@ class Plugin:
     is_complete = True  # the time was not over before the last test
 
     def __init__(self, capability: int, end: float) -> None:
-        from tools import gpu_probe, triton_parts  # torch._dynamo, before torch.cuda is replaced
+        # With torch._dynamo, before torch.cuda is replaced.
+        from tools import gpu_probe, gpu_tests, triton_parts
 
+        self._comes_later = gpu_tests.comes_later
         self._end = end
         self._calls = (triton_parts.calls, gpu_probe.operators)
         self._mode = pretend_gpu(capability)
@@ -244,6 +246,9 @@ class Plugin:
     def _is_over(self) -> bool:
         self.is_complete = time.monotonic() < self._end
         return not self.is_complete
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items.sort(key=lambda item: self._comes_later(item.nodeid))  # as the GPU runs them
 
     def pytest_runtest_setup(self, item: Any) -> None:
         import pytest

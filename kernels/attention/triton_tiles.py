@@ -66,7 +66,7 @@ _TILES = {
     ("forward", 80): (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2), Tiles(64, 32, 8, 2)),
     ("forward", 90): (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 32, 8, 2)),
     ("forward", 100): (Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2)),
-    ("forward", 0): (Tiles(32, 32, 4, 2), Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1)),
+    ("forward", 0): (Tiles(32, 32, 8, 2), Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1)),
     ("query_grad", 80): (Tiles(128, 32, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 1)),
     ("query_grad", 90): (Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 3), Tiles(64, 16, 8, 2)),
     ("query_grad", 100): (Tiles(128, 32, 4, 2), Tiles(128, 32, 8, 2), Tiles(32, 32, 8, 2)),
