@@ -14,10 +14,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridengine.kernels.sampling.reference import kept_entries
 from hybridengine.lab.parity.forced import ForcedForward
 from hybridengine.lab.parity.points import LOGITS, EngineRecord
 
 _ALIKE = 0.05  # of the difference to explain: what an alternative may leave of it
+
+
+class Sampling(NamedTuple):
+    """How tokens are drawn: `top_p` 1, `top_k` -1 or 0 and `min_p` 0 truncate nothing."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @property
+    def truncation(self) -> dict[str, float]:
+        """What truncates, by its name."""
+        active = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
+        return {name: getattr(self, name) for name, is_active in active.items() if is_active}
 
 
 class Case(NamedTuple):
@@ -36,10 +52,11 @@ class Case(NamedTuple):
     def ours(self) -> Tensor:
         return self.forced.points[self.point].flatten(1).double().cpu()
 
-    def near(self, point: str) -> Tensor:
-        """What the engine computed at another point of the same module."""
-        module = self.point.rpartition(".")[0]
-        return self.record.points[f"{module}.{point}"].double().cpu()
+    def near(self, *points: str) -> list[Tensor] | None:
+        """What the engine computed at other points of the same module; None if it has not all."""
+        names = [f"{self.point.rpartition('.')[0]}.{point}" for point in points]
+        found = [self.record.points[name] for name in names if name in self.record.points]
+        return [x.double().cpu() for x in found] if len(found) == len(names) else None
 
     def explains(self, alternative: Tensor) -> bool:
         """Whether an alternative gives the engine's values."""
@@ -99,8 +116,9 @@ def _norm(case: Case) -> str | None:
 
 def _rotary(case: Case) -> str | None:
     """The angle of pair j at position p is p base^(-2 j / d)."""
-    heads_of = "num_attention_heads" if case.point.endswith("query") else "num_key_value_heads"
-    heads = getattr(case.config, heads_of)
+    heads = case.config.num_attention_heads
+    if case.point.endswith("key"):
+        heads = getattr(case.config, "num_key_value_heads", heads)
     theirs, ours = (x.view(len(x), heads, 2, -1) for x in (case.theirs, case.ours))
     angle = [torch.atan2(x[:, :, 1], x[:, :, 0]) for x in (theirs, ours)]
     turn = (angle[0] - angle[1]).median(1).values  # [T, d / 2], modulo 2 pi
@@ -142,9 +160,11 @@ def _attention(case: Case) -> str | None:
     positions = case.record.positions
     module = case.point.rpartition(".")[0]
     options = case.forced.attention[module]
-    query, key, value = case.near("query"), case.near("key"), case.near("v_proj")
+    if (near := case.near("query", "key", "v_proj")) is None:
+        return None
+    query, key, value = near
     window, softcap = options.get("sliding_window"), options.get("softcap")
-    head = key.shape[1] // int(case.config.num_key_value_heads)
+    head = query.shape[1] // int(case.config.num_attention_heads)
     scale = float(options.get("scaling") or head**-0.5)
     operands = (query, key, value, head)
 
@@ -232,7 +252,9 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _activation(case: Case) -> str | None:
-    gate, up = case.near("gate_proj"), case.near("up_proj")
+    if (near := case.near("gate_proj", "up_proj")) is None:
+        return None
+    gate, up = near
     for name, function in _ACTIVATIONS.items():
         if case.explains(function(gate) * up):
             known = getattr(case.config, "hidden_act", None) or case.config.hidden_activation
@@ -279,35 +301,33 @@ def _head(case: Case) -> str | None:
     return None
 
 
-def response_log_probs(
-    record: EngineRecord, logits: Tensor, temperature: float, top_p: float
-) -> Tensor:
+def response_log_probs(record: EngineRecord, logits: Tensor, how: Sampling) -> Tensor:
     """Return the log-probs of the response's tokens under how it was sampled; logits: [T, V]."""
-    scaled = (logits / temperature).log_softmax(-1)
-    if top_p < 1.0:
-        ordered, index = scaled.sort(dim=-1, descending=True)
-        before = ordered.exp().cumsum(-1) - ordered.exp()
-        dropped = torch.zeros_like(before, dtype=torch.bool).scatter(1, index, before >= top_p)
-        scaled = scaled.masked_fill(dropped, -torch.inf).log_softmax(-1)
+    scaled = logits / how.temperature
+    if how.truncation:
+        options = (how.temperature, how.top_k, how.top_p, how.min_p)
+        rows = [torch.full((len(logits),), x, device=logits.device) for x in options]
+        scaled = scaled.masked_fill(~kept_entries(logits, *rows), -torch.inf)
     ids = torch.tensor(record.token_ids[record.num_prompt :], device=logits.device)
-    return scaled.gather(1, ids.unsqueeze(1)).squeeze(1)
+    return scaled.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
 
 
-def sampling_cause(record: EngineRecord, temperature: float, top_p: float) -> str | None:
+def sampling_cause(record: EngineRecord, how: Sampling) -> str | None:
     """Return how the engine's log-probs follow from its own logits; None: as the trainer's do."""
     logits = record.points[LOGITS].double().cpu()
     given = torch.tensor(record.log_probs, dtype=torch.float64)
 
-    def fits(temperature: float, top_p: float) -> bool:
-        difference = response_log_probs(record, logits, temperature, top_p) - given
+    def fits(how: Sampling) -> bool:
+        difference = response_log_probs(record, logits, how) - given
         return bool(difference.abs().max() < 1e-3)
 
-    if fits(temperature, top_p):
+    if fits(how):
         return None
-    if top_p < 1.0 and fits(temperature, 1.0):
-        return f"its log-probs are not renormalised over what top_p={top_p:g} keeps"
-    if temperature != 1.0 and fits(1.0, top_p):
-        return f"its log-probs are of temperature 1, not {temperature:g}"
-    if fits(1.0, 1.0):
-        return "its log-probs are of the raw logits, before temperature and top_p"
-    return "its log-probs follow neither from its logits nor from temperature and top_p"
+    names = ", ".join(f"{name}={value:g}" for name, value in how.truncation.items())
+    if names and fits(Sampling(how.temperature)):
+        return f"its log-probs are not renormalised over what {names} keeps"
+    if how.temperature != 1.0 and fits(how._replace(temperature=1.0)):
+        return f"its log-probs are of temperature 1, not {how.temperature:g}"
+    if fits(Sampling()):
+        return f"its log-probs are of the raw logits, before temperature and {names or 'top_p'}"
+    return "its log-probs follow neither from its logits nor from temperature and truncation"

@@ -15,7 +15,13 @@ from torch.distributed.tensor import DTensor
 from hybridengine.engine.vllm.weights import record_engine_layout
 from hybridengine.kernels import decode_linear
 from hybridengine.kernels.logprob.soft_cap import soft_cap_
-from hybridengine.lab.parity.causes import Case, cause_of, response_log_probs, sampling_cause
+from hybridengine.lab.parity.causes import (
+    Case,
+    Sampling,
+    cause_of,
+    response_log_probs,
+    sampling_cause,
+)
 from hybridengine.lab.parity.forced import ForcedForward
 from hybridengine.lab.parity.points import (
     LOGITS,
@@ -188,6 +194,8 @@ class Parity:
         max_tokens: int = 16,
         temperature: float = 1.0,
         top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
         seed: int = 0,
     ) -> Report:
         """Generate a response to each of `prompts`, and compare all that led to it.
@@ -208,15 +216,14 @@ class Parity:
             *find_weight_faults(weights, self._layout, tensors),
             *tied_head_faults(weights, tensors),
         ]
-        how: Any = {"temperature": temperature, "top_p": top_p, "seed": seed}
-        sampling = SamplingParams(
-            max_tokens=max_tokens, logprobs=0, ignore_eos=True, detokenize=False, **how
-        )
-        report = self._compare(prompts, sampling, faults)
+        how = Sampling(temperature, top_p, top_k, min_p)
+        options: Any = {"logprobs": 0, "ignore_eos": True, "detokenize": False, **how._asdict()}
+        sampling = SamplingParams(max_tokens=max_tokens, seed=seed, **options)
+        report = self._compare(prompts, sampling, how, faults)
         finding = report.finding
         if report.has_cached_prefix and finding is not None and ".attention" in finding.point:
             self.llm.reset_prefix_cache()
-            fresh = self._compare(prompts, sampling, faults)
+            fresh = self._compare(prompts, sampling, how, faults)
             if fresh.finding is not None:
                 return fresh
             cause = (
@@ -227,9 +234,13 @@ class Parity:
         return report
 
     def _compare(
-        self, prompts: Sequence[Sequence[int]], sampling: Any, faults: Sequence[WeightFault]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Any,
+        how: Sampling,
+        faults: Sequence[WeightFault],
     ) -> Report:
-        record_kept = self._is_exact and sampling.top_p < 1.0
+        record_kept = self._is_exact and bool(how.truncation)
         forced = [
             ForcedForward(
                 self.model,
@@ -240,9 +251,8 @@ class Parity:
         ]
         records = [ours.record for ours in forced]
         differences = self._differences(records, forced)
-        how = (sampling.temperature, sampling.top_p)
         finding = self._finding(records, forced, differences, faults, how)
-        pairs = [self._log_probs(record, *how) for record in records]
+        pairs = [self._log_probs(record, how) for record in records]
         ours, theirs = (torch.cat(x) for x in zip(*pairs, strict=True))
         log_ratios = ours - theirs
         return Report(
@@ -275,7 +285,7 @@ class Parity:
         forced: Sequence[ForcedForward],
         differences: Mapping[str, float],
         faults: Sequence[WeightFault],
-        sampling: tuple[float, float],
+        how: Sampling,
     ) -> Finding | None:
         wrong = {fault.point: fault for fault in faults}
         for point, difference in differences.items():
@@ -291,8 +301,8 @@ class Parity:
         if faults:  # of a point that is no module of the trained model
             return Finding(faults[0].point, 0.0, f"weight: {faults[0].cause}")
         for record in records:
-            cause = sampling_cause(record, *sampling)
-            ours, theirs = self._log_probs(record, *sampling)
+            cause = sampling_cause(record, how)
+            ours, theirs = self._log_probs(record, how)
             difference = float((ours - theirs).abs().max())
             if cause is None and self._is_exact and difference > 0:
                 cause = "its log-probs are rounded otherwise than the trained model's"
@@ -315,9 +325,7 @@ class Parity:
         ]
         return cause_of(max(pairs, key=lambda c: float((c.theirs - c.ours).norm())))
 
-    def _log_probs(
-        self, record: EngineRecord, temperature: float, top_p: float
-    ) -> tuple[Tensor, Tensor]:
+    def _log_probs(self, record: EngineRecord, how: Sampling) -> tuple[Tensor, Tensor]:
         """Return the log-probs of the response, of the trained model and of the engine."""
         device = next(self.model.parameters()).device
         if self._is_exact:
@@ -325,12 +333,12 @@ class Parity:
             parts = {} if record.kept is None else {"kept": record.kept}
             batch = pack_rollouts([(ids[:start], ids[start:])], device, parts=parts)
             with torch.no_grad():
-                ours = packed_log_probs(self.model, batch, temperature)[0].double()
+                ours = packed_log_probs(self.model, batch, how.temperature)[0].double()
         else:
             tokens = torch.tensor(record.token_ids[:-1], device=device)
             with torch.no_grad():
                 logits = _forward(self.model, tokens)[record.num_prompt - 1 :].double()
-            ours = response_log_probs(record, logits, temperature, top_p)
+            ours = response_log_probs(record, logits, how)
         return ours.cpu(), torch.tensor(record.log_probs, dtype=torch.float64)
 
 

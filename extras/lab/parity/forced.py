@@ -98,6 +98,8 @@ class ForcedForward:
         theirs = self.record.points.get(name)
         if theirs is None:
             return value
+        if name in self.record.heads_first:  # [1, H, T, D]
+            value = value.transpose(1, 2)
         shape = value.shape
         rows = value.reshape(-1, theirs[0].numel())
         if name == LOGITS:
@@ -107,7 +109,8 @@ class ForcedForward:
         own = self._rows.to(rows.device)
         self.points[name] = rows[own].clone()
         rows[own] = theirs.reshape(len(own), -1).to(rows)
-        return rows.view(shape)
+        forced = rows.view(shape)
+        return forced.transpose(1, 2) if name in self.record.heads_first else forced
 
 
 def _scaled_embedding(model: nn.Module, record: EngineRecord) -> EngineRecord:

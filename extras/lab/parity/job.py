@@ -75,6 +75,8 @@ def compare_job(config: RLConfig) -> Report:
                 max_tokens=min(_MAX_TOKENS, data.max_response_length),
                 temperature=rollout.temperature,
                 top_p=rollout.top_p,
+                top_k=rollout.top_k,
+                min_p=rollout.min_p,
                 seed=config.seed,
             )
         finally:

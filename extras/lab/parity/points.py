@@ -38,6 +38,7 @@ class EngineRecord:
       did not, nor did the last token.
     points: a float tensor [len(positions), ...] by name, in the order of computation; that of
       LOGITS is [tokens of the response, V].
+    heads_first: points whose module has [1, H, T, D] in the trained model, such as norms of heads.
     inputs: what each norm received, a tensor of the same rows by name.
     kept: the vocabulary entries that sampling kept for each token of the response, where recorded.
     """
@@ -49,18 +50,37 @@ class EngineRecord:
     points: dict[str, Tensor]
     inputs: dict[str, Tensor]
     kept: KeptIds | None = None
+    heads_first: frozenset[str] = frozenset()
 
 
 @dataclass
 class _Rows:
-    """Rows as they come, by point."""
+    """Rows as they come, by point; tokens: of the newest step."""
 
+    tokens: int = 0
     positions: list[int] = field(default_factory=list)
     points: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    heads_first: set[str] = field(default_factory=set)
     inputs: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, name: str, value: Tensor) -> None:
-        self.points[name].append(value.detach().clone())
+        if value.dim() == 4 and value.shape[1] != self.tokens:
+            self.heads_first.add(name)
+        self.points[name].append(self.without_batch(value.detach()).clone())
+
+    def without_batch(self, x: Tensor) -> Tensor:
+        """Return what is [1, T, ...] in vLLM's models of transformers as [T, ...]."""
+        return x[0] if x.dim() == 4 or (x.shape[:2] == (1, self.tokens) and x.dim() > 2) else x
+
+    def joined(self) -> dict[str, Tensor]:
+        """Return the rows of all steps by point; none of modules called more than once."""
+        joined = dict[str, Tensor]()
+        for name, parts in self.points.items():
+            is_turned = name in self.heads_first
+            rows = torch.cat([x.transpose(0, 1) for x in parts] if is_turned else parts)
+            if name == LOGITS or len(rows) == len(self.positions):
+                joined[name] = rows
+        return joined
 
 
 def record_engine(
@@ -94,9 +114,10 @@ def record_engine(
         len(token_ids),
         log_probs,
         rows.positions,
-        {name: torch.cat(parts) for name, parts in rows.points.items()},
+        rows.joined(),
         {name: torch.cat(parts) for name, parts in rows.inputs.items()},
         kept,
+        frozenset(rows.heads_first),
     )
 
 
@@ -118,7 +139,8 @@ def _recording(model: nn.Module, rows: _Rows) -> Iterator[None]:
 
         def note_positions(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             positions = kwargs["positions"] if "positions" in kwargs else args[1]
-            rows.positions += positions.reshape(-1, positions.shape[-1])[0].tolist()
+            rows.tokens = positions.shape[-1]
+            rows.positions += positions.reshape(-1, rows.tokens)[0].tolist()
 
         handle = model.register_forward_pre_hook(note_positions, with_kwargs=True)
         stack.callback(handle.remove)
@@ -130,7 +152,13 @@ def _recording(model: nn.Module, rows: _Rows) -> Iterator[None]:
 
 
 def _trained_name(model: Any, name: str) -> str:
-    """Return transformers' name of a module of vLLM, which has others for those of gpt_oss."""
+    """Return transformers' name of a module of vLLM, which has others for those of gpt_oss.
+
+    Where vLLM runs the decoder of transformers it calls it `model`.
+    """
+    base = getattr(getattr(model, "model", None), "base_model_prefix", None)
+    if base is not None and name.startswith("model."):
+        name = f"{base}.{name.removeprefix('model.')}"
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     name = f"{name}.weight"
     for old, new in getattr(mapper, "orig_to_new_substr", {}).items():
@@ -175,7 +203,8 @@ def _hooks(name: str, module: nn.Module, owner: Any, rows: _Rows) -> Iterator[An
     elif type(module).__name__.endswith("RMSNorm"):
 
         def note_input(module: nn.Module, args: tuple) -> None:
-            rows.inputs[name].append(sum(x.detach().double() for x in args if x is not None))
+            given = sum(x.detach().double() for x in args if x is not None)
+            rows.inputs[name].append(rows.without_batch(given))
 
         yield module.register_forward_pre_hook(note_input)
         yield module.register_forward_hook(lambda module, args, out: rows.add(name, _first(out)))

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.exact_engines import open_engine, open_model
+from tests.engine.exact_types import save_other
 from tests.extras.lab.parity.engines import PROMPTS, attribute
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -36,6 +38,7 @@ def reports(rank: int, world_size: int, path: str) -> dict[str, Any]:
     results = {
         "all": parity.compare(PROMPTS, **how),
         "kept": parity.compare(PROMPTS, top_p=0.6, **how),
+        "likeliest": parity.compare(PROMPTS, top_k=5, min_p=0.01, **how),
     }
     llm.reset_prefix_cache()
     with attribute(norm, "variance_epsilon", epsilon):
@@ -50,7 +53,7 @@ def reports(rank: int, world_size: int, path: str) -> dict[str, Any]:
 def test_points_are_equal_bit_for_bit(tmp_path: Path, kind: str) -> None:
     path = save_tiny(kind, tmp_path / "model")
     found = run_ranks(reports, 1, path, timeout_s=200)[0]
-    for name in ("all", "kept"):
+    for name in ("all", "kept", "likeliest"):
         report = found[name]
         assert len(report.differences) >= 29 and not any(report.differences.values()), report
         assert report.finding is None and report.num_tokens == 12
@@ -60,3 +63,45 @@ def test_points_are_equal_bit_for_bit(tmp_path: Path, kind: str) -> None:
         finding = found[name].finding
         assert finding is not None and finding.point == point, found[name]
         assert 0 < finding.difference < 1e-5  # less than what rounding explains elsewhere
+
+
+def of_transformers(rank: int, world_size: int, path: str, name: str) -> tuple[Any, Any]:
+    """Compare a model that vLLM runs by transformers' code; then with another norm `name`."""
+    from hybridengine.lab.parity import attach
+    from hybridengine.lab.parity.points import engine_model
+
+    llm = open_engine(path, "float32", kv_cache_memory_bytes=64 << 20)
+    parity, engine = attach(open_model(path, "float32"), llm), engine_model(llm)
+    # As many tokens as heads: what a norm of heads has first shows in later steps.
+    prompts = [*PROMPTS, [5, 6, 7, 8]]
+    report = parity.compare(prompts, max_tokens=6, top_k=20)
+    llm.reset_prefix_cache()
+    with torch.no_grad():
+        engine.get_submodule(name).weight *= 1.001
+    return report, parity.compare(prompts, max_tokens=6, top_k=20).finding
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "point", "least"),
+    [
+        ("phi", "input_layernorm", "model.layers.1.input_layernorm", 25),
+        pytest.param(
+            *("gpt_neox", "input_layernorm", "gpt_neox.layers.1.input_layernorm", 23),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            *("olmo2", "self_attn.q_norm", "model.layers.1.self_attn.q_norm", 28),
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_a_model_of_transformers_in_vllm(
+    tmp_path: Path, kind: str, name: str, point: str, least: int
+) -> None:
+    path = save_other(kind, tmp_path)[1]
+    report, finding = run_ranks(of_transformers, 1, path, f"model.layers.1.{name}", timeout_s=200)[
+        0
+    ]
+    assert report.finding is None, report
+    assert len(report.differences) >= least and not any(report.differences.values()), report
+    assert finding is not None and finding.point == point, finding

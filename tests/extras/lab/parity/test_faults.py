@@ -155,15 +155,17 @@ def of_full_distribution(parity: Any) -> tuple[str, str]:
     """Compare with log-probs that the engine has not renormalised."""
     from vllm import SamplingParams
 
-    from hybridengine.lab.parity.causes import response_log_probs, sampling_cause
+    from hybridengine.lab.parity.causes import Sampling, response_log_probs, sampling_cause
     from hybridengine.lab.parity.points import LOGITS, record_engine
 
-    options = {"temperature": 0.7, "top_p": 0.6}
-    sampling = SamplingParams(max_tokens=8, logprobs=0, seed=1, ignore_eos=True, **options)
+    how = Sampling(0.7, 0.6)
+    sampling = SamplingParams(
+        max_tokens=8, logprobs=0, seed=1, ignore_eos=True, temperature=0.7, top_p=0.6
+    )
     record = record_engine(parity.llm, PROMPTS[0], sampling)
     logits = record.points[LOGITS].double()
-    record.log_probs = response_log_probs(record, logits, 0.7, 1.0).tolist()
-    return "sampling", str(sampling_cause(record, **options))
+    record.log_probs = response_log_probs(record, logits, Sampling(0.7)).tolist()
+    return "sampling", str(sampling_cause(record, how))
 
 
 def gemma_faults(rank: int, world_size: int, path: str) -> Findings:
