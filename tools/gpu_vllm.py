@@ -1,7 +1,7 @@
 """vLLM for a GPU machine without a network: its wheel for one GPU, and what an engine imports.
 
 A step of gpu_rehearsal.py. The wheel has 320 MB, most of it machine code for other GPUs and kernels
-of FlashAttention for other types and head sizes: these are zeroed, so that the archive has 43 MiB.
+of FlashAttention for other types and head sizes: these are zeroed, so that the archive has 42 MiB.
 vLLM's own libraries are of torch's stable ABI and load with torch 2.11, for which vLLM has no
 wheel; nothing else of this version is promised there.
 """
