@@ -20,8 +20,8 @@ from hybridengine.engine.vllm.environment import (
     prepare_environment,
     vllm_available,
 )
-from hybridengine.engine.vllm.sleep import HUGEPAGE, advise_pages
 from hybridengine.kernels import paged_attention
+from hybridengine.kernels.pages import HUGEPAGE, advise_pages
 
 HEADS = {"9/3x64": (9, 3, 64), "14/2x64": (14, 2, 64), "32/8x128": (32, 8, 128)}
 DECODING = [(512 + i * 1536 // 31, 1) for i in range(32)]  # (length, queries) of 32 sequences

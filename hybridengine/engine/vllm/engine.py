@@ -47,7 +47,7 @@ from hybridengine.engine.vllm.sampling import (
     request_generators,
     seeded,
 )
-from hybridengine.engine.vllm.sleep import DONTNEED, HUGEPAGE, Level2Sleep, advise_pages
+from hybridengine.engine.vllm.sleep import Level2Sleep
 from hybridengine.engine.vllm.weights import (
     LoraSlot,
     VllmWeights,
@@ -55,6 +55,7 @@ from hybridengine.engine.vllm.weights import (
     slot_options,
     updates_between_steps,
 )
+from hybridengine.kernels.pages import DONTNEED, HUGEPAGE, advise_pages
 from hybridengine.kernels.sampling import ragged_likely
 from hybridengine.model.attachments import Attachment, VllmPrompt, plain_prompt
 from hybridengine.model.shared_weights import Part, SlicedWeights, engine_parts, parameter_views
@@ -128,8 +129,8 @@ class VllmEngine(RolloutEngine):
         self.target.discards_weights = self._level2_sleep is not None
         if not on_gpu:
             for cache in self.model_runner.kv_caches:
-                advise_pages(cache.untyped_storage(), HUGEPAGE)
-                advise_pages(cache.untyped_storage(), DONTNEED)  # those that it has are small
+                # Those that it has are small.
+                advise_pages(cache.untyped_storage(), HUGEPAGE, DONTNEED)
         if options.exact:
             max_model_len = self._llm.model_config.max_model_len
             use_exact_operators(self.model_runner.get_model(), max_model_len, self._slot)

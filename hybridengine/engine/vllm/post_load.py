@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.kernels.decode_linear import inference_linear
+from hybridengine.kernels.pages import prefer_huge_pages
 from hybridengine.model.shared_weights import LayeredWeights
 from hybridengine.run import plugins
 from hybridengine.sync.layout import Copy, EngineLayout, LayoutError, Shape, TensorSpec
@@ -84,6 +85,8 @@ def writable_weights() -> Iterator[PostLoadProcessing]:
     run = partial(post_load.run, base_loader.process_weights_after_loading)
     with ExitStack() as stack:
         stack.enter_context(patch.object(base_loader, "process_weights_after_loading", run))
+        create = on_huge_pages(base_loader.BaseModelLoader.create_model)
+        stack.enter_context(patch.object(base_loader.BaseModelLoader, "create_model", create))
         choose = staticmethod(_without_copies(CpuPlatform.get_attn_backend_cls))
         stack.enter_context(patch.object(CpuPlatform, "get_attn_backend_cls", choose))
         rotate = of_all_heads(RotaryEmbedding.forward_cpu)
@@ -91,6 +94,18 @@ def writable_weights() -> Iterator[PostLoadProcessing]:
         for quantization in quantizations().values():
             stack.enter_context(quantization.watched())
         yield post_load
+
+
+def on_huge_pages(create: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    """Return vLLM's construction of a model, whose weights are not loaded yet, on huge pages."""
+
+    def created(*args: Any, **kwargs: Any) -> torch.nn.Module:
+        model = create(*args, **kwargs)
+        for weight in model.parameters():
+            prefer_huge_pages(weight.untyped_storage())
+        return model
+
+    return created
 
 
 def _without_copies(choose: Callable[..., str]) -> Callable[..., str]:

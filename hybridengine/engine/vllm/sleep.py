@@ -8,8 +8,6 @@ weights that vLLM derived, LoRA slots, a draft model, plain attributes) is copie
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -101,19 +99,3 @@ def unwritten(
 def _is_dense(tensor: torch.Tensor) -> bool:
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return reach + 1 == tensor.numel()
-
-
-# Return the memory to the system: addresses stay valid, pages that are used again are allocated
-# again and are zero. Locked memory cannot be returned and stays as it is.
-DONTNEED = mmap.MADV_DONTNEED
-# Allocate 2 MiB at a time from now on. Reading a cache block by block misses the TLB otherwise.
-HUGEPAGE = mmap.MADV_HUGEPAGE
-
-
-def advise_pages(storage: torch.UntypedStorage, advice: int) -> None:
-    """Call madvise for the whole pages of a CPU storage; a system that refuses changes nothing."""
-    end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
-    begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    if begin < end:
-        madvise = ctypes.CDLL(None).madvise
-        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
