@@ -95,11 +95,6 @@ def _servers(config: RLConfig) -> Iterator[str]:
             f"algorithm.score_centering.enabled is true, but {key} do not return the log-probs of "
             "the most likely entries; set it to false"
         )
-    if config.replays_sampling:
-        yield (
-            f"algorithm.sampling_replay is {config.algorithm.sampling_replay}, but {key} do not "
-            "return what sampling kept; set it to off, or rollout.top_p=1 and top_k=-1"
-        )
 
 
 def _critic_ranks(config: RLConfig) -> Iterator[str]:

@@ -176,11 +176,12 @@ def connect_servers(
     limit, is_inner = long_rope_limit(model), bool(inner_names(config.model.path, model))
 
     def join(server: VllmServer) -> None:
-        server.check_settings(config.max_model_len, limit, is_inner)
+        server.check_settings(config.max_model_len, limit, is_inner, rollout.min_p > 0)
         if exact:
             server.check_exact(config.actor.fsdp_config.dtype)
         host, port = address_for(server.host, link.address)
-        server.join(TrainersStore(host, port, f"{link.store.name}/weights", limit_s))
+        store = TrainersStore(host, port, f"{link.store.name}/weights", limit_s)
+        server.join(store, config.replays_sampling)
 
     most = rollout.max_num_seqs
     pool = ServerPool(servers, join, max_sequences=most, timeout_s=limit_s)

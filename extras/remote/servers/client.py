@@ -13,6 +13,7 @@ import json
 import math
 import os
 import socket
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from hybridengine.engine.response import Response
+from hybridengine.engine.response import Response, pack_kept
 from hybridengine.remote.servers.images import ServerPrompt, check_image_settings
 from hybridengine.run.errors import RolloutError, shorten
 from hybridengine.run.messages import check_secret
@@ -118,7 +119,11 @@ class VllmServer:
             self._checked_images = True
 
     def check_settings(
-        self, max_model_len: int, long_rope_limit: int | None = None, is_inner: bool = False
+        self,
+        max_model_len: int,
+        long_rope_limit: int | None = None,
+        is_inner: bool = False,
+        has_min_p: bool = False,
     ) -> None:
         """Raise RolloutError if the server lacks an option, or is for other sequences.
 
@@ -126,6 +131,7 @@ class VllmServer:
         long_rope_limit: the longest sequence with the short factors of the model's LongRoPE, None
             without one.
         is_inner: whether the language model of the checkpoint is trained alone.
+        has_min_p: whether requests have min-p, which vLLM ignores where it drafts.
         """
         info = self.settings()
         model, transfer = info["model_config"], info["weight_transfer_config"] or {}
@@ -143,7 +149,7 @@ class VllmServer:
         cache, drafting = info.get("cache_config") or {}, info.get("speculative_config")
         sampling = {  # see hybridengine.engine.vllm.options
             "--logits-processors": model.get("logits_processors"),
-            "--speculative-config": (drafting or {}).get("method", "ngram") != "ngram",
+            "--speculative-config": drafting and (drafting["method"] != "ngram" or has_min_p),
             "--watermark-config": info.get("watermark_config"),
             "--reasoning-config": info.get("reasoning_config"),
             "--diffusion-config": info.get("diffusion_config"),
@@ -183,13 +189,16 @@ class VllmServer:
 
     # Weights
 
-    def join(self, store: TrainersStore) -> None:
+    def join(self, store: TrainersStore, records_kept: bool = False) -> None:
         """Make its workers an engine of the weight sync; replaces what they joined before.
+
+        records_kept: its completions have the entries that truncated sampling kept.
 
         Raises RolloutError where they cannot, such as a model that differs from the trained one, or
         packages in their environment that add logits processors.
         """
-        info = {"index": self.index, "samples": True, **vars(store)}
+        how = {"samples": True, "records_kept": records_kept}
+        info = {"index": self.index, **how, **vars(store)}
         try:
             self.init_weight_transfer_engine(info)
         except ServerLostError as error:
@@ -251,20 +260,25 @@ class VllmServer:
     # Generation
 
     def complete(
-        self, prompt: ServerPrompt, sampling: Mapping[str, Any], versions: Mapping[str, int]
+        self,
+        prompt: ServerPrompt,
+        sampling: Mapping[str, Any],
+        versions: Mapping[str, int],
+        records_kept: bool = False,
     ) -> list[Response]:
         """Return sampling["n"] completions.
 
         sampling: vLLM's `SamplingParams`.
         versions: of the weights, by their labels; a completion of other weights is an error of the
           server.
+        records_kept: add the columns of what sampling kept; the server has joined with it.
         """
         body = {**prompt.request(), "sampling_params": sampling}
         answer = self.request("POST", "/inference/v1/generate", body)
         try:
             prompt.check(self, answer)
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            completions = [self._completion(choice, versions) for choice in choices]
+            completions = [self._completion(x, versions, records_kept) for x in choices]
         except (KeyError, TypeError) as error:
             raise self._unexpected(answer, error) from None
         if len(completions) != sampling["n"]:
@@ -273,7 +287,9 @@ class VllmServer:
             )
         return completions
 
-    def _completion(self, choice: Mapping[str, Any], versions: Mapping[str, int]) -> Response:
+    def _completion(
+        self, choice: Mapping[str, Any], versions: Mapping[str, int], records_kept: bool
+    ) -> Response:
         ids, log_probs = choice["token_ids"], choice["logprobs"]["content"]
         spans = choice["weight_versions"] or ()
         if choice["finish_reason"] not in ("stop", "length"):
@@ -295,7 +311,13 @@ class VllmServer:
         values = [float(entry["logprob"]) for entry in log_probs]
         if not all(math.isfinite(x) for x in values):
             raise ServerLostError(f"{self} returned a log-prob that is not finite")
-        return Response(ids, values, choice["finish_reason"], versions=runs)
+        columns = dict[str, Any]()
+        if records_kept:
+            try:
+                columns |= pack_kept(ids, choice["sampling_mask"] or (), sys.maxsize)
+            except RuntimeError as error:
+                raise ServerLostError(f"{self}: {error}") from None
+        return Response(ids, values, choice["finish_reason"], runs, columns)
 
     # HTTP
 

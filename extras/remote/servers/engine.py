@@ -98,7 +98,7 @@ class ServerEngine(RolloutEngine):
         def complete(server: VllmServer, versions: Mapping[str, int]) -> list[Response]:
             if prompt.images and self._preparer is not None:
                 server.check_images(self._preparer.options)
-            return server.complete(served, sampling, versions)
+            return server.complete(served, sampling, versions, spec.records)
 
         return self._threads.submit(partial(self.pool.call, complete, spec.n))
 

@@ -12,6 +12,7 @@ prefixes (`in_flight.drop_cached_prefixes`), and resumes it (`hybridengine.remot
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -22,11 +23,12 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
 from hybridengine.engine.vllm.options import check_plugins
 from hybridengine.engine.vllm.post_load import PostLoadProcessing
-from hybridengine.engine.vllm.sampling import request_generators
+from hybridengine.engine.vllm.sampling import FusedSampler, request_generators
 from hybridengine.engine.vllm.weights import ModelWeights
 from hybridengine.model.parameters import checkpoint_layout_from_config
 from hybridengine.model.stored import inner_names, trained_config
 from hybridengine.remote.sync.receiver import WeightReceiver
+from hybridengine.run.errors import ConfigError
 from hybridengine.sync.checks import config_differences, plain_values
 from hybridengine.sync.layout import CheckpointLayout, LayoutError
 from hybridengine.sync.weight_target import EngineState, ReshardError
@@ -38,7 +40,8 @@ _CONNECT_TIMEOUT = timedelta(seconds=30)
 class StoreInfo(WeightTransferInitInfo):
     """host, port: of a `TCPStore`. prefix: of the trainers' keys in it. index: number of this
     server among the engines. timeout_s: as `WeightReceiver`. samples: whether the trainers train on
-    what this server samples, which must then be of the model's own distribution."""
+    what this server samples, which must then be of the model's own distribution. records_kept:
+    whether it returns the vocabulary entries that truncated sampling kept."""
 
     host: str
     port: int
@@ -46,6 +49,7 @@ class StoreInfo(WeightTransferInitInfo):
     index: int
     timeout_s: float = 300.0
     samples: bool = False
+    records_kept: bool = False
 
 
 def _weights_sleep() -> bool:
@@ -91,9 +95,12 @@ class ServerWorker:
     model, config: of the worker. With --language-model-only, the trained model may be the language
       model of a checkpoint of `WRAPPERS`.
     post_load: ran as vLLM loaded the model.
+    sampler: None: vLLM's second one, of GPUs.
     """
 
-    def __init__(self, model: Any, config: Any, post_load: PostLoadProcessing) -> None:
+    def __init__(
+        self, model: Any, config: Any, post_load: PostLoadProcessing, sampler: FusedSampler | None
+    ) -> None:
         source, trust = config.model_config.model, config.model_config.trust_remote_code
         trained = AutoConfig.from_pretrained(source, trust_remote_code=trust)
         images, inner = config.model_config.multimodal_config, dict[str, str]()
@@ -108,6 +115,7 @@ class ServerWorker:
             self.weights.model_config = served
             self.weights.config_differences = config_differences(checkpoint.config, served)
         self._receiver: WeightReceiver | None = None
+        self._sampler, self._recording = sampler, ExitStack()
         self._compute_logits = model.compute_logits
         model.compute_logits = self._compute_from_complete_weights
         request_generators().__enter__()  # for the rest of the server's life
@@ -119,11 +127,20 @@ class ServerWorker:
     def join(self, info: StoreInfo) -> None:
         """Become an engine of the trainers at a store; collective over the server's workers.
 
-        Raises ConfigError where packages installed here change the distribution that is sampled.
+        Raises ConfigError where packages installed here change the distribution that is sampled, or
+        where its sampler cannot record what it kept.
         """
         self.leave()
         if info.samples:
             check_plugins("uninstall these packages where the server runs")
+        if info.records_kept:
+            if self._sampler is None:
+                raise ConfigError(
+                    "this server has the sampler of vLLM's second model runner (GPUs), which would "
+                    "return the full vocabulary of requests without truncation, too; set "
+                    "algorithm.sampling_replay=off, or generate without rollout.servers"
+                )
+            self._recording.enter_context(self._sampler.recording())
         store = dist.TCPStore(
             info.host, info.port, is_master=False, timeout=_CONNECT_TIMEOUT, wait_for_workers=False
         )
@@ -158,6 +175,7 @@ class ServerWorker:
         if self._receiver is not None:
             self._receiver.close()
         self._receiver = None
+        self._recording.close()
 
     def _compute_from_complete_weights(self, *args: Any, **kwargs: Any) -> Any:
         """Compute logits; where the weights are partially updated, raise, which ends the server.

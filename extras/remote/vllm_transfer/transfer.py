@@ -39,7 +39,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from hybridengine.engine.exact.operators import exact_engine, use_exact_operators
 from hybridengine.engine.vllm.environment import own_model_classes
 from hybridengine.engine.vllm.post_load import PostLoadProcessing
-from hybridengine.engine.vllm.sampling import fuse_sampler
+from hybridengine.engine.vllm.sampling import FusedSampler, fuse_sampler
 from hybridengine.engine.vllm.weights import VllmWeights, drop_cached_prefixes
 from hybridengine.fp8.engine import check_quantization
 from hybridengine.model.lora import adapter_shards
@@ -54,6 +54,7 @@ from hybridengine.sync.resharder import Resharder
 from hybridengine.sync.weight_target import WeightState, operation
 
 POST_LOAD = "_hybridengine_post_load"  # attribute of a model that vLLM loaded for this backend
+_SAMPLER = "_hybridengine_sampler"  # the same; None where the sampler is vLLM's
 _STATE = "_hybridengine_weight_state"  # attribute of an `LLMEngine`
 _WORKERS_STATE = "hybridengine_weights_state"  # of vLLM's workers; `server_worker` calls it
 
@@ -88,6 +89,7 @@ def register() -> None:
         transfer = self.vllm_config.weight_transfer_config
         if transfer is not None and transfer.backend == BACKEND:
             drop_cached_prefixes(self)  # also where a paused server keeps its requests
+            self.scheduler.return_sampling_mask = True  # where workers record them
         set_weight_version(self, weight_version)
 
     EngineCore.set_weight_version = drop_and_set  # type: ignore[method-assign]
@@ -116,6 +118,7 @@ def register() -> None:
         if exact:
             use_exact_operators(runner.get_model(), config.model_config.max_model_len)
         fuse_sampler(runner, exact, ranks=True)
+        setattr(runner.get_model(), _SAMPLER, FusedSampler.of(runner))
 
     Worker.load_model = load_and_fuse  # type: ignore[method-assign]
 
@@ -260,8 +263,8 @@ class HybridEngineTransfer(WeightTransferEngine[WeightTransferInitInfo, _UpdateI
             return
         assert isinstance(init_info, StoreInfo)
         if self.server is None:
-            post_load = getattr(self.model, POST_LOAD)
-            self.server = ServerWorker(self.model, self.vllm_config, post_load)
+            own = (getattr(self.model, name) for name in (POST_LOAD, _SAMPLER))
+            self.server = ServerWorker(self.model, self.vllm_config, *own)
         self.server.join(init_info)
 
     def start_weight_update(self) -> None:

@@ -292,6 +292,39 @@ def test_a_server_that_samples_from_another_distribution(
         server.check_settings(64)
 
 
+def test_a_server_that_drafts_has_no_min_p(stand_ins: list[StandIn]) -> None:
+    config = {**SETTINGS, "speculative_config": {"method": "ngram"}}
+    stand_ins[0].routes["/server_info"] = {"vllm_config": config}
+    server = VllmServer(stand_ins[0].url, 0, 60.0)
+    with pytest.raises(RolloutError, match="has --speculative-config, which would sample"):
+        server.check_settings(64, has_min_p=True)
+
+
+def test_what_sampling_kept_and_a_server_that_says_otherwise(stand_ins: list[StandIn]) -> None:
+    bad, good = stand_ins
+    spec = SamplingSpec(n=2, max_tokens=3, top_k=5, record_kept=True)
+
+    def answers(server: StandIn, *masks: list[int]) -> Any:
+        def generate(body: Any) -> Any:
+            answer = server.generate(body)
+            for choice in answer["choices"]:
+                choice["sampling_mask"] = [[], *masks, [choice["index"], 7]]
+            return answer
+
+        return generate
+
+    bad.routes["/inference/v1/generate"] = answers(bad, [3, 4])
+    good.routes["/inference/v1/generate"] = answers(good)
+    with engine_of(bad, good) as engine:
+        engine.pool.update(0, {0, 1}, print)
+        with pytest.warns(RuntimeWarning, match=f"{bad.url}.* entries of 3 tokens for a .* of 2;"):
+            groups = engine.generate([[k] for k in range(6)], spec, 1)
+    for group in groups:
+        for i, response in enumerate(group):
+            columns = {name: list(values) for name, values in response.columns.items()}
+            assert columns == {"num_kept": [0, 2], "kept_ids": [i, 7]}
+
+
 def test_every_wait_ends_with_the_name_of_the_server(stand_ins: list[StandIn]) -> None:
     slow, asked, release = stand_ins[0], threading.Event(), threading.Event()
     slow.routes["/pause"] = lambda body: release.wait(20)

@@ -47,7 +47,7 @@ from tests.extras.remote.vllm_server import (
     serving,
 )
 from tests.ranks import Ranks, message_of, run_ranks
-from tests.tiny_models import save_tiny, tiny_config
+from tests.tiny_models import VOCAB, save_tiny, tiny_config
 from tests.train.in_process import Result, small_job
 
 pytestmark = [pytest.mark.multirank, pytest.mark.timeout(START_S + 300)]
@@ -185,18 +185,25 @@ def test_a_run_generates_on_a_server(
         "trainer.total_training_steps": "3",
         "trainer.default_local_dir": str(tmp_path / "in_flight"),
     }
-    jobs = [[f"{k}={v}" for k, v in (pairs | more).items()] for more in ({}, in_flight)]
+    truncated = {
+        "rollout.top_p": "0.8",
+        "rollout.min_p": "0.02",
+        "trainer.default_local_dir": str(tmp_path / "truncated"),
+    }
+    jobs = [[f"{k}={v}" for k, v in (pairs | x).items()] for x in ({}, truncated, in_flight)]
     before = partial(update_inside_responses, server.url, slow_file)
-    run, spanning = run_overlapped(tmp_path, jobs, num_ranks=2, before=before)
+    run, cut, spanning = run_overlapped(tmp_path, jobs, num_ranks=2, before=before)
     check_versions(spanning)
     assert not run.refused
     keys = ("weight_version", "weights_checksum")
     named = [{tuple(r[key] for key in keys) for r in run.rollouts[f"step_{k}"]} for k in (1, 2)]
     [(first, of_first)], [(second, of_second)] = named
     assert (first, second) == (0, 1) and of_first != of_second
+    assert not cut.refused
     # On policy: the server's log-probs are the trainer's.
-    diffs = [r["training/rollout_probs_diff_max"] for r in run.rows if "actor/pg_loss" in r]
-    assert diffs == [0.0, 0.0]
+    rows = [row for result in (run, cut) for row in result.rows if "actor/pg_loss" in row]
+    assert [row["training/rollout_probs_diff_max"] for row in rows] == [0.0] * 4
+    assert all(1 <= row["num_kept/min"] < row["num_kept/max"] < VOCAB for row in rows[2:])
 
 
 def check_versions(run: Result) -> None:

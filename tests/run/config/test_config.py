@@ -209,7 +209,6 @@ REFUSALS = {
         ("rollout.engine_kwargs.vllm.block_size=32", "is an option of `vllm serve`; leave it {}"),
         ("rollout.quantization=fp8", "is an option of `vllm serve`; leave it null"),
         ("rollout.name=hf", "rollout.name is hf, and rollout.servers are vLLM servers"),
-        ("rollout.top_k=5", "do not return what sampling kept; set it to off"),
         ("model.lora_rank=4 reshard.lora=adapters", "take merged weights"),
     ],
 }
