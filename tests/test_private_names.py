@@ -38,6 +38,9 @@ OF_OTHERS = {
     ("kernels/test_against_trl.py", "_generate"): "TRL",
     ("kernels/test_against_trl.py", "_tokenizer"): "TRL",
     ("extras/integrations/test_verl_functions.py", "_flash_attn"): "verl",
+    ("extras/integrations/test_trl_kept.py", "_generate_and_score_completions"): "TRL",
+    ("extras/integrations/test_verl_kept.py", "_build_fsdp_module"): "verl",
+    ("extras/integrations/test_verl_kept.py", "_preprocess_engine_kwargs"): "verl",
     ("extras/integrations/test_verl_linear_attention.py", "_build_fsdp_module"): "verl",
     ("extras/integrations/test_verl_router_replay.py", "_build_fsdp_module"): "verl",
 }

@@ -59,11 +59,6 @@ def _forward_step(
     ids = micro_batch["input_ids"]
     padding = num_padding(self, len(ids.values()))
     kept = kept_of_labels(ids, column, _response_lengths(micro_batch), padding)
-    if self.use_ulysses_sp:
-        from verl.utils.ulysses import slice_input_tensor
-
-        rows = torch.arange(len(ids.values()) + padding)
-        kept = kept.take(slice_input_tensor(rows, dim=0, padding=False))
     token = KEPT.set(kept)
     try:
         return forward(self, micro_batch, loss_function, forward_only)
