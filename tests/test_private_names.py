@@ -36,6 +36,7 @@ OF_OTHERS = {
     ("kernels/test_against_trl.py", "_compute_loss"): "TRL",
     ("kernels/test_launch_device.py", "_active"): "Triton",
     ("kernels/test_against_trl.py", "_generate"): "TRL",
+    ("kernels/test_against_trl.py", "_generate_and_score_completions"): "TRL",
     ("kernels/test_against_trl.py", "_tokenizer"): "TRL",
     ("extras/integrations/test_verl_functions.py", "_flash_attn"): "verl",
     ("extras/integrations/test_trl_kept.py", "_generate_and_score_completions"): "TRL",

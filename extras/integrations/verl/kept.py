@@ -56,6 +56,11 @@ def _forward_step(
         raise ModelError(
             f"model.use_remove_padding: expected True where sampling truncates, {_OFF}"
         )
+    if self.use_ulysses_sp:
+        raise ModelError(
+            "fsdp_config.ulysses_sequence_parallel_size: got "
+            f"{self.ulysses_sequence_parallel_size}, expected 1 where sampling truncates, {_OFF}"
+        )
     ids = micro_batch["input_ids"]
     padding = num_padding(self, len(ids.values()))
     kept = kept_of_labels(ids, column, _response_lengths(micro_batch), padding)
