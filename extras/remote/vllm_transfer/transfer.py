@@ -89,7 +89,8 @@ def register() -> None:
         transfer = self.vllm_config.weight_transfer_config
         if transfer is not None and transfer.backend == BACKEND:
             drop_cached_prefixes(self)  # also where a paused server keeps its requests
-            self.scheduler.return_sampling_mask = True  # where workers record them
+            # Where workers record them.
+            self.scheduler.return_sampling_mask = True  # type: ignore[attr-defined]
         set_weight_version(self, weight_version)
 
     EngineCore.set_weight_version = drop_and_set  # type: ignore[method-assign]
