@@ -111,15 +111,9 @@ def sparse_linear_token_log_probs(
         group,
         compute_dtype(hidden),
     )
-    check.same_device(OP, hidden=hidden, kept_ids=kept_ids, cu_kept=cu_kept)
-    check.shape(OP, "kept_ids", kept_ids, "K", {})
-    kept_ids = check.ids(OP, "kept_ids", kept_ids)
-    check.shape(OP, "cu_kept", cu_kept, "N", {"N": (hidden.shape[0] + 1, "hidden, T + 1")})
-    cu_kept = check.cu_seqlens(OP, cu_kept, kept_ids.shape[0], name="cu_kept")
-    if check.readable(kept_ids):
-        _check_kept(kept_ids, cu_kept, token_ids, options, weight.shape[0])
-    else:  # unchecked ends must not lead out of the entries
-        cu_kept = cu_kept.clamp(0, kept_ids.shape[0]).cummax(0).values
+    kept_ids, cu_kept = check_kept(
+        OP, hidden, token_ids, kept_ids, cu_kept, options, weight.shape[0]
+    )
     few = is_sparse(hidden, weight, kept_ids)
     if not (few or group or return_kept_log_probs or deterministic):
         return linear_token_log_probs(
@@ -163,43 +157,73 @@ def kept_log_probs(logits: Tensor, sampled: SampledTokens, temperature: Tensor) 
     return cut.where(is_cut, token_log_probs(logits, tokens, temperature)[0])
 
 
-def _check_kept(
-    kept_ids: Tensor, cu_kept: Tensor, token_ids: Tensor, options: RowOptions, vocab: int
+def check_kept(
+    op: str,
+    hidden: Tensor,
+    token_ids: Tensor,
+    kept_ids: Tensor,
+    cu_kept: Tensor,
+    options: RowOptions,
+    vocab: int,
+) -> tuple[Tensor, Tensor]:
+    """Check the kept entries of rows [T, H]; return them and their ends, int64.
+
+    vocab: rows of the weight.
+    """
+    check.same_device(op, hidden=hidden, kept_ids=kept_ids, cu_kept=cu_kept)
+    check.shape(op, "kept_ids", kept_ids, "K", {})
+    kept_ids = check.ids(op, "kept_ids", kept_ids)
+    check.shape(op, "cu_kept", cu_kept, "N", {"N": (hidden.shape[0] + 1, "hidden, T + 1")})
+    cu_kept = check.cu_seqlens(op, cu_kept, kept_ids.shape[0], name="cu_kept")
+    if check.readable(kept_ids):
+        _check_values(op, kept_ids, cu_kept, token_ids, options, vocab)
+    else:  # unchecked ends must not lead out of the entries
+        cu_kept = cu_kept.clamp(0, kept_ids.shape[0]).cummax(0).values
+    return kept_ids, cu_kept
+
+
+def _check_values(
+    op: str,
+    kept_ids: Tensor,
+    cu_kept: Tensor,
+    token_ids: Tensor,
+    options: RowOptions,
+    vocab: int,
 ) -> None:
     """Check the values of the arguments, which must be readable."""
     if int(cu_kept[-1]) != kept_ids.shape[0]:
         raise ValueError(
-            f"{OP}: cu_kept ends at {int(cu_kept[-1])}, but there are {kept_ids.shape[0]} "
+            f"{op}: cu_kept ends at {int(cu_kept[-1])}, but there are {kept_ids.shape[0]} "
             "kept_ids; expected the same number."
         )
     if options.vocab_range is not None:
         vocab = int(options.vocab_range[1])
     allowed = f"expected 0 <= id < {vocab}"
-    _check_ids("kept_ids", kept_ids, (kept_ids < 0) | (kept_ids >= vocab), vocab, allowed)
+    _check_ids(op, "kept_ids", kept_ids, (kept_ids < 0) | (kept_ids >= vocab), vocab, allowed)
     outside = ((token_ids < 0) | (token_ids >= vocab)) & (token_ids != options.ignore_index)
     allowed += f" or ignore_index ({options.ignore_index})"
-    _check_ids("token_ids", token_ids, outside, vocab, allowed)
+    _check_ids(op, "token_ids", token_ids, outside, vocab, allowed)
     rows = row_index(cu_kept, kept_ids.shape[0])
     falls = (kept_ids[1:] <= kept_ids[:-1]) & (rows[1:] == rows[:-1])
     if falls.any():
         k = int(falls.nonzero()[0]) + 1
         raise ValueError(
-            f"{OP}: kept_ids[{k}] is {int(kept_ids[k])}, after {int(kept_ids[k - 1])} in row "
+            f"{op}: kept_ids[{k}] is {int(kept_ids[k])}, after {int(kept_ids[k - 1])} in row "
             f"{int(rows[k])}; expected ascending ids without repeats in each row."
         )
     empty = (cu_kept.diff() == 0) & (token_ids != options.ignore_index)
     if empty.any():
         raise ValueError(
-            f"{OP}: row {int(empty.nonzero()[0])} has no kept_ids; expected at least the id of "
+            f"{op}: row {int(empty.nonzero()[0])} has no kept_ids; expected at least the id of "
             "its token, or ignore_index as its token."
         )
 
 
-def _check_ids(name: str, ids: Tensor, outside: Tensor, vocab: int, allowed: str) -> None:
+def _check_ids(op: str, name: str, ids: Tensor, outside: Tensor, vocab: int, allowed: str) -> None:
     if outside.any():
         k = int(outside.nonzero()[0])
         raise IndexError(
-            f"{OP}: {name}[{k}] is {int(ids[k])}, outside the vocabulary of {vocab}; {allowed}."
+            f"{op}: {name}[{k}] is {int(ids[k])}, outside the vocabulary of {vocab}; {allowed}."
         )
 
 

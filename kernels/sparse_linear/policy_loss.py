@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .. import _check as check
 from .._per_token import row_index
 from ..linear import linear_policy_loss
+from ..linear.arguments import check_linear
 from ..linear.centering import check_support, importance_options
 from ..linear.policy_loss import Results
 from ..logprob.options import row_options
 from ..policy_loss import RolloutSupport, policy_loss
 from ..policy_loss import score_centering as token_scores
-from .op import as_mask, is_sparse, sparse_linear_token_log_probs
+from .op import as_mask, check_kept, is_sparse, sparse_linear_token_log_probs
 
 
 def sparse_linear_policy_loss(
@@ -60,7 +62,12 @@ def sparse_linear_policy_loss(
         ValueError, IndexError: those of the operators named above.
     """
     op = "sparse_linear_policy_loss"
+    check.shape(op, "hidden", hidden, "T H", {})
     if not (deterministic or is_sparse(hidden, weight, kept_ids)):
+        vocab = weight.shape[0]
+        token_ids = check_linear(op, hidden, weight, token_ids, bias, None)
+        options = row_options(op, token_ids, vocab)
+        kept = check_kept(op, hidden, token_ids, kept_ids, cu_kept, options, vocab)
         return linear_policy_loss(
             hidden,
             weight,
@@ -69,7 +76,7 @@ def sparse_linear_policy_loss(
             bias=bias,
             logit_scale=logit_scale,
             softcap=softcap,
-            vocab_mask=as_mask(kept_ids, cu_kept, weight.shape[0]),
+            vocab_mask=as_mask(*kept, vocab),
             score_centering=score_centering,
             active_rows=active_rows,
             grad_scale=grad_scale,

@@ -171,3 +171,27 @@ def test_arguments_that_do_not_fit() -> None:
     outside = support._replace(kept_ids=support.kept_ids.index_fill(0, torch.tensor(0), 3000))
     with pytest.raises(IndexError, match=r"kept_ids\[0\] is 3000, outside the vocabulary of 3000"):
         sparse_linear_policy_loss(*given, score_centering=outside, **loss)
+
+
+WRONG = {
+    "negative": ({"kept_ids": [0, 3, -1, 3]}, r"kept_ids\[2\] is -1, outside the vocabulary of 5"),
+    "repeated": ({"kept_ids": [0, 3, 3, 3]}, r"kept_ids\[3\] is 3, after 3 in row 1"),
+    "ends": ({"cu_kept": [0, 2, 3]}, "cu_kept ends at 3, but there are 4"),
+    "rows": ({"cu_kept": [0, 4]}, r"cu_kept has shape \[2\]; expected \[N\] with N = 3"),
+    "empty": ({"cu_kept": [0, 4, 4], "kept_ids": [0, 1, 2, 3]}, "row 1 has no kept_ids"),
+    "floats": ({"kept_ids": [0.0, 3.0, 0.0, 3.0]}, "kept_ids has dtype float32"),
+    "token": ({"token_ids": [3, 5]}, r"token_ids\[1\] is 5, outside the vocabulary of 5"),
+}
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["dense", "sparse"])
+@pytest.mark.parametrize("name", WRONG)
+def test_entries_that_do_not_fit(name: str, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same errors, however many entries are kept."""
+    monkeypatch.setattr(module, "DENSE_PART", part)
+    change, message = WRONG[name]
+    good = {"token_ids": [3, 0], "kept_ids": [0, 3, 0, 3], "cu_kept": [0, 2, 4]}
+    given = {key: torch.tensor(value) for key, value in (good | change).items()}
+    loss = {"old_log_probs": None, "advantages": torch.ones(2)}
+    with pytest.raises((ValueError, IndexError), match=message):
+        sparse_linear_policy_loss(torch.ones(2, 4), torch.ones(5, 4), **given, **loss)
