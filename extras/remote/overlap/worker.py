@@ -189,6 +189,7 @@ def connect_servers(
         pool,
         stop_token_ids=find_stop_token_ids(config.model.path, tokenizer),
         max_sequences=most * len(servers),
+        vocab_size=model.get_text_config().vocab_size,
         preparer=None if find_conflicts(config) else load_preparer(config),
     )
     return engine, ServerReceiver(pool, link.store.substore("weights"))

@@ -13,14 +13,15 @@ import json
 import math
 import os
 import socket
-import sys
 import threading
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import numpy as np
 import psutil
 
 from hybridengine.engine.response import Response, pack_kept
@@ -264,21 +265,22 @@ class VllmServer:
         prompt: ServerPrompt,
         sampling: Mapping[str, Any],
         versions: Mapping[str, int],
-        records_kept: bool = False,
+        vocab_size: int | None = None,
     ) -> list[Response]:
         """Return sampling["n"] completions.
 
         sampling: vLLM's `SamplingParams`.
         versions: of the weights, by their labels; a completion of other weights is an error of the
           server.
-        records_kept: add the columns of what sampling kept; the server has joined with it.
+        vocab_size: given to add the columns of what sampling kept; the server joined with
+          `records_kept`.
         """
         body = {**prompt.request(), "sampling_params": sampling}
         answer = self.request("POST", "/inference/v1/generate", body)
         try:
             prompt.check(self, answer)
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            completions = [self._completion(x, versions, records_kept) for x in choices]
+            completions = [self._completion(x, versions, vocab_size) for x in choices]
         except (KeyError, TypeError) as error:
             raise self._unexpected(answer, error) from None
         if len(completions) != sampling["n"]:
@@ -288,7 +290,7 @@ class VllmServer:
         return completions
 
     def _completion(
-        self, choice: Mapping[str, Any], versions: Mapping[str, int], records_kept: bool
+        self, choice: Mapping[str, Any], versions: Mapping[str, int], vocab_size: int | None
     ) -> Response:
         ids, log_probs = choice["token_ids"], choice["logprobs"]["content"]
         spans = choice["weight_versions"] or ()
@@ -312,12 +314,27 @@ class VllmServer:
         if not all(math.isfinite(x) for x in values):
             raise ServerLostError(f"{self} returned a log-prob that is not finite")
         columns = dict[str, Any]()
-        if records_kept:
-            try:
-                columns |= pack_kept(ids, choice["sampling_mask"] or (), sys.maxsize)
-            except RuntimeError as error:
-                raise ServerLostError(f"{self}: {error}") from None
+        if vocab_size is not None:
+            columns |= self._kept(ids, choice["sampling_mask"] or (), vocab_size)
         return Response(ids, values, choice["finish_reason"], runs, columns)
+
+    def _kept(
+        self, token_ids: Sequence[int], masks: Sequence[Sequence[int]], vocab_size: int
+    ) -> dict[str, array[int]]:
+        """Return the columns of what sampling kept for each token."""
+        try:
+            columns = pack_kept(token_ids, masks, vocab_size)
+            ids = np.concatenate([columns["kept_ids"], array("i", token_ids)])
+        except (RuntimeError, OverflowError) as error:
+            raise ServerLostError(f"{self}, sampling_mask: {error}") from None
+        if outside := sorted(set(ids[(ids < 0) | (ids >= vocab_size)].tolist())):
+            raise ServerLostError(
+                f"{self} returned the id {outside[0]}, outside of the vocabulary of {vocab_size}"
+            )
+        kept, counts = ids[: len(ids) - len(token_ids)], columns["num_kept"]
+        if (np.diff(np.repeat(np.arange(len(counts)) * vocab_size, counts) + kept) <= 0).any():
+            raise ServerLostError(f"{self} returned kept ids of a token that do not ascend")
+        return columns
 
     # HTTP
 

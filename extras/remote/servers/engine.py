@@ -35,6 +35,7 @@ class ServerEngine(RolloutEngine):
 
     stop_token_ids: tokens that end a response (kept as its last token).
     max_sequences: of all servers together, at a time.
+    vocab_size: of the model.
     preparer: of the images that prompts may have; None: they have none.
     Generation raises NoServerError if no server has the weights.
     """
@@ -49,9 +50,11 @@ class ServerEngine(RolloutEngine):
         *,
         stop_token_ids: Sequence[int],
         max_sequences: int,
+        vocab_size: int,
         preparer: ImagePreparer | None = None,
     ) -> None:
         self.pool, self._stop_token_ids = pool, list(stop_token_ids)
+        self._vocab_size = vocab_size
         self._preparer, self.takes_images = preparer, preparer is not None
         self._threads = ThreadPoolExecutor(max_sequences, "server-request")
 
@@ -94,11 +97,12 @@ class ServerEngine(RolloutEngine):
 
     def _submit(self, prompt: Prompt, spec: SamplingSpec, seed: int) -> Future[list[Response]]:
         sampling, served = self._sampling(spec, seed), ServerPrompt.of(prompt, self._preparer)
+        vocab_size = self._vocab_size if spec.records else None
 
         def complete(server: VllmServer, versions: Mapping[str, int]) -> list[Response]:
             if prompt.images and self._preparer is not None:
                 server.check_images(self._preparer.options)
-            return server.complete(served, sampling, versions, spec.records)
+            return server.complete(served, sampling, versions, vocab_size)
 
         return self._threads.submit(partial(self.pool.call, complete, spec.n))
 

@@ -96,7 +96,7 @@ def engine_of(*stand_ins: StandIn, timeout_s: float = 60.0) -> Iterator[ServerEn
         server.join(STORE)
 
     chosen = ServerPool(servers, join, max_sequences=4, timeout_s=timeout_s)
-    engine = ServerEngine(chosen, stop_token_ids=[2], max_sequences=8)
+    engine = ServerEngine(chosen, stop_token_ids=[2], max_sequences=8, vocab_size=9)
     try:
         yield engine
     finally:
@@ -300,24 +300,41 @@ def test_a_server_that_drafts_has_no_min_p(stand_ins: list[StandIn]) -> None:
         server.check_settings(64, has_min_p=True)
 
 
-def test_what_sampling_kept_and_a_server_that_says_otherwise(stand_ins: list[StandIn]) -> None:
+WRONG_MASKS = {
+    "entries of 3 tokens for a .* of 2;": [[], [3, 4], [0, 1, 7]],
+    "token 1 of a completion is .* not among the 2 ": [[], [7, 8]],
+    "the id -1, outside of the vocabulary of 9": [[], [-1, 0, 1]],
+    "the id 9, outside of the vocabulary of 9": [[], [0, 1, 9]],
+    "sampling_mask: .* greater than maximum": [[], [0, 1, 2**31]],
+    "kept ids of a token that do not ascend": [[], [1, 0]],
+    "ids of a token that do not ascend": [[], [0, 1, 1]],
+    "not as expected": [[], [0, 1, 7.5]],
+    "not as expected .*KeyError": None,
+}
+
+
+@pytest.mark.parametrize("message", WRONG_MASKS)
+def test_what_sampling_kept_and_a_server_that_says_otherwise(
+    message: str, stand_ins: list[StandIn]
+) -> None:
     bad, good = stand_ins
     spec = SamplingSpec(n=2, max_tokens=3, top_k=5, record_kept=True)
 
-    def answers(server: StandIn, *masks: list[int]) -> Any:
+    def answers(server: StandIn, masks: Any) -> Any:
         def generate(body: Any) -> Any:
             answer = server.generate(body)
             for choice in answer["choices"]:
-                choice["sampling_mask"] = [[], *masks, [choice["index"], 7]]
+                if masks is not None:
+                    choice["sampling_mask"] = masks or [[], [choice["index"], 7]]
             return answer
 
         return generate
 
-    bad.routes["/inference/v1/generate"] = answers(bad, [3, 4])
-    good.routes["/inference/v1/generate"] = answers(good)
+    bad.routes["/inference/v1/generate"] = answers(bad, WRONG_MASKS[message])
+    good.routes["/inference/v1/generate"] = answers(good, [])
     with engine_of(bad, good) as engine:
         engine.pool.update(0, {0, 1}, print)
-        with pytest.warns(RuntimeWarning, match=f"{bad.url}.* entries of 3 tokens for a .* of 2;"):
+        with pytest.warns(RuntimeWarning, match=f"{bad.url}.*{message}"):
             groups = engine.generate([[k] for k in range(6)], spec, 1)
     for group in groups:
         for i, response in enumerate(group):

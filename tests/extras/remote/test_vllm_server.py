@@ -130,7 +130,7 @@ def test_a_server_with_fp8_weights(model: str, tmp_path: Path) -> None:
             pool = ServerPool(
                 [server], lambda s: s.join(place), max_sequences=8, timeout_s=TIMEOUT_S
             )
-            engine = ServerEngine(pool, stop_token_ids=[2], max_sequences=8)
+            engine = ServerEngine(pool, stop_token_ids=[2], max_sequences=8, vocab_size=VOCAB)
             receiver = ServerReceiver(pool, dist.PrefixStore("w", store))
             check_updates(
                 server, engine, receiver, partial(expected_digests, model, 1, quantized=True)
@@ -406,7 +406,7 @@ def test_slices_arrive_bit_for_bit_and_a_failed_update_ends_generation(
     place = TrainersStore("127.0.0.1", store.port, "w", TIMEOUT_S / 2)
     with Ranks(trainer_body, 2, model, store.port, (1, 2, 3)) as trainers:
         pool = ServerPool([server], lambda s: s.join(place), max_sequences=8, timeout_s=TIMEOUT_S)
-        engine = ServerEngine(pool, stop_token_ids=[2], max_sequences=8)
+        engine = ServerEngine(pool, stop_token_ids=[2], max_sequences=8, vocab_size=VOCAB)
         receiver = ServerReceiver(pool, dist.PrefixStore("w", store))
         check_updates(server, engine, receiver, partial(expected_digests, model, tp_size))
         record = SyncStore(dist.PrefixStore("w", store)).get("engine/0", EngineInfo)
