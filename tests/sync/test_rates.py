@@ -14,7 +14,7 @@ GB = 10**9
 
 def test_the_examples_of_the_documentation() -> None:
     """7B parameters, float32 masters, an engine in 16 bits; bytes of every rank."""
-    rates = Rates(dense=400 * GB, memory=3000 * GB)
+    rates = Rates(dense=400 * GB, kept=2000 * GB, memory=3000 * GB)
     shard, engine = 6 * 7 * GB // 8, 2 * 7 * GB
     many = [engine * 7 // 8] * 8, [shard] * 8, [engine] * 8
     assert share_of(*many, rates, 2) == pytest.approx(0.017, abs=5e-4)
@@ -26,14 +26,22 @@ def test_the_examples_of_the_documentation() -> None:
 @given(st.integers(1, 10**12), st.integers(1, 10**12), st.floats(1, 1e12), st.floats(1.1, 1e3))
 def test_a_slower_link_never_lowers_the_share(size, received, rate, factor) -> None:
     slow, fast = (
-        share_of([received], [3 * size], [size], Rates(dense, 1e12), 1)
+        share_of([received], [3 * size], [size], Rates(dense, 1e12, 1e12), 1)
         for dense in (rate, rate * factor)
     )
     assert slow >= fast >= 0
 
 
 def test_nothing_to_receive_makes_a_delta_useless() -> None:
-    assert share_of([0, 0], [8, 8], [4, 4], Rates(1.0, 1e12), 1) == 0
+    assert share_of([0, 0], [8, 8], [4, 4], Rates(1.0, 5.0, 15.0), 1) == 0
+
+
+def test_a_dense_sync_casts_what_a_rank_keeps_too() -> None:
+    received, compared, engine = [4.0], [12.0], [8.0]
+    quick, slow = (Rates(dense=2.0, kept=kept, memory=8.0) for kept in (1e12, 4.0))
+    assert share_of(received, compared, engine, quick, 1) == 0  # 2 s and 2.5 s
+    share = share_of(received, compared, engine, slow, 1)  # 3 s
+    assert share == pytest.approx(0.5 / (500 * 4 / 8))
 
 
 def measure_body(rank: int, world_size: int) -> list:

@@ -243,10 +243,12 @@ class Rates(NamedTuple):
     """Bytes per second of the slowest rank, while all of them do the same.
 
     dense: received from others, what is sent cast first and what is received written to an engine.
+    kept: cast and written to the engine of the same rank.
     memory: read.
     """
 
     dense: float
+    kept: float
     memory: float
 
 
@@ -266,11 +268,13 @@ def measure(device: torch.device, pulls: bool) -> Rates:
             dist.all_to_all_single(received, staged)
         engine.copy_(staged if pulls else received)
 
-    own = _seconds(dense, device), _seconds(lambda: bit_checksum(values), device)
-    times = all_gather_values(own, tuple[float, float])
-    dense_s, memory_s = (max(column) for column in zip(*times, strict=True))
+    calls = dense, lambda: engine.copy_(values), lambda: bit_checksum(values)
+    dense_s, kept_s, memory_s = (
+        max(all_gather_values(_seconds(call, device), float)) for call in calls
+    )
     arrives = 1.0 if pulls or world_size == 1 else (world_size - 1) / world_size
-    return Rates(engine.nbytes * arrives / dense_s, values.nbytes / memory_s)
+    written = engine.nbytes
+    return Rates(written * arrives / dense_s, written / kept_s, values.nbytes / memory_s)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -298,10 +302,10 @@ def max_share(
 ) -> float:
     """Return the share of changed elements up to which a delta takes less time; 0: none.
 
-    Between ranks of one machine, by measured rates. A dense sync casts what is sent, and each rank
-    receives what its engine needs and it does not hold. A delta reads each shard and the copy of
-    what was sent, and the engine's tensors, which may have been written to; each change then costs
-    about as much time as a part of the memory that an engine's rank reads.
+    Between ranks of one machine, by measured rates. A dense sync casts what is sent or kept, and
+    each rank receives what its engine needs and it does not hold. A delta reads each shard and the
+    copy of what was sent, and the engine's tensors, which may have been written to; each change
+    then costs about as much time as a part of the memory that an engine's rank reads.
 
     Collective, with the same result on all ranks. An engine that is smaller than the measured
     transfer gives 0, because either kind of sync takes a few milliseconds.
@@ -323,7 +327,10 @@ def share_of(
     engine_reads: int,
 ) -> float:
     """Return the share at given rates. engine_reads: of its tensors, by a delta."""
-    dense_s = max(received) / rates.dense
+    dense_s = max(
+        r / rates.dense + max(0, e - r) / rates.kept
+        for r, e in zip_longest(received, engines, fillvalue=0)
+    )
     reads = (c + engine_reads * e for c, e in zip_longest(compared, engines, fillvalue=0))
     change_s = _CHANGE_BYTES * max(max(engines) / 2, 1) / rates.memory  # if all elements change
     return max(0.0, dense_s - max(reads) / rates.memory) / change_s
