@@ -47,15 +47,6 @@ from hybridengine.run.errors import (
 if TYPE_CHECKING:  # a command that runs no job does not load torch
     from hybridengine.train.preflight import Checked
 
-__all__ = [
-    "JobSettings",
-    "app",
-    "load_checked",
-    "report_user_errors",
-    "split_settings",
-    "stop_before_start",
-]
-
 
 class _Commands(TyperGroup):
     """The commands of the core, and in a panel of their own those of each installed extra."""

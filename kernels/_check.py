@@ -151,10 +151,8 @@ def int32(op: str, name: str, tensor: Tensor) -> Tensor:
 
 
 def as_contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in this dtype, contiguous: mostly itself, which torch is only asked about.
-
-    (Its conversions of what is converted already take three times as long.)
-    """
+    """Return the tensor in this dtype, contiguous; the tensor itself if it is so already."""
+    # Two conversions by torch that convert nothing take three times as long as this comparison.
     if tensor.dtype is dtype and tensor.is_contiguous():
         return tensor
     return tensor.to(dtype).contiguous()

@@ -33,11 +33,11 @@ _is_meta = operator.attrgetter("is_meta")
 
 
 class Record:
-    """A named tuple in the arguments of calls, whose fields are arguments of the op.
+    """A named tuple that calls pass in place of several consecutive arguments of the op.
 
     Args:
-        kind: its class. Its tensors are constants on the device of the others.
-        names: of the op's arguments; those of the fields are among them, in a row.
+        kind: the class of the tuple; its tensors are constants, on the device of the others.
+        names: the names of the op's arguments; the tuple's fields are some of them.
     """
 
     def __init__(self, kind: Any, names: list[str]) -> None:
@@ -85,8 +85,8 @@ class CustomOp:
         ]
         self._lists = [i for i, one in tensors.items() if _is_list(one)]
         self._nested = self._lists if record is None else [*self._lists, record.at]
-        # A tensor that is always given.
-        self._asked = next((i for i, one in tensors.items() if str(one.type) == "Tensor"), None)
+        # The position of a tensor that every call has; None: there is none.
+        self._required = next((i for i, one in tensors.items() if str(one.type) == "Tensor"), None)
         self._returns_list = any(map(_is_list, schema.returns))
         self._has_lists = bool(self._lists) or self._returns_list
         # Then torch.vmap calls an op once per entry.
@@ -133,7 +133,7 @@ class CustomOp:
         for i in self._lists:
             if any(map(_is_meta, arguments[i])):
                 return False
-        return self._asked is None or not arguments[self._asked].is_meta
+        return self._required is None or not arguments[self._required].is_meta
 
     def _list_requires_grad(self, arguments: tuple[Any, ...]) -> bool:
         return any([_any_requires_grad(*arguments[i]) for i in self._lists])

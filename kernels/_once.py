@@ -65,7 +65,7 @@ def _must_repeat(tensor: Tensor) -> bool:
     """Return whether writes are not counted, or operations are recorded to run again."""
     if tensor.is_inference() or torch._C._are_functorch_transforms_active():
         return True
-    if torch._C._len_torch_dispatch_stack() and (  # a fifth of the time of what follows
+    if torch._C._len_torch_dispatch_stack() and (  # quick; the next takes five times as long
         torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     ):
         return True

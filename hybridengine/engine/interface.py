@@ -37,7 +37,7 @@ class EngineOptions:
     adapter_rank: adapters of up to this rank can be applied on top of the weights.
     exact: its log-probs are the bits of a model that has `use_exact_operators`; it runs eagerly.
     record_routes: whether `SamplingSpec.record_routes` may be set.
-    record_likely: the most that `SamplingSpec.record_likely` is set to; 0: vLLM's own limit.
+    record_likely: the most that `SamplingSpec.record_likely` may be.
     preparer: of the images that prompts may have; None: they have none.
     """
 

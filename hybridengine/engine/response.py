@@ -199,12 +199,15 @@ class Response:
 
 
 def pack_kept(
-    token_ids: Sequence[int], kept: Sequence[Sequence[int]], vocab_size: int
+    token_ids: Sequence[int],
+    kept: Sequence[Sequence[int]],
+    vocab_size: int,
+    advice: str = "set algorithm.sampling_replay=off",
 ) -> dict[str, array[int]]:
     """Return the columns num_kept and kept_ids of a completion.
 
-    kept: the ids that each token was sampled from; none where nothing was cut. Raises RuntimeError
-    where they are not those of `token_ids`.
+    kept: the ids that each token was sampled from; none where nothing was cut.
+    advice: what to do where they are not those of `token_ids`, for the RuntimeError.
 
     Examples:
         >>> pack_kept([7, 2], [[3, 7], [0, 1, 2]], vocab_size=3)
@@ -213,14 +216,13 @@ def pack_kept(
     if len(kept) != len(token_ids):
         raise RuntimeError(
             f"the engine recorded the kept vocabulary entries of {len(kept)} tokens for a "
-            f"completion of {len(token_ids)}; set algorithm.sampling_replay=off"
+            f"completion of {len(token_ids)}; {advice}"
         )
     for position, (token, ids) in enumerate(zip(token_ids, kept, strict=True)):
         if len(ids) and token not in ids:
             raise RuntimeError(
                 f"token {position} of a completion is {token}, which is not among the {len(ids)} "
-                "vocabulary entries that the engine recorded for it; set "
-                "algorithm.sampling_replay=off"
+                f"vocabulary entries that the engine recorded for it; {advice}"
             )
     truncated = [ids if len(ids) < vocab_size else () for ids in kept]
     return {

@@ -22,16 +22,6 @@ from torch import Tensor, nn
 from hybridengine.model.packed import PartSource
 from hybridengine.run.errors import DataError
 
-__all__ = [
-    "MAX_BYTES",
-    "Attachment",
-    "AttachmentPreparer",
-    "Conflict",
-    "Replacement",
-    "VllmPrompt",
-    "plain_prompt",
-]
-
 MAX_BYTES = 1 << 28  # of a file: 256 MiB
 
 

@@ -23,14 +23,6 @@ from hybridengine.kernels.attention.flash_choice import flash_pair
 from hybridengine.kernels.attention.op import tokens_first
 from hybridengine.kernels.attention.varlen import flash_attention
 
-__all__ = [
-    "FlashKernel",
-    "choose_flash_kernel",
-    "find_flash_kernel",
-    "flash_kernel",
-    "torch_kernel",
-]
-
 
 @dataclass(frozen=True)
 class FlashKernel:

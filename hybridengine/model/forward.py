@@ -130,9 +130,9 @@ def packed_log_probs(
         given = rows, weight, batch.target_ids
         if kept is None:
             return linear_token_log_probs(*given, temperature, deterministic=exact, **transform)
-        of_row = kept.on(rows.device, weight.shape[0])
+        entries = kept.entries(weight.shape[0])
         transform |= {"temperature": temperature, "deterministic": exact}
-        return sparse_linear_token_log_probs(*given, *of_row, **transform)
+        return sparse_linear_token_log_probs(*given, *entries, **transform)
 
     if accepts_head_function(model):
         results = packed_head(model, batch, head)
@@ -153,24 +153,22 @@ def packed_policy_loss(
     Its gradients are computed in the forward, with one matrix product less than by way of
     `packed_log_probs`; only the loss is differentiable. With the part "kept" it is
     `sparse_linear_policy_loss`, over these entries. The model must be one of which
-    `accepts_head_function` is true, and the batch must not be sharded. With the parts "likely" and
-    "likely_log_probs" the score is centered.
+    `accepts_head_function` is true, and the batch must not be sharded. With the part "likely" the
+    score is centered.
 
     arguments: the keyword arguments of `linear_policy_loss`; per-token tensors are [R].
     """
     arguments |= {"active_rows": batch.active_rows, "deterministic": has_exact_operators(model)}
-
-    names = "kept", "likely", "likely_log_probs"
-    kept, likely, values = (cast("KeptIds | None", batch.parts.get(x)) for x in names)
-    if likely is not None and values is not None:
-        arguments["score_centering"] = RolloutSupport(likely.ids, likely.cu_kept, values.ids)
+    kept, likely = (cast("KeptIds | None", batch.parts.get(x)) for x in ("kept", "likely"))
+    if likely is not None and likely.log_probs is not None:
+        arguments["score_centering"] = RolloutSupport(likely.ids, likely.cu_kept, likely.log_probs)
 
     def head(rows: torch.Tensor, weight: torch.Tensor, **transform: Any) -> tuple[Any, ...]:
         given, options = (rows, weight, batch.target_ids), transform | arguments
         if kept is None:
             return linear_policy_loss(*given, temperature, **options)
-        of_row = kept.on(rows.device, weight.shape[0])
-        return sparse_linear_policy_loss(*given, *of_row, temperature, **options)
+        entries = kept.entries(weight.shape[0])
+        return sparse_linear_policy_loss(*given, *entries, temperature, **options)
 
     loss, log_probs, entropy, metrics = packed_head(model, batch, head)
     return loss, log_probs, entropy, metrics

@@ -34,26 +34,28 @@ class KeptIds(Part):
     """The vocabulary entries that truncated sampling kept for each of R tokens, end to end.
 
     A token without entries was sampled from the full vocabulary. The ends are on the CPU: sizes of
-    results are known without waiting for a device. The most likely entries are recorded in the same
-    form, and so are their log-probs.
+    results are known without waiting for a device. The most likely entries of each token have the
+    same form, with the engine's log-probs.
     """
 
     needs_tails: ClassVar[bool] = False
-    ids: Tensor  # int32 [K], ascending for each token; or float32 log-probs of such entries
+    ids: Tensor  # int32 [K], ascending for each token
     cu_kept: Tensor  # int64 [R + 1], on the CPU: token r has ids[cu_kept[r]:cu_kept[r + 1]]
+    log_probs: Tensor | None = None  # float32 [K], of most likely entries
 
     @staticmethod
-    def from_counts(ids: Tensor, counts: Tensor) -> KeptIds:
+    def from_counts(ids: Tensor, counts: Tensor, log_probs: Tensor | None = None) -> KeptIds:
         """counts: [R] on the CPU, the number of entries of each token."""
-        return KeptIds(ids, _ends(counts.long()))
+        return KeptIds(ids, _ends(counts.long()), log_probs)
 
     def take(self, rows: Tensor) -> KeptIds:
         """Select the entries of the tokens `rows`, int64 [r] on the CPU, in any order."""
         counts = self.cu_kept.diff()[rows]
         cu_kept = _ends(counts)
-        shift = self.cu_kept[rows] - cu_kept[:-1]
-        shifts = self._per_entry(shift, counts)
-        return KeptIds(self.ids[shifts + torch.arange(len(shifts), device=shifts.device)], cu_kept)
+        entries = self._per_entry(self.cu_kept[rows] - cu_kept[:-1], counts)
+        entries += torch.arange(len(entries), device=entries.device)
+        log_probs = None if self.log_probs is None else self.log_probs[entries]
+        return KeptIds(self.ids[entries], cu_kept, log_probs)
 
     def select(self, sequences: Sequence[int], rows: Tensor) -> KeptIds:
         return self.take(rows)
@@ -68,7 +70,8 @@ class KeptIds(Part):
         return self
 
     def to(self, device: torch.device | str) -> KeptIds:
-        return KeptIds(self.ids.to(device), self.cu_kept)
+        log_probs = None if self.log_probs is None else self.log_probs.to(device)
+        return KeptIds(self.ids.to(device), self.cu_kept, log_probs)
 
     def filled(self, vocab_size: int) -> KeptIds:
         """Give tokens without entries all `vocab_size` of them."""
@@ -82,10 +85,10 @@ class KeptIds(Part):
         rows = torch.arange(counts.numel())
         return both.take(rows.where(counts > 0, counts.numel()))
 
-    def on(self, device: torch.device, vocab_size: int) -> tuple[Tensor, Tensor]:
-        """Return the entries of each token, and their ends, on the device."""
+    def entries(self, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """Return the entries of all tokens [K] and their ends [R + 1], on one device."""
         kept = self.filled(vocab_size)
-        return kept.ids, kept.cu_kept.to(device)
+        return kept.ids, kept.cu_kept.to(kept.ids.device)
 
     def vocab_mask(self, vocab_size: int) -> Tensor:
         """Return bool [R, vocab_size], True for the entries of each token."""

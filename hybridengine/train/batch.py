@@ -273,10 +273,10 @@ class DataParallel:
         own_prompts = contexts.split(outcomes.sizes["context_ids"][index].tolist())
         token_index = torch.arange(sum(lengths)).split(lengths)
         sources: dict[str, PartSource] = {}
-        for name in ("kept_ids", "likely_ids", "likely_log_probs"):
-            if name in columns:
-                counts = columns[COLUMNS[name].counts or ""]
-                sources[name.removesuffix("_ids")] = KeptIds.from_counts(columns[name], counts)
+        for name in ("kept", "likely"):
+            if (ids := columns.get(f"{name}_ids")) is not None:
+                given = columns[f"num_{name}"], columns.get(f"{name}_log_probs")
+                sources[name] = KeptIds.from_counts(ids, *given)
         for name, read in self.part_readers.items():
             if (source := read(columns, lengths)) is not None:
                 sources[name] = source

@@ -37,17 +37,6 @@ from hybridengine.sync.trainers import DeltaMode
 from hybridengine.train.algorithms import uses_critic
 from hybridengine.train.performance import GIB, memory_gib
 
-__all__ = [
-    "Choices",
-    "Machine",
-    "agree",
-    "decide",
-    "describe_precision",
-    "engine_name",
-    "refuse_shared",
-    "resolve_dtypes",
-]
-
 ConfigT = TypeVar("ConfigT", bound=JobConfig)
 
 _EXACT_OPERATORS = (

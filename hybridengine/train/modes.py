@@ -20,8 +20,6 @@ if TYPE_CHECKING:  # the launcher, which needs only an address, does not load a 
     from hybridengine.train.models import ExternalCritic
     from hybridengine.train.rollout_source import RolloutSource
 
-__all__ = ["Mode", "mode_of"]
-
 
 class Mode:
     """Every rank trains and generates. Other modes override these methods."""

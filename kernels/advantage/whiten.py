@@ -76,8 +76,7 @@ def _gather(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def _keep_unmasked_(values: Tensor, bits: Tensor | None) -> Tensor:
     """Set masked values to 0 in place, NaN included.
 
-    By the `bits` of `_mask_bits`: `torch.where` and `masked_fill_` take eight times as long on a
-    CPU.
+    bits: of `_mask_bits`. On a CPU `torch.where` and `masked_fill_` take eight times as long.
     """
     if bits is not None:
         values.view(bits.dtype).bitwise_and_(bits)
@@ -85,7 +84,7 @@ def _keep_unmasked_(values: Tensor, bits: Tensor | None) -> Tensor:
 
 
 def _mask_bits(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return all bits of a value of this dtype where unmasked, else none."""
+    """Return integers with all bits set where unmasked, and none elsewhere; None without a mask."""
     bits = torch.int64 if dtype == torch.float64 else torch.int32
     return None if mask is None else mask.to(bits).neg_()
 

@@ -58,8 +58,8 @@ def attach_gradients(
       wanted; the backward scales them in place.
     main_grad: the weight gradient is added to it.
     """
-    # Tensors without elements: they keep the autograd edges of inputs for `differentiable_once`,
-    # but not their memory.
+    # Tensors without elements have the autograd edges of the inputs, for `differentiable_once`, and
+    # none of their memory.
     anchors = [None if t is None else t[:0].clone() for t in tensors]
     return _AttachGradients.apply(loss, *tensors, main_grad, grad_scale, *grads, *anchors)
 

@@ -50,7 +50,7 @@ def check_support(
 
 
 def importance_options(op: str, loss_arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `score_centering` takes of the importance weights in a loss's arguments."""
+    """Return the arguments of `score_centering` for the importance weights of a loss."""
     if loss_arguments.get("rollout_is_weights") is not None:
         raise ValueError(
             f"{op}: rollout_is_weights and score_centering are given; expected "

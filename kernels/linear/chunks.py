@@ -40,9 +40,9 @@ class Chunks:
 
     Args:
         budget_bytes: memory for the buffers and for temporary copies of hidden and weight.
-        deterministic: products are batch-invariant: logits by `decode_linear`, where it takes the
-            operands, then 16-bit ones with a float32 result on a CPU (csrc/mixed_gemm); every other
-            product is padded to the same number of rows, and to enough columns.
+        deterministic: products are batch-invariant. Logits are by `decode_linear`, if it takes the
+            operands; with it, 16-bit products on a CPU are by csrc/mixed_gemm. Every other product
+            is padded to the same number of rows, and to enough columns.
         grad_rows: rows whose gradient is computed; 0: logits only.
         group: name of the process group of vocabulary-parallel ranks; "": none.
         kept: all logits are given (`logits_fit`); one chunk, with a buffer for its gradient.

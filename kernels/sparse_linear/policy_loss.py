@@ -1,7 +1,7 @@
 """The policy loss over the entries that sampling kept, from hidden states.
 
-Everything in it is a sum over kept entries, those of score centering too. So it takes K logits,
-where `linear_policy_loss` with a vocab_mask has the mask and the logits of T * V entries.
+All sums in it, also those of score centering, are over kept entries. It computes K logits, where
+`linear_policy_loss` with a vocab_mask computes T * V.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ def sparse_linear_policy_loss(
 ) -> Results:
     """Compute the policy loss over the kept entries of each row.
 
-    Equal to `linear_policy_loss` with a vocab_mask of the kept entries, which computes it where
-    more than 1/64 of T * V is kept, unless `deterministic`.
+    It equals `linear_policy_loss` with a vocab_mask of the kept entries. That operator computes it
+    if more than 1/64 of T * V is kept, unless `deterministic`.
 
     Args:
         hidden, weight, token_ids, kept_ids, cu_kept, temperature, bias, logit_scale, softcap,
             deterministic, backend: as in `sparse_linear_token_log_probs`.
-        score_centering: as in `linear_policy_loss`, over the kept entries. In the policy an entry
-            that is not kept has probability 0.
-        active_rows, grad_scale: as in `linear_policy_loss`; of no effect on the sparse form.
+        score_centering: as in `linear_policy_loss`, over the kept entries. The policy gives
+            probability 0 to the others.
+        active_rows, grad_scale: as in `linear_policy_loss`; unused where few entries are kept.
         loss_arguments: those of `policy_loss`; importance weights by rollout_log_probs.
 
     Returns:
@@ -63,19 +63,16 @@ def sparse_linear_policy_loss(
     """
     op = "sparse_linear_policy_loss"
     check.shape(op, "hidden", hidden, "T H", {})
+    token_ids, vocab = check_linear(op, hidden, weight, token_ids, bias, None), weight.shape[0]
+    given: tuple[Any, ...] = (hidden, weight, token_ids)
+    head: dict[str, Any] = {"bias": bias, "logit_scale": logit_scale, "softcap": softcap}
     if not (deterministic or is_sparse(hidden, weight, kept_ids)):
-        vocab = weight.shape[0]
-        token_ids = check_linear(op, hidden, weight, token_ids, bias, None)
         options = row_options(op, token_ids, vocab)
         kept = check_kept(op, hidden, token_ids, kept_ids, cu_kept, options, vocab)
         return linear_policy_loss(
-            hidden,
-            weight,
-            token_ids,
+            *given,
             temperature,
-            bias=bias,
-            logit_scale=logit_scale,
-            softcap=softcap,
+            **head,
             vocab_mask=as_mask(*kept, vocab),
             score_centering=score_centering,
             active_rows=active_rows,
@@ -84,22 +81,17 @@ def sparse_linear_policy_loss(
             **loss_arguments,
         )
     log_probs, entropy, of_kept = sparse_linear_token_log_probs(
-        hidden,
-        weight,
-        token_ids,
+        *given,
         kept_ids,
         cu_kept,
         temperature,
-        bias=bias,
-        logit_scale=logit_scale,
-        softcap=softcap,
+        **head,
         return_kept_log_probs=True,
         deterministic=deterministic,
         backend=backend,
     )
     centering = None
     if score_centering is not None:
-        vocab = weight.shape[0]
         options = row_options(op, token_ids, vocab)
         ids, ends, values = check_support(op, score_centering, token_ids, options, vocab)
         ends = ends.to(hidden.device)

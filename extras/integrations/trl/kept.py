@@ -10,16 +10,18 @@ Without truncation nothing is recorded.
 from __future__ import annotations
 
 import logging
+import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from hybridengine.engine.response import pack_kept
 from hybridengine.kernels import sparse_linear_token_log_probs, token_log_probs
 from hybridengine.model import KeptIds
 from hybridengine.run.errors import ModelError, RolloutError
@@ -43,7 +45,7 @@ class SampledToken(int):
 class Replay:
     """The entries of one batch, which the fused heads take while TRL goes through its rows.
 
-    kept: one for each completion; None where nothing is replayed.
+    kept: the entries of each completion; None where nothing is replayed.
     """
 
     def __init__(self, kept: Sequence[KeptIds] | None = None) -> None:
@@ -87,15 +89,14 @@ def kept_scores(
         mask = kept.vocab_mask(rows.shape[1])
         log_probs, entropy = token_log_probs(rows, ids, temperature, vocab_mask=mask)
         return log_probs, entropy
-    kept = kept.filled(weight.shape[0])
-    entries = kept.ids, kept.cu_kept.to(rows.device)
+    entries = kept.entries(weight.shape[0])
     return sparse_linear_token_log_probs(rows, weight, ids, *entries, temperature, **head)
 
 
 def generate(self: Any, original: Callable[[], tuple]) -> tuple:
     """Run TRL's `VLLMGeneration.generate`; tokens that were sampled for a batch have their entries.
 
-    original: of the arguments of the call.
+    original: calls TRL's function with the arguments that it was given.
     """
     if self.mode != "colocate" or REPLAY.get() is None:
         return original()
@@ -174,24 +175,22 @@ def compute_loss(inputs: Mapping[str, Any], original: Callable[[], Tensor]) -> T
 
 
 def _truncates(sampling: Any) -> bool:
-    """sampling: vLLM's `SamplingParams`, or TRL's `VLLMGeneration`."""
+    """Return whether tokens are drawn from a part of the vocabulary.
+
+    sampling: vLLM's `SamplingParams`, or TRL's `VLLMGeneration`.
+    """
     cuts = sampling.top_p < 1 or (sampling.top_k or 0) > 0 or (sampling.min_p or 0) > 0
     return cuts and sampling.temperature > 0
 
 
 def sampled_tokens(sample: Any) -> list[SampledToken]:
     """Return the tokens of a vLLM `CompletionOutput` with their entries."""
-    ids = list(sample.token_ids)
     masks = sample.sampling_mask.token_ids if sample.sampling_mask else []
-    if len(masks) != len(ids):
-        raise RolloutError(
-            f"vLLM recorded the kept vocabulary entries of {len(masks)} tokens for a completion of "
-            f"{len(ids)}; sample without top_p, top_k and min_p, {_OFF}"
-        )
-    tokens = []
-    for token, mask in zip(ids, masks, strict=True):
-        tokens.append(SampledToken(token))
-        tokens[-1].kept = array("i", mask)
+    advice = f"sample without top_p, top_k and min_p, {_OFF}"
+    num_kept, kept_ids = pack_kept(sample.token_ids, masks, sys.maxsize, advice).values()
+    tokens, entries = list(map(SampledToken, sample.token_ids)), iter(kept_ids)
+    for token, count in zip(tokens, num_kept, strict=True):
+        token.kept = array("i", islice(entries, count))
     return tokens
 
 

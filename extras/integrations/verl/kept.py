@@ -12,27 +12,28 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextvars import ContextVar
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hybridengine.engine.response import pack_kept
 from hybridengine.integrations import verl
 from hybridengine.integrations._patching import Patches
 from hybridengine.integrations.verl.log_probs import KEPT
 from hybridengine.integrations.verl.padding import num_padding
 from hybridengine.model import KeptIds
-from hybridengine.run.errors import ModelError, RolloutError
+from hybridengine.run.errors import ModelError
 
 COLUMN = "kept_ids"  # of a response: {"ids": int32 [K], "counts": int32 [its tokens]}
 _ENGINES = "workers.engine.fsdp.transformer_impl"
 _FORWARD = f"{_ENGINES}.FSDPEngineWithLMHead.forward_step"
 _OUTPUTS = f"{_ENGINES}.FSDPEngineWithLMHead.prepare_model_outputs"
 _SERVER = "workers.rollout.vllm_rollout.vllm_async_server.vLLMHttpServer"
-_NOTED = "_hybridengine_noted"  # attribute of a server: its engine notes outputs
+_NOTED = "_hybridengine_noted"  # attribute of a server whose engine leaves outputs in `_LAST`
 _LAST: ContextVar[list[Any] | None] = ContextVar("LAST", default=None)
+_NO_TRUNCATION = "set rollout.top_p=1 and rollout.top_k=-1"
 _OFF = (
     "or remove hybridengine.integrations.verl.kept from VERL_USE_EXTERNAL_MODULES, and the "
     "log-probs are over the full vocabulary"
@@ -96,7 +97,7 @@ def kept_of_labels(
     Args:
         ids: jagged tensor [B, t], prompts with their responses.
         column: B entries of the column, or None for a response without them.
-        padding: so many tokens follow, whose next token is 0.
+        padding: number of tokens that follow; the next token of each is 0.
     """
     offsets = ids.offsets()
     labels = torch.cat([ids.values().roll(-1).cpu(), torch.zeros(padding, dtype=torch.int64)])
@@ -107,8 +108,8 @@ def kept_of_labels(
         if len(own) != length:
             raise ModelError(
                 f"a response of {length} tokens has the kept vocabulary entries of {len(own)}: "
-                "those of several turns or of a resumed response are not joined. Set rollout.top_p"
-                f"=1 and rollout.top_k=-1, {_OFF}"
+                "those of several turns or of a resumed response are not joined; "
+                f"{_NO_TRUNCATION}, {_OFF}"
             )
         rows[end - length - 1 : end - 1] = torch.arange(total, total + length)
         total += length
@@ -131,7 +132,7 @@ def _truncates(rollout: Any) -> bool:
 
 
 def _preprocess_engine_kwargs(self: Any, engine_kwargs: dict) -> None:
-    """Let vLLM return sampling masks; it refuses what it has none for."""
+    """Let vLLM return sampling masks; vLLM refuses options with which it has none."""
     PATCHES.original(f"{_SERVER}._preprocess_engine_kwargs")(self, engine_kwargs)
     if _truncates(self.config):
         engine_kwargs["return_sampling_mask"] = True
@@ -173,10 +174,10 @@ async def _generate(
 
 
 def bounded(sampling: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Return sampling parameters of the same distribution that vLLM has masks for.
+    """Return sampling parameters of the same distribution, for which vLLM returns masks.
 
-    It wants a temperature and a top-k: the greedy token is the one of top-k 1, and a top-k of the
-    vocabulary cuts nothing.
+    vLLM needs a temperature and a top-k for that. Greedy decoding is top-k 1, and a top-k of the
+    vocabulary's size truncates nothing.
     """
     greedy = sampling.get("temperature", 1.0) == 0
     top_k = sampling.get("top_k", -1)
@@ -187,16 +188,10 @@ def bounded(sampling: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
 def column_of(sample: Any, vocab_size: int) -> dict[str, Any]:
     """Return the column of a vLLM `CompletionOutput`."""
     masks = sample.sampling_mask.token_ids if sample.sampling_mask else []
-    pairs = list(zip(sample.token_ids, masks, strict=False))
-    if len(masks) != len(sample.token_ids) or any(len(m) and t not in m for t, m in pairs):
-        raise RolloutError(
-            f"vLLM returned the kept vocabulary entries of {len(masks)} tokens for a response of "
-            f"{len(sample.token_ids)}, or others than those of its tokens; set rollout.top_p=1 and "
-            f"rollout.top_k=-1, {_OFF}"
-        )
-    cut = [sorted(mask) if len(mask) < vocab_size else [] for mask in masks]
-    counts = np.array([len(mask) for mask in cut], dtype=np.int32)
-    return {"ids": np.array(list(chain.from_iterable(cut)), dtype=np.int32), "counts": counts}
+    ordered = [sorted(mask) for mask in masks]
+    columns = pack_kept(sample.token_ids, ordered, vocab_size, f"{_NO_TRUNCATION}, {_OFF}")
+    counts, ids = (np.array(columns[name], dtype=np.int32) for name in ("num_kept", "kept_ids"))
+    return {"ids": ids, "counts": counts}
 
 
 def _noting(generate: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
@@ -221,5 +216,5 @@ PATCHES = Patches(
         },
     },
 )
-verl.patch("log_probs", "fused_head")  # what reads the entries
+verl.patch("log_probs", "fused_head")  # these functions read the entries
 PATCHES.patch()

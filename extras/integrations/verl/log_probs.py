@@ -40,7 +40,7 @@ __all__ = [
     "vocab_parallel_log_probs_from_logits_response_rmpad",
 ]
 
-# The entries that sampling kept for each label of the fused heads that run now (verl/kept.py).
+# The entries that sampling kept for each label of the running step (verl/kept.py).
 KEPT: ContextVar[KeptIds | None] = ContextVar("KEPT", default=None)
 _IGNORED = -100  # label of a row that is not read
 
@@ -197,16 +197,9 @@ def _head(
     if (kept := KEPT.get()) is None:
         return linear_token_log_probs(hidden, weight, labels, temperature, group=group)
     ranks = 1 if group is None else dist.get_world_size(group)
-    kept = kept.filled(weight.shape[0] * ranks)
-    log_probs, entropy = sparse_linear_token_log_probs(
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        labels.flatten(),
-        kept.ids,
-        kept.cu_kept.to(hidden.device),
-        temperature,
-        group=group,
-    )
+    given = hidden.reshape(-1, hidden.shape[-1]), weight, labels.flatten()
+    entries = kept.entries(weight.shape[0] * ranks)
+    log_probs, entropy = sparse_linear_token_log_probs(*given, *entries, temperature, group=group)
     return log_probs.view(labels.shape), entropy.view(labels.shape)
 
 

@@ -28,8 +28,6 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from hybridengine.kernels import paged_attention, write_kv_cache
 from hybridengine.run.errors import UserError
 
-__all__ = ["ExactAttention", "ExactAttentionBackend"]
-
 _UNIT = 16  # of head sizes, and of the tokens of a block
 _MAX_GPU_HEAD = 256  # as in the trainer's attention
 

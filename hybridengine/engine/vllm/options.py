@@ -61,7 +61,7 @@ def llm_options(options: EngineOptions) -> dict[str, Any]:
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "enable_sleep_mode": rollout.free_cache_engine and on_gpu,
         "logprobs_mode": "processed_logprobs",
-        **({"max_logprobs": options.record_likely} if options.record_likely else {}),
+        "max_logprobs": options.record_likely,
         "disable_log_stats": True,
         **cache,
         **rollout.engine_kwargs.vllm,

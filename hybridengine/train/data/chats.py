@@ -22,8 +22,6 @@ from hybridengine.run.storage import memory_limit
 from hybridengine.train.data.rows import RowChat, tool_name, tool_names
 from hybridengine.train.data.template import SpecialTokens, find_template
 
-__all__ = ["THOUGHTS", "ChatTemplate", "prefix_end"]
-
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message, by template
 # Keys that hold what a model says; those of a data set (a language, a time) are left alone.
 _SAID = re.compile(r"thought|think|reason|function_call", re.IGNORECASE)
