@@ -97,11 +97,10 @@ class OrthogonalExchange:
             del matrices
             for done in returning:
                 done()
-            parts = [trip.parts[name] for name in trip.scatter.exchange.destinations]
+            exchange = trip.scatter.exchange
+            parts = [trip.parts[name] for name in exchange.destinations]
             targets = [shards[parameter][index] for parameter, index in parts]
-            sources = [result] * len(
-                trip.scatter.exchange.sources
-            )  # this rank's own is the one it reads
+            sources = [result] * len(exchange.sources)  # this rank's own is the one it reads
             returning = [self._start(trip.scatter, sources, targets)]
         for done in returning:
             done()

@@ -86,7 +86,7 @@ class SequenceImages:
       ranks run the vision tower.
     """
 
-    needs_tails: ClassVar[bool] = True  # an image may be there
+    needs_tails: ClassVar[bool] = True  # the last tokens may be of an image
     images: Sequence[Sequence[ImageInputs]] | None
     image_format: ImageFormat
 

@@ -178,9 +178,9 @@ T = TypeVar("T")
 class Exchange(NamedTuple, Generic[T]):
     """The copies of one bucket on one rank, in tables of type T.
 
-    pack: sources → send buffer, which is destination 0. A table also has the rows of `local`, whose
-      engine tensors follow: what is sent and kept is read once.
-    local: sources → engine tensors, what this rank keeps.
+    pack: sources → send buffer, which is destination 0. `build` adds the rows of `local`, whose
+      engine tensors follow: elements that are sent and kept are read once.
+    local: sources → engine tensors, the elements that this rank keeps.
     unpack: receive buffers → engine tensors.
     sources: (parameter, box of it) that pack reads.
     destinations: engine tensors that pack and unpack write.

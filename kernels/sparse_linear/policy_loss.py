@@ -64,13 +64,14 @@ def sparse_linear_policy_loss(
     op = "sparse_linear_policy_loss"
     check.shape(op, "hidden", hidden, "T H", {})
     token_ids, vocab = check_linear(op, hidden, weight, token_ids, bias, None), weight.shape[0]
-    given: tuple[Any, ...] = (hidden, weight, token_ids)
     head: dict[str, Any] = {"bias": bias, "logit_scale": logit_scale, "softcap": softcap}
     if not (deterministic or is_sparse(hidden, weight, kept_ids)):
         options = row_options(op, token_ids, vocab)
         kept = check_kept(op, hidden, token_ids, kept_ids, cu_kept, options, vocab)
         return linear_policy_loss(
-            *given,
+            hidden,
+            weight,
+            token_ids,
             temperature,
             **head,
             vocab_mask=as_mask(*kept, vocab),
@@ -81,7 +82,9 @@ def sparse_linear_policy_loss(
             **loss_arguments,
         )
     log_probs, entropy, of_kept = sparse_linear_token_log_probs(
-        *given,
+        hidden,
+        weight,
+        token_ids,
         kept_ids,
         cu_kept,
         temperature,

@@ -129,9 +129,7 @@ def _scores(
     loss: Tensor | None = None
     fields: tuple[Tensor | None, ...]
     if weight is not None and pending is not None:
-        if kept is not None:
-            transform["vocab_mask"] = kept.vocab_mask(weight.shape[0])
-        loss, log_probs, entropy = pending.scores(rows, weight, ids, temperature, **transform)
+        loss, log_probs, entropy = pending.scores(rows, weight, ids, temperature, kept, **transform)
         fields = (log_probs, entropy, None, None, None)
     elif kept is not None:
         log_probs, entropy = kept_scores(rows, weight, ids, temperature, kept, **transform)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from hybridengine.kernels import linear_policy_loss
+from hybridengine.kernels.sparse_linear import sparse_linear_policy_loss
+from hybridengine.model import KeptIds
 
 WARNED = "_hybridengine_loss_warned"  # attribute of a trainer
 _AGGREGATIONS = {
@@ -40,14 +42,25 @@ class GRPOLoss:
         self.arguments, self.is_computed = arguments, False
 
     def scores(
-        self, rows: Tensor, weight: Tensor, ids: Tensor, temperature: float, **head: Any
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        temperature: float,
+        kept: KeptIds | None,
+        **head: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss, and log-probs and entropy [N] without gradient, of labelled rows.
 
-        head: its bias, logit_scale and softcap; vocab_mask where sampling was truncated.
+        kept: the entries that each label was sampled from; None: the full vocabulary.
+        head: its bias, logit_scale and softcap.
         """
         self.is_computed = True
-        return linear_policy_loss(rows, weight, ids, temperature, **head, **self.arguments)[:3]
+        given, options = (rows, weight, ids), {**head, **self.arguments}
+        if kept is None:
+            return linear_policy_loss(*given, temperature, **options)[:3]
+        entries = kept.entries(weight.shape[0])
+        return sparse_linear_policy_loss(*given, *entries, temperature, **options)[:3]
 
 
 # What the fused heads of the models that are called compute; None: their usual results.

@@ -31,7 +31,7 @@ class Sampling(NamedTuple):
 
     @property
     def truncation(self) -> dict[str, float]:
-        """What truncates, by its name."""
+        """Return the settings that truncate, by name."""
         active = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
         return {name: getattr(self, name) for name, is_active in active.items() if is_active}
 
@@ -53,7 +53,10 @@ class Case(NamedTuple):
         return self.forced.points[self.point].flatten(1).double().cpu()
 
     def near(self, *points: str) -> list[Tensor] | None:
-        """What the engine computed at other points of the same module; None if it has not all."""
+        """Return what the engine computed at other points of the same module.
+
+        None if one of them was not recorded.
+        """
         names = [f"{self.point.rpartition('.')[0]}.{point}" for point in points]
         found = [self.record.points[name] for name in names if name in self.record.points]
         return [x.double().cpu() for x in found] if len(found) == len(names) else None
@@ -301,33 +304,33 @@ def _head(case: Case) -> str | None:
     return None
 
 
-def response_log_probs(record: EngineRecord, logits: Tensor, how: Sampling) -> Tensor:
-    """Return the log-probs of the response's tokens under how it was sampled; logits: [T, V]."""
-    scaled = logits / how.temperature
-    if how.truncation:
-        options = (how.temperature, how.top_k, how.top_p, how.min_p)
+def response_log_probs(record: EngineRecord, logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return the log-probs of the response's tokens as they were sampled; logits: [T, V]."""
+    scaled = logits / sampling.temperature
+    if sampling.truncation:
+        options = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         rows = [torch.full((len(logits),), x, device=logits.device) for x in options]
         scaled = scaled.masked_fill(~kept_entries(logits, *rows), -torch.inf)
     ids = torch.tensor(record.token_ids[record.num_prompt :], device=logits.device)
     return scaled.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
 
 
-def sampling_cause(record: EngineRecord, how: Sampling) -> str | None:
+def sampling_cause(record: EngineRecord, sampling: Sampling) -> str | None:
     """Return how the engine's log-probs follow from its own logits; None: as the trainer's do."""
     logits = record.points[LOGITS].double().cpu()
     given = torch.tensor(record.log_probs, dtype=torch.float64)
 
-    def fits(how: Sampling) -> bool:
-        difference = response_log_probs(record, logits, how) - given
+    def fits(sampling: Sampling) -> bool:
+        difference = response_log_probs(record, logits, sampling) - given
         return bool(difference.abs().max() < 1e-3)
 
-    if fits(how):
+    if fits(sampling):
         return None
-    names = ", ".join(f"{name}={value:g}" for name, value in how.truncation.items())
-    if names and fits(Sampling(how.temperature)):
+    names = ", ".join(f"{name}={value:g}" for name, value in sampling.truncation.items())
+    if names and fits(Sampling(sampling.temperature)):
         return f"its log-probs are not renormalised over what {names} keeps"
-    if how.temperature != 1.0 and fits(how._replace(temperature=1.0)):
-        return f"its log-probs are of temperature 1, not {how.temperature:g}"
+    if sampling.temperature != 1.0 and fits(sampling._replace(temperature=1.0)):
+        return f"its log-probs are of temperature 1, not {sampling.temperature:g}"
     if fits(Sampling()):
         return f"its log-probs are of the raw logits, before temperature and {names or 'top_p'}"
     return "its log-probs follow neither from its logits nor from temperature and truncation"

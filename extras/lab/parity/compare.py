@@ -216,14 +216,14 @@ class Parity:
             *find_weight_faults(weights, self._layout, tensors),
             *tied_head_faults(weights, tensors),
         ]
-        how = Sampling(temperature, top_p, top_k, min_p)
-        options: Any = {"logprobs": 0, "ignore_eos": True, "detokenize": False, **how._asdict()}
-        sampling = SamplingParams(max_tokens=max_tokens, seed=seed, **options)
-        report = self._compare(prompts, sampling, how, faults)
+        sampling = Sampling(temperature, top_p, top_k, min_p)
+        options: Any = {"logprobs": 0, "ignore_eos": True, "detokenize": False, "seed": seed}
+        params = SamplingParams(max_tokens=max_tokens, **options, **sampling._asdict())
+        report = self._compare(prompts, params, sampling, faults)
         finding = report.finding
         if report.has_cached_prefix and finding is not None and ".attention" in finding.point:
             self.llm.reset_prefix_cache()
-            fresh = self._compare(prompts, sampling, how, faults)
+            fresh = self._compare(prompts, params, sampling, faults)
             if fresh.finding is not None:
                 return fresh
             cause = (
@@ -236,23 +236,23 @@ class Parity:
     def _compare(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: Any,
-        how: Sampling,
+        params: Any,
+        sampling: Sampling,
         faults: Sequence[WeightFault],
     ) -> Report:
-        record_kept = self._is_exact and bool(how.truncation)
+        record_kept = self._is_exact and bool(sampling.truncation)
         forced = [
             ForcedForward(
                 self.model,
-                record_engine(self.llm, ids, sampling, record_kept=record_kept),
+                record_engine(self.llm, ids, params, record_kept=record_kept),
                 _forward,
             )
             for ids in prompts
         ]
         records = [ours.record for ours in forced]
         differences = self._differences(records, forced)
-        finding = self._finding(records, forced, differences, faults, how)
-        pairs = [self._log_probs(record, how) for record in records]
+        finding = self._finding(records, forced, differences, faults, sampling)
+        pairs = [self._log_probs(record, sampling) for record in records]
         ours, theirs = (torch.cat(x) for x in zip(*pairs, strict=True))
         log_ratios = ours - theirs
         return Report(
@@ -285,7 +285,7 @@ class Parity:
         forced: Sequence[ForcedForward],
         differences: Mapping[str, float],
         faults: Sequence[WeightFault],
-        how: Sampling,
+        sampling: Sampling,
     ) -> Finding | None:
         wrong = {fault.point: fault for fault in faults}
         for point, difference in differences.items():
@@ -301,8 +301,8 @@ class Parity:
         if faults:  # of a point that is no module of the trained model
             return Finding(faults[0].point, 0.0, f"weight: {faults[0].cause}")
         for record in records:
-            cause = sampling_cause(record, how)
-            ours, theirs = self._log_probs(record, how)
+            cause = sampling_cause(record, sampling)
+            ours, theirs = self._log_probs(record, sampling)
             difference = float((ours - theirs).abs().max())
             if cause is None and self._is_exact and difference > 0:
                 cause = "its log-probs are rounded otherwise than the trained model's"
@@ -325,7 +325,7 @@ class Parity:
         ]
         return cause_of(max(pairs, key=lambda c: float((c.theirs - c.ours).norm())))
 
-    def _log_probs(self, record: EngineRecord, how: Sampling) -> tuple[Tensor, Tensor]:
+    def _log_probs(self, record: EngineRecord, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """Return the log-probs of the response, of the trained model and of the engine."""
         device = next(self.model.parameters()).device
         if self._is_exact:
@@ -333,12 +333,12 @@ class Parity:
             parts = {} if record.kept is None else {"kept": record.kept}
             batch = pack_rollouts([(ids[:start], ids[start:])], device, parts=parts)
             with torch.no_grad():
-                ours = packed_log_probs(self.model, batch, how.temperature)[0].double()
+                ours = packed_log_probs(self.model, batch, sampling.temperature)[0].double()
         else:
             tokens = torch.tensor(record.token_ids[:-1], device=device)
             with torch.no_grad():
                 logits = _forward(self.model, tokens)[record.num_prompt - 1 :].double()
-            ours = response_log_probs(record, logits, how)
+            ours = response_log_probs(record, logits, sampling)
         return ours.cpu(), torch.tensor(record.log_probs, dtype=torch.float64)
 
 

@@ -55,7 +55,7 @@ class EngineRecord:
 
 @dataclass
 class _Rows:
-    """Rows as they come, by point; tokens: of the newest step."""
+    """Rows in the order of computation, by point; tokens: number of tokens of the newest step."""
 
     tokens: int = 0
     positions: list[int] = field(default_factory=list)
@@ -154,7 +154,7 @@ def _recording(model: nn.Module, rows: _Rows) -> Iterator[None]:
 def _trained_name(model: Any, name: str) -> str:
     """Return transformers' name of a module of vLLM, which has others for those of gpt_oss.
 
-    Where vLLM runs the decoder of transformers it calls it `model`.
+    Where vLLM runs transformers' decoder, its name in vLLM is `model`.
     """
     base = getattr(getattr(model, "model", None), "base_model_prefix", None)
     if base is not None and name.startswith("model."):

@@ -95,7 +95,7 @@ class ServerWorker:
     model, config: of the worker. With --language-model-only, the trained model may be the language
       model of a checkpoint of `WRAPPERS`.
     post_load: ran as vLLM loaded the model.
-    sampler: None: vLLM's second one, of GPUs.
+    sampler: ours; None where the worker has the sampler of vLLM's second model runner (GPUs).
     """
 
     def __init__(

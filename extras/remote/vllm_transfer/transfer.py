@@ -54,7 +54,7 @@ from hybridengine.sync.resharder import Resharder
 from hybridengine.sync.weight_target import WeightState, operation
 
 POST_LOAD = "_hybridengine_post_load"  # attribute of a model that vLLM loaded for this backend
-_SAMPLER = "_hybridengine_sampler"  # the same; None where the sampler is vLLM's
+_SAMPLER = "_hybridengine_sampler"  # attribute of the same model; None where the sampler is vLLM's
 _STATE = "_hybridengine_weight_state"  # attribute of an `LLMEngine`
 _WORKERS_STATE = "hybridengine_weights_state"  # of vLLM's workers; `server_worker` calls it
 

@@ -129,7 +129,7 @@ class VllmEngine(RolloutEngine):
         self.target.discards_weights = self._level2_sleep is not None
         if not on_gpu:
             for cache in self.model_runner.kv_caches:
-                # Those that it has are small.
+                # The pages that it has are small: they are given back.
                 advise_pages(cache.untyped_storage(), HUGEPAGE, DONTNEED)
         if options.exact:
             max_model_len = self._llm.model_config.max_model_len

@@ -85,7 +85,7 @@ def writable_weights() -> Iterator[PostLoadProcessing]:
     run = partial(post_load.run, base_loader.process_weights_after_loading)
     with ExitStack() as stack:
         stack.enter_context(patch.object(base_loader, "process_weights_after_loading", run))
-        create = on_huge_pages(base_loader.BaseModelLoader.create_model)
+        create = _on_huge_pages(base_loader.BaseModelLoader.create_model)
         stack.enter_context(patch.object(base_loader.BaseModelLoader, "create_model", create))
         choose = staticmethod(_without_copies(CpuPlatform.get_attn_backend_cls))
         stack.enter_context(patch.object(CpuPlatform, "get_attn_backend_cls", choose))
@@ -96,8 +96,8 @@ def writable_weights() -> Iterator[PostLoadProcessing]:
         yield post_load
 
 
-def on_huge_pages(create: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """Return vLLM's construction of a model, whose weights are not loaded yet, on huge pages."""
+def _on_huge_pages(create: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    """Return vLLM's function that creates a model without values, with weights on huge pages."""
 
     def created(*args: Any, **kwargs: Any) -> torch.nn.Module:
         model = create(*args, **kwargs)

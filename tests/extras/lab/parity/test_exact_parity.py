@@ -99,9 +99,8 @@ def test_a_model_of_transformers_in_vllm(
     tmp_path: Path, kind: str, name: str, point: str, least: int
 ) -> None:
     path = save_other(kind, tmp_path)[1]
-    report, finding = run_ranks(of_transformers, 1, path, f"model.layers.1.{name}", timeout_s=200)[
-        0
-    ]
+    name = f"model.layers.1.{name}"
+    [(report, finding)] = run_ranks(of_transformers, 1, path, name, timeout_s=200)
     assert report.finding is None, report
     assert len(report.differences) >= least and not any(report.differences.values()), report
     assert finding is not None and finding.point == point, finding
