@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks._bench import OURS, Bench
 from hybridengine.kernels.decode_linear import inference_linear
+from hybridengine.kernels.pages import prefer_huge_pages
 
 SHAPES = {  # N, K
     "o_proj": (576, 576),
@@ -39,7 +40,9 @@ def run(bench: Bench) -> None:
     for dtype in (torch.bfloat16,) if on_gpu else (torch.bfloat16, torch.float32):
         for name, (n, k) in shapes.items():
             copies = max(2, (2**20 if bench.quick else COPIES_BYTES) // (n * k * dtype.itemsize))
-            weights = torch.randn(copies, n, k, device=bench.device).mul_(k**-0.5).to(dtype)
+            weights = torch.empty(copies, n, k, device=bench.device, dtype=dtype)
+            prefer_huge_pages(weights.untyped_storage())  # as those of our engines
+            weights.normal_(0, k**-0.5)
             for rows in row_counts:
                 compare(bench, name, rows, weights)
 
