@@ -107,6 +107,9 @@ def save_tiny(
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.data += 0.1 * torch.randn_like(parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith("_bias"):  # of routers
+                buffer += 0.1 * torch.randn_like(buffer)
     model.to(dtype).save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)
     return str(folder)

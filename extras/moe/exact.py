@@ -5,7 +5,8 @@ formula (scores, groups, scaling, what is added in which order) is written once,
 the engine it stands on the meta device and reads vLLM's tensors as they are; vLLM's own router and
 kernels are not called. While a block runs, operators whose bits depend on the batch are replaced:
 
-- the router's product is `decode_linear`, and its logits are float32;
+- the router's product is `decode_linear`, and its logits are float32; its parameters (no buffers)
+  that vLLM has in float32 are rounded to the type of the computation, as a trained model's are;
 - the experts with the highest scores are selected, of equal ones those with the lowest indices;
 - sigmoids are `gated_activation`s;
 - experts are `grouped_experts` with `ExactExperts`.
@@ -14,7 +15,7 @@ kernels are not called. While a block runs, operators whose bits depend on the b
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -233,6 +234,7 @@ def _read_weights(
         experts.gate_up_proj_bias, experts.down_proj_bias = layer.w13_bias, layer.w2_bias
     held = {"e_score_correction_bias": getattr(runner.router, "e_score_correction_bias", None)}
     held |= dict(_router_of(block).named_parameters()) | dict(_router_of(block).named_buffers())
+    cast = [key for key, p in router._parameters.items() if p is not None]
     for key, tensor in [*router.named_parameters(), *router.named_buffers()]:
         source = held.get(key)
         if source is None or source.shape != tensor.shape:
@@ -245,11 +247,28 @@ def _read_weights(
     for key, child in trained.named_children():
         if child not in forwards:
             forwards[child] = _delegate(name, key, child, getattr(block, key, None))
+    forwards[router] = _rounded(forwards[router], cast, layer.w13_weight.dtype)
     run_experts = MethodType(forwards[trained.experts], trained.experts)
     forwards[trained.experts] = lambda self, *given: runner(*given)
     for module, forward in forwards.items():
         module.forward = MethodType(forward, module)
     return lambda self, *given: run_experts(*given)
+
+
+def _rounded(
+    forward: Callable[..., Any], cast: Iterable[str], dtype: torch.dtype
+) -> Callable[..., Any]:
+    """Return `forward` of a router in which its parameters `cast` are rounded to `dtype`."""
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        held = {key: self._parameters[key] for key in cast}
+        self._parameters.update({key: p.to(dtype) for key, p in held.items()})
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            self._parameters.update(held)
+
+    return run
 
 
 def _delegate(name: str, key: str, child: Any, own: Any) -> Callable[..., Any]:

@@ -240,10 +240,19 @@ def compare(rank: int, world_size: int, folder: str, dtype: str) -> None:
 
 @needs_vllm
 @pytest.mark.multirank
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", [k if k in SHORT else pytest.param(k, marks=LONG) for k in KINDS])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (kind, dtype)
+        if kind in SHORT or (kind, dtype) == ("glm4_moe", "bfloat16")
+        else pytest.param(kind, dtype, marks=LONG)
+        for kind in KINDS
+        for dtype in ("float32", "bfloat16")
+    ],
+)
 def test_log_probs_are_the_same_bits(tmp_path: Path, kind: str, dtype: str) -> None:
-    path = save_tiny(mixture_config(kind), tmp_path / kind, getattr(torch, dtype))
+    """Of weights in float32, which vLLM keeps of some routers, and a trained model rounds."""
+    path = save_tiny(mixture_config(kind), tmp_path / kind)
     run_ranks(compare, 1, path, dtype, timeout_s=300)
 
 
@@ -293,7 +302,12 @@ def test_replay_of_the_engines_routes_is_not_exact(tmp_path: Path) -> None:
         ("qwen3_moe", 2, 2, "bfloat16"),
         ("gpt_oss", 2, 1, "bfloat16"),
         *(pytest.param(kind, 2, 1, "float32", marks=LONG) for kind in KINDS),
-        pytest.param("qwen3_moe", 1, 1, "bfloat16", marks=LONG),
+        *(
+            pytest.param(kind, tp_size, 1, "bfloat16", marks=LONG)
+            for kind in KINDS
+            for tp_size in (1, 2)
+            if (kind, tp_size) != ("gpt_oss", 2)
+        ),
     ],
 )
 def test_jobs(tmp_path: Path, kind: str, tp_size: int, expert_parallel: int, dtype: str) -> None:
@@ -314,12 +328,12 @@ def test_engines_that_divide_experts(tmp_path: Path, kind: str, dtype: str) -> N
 @pytest.mark.parametrize(
     ("kind", "tp_size", "dtype"),
     [
-        ("qwen2_moe", 2, "bfloat16"),
+        ("glm4_moe", 2, "bfloat16"),
         *(
             pytest.param(kind, tp_size, dtype, marks=LONG)
             for kind in KINDS
-            for tp_size, dtype in ((1, "float32"), (2, "bfloat16"))
-            if (kind, tp_size) != ("qwen2_moe", 2)
+            for tp_size, dtype in ((1, "float32"), (1, "bfloat16"), (2, "bfloat16"))
+            if (kind, tp_size) != ("glm4_moe", 2)
         ),
     ],
 )
