@@ -110,6 +110,8 @@ def generate(self: Any, original: Callable[[], tuple]) -> tuple:
         runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         if sampling.FusedSampler.of(runner) is None:
             sampling.fuse_sampler(runner)
+        # vLLM's prefix cache has the pickled ids as keys; those of earlier turns are SampledTokens.
+        prompts = [p | {"prompt_token_ids": [*map(int, p["prompt_token_ids"])]} for p in prompts]
         with sampling.record_kept_ids(self.llm, runner):
             outputs = theirs(prompts, sampling_params=sampling_params, **options)
         for sample in chain.from_iterable(output.outputs for output in outputs):

@@ -159,6 +159,15 @@ def rloo_error(model: Any, path: str, folder: str, llm: Any) -> float:
     return error.abs().max().item()
 
 
+def types_of_turns(trainer: Any) -> set[type]:
+    """The types of the ids that vLLM gets of a prompt with tokens of an earlier turn."""
+    generation, prompt = trainer.vllm_generation, [5, token(7, 7, 8)]
+    with patch.object(generation.llm, "generate", wraps=generation.llm.generate) as generate:
+        kept.score_completions(lambda: {"ids": generation.generate([prompt], None, 1)})
+    [prompts], _ = generate.call_args
+    return {type(i) for x in prompts for i in x["prompt_token_ids"]}
+
+
 def trained(rank: int, world_size: int, path: str, folder: str) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     trainer = trainer_of("GRPO", model, folder, loss_type="bnpo")
@@ -166,6 +175,7 @@ def trained(rank: int, world_size: int, path: str, folder: str) -> dict[str, Any
         "differences": differences(trainer, path),
         "gradients": gradient_errors(trainer, path),
     }
+    found["types"] = types_of_turns(trainer)
     trainer.vllm_generation.top_p = 0.8
     trainer.train()  # weights change between two generations
     name = "sampling/sampling_logp_difference/max"
@@ -191,6 +201,7 @@ def test_trainers_learn_from_what_sampling_kept(tmp_path: Path) -> None:
     assert max(found["gradients"]) < 1e-4
     assert len(found["trained"]) == 2 and max(found["trained"]) < 1e-4
     assert found["rloo"] < 1e-4
+    assert found["types"] == {int}, "an earlier turn is in vLLM's prefix cache"
 
 
 def rows_of(kept_ids: KeptIds) -> list[list[int]]:
