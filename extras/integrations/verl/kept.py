@@ -31,8 +31,12 @@ _ENGINES = "workers.engine.fsdp.transformer_impl"
 _FORWARD = f"{_ENGINES}.FSDPEngineWithLMHead.forward_step"
 _OUTPUTS = f"{_ENGINES}.FSDPEngineWithLMHead.prepare_model_outputs"
 _SERVER = "workers.rollout.vllm_rollout.vllm_async_server.vLLMHttpServer"
+_CLIENTS = "workers.rollout.llm_server"
+_CLIENT = f"{_CLIENTS}.LLMServerClient.generate"
+_RESUMING = f"{_CLIENTS}.FullyAsyncLLMServerClient.generate"  # calls the former for each part
 _NOTED = "_hybridengine_noted"  # attribute of a server whose engine leaves outputs in `_LAST`
 _LAST: ContextVar[list[Any] | None] = ContextVar("LAST", default=None)
+_PARTS: ContextVar[list[Any] | None] = ContextVar("PARTS", default=None)
 _NO_TRUNCATION = "set rollout.top_p=1 and rollout.top_k=-1"
 _OFF = (
     "or remove hybridengine.integrations.verl.kept from VERL_USE_EXTERNAL_MODULES, and the "
@@ -108,8 +112,7 @@ def kept_of_labels(
         if len(own) != length:
             raise ModelError(
                 f"a response of {length} tokens has the kept vocabulary entries of {len(own)}: "
-                "those of several turns or of a resumed response are not joined; "
-                f"{_NO_TRUNCATION}, {_OFF}"
+                f"those of several turns are not joined; {_NO_TRUNCATION}, {_OFF}"
             )
         rows[end - length - 1 : end - 1] = torch.arange(total, total + length)
         total += length
@@ -206,6 +209,66 @@ def _noting(generate: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncI
     return noting
 
 
+async def _client_generate(
+    self: Any,
+    request_id: Any,
+    *,
+    prompt_ids: list[int],
+    sampling_params: dict[str, Any],
+    image_data: list[Any] | None = None,
+    video_data: list[Any] | None = None,
+    audio_data: list[Any] | None = None,
+    mm_processor_kwargs: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Generate as verl's client; note the output as a part of a response."""
+    media: dict[str, Any] = {
+        "image_data": image_data,
+        "video_data": video_data,
+        "audio_data": audio_data,
+        "mm_processor_kwargs": mm_processor_kwargs,
+    }
+    given = {"prompt_ids": prompt_ids, "sampling_params": sampling_params, **media, **kwargs}
+    output = await PATCHES.original(_CLIENT)(self, request_id, **given)
+    if (parts := _PARTS.get()) is not None:
+        parts.append(output)
+    return output
+
+
+async def _resuming_generate(
+    self: Any,
+    request_id: Any,
+    *,
+    prompt_ids: list[int],
+    sampling_params: dict[str, Any],
+    image_data: list[Any] | None = None,
+    video_data: list[Any] | None = None,
+    audio_data: list[Any] | None = None,
+    mm_processor_kwargs: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Generate as verl's client of asynchronous trainers, which drops the columns of the parts."""
+    media: dict[str, Any] = {
+        "image_data": image_data,
+        "video_data": video_data,
+        "audio_data": audio_data,
+        "mm_processor_kwargs": mm_processor_kwargs,
+    }
+    given = {"prompt_ids": prompt_ids, "sampling_params": sampling_params, **media, **kwargs}
+    parts: list[Any] = []
+    token = _PARTS.set(parts)
+    try:
+        output = await PATCHES.original(_RESUMING)(self, request_id, **given)
+    finally:
+        _PARTS.reset(token)
+    columns = [part.extra_fields.get(COLUMN) for part in parts if part.token_ids]
+    if columns := [column for column in columns if column is not None]:
+        output.extra_fields[COLUMN] = {
+            name: np.concatenate([column[name] for column in columns]) for name in ("ids", "counts")
+        }
+    return output
+
+
 PATCHES = Patches(
     "verl",
     {
@@ -214,6 +277,7 @@ PATCHES = Patches(
             f"{_SERVER}._preprocess_engine_kwargs": _preprocess_engine_kwargs,
             f"{_SERVER}.generate": _generate,
         },
+        "client": {_CLIENT: _client_generate, _RESUMING: _resuming_generate},
     },
 )
 verl.patch("log_probs", "fused_head")  # these functions read the entries

@@ -135,6 +135,7 @@ def engine_body(rank: int, world_size: int, folder: str) -> None:
     for fused in (False, True):
         check_engine(engines, fused)
     asyncio.run(check_server())
+    asyncio.run(check_clients())
 
 
 async def check_server() -> None:
@@ -185,6 +186,43 @@ async def check_server() -> None:
     options: dict[str, Any] = {}
     kind._preprocess_engine_kwargs(server, options)
     assert options == {"return_sampling_mask": True}
+
+
+async def check_clients() -> None:
+    """verl's own client of asynchronous trainers; an update interrupts the first response."""
+    from verl.workers.rollout import llm_server
+    from verl.workers.rollout.replica import TokenOutput
+
+    def column(*counts: int) -> dict[str, Any]:
+        return {"kept_ids": {"ids": np.arange(sum(counts)), "counts": np.array(counts)}}
+
+    outputs = [
+        TokenOutput(token_ids=[5, 6], stop_reason="aborted", extra_fields=column(2, 0)),
+        TokenOutput(token_ids=[], stop_reason="aborted"),
+        TokenOutput(token_ids=[7], stop_reason="completed", extra_fields=column(3)),
+        TokenOutput(token_ids=[8], stop_reason="completed"),  # without truncation
+    ]
+
+    class Generate:
+        @staticmethod
+        async def remote(**_: Any) -> Any:
+            return outputs.pop(0)
+
+    class Client(llm_server.FullyAsyncLLMServerClient):
+        async def _acquire_server(self, *_: Any, **__: Any) -> Any:
+            return "0", SimpleNamespace(generate=Generate)
+
+        def _release_server(self, *_: Any, **__: Any) -> None: ...
+
+    rollout = SimpleNamespace(name="vllm", full_determinism=True, response_length=8)
+    client = Client(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout)))
+    options: Any = {"prompt_ids": [3, 4], "sampling_params": {}}
+    output = await client.generate("0", **options)
+    entries = output.extra_fields["kept_ids"]
+    assert output.token_ids == [5, 6, 7]
+    assert (entries["ids"].tolist(), entries["counts"].tolist()) == ([0, 1, 0, 1, 2], [2, 0, 3])
+    assert "kept_ids" not in (await client.generate("1", **options)).extra_fields
+    assert outputs == []
 
 
 def test_the_engine_of_verl_computes_over_what_sampling_kept(tmp_path: Path) -> None:
