@@ -65,8 +65,8 @@ def run(bench: Bench) -> None:
                 continue
             run_dir = folder / impl
             own = {"model.compile": str(compiled).lower(), "trainer.default_local_dir": run_dir}
-            steps = train(run_dir, settings | own, LIMIT_S[bench.device.type])
-            add_rows(bench, impl, shape, steps[1:])
+            rows = train(run_dir, settings | own, LIMIT_S[bench.device.type])
+            add_rows(bench, impl, shape, rows[1:])
     updates = {row["impl"]: row["ms_p50"] for row in bench.rows if row["pass"] == "update_actor"}
     if len(updates) == len(IMPLEMENTATIONS):
         plain, compiled_ms = (updates[impl] for impl in IMPLEMENTATIONS)
