@@ -289,10 +289,13 @@ class ColocatedRollouts(RolloutSource):
 
 def sampling_of(config: RLConfig) -> SamplingSpec:
     """Return how `rollout` samples the responses that are trained on."""
-    r, likely = config.rollout, config.algorithm.score_centering.num_likely
-    how = r.n, r.temperature, r.top_p, r.top_k, r.min_p, config.data.max_response_length, r.stop
-    routes = config.actor.router_replay == "rollout"
-    return SamplingSpec(*how, config.replays_sampling, routes, likely)
+    r, limit = config.rollout, config.data.max_response_length
+    return SamplingSpec(
+        *(r.n, r.temperature, r.top_p, r.top_k, r.min_p, limit, r.stop),
+        record_kept=config.replays_sampling,
+        record_routes=config.actor.router_replay == "rollout",
+        record_likely=config.algorithm.score_centering.num_likely,
+    )
 
 
 def val_sampling_of(config: RLConfig) -> SamplingSpec:

@@ -180,10 +180,11 @@ class EngineRank:
             return wait_for(self.invitation, check)
 
     def _check_trainers(self, state: SyncState) -> None:
-        """Raise RankFailedError if the process of a trainer, on this machine, has ended."""
-        for rank, process in enumerate(self.trainers(state)):
-            if process_state(process) == "ended":
-                self._fail(f"trainer rank {rank} has ended")
+        """Raise RankFailedError if processes of trainers, on this machine, have ended."""
+        processes = enumerate(self.trainers(state))
+        ended = [f"rank {rank} has ended" for rank, p in processes if process_state(p) == "ended"]
+        if ended:
+            self._fail(f"trainer {', '.join(ended)}")
 
     def trainers(self, state: SyncState) -> list[str]:
         """Return the processes of the trainer ranks."""

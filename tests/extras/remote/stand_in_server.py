@@ -121,13 +121,8 @@ def serve_model(port: int, model: str, delay_s: float) -> None:
     def generate(body: Any) -> dict[str, Any]:
         time.sleep(delay_s)
         sampling = body["sampling_params"]
-        spec = SamplingSpec(
-            sampling["n"],
-            sampling["temperature"],
-            sampling["top_p"],
-            sampling["top_k"],
-            sampling["max_tokens"],
-        )
+        names = "n", "temperature", "top_p", "top_k", "min_p", "max_tokens"
+        spec = SamplingSpec(**{name: sampling[name] for name in names})
         with lock:
             if flipping == [engine.target.weight_version]:
                 flipping.clear()

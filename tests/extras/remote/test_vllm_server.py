@@ -256,7 +256,7 @@ def test_an_update_inside_responses(
     prompts, size = [[3 + k % 40 for k in range(62)], [7, 8, 9]], 450
     with Ranks(trainer_body, 2, model, store.port, (1, 2)) as trainers:
         pool = ServerPool([server], lambda s: s.join(place), max_sequences=8, timeout_s=TIMEOUT_S)
-        engine = EndlessResponses(pool, stop_token_ids=[], max_sequences=8)
+        engine = EndlessResponses(pool, stop_token_ids=[], max_sequences=8, vocab_size=VOCAB)
         receiver = ServerReceiver(pool, dist.PrefixStore("w", store))
         step_until(lambda: engine.weight_version == 1, receiver)
         wait_until(lambda: receiver.pending() or None, TIMEOUT_S, "a sync")
