@@ -6,11 +6,9 @@ import json
 import sys
 from itertools import accumulate
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from tests.loading import load_sharded
 
@@ -19,6 +17,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     from hybridengine.kernels import group_advantage, policy_loss
     from hybridengine.model import pack_rollouts, packed_log_probs, sharding_mesh
+    from hybridengine.sync.shards import full_tensor
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = load_sharded(
@@ -40,7 +39,7 @@ def main() -> None:
         global_num_seqs=len(lengths),
     )
     loss.backward()
-    gradients = [cast(DTensor, p.grad).full_tensor() for p in model.parameters()]
+    gradients = [full_tensor(p.grad) for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     trl_advantages = torch.tensor(job["advantages"])
     differences = {
