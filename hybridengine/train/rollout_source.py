@@ -289,9 +289,15 @@ class ColocatedRollouts(RolloutSource):
 
 def sampling_of(config: RLConfig) -> SamplingSpec:
     """Return how `rollout` samples the responses that are trained on."""
-    r, limit = config.rollout, config.data.max_response_length
+    r = config.rollout
     return SamplingSpec(
-        *(r.n, r.temperature, r.top_p, r.top_k, r.min_p, limit, r.stop),
+        n=r.n,
+        temperature=r.temperature,
+        top_p=r.top_p,
+        top_k=r.top_k,
+        min_p=r.min_p,
+        max_tokens=config.data.max_response_length,
+        stop=r.stop,
         record_kept=config.replays_sampling,
         record_routes=config.actor.router_replay == "rollout",
         record_likely=config.algorithm.score_centering.num_likely,
@@ -300,9 +306,15 @@ def sampling_of(config: RLConfig) -> SamplingSpec:
 
 def val_sampling_of(config: RLConfig) -> SamplingSpec:
     """Return how `rollout.val_kwargs` samples responses."""
-    v, limit = config.rollout.val_kwargs, config.data.max_response_length
-    temperature = v.temperature if v.do_sample else 0.0
-    return SamplingSpec(v.n, temperature, v.top_p, v.top_k, 0.0, limit, config.rollout.stop)
+    v = config.rollout.val_kwargs
+    return SamplingSpec(
+        n=v.n,
+        temperature=v.temperature if v.do_sample else 0.0,
+        top_p=v.top_p,
+        top_k=v.top_k,
+        max_tokens=config.data.max_response_length,
+        stop=config.rollout.stop,
+    )
 
 
 def gather_rollouts(

@@ -10,7 +10,7 @@ log-probs, entropy and the update over them. A response without the column is co
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -209,56 +209,45 @@ def _noting(generate: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncI
     return noting
 
 
-async def _client_generate(
-    self: Any,
-    request_id: Any,
-    *,
-    prompt_ids: list[int],
-    sampling_params: dict[str, Any],
-    image_data: list[Any] | None = None,
-    video_data: list[Any] | None = None,
-    audio_data: list[Any] | None = None,
-    mm_processor_kwargs: dict[str, Any] | None = None,
-    **kwargs: Any,
-) -> Any:
-    """Generate as verl's client; note the output as a part of a response."""
-    media: dict[str, Any] = {
-        "image_data": image_data,
-        "video_data": video_data,
-        "audio_data": audio_data,
-        "mm_processor_kwargs": mm_processor_kwargs,
-    }
-    given = {"prompt_ids": prompt_ids, "sampling_params": sampling_params, **media, **kwargs}
-    output = await PATCHES.original(_CLIENT)(self, request_id, **given)
+def _client_generate(
+    path: str, run: Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
+) -> Callable[..., Awaitable[Any]]:
+    """Return a `generate` of one of verl's clients: `run` of what calls verl's own at `path`."""
+
+    async def generate(
+        self: Any,
+        request_id: Any,
+        *,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        image_data: list[Any] | None = None,
+        video_data: list[Any] | None = None,
+        audio_data: list[Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        media = {"image_data": image_data, "video_data": video_data, "audio_data": audio_data}
+        given = {"mm_processor_kwargs": mm_processor_kwargs, **media, **kwargs}
+        given |= {"prompt_ids": prompt_ids, "sampling_params": sampling_params}
+        return await run(lambda: PATCHES.original(path)(self, request_id, **given))
+
+    return generate
+
+
+async def _note_part(original: Callable[[], Awaitable[Any]]) -> Any:
+    """Generate, and note the output as a part of a response."""
+    output = await original()
     if (parts := _PARTS.get()) is not None:
         parts.append(output)
     return output
 
 
-async def _resuming_generate(
-    self: Any,
-    request_id: Any,
-    *,
-    prompt_ids: list[int],
-    sampling_params: dict[str, Any],
-    image_data: list[Any] | None = None,
-    video_data: list[Any] | None = None,
-    audio_data: list[Any] | None = None,
-    mm_processor_kwargs: dict[str, Any] | None = None,
-    **kwargs: Any,
-) -> Any:
-    """Generate as verl's client of asynchronous trainers, which drops the columns of the parts."""
-    media: dict[str, Any] = {
-        "image_data": image_data,
-        "video_data": video_data,
-        "audio_data": audio_data,
-        "mm_processor_kwargs": mm_processor_kwargs,
-    }
-    given = {"prompt_ids": prompt_ids, "sampling_params": sampling_params, **media, **kwargs}
+async def _join_parts(original: Callable[[], Awaitable[Any]]) -> Any:
+    """Generate by the client of asynchronous trainers, which drops the columns of the parts."""
     parts: list[Any] = []
     token = _PARTS.set(parts)
     try:
-        output = await PATCHES.original(_RESUMING)(self, request_id, **given)
+        output = await original()
     finally:
         _PARTS.reset(token)
     columns = [part.extra_fields.get(COLUMN) for part in parts if part.token_ids]
@@ -277,7 +266,10 @@ PATCHES = Patches(
             f"{_SERVER}._preprocess_engine_kwargs": _preprocess_engine_kwargs,
             f"{_SERVER}.generate": _generate,
         },
-        "client": {_CLIENT: _client_generate, _RESUMING: _resuming_generate},
+        "client": {
+            _CLIENT: _client_generate(_CLIENT, _note_part),
+            _RESUMING: _client_generate(_RESUMING, _join_parts),
+        },
     },
 )
 verl.patch("log_probs", "fused_head")  # these functions read the entries
