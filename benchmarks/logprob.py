@@ -108,6 +108,6 @@ def inplace_call(logits: Tensor, token_ids: Tensor) -> Callable[[], object]:
     options = row_options("logprob", token_ids, logits.shape[-1])
     with torch.no_grad():
         backend = backend_for(logits, None)
-        results = list(rows_forward(logits, token_ids, options, False, backend)[:4])
+        results = list(rows_forward(logits, token_ids, options, False, backend))
     ones = torch.ones_like(results[0])
     return lambda: rows_backward(logits, logits, token_ids, options, results, ones, ones, backend)

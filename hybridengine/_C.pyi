@@ -19,6 +19,7 @@ class LogProbOptions:
         ignore_index: int,
         vocab_mask: Tensor | None,
         vocab_range: Tensor | None,
+        negate: bool,
     ) -> None: ...
 
 def attention_forward(

@@ -229,6 +229,7 @@ def _logprob_inputs(logits: str, general: bool, parallel: bool) -> logprob_trito
         temperature="fp32",
         scale="fp32",
         softcap="fp32" if general else None,
+        negate=None,
     )
 
 
@@ -236,8 +237,8 @@ def _logprob(forward: bool, dtype: str, general: bool, capability: int) -> Usage
     kernel = logprob_triton.forward_kernel if forward else logprob_triton.backward_kernel
     types: dict[str, Any] = dict.fromkeys(kernel.arg_names, "*fp32")
     types |= {"inputs": _logprob_inputs(f"*{dtype}", general, general), "out": f"*{dtype}"}
-    types |= {"results": ("*fp32",) * 4, "bad_label": "*i32", "out_stride": "i64"}
-    types["row_index"] = "*i32" if general else None
+    types |= {"results": ("*fp32",) * 3, "bad_label": "*i32", "out_stride": "i64"}
+    types |= {"row_index": "*i32" if general else None, "stats_width": "i32"}
     block = logprob_triton.FORWARD_BLOCK if forward else logprob_triton.BACKWARD_BLOCK
     constants = _flags(kernel, WANT_SQUARES=general, BLOCK=block)
     aligned = () if general else ("logits", "out", "row_stride", "out_stride", "vocab")

@@ -34,6 +34,7 @@ Arguments fill(LogitRows& p, const char* op, In logits, In token_ids, const Opti
   p.temperature = static_cast<float>(o.temperature);
   p.logit_scale = static_cast<float>(o.logit_scale);
   p.softcap = static_cast<float>(o.softcap);
+  p.negate = o.negate;
   return given;
 }
 
@@ -48,16 +49,14 @@ void run_forward(const Arguments& given, LogProbForward& p, OptionalIn bad_label
   given.run(p, log_prob_forward_cpu, HE_CUDA(log_prob_forward_cuda));
 }
 
-// -> log_probs, entropy, row_max, log_sum, sum_p_squared, each [T] (the last one empty if not
-// wanted).
+// -> log_probs and entropy, each [T], and row_stats [T, 2], or [T, 3] with sum_p_squared.
 std::vector<Tensor> log_prob_forward(In logits, In token_ids, const Options& options,
                                      bool want_sum_p_squared, OptionalIn bad_label) {
   LogProbForward p{};
   const Arguments given = fill(p, "token_log_probs", logits, token_ids, options);
-  std::vector<Tensor> out;
-  for (float** result : {&p.log_probs, &p.entropy, &p.row_max, &p.log_sum})
-    out.push_back(given.make(*result, {p.rows}));
-  out.push_back(given.make_if(want_sum_p_squared, p.sum_p_squared, p.rows));
+  p.stats_width = want_sum_p_squared ? 3 : 2;
+  std::vector<Tensor> out{given.make(p.log_probs, {p.rows}), given.make(p.entropy, {p.rows}),
+                          given.make(p.row_stats, {p.rows, p.stats_width})};
   run_forward(given, p, bad_label);
   return out;
 }
@@ -78,11 +77,11 @@ void log_prob_backward(In logits, In token_ids, const Options& options,
                        OptionalIn grad_entropy, Tensor& grad_logits, OptionalIn row_index) {
   LogProbBackward p{};
   const Arguments given = fill(p, "token_log_probs backward", logits, token_ids, options);
-  given.expect(row_results.size() == 4, "expected log_probs, entropy, row_max and log_sum");
+  given.expect(row_results.size() == 3, "expected log_probs, entropy and row_stats");
   p.log_probs = given.data<float>("log_probs", row_results[0], {p.rows});
   p.entropy = given.data<float>("entropy", row_results[1], {p.rows});
-  p.row_max = given.data<float>("row_max", row_results[2], {p.rows});
-  p.log_sum = given.data<float>("log_sum", row_results[3], {p.rows});
+  p.row_stats = given.data<float>("row_stats", row_results[2], {p.rows, &p.stats_width});
+  given.number("row_stats: its width", p.stats_width, 2, 3);
   p.grad_log_probs = given.data<float>("grad_log_probs", grad_log_probs, {p.rows});
   p.grad_entropy = given.data<float>("grad_entropy", grad_entropy, {p.rows});
   p.row_index = given.data<int32_t>("row_index", row_index, {p.rows});
@@ -117,10 +116,10 @@ void soft_cap_(In logits, double softcap) {
 void register_logprob(py::module_& m) {
   py::class_<Options>(m, "LogProbOptions")
       .def(py::init<double, std::optional<Tensor>, double, double, int64_t, std::optional<Tensor>,
-                    std::optional<Tensor>>(),
+                    std::optional<Tensor>, bool>(),
            py::arg("temperature"), py::arg("temperatures"), py::arg("logit_scale"),
            py::arg("softcap"), py::arg("ignore_index"), py::arg("vocab_mask"),
-           py::arg("vocab_range"));
+           py::arg("vocab_range"), py::arg("negate"));
   def(m, "log_prob_forward", &log_prob_forward,
       "logits token_ids options want_sum_p_squared bad_label");
   def(m, "soft_cap_", &soft_cap_, "logits softcap");

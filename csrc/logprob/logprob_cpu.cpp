@@ -259,10 +259,11 @@ void backward_row(const LogProbBackward& p, int64_t r) {
   }
   const Row<T, general> row(p, r);
   const int64_t token = local_label(p, r);
+  const float* stats = p.row_stats + r * p.stats_width;
   // log p in units of log 2, the argument of exp2.
-  const VecF shift = splat(p.row_max[r]);
+  const VecF shift = splat(stats[0]);
   const VecF factor2 = splat(exp2_factor(factor));
-  const VecF log2_sum = splat(static_cast<float>(p.log_sum[r] * kLog2e));
+  const VecF log2_sum = splat(static_cast<float>(stats[1] * kLog2e));
   const VecF constant = splat(gradient.constant);
   const VecF slope2 = splat(static_cast<float>(gradient.slope * kLn2));
   const auto at = [&](VecF x) {
@@ -330,7 +331,7 @@ struct Backward {
 }  // namespace
 
 void log_prob_forward_cpu(const LogProbForward& p) {
-  for_each_row<Forward>(p, p.vocab_mask || p.sum_p_squared || p.partial);
+  for_each_row<Forward>(p, p.vocab_mask || p.stats_width > 2 || p.partial);
 }
 
 void soft_cap_cpu(const SoftCap& p) {

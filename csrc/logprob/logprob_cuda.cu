@@ -242,7 +242,7 @@ struct Backward {
 }  // namespace
 
 int log_prob_forward_cuda(const LogProbForward& p, void* stream) {
-  return dispatch<Forward>(p, p.softcap > 0 || p.vocab_mask || p.sum_p_squared || p.partial,
+  return dispatch<Forward>(p, p.softcap > 0 || p.vocab_mask || p.stats_width > 2 || p.partial,
                            stream);
 }
 

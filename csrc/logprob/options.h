@@ -15,6 +15,7 @@ struct LogProbOptions {
   int64_t ignore_index;
   std::optional<Tensor> vocab_mask;
   std::optional<Tensor> vocab_range;
+  bool negate;
 };
 
 }  // namespace hybridengine

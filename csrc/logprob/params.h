@@ -31,15 +31,17 @@ struct LogitRows {
   float temperature;
   float logit_scale;
   float softcap;  // 0: none
+  bool negate;    // log_probs are the negative ones, and so are their gradients
   int num_threads;
 };
 
 struct LogProbForward : LogitRows {
   float* log_probs;  // [rows]
   float* entropy;
-  float* row_max;        // max of y, or a reference close to it (plain_row.h)
-  float* log_sum;        // log sum exp(z - row_max * factor)
-  float* sum_p_squared;  // or null
+  // [rows, stats_width]: row_max, the max of y or a reference close to it (plain_row.h); log_sum,
+  // log sum exp(z - row_max * factor); with a width of 3 the sum of p^2, else the width is 2.
+  float* row_stats;
+  int64_t stats_width;
   // Vocabulary-parallel: if not null, only this is written. [rows, 5]: max y, sum e, sum e*d, y of
   // the token (-inf: not in this slice), sum e^2, with d = z - max z and e = exp(d). The sums are
   // over all entries except the token's.
@@ -52,8 +54,8 @@ struct LogProbForward : LogitRows {
 struct LogProbBackward : LogitRows {
   const float* log_probs;
   const float* entropy;
-  const float* row_max;
-  const float* log_sum;
+  const float* row_stats;  // of the forward
+  int64_t stats_width;
   const float* grad_log_probs;  // [rows] or null
   const float* grad_entropy;    // [rows] or null
   void* grad_logits;            // may be logits itself

@@ -33,11 +33,12 @@ HE_HOST_DEVICE void write_row(const LogProbForward& p, int64_t r, const RowSums&
     out[4] = static_cast<float>(sums.e_e);
     return;
   }
-  p.log_probs[r] = result.log_prob;
+  p.log_probs[r] = p.negate ? -result.log_prob : result.log_prob;
   p.entropy[r] = result.entropy;
-  p.row_max[r] = sums.max;
-  p.log_sum[r] = result.log_sum;
-  if (p.sum_p_squared) p.sum_p_squared[r] = result.sum_p_squared;
+  float* stats = p.row_stats + r * p.stats_width;
+  stats[0] = sums.max;
+  stats[1] = result.log_sum;
+  if (p.stats_width > 2) stats[2] = result.sum_p_squared;
 }
 
 HE_HOST_DEVICE float row_factor(const LogitRows& rows, int64_t row) {
@@ -113,9 +114,10 @@ struct RowGradient {
 };
 
 HE_HOST_DEVICE RowGradient row_gradient(const LogProbBackward& rows, int64_t row, float factor) {
-  const float g = rows.grad_log_probs ? rows.grad_log_probs[row] : 0.0f;
+  const float sign = rows.negate ? -1.0f : 1.0f;
+  const float g = rows.grad_log_probs ? sign * rows.grad_log_probs[row] : 0.0f;
   const float h = rows.grad_entropy ? rows.grad_entropy[row] : 0.0f;
-  const float log_prob = rows.log_probs[row];
+  const float log_prob = sign * rows.log_probs[row];
   const float entropy = rows.entropy[row];
   RowGradient gradient;
   gradient.zero = (g == 0 && h == 0) || rows.token_ids[row] == rows.ignore_index;

@@ -278,9 +278,9 @@ struct GradientTerms {
 
   HE_HOST_DEVICE GradientTerms(const LogProbBackward& p, int64_t row, float factor,
                                const RowGradient& gradient)
-      : shift(p.row_max[row]),
+      : shift(p.row_stats[row * p.stats_width]),
         factor2(exp2_factor(factor)),
-        log2_sum(static_cast<float>(p.log_sum[row] * 1.4426950408889634)),
+        log2_sum(static_cast<float>(p.row_stats[row * p.stats_width + 1] * 1.4426950408889634)),
         constant(gradient.constant),
         slope2(static_cast<float>(gradient.slope * 0.6931471805599453)) {}
 

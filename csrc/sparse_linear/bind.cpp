@@ -53,11 +53,13 @@ std::vector<Tensor> sparse_log_probs(In logits, In ids, In ends, In token_ids,
   all.temperature = static_cast<float>(options.temperature);
   all.logit_scale = static_cast<float>(options.logit_scale);
   all.softcap = static_cast<float>(options.softcap);
+  all.negate = options.negate;
   all.ignore_index = -1;
   all.num_threads = 1;
-  std::vector<Tensor> out;
-  for (float** result : {&all.log_probs, &all.entropy, &all.row_max, &all.log_sum})
-    out.push_back(given.make(*result, {all.rows}));
+  all.stats_width = 2;
+  std::vector<Tensor> out{given.make(all.log_probs, {all.rows}),
+                          given.make(all.entropy, {all.rows})};
+  const Tensor stats = given.make(all.row_stats, {all.rows, all.stats_width});
   const int threads = get_num_threads();
   without_gil([&] {
     parallel_for(all.rows, 64, threads, [&](int64_t begin, int64_t last) {
@@ -73,12 +75,11 @@ std::vector<Tensor> sparse_log_probs(In logits, In ids, In ends, In token_ids,
         p.logits = first + end[row];
         p.token_ids = &place;
         p.temperatures = of_row ? of_row + row : nullptr;
-        for (float** result : {&p.log_probs, &p.entropy, &p.row_max, &p.log_sum}) *result += row;
+        p.log_probs += row, p.entropy += row, p.row_stats += row * p.stats_width;
         log_prob_forward_cpu(p);
       }
     });
   });
-  out.resize(2);
   return out;
 }
 

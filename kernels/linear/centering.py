@@ -156,5 +156,5 @@ def _log_probs(
     if options.temperatures is not None:
         assert isinstance(factor, Tensor)
         factor, temperature = factor.double()[row], options.temperatures.double()[row]
-    row_max, log_sum = (value[row].double() for value in row_results[2:4])
+    row_max, log_sum = row_results[2].double()[row].unbind(1)
     return (x - row_max) * factor - log_sum, slope / temperature

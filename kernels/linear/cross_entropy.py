@@ -282,7 +282,7 @@ def _cross_entropy_op(
             losses[rows] = -log_probs
             grads.add(out, rows)
             continue
-        of_rows = rows_forward(logits, labels[rows], part, False, backend)[:4]
+        of_rows = rows_forward(logits, labels[rows], part, False, backend)
         if plain:
             losses[rows] = 0 - of_rows[0]
             if any(wanted):
@@ -379,7 +379,7 @@ class _Target:
         return [slice(begin, begin + step) for begin in range(0, count, step)]
 
     def _lse(self, results: tuple[Tensor, ...]) -> Tensor:
-        _, _, row_max, log_sum = results
+        row_max, log_sum = results[2].unbind(1)
         return row_max * self.options.factor + log_sum
 
     def losses(self, results: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

@@ -207,7 +207,7 @@ class LogProbGradients(LinearGradients):
     ) -> None:
         """Add the gradients of a chunk, given its `logits(rows)`.
 
-        row_results: its first four results of `rows_forward`.
+        row_results: its results of `rows_forward`.
         grad_log_probs, grad_entropy: the incoming gradients of its rows.
         entries: gradients of single logits, which are added.
         The logits are overwritten unless gradients have a buffer of their own.

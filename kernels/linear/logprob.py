@@ -140,7 +140,8 @@ def linear_token_log_probs(
     outputs = in_shape(results[0], shape), in_shape(results[1], shape)
     if not return_stats:
         return outputs
-    return *outputs, LinearStats(*(in_shape(stat, shape) for stat in results[-2:]))
+    _, _, row_stats, _, argmax = results
+    return *outputs, LinearStats(argmax.view(shape), row_stats[:, 2].reshape(shape))
 
 
 def keeps_logits(
@@ -159,7 +160,7 @@ def keeps_logits(
     "hybridengine::linear_token_log_probs",
     mutates_args=(),
     schema=f"({LINEAR_SCHEMA}, Tensor? main_grad, str backend, bool keep_logits, bool want_stats)"
-    f" -> ({', '.join(['Tensor'] * 7)})",
+    f" -> ({', '.join(['Tensor'] * 5)})",
     record=RowOptions,
 )
 def _forward_op(
@@ -175,25 +176,25 @@ def _forward_op(
     keep_logits: bool,
     want_stats: bool,
 ) -> tuple[Tensor, ...]:
-    """The first four results of `rows_forward`, each [T], the logits, and the two `LinearStats`.
+    """The results of `rows_forward`, the logits, and the argmax.
 
-    The logits are empty if not kept, the stats if not wanted.
+    The logits are empty if not kept, the argmax if no stats are wanted.
     """
     if keep_logits:
         shape = hidden.shape[0], weight.shape[0]
         logits = empty_from_pool(shape, compute_dtype(hidden), hidden.device)
         mixed_gemm(logits, hidden, weight, bias)
-        *vectors, squares = rows_forward(logits, token_ids, options, want_stats, backend)
-        return *vectors, logits, _argmax(logits, options, want_stats), squares
+        of_rows = rows_forward(logits, token_ids, options, want_stats, backend)
+        return *of_rows, logits, _argmax(logits, options, want_stats)
     chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, 0, options.group)
     results = _empty_results(hidden, weight, keep_logits, want_stats)
     for rows in chunks.parts():
         logits, selected = chunks.logits(rows), options.select(rows)
-        *vectors, squares = rows_forward(logits, token_ids[rows], selected, want_stats, backend)
-        for result, value in zip(results[:4], vectors, strict=True):
+        of_rows = rows_forward(logits, token_ids[rows], selected, want_stats, backend)
+        for result, value in zip(results[:3], of_rows, strict=True):
             result[rows] = value
         if want_stats:
-            results[5][rows], results[6][rows] = _argmax(logits, selected, want_stats), squares
+            results[4][rows] = _argmax(logits, selected, want_stats)
     return results
 
 
@@ -206,11 +207,10 @@ def _empty_results(
     hidden: Tensor, weight: Tensor, keep_logits: bool, want_stats: bool
 ) -> tuple[Tensor, ...]:
     rows, dtype = hidden.shape[0], compute_dtype(hidden)
-    vectors = (hidden.new_empty(rows, dtype=dtype) for _ in range(4))
+    sizes = (rows,), (rows,), (rows, 3 if want_stats else 2)
+    of_rows = (hidden.new_empty(size, dtype=dtype) for size in sizes)
     logits = hidden.new_empty((rows, weight.shape[0]) if keep_logits else (0, 0), dtype=dtype)
-    stats = rows if want_stats else 0
-    argmax = hidden.new_empty(stats, dtype=torch.int64)
-    return *vectors, logits, argmax, hidden.new_empty(stats, dtype=dtype)
+    return *of_rows, logits, hidden.new_empty(rows if want_stats else 0, dtype=torch.int64)
 
 
 def _argmax(logits: Tensor, options: RowOptions, wanted: bool) -> Tensor:
@@ -275,5 +275,5 @@ register_linear_autograd(
     "linear_token_log_probs",
     (_forward_op, _backward_op),
     main_grad_at=2,
-    from_results=lambda results: [results[:4], results[4]],
+    from_results=lambda results: [results[:3], results[3]],
 )

@@ -440,7 +440,7 @@ def _gradient_op(
             log_probs[rows], entropy[rows], row_scale[rows] = results
             grads.add(out, rows)
             continue
-        row_results = rows_forward(logits, ids, part, False, backend)[:4]
+        row_results = rows_forward(logits, ids, part, False, backend)
         log_probs[rows], entropy[rows] = row_results[:2]
         entries = None
         if centering is not None:

@@ -58,10 +58,8 @@ def cross_entropy(
     labels = check_logits(op, logits, labels, name="labels")
     dtype, size = compute_dtype(logits), logits.shape[-1]
     numbers = (1.0, logit_scale, None, ignore_index)
-    options = row_options(op, labels, size, *numbers, None, group, dtype)
-    losses, *_ = checked_log_probs(
-        logits, labels, options, False, inplace_backward, backend, negate=True
-    )
+    options = row_options(op, labels, size, *numbers, None, group, dtype, negate=True)
+    losses, *_ = checked_log_probs(logits, labels, options, False, inplace_backward, backend)
     losses = in_shape(losses, labels.shape)
     if not label_smoothing and not lse_square_scale:
         return losses, torch.zeros_like(losses)

@@ -121,16 +121,16 @@ def token_log_probs(
     token_ids = check_logits(op, logits, token_ids)
     options = row_options(op, token_ids, logits.shape[-1], *given, group, compute_dtype(logits))
     shape = token_ids.shape
-    log_probs, entropy, row_max, log_sum, squares = checked_log_probs(
+    log_probs, entropy, row_stats = checked_log_probs(
         logits, token_ids, options, return_stats, inplace_backward, backend
     )
     outputs = (in_shape(log_probs, shape), in_shape(entropy, shape))
     if not return_stats:
         return outputs
     factor = logit_scale if softcap is None else 1.0
-    max_logit = (row_max * factor).view(shape)
-    lse = max_logit / temperature + log_sum.view(shape)
-    return *outputs, RowStats(lse, max_logit, squares.view(shape))
+    row_max, log_sum, squares = (x.reshape(shape) for x in row_stats.unbind(1))
+    max_logit = row_max * factor
+    return *outputs, RowStats(max_logit / temperature + log_sum, max_logit, squares)
 
 
 def checked_log_probs(
@@ -140,17 +140,17 @@ def checked_log_probs(
     want_squares: bool,
     inplace_backward: bool,
     backend: str | None,
-    negate: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return the results of `rows_forward` for arguments that were checked, each [T].
+    """Return the results of `rows_forward` for arguments that were checked.
 
-    Log-probs and entropy are differentiable. negate: return negative log-probs, without a node of
-    autograd for it.
+    Log-probs and entropy are differentiable.
     """
-    flat = logits if logits.dim() == 2 else logits.reshape(token_ids.numel(), logits.shape[-1])
     backend = backend_for(logits, backend)
+    if logits.dim() != 2:
+        logits = logits.reshape(token_ids.numel(), logits.shape[-1])
+        token_ids = token_ids.flatten()
     results: tuple[Tensor, ...] = _forward_op(
-        flat, token_ids.flatten(), options, want_squares, inplace_backward, negate, backend
+        logits, token_ids, options, want_squares, inplace_backward, backend
     )
     return results
 
@@ -223,7 +223,7 @@ def check_logits(
     "hybridengine::token_log_probs",
     mutates_args=(),
     schema=f"(Tensor logits, Tensor token_ids, {ROW_SCHEMA}, bool want_squares, "
-    f"bool inplace_backward, bool negate, str backend) -> ({', '.join(['Tensor'] * 5)})",
+    "bool inplace_backward, str backend) -> (Tensor, Tensor, Tensor)",
     record=RowOptions,
 )
 def _forward_op(
@@ -232,20 +232,18 @@ def _forward_op(
     options: RowOptions,
     want_squares: bool,
     inplace_backward: bool,
-    negate: bool,
     backend: str,
 ) -> tuple[Tensor, ...]:
-    """The results of `rows_forward`; negate: of log_probs, the negative."""
-    log_probs, *others = rows_forward(logits, token_ids, options, want_squares, backend)
-    return -log_probs if negate else log_probs, *others
+    """The results of `rows_forward`."""
+    return rows_forward(logits, token_ids, options, want_squares, backend)
 
 
 @_forward_op.register_fake
 def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    rows, (*_, want_squares, _, _, _) = logits.shape[0], arguments
+    rows, (*_, want_squares, _, _) = logits.shape[0], arguments
     dtype = compute_dtype(logits)
-    vectors = [logits.new_empty(rows, dtype=dtype) for _ in range(4)]
-    return *vectors, logits.new_empty(rows if want_squares else 0, dtype=dtype)
+    vectors = [logits.new_empty(rows, dtype=dtype) for _ in range(2)]
+    return *vectors, logits.new_empty(rows, 3 if want_squares else 2, dtype=dtype)
 
 
 @custom_op(
@@ -268,8 +266,8 @@ def _(logits: Tensor, *_: Any) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    logits, token_ids, options, _, ctx.inplace, ctx.negated, ctx.backend = inputs
-    options.save(ctx, logits, token_ids, *output[:4])
+    logits, token_ids, options, _, ctx.inplace, ctx.backend = inputs
+    options.save(ctx, logits, token_ids, *output)
 
 
 @check.differentiable_once("token_log_probs")
@@ -279,8 +277,6 @@ def _backward(
     if not ctx.needs_input_grad[0] or (grad_log_probs is None and grad_entropy is None):
         return ()
     options, (logits, token_ids, *results) = RowOptions.restore(ctx)
-    if ctx.negated and grad_log_probs is not None:
-        results[0], grad_log_probs = torch._foreach_neg([results[0], grad_log_probs])
     arguments = (results, grad_log_probs, grad_entropy, ctx.backend)
     # A compiled graph must not overwrite a tensor that its forward saved. While it is traced the
     # logits are fake tensors (torch 2.11 does not set is_compiling here).

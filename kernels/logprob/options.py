@@ -23,6 +23,7 @@ class RowOptions(NamedTuple):
     ignore_index: int
     vocab_mask: Tensor | None  # [T, V] bool
     vocab_range: Tensor | None  # with a group: int64 [2], see vocab_parallel.vocab_range
+    negate: bool  # log-probs and their gradients are the negative ones
     group: str  # name of the process group; "": none
 
     def save(self, ctx: Any, *tensors: Tensor | None) -> None:
@@ -43,9 +44,9 @@ class RowOptions(NamedTuple):
         """As `_replace`, which takes several times as long."""
         if self[1] is temperatures and self[5] is vocab_mask and self[6] is vocab_range:
             return self
-        temperature, _, logit_scale, softcap, ignore_index, _, _, group = self
-        numbers = logit_scale, softcap, ignore_index
-        return RowOptions(temperature, temperatures, *numbers, vocab_mask, vocab_range, group)
+        temperature, _, logit_scale, softcap, ignore_index, _, _, negate, group = self
+        given = temperature, temperatures, logit_scale, softcap, ignore_index
+        return RowOptions(*given, vocab_mask, vocab_range, negate, group)
 
     def select(self, rows: slice | Tensor) -> RowOptions:
         """Return the options of some rows: a slice, or an index tensor."""
@@ -66,7 +67,7 @@ class RowOptions(NamedTuple):
         return native().LogProbOptions(*self[:-1])  # it needs no group
 
 
-_SCHEMA_TYPES = {float: "float", int: "int", str: "str", Tensor | None: "Tensor?"}
+_SCHEMA_TYPES = {float: "float", int: "int", bool: "bool", str: "str", Tensor | None: "Tensor?"}
 # The fields of RowOptions in the schema of a torch.library op.
 ROW_SCHEMA = ", ".join(
     f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(RowOptions).items()
@@ -84,6 +85,7 @@ def row_options(
     vocab_mask: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     dtype: torch.dtype = torch.float32,
+    negate: bool = False,
 ) -> RowOptions:
     """Check the arguments of operator `op` and return them as RowOptions.
 
@@ -91,6 +93,7 @@ def row_options(
         token_ids: int64, in the shape of the rows.
         vocab: size of this rank's slice.
         dtype: the dtype in which the logits are computed.
+        negate: of RowOptions.
     """
     check.integer(op, "ignore_index", ignore_index)
     temperatures = None
@@ -116,6 +119,7 @@ def row_options(
         ignore_index,
         vocab_mask,
         vocab_range,
+        negate,
         name,
     )
 

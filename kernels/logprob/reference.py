@@ -56,8 +56,9 @@ def reference_forward(
     """Compute the results of `rows_forward`."""
     if options.group:
         logits, options = gather_vocab(logits, options)
-    outputs = reference_token_log_probs(logits, token_ids, options)
-    return *outputs[:4], outputs[4] if want_squares else outputs[4][:0].clone()
+    log_probs, entropy, *stats = reference_token_log_probs(logits, token_ids, options)
+    row_stats = torch.stack(stats if want_squares else stats[:2], 1)
+    return -log_probs if options.negate else log_probs, entropy, row_stats
 
 
 def reference_backward(
@@ -79,7 +80,9 @@ def reference_backward(
     active = torch.zeros_like(token_ids, dtype=torch.bool)
     if grad_log_probs is not None:
         label = token_ids.clamp(0, logits.shape[1] - 1)[:, None]
-        gradient += grad_log_probs[:, None] * (torch.zeros_like(p).scatter_(1, label, 1.0) - p)
+        sign = -1.0 if options.negate else 1.0
+        target = torch.zeros_like(p).scatter_(1, label, 1.0)
+        gradient += sign * grad_log_probs[:, None] * (target - p)
         active |= grad_log_probs != 0
     if grad_entropy is not None:
         finite = log_p.masked_fill(p == 0, 0.0)

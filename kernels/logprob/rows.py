@@ -24,9 +24,9 @@ bad_labels: dict[torch.device, Tensor] = {}
 def rows_forward(
     logits: Tensor, token_ids: Tensor, options: RowOptions, want_squares: bool, backend: str
 ) -> tuple[Tensor, ...]:
-    """Compute log_probs, entropy, row_max, log_sum and sum_p_squared, each [T].
+    """Compute log_probs [T], entropy [T] and row_stats [T, 2]: row_max and log_sum.
 
-    sum_p_squared is empty unless `want_squares`. backend: of `backend_for`.
+    With `want_squares` row_stats is [T, 3]: sum_p_squared, too. backend: of `backend_for`.
     """
     if backend == "reference":
         with torch.no_grad():
@@ -46,7 +46,7 @@ def rows_forward(
     if not parallel:
         return tuple(results)
     ignored = token_ids == options.ignore_index
-    return merge_partials(results[0], options.factor, options.group, ignored, want_squares)
+    return merge_partials(results[0], options, ignored, want_squares)
 
 
 def rows_backward(
@@ -64,7 +64,7 @@ def rows_backward(
 
     Args:
         out: [T, V], `logits` itself, a tensor like it, or a 16-bit one for float32 logits.
-        row_results: the first four results of `rows_forward`.
+        row_results: the results of `rows_forward`.
         row_index: [T] int32: the gradient of row t goes to row row_index[t] of `out`, nowhere if
             that is -1.
     """

@@ -55,6 +55,7 @@ class Inputs(NamedTuple):
     temperature: Any
     scale: Any
     softcap: Any
+    negate: Any  # 1: log_probs and their gradients are the negative ones
 
 
 @triton.jit
@@ -127,9 +128,9 @@ def _finish_row(top, others, others_d, others_e, token_y, factor):
 
 @triton.jit
 def forward_kernel(
-    inputs, results, squares, partial, bad_label, WANT_SQUARES: tl.constexpr, BLOCK: tl.constexpr
+    inputs, results, partial, bad_label, WANT_SQUARES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """results: log_probs, entropy, row_max and log_sum; or only `partial` of a slice."""
+    """results: log_probs, entropy and row_stats; or only `partial` of a slice."""
     PARALLEL: tl.constexpr = inputs.vocab_range is not None
     vocab, ignore_index = inputs.vocab, inputs.ignore_index
     row = tl.program_id(0).to(tl.int64)
@@ -190,20 +191,31 @@ def forward_kernel(
         log_prob, row_entropy, log_total, p_squared = _finish_row(
             top, others, others_d, others_e, token_y, factor
         )
-        log_probs, entropy, row_max, log_sum = results
+        log_probs, entropy, row_stats = results
+        if inputs.negate is not None:
+            log_prob = -log_prob
         tl.store(log_probs + row, tl.where(ignored, 0.0, log_prob).to(tl.float32))
         tl.store(entropy + row, tl.where(ignored, 0.0, row_entropy).to(tl.float32))
-        tl.store(row_max + row, top)
-        tl.store(log_sum + row, tl.where(ignored, 0.0, log_total).to(tl.float32))
+        row_stats += row * (3 if WANT_SQUARES else 2)
+        tl.store(row_stats, top)
+        tl.store(row_stats + 1, tl.where(ignored, 0.0, log_total).to(tl.float32))
         if WANT_SQUARES:
-            tl.store(squares + row, tl.where(ignored, 0.0, p_squared).to(tl.float32))
+            tl.store(row_stats + 2, tl.where(ignored, 0.0, p_squared).to(tl.float32))
 
 
 @triton.jit
 def backward_kernel(
-    inputs, results, grad_log_probs, grad_entropy, row_index, out, out_stride, BLOCK: tl.constexpr
+    inputs,
+    results,
+    stats_width,
+    grad_log_probs,
+    grad_entropy,
+    row_index,
+    out,
+    out_stride,
+    BLOCK: tl.constexpr,
 ):
-    log_probs, entropy, row_max, log_sum = results
+    log_probs, entropy, row_stats = results
     vocab, softcap = inputs.vocab, inputs.softcap
     row = tl.program_id(0).to(tl.int64)
     out_row = tl.load(row_index + row).to(tl.int64) if row_index is not None else row
@@ -218,11 +230,15 @@ def backward_kernel(
     active = tl.abs(g) + tl.abs(h) != 0.0  # also NaN
     readable = offsets < tl.where(active & (label != inputs.ignore_index), vocab, 0)
     log_prob = tl.load(log_probs + row)
+    if inputs.negate is not None:
+        log_prob = -log_prob
+        g = -g
     row_entropy = tl.load(entropy + row)
+    row_stats += row * stats_width
     factor = _factor(inputs, row)
     y = _load_y(inputs, row, offsets, readable)
     # log p in units of log 2, the argument of exp2.
-    log2_p = (y - tl.load(row_max + row)) * (factor * _LOG2E) - tl.load(log_sum + row) * _LOG2E
+    log2_p = (y - tl.load(row_stats)) * (factor * _LOG2E) - tl.load(row_stats + 1) * _LOG2E
     if grad_entropy is not None:
         log2_p = _clamped(log2_p)
         grad = tl.exp2(log2_p) * (-factor * (g + h * row_entropy) - factor * h * _LN2 * log2_p)
@@ -263,6 +279,7 @@ def inputs_of(logits: Tensor, token_ids: Tensor, options: RowOptions) -> Inputs:
         options.temperature,
         options.logit_scale,
         options.softcap or None,
+        1 if options.negate else None,
     )
 
 
@@ -273,21 +290,20 @@ def forward(
     want_squares: bool,
     bad_label: Tensor | None,
 ) -> list[Tensor]:
-    """Compute log_probs, entropy, row_max, log_sum and sum_p_squared.
+    """Compute the results of `rows_forward`.
 
     With a slice of the vocabulary only [T, 5], as LogProbForward::partial in csrc/logprob/params.h.
     """
     rows = len(logits)
     floats = partial(torch.empty, dtype=torch.float32, device=logits.device)
-    results = tuple(floats(rows) for _ in range(4))
-    squares = floats(rows if want_squares else 0)
+    results = floats(rows), floats(rows), floats(rows, 3 if want_squares else 2)
     parallel = options.vocab_range is not None
     sums = floats(rows if parallel else 0, 5)
     if rows:
-        arguments = (inputs_of(logits, token_ids, options), results, squares, sums, bad_label)
+        arguments = (inputs_of(logits, token_ids, options), results, sums, bad_label)
         sizes = {"BLOCK": FORWARD_BLOCK, "num_warps": 8}
         launch(forward_kernel, (rows,), *arguments, WANT_SQUARES=want_squares, **sizes)
-    return [sums] if parallel else [*results, squares]
+    return [sums] if parallel else list(results)
 
 
 def backward(
@@ -299,5 +315,6 @@ def backward(
     """
     grid = len(inputs.token_ids), ceil_div(inputs.vocab, BACKWARD_BLOCK)
     if all(grid):
-        arguments = (inputs, tuple(row_results), *gradients, out, out.stride(0))
+        width = row_results[2].shape[1]
+        arguments = (inputs, tuple(row_results), width, *gradients, out, out.stride(0))
         launch(backward_kernel, grid, *arguments, BLOCK=BACKWARD_BLOCK, num_warps=8)

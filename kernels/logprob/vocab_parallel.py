@@ -33,14 +33,15 @@ def _(like: Tensor, vocab: int, group: str) -> Tensor:
 
 
 def merge_partials(
-    partial: Tensor, factor: float | Tensor, group: str, ignored: Tensor, want_squares: bool
+    partial: Tensor, options: RowOptions, ignored: Tensor, want_squares: bool
 ) -> tuple[Tensor, ...]:
     """Merge every rank's [T, 5] row sums (LogProbForward::partial) into the results of a row.
 
     One all-gather of 20 bytes per token and rank. Each rank merges in rank order, so all ranks get
-    the same bits. factor: that of z = y * factor, a number or [T].
+    the same bits.
     """
-    partials = _all_gather(partial.contiguous(), group).double()  # [R, T, 5]
+    factor = options.factor
+    partials = _all_gather(partial.contiguous(), options.group).double()  # [R, T, 5]
     y_max, e, e_d, token_y, e_e = partials.unbind(-1)
     row_max = y_max.amax(0)
     shift = (y_max - row_max) * factor
@@ -52,12 +53,13 @@ def merge_partials(
     total = others + own
     log_sum = torch.where(d == 0, others.log1p(), total.log())
     e_d_sum = ((e_d + shift * e) * shrink).sum(0) + torch.where(own > 0, own * d, 0.0)
-    results = [d - log_sum, log_sum - e_d_sum / total, row_max, log_sum]
+    stats = [row_max, log_sum]
     if want_squares:
-        results.append(((e_e * shrink.square()).sum(0) + own.square()) / total.square())
-    else:
-        results.append(row_max[:0])
-    return tuple(value.masked_fill(ignored[: len(value)], 0.0).float() for value in results)
+        stats.append(((e_e * shrink.square()).sum(0) + own.square()) / total.square())
+    log_probs = log_sum - d if options.negate else d - log_sum
+    results = log_probs, log_sum - e_d_sum / total, *stats
+    results = tuple(value.masked_fill(ignored, 0.0).float() for value in results)
+    return *results[:2], torch.stack(results[2:], 1)
 
 
 def gather_vocab(logits: Tensor, options: RowOptions) -> tuple[Tensor, RowOptions]:

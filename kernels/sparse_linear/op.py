@@ -150,7 +150,7 @@ def kept_log_probs(logits: Tensor, sampled: SampledTokens, temperature: Tensor) 
     assert kept_ids is not None
     cu_kept = torch.nn.functional.pad(sampled.num_kept.cumsum(0, dtype=torch.int32), (1, 0))
     entries = logits[row_index(cu_kept, kept_ids.shape[0]), kept_ids.long()]
-    options = RowOptions(1.0, temperature, 1.0, 0.0, -100, None, None, "").native()
+    options = RowOptions(1.0, temperature, 1.0, 0.0, -100, None, None, False, "").native()
     cut: Tensor = native().sparse_log_probs(entries, kept_ids, cu_kept, tokens, options)[0]
     if is_cut.all():
         return cut

@@ -12,7 +12,7 @@ from tests.forked import run_forked
 
 FAR = 1 << 40
 I32, I64, BF16 = torch.int32, torch.int64, torch.bfloat16
-NO_OPTIONS = (1.0, None, 1.0, 0.0, -100, None, None)
+NO_OPTIONS = (1.0, None, 1.0, 0.0, -100, None, None, False)
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_min_p_of_logits_that_overflow_by_their_temperature(top_p: float) -> Non
 
 @pytest.mark.parametrize("row", [3, 1 << 30])
 def test_a_gradient_row_that_is_not_there(row: int) -> None:
-    logits, results = torch.randn(2, 5), [torch.zeros(2) for _ in range(4)]
+    logits, results = torch.randn(2, 5), [torch.zeros(2), torch.zeros(2), torch.zeros(2, 2)]
     index = torch.tensor([0, row], dtype=I32)
     with pytest.raises(IndexError, match=rf"row_index\[1\] is {row}, but grad_logits has 3 rows"):
         C.log_prob_backward(

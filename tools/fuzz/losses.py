@@ -42,6 +42,7 @@ def log_prob_options(d: Draw, rows: int, vocab: int) -> list:
         -100,
         d.maybe(lambda: d.bools(rows, vocab)),
         d.maybe(lambda: torch.tensor([first, total])),
+        d.chance(0.5),
     ]
 
 
@@ -74,7 +75,7 @@ def log_prob_partial(d: Draw) -> list:
 def log_prob_backward(d: Draw) -> list:
     logits, labels, options, *_ = log_prob_forward(d)
     rows, vocab = logits.shape
-    results = [d.floats(rows) for _ in range(4)]
+    results = [d.floats(rows), d.floats(rows), d.floats(rows, d.pick((2, 3)))]
     grad_rows = d.pick((rows, rows + 3))
     chosen = torch.randperm(grad_rows, generator=d.torch)[:rows].int()
     index = chosen if grad_rows > rows or d.chance(0.3) else None

@@ -13,7 +13,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 # What follows the tensors in kernels.linear.arguments.LINEAR_SCHEMA.
-OP_OPTIONS = (1.0, None, 1.0, 0.0, -100, None, None, "", 2**20, False)
+OP_OPTIONS = (1.0, None, 1.0, 0.0, -100, None, None, False, "", 2**20, False)
 
 
 def problem(rows, width, vocab, seed=0, dtype=torch.float32):

@@ -110,10 +110,10 @@ def test_a_second_backward_gives_the_same_gradients(budget_bytes):
 
 def test_nothing_is_kept_without_a_gradient():
     (hidden, weight, _), token_ids, _ = problem(ROWS, WIDTH, VOCAB)
-    arguments = (1.0, None, 1.0, 0.0, -100, None, None, "", KEPT, False, None, "cpp")
+    arguments = (1.0, None, 1.0, 0.0, -100, None, None, False, "", KEPT, False, None, "cpp")
     op = torch.ops.hybridengine.linear_token_log_probs
     for keep, shape in ((True, (ROWS, VOCAB)), (False, (0, 0))):
-        assert op(hidden, weight, None, token_ids, *arguments, keep, False)[4].shape == shape
+        assert op(hidden, weight, None, token_ids, *arguments, keep, False)[3].shape == shape
     weight.requires_grad_()
     sizes: list[int] = []
 

@@ -7,6 +7,7 @@ from hybridengine.kernels import token_log_probs
 from hybridengine.kernels._backend import native
 from hybridengine.kernels.logprob import triton as logprob_triton
 from hybridengine.kernels.logprob.options import row_options
+from hybridengine.kernels.logprob.rows import rows_backward, rows_forward
 from tests import tolerances
 from tests.kernels.logprob.cases import OPTIONS, assert_matches_float64, problem
 
@@ -38,3 +39,18 @@ def test_a_bad_label_gives_nan_and_sets_the_flag(bad_label):
     log_probs, _ = token_log_probs(torch.zeros(3, 5), torch.tensor([0, 7, -3]))
     assert log_probs.isnan().tolist() == [False, True, True]
     assert bad_label.item() == 1
+
+
+@pytest.mark.parametrize("backend", ("triton", "cpp", "reference"))
+def test_negative_log_probs_and_their_gradient(backend):
+    logits, token_ids, gradients = problem(4, 70, torch.float32, seed=3)
+    token_ids[2] = -100
+    found = []
+    for negate, of_log_probs in ((False, gradients[0]), (True, -gradients[0])):
+        options = row_options("test", token_ids, 70, negate=negate)
+        results = list(rows_forward(logits, token_ids, options, False, backend))
+        given = results, of_log_probs, gradients[1], backend
+        rows_backward(logits, out := torch.empty_like(logits), token_ids, options, *given)
+        found.append((-results[0] if negate else results[0], *results[1:], out))
+    for plain, negative in zip(*found, strict=True):
+        assert torch.equal(plain, negative)

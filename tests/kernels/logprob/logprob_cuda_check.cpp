@@ -5,8 +5,8 @@
 
 using namespace hybridengine;
 
-// results: [5, rows], log_probs to sum_p_squared; gradients: [2, rows]. partial: [rows, 5] or null;
-// then there are no other results.
+// results: log_probs and entropy, [2, rows], then row_stats [rows, 2 or 3]; gradients: [2, rows].
+// partial: [rows, 5] or null; then there are no other results.
 extern "C" int run_on_cpu(const void* logits, int64_t row_stride, int64_t rows, int64_t vocab,
                           int dtype, const int64_t* token_ids, const int64_t* vocab_range,
                           const uint8_t* vocab_mask, const float* temperatures, double logit_scale,
@@ -32,9 +32,8 @@ extern "C" int run_on_cpu(const void* logits, int64_t row_stride, int64_t rows, 
   static_cast<LogitRows&>(f) = static_cast<LogitRows&>(b) = common;
   b.log_probs = f.log_probs = results;
   b.entropy = f.entropy = results + rows;
-  b.row_max = f.row_max = results + 2 * rows;
-  b.log_sum = f.log_sum = results + 3 * rows;
-  if (squares) f.sum_p_squared = results + 4 * rows;
+  b.row_stats = f.row_stats = results + 2 * rows;
+  b.stats_width = f.stats_width = squares ? 3 : 2;
   f.partial = partial;
   f.bad_label = bad_label;
   std::vector<float> slice_sums(rows * num_slices(vocab) * 4 + 1);

@@ -63,7 +63,7 @@ def test_reference_passes_gradcheck(option):
 
 def test_reference_gradient_equals_autograd_of_the_specification():
     logits, token_ids, gradients = problem(4, 9, torch.float64, seed=5)
-    options = RowOptions(1.0, torch.rand(4) + 0.5, 0.5, 6.0, -100, None, None, "")
+    options = RowOptions(1.0, torch.rand(4) + 0.5, 0.5, 6.0, -100, None, None, False, "")
     leaf = logits.clone().requires_grad_()
     log_probs, entropy = reference_token_log_probs(leaf, token_ids, options)[:2]
     expected = torch.autograd.grad((log_probs * gradients[0] + entropy * gradients[1]).sum(), leaf)[
@@ -234,7 +234,7 @@ def test_gradients_are_written_to_the_rows_of_row_index(dtype, device):
     expected = value_and_gradient(token_log_probs, logits, token_ids, gradients)[2]
     options = row_options("test", token_ids, 301)
     backend = op.backend_for(logits, None)
-    row_results = list(rows_forward(logits, token_ids, options, False, backend)[:4])
+    row_results = list(rows_forward(logits, token_ids, options, False, backend))
     row_index = torch.tensor([3, -1, 0, 6, -1], dtype=torch.int32, device=device)
     out = torch.full((8, 304), 7.0, dtype=dtype, device=device)[:, :301]
     rows_backward(logits, out, token_ids, options, row_results, *gradients, backend, row_index)

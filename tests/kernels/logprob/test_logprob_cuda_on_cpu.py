@@ -52,9 +52,9 @@ def run(
     partial=None,
     out=None,
 ):
-    """Return log_probs, entropy, the gradient of the logits, [5, T] of all results, bad_label."""
+    """Return log_probs, entropy, the gradient of the logits, [T, 3] of the row stats, bad_label."""
     rows, vocab = logits.shape
-    results = torch.full((5, rows), 7.0)
+    results = torch.full((5 * rows,), 7.0)
     grad = torch.full((rows, vocab), 7.0, dtype=grad_dtype or logits.dtype) if out is None else out
     temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(rows).contiguous()
     gradients = gradients.float().contiguous()
@@ -73,7 +73,9 @@ def run(
         *(ctypes.c_int(DTYPE_NUMBER[grad.dtype]), ctypes.c_int64(grad.stride(0))),
     )
     assert error == 0
-    return results[0], results[1], grad, results, bad_label.item()
+    log_probs, entropy, *stats = results.view(5, rows)
+    row_stats = torch.cat(stats).view(rows, 3)
+    return log_probs, entropy, grad, row_stats, bad_label.item()
 
 
 def exact(logits, token_ids, gradients, **options):
@@ -247,10 +249,13 @@ def test_the_gradient_in_place_of_the_logits(library, dtype):
 
 def test_sum_of_squares_and_maximum(library):
     logits, token_ids, gradients = problem(4, 5003, torch.bfloat16, seed=5)
-    results = run(library, logits, token_ids, gradients, temperature=0.5, squares=True)[3].double()
+    given = library, logits, token_ids, gradients
+    row_stats = run(*given, temperature=0.5, squares=True)[3].double()
     z = logits.double() / 0.5
-    torch.testing.assert_close(results[4], z.softmax(-1).square().sum(-1), **tolerances.LOG_PROB)
-    assert torch.equal(results[2], logits.double().amax(-1))
+    torch.testing.assert_close(
+        row_stats[:, 2], z.softmax(-1).square().sum(-1), **tolerances.LOG_PROB
+    )
+    assert torch.equal(row_stats[:, 0], logits.double().amax(-1))
 
 
 def test_ignored_rows_and_bad_labels(library):

@@ -34,7 +34,7 @@ def test_the_three_products(width, first):
         close(out, exact + 2.0 * add)
 
 
-PLAIN = RowOptions(1.0, None, 1.0, 0.0, -100, None, None, "")
+PLAIN = RowOptions(1.0, None, 1.0, 0.0, -100, None, None, False, "")
 
 
 @pytest.mark.parametrize(
