@@ -128,7 +128,8 @@ def divide(name: str, source_class: SourceClass, itemsize: int, limit: int) -> C
         wanted = max(1, -(-pair_bytes * _SLICES_PER_BUCKET // limit))
         max_rounds = source_class.senders.topology.size
         ways = [(False, source_class.max_parts), (True, num_rows)]
-        ways.sort(key=lambda way: -min(way[1], wanted))
+        # Of two ways that give enough parts, the outer axis: runs of adjacent elements stay long.
+        ways.sort(key=lambda way: (-min(way[1], wanted), way[0] == (spec.row_dim > 0)))
     for by_rows, max_parts in ways:
         num_parts = min(wanted, max_parts)
         while True:

@@ -162,6 +162,20 @@ def test_buckets_of_large_models_load_all_ranks_alike(
     assert_balanced(plan, 64 << 20)
 
 
+@pytest.mark.parametrize("dim1", [True, False])
+def test_parts_of_a_matrix_are_rows_of_it(dim1: bool) -> None:
+    """However it is sharded: parts of the columns would be short runs, which copy slowly."""
+    model: Model = {"qkv": ("column", (512, 96)), "o": ("row", (96, 512))}
+    plan, sources, layouts = plan_of(model, 4, 2, "contiguous", dim1, bucket_bytes=1 << 15)
+    width = {"qkv": 96, "o": 512 // (4 if dim1 else 2)}
+    for rank, layout in enumerate(layouts):
+        assert_delivers(plan, rank, layout, sources)
+        for chunk, name, copy in arrivals(plan, rank):
+            assert copy.read.axes[-1][:3] == (width[name], 1, 1), f"{chunk} of {name} on {rank}"
+    divided = {name for b in plan.buckets for name, chunk in b.chunks if chunk.num_parts > 1}
+    assert divided == set(model)
+
+
 @pytest.mark.slow
 @settings(max_examples=15)
 @given(
