@@ -193,8 +193,7 @@ def operators(device: torch.device) -> dict[str, Case]:
     length = T // SEQUENCES
     ends = longs(range(0, T + 1, length)).int()
     subtree_ends = ends[1:].repeat_interleave(length)
-    q, k, v = draw(T, HEADS, H), draw(T, HEADS // 2, H), draw(T, HEADS // 2, H)
-    heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    q, k, v = draw(1, HEADS, T, H), draw(1, HEADS // 2, T, H), draw(1, HEADS // 2, T, H)
     old, advantages, mask = -draw(T).abs(), draw(T), longs([1] * T) > 0
     new, values, rollout = -draw(T).abs(), draw(T), -draw(T).abs()
     loss = {"response_mask": mask, "global_num_tokens": float(T)}
@@ -214,7 +213,6 @@ def operators(device: torch.device) -> dict[str, Case]:
         return -((log_probs - old).exp() * advantages).mean()
 
     def attend() -> Tensor:
-        q, k, v = heads
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     return {

@@ -255,7 +255,8 @@ def number(
     at_most: float | None = None,
 ) -> float:
     """Check for a number within bounds, no NaN, and no inf unless `infinite`; return a float."""
-    value = real(op, name, value)
+    if type(value) is not float:
+        value = real(op, name, value)
     if (
         (value - value == 0.0 or (infinite and value == value))
         and (above is None or value > above)

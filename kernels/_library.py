@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import is_grad_enabled
 from torch._C import (
     _any_requires_grad,
     _are_functorch_transforms_active,
@@ -24,6 +25,7 @@ from torch._C import (
 )
 from torch.autograd import Function, forward_ad
 from torch.autograd.graph import increment_version
+from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from . import _check as check
@@ -96,13 +98,20 @@ class CustomOp:
         self._num_differentiable: int | None = None
 
     def __call__(self, *arguments: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self.op(*self.flat(arguments))
-        if not self._is_plain(arguments):
+        if (
+            _len_torch_dispatch_stack()
+            or not self._types.issuperset(map(type, arguments))
+            or _are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+            or (self._required is not None and arguments[self._required].is_meta)
+            or (self._nested and not self._are_nested_plain(arguments))
+        ):  # more than the kernel and autograd have to see the call
             flat = self.flat(arguments)
             self._refuse(self.name, **dict(zip(self._arguments, flat, strict=False)))
             return self.op(*flat)
-        if torch.is_grad_enabled() and (
+        if is_grad_enabled() and (
             _any_requires_grad(*arguments) or (self._lists and self._list_requires_grad(arguments))
         ):
             return self._differentiable(arguments)
@@ -118,22 +127,10 @@ class CustomOp:
         """Return the arguments of `op` for those of a call."""
         return arguments if self._record is None else self._record.split(arguments)
 
-    def _is_plain(self, arguments: tuple[Any, ...]) -> bool:
-        """Return whether nothing but the kernel and autograd has to see a call with these."""
-        if (
-            not self._types.issuperset(map(type, arguments))
-            or _len_torch_dispatch_stack()
-            or _are_functorch_transforms_active()
-            or forward_ad._current_level >= 0
-        ):
+    def _are_nested_plain(self, arguments: tuple[Any, ...]) -> bool:
+        if any([not _PLAIN.issuperset(map(type, arguments[i])) for i in self._nested]):
             return False
-        for i in self._nested:
-            if not _PLAIN.issuperset(map(type, arguments[i])):
-                return False
-        for i in self._lists:
-            if any(map(_is_meta, arguments[i])):
-                return False
-        return self._required is None or not arguments[self._required].is_meta
+        return not any([any(map(_is_meta, arguments[i])) for i in self._lists])
 
     def _list_requires_grad(self, arguments: tuple[Any, ...]) -> bool:
         return any([_any_requires_grad(*arguments[i]) for i in self._lists])

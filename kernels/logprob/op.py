@@ -209,13 +209,18 @@ def check_logits(
     op: str, logits: Tensor, token_ids: Tensor, shape: str = "...", name: str = "token_ids"
 ) -> Tensor:
     """Check that logits are [..., V] and token_ids of this shape; return token_ids as int64."""
-    check.same_device(op, **{"logits": logits, name: token_ids})
-    # The checks that explain the error take five times as long as this comparison.
-    if logits.dim() == 0 or logits.shape[:-1] != token_ids.shape:
+    # The checks that explain the error take five times as long as these comparisons.
+    if (
+        not (isinstance(logits, Tensor) and isinstance(token_ids, Tensor))
+        or logits.device != token_ids.device
+        or logits.dim() == 0
+        or logits.shape[:-1] != token_ids.shape
+    ):
+        check.same_device(op, **{"logits": logits, name: token_ids})
         sizes: check.Sizes = {}
         check.shape(op, "logits", logits, "... V", sizes)
         check.shape(op, name, token_ids, shape, sizes)
-    check.floats(op, logits=logits)
+    check.dtype(op, "logits", logits)
     return check.ids(op, name, token_ids)
 
 
