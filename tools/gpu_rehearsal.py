@@ -47,7 +47,7 @@ PACK = ROOT / "build" / "gpu-pack.tar.xz"
 TRITON = WORK / "triton"
 REQUIREMENTS = ROOT / "tools" / "gpu_environment.txt"
 ARCHITECTURE = "90a"
-LIMIT_MIB = 12  # of the pack: with the archive of vLLM and the sources it should stay below 64
+LIMIT_MIB = 28  # of the pack: with vLLM's archive, 22, and the sources, 11, it stays below 64
 
 
 def environment() -> None:
