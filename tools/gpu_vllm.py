@@ -165,7 +165,7 @@ def write(python: Path, work: Path, paths: list[Path], archive: Path, architectu
     shutil.rmtree(site, ignore_errors=True)
     download = (python, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d")
     subprocess.run([*download, wheels, f"vllm=={VERSION}", *PACKAGES], check=True)
-    names_of = {re.match(r"[\w-]+", package)[0] for package in ("vllm", *PACKAGES)}
+    names_of = {re.split("[=<>]", package)[0] for package in ("vllm", *PACKAGES)}
     for wheel in sorted(wheels.glob("*.whl")):
         if wheel.name.partition("-")[0].replace("_", "-") not in names_of:
             continue  # of an earlier call
