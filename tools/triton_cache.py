@@ -28,6 +28,7 @@ from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -201,8 +202,9 @@ def pretend_gpu(capability: int) -> Any:
         "get_device_capability": lambda *_: divmod(capability, 10),
         "get_device_properties": lambda *_: properties,
         "get_device_name": lambda *_: GPU,
-        "current_stream": lambda *_: SimpleNamespace(stream_id=0, cuda_stream=0),
+        "current_stream": lambda *_: MagicMock(stream_id=0, cuda_stream=0),
         "is_current_stream_capturing": lambda: False,
+        **{name: MagicMock() for name in ("Stream", "stream", "CUDAGraph", "graph")},
         **{
             name: lambda *_, **__: None
             for name in ("synchronize", "set_device", "empty_cache", "manual_seed")
@@ -272,7 +274,7 @@ def main() -> int:
     parser.add_argument("test", nargs="*", metavar="TEST")
     parser.add_argument("--capability", type=int, default=90)
     parser.add_argument("--limit-s", type=float, default=float("inf"), metavar="S")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     os.environ |= {"TRITON_CACHE_DIR": str(folder), "TRITON_STORE_BINARY_ONLY": "1"}

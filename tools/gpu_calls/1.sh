@@ -3,9 +3,10 @@
 #
 #     OUT=folder tools/gpu_calls/1.sh [arguments of tools/gpu_report.py]
 #
-# BUILD (default: build) has gpu-pack.tar.xz and gpu-vllm.tar.xz. OUT (default: build/gpu-out) gets
-# 1.json, with the rows of every part as they arise, and 1.log. A part that fails or is over its
-# seconds leaves the next ones. A `+` runs it beside those.
+# BUILD (default: build) has gpu-pack.tar.xz and gpu-vllm.tar.xz: `make gpu-pack` after each change
+# of csrc, kernels or tests, `python3 tools/gpu_rehearsal.py vllm` after one of tools/gpu_vllm.py.
+# OUT (default: build/gpu-out) gets 1.json, with the rows of every part as they arise, and 1.log. A
+# part that fails or is over its seconds leaves the next ones. A `+` runs it beside those.
 set -o pipefail
 cd "$(dirname "$0")/../.." || exit
 : "${BUILD:=build}" "${OUT:=build/gpu-out}" "${LIMIT_S:=380}" "${PYTHON:=python3}"
