@@ -107,13 +107,24 @@ Reads reads_of(const SliceRow& slice) {
   return reads;
 }
 
+// The number of runs if `reads` continues each of several runs of `before`, else 0.
+int64_t runs_beside(const Reads& before, const Reads& reads) {
+  constexpr int kRun = 1 + kCopyDims;  // the size of the last dimension
+  const bool beside = reads[0] == before[0] && reads[1] == before[1] + before[kRun] &&
+                      std::equal(&reads[2], &reads[kRun], &before[2]) &&
+                      std::equal(&reads[kRun + 1], reads.end(), &before[kRun + 1]);
+  if (!beside || reads.back() != 1 || before[kRun] + reads[kRun] > kChunkElements) return 0;
+  const auto runs = std::accumulate(&reads[2], &reads[kRun], int64_t{1}, std::multiplies<>());
+  return runs > 1 ? runs : 0;
+}
+
 CopyTable::CopyTable(In table, OptionalIn blocks) {
   const Arguments given(kCopy, "table", table);
   int64_t num_rows;
   const SliceRow* slice = slice_rows(given, table, &num_rows);
   const auto* block = given.data<int64_t>("blocks", blocks, {num_rows});
   rows_.reserve(num_rows);
-  int64_t all_elements = 0;
+  int64_t all_elements = 0, band_elements = 0;
   Reads before{-1};
   for (int64_t i = 0; i < num_rows; ++i, ++slice) {
     bool empty = false, fits = true;
@@ -145,9 +156,15 @@ CopyTable::CopyTable(In table, OptionalIn blocks) {
     coalesce(row);
     const Reads reads = reads_of(*slice);
     const bool again = reads == before;
+    const int64_t runs = runs_beside(before, reads);
     before = reads;
     row.group = again ? rows_.back().group + 1 : 1;
-    row.first_chunk = again ? rows_.back().first_chunk : num_chunks_;
+    row.runs = again ? rows_.back().runs : runs;
+    const bool continues = again || runs;
+    row.band = continues ? rows_.back().band + 1 : 1;
+    row.first_chunk = continues ? rows_.back().first_chunk : num_chunks_;
+    band_elements = (continues ? band_elements : 0) + (again ? 0 : elements);
+    num_chunks_ = row.first_chunk + (band_elements + kChunkElements - 1) / kChunkElements;
     if (block) {
       HE_CHECK_VALUE(block[i] >= 0 && block[i] < (int64_t{1} << 31) && elements <= kChunkElements,
                      kQuantize, ": row ", i, " has block ", block[i], " and ", elements,
@@ -155,7 +172,6 @@ CopyTable::CopyTable(In table, OptionalIn blocks) {
       row.block = static_cast<int32_t>(block[i]);
       num_blocks_ = std::max(num_blocks_, block[i] + 1);
     }
-    if (!again) num_chunks_ += (num_elements(row) + kChunkElements - 1) / kChunkElements;
     rows_.push_back(row);
   }
 }

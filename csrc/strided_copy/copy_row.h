@@ -18,14 +18,19 @@ struct CopyRow {
   int64_t size[kCopyDims];  // slowest dimension first
   int64_t src_stride[kCopyDims];
   int64_t dst_stride[kCopyDims];
-  // Number of its first chunk among those of all rows. Rows that follow each other and read the
-  // same elements in the same order share their chunks: what they read is read and converted once.
+  // Number of its first chunk among those of all rows. The rows of a group or of a band share it.
   int64_t first_chunk;
   int32_t dims;  // the last `dims` dimensions are used; the others have size 1
   int32_t src;   // index of the tensor
   int32_t dst;
   int32_t block;  // block quantization only: the block that the row lies in
-  int32_t group;  // rows with the same first_chunk up to this one
+  // Rows of its group up to this one. They follow each other and read the same elements in the same
+  // order, which are read and converted once.
+  int32_t group;
+  // Rows of its band up to this one. Its groups read slices side by side of the same `runs` runs:
+  // these are read one after the other in full, as memory is read fastest.
+  int32_t band;
+  int64_t runs;  // of a band of several groups, else 0
 };
 
 // An element of a row: its index in every dimension, and its offset on both sides.

@@ -102,6 +102,20 @@ void copy_group(const StridedCopyParams& params, const CopyRow* last, int64_t be
   }
 }
 
+// Copies chunk `number` of `count` of a band of several groups; `last` is its last row.
+template <typename S, typename D>
+void copy_band(const StridedCopyParams& params, const CopyRow* last, int64_t number, int64_t count,
+               bool streams) {
+  const int64_t stop = last->runs * (number + 1) / count;
+  for (int64_t run = last->runs * number / count; run < stop; ++run) {
+    for (const CopyRow* row = last - last->band + 1; row <= last; ++row) {
+      if (row < last && row[1].group > 1) continue;  // not the last of its group
+      const int64_t length = num_elements(*row) / last->runs;
+      copy_group<S, D>(params, row, run * length, (run + 1) * length, streams);
+    }
+  }
+}
+
 template <typename S, typename D>
 void copy_all(const StridedCopyParams& params) {
   int64_t bytes = 0;
@@ -114,6 +128,13 @@ void copy_all(const StridedCopyParams& params) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       while (index + 1 < params.num_rows && params.rows[index + 1].first_chunk <= chunk) ++index;
       const CopyRow* last = params.rows + index;
+      if (last->band > last->group) {
+        const int64_t end_of_band =
+            index + 1 < params.num_rows ? last[1].first_chunk : params.num_chunks;
+        copy_band<S, D>(params, last, chunk - last->first_chunk, end_of_band - last->first_chunk,
+                        streams);
+        continue;
+      }
       const int64_t first = (chunk - last->first_chunk) * kChunkElements;
       const int64_t total = num_elements(*last);
       copy_group<S, D>(params, last, first,

@@ -180,6 +180,43 @@ def test_adjacent_rows_that_read_the_same(src_dtype, dst_dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dst_dtype", FLOATS)
+@pytest.mark.parametrize("widths", [(100, 1, 299), (16, 384), (1, 2, 397), (200, 200)])
+def test_slices_side_by_side(widths, dst_dtype, device):
+    """Their runs are read in turn, through several chunks, wherever each slice is written."""
+    height, stride, begin, rows = 151, 401, 7, []
+    for number, width in enumerate(widths):
+        size, reads = [height, width], [stride, 1]
+        packed = 70_000 * (number % 2)
+        rows.append(row(0, 0, begin, packed + begin * height, size, reads, [width, 1]))
+        if number != 1:  # a second destination, transposed
+            rows.append(row(0, 1, begin, begin * height, size, reads, [1, height]))
+        if width == 299:  # a third, in parts of the runs
+            parts = [23, height * 23, 1]
+            rows.append(row(0, 2, begin, 0, [height, 13, 23], [stride, 23, 1], parts))
+        begin += width
+    rows += [
+        row(0, 3, begin, 5, [height - 2, 3], [stride, 1], [3, 1]),  # fewer runs
+        row(1, 3, begin + 3, 1_000, [height - 2, 3], [stride, 1], [3, 1]),  # of another tensor
+        row(1, 3, begin + 6, 2_000, [3], [1], [1]),  # one run
+        row(1, 3, begin + 9, 3_000, [3], [2], [1]),
+        row(1, 3, begin + 12, 4_000, [3], [2], [1]),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    sources = [torch.randn(height * stride + 30, generator=generator) for _ in range(2)]
+    destinations = [torch.full((150_000,), 7.0, dtype=dst_dtype) for _ in range(4)]
+    assert_same_as_reference(sources, destinations, torch.tensor(rows), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_slices_side_by_side_that_bypass_the_caches(device):
+    source = torch.randn(1_200, generator=torch.Generator().manual_seed(0))
+    rows = [row(0, i, i * 300, i, [9_000, 300], [0, 1], [301, 1]) for i in range(4)]
+    destinations = [torch.full((2_710_000,), 7.0, dtype=torch.bfloat16) for _ in rows]
+    assert_same_as_reference([source], destinations, torch.tensor(rows), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dst_dtype", (torch.float32, torch.bfloat16, torch.float64))
 @pytest.mark.parametrize("src_dtype", (torch.float32, torch.bfloat16))
 def test_results_that_bypass_the_caches(src_dtype, dst_dtype, device):
