@@ -101,6 +101,7 @@ def log_prob_forward(
     options: LogProbOptions,
     want_sum_p_squared: bool,
     bad_label: Tensor | None,
+    cu_tokens: Tensor | None,
 ) -> list[Tensor]: ...
 def log_prob_partial(
     logits: Tensor, token_ids: Tensor, options: LogProbOptions, bad_label: Tensor | None
@@ -115,6 +116,7 @@ def log_prob_backward(
     grad_entropy: Tensor | None,
     grad_logits: Tensor,
     row_index: Tensor | None,
+    cu_tokens: Tensor | None,
 ) -> None: ...
 def count_changed(masks: Sequence[Tensor], numels: Sequence[int]) -> Tensor: ...
 def decode_linear(

@@ -206,13 +206,14 @@ LogProbForward capped_row(LogProbForward p, int64_t r) {
   return p;
 }
 
+// The first token of row r, and that of row r + 1.
+int64_t first_token(const LogitRows& p, int64_t r) { return p.cu_tokens ? p.cu_tokens[r] : r; }
+
+// The results of token t of row r.
 template <typename T, bool general>
-void forward_row(const LogProbForward& p, int64_t r) {
-  if constexpr (!general) {
-    if (p.softcap > 0) return forward_row<float, false>(capped_row<T>(p, r), r);
-  }
-  const int64_t local = local_label(p, r);
-  const bool ignored = p.token_ids[r] == p.ignore_index;
+void forward_token(const LogProbForward& p, int64_t r, int64_t t) {
+  const int64_t local = local_label(p, t);
+  const bool ignored = p.token_ids[t] == p.ignore_index;
   const bool here = !ignored && local >= 0 && local < p.vocab;
   RowSums sums{0, 0, 0, 0};
   RowResult result{0, 0, 0, 0};
@@ -230,7 +231,16 @@ void forward_row(const LogProbForward& p, int64_t r) {
       if (!p.partial) result = finish_row(sums, token_y, factor);
     }
   }
-  write_row(p, r, sums, token_y, result);
+  write_row(p, t, sums, token_y, result);
+}
+
+template <typename T, bool general>
+void forward_row(const LogProbForward& p, int64_t r) {
+  if constexpr (!general) {
+    if (p.softcap > 0) return forward_row<float, false>(capped_row<T>(p, r), r);
+  }
+  for (int64_t t = first_token(p, r); t < first_token(p, r + 1); ++t)
+    forward_token<T, general>(p, r, t);
 }
 
 // The gradient of the token's entry, from that of its y.
@@ -246,26 +256,59 @@ float token_gradient(const Row<T, general>& row, int64_t token, float grad) {
   return grad;
 }
 
+// A token that has a gradient.
+struct TokenGradient {
+  int64_t token;
+  RowGradient own;
+  float at_label;  // the gradient of its label's entry, from all tokens of the row
+};
+
+// Tokens with other labels add to the entry of this token's what they add to any.
+inline float label_gradient(const LogProbBackward& p, const std::vector<TokenGradient>& tokens,
+                            int64_t token) {
+  const float log_p = p.negate ? -p.log_probs[token] : p.log_probs[token];
+  const float prob = std::exp(log_p);
+  float grad = 0;
+  for (const auto& [other, own, _] : tokens) {
+    if (p.token_ids[other] == p.token_ids[token]) {
+      grad += own.token;
+    } else if (prob > 0) {
+      grad += prob * (own.constant + own.slope * log_p);
+    }
+  }
+  return grad;
+}
+
 template <typename T, typename Out, bool general>
 void backward_row(const LogProbBackward& p, int64_t r) {
   const int64_t out_row = grad_row(p, r);
   if (out_row < 0) return;
   Out* out = static_cast<Out*>(p.grad_logits) + out_row * p.grad_stride;
   const float factor = row_factor(p, r);
-  const RowGradient gradient = row_gradient(p, r, factor);
-  if (gradient.zero) {
+  thread_local std::vector<TokenGradient> tokens;
+  tokens.clear();
+  for (int64_t t = first_token(p, r); t < first_token(p, r + 1); ++t) {
+    const RowGradient own = row_gradient(p, t, factor);
+    if (!own.zero) tokens.push_back({t, own, 0});
+  }
+  if (tokens.empty()) {
     std::memset(out, 0, p.vocab * sizeof(Out));
     return;
   }
   const Row<T, general> row(p, r);
-  const int64_t token = local_label(p, r);
-  const float* stats = p.row_stats + r * p.stats_width;
+  float sum_constant = tokens[0].own.constant, sum_slope = tokens[0].own.slope;
+  for (size_t i = 1; i < tokens.size(); ++i) {
+    sum_constant += tokens[i].own.constant;
+    sum_slope += tokens[i].own.slope;
+  }
+  // The references of its tokens may differ, but log p does not.
+  const float* stats = p.row_stats + tokens[0].token * p.stats_width;
   // log p in units of log 2, the argument of exp2.
   const VecF shift = splat(stats[0]);
   const VecF factor2 = splat(exp2_factor(factor));
   const VecF log2_sum = splat(static_cast<float>(stats[1] * kLog2e));
-  const VecF constant = splat(gradient.constant);
-  const VecF slope2 = splat(static_cast<float>(gradient.slope * kLn2));
+  const VecF constant = splat(sum_constant);
+  const VecF slope2 = splat(static_cast<float>(sum_slope * kLn2));
   const auto at = [&](VecF x) {
     const VecF y = row.capped(x);
     const VecF log2_p = at_least(-150.0f, (y - shift) * factor2 - log2_sum);
@@ -279,9 +322,12 @@ void backward_row(const LogProbBackward& p, int64_t r) {
     }
     return grad;
   };
-  // Read the token's logit before it can be overwritten.
-  const bool here = token >= 0 && token < p.vocab;
-  const float token_grad = here ? token_gradient(row, token, gradient.token) : 0;
+  // Read the logits of labels before they can be overwritten.
+  const auto here = [&](int64_t label) { return label >= 0 && label < p.vocab; };
+  for (auto& [token, own, at_label] : tokens) {
+    const int64_t label = local_label(p, token);
+    if (here(label)) at_label = token_gradient(row, label, label_gradient(p, tokens, token));
+  }
   int64_t i = 0;
   if constexpr (!general) {
     for (; i + 2 * kWidth <= p.vocab; i += 2 * kWidth) {
@@ -296,7 +342,10 @@ void backward_row(const LogProbBackward& p, int64_t r) {
   }
   for (; i + kWidth <= p.vocab; i += kWidth) store(out + i, at(row.raw(i)));
   if (i < p.vocab) store_part(out + i, at(row.raw_part(i, p.vocab - i)), p.vocab - i);
-  if (here) out[token] = FromFloat<Out>::of(token_grad);
+  for (const auto& [token, own, at_label] : tokens) {
+    const int64_t label = local_label(p, token);
+    if (here(label)) out[label] = FromFloat<Out>::of(at_label);
+  }
 }
 
 template <template <typename, bool> class Kernel, typename Params>

@@ -20,8 +20,11 @@ struct LogitRows {
   int64_t rows;
   int64_t vocab;
   DType dtype;
-  const int64_t* token_ids;  // [rows], ids of the full vocabulary
-  int64_t ignore_index;      // rows with this label are not read; their outputs and gradients are 0
+  // CPU only: row r has the tokens [cu_tokens[r], cu_tokens[r + 1]); null: one token, r.
+  const int32_t* cu_tokens;
+  int64_t tokens;
+  const int64_t* token_ids;  // [tokens], ids of the full vocabulary
+  int64_t ignore_index;      // tokens with this label: their outputs and gradients are 0
   // Vocabulary-parallel: [2], on the device of the logits: the first id of this slice and the size
   // of the full vocabulary; else null.
   const int64_t* vocab_range;
@@ -36,15 +39,15 @@ struct LogitRows {
 };
 
 struct LogProbForward : LogitRows {
-  float* log_probs;  // [rows]
+  float* log_probs;  // [tokens], as all results
   float* entropy;
-  // [rows, stats_width]: row_max, the max of y or a reference close to it (plain_row.h); log_sum,
+  // [tokens, stats_width]: row_max, the max of y or a reference close to it (plain_row.h); log_sum,
   // log sum exp(z - row_max * factor); with a width of 3 the sum of p^2, else the width is 2.
   float* row_stats;
   int64_t stats_width;
-  // Vocabulary-parallel: if not null, only this is written. [rows, 5]: max y, sum e, sum e*d, y of
-  // the token (-inf: not in this slice), sum e^2, with d = z - max z and e = exp(d). The sums are
-  // over all entries except the token's.
+  // Vocabulary-parallel: if not null, only this is written. [tokens, 5]: max y, sum e, sum e*d, y
+  // of the token (-inf: not in this slice), sum e^2, with d = z - max z and e = exp(d). The sums
+  // are over all entries except the token's.
   float* partial;
   // CUDA only:
   int32_t* bad_label;  // set to 1 if a label is out of range (its row becomes NaN)
@@ -52,12 +55,12 @@ struct LogProbForward : LogitRows {
 };
 
 struct LogProbBackward : LogitRows {
-  const float* log_probs;
+  const float* log_probs;  // [tokens]
   const float* entropy;
   const float* row_stats;  // of the forward
   int64_t stats_width;
-  const float* grad_log_probs;  // [rows] or null
-  const float* grad_entropy;    // [rows] or null
+  const float* grad_log_probs;  // [tokens] or null
+  const float* grad_entropy;    // [tokens] or null
   void* grad_logits;            // may be logits itself
   DType grad_dtype;             // that of logits, or a 16-bit one for float32 logits
   int64_t grad_stride;

@@ -21,7 +21,7 @@ struct RowResult {
   float log_prob, entropy, log_sum, sum_p_squared;
 };
 
-// Writes the results of row r, or in a vocab-parallel forward its partial sums.
+// Writes the results of token r, or in a vocab-parallel forward its partial sums.
 HE_HOST_DEVICE void write_row(const LogProbForward& p, int64_t r, const RowSums& sums,
                               float token_y, const RowResult& result) {
   if (p.partial) {
@@ -91,14 +91,14 @@ HE_HOST_DEVICE int64_t vocab_total(const LogitRows& rows) {
   return rows.vocab_range ? rows.vocab_range[1] : rows.vocab;
 }
 
-HE_HOST_DEVICE bool label_is_bad(const LogitRows& rows, int64_t row) {
-  const int64_t label = rows.token_ids[row];
+HE_HOST_DEVICE bool label_is_bad(const LogitRows& rows, int64_t token) {
+  const int64_t label = rows.token_ids[token];
   return label != rows.ignore_index && (label < 0 || label >= vocab_total(rows));
 }
 
 // The label's column in this slice of the vocabulary; outside [0, vocab) if in another slice.
-HE_HOST_DEVICE int64_t local_label(const LogitRows& rows, int64_t row) {
-  return rows.token_ids[row] - (rows.vocab_range ? rows.vocab_range[0] : 0);
+HE_HOST_DEVICE int64_t local_label(const LogitRows& rows, int64_t token) {
+  return rows.token_ids[token] - (rows.vocab_range ? rows.vocab_range[0] : 0);
 }
 
 // The row of grad_logits that the gradient of row r is written to; negative: none.
@@ -107,20 +107,21 @@ HE_HOST_DEVICE int64_t grad_row(const LogProbBackward& rows, int64_t r) {
 }
 
 // d(loss)/d(y_j) = p_j * (constant + slope * log p_j) for j other than the token. `token` is the
-// gradient of the token's entry, with 1 - p as -expm1(log p), which is exact as p -> 1.
+// gradient of the token's entry, with 1 - p as -expm1(log p), which is exact as p -> 1. Tokens of
+// one row add their constants and slopes.
 struct RowGradient {
   float constant, slope, token;
   bool zero;
 };
 
-HE_HOST_DEVICE RowGradient row_gradient(const LogProbBackward& rows, int64_t row, float factor) {
+HE_HOST_DEVICE RowGradient row_gradient(const LogProbBackward& rows, int64_t t, float factor) {
   const float sign = rows.negate ? -1.0f : 1.0f;
-  const float g = rows.grad_log_probs ? sign * rows.grad_log_probs[row] : 0.0f;
-  const float h = rows.grad_entropy ? rows.grad_entropy[row] : 0.0f;
-  const float log_prob = sign * rows.log_probs[row];
-  const float entropy = rows.entropy[row];
+  const float g = rows.grad_log_probs ? sign * rows.grad_log_probs[t] : 0.0f;
+  const float h = rows.grad_entropy ? rows.grad_entropy[t] : 0.0f;
+  const float log_prob = sign * rows.log_probs[t];
+  const float entropy = rows.entropy[t];
   RowGradient gradient;
-  gradient.zero = (g == 0 && h == 0) || rows.token_ids[row] == rows.ignore_index;
+  gradient.zero = (g == 0 && h == 0) || rows.token_ids[t] == rows.ignore_index;
   gradient.constant = -factor * (g + h * entropy);
   gradient.slope = -factor * h;
   const float p = expf(log_prob);

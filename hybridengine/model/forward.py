@@ -7,6 +7,7 @@ log-probs only a chunk of these rows exists at a time (`hybridengine.model.head`
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -58,43 +59,48 @@ def _forward(model: nn.Module, batch: PackedBatch, **options: object) -> Any:
         )
 
 
-def _logits_to_keep(model: nn.Module, batch: PackedBatch) -> dict[str, object]:
-    """Return the keyword that limits logits to `batch.logit_positions`, if the model has it."""
+def _at_positions(
+    model: nn.Module, positions: torch.Tensor
+) -> tuple[dict[str, object], Callable[[torch.Tensor], torch.Tensor]]:
+    """Return the keyword that limits logits to `positions`, if the model has it.
+
+    Returns also what selects their rows [R, ...] of the head's input or output; it raises
+    ModelError if they are not R.
+    """
     code = inspect.unwrap(model.forward).__code__  # its signature takes 21 us
     known = "logits_to_keep" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    return {"logits_to_keep": batch.logit_positions} if known else {}
 
+    def select(rows: torch.Tensor) -> torch.Tensor:
+        if known and rows.shape[0] != positions.shape[0]:
+            raise ModelError(
+                f"{type(model).__name__} passed {rows.shape[0]} positions to its head, expected "
+                f"{positions.shape[0]}: its logits_to_keep accepts no index tensor"
+            )
+        return rows if known else rows[positions]
 
-def _check_rows(model: nn.Module, batch: PackedBatch, rows: torch.Tensor) -> torch.Tensor:
-    """Return `rows` [R, ...] of the head's input or output; ModelError if they are not R."""
-    if rows.shape[0] != batch.logit_positions.shape[0]:
-        raise ModelError(
-            f"{type(model).__name__} passed {rows.shape[0]} positions to its head, expected "
-            f"{batch.logit_positions.shape[0]}: its logits_to_keep accepts no index tensor"
-        )
-    return rows
+    return {"logits_to_keep": positions} if known else {}, select
 
 
 def packed_logits(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
     """Return float32 logits [R, V] at `batch.logit_positions`."""
-    keep = _logits_to_keep(model, batch)
-    logits = _forward(model, batch, **keep).logits[0]
-    return _check_rows(model, batch, logits if keep else logits[batch.logit_positions])
+    keep, select = _at_positions(model, batch.logit_positions)
+    return select(_forward(model, batch, **keep).logits[0])
 
 
 def packed_head(
-    model: nn.Module, batch: PackedBatch, head_function: HeadFunction
+    model: nn.Module, batch: PackedBatch, head_function: HeadFunction, distinct: bool = False
 ) -> tuple[Any, ...]:
     """Return what `head_function` computes of the hidden states [R, H] at `batch.logit_positions`.
 
     With `batch.shard` these are this rank's rows. The model must be one of which
     `accepts_head_function` is true.
+    distinct: give each hidden state once, [D, H]; `batch.hidden_index` are the rows in them.
     """
-    keep = _logits_to_keep(model, batch)
+    once = batch.hidden_positions if distinct else None
+    keep, select = _at_positions(model, batch.logit_positions if once is None else once)
 
     def at_positions(hidden: torch.Tensor, weight: torch.Tensor, **transform: Any) -> Any:
-        rows = hidden if keep else hidden[batch.logit_positions]
-        return head_function(_check_rows(model, batch, rows), weight, **transform)
+        return head_function(select(hidden), weight, **transform)
 
     return _forward(model, batch, head_function=at_positions, **keep)
 
@@ -124,18 +130,16 @@ def packed_log_probs(
     group. With `accepts_head_function` the full logits never exist.
     """
     kept = cast("KeptIds | None", batch.parts.get("kept"))
-    exact = has_exact_operators(model)
 
     def head(rows: torch.Tensor, weight: torch.Tensor, **transform: Any) -> tuple[Any, ...]:
         given = rows, weight, batch.target_ids
+        transform |= {"temperature": temperature, "deterministic": has_exact_operators(model)}
         if kept is None:
-            return linear_token_log_probs(*given, temperature, deterministic=exact, **transform)
-        entries = kept.entries(weight.shape[0])
-        transform |= {"temperature": temperature, "deterministic": exact}
-        return sparse_linear_token_log_probs(*given, *entries, **transform)
+            return linear_token_log_probs(*given, hidden_index=batch.hidden_index, **transform)
+        return sparse_linear_token_log_probs(*given, *kept.entries(weight.shape[0]), **transform)
 
     if accepts_head_function(model):
-        results = packed_head(model, batch, head)
+        results = packed_head(model, batch, head, distinct=kept is None)
     else:
         logits = packed_logits(model, batch)  # no other reader: the gradient may overwrite them
         mask = None if kept is None else kept.vocab_mask(logits.shape[1])
@@ -159,6 +163,7 @@ def packed_policy_loss(
     arguments: the keyword arguments of `linear_policy_loss`; per-token tensors are [R].
     """
     arguments |= {"active_rows": batch.active_rows, "deterministic": has_exact_operators(model)}
+    arguments["temperature"] = temperature
     kept, likely = (cast("KeptIds | None", batch.parts.get(x)) for x in ("kept", "likely"))
     if likely is not None and likely.log_probs is not None:
         arguments["score_centering"] = RolloutSupport(likely.ids, likely.cu_kept, likely.log_probs)
@@ -166,11 +171,10 @@ def packed_policy_loss(
     def head(rows: torch.Tensor, weight: torch.Tensor, **transform: Any) -> tuple[Any, ...]:
         given, options = (rows, weight, batch.target_ids), transform | arguments
         if kept is None:
-            return linear_policy_loss(*given, temperature, **options)
-        entries = kept.entries(weight.shape[0])
-        return sparse_linear_policy_loss(*given, *entries, temperature, **options)
+            return linear_policy_loss(*given, hidden_index=batch.hidden_index, **options)
+        return sparse_linear_policy_loss(*given, *kept.entries(weight.shape[0]), **options)
 
-    loss, log_probs, entropy, metrics = packed_head(model, batch, head)
+    loss, log_probs, entropy, metrics = packed_head(model, batch, head, distinct=kept is None)
     return loss, log_probs, entropy, metrics
 
 

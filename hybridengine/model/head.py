@@ -66,9 +66,6 @@ class KeptIds(Part):
     def local(self, tokens: slice, rows: Tensor) -> KeptIds:
         return self.take(rows)
 
-    def as_dummy(self) -> KeptIds:
-        return self
-
     def to(self, device: torch.device | str) -> KeptIds:
         log_probs = None if self.log_probs is None else self.log_probs.to(device)
         return KeptIds(self.ids.to(device), self.cu_kept, log_probs)

@@ -109,7 +109,8 @@ class PackedBatch:
     Plain packing concatenates the sequences. With `shared_prefix` each ends at its last row. With
     `subtree_ends` a common prefix is there once (`hybridengine.kernels.pack_forest`): the sequences
     of cu_seqlens are then trees, and logit_positions are neither sorted nor unique, as the last
-    token of a prompt predicts the first token of each of its responses.
+    token of a prompt predicts the first token of each of its responses. Its hidden state is then
+    needed once: at hidden_positions.
 
     With `shard` set, input_ids, position_ids, logit_positions and target_ids are this rank's shard
     of the batch; R is then the number of rows of all ranks.
@@ -135,6 +136,8 @@ class PackedBatch:
     padding: int = 0  # the last tokens here that are of no sequence
     is_dummy: bool = False
     active_rows: Tensor | None = None
+    hidden_positions: Tensor | None = None  # int64 [D], logit_positions, each once; None: they are
+    hidden_index: Tensor | None = None  # int64 [R], of each row in hidden_positions
 
     @overload
     def take(self, per_row: Tensor) -> Tensor: ...
@@ -154,8 +157,8 @@ class PackedBatch:
         """Move the tensors; `shard` stays on the CPU."""
         tensors = {n: x for n, x in vars(self).items() if isinstance(x, Tensor)}
         moved: dict[str, Any] = {n: x.to(device) for n, x in tensors.items()}
-        moved["parts"] = {name: part.to(device) for name, part in self.parts.items()}
-        return replace(self, **moved)
+        parts = {name: part.to(device) for name, part in self.parts.items()}
+        return replace(self, parts=parts, **moved)
 
 
 def pack_rollouts(
@@ -254,7 +257,10 @@ def _pack(
             batch = _pad(batch, *filler)
     finished = {n: p.finish(batch.cu_seqlens, batch.subtree_ends) for n, p in batch.parts.items()}
     batch = replace(batch, parts=finished)
-    return batch if sequence_parallel is None else _split_sequence(batch, sequence_parallel)
+    batch = batch if sequence_parallel is None else _split_sequence(batch, sequence_parallel)
+    once, index = batch.logit_positions.unique(return_inverse=True)
+    repeats = len(once) < len(index)
+    return replace(batch, hidden_positions=once, hidden_index=index) if repeats else batch
 
 
 def _share_prefixes(batch: PackedBatch) -> PackedBatch:
@@ -266,9 +272,7 @@ def _share_prefixes(batch: PackedBatch) -> PackedBatch:
     num_tokens = forest.input_ids.shape[0]
     if num_tokens == batch.input_ids.shape[0]:
         return batch
-    input_ids = forest.input_ids
-    if ids is not batch.input_ids:
-        input_ids = input_ids.index_copy(0, forest.token_index.long(), batch.input_ids)
+    input_ids = forest.input_ids.index_copy(0, forest.token_index.long(), batch.input_ids)
     return replace(
         batch,
         input_ids=input_ids,
@@ -310,8 +314,7 @@ def _split_sequence(batch: PackedBatch, group: dist.ProcessGroup) -> PackedBatch
     Padding to a multiple of the group's size is appended as a sequence, or tree, of its own.
     target_ids come from the full batch, as the target of a rank's last token is on the next rank.
     """
-    size, rank = group.size(), group.rank()
-    total = batch.input_ids.shape[0]
+    size, rank, total = group.size(), group.rank(), batch.input_ids.shape[0]
     batch = _pad(batch, 0, -total % size)
     length = batch.input_ids.shape[0] // size
     local = slice(rank * length, (rank + 1) * length)

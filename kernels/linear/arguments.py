@@ -28,14 +28,15 @@ def check_linear(
     bias: Tensor | None,
     main_grad: Tensor | None,
     name: str = "token_ids",
+    hidden_index: Tensor | None = None,
 ) -> Tensor:
     """Check that the arguments fit each other; return token_ids as int64. name: that of those."""
-    tensors = {"hidden": hidden, "weight": weight, name: token_ids}
+    tensors = {"hidden": hidden, "weight": weight, name: token_ids, "hidden_index": hidden_index}
     check.same_device(op, **tensors, bias=bias, main_grad=main_grad)
     check.reverse_mode_only(op, hidden=hidden, weight=weight, bias=bias)
     check.floats(op, hidden=hidden)
     sizes: check.Sizes = {}
-    check.shape(op, "hidden", hidden, "... H", sizes)
+    check.shape(op, "hidden", hidden, "... H" if hidden_index is None else "D H", sizes)
     check.shape(op, "weight", weight, "V H", sizes)
     check.dtype(op, "weight", weight, (hidden.dtype,))
     check.shape(op, name, token_ids, "...", sizes)
@@ -47,7 +48,36 @@ def check_linear(
         check.dtype(op, "main_grad", main_grad, (compute_dtype(weight),))
         if not main_grad.is_contiguous():
             raise ValueError(f"{op}: main_grad is not contiguous; expected a contiguous tensor.")
+    if hidden_index is not None:
+        check.shape(op, "hidden_index", hidden_index, "...", sizes)
     return check.ids(op, name, token_ids)
+
+
+def check_hidden_index(op: str, hidden_index: Tensor | None, hidden: Tensor) -> Tensor | None:
+    """Return the row of hidden of each token as int64."""
+    if hidden_index is None:
+        return None
+    index, rows = check.ids(op, "hidden_index", hidden_index), hidden.shape[0]
+    if check.readable(index) and (outside := index[(index < 0) | (index >= rows)]).numel():
+        raise IndexError(
+            f"{op}: hidden_index has {int(outside[0])}; expected row numbers of hidden, from 0 to "
+            f"{rows - 1}."
+        )
+    return index
+
+
+def own_rows(
+    hidden: Tensor, hidden_index: Tensor | None, options: RowOptions, backend: str
+) -> tuple[Tensor, Tensor | None]:
+    """Return hidden and hidden_index, or where rows are not shared a row for each token and None.
+
+    They are shared, so that their logits are computed once, on a CPU and by tokens without
+    temperatures or masks of their own: GPU kernels write the gradient of one token per row.
+    """
+    own = options.temperatures is not None or options.vocab_mask is not None
+    if hidden_index is None or (backend == "cpp" and not own and not options.group):
+        return hidden, hidden_index
+    return hidden[hidden_index], None
 
 
 def check_budget(op: str, hidden: Tensor, budget_bytes: int | None) -> int:

@@ -16,7 +16,7 @@ from ..gemm import mixed_gemm
 from ..logprob.options import RowOptions
 from ..logprob.rows import rows_backward
 from ..logprob.vocab_parallel import process_group
-from .chunks import Chunks, empty_like_from_pool, scale_rows
+from .chunks import Chunks, RowTokens, empty_like_from_pool, scale_rows
 
 
 class LogitEntries(NamedTuple):
@@ -204,12 +204,14 @@ class LogProbGradients(LinearGradients):
         grad_log_probs: Tensor | None,
         grad_entropy: Tensor | None,
         entries: LogitEntries | None = None,
+        tokens: RowTokens | None = None,
     ) -> None:
         """Add the gradients of a chunk, given its `logits(rows)`.
 
         row_results: its results of `rows_forward`.
-        grad_log_probs, grad_entropy: the incoming gradients of its rows.
+        grad_log_probs, grad_entropy: the incoming gradients of its tokens.
         entries: gradients of single logits, which are added.
+        tokens: those of the rows, where rows are shared; None: a token for each row.
         The logits are overwritten unless gradients have a buffer of their own.
         """
         active = None
@@ -219,7 +221,7 @@ class LogProbGradients(LinearGradients):
                 touched = torch.zeros(logits.shape[0]).index_add_(
                     0, entries.rows, entries.values.abs()
                 )
-            active = active_rows(grad_log_probs, grad_entropy, touched)
+            active = active_rows(grad_log_probs, grad_entropy, touched, tokens=tokens)
         count, selected, row_index = logits.shape[0], rows, None
         if active is not None:
             count = active.numel()
@@ -232,23 +234,26 @@ class LogProbGradients(LinearGradients):
                 row_index = torch.full((logits.shape[0],), -1, dtype=torch.int32)
                 row_index[active] = torch.arange(count, dtype=torch.int32)
             else:
-                rows, logits = selected, _move_to_front(logits, active)
-                row_results = [result[active] for result in row_results]
+                rows, logits, place = selected, _move_to_front(logits, active), active
+                if tokens is not None:
+                    tokens, place = tokens.take(active)
+                row_results = [result[place] for result in row_results]
                 grad_log_probs, grad_entropy = (
-                    None if grad is None else grad[active]
-                    for grad in (grad_log_probs, grad_entropy)
+                    None if grad is None else grad[place] for grad in (grad_log_probs, grad_entropy)
                 )
         out = self.buffer(logits, count)
+        index, cu_tokens = (rows, None) if tokens is None else tokens
         rows_backward(
             logits,
             out,
-            self.token_ids[rows],
-            self.options.select(rows),
+            self.token_ids[index],
+            self.options.select(index),
             list(row_results),
             grad_log_probs,
             grad_entropy,
             self.backend,
             row_index,
+            cu_tokens,
         )
         if entries is not None:
             values = entries.values.to(out.dtype)
@@ -267,9 +272,13 @@ def _joined(parts: Sequence[slice | Tensor], device: torch.device) -> slice | Te
     )
 
 
-def active_rows(*grads: Tensor | None) -> Tensor | None:
-    """Return the indices of rows with nonzero (or NaN) gradient, or None if that is all rows."""
+def active_rows(*grads: Tensor | None, tokens: RowTokens | None = None) -> Tensor | None:
+    """Return the indices of rows with nonzero (or NaN) gradient, or None if that is all rows.
+
+    tokens: those of the gradients, where they share rows.
+    """
     active = any_nonzero(*grads)
+    active = active if tokens is None else tokens.any(active)
     return None if active.all() else active.nonzero().squeeze(1)
 
 

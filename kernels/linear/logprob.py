@@ -10,7 +10,7 @@ all logits fit the budget they are kept for it. docs/operators.md derives the co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +28,13 @@ from ..memory_pool import empty_from_pool
 from .arguments import (
     LINEAR_SCHEMA,
     check_budget,
+    check_hidden_index,
     check_linear,
+    own_rows,
     register_linear_autograd,
 )
-from .chunks import Chunks, logits_fit
-from .gradients import LogProbGradients, active_rows, any_nonzero
+from .chunks import Chunks, RowTokens, logits_fit
+from .gradients import LogProbGradients, any_nonzero
 
 register_backends(
     "linear_token_log_probs", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference")
@@ -58,6 +60,7 @@ def linear_token_log_probs(
     ignore_index: int = -100,
     vocab_mask: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
+    hidden_index: Tensor | None = None,
     budget_bytes: int | None = None,
     deterministic: bool = False,
     main_grad: Tensor | None = None,
@@ -73,6 +76,11 @@ def linear_token_log_probs(
         group: vocabulary-parallel ranks. Every rank has a slice of the vocabulary, weight [V_r, H],
             in rank order and of any size, and the same hidden. The gradient of hidden is summed
             over the ranks.
+        hidden_index: [...] int32 or int64, the row of hidden [D, H] that each token is predicted
+            from, where responses with a common prefix share rows; None: hidden is [..., H]. On a
+            CPU the logits of a row and their products are computed once for all of its tokens, if
+            temperature is a number and neither vocab_mask nor group is given. Bits of results are
+            those of hidden[hidden_index] where the product's rows do not depend on each other.
         budget_bytes: memory for logits and temporaries, besides inputs, outputs and gradients;
             None: 256 MiB on a CPU, 5% of a GPU's memory up to 4 GiB. Ignored with a group: a chunk
             is 512 rows. If
@@ -102,7 +110,10 @@ def linear_token_log_probs(
         [-1.3863, -1.3863]
     """
     op = "linear_token_log_probs"
-    token_ids = check_linear(op, hidden, weight, token_ids, bias, main_grad)
+    token_ids = check_linear(
+        op, hidden, weight, token_ids, bias, main_grad, hidden_index=hidden_index
+    )
+    hidden_index = check_hidden_index(op, hidden_index, hidden)
     options = row_options(
         op,
         token_ids,
@@ -121,6 +132,8 @@ def linear_token_log_probs(
             f"{op}: return_stats is given with a group, whose ranks hold slices of the vocabulary; "
             "call without return_stats."
         )
+    backend = choose_backend(op, hidden.device, backend, hidden.dtype)
+    hidden, hidden_index = own_rows(hidden, hidden_index, options, backend)
     flat = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
     keep_logits = keeps_logits((flat, weight, bias), options, budget_bytes, deterministic)
     results = _forward_op(
@@ -132,9 +145,10 @@ def linear_token_log_probs(
         budget_bytes,
         deterministic,
         main_grad,
-        choose_backend(op, hidden.device, backend, hidden.dtype),
+        backend,
         keep_logits,
         return_stats,
+        None if hidden_index is None else hidden_index.flatten(),
     )
     shape = token_ids.shape
     outputs = in_shape(results[0], shape), in_shape(results[1], shape)
@@ -159,8 +173,8 @@ def keeps_logits(
 @custom_op(
     "hybridengine::linear_token_log_probs",
     mutates_args=(),
-    schema=f"({LINEAR_SCHEMA}, Tensor? main_grad, str backend, bool keep_logits, bool want_stats)"
-    f" -> ({', '.join(['Tensor'] * 5)})",
+    schema=f"({LINEAR_SCHEMA}, Tensor? main_grad, str backend, bool keep_logits, bool want_stats, "
+    f"Tensor? hidden_index) -> ({', '.join(['Tensor'] * 5)})",
     record=RowOptions,
 )
 def _forward_op(
@@ -175,48 +189,60 @@ def _forward_op(
     backend: str,
     keep_logits: bool,
     want_stats: bool,
+    hidden_index: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """The results of `rows_forward`, the logits, and the argmax.
 
     The logits are empty if not kept, the argmax if no stats are wanted.
     """
+    shared = None if hidden_index is None else RowTokens.of(hidden_index, hidden.shape[0])
+    results = _empty_results(hidden, weight, token_ids, False, want_stats)
     if keep_logits:
         shape = hidden.shape[0], weight.shape[0]
         logits = empty_from_pool(shape, compute_dtype(hidden), hidden.device)
         mixed_gemm(logits, hidden, weight, bias)
-        of_rows = rows_forward(logits, token_ids, options, want_stats, backend)
-        return *of_rows, logits, _argmax(logits, options, want_stats)
-    chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, 0, options.group)
-    results = _empty_results(hidden, weight, keep_logits, want_stats)
-    for rows in chunks.parts():
-        logits, selected = chunks.logits(rows), options.select(rows)
-        of_rows = rows_forward(logits, token_ids[rows], selected, want_stats, backend)
-        for result, value in zip(results[:3], of_rows, strict=True):
-            result[rows] = value
+        if shared is None:
+            of_rows = rows_forward(logits, token_ids, options, want_stats, backend)
+            return *of_rows, logits, _argmax(logits, options) if want_stats else results[4]
+        results = *results[:3], logits, results[4]
+        parts: Iterable = [(slice(0, shape[0]), logits)]
+    else:
+        chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, 0, options.group)
+        parts = ((rows, chunks.logits(rows)) for rows in chunks.parts())
+    for rows, logits in parts:
+        index, cu_tokens = (rows, None) if shared is None else shared.take(rows)[0]
+        ids, selected = token_ids[index], options.select(index)
+        of_tokens = rows_forward(logits, ids, selected, want_stats, backend, cu_tokens)
+        for result, value in zip(results[:3], of_tokens, strict=True):
+            result[index] = value
         if want_stats:
-            results[4][rows] = _argmax(logits, selected, want_stats)
+            argmax = _argmax(logits, selected)
+            if cu_tokens is not None:
+                argmax = argmax.repeat_interleave(cu_tokens.diff())
+            results[4][index] = argmax
     return results
 
 
 @_forward_op.register_fake
-def _(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    return _empty_results(hidden, weight, *arguments[-2:])
+def _(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
+    return _empty_results(hidden, weight, token_ids, *arguments[-3:-1])
 
 
 def _empty_results(
-    hidden: Tensor, weight: Tensor, keep_logits: bool, want_stats: bool
+    hidden: Tensor, weight: Tensor, token_ids: Tensor, keep_logits: bool, want_stats: bool
 ) -> tuple[Tensor, ...]:
-    rows, dtype = hidden.shape[0], compute_dtype(hidden)
-    sizes = (rows,), (rows,), (rows, 3 if want_stats else 2)
-    of_rows = (hidden.new_empty(size, dtype=dtype) for size in sizes)
-    logits = hidden.new_empty((rows, weight.shape[0]) if keep_logits else (0, 0), dtype=dtype)
-    return *of_rows, logits, hidden.new_empty(rows if want_stats else 0, dtype=torch.int64)
+    tokens, dtype = token_ids.shape[0], compute_dtype(hidden)
+    sizes = (tokens,), (tokens,), (tokens, 3 if want_stats else 2)
+    of_tokens = (hidden.new_empty(size, dtype=dtype) for size in sizes)
+    shape = (hidden.shape[0], weight.shape[0]) if keep_logits else (0, 0)
+    logits = hidden.new_empty(shape, dtype=dtype)
+    return *of_tokens, logits, hidden.new_empty(tokens if want_stats else 0, dtype=torch.int64)
 
 
-def _argmax(logits: Tensor, options: RowOptions, wanted: bool) -> Tensor:
+def _argmax(logits: Tensor, options: RowOptions) -> Tensor:
     """Return the largest entry of every row: the soft-cap and the scales keep the order."""
-    if not wanted:
-        return logits.new_empty(0, dtype=torch.int64)
     if options.vocab_mask is not None:
         logits = logits.masked_fill(~options.vocab_mask, -torch.inf)
     return logits.argmax(-1)
@@ -226,8 +252,8 @@ def _argmax(logits: Tensor, options: RowOptions, wanted: bool) -> Tensor:
     "hybridengine::linear_token_log_probs_backward",
     mutates_args=("main_grad",),
     schema=f"({LINEAR_SCHEMA}, Tensor(a!)? main_grad, str backend, bool keep_logits, "
-    "bool want_stats, Tensor[] row_results, Tensor logits, Tensor? grad_log_probs, "
-    "Tensor? grad_entropy, bool[] wanted) -> (Tensor, Tensor, Tensor)",
+    "bool want_stats, Tensor? hidden_index, Tensor[] row_results, Tensor logits, "
+    "Tensor? grad_log_probs, Tensor? grad_entropy, bool[] wanted) -> (Tensor, Tensor, Tensor)",
     record=RowOptions,
 )
 def _backward_op(
@@ -242,14 +268,16 @@ def _backward_op(
 
     On a CPU the logits of rows with zero gradient are not computed again, nor their products.
     """
-    budget_bytes, deterministic, main_grad, backend, kept, _, row_results, *rest = arguments
-    logits, *gradients, wanted = rest
+    budget_bytes, deterministic, main_grad, backend, kept, _, hidden_index, *rest = arguments
+    row_results, logits, *gradients, wanted = rest
+    shared = None if hidden_index is None else RowTokens.of(hidden_index, hidden.shape[0])
     ignored = token_ids == options.ignore_index
     gradients = [None if grad is None else grad.masked_fill(ignored, 0) for grad in gradients]
     chunks = Chunks(
         hidden, weight, bias, budget_bytes, deterministic, hidden.shape[0], options.group, kept
     )
-    inactive = ~any_nonzero(*gradients)
+    active = any_nonzero(*gradients)
+    active = active if shared is None else shared.any(active[shared.index])
     grads = LogProbGradients(
         chunks,
         token_ids,
@@ -258,15 +286,20 @@ def _backward_op(
         wanted,
         skip_inactive=kept,
         main_grad=main_grad,
-        inactive=inactive,
+        inactive=~active,
     )
-    index = active_rows(*gradients) if check.readable(hidden) and not kept else None
-    for rows in chunks.parts(index):
+    selects = check.readable(hidden) and not kept and not active.all()
+    for rows in chunks.parts(active.nonzero().squeeze(1) if selects else None):
+        tokens = None if shared is None else shared.take(rows)[0]
+        index = rows if tokens is None else tokens.index
+        of_log_probs, of_entropy = (None if x is None else x[index] for x in gradients)
         grads.add_chunk(
             logits if kept else grads.logits(rows),
             rows,
-            [result[rows] for result in row_results],
-            *(None if grad is None else grad[rows] for grad in gradients),
+            [result[index] for result in row_results],
+            of_log_probs,
+            of_entropy,
+            tokens=tokens,
         )
     return grads.finish()
 

@@ -43,11 +43,13 @@ from .arguments import (
     LINEAR_SCHEMA,
     check_active_rows,
     check_budget,
+    check_hidden_index,
     check_linear,
+    own_rows,
 )
 from .attach import attach_gradients, fake_gradients, wanted_gradients
 from .centering import Centering, check_support, importance_options
-from .chunks import Chunks, gradients_fit
+from .chunks import Chunks, RowTokens, gradients_fit
 from .gradients import LogProbGradients
 from .logprob import linear_token_log_probs
 from .reference import reference_logits
@@ -65,6 +67,7 @@ class _Inputs(NamedTuple):
     token_ids: Tensor
     active_rows: Tensor | None
     support: RolloutSupport | None
+    hidden_index: Tensor | None
 
 
 def linear_policy_loss(
@@ -84,6 +87,7 @@ def linear_policy_loss(
     response_mask: Tensor | None = None,
     entropy_coeff: float = 0.0,
     score_centering: RolloutSupport | None = None,
+    hidden_index: Tensor | None = None,
     active_rows: Tensor | None = None,
     grad_scale: float = 1.0,
     budget_bytes: int | None = None,
@@ -111,6 +115,8 @@ def linear_policy_loss(
             `score_centering` computes it, without [T, V]. Its importance weights are those of
             rollout_log_probs; rollout_is_weights are refused, and so are modes by sequence. On a
             GPU cu_kept may be on the CPU, which saves work; ids there are not checked.
+        hidden_index: [T], the row of hidden [D, H] that each token is predicted from, as in
+            `linear_token_log_probs`. With score_centering rows are not shared.
         active_rows: [A] int32 or int64, ascending: the only tokens (of all T) whose gradient may be
             nonzero; that of the others is taken as 0, and they are left out of the gradient
             products. None: on a CPU these are found in the call; on a GPU all tokens, because the
@@ -147,7 +153,10 @@ def linear_policy_loss(
     unknown = loss_arguments.keys() - DEFAULTS.keys() | loss_arguments.keys() & {"entropy"}
     if unknown:
         raise TypeError(f"{op}: {min(unknown)} is not an argument; expected those of policy_loss.")
-    token_ids = check_linear(op, hidden, weight, token_ids, bias, main_grad)
+    token_ids = check_linear(
+        op, hidden, weight, token_ids, bias, main_grad, hidden_index=hidden_index
+    )
+    hidden_index = check_hidden_index(op, hidden_index, hidden)
     backend = choose_backend(op, hidden.device, backend, hidden.dtype)
     if active_rows is not None:
         active_rows = check_active_rows(op, active_rows, token_ids)
@@ -181,12 +190,15 @@ def linear_policy_loss(
         check_centered_mode(op, mode)
         importance_options(op, loss_arguments)
     if mode in SEQUENCE_MODES and not two_steps:
-        two_steps = not _waits_for_all_rows(hidden, weight, head, group, entropy_coeff, active_rows)
+        rows = (token_ids if active_rows is None else active_rows).numel()
+        two_steps = not _waits_for_all_rows(hidden, weight, head, group, entropy_coeff, rows)
     checked = row_arguments | {"group": None} if two_steps else row_arguments
     options = row_options(op, token_ids, weight.shape[0], **checked)
     if score_centering is not None:
         score_centering = check_support(op, score_centering, token_ids, options, weight.shape[0])
-    inputs = _Inputs(hidden, weight, token_ids, active_rows, score_centering)
+    sharing = backend if score_centering is None else "reference"
+    hidden, hidden_index = own_rows(hidden, hidden_index, options, sharing)
+    inputs = _Inputs(hidden, weight, token_ids, active_rows, score_centering, hidden_index)
     if two_steps:
         return _two_step_loss(inputs, head, row_arguments, loss_arguments, backend)
     return _one_pass_loss(inputs, head, options, loss_arguments, grad_scale, backend)
@@ -198,13 +210,12 @@ def _waits_for_all_rows(
     head: dict[str, Any],
     group: dist.ProcessGroup | None,
     entropy_coeff: float,
-    active_rows: Tensor | None,
+    rows: int,
 ) -> bool:
     """Return whether gradients up to a factor per row can wait for the log-probs of all rows."""
     if group is not None or entropy_coeff != 0 or head["deterministic"]:
         return False
     hidden = hidden.flatten(0, -2)
-    rows = hidden.shape[0] if active_rows is None else active_rows.numel()
     if not has_unscaled_gradient(hidden, ""):
         return False
     return gradients_fit(hidden, weight, head["budget_bytes"], rows)
@@ -237,7 +248,7 @@ def _two_step_loss(
     inputs: _Inputs, head: dict[str, Any], row_arguments: dict, loss_arguments: dict, backend: str
 ) -> Results:
     """Compute log-probs, then the loss: the specification, and a form of sequence-level modes."""
-    hidden, weight, token_ids, active_rows, support = inputs
+    hidden, weight, token_ids, active_rows, support, hidden_index = inputs
     bias = head["bias"]
     if backend == "reference" and head["main_grad"] is None and not head["deterministic"]:
         masked = token_ids == row_arguments["ignore_index"]
@@ -245,7 +256,13 @@ def _two_step_loss(
         log_probs, entropy = token_log_probs(logits, token_ids, backend=backend, **row_arguments)
     else:
         log_probs, entropy = linear_token_log_probs(
-            hidden, weight, token_ids, backend=backend, **head, **row_arguments
+            hidden,
+            weight,
+            token_ids,
+            hidden_index=hidden_index,
+            backend=backend,
+            **head,
+            **row_arguments,
         )
     if active_rows is not None:
         inactive = torch.ones_like(token_ids, dtype=torch.bool)
@@ -299,10 +316,10 @@ def _one_pass_loss(
     backend: str,
 ) -> Results:
     """Compute log-probs and gradients chunk by chunk, then loss and metrics by `policy_loss`."""
-    hidden, weight, token_ids, active_rows, support = inputs
+    hidden, weight, token_ids, active_rows, support, hidden_index = inputs
     op, main_grad = "linear_policy_loss", head["main_grad"]
     hidden = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
-    unknown = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+    unknown = hidden.new_empty(token_ids.numel(), dtype=torch.float32)
     given = DEFAULTS | loss_arguments | {"entropy": unknown}
     counts = given.pop("global_num_tokens"), given.pop("global_num_seqs")
     loss_inputs = check_inputs("policy_loss", unknown, **given)
@@ -316,6 +333,7 @@ def _one_pass_loss(
         head["deterministic"],
         *_op_arguments(loss_inputs, counts, grad_scale),
         *(support or (None, None, None)),
+        None if hidden_index is None else hidden_index.flatten(),
         active_rows,
         main_grad is not None,
         wanted,
@@ -371,7 +389,7 @@ def _op_arguments(inputs: LossInputs, counts: Counts, grad_scale: float) -> tupl
     schema=f"({LINEAR_SCHEMA}, Tensor advantages, Tensor? old_log_probs, Tensor mask, "
     "Tensor? selected, Tensor? ref_log_probs, Tensor? is_weights, Tensor? rollout_log_probs, "
     "Tensor weights, Tensor? cu_seqlens, int[] modes, float[] numbers, float[] is_bounds, "
-    "Tensor? kept_ids, Tensor? cu_kept, Tensor? kept_log_probs, "
+    "Tensor? kept_ids, Tensor? cu_kept, Tensor? kept_log_probs, Tensor? hidden_index, "
     "Tensor? active_rows, bool wide_weight_grad, bool[] wanted, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     record=RowOptions,
@@ -392,14 +410,22 @@ def _gradient_op(
     numbers: those of the op policy_loss. is_bounds: the fields of `ImportanceBounds`. kept_ids,
     cu_kept, kept_log_probs: those of `RolloutSupport`.
     """
-    budget_bytes, deterministic, *per_token, cu_seqlens, modes, numbers, is_bounds = rest[:-7]
-    support = None if rest[-7] is None else RolloutSupport(*rest[-7:-4])
-    active_rows, wide_weight_grad, wanted, backend = rest[-4:]
+    budget_bytes, deterministic, *per_token, cu_seqlens, modes, numbers, is_bounds = rest[:-8]
+    support = None if rest[-8] is None else RolloutSupport(*rest[-8:-5])
+    hidden_index, active_rows, wide_weight_grad, wanted, backend = rest[-5:]
+    bounds, mask, shared = ImportanceBounds(*is_bounds), per_token[2], None
+    inactive = ~mask
+    if hidden_index is not None:
+        shared = RowTokens.of(hidden_index, hidden.shape[0])
+        if active_rows is not None:  # from here on rows of hidden
+            mask = per_token[2] = torch.zeros_like(mask).index_fill_(0, active_rows, True) & mask
+        active = shared.any(mask[shared.index])
+        inactive = ~active
+        active_rows = None if active_rows is None else active.nonzero().squeeze(1)
     grad_rows = 0
     if any(wanted):
-        grad_rows = token_ids.numel() if active_rows is None else active_rows.numel()
+        grad_rows = hidden.shape[0] if active_rows is None else active_rows.numel()
     chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, grad_rows, options.group)
-    bounds, mask = ImportanceBounds(*is_bounds), per_token[2]
     log_probs, entropy, row_scale, scores = (torch.empty_like(per_token[-1]) for _ in range(4))
     centering = None
     if support is not None:
@@ -428,28 +454,31 @@ def _gradient_op(
         backend,
         wanted,
         skip_inactive=True,
-        inactive=~mask,
+        inactive=inactive,
         wide_weight=wide_weight_grad,
         factors=factors if unscaled else None,
     )
     for rows, have_gradients in _parts(chunks, active_rows):
-        logits, ids, part = grads.logits(rows), token_ids[rows], options.select(rows)
+        tokens = None if shared is None else shared.take(rows)[0]
+        index, cu_tokens = (rows, None) if tokens is None else tokens
+        logits, ids, part = grads.logits(rows), token_ids[index], options.select(index)
         if unscaled and have_gradients and any(wanted):
             out = grads.buffer(logits, logits.shape[0])
             results = rows_unscaled_gradient(logits, out, ids, part)
             log_probs[rows], entropy[rows], row_scale[rows] = results
             grads.add(out, rows)
             continue
-        row_results = rows_forward(logits, ids, part, False, backend)
-        log_probs[rows], entropy[rows] = row_results[:2]
+        row_results = rows_forward(logits, ids, part, False, backend, cu_tokens)
+        log_probs[index], entropy[index] = row_results[:2]
         entries = None
         if centering is not None:
             scores[rows], added, entries = centering.of_rows(logits, rows, ids, part, row_results)
         if have_gradients and any(wanted):
-            grad_log_probs, grad_entropy = gradients(rows)
+            grad_log_probs, grad_entropy = gradients(index)
             if centering is not None:
                 grad_log_probs = grad_log_probs + added
-            grads.add_chunk(logits, rows, row_results, grad_log_probs, grad_entropy, entries)
+            of_tokens = grad_log_probs, grad_entropy, entries, tokens
+            grads.add_chunk(logits, rows, row_results, *of_tokens)
     return log_probs, entropy, scores if centering else scores.new_empty(0), *grads.finish()
 
 
@@ -466,9 +495,12 @@ def _parts(chunks: Chunks, active_rows: Tensor | None) -> Iterator[tuple[slice |
 
 
 @_gradient_op.register_fake
-def _(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    log_probs, entropy, *grads = fake_gradients(hidden, *arguments)
-    scores = torch.empty_like(entropy if arguments[-7] is not None else entropy[:0])
+def _(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    one, _, *grads = fake_gradients(hidden, weight, bias, *rest)
+    log_probs, entropy = (one.new_empty(token_ids.shape) for _ in range(2))
+    scores = torch.empty_like(entropy if rest[-8] is not None else entropy[:0])
     return log_probs, entropy, scores, *grads
 
 

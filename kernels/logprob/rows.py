@@ -22,11 +22,18 @@ bad_labels: dict[torch.device, Tensor] = {}
 
 
 def rows_forward(
-    logits: Tensor, token_ids: Tensor, options: RowOptions, want_squares: bool, backend: str
+    logits: Tensor,
+    token_ids: Tensor,
+    options: RowOptions,
+    want_squares: bool,
+    backend: str,
+    cu_tokens: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Compute log_probs [T], entropy [T] and row_stats [T, 2]: row_max and log_sum.
 
     With `want_squares` row_stats is [T, 3]: sum_p_squared, too. backend: of `backend_for`.
+    cu_tokens: [D + 1], row d of the logits [D, V] is that of the tokens from cu_tokens[d] to
+    cu_tokens[d + 1], for `cpp` without a group; None: a row for each token.
     """
     if backend == "reference":
         with torch.no_grad():
@@ -40,8 +47,9 @@ def rows_forward(
     elif parallel:
         results = [native().log_prob_partial(logits, token_ids, options.native(), bad_label)]
     else:
+        cu_tokens = None if cu_tokens is None else cu_tokens.int()
         results = native().log_prob_forward(
-            logits, token_ids, options.native(), want_squares, bad_label
+            logits, token_ids, options.native(), want_squares, bad_label, cu_tokens
         )
     if not parallel:
         return tuple(results)
@@ -59,6 +67,7 @@ def rows_backward(
     grad_entropy: Tensor | None,
     backend: str,
     row_index: Tensor | None = None,
+    cu_tokens: Tensor | None = None,
 ) -> None:
     """Write the gradient of the logits into `out`.
 
@@ -66,7 +75,8 @@ def rows_backward(
         out: [T, V], `logits` itself, a tensor like it, or a 16-bit one for float32 logits.
         row_results: the results of `rows_forward`.
         row_index: [T] int32: the gradient of row t goes to row row_index[t] of `out`, nowhere if
-            that is -1.
+            that is -1. With cu_tokens it is [D].
+        cu_tokens: as in `rows_forward`: the gradient of a row is the sum over its tokens.
     """
     if backend == "reference":
         gradient = reference_backward(logits, token_ids, options, grad_log_probs, grad_entropy)
@@ -97,6 +107,7 @@ def rows_backward(
             grad_entropy,
             out,
             row_index,
+            None if cu_tokens is None else cu_tokens.int(),
         )
 
 

@@ -54,6 +54,9 @@ VOCAB_MASK.scatter_(1, IDS[:, None], True)
 KEPT = torch.stack([IDS, (IDS + 1) % V], 1).sort(1).values.flatten()
 CU_KEPT = torch.arange(0, 2 * T + 1, 2)
 ACTIVE = torch.tensor([0, 2, 5, 11])
+# Of tokens that share rows of hidden: masked ones share with masked ones.
+HIDDEN_INDEX = torch.tensor([0, 0, 2, 3, 0, 5, 3, 2, 8, 8, 11, 11])
+SHARED = {"hidden_index": HIDDEN_INDEX, "temperature": 0.7, "vocab_mask": None}
 ENDS, POSITIONS = torch.tensor([5] * 5 + [T] * 7), torch.tensor([*range(5), *range(7)])
 HEADS, KEYS, VALUES = draw(T, 4, H), draw(T, 2, H), draw(T, 2, H)
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
@@ -74,6 +77,7 @@ LINEAR_NUMBERS = {
     "softcap": OR_NONE,
     "ignore_index": ANY_INTEGER,
 }
+WRONG_INDEX = {"hidden_index": tuple(torch.full((T,), row) for row in (-1, T))}
 HEAD = {  # of the operators that multiply with WEIGHT
     "weight": (WEIGHT.bfloat16(), WEIGHT.double()),
     "main_grad": (WEIGHT.bfloat16(), WEIGHT.T.contiguous().T, WEIGHT[1:]),

@@ -104,6 +104,7 @@ def test_a_gradient_row_that_is_not_there(row: int) -> None:
             None,
             torch.zeros(3, 5),
             index,
+            None,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MethodType
 
 import pytest
@@ -9,7 +10,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridengine.model import pack_batch, pack_rollouts, packed_log_probs, packed_logits
+from hybridengine.kernels.linear.chunks import Chunks
+from hybridengine.model import (
+    pack_batch,
+    pack_rollouts,
+    packed_log_probs,
+    packed_logits,
+    packed_policy_loss,
+    use_exact_operators,
+)
 from hybridengine.model.head import patch_head
 from tests.model.cases import GRADIENTS, LOGITS, gradients, models, one_by_one
 from tests.model.forests import forests, group_pairs
@@ -93,6 +102,42 @@ def test_fused_head_and_checkpointing_equal_plain_packing(kind, checkpointing):
     assert_equal_gradients(got[2], expected[2], **GRADIENTS)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_head_computes_a_hidden_state_once(dtype, monkeypatch):
+    """Exact: loss, log-probs and entropy keep their bits; gradients are as close as rounding."""
+    model, _ = models("llama")
+    model.to(dtype)
+    patch_head(model)
+    use_exact_operators(model, {})
+    batch, computed = pack_rollouts(group_pairs(), shared_prefix=True), []
+    rows, logits = len(batch.target_ids), Chunks.logits
+    of_rows = replace(batch, hidden_positions=None, hidden_index=None)
+
+    def counted(chunks, rows, offset=0):
+        out = logits(chunks, rows, offset)
+        computed.append(len(out))
+        return out
+
+    monkeypatch.setattr(Chunks, "logits", counted)
+    advantages = torch.linspace(-1, 2, rows).where(torch.arange(rows) % 3 > 0, 0)
+    active = advantages.nonzero().squeeze(1)
+    outcomes = []
+    options = {"old_log_probs": None, "advantages": advantages, "cu_seqlens": batch.cu_rows}
+    for one in (of_rows, batch):
+        of_head, of_active = results(model, one), replace(one, active_rows=active)
+        loss, *others, metrics = packed_policy_loss(model, of_active, 0.7, **options)
+        values = [*of_head[:2], loss.detach(), *others, *metrics.values()]
+        outcomes.append((values, of_head[2], gradients(model, loss), sum(computed)))
+        computed.clear()
+    (expected, *their_gradients, of_all), (got, *our_gradients, of_distinct) = outcomes
+    assert all(map(torch.equal, got, expected))
+    tolerance = GRADIENTS if dtype == torch.float32 else {"rtol": 2**-5, "atol": 2**-5}
+    for ours, theirs in zip(our_gradients, their_gradients, strict=True):
+        assert_equal_gradients(ours, theirs, **tolerance)
+    assert len(batch.hidden_positions) < 0.8 * rows
+    assert of_distinct < 0.8 * of_all
+
+
 def test_layout_of_a_group():
     pairs = [([5, 6], [7, 8]), ([9], [5]), ([5, 6], [7, 9, 4]), ([5, 6], []), ([5, 6], [3, 1])]
     batch = pack_rollouts(pairs, shared_prefix=True)
@@ -101,6 +146,8 @@ def test_layout_of_a_group():
     assert batch.subtree_ends.tolist() == [5, 5, 4, 4, 5, 6]
     assert batch.cu_seqlens.tolist() == [0, 5, 6] and batch.max_seqlen == 5
     assert batch.logit_positions.tolist() == [1, 2, 5, 1, 2, 3, 1, 4], "in the order of the pairs"
+    assert batch.hidden_positions.tolist() == [1, 2, 3, 4, 5]
+    assert batch.hidden_index.tolist() == [0, 1, 4, 0, 1, 2, 0, 3]
     assert batch.target_ids.tolist() == [7, 8, 5, 7, 9, 4, 3, 1]
     assert torch.equal(batch.tree_position_ids, batch.position_ids)
     # Saved: 8 and 5; 5 6 7 and 4 of the third sequence, 5 6 of the fourth, 5 6 and 1 of the fifth,

@@ -60,7 +60,8 @@ def log_prob_forward(d: Draw) -> list:
     logits = d.rows(d.floats(rows, vocab, dtype=d.pick(FLOAT_DTYPES)))
     labels = d.ints(0, vocab, rows)
     options = Options(log_prob_options(d, rows, vocab))
-    return [logits, labels, options, d.chance(0.5), d.pick((None, torch.zeros(1).int()))]
+    ends = d.maybe(lambda: d.ends(rows, len(labels))) if rows else None
+    return [logits, labels, options, d.chance(0.5), d.pick((None, torch.zeros(1).int())), ends]
 
 
 def soft_cap_(d: Draw) -> list:
@@ -68,12 +69,12 @@ def soft_cap_(d: Draw) -> list:
 
 
 def log_prob_partial(d: Draw) -> list:
-    logits, labels, options, _, bad_label = log_prob_forward(d)
+    logits, labels, options, _, bad_label, _ = log_prob_forward(d)
     return [logits, labels, options, bad_label]
 
 
 def log_prob_backward(d: Draw) -> list:
-    logits, labels, options, *_ = log_prob_forward(d)
+    logits, labels, options, *_, ends = log_prob_forward(d)
     rows, vocab = logits.shape
     results = [d.floats(rows), d.floats(rows), d.floats(rows, d.pick((2, 3)))]
     grad_rows = d.pick((rows, rows + 3))
@@ -82,7 +83,7 @@ def log_prob_backward(d: Draw) -> list:
     dtype = d.pick(SHORT_DTYPES) if logits.dtype == torch.float32 else logits.dtype
     out = logits if index is None and d.chance(0.2) else d.floats(grad_rows, vocab, dtype=dtype)
     grads = [d.maybe(lambda: d.floats(rows)) for _ in range(2)]
-    return [logits, labels, options, results, *grads, out, index]
+    return [logits, labels, options, results, *grads, out, index, ends]
 
 
 def distillation(d: Draw) -> list:

@@ -76,22 +76,24 @@ def test_the_extension_compares_devices_too():
         options = row_options("test", token_ids, 3)
         options = options._replace(**{name: t.to("meta") for name, t in changed.items()})
         with pytest.raises(ValueError, match="is on meta, logits on cpu; move them"):
-            native().log_prob_forward(logits, token_ids, options.native(), False, None)
+            native().log_prob_forward(logits, token_ids, options.native(), False, None, None)
     options = row_options("test", token_ids, 3).native()
     with pytest.raises(ValueError, match="token_ids is on meta, logits on cpu"):
-        native().log_prob_forward(logits, token_ids.to("meta"), options, False, None)
+        native().log_prob_forward(logits, token_ids.to("meta"), options, False, None, None)
     with pytest.raises(ValueError, match="bad_label is on meta, logits on cpu"):
-        native().log_prob_forward(logits, token_ids, options, False, torch.zeros(1).to("meta"))
-    results = native().log_prob_forward(logits, token_ids, options, False, None)
+        native().log_prob_forward(
+            logits, token_ids, options, False, torch.zeros(1).to("meta"), None
+        )
+    results = native().log_prob_forward(logits, token_ids, options, False, None, None)
     for index in range(3):
         given = [r.to("meta") if i == index else r for i, r in enumerate(results)]
         with pytest.raises(ValueError, match="is on meta, logits on cpu"):
             native().log_prob_backward(
-                logits, token_ids, options, given, None, None, torch.empty(2, 3), None
+                logits, token_ids, options, given, None, None, torch.empty(2, 3), None, None
             )
     with pytest.raises(ValueError, match="grad_logits is on meta, logits on cpu"):
         out = torch.empty(2, 3, device="meta")
-        native().log_prob_backward(logits, token_ids, options, results, None, None, out, None)
+        native().log_prob_backward(logits, token_ids, options, results, None, None, out, None, None)
 
 
 @ALL

@@ -113,7 +113,7 @@ def test_nothing_is_kept_without_a_gradient():
     arguments = (1.0, None, 1.0, 0.0, -100, None, None, False, "", KEPT, False, None, "cpp")
     op = torch.ops.hybridengine.linear_token_log_probs
     for keep, shape in ((True, (ROWS, VOCAB)), (False, (0, 0))):
-        assert op(hidden, weight, None, token_ids, *arguments, keep, False)[3].shape == shape
+        assert op(hidden, weight, None, token_ids, *arguments, keep, False, None)[3].shape == shape
     weight.requires_grad_()
     sizes: list[int] = []
 

@@ -201,6 +201,7 @@ def test_policy_gradient_op_contract(wide_weight_grad, active_rows, support):
             numbers,
             [2.0, 0.5],
             *support,
+            None,
             active_rows,
             wide_weight_grad,
             [True, True, True],
