@@ -163,10 +163,10 @@ class Chunks:
 class RowTokens(NamedTuple):
     """The tokens that are predicted from each of D rows of hidden states.
 
-    Those of row d are index[ends[d] : ends[d + 1]].
+    Those of row d are order[ends[d] : ends[d + 1]].
     """
 
-    index: Tensor  # int64 [T]
+    order: Tensor  # int64 [T], of tokens
     ends: Tensor  # int64 [D + 1]
 
     @staticmethod
@@ -177,15 +177,15 @@ class RowTokens(NamedTuple):
         )
 
     def take(self, rows: slice | Tensor) -> tuple[RowTokens, Tensor]:
-        """Select the tokens of some rows; return also where they are in `index`."""
+        """Select the tokens of some rows; return also where they are in `order`."""
         counts = self.ends.diff()[rows]
         ends = _ends(counts)
         place = (self.ends[:-1][rows] - ends[:-1]).repeat_interleave(counts)
         place += torch.arange(place.numel())
-        return RowTokens(self.index[place], ends), place
+        return RowTokens(self.order[place], ends), place
 
     def any(self, flags: Tensor) -> Tensor:
-        """Return whether a row has a token with a flag: bool [D]. flags: bool, as `index`."""
+        """Return whether a row has a token with a flag: bool [D]. flags: bool, as `order`."""
         return _ends(flags)[self.ends].diff() > 0
 
 

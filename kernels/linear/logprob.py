@@ -277,7 +277,7 @@ def _backward_op(
         hidden, weight, bias, budget_bytes, deterministic, hidden.shape[0], options.group, kept
     )
     active = any_nonzero(*gradients)
-    active = active if shared is None else shared.any(active[shared.index])
+    active = active if shared is None else shared.any(active[shared.order])
     grads = LogProbGradients(
         chunks,
         token_ids,
@@ -291,7 +291,7 @@ def _backward_op(
     selects = check.readable(hidden) and not kept and not active.all()
     for rows in chunks.parts(active.nonzero().squeeze(1) if selects else None):
         tokens = None if shared is None else shared.take(rows)[0]
-        index = rows if tokens is None else tokens.index
+        index = rows if tokens is None else tokens.order
         of_log_probs, of_entropy = (None if x is None else x[index] for x in gradients)
         grads.add_chunk(
             logits if kept else grads.logits(rows),

@@ -419,7 +419,7 @@ def _gradient_op(
         shared = RowTokens.of(hidden_index, hidden.shape[0])
         if active_rows is not None:  # from here on rows of hidden
             mask = per_token[2] = torch.zeros_like(mask).index_fill_(0, active_rows, True) & mask
-        active = shared.any(mask[shared.index])
+        active = shared.any(mask[shared.order])
         inactive = ~active
         active_rows = None if active_rows is None else active.nonzero().squeeze(1)
     grad_rows = 0
