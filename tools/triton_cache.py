@@ -207,7 +207,10 @@ def pretend_gpu(capability: int) -> Any:
         **{name: MagicMock() for name in ("Stream", "stream", "CUDAGraph", "graph")},
         **{
             name: lambda *_, **__: None
-            for name in ("synchronize", "set_device", "empty_cache", "manual_seed")
+            for name in (
+                *("synchronize", "set_device", "empty_cache", "manual_seed"),
+                "set_sync_debug_mode",
+            )
         },
     }.items():
         setattr(torch.cuda, name, value)
