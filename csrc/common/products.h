@@ -2,6 +2,7 @@
 // by *_cpu.cpp files.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "common/simd.h"
@@ -56,28 +57,46 @@ HE_SIMD VecU load_steps(const Pair* p) {
 }
 
 constexpr int kGroup = 6;  // rows of a register tile
+// Vectors of a tile.
 #if defined(__AVX512F__)
-constexpr int kPanel = 4;  // its vectors: 24 of 32 registers are sums
+template <int kRows>
+constexpr int kPanel = 4;  // 24 of 32 registers are sums
 #else
-constexpr int kPanel = 2;  // 12 of 16
+template <int kRows>
+constexpr int kPanel = kRows <= 3 ? 4 : 2;  // 12 of 16
 #endif
 
 enum class Layout { rows, columns };  // element (m, k) is a[m * lda + k] or a[k * lda + m]
 
-// What a product prefetches to the second cache as it reads its operand b.
+// What a product does at each of its steps besides multiplying.
 struct NoPrefetch {
-  void operator()(const void*) const {}
+  void operator()() const {}
 };
-struct Prefetch {
-  int64_t distance;  // bytes
-  void operator()(const void* p) const {
-    __builtin_prefetch(static_cast<const char*>(p) + distance, 0, 2);
+
+// Prefetches memory to the second cache at a steady pace: a processor drops prefetches that come
+// faster than the memory answers.
+class PrefetchStream {
+ public:
+  // The next steps prefetch `bytes` from `data` on. There should be as many as since the last call.
+  void begin(const void* data, int64_t bytes) {
+    const int64_t steps = std::max<int64_t>(steps_, 64);
+    pace_ = (bytes + steps - 1) / steps, steps_ = 0;
+    line_ = static_cast<const char*>(data), end_ = line_;
   }
+
+  void operator()() {
+    ++steps_;
+    for (end_ += pace_; line_ < end_; line_ += 64) __builtin_prefetch(line_, 0, 2);
+  }
+
+ private:
+  const char *line_ = nullptr, *end_ = nullptr;
+  int64_t pace_ = 0, steps_ = 0;
 };
 
 template <int kRows, int kVectors, Layout layout, typename Left, typename Right, typename Ahead>
 void multiply_tile(int64_t steps, const Left* a, int64_t lda, const Right* b, int64_t ldb, float* c,
-                   int64_t ldc, bool accumulate, Ahead ahead) {
+                   int64_t ldc, bool accumulate, Ahead& ahead) {
   VecF sums[kRows][kVectors];
 #pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m)
@@ -87,10 +106,8 @@ void multiply_tile(int64_t steps, const Left* a, int64_t lda, const Right* b, in
   for (int64_t k = 0; k < steps; ++k, b += ldb) {
     decltype(load_steps(b)) right[kVectors];
 #pragma GCC unroll 8
-    for (int n = 0; n < kVectors; ++n) {
-      right[n] = load_steps(b + n * kWidth);
-      if (n * kWidth % (64 / sizeof(float)) == 0) ahead(b + n * kWidth);
-    }
+    for (int n = 0; n < kVectors; ++n) right[n] = load_steps(b + n * kWidth);
+    ahead();
 #pragma GCC unroll 8
     for (int m = 0; m < kRows; ++m) {
       const Left left = layout == Layout::rows ? a[m * lda + k] : a[k * lda + m];
@@ -106,12 +123,13 @@ void multiply_tile(int64_t steps, const Left* a, int64_t lda, const Right* b, in
 
 template <int kRows, Layout layout, typename Left, typename Right, typename Ahead>
 void multiply_panels(int64_t vectors, int64_t steps, const Left* a, int64_t lda, const Right* b,
-                     int64_t ldb, float* c, int64_t ldc, bool accumulate, Ahead ahead) {
+                     int64_t ldb, float* c, int64_t ldc, bool accumulate, Ahead& ahead) {
+  constexpr int most = kPanel<kRows>;
   int64_t n = 0;
-  for (; n + kPanel <= vectors; n += kPanel)
-    multiply_tile<kRows, kPanel, layout>(steps, a, lda, b + n * kWidth, ldb, c + n * kWidth, ldc,
-                                         accumulate, ahead);
-  if constexpr (kPanel == 4) {
+  for (; n + most <= vectors; n += most)
+    multiply_tile<kRows, most, layout>(steps, a, lda, b + n * kWidth, ldb, c + n * kWidth, ldc,
+                                       accumulate, ahead);
+  if constexpr (most == 4) {
     if (vectors - n >= 2) {
       multiply_tile<kRows, 2, layout>(steps, a, lda, b + n * kWidth, ldb, c + n * kWidth, ldc,
                                       accumulate, ahead);
@@ -125,26 +143,26 @@ void multiply_panels(int64_t vectors, int64_t steps, const Left* a, int64_t lda,
 
 // c[m, n] (+)= sum_k a(m, k) b[k, n] for rows <= kGroup and n < vectors * kWidth, each sum in
 // ascending order of its steps k.
-template <Layout layout, typename Left, typename Right, typename Ahead = NoPrefetch>
+template <Layout layout, typename Left, typename Right, typename Ahead = const NoPrefetch>
 void multiply(int64_t rows, int64_t vectors, int64_t steps, const Left* a, int64_t lda,
               const Right* b, int64_t ldb, float* c, int64_t ldc, bool accumulate,
-              Ahead ahead = {}) {
+              Ahead&& ahead = {}) {
   const auto run = [&](auto panels) {
     panels(vectors, steps, a, lda, b, ldb, c, ldc, accumulate, ahead);
   };
   switch (rows) {
     case 6:
-      return run(multiply_panels<6, layout, Left, Right, Ahead>);
+      return run(multiply_panels<6, layout, Left, Right, std::remove_reference_t<Ahead>>);
     case 5:
-      return run(multiply_panels<5, layout, Left, Right, Ahead>);
+      return run(multiply_panels<5, layout, Left, Right, std::remove_reference_t<Ahead>>);
     case 4:
-      return run(multiply_panels<4, layout, Left, Right, Ahead>);
+      return run(multiply_panels<4, layout, Left, Right, std::remove_reference_t<Ahead>>);
     case 3:
-      return run(multiply_panels<3, layout, Left, Right, Ahead>);
+      return run(multiply_panels<3, layout, Left, Right, std::remove_reference_t<Ahead>>);
     case 2:
-      return run(multiply_panels<2, layout, Left, Right, Ahead>);
+      return run(multiply_panels<2, layout, Left, Right, std::remove_reference_t<Ahead>>);
     default:
-      return run(multiply_panels<1, layout, Left, Right, Ahead>);
+      return run(multiply_panels<1, layout, Left, Right, std::remove_reference_t<Ahead>>);
   }
 }
 

@@ -28,9 +28,9 @@ struct Panel {
 
   // The rows from `row` on. Rows and outputs past the end are computed from the last ones and not
   // stored. Each group of rows prefetches an equal part of the next panel.
-  template <int kRows>
+  template <int kRows, bool kFew = false>
   void multiply_rows(int64_t row) const {
-    using S = Shape<kRows, T>;
+    using S = Shape<kRows, T, kFew>;
     const int64_t group = (row - first_row) / 4, groups = (last_row - first_row + 3) / 4;
     Tile<T> tile;
     for (int r = 0; r < kRows; ++r) {
@@ -63,7 +63,7 @@ struct Panel {
   void multiply_all() const {
     for (int64_t row = first_row; row < last_row; row += 4) {
       if (last_row - row >= 3) {
-        multiply_rows<4>(row);
+        p.rows > 4 ? multiply_rows<4>(row) : multiply_rows<4, true>(row);
       } else if (last_row - row == 2) {
         multiply_rows<2>(row);
       } else {
@@ -97,8 +97,12 @@ void multiply(const DecodeLinear& p) {
   const int64_t part = std::max<int64_t>(1, (p.k + parts * kStep - 1) / (parts * kStep)) * kStep;
   const int64_t fitting = parts > 1 ? std::min(kMostSums / group, 2 * kPanelBytes / (part * kItem))
                                     : kPanelBytes / (p.k * kItem + 1);
-  const int64_t unit =
-      p.rows > 2 ? Shape<4, T>::kTiles * Shape<4, T>::kOutputs : Shape<1, T>::kOutputs;
+  const auto outputs = [](auto shape) {
+    return decltype(shape)::kTiles * decltype(shape)::kOutputs;
+  };
+  const int64_t unit = p.rows > 4   ? outputs(Shape<4, T>{})
+                       : p.rows > 2 ? outputs(Shape<4, T, true>{})
+                                    : outputs(Shape<1, T>{});
   const int64_t panel_size = std::max<int64_t>(1, fitting / unit) * unit;
   const int64_t panels = (p.n + panel_size - 1) / panel_size;
   parallel_for(panels, 1, p.num_threads, [&](int64_t begin, int64_t end) {

@@ -10,13 +10,16 @@
 namespace hybridengine::HYBRIDENGINE_ISA {
 
 // A register tile has kRows x kOutputs sums; as many tiles are joined at a time as fill vectors.
-template <int kRows, typename T>
+// kFew: x has no other rows. Tiles of fewer outputs then read the weight nearly as it lies in
+// memory and spread the prefetches, of which those that come too fast are dropped.
+template <int kRows, typename T, bool kFew = false>
 struct Shape {
 #if defined(__AVX512F__)
-  static constexpr int kOutputs = 16 / kRows, kTiles = 1;
+  static constexpr int kOutputs = kFew && kRows == 4 ? 2 : 16 / kRows;
+  static constexpr int kTiles = 16 / (kRows * kOutputs);
 #elif defined(__AVX2__)
   // 12 sums, 3 outputs and 1 row: 16 registers. A conversion from bfloat16 needs one for a mask.
-  static constexpr bool kFull = kRows == 4 && std::is_same_v<T, float>;
+  static constexpr bool kFull = kRows == 4 && std::is_same_v<T, float> && !kFew;
   static constexpr int kOutputs = kFull ? 3 : 8 / kRows, kTiles = kFull ? 2 : 1;
 #else
   static constexpr int kOutputs = 8 / kRows, kTiles = 1;

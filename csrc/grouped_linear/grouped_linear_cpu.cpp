@@ -18,7 +18,7 @@ namespace hybridengine::HYBRIDENGINE_ISA {
 namespace {
 
 constexpr int64_t kDepth = 256;  // numbers along k of a block, which are summed first
-constexpr int64_t kPanelColumns = kPanel * kWidth;
+constexpr int64_t kPanelColumns = kPanel<kGroup> * kWidth;
 constexpr int64_t kTile = kGroup * kPanelColumns;
 constexpr int64_t kTileRows = 96;             // of `a`, which stay in the cache for all panels
 constexpr int64_t kTaskRows = 4 * kTileRows;  // of a task, at most

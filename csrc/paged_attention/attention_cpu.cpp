@@ -21,7 +21,11 @@ constexpr int64_t kRunKeys = 64;  // keys of a block that are multiplied at once
 struct Sums {
   Sums(float* memory, int64_t rows, int64_t value_dim)
       : values(memory), maximum(values + rows * value_dim), total(maximum + rows) {}
-  static int64_t size(int64_t rows, int64_t value_dim) { return rows * (value_dim + 2); }
+  // Complete cache lines: threads write the sums of neighbouring tasks at the same time.
+  static int64_t size(int64_t rows, int64_t value_dim) {
+    constexpr int64_t kLine = 16;
+    return (rows * (value_dim + 2) + kLine - 1) / kLine * kLine;
+  }
 
   void clear(int64_t rows, int64_t value_dim) const {
     std::fill_n(values, rows * value_dim, 0.0f);
@@ -77,6 +81,7 @@ struct Scratch {
   Floats scores;          // [rows, keys of a run], then the weights
   Weights<Step> weights;  // the same
   Buffer<Pair> last;      // values of the last key where it has no other one in its pair
+  PrefetchStream ahead;
   Floats memory;
   Sums chain, joined;
 };
@@ -125,7 +130,8 @@ class PagedRows {
       const int64_t next_head = h + 1 < end_head ? h + 1 : head;
       const int64_t next = next_head > h ? j : j + run.count;
       const Run next_run = next < end ? run_at(rows, next_head, next, end) : run;
-      add_run(rows, (h - head) * rows.count, run, next_run, s, sums_of(h));
+      prefetch(next_run, s.ahead);
+      add_run(rows, (h - head) * rows.count, run, s, sums_of(h));
       run = next_run, j = next, h = next_head;
     }
   }
@@ -161,49 +167,49 @@ class PagedRows {
             std::min({p_.block_size - offset, kRunKeys, end - j})};
   }
 
-  void add_run(const RowGroup& rows, int64_t row, const Run& run, const Run& next, Scratch<Step>& s,
+  // Lets the next steps prefetch a run: all of a block from its first keys to its last values.
+  void prefetch(const Run& run, PrefetchStream& ahead) const {
+    const Cached* end = run.values.data + run.count / kNumbers * p_.value_dim;
+    ahead.begin(run.keys.data, (end - run.keys.data) * sizeof(Cached));
+  }
+
+  void add_run(const RowGroup& rows, int64_t row, const Run& run, Scratch<Step>& s,
                const Sums& sums) const {
     const int64_t vectors = (run.count + kWidth - 1) / kWidth;
     multiply_rows(rows.count, vectors, p_.dim, s.query.along_dim(row), s.query.dim, run.keys,
-                  next.keys, s.scores, kRunKeys, false);
+                  s.scores, kRunKeys, false, s.ahead);
     for (int64_t r = 0; r < rows.count; ++r)
       p_.softcap > 0 ? weigh<true>(rows, r, run, s, sums) : weigh<false>(rows, r, run, s, sums);
     add_weights(rows.count, run.count, s, sums.total);
-    const auto add = [&](int64_t begin, int64_t count, Matrix values, Matrix next_values) {
+    const auto add = [&](int64_t begin, int64_t count, Matrix values) {
       multiply_rows(rows.count, p_.value_dim / kWidth, count, s.weights + begin / kStep<Step>,
-                    kRunKeys, values, next_values, sums.values, p_.value_dim, true);
+                    kRunKeys, values, sums.values, p_.value_dim, true, s.ahead);
     };
     const int64_t odd = run.count % kNumbers;
-    add(0, run.count - odd, run.values, next.values);
+    add(0, run.count - odd, run.values);
     if constexpr (kNumbers > 1) {
       if (!odd) return;
       // The other number of a pair is of no key of the sequence, and may be NaN.
       const Pair* last = run.values.data + run.count / 2 * p_.value_dim;
       for (int64_t d = 0; d < p_.value_dim; ++d) s.last[d].bits = last[d].bits & 0xFFFFu;
-      const Matrix values{s.last, p_.value_dim};
-      add(run.count - odd, kNumbers, values, values);
+      add(run.count - odd, kNumbers, {s.last, p_.value_dim});
     }
   }
 
   // c[m, n] (+)= sum_k a[m, k] b[k, n] over `count` numbers k, for any number of rows of `a_size`
-  // numbers; prefetches `next`, which lies in memory as b does.
+  // numbers.
   static void multiply_rows(int64_t rows, int64_t vectors, int64_t count, const Step* a,
-                            int64_t a_size, Matrix b, Matrix next, float* c, int64_t ldc,
-                            bool accumulate) {
-    const Prefetch ahead{reinterpret_cast<const char*>(next.data) -
-                         reinterpret_cast<const char*>(b.data)};
+                            int64_t a_size, Matrix b, float* c, int64_t ldc, bool accumulate,
+                            PrefetchStream& ahead) {
     const Factor* factors = reinterpret_cast<const Factor*>(a);
     const int64_t lda = a_size / kNumbers;
     // Tiles of about as many rows each: one of a single row would take as long as one of four.
     const int64_t tiles = (rows + kGroup - 1) / kGroup;
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t r = rows * i / tiles;
-      const auto run = [&](auto prefetch) {
-        multiply<Layout::rows>(rows * (i + 1) / tiles - r, vectors, count / kNumbers,
-                               factors + r * lda, lda, b.data, b.stride, c + r * ldc, ldc,
-                               accumulate, prefetch);
-      };
-      i == 0 ? run(ahead) : run(NoPrefetch{});
+      multiply<Layout::rows>(rows * (i + 1) / tiles - r, vectors, count / kNumbers,
+                             factors + r * lda, lda, b.data, b.stride, c + r * ldc, ldc, accumulate,
+                             ahead);
     }
   }
 
@@ -225,14 +231,16 @@ class PagedRows {
       store(scores + j, x);
       most = max(x, most);
     }
-    const VecF maximum = floor(splat(largest(most)));
+    VecF maximum = splat(sums.maximum[r]);
+    const bool grows = lane_bits(floor(most) > maximum) != 0;
+    if (grows) maximum = floor(splat(largest(most)));
     for (int64_t j = 0; j < run.count; j += kWidth) {
       const VecF weight = weight_of(load(scores + j), maximum);
       store(scores + j, weight);
       if constexpr (kStep<Step> > 1)
         store_rounded(s.weights + (r * kRunKeys + j) / kStep<Step>, weight);
     }
-    if (maximum[0] == sums.maximum[r]) return;
+    if (!grows) return;
     const float decay = scale_down(splat(1.0f), splat(sums.maximum[r]) - maximum)[0];
     float* values = sums.values + r * p_.value_dim;
     for (int64_t d = 0; d < p_.value_dim; ++d) values[d] *= decay;
@@ -241,21 +249,22 @@ class PagedRows {
   }
 
   // total[r] += the weights of the keys of a run, in ascending order.
-  static void add_weights(int64_t rows, int64_t keys, const Scratch<Step>& s, float* total) {
-    for (int64_t r = 0; r < rows; r += kWidth) {
-      const int64_t count = std::min<int64_t>(kWidth, rows - r);
-      alignas(64) float lanes[kWidth]{};
-      std::copy_n(total + r, count, lanes);
-      VecF sums = load(lanes);
-      for (int64_t j = 0; j < keys; j += kWidth) {
-        VecU block[kWidth];
-        for (int i = 0; i < kWidth; ++i)
-          block[i] = (VecU)load(s.scores + std::min(r + i, rows - 1) * kRunKeys + j);
-        swap_blocks<1>(block);
-        for (int i = 0; i < kWidth; ++i) sums += (VecF)block[i];
+  static void add_weights(int64_t rows, int64_t keys, Scratch<Step>& s, float* total) {
+    constexpr int kSums = 8;  // rows at a time: each is a chain of additions
+    for (int64_t r = 0; r < rows; r += kSums) {
+      const float* weights[kSums];
+      float sums[kSums];
+#pragma GCC unroll 8
+      for (int i = 0; i < kSums; ++i) {
+        const int64_t row = std::min(r + i, rows - 1);
+        weights[i] = s.scores + row * kRunKeys, sums[i] = total[row];
       }
-      store(lanes, sums);
-      std::copy_n(lanes, count, total + r);
+      for (int64_t j = 0; j < keys; ++j) {
+        s.ahead();
+#pragma GCC unroll 8
+        for (int i = 0; i < kSums; ++i) sums[i] += weights[i][j];
+      }
+      std::copy_n(sums, std::min<int64_t>(kSums, rows - r), total + r);
     }
   }
 
