@@ -233,10 +233,16 @@ def is_sparse(hidden: Tensor, weight: Tensor, kept_ids: Tensor) -> bool:
 
 
 def as_mask(kept_ids: Tensor, cu_kept: Tensor, vocab: int) -> Tensor:
-    """Return bool [T, vocab], True for the kept entries."""
-    mask = torch.zeros(cu_kept.shape[0] - 1, vocab, dtype=torch.bool, device=kept_ids.device)
-    mask[row_index(cu_kept, kept_ids.shape[0]), kept_ids] = True
-    return mask
+    """Return bool [T, vocab], True for the kept entries; a row with an id outside has none."""
+    rows, num_tokens = row_index(cu_kept, kept_ids.shape[0]), cu_kept.shape[0] - 1
+    mask = torch.zeros(num_tokens, vocab, dtype=torch.bool, device=kept_ids.device)
+    if check.readable(kept_ids):  # and checked
+        mask[rows, kept_ids] = True
+        return mask
+    mask[rows, kept_ids.clamp(0, vocab - 1)] = True
+    outside = ((kept_ids < 0) | (kept_ids >= vocab)).int()
+    bad = torch.zeros(num_tokens, dtype=torch.int32, device=kept_ids.device)
+    return mask & (bad.index_add_(0, rows, outside) == 0)[:, None]
 
 
 def _distribution(

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from hybridengine.kernels.sparse_linear import sparse_linear_token_log_probs
+from hybridengine.kernels.sparse_linear import op, sparse_linear_token_log_probs
 
 HIDDEN, WEIGHT = torch.randn(3, 8), torch.randn(200, 8)
 TOKENS, IDS, CU = torch.tensor([1, 5, 7]), torch.tensor([1, 4, 5, 6, 7]), torch.tensor([0, 1, 3, 5])
@@ -66,3 +66,14 @@ def test_unaligned_and_strided_inputs():
     weight = torch.randn(8, 200).t()
     got = call(hidden, weight)
     torch.testing.assert_close(got, call(hidden.contiguous(), weight.contiguous()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("outside", (-1, 200))
+def test_unread_ids_outside_the_vocabulary_give_nan_in_the_dense_form(outside, monkeypatch):
+    """As on a GPU, where the host does not read them."""
+    expected, _ = call()
+    monkeypatch.setattr(op, "DENSE_PART", 0)
+    monkeypatch.setattr(op.check, "readable", lambda _: False)
+    log_probs, entropy = call(kept_ids=torch.tensor([1, 4, outside, 6, 7]))
+    assert log_probs.isnan().tolist() == [False, True, False] == entropy.isnan().tolist()
+    torch.testing.assert_close(log_probs[::2], expected[::2])
