@@ -16,7 +16,7 @@ import torch
 
 from hybridengine.engine.response import Response
 from hybridengine.model.attachments import Attachment, AttachmentPreparer
-from hybridengine.run.config.rl import ModelConfig, RolloutConfig
+from hybridengine.run.config.rl import ModelConfig, RolloutConfig, truncates
 from hybridengine.run.errors import RolloutError, UserError
 from hybridengine.sync.layout import CheckpointLayout
 from hybridengine.sync.weight_target import StaleWeightsError, WeightTarget
@@ -85,8 +85,7 @@ class SamplingSpec:
     @property
     def records(self) -> bool:
         """Whether completions have the column kept_ids: record_kept, where sampling truncates."""
-        truncates = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-        return self.record_kept and self.temperature > 0 and truncates
+        return self.record_kept and self.temperature > 0 and truncates(self)
 
 
 @dataclass(frozen=True)

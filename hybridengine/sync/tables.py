@@ -180,7 +180,7 @@ class Exchange(NamedTuple, Generic[T]):
 
     pack: sources → send buffer, which is destination 0. `build` adds the rows of `local`, whose
       engine tensors follow: elements that are sent and kept are read once.
-    local: sources → engine tensors, the elements that this rank keeps.
+    local: sources → engine tensors, the elements that this rank keeps; empty in what `build` makes.
     unpack: receive buffers → engine tensors.
     sources: (parameter, box of it) that pack reads.
     destinations: engine tensors that pack and unpack write.
@@ -239,6 +239,7 @@ class ExchangeBuilder:
         pack = pack[np.lexsort((pack[:, 2], pack[:, 0]))]  # equal reads are adjacent
         return rows._replace(
             pack=encoding.table(pack, device),
+            local=rows.local[:0].copy(),
             unpack=self._plain.table(rows.unpack, device),
             measured=encoding.measuring(pack, device),
         )

@@ -29,6 +29,7 @@ from hybridengine.model.packing_check import shared_prefix_obstacle
 from hybridengine.model.shared_parameters import untested_torch
 from hybridengine.model.validation import carried_state, config_of
 from hybridengine.run.config import ConfigError, Dtype, JobConfig, RLConfig, SFTConfig, keys_of
+from hybridengine.run.config.rl import truncates
 from hybridengine.run.config.validation import exactness_obstacle
 from hybridengine.run.errors import Faults
 from hybridengine.run.messages import all_gather_values
@@ -310,7 +311,7 @@ def _inexact(
     if obstacle is None and engine != "vllm":
         obstacle = "the engine is plain generate (rollout.name), and the operators replace vLLM's"
     obstacle = obstacle or machine.obstacles.get("exact")
-    if machine.gpu_bytes and config.rollout.truncates:
+    if machine.gpu_bytes and truncates(config.rollout):
         obstacle = obstacle or "on a GPU the product over kept entries adds in another order"
     if chosen == "auto":
         obstacle = obstacle or _doubt(config, model, machine)

@@ -24,6 +24,7 @@ from torch import Tensor
 from hybridengine.engine.response import pack_kept
 from hybridengine.kernels import sparse_linear_token_log_probs, token_log_probs
 from hybridengine.model import KeptIds
+from hybridengine.run.config.rl import truncates
 from hybridengine.run.errors import ModelError, RolloutError
 
 COLUMN = "kept_ids"  # of TRL's batches: a KeptIds for each completion
@@ -181,8 +182,7 @@ def _truncates(sampling: Any) -> bool:
 
     sampling: vLLM's `SamplingParams`, or TRL's `VLLMGeneration`.
     """
-    cuts = sampling.top_p < 1 or (sampling.top_k or 0) > 0 or (sampling.min_p or 0) > 0
-    return cuts and sampling.temperature > 0
+    return truncates(sampling) and sampling.temperature > 0
 
 
 def sampled_tokens(sample: Any) -> list[SampledToken]:

@@ -24,6 +24,7 @@ from hybridengine.integrations._patching import Patches
 from hybridengine.integrations.verl.log_probs import KEPT
 from hybridengine.integrations.verl.padding import num_padding
 from hybridengine.model import KeptIds
+from hybridengine.run.config.rl import truncates
 from hybridengine.run.errors import ModelError
 
 COLUMN = "kept_ids"  # of a response: {"ids": int32 [K], "counts": int32 [its tokens]}
@@ -130,14 +131,10 @@ def _response_lengths(micro_batch: Any) -> list[int]:
     return lengths
 
 
-def _truncates(rollout: Any) -> bool:
-    return rollout.top_p < 1 or rollout.top_k > 0
-
-
 def _preprocess_engine_kwargs(self: Any, engine_kwargs: dict) -> None:
     """Let vLLM return sampling masks; vLLM refuses options with which it has none."""
     PATCHES.original(f"{_SERVER}._preprocess_engine_kwargs")(self, engine_kwargs)
-    if _truncates(self.config):
+    if truncates(self.config):
         engine_kwargs["return_sampling_mask"] = True
 
 
@@ -156,7 +153,7 @@ async def _generate(
     """Generate as verl's server; a response that was truncated has the column."""
     original = PATCHES.original(f"{_SERVER}.generate")
     options = (image_data, video_data, audio_data, mm_processor_kwargs, priority)
-    if not _truncates(self.config):
+    if not truncates(self.config):
         return await original(
             self, prompt_ids, sampling_params, request_id, *options, kv_transfer_params
         )

@@ -6,7 +6,7 @@ The rules are those of `hybridengine.run.config.common`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool
 
@@ -303,10 +303,13 @@ class RolloutConfig:
     agent: AgentConfig = AgentConfig()
     engine_kwargs: EngineKwargsConfig = EngineKwargsConfig()
 
-    @property
-    def truncates(self) -> bool:
-        """Whether responses are sampled from a part of the vocabulary."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+def truncates(sampling: Any) -> bool:
+    """Return whether top_p, top_k or min_p of sampling settings remove vocabulary entries.
+
+    sampling: a `RolloutConfig`, or settings of the same names; None and no min_p remove nothing.
+    """
+    return sampling.top_p < 1 or max(sampling.top_k or 0, getattr(sampling, "min_p", 0) or 0) > 0
 
 
 @dataclass(frozen=True)
@@ -490,7 +493,7 @@ class RLConfig(JobConfig):
     @property
     def replays_sampling(self) -> bool:
         """Whether the trainer's distributions are over the entries that sampling kept."""
-        replays = self.algorithm.sampling_replay != "off" and self.rollout.truncates
+        replays = self.algorithm.sampling_replay != "off" and truncates(self.rollout)
         return replays and not self.distills
 
     @property

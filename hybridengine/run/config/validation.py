@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from hybridengine.run import plugins
 from hybridengine.run.config.common import JobConfig, RateConfig, SFTConfig
-from hybridengine.run.config.rl import ActorConfig, KLControlConfig, RLConfig
+from hybridengine.run.config.rl import ActorConfig, KLControlConfig, RLConfig, truncates
 
 TP_SIZE = "rollout.tensor_model_parallel_size"
 _RANKS = "ranks (trainer.n_gpus_per_node * trainer.nnodes)"
@@ -290,7 +290,7 @@ def _sampling(config: RLConfig) -> Iterator[str]:
             f"rollout.val_kwargs.n is {sampling.n}, but greedy responses are all equal; "
             "set rollout.val_kwargs.do_sample=true, or n=1"
         )
-    if config.algorithm.sampling_replay == "on" and not config.rollout.truncates:
+    if config.algorithm.sampling_replay == "on" and not truncates(config.rollout):
         yield (
             "algorithm.sampling_replay is on, but rollout.top_p, top_k and min_p keep the full "
             "vocabulary; truncate with one of them, or leave it auto"
@@ -325,7 +325,7 @@ def _inexact_settings(config: RLConfig) -> Iterator[str]:
     for name, needed in _NEEDED_BY_EXACT.items():
         if (value := attrgetter(name)(config)) != needed:
             yield f"{name} is {value}, and that has no exact form"
-    if config.rollout.truncates and not config.replays_sampling:
+    if truncates(config.rollout) and not config.replays_sampling:
         yield "sampling is truncated, and that needs algorithm.sampling_replay"
     rank, targets = config.model.lora_rank, config.model.target_modules
     if rank and config.model.target_parameters:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hybridengine.integrations import trl as adapter
 from hybridengine.integrations.trl import kept, loss
 from hybridengine.model import KeptIds
+from tests.extras.integrations.trl_trainer import SMALL
 from tests.ranks import message_of, run_ranks
 from tests.tiny_models import VOCAB, save_tiny
 
@@ -25,22 +26,10 @@ TEMPERATURE = 0.7
 NONE = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 TRUNCATIONS = [{"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.3}]
 PROMPTS = [{"prompt": f"w{i} w{i + 3} w9"} for i in (5, 5, 21, 21)]
-OPTIONS: dict[str, Any] = {
-    "use_cpu": True,
-    "bf16": False,
-    "max_steps": 2,
-    "per_device_train_batch_size": 4,
+OPTIONS = SMALL | {
     "num_generations": 2,
-    "max_completion_length": 8,
     "temperature": TEMPERATURE,
     "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "report_to": [],
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "gradient_checkpointing": False,
-    "seed": 0,
-    "beta": 0.1,
     "use_vllm": True,
     "vllm_mode": "colocate",
     "vllm_max_model_length": 64,

@@ -7,18 +7,12 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 HEAD = ("log_probs", "head")
-# The ratios of the second iteration are not 1: with this learning rate many are clipped.
-OPTIONS = {
+SMALL: dict[str, Any] = {  # options of any trainer of TRL that samples
     "use_cpu": True,
     "bf16": False,
     "max_steps": 2,
     "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "num_generations": 4,
-    "num_iterations": 2,
     "max_completion_length": 8,
-    "learning_rate": 2e-2,
-    "lr_scheduler_type": "constant",
     "logging_steps": 1,
     "report_to": [],
     "save_strategy": "no",
@@ -26,6 +20,14 @@ OPTIONS = {
     "gradient_checkpointing": False,
     "seed": 0,
     "beta": 0.1,
+}
+# The ratios of the second iteration are not 1: with this learning rate many are clipped.
+OPTIONS = SMALL | {
+    "gradient_accumulation_steps": 2,
+    "num_generations": 4,
+    "num_iterations": 2,
+    "learning_rate": 2e-2,
+    "lr_scheduler_type": "constant",
     "delta": 1.5,
 }
 
