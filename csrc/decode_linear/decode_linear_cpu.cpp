@@ -50,13 +50,7 @@ struct Panel {
         multiply_tile<kRows, S::kOutputs>(tile, lanes + t * S::kSums, first_k > 0);
       }
       if (last_k < p.k) continue;
-      float sums[S::kTiles * S::kSums];
-#pragma GCC unroll 4
-      for (int i = 0; i < S::kTiles * S::kSums; i += kWidth) store(sums + i, join_lanes(lanes + i));
-      for (int t = 0; t < S::kTiles && n + t * S::kOutputs < end; ++t) {
-        store_tile<S::kOutputs>(row, std::min<int64_t>(kRows, p.rows - row), n + t * S::kOutputs,
-                                sums + t * S::kSums);
-      }
+      store_tiles<S>(row, n, lanes);
     }
   }
 
@@ -72,17 +66,33 @@ struct Panel {
     }
   }
 
-  template <int kOutputs>
-  void store_tile(int64_t row, int64_t rows, int64_t n, const float* sums) const {
-    Out* out = static_cast<Out*>(p.out) + row * p.n + n;
+  // Joins the lanes of the sums from output n on, adds the bias, rounds and stores.
+  template <typename S>
+  void store_tiles(int64_t row, int64_t n, const VecF* lanes) const {
+    constexpr int kRows = S::kSums / S::kOutputs;
     const auto* bias = static_cast<const T*>(p.bias);
-    const int64_t outputs = std::min<int64_t>(kOutputs, end - n);
-    for (int64_t r = 0; r < rows; ++r, out += p.n, sums += kOutputs) {
-      if (outputs == kOutputs && !bias) {
-        for (int o = 0; o < kOutputs; ++o) out[o] = convert<float, Out>(sums[o]);
-      } else {
-        for (int o = 0; o < outputs; ++o) {
-          out[o] = convert<float, Out>(bias ? sums[o] + to_float(bias[n + o]) : sums[o]);
+    Out rounded[S::kTiles][kRows][S::kOutputs];
+    float added[S::kTiles][kRows][S::kOutputs];
+    for (int t = 0; bias && t < S::kTiles; ++t) {
+      for (int o = 0; o < S::kOutputs; ++o) {
+        const float value = to_float(bias[std::min(n + t * S::kOutputs + o, end - 1)]);
+        for (int r = 0; r < kRows; ++r) added[t][r][o] = value;
+      }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < S::kTiles * S::kSums; i += kWidth) {
+      const VecF sums = join_lanes(lanes + i);
+      store(&rounded[0][0][0] + i, bias ? sums + load(&added[0][0][0] + i) : sums);
+    }
+    const int64_t rows = std::min<int64_t>(kRows, p.rows - row);
+    for (int t = 0; t < S::kTiles && n < end; ++t, n += S::kOutputs) {
+      Out* out = static_cast<Out*>(p.out) + row * p.n + n;
+      const int64_t outputs = std::min<int64_t>(S::kOutputs, end - n);
+      for (int64_t r = 0; r < rows; ++r, out += p.n) {
+        if (outputs == S::kOutputs) {
+          std::memcpy(out, rounded[t][r], sizeof rounded[t][r]);
+        } else {
+          std::memcpy(out, rounded[t][r], outputs * sizeof(Out));
         }
       }
     }
