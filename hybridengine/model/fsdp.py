@@ -2,8 +2,9 @@
 
 Gloo's own all-gather receives into a temporary buffer of the full size and copies it; its
 reduce-scatter all-reduces a copy of the full input, which is twice the traffic. Here every rank
-sends each other rank exactly its chunk, from and into the tensors themselves. Buffers and gradients
-are reused from step to step: clearing new pages for them costs more than filling them.
+sends each other rank exactly its chunk, from and into the tensors themselves; gradients in
+bfloat16, which are added in float32. Buffers and gradients are reused from step to step: clearing
+new pages for them costs more than filling them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from hybridengine.sync.shards import local_shard
 
 KEPT_BYTES = 2 << 30  # of a model whose gathered weights stay until the backward pass
 GROUP_BYTES = 128 << 20  # of the gathered weights of small layers that are gathered together
+_SUM_BLOCK = 1 << 16  # elements that are added at a time, so that they stay in a core's cache
 
 
 def sharding_mesh(device_type: str, world_size: int, fsdp_size: int = -1) -> DeviceMesh:
@@ -85,9 +87,12 @@ def shard_model(
         divides = param.ndim > 1 and param.shape[1] % shard_size == 0
         return Shard(1) if divides and shard_dim1(names[id(param)]) else None
 
+    # `DirectReduceScatter` adds bfloat16 in float32; FSDP2 divides float16 before it is sent.
+    direct = mesh.device_type == "cpu"
+    sends = None if direct and dtype == torch.bfloat16 else torch.float32
     options: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": fsdp.MixedPrecisionPolicy(dtype, torch.float32),
+        "mp_policy": fsdp.MixedPrecisionPolicy(dtype, sends),
         "shard_placement_fn": placement,
         "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned)
         if sharding.offload_policy
@@ -97,7 +102,7 @@ def shard_model(
     size = sum(p.numel() for p in model.parameters()) * dtype.itemsize
     reshards = {"on": True, "off": False}.get(sharding.reshard_after_forward, size > KEPT_BYTES)
     # Cast inputs would round the rotary embedding of models that have it in float32.
-    policy = fsdp.MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    policy = fsdp.MixedPrecisionPolicy(dtype, sends, cast_forward_inputs=False)
     inner = options | {"reshard_after_forward": reshards, "mp_policy": policy}
     for module in experts:  # FSDP2 requires inner modules first
         own = {"mesh": expert_mesh, "shard_placement_fn": lambda param: Shard(1)}
@@ -109,7 +114,7 @@ def shard_model(
     # FSDP2 does not reshard the root after forward: backward begins with its parameters.
     fsdp.fully_shard(model, **options)
     firsts = [unit[0] for unit in units]
-    for module in (*experts, *firsts, model) if mesh.device_type == "cpu" else ():
+    for module in (*experts, *firsts, model) if direct else ():
         assert isinstance(module, fsdp.FSDPModule)
         module.set_custom_all_gather(DirectAllGather())
         module.set_custom_reduce_scatter(DirectReduceScatter())
@@ -193,7 +198,7 @@ class DirectAllGather(_PooledMemory, AllGather):
 
 
 class DirectReduceScatter(_PooledMemory, ReduceScatter):
-    """Add one chunk of every rank, in the order of the ranks."""
+    """Add one chunk of every rank, in the order of the ranks, and in float32 at least."""
 
     def __call__(
         self,
@@ -203,20 +208,26 @@ class DirectReduceScatter(_PooledMemory, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
+        dtype = torch.promote_types(input_tensor.dtype, torch.float32)
         if async_op or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            output_tensor.data = output_tensor.to(dtype)
             return dist.reduce_scatter_tensor(
-                output_tensor, input_tensor, op, group, async_op=async_op
+                output_tensor, input_tensor.to(dtype), op, group, async_op=async_op
             )
         sent = list(input_tensor.view(group.size(), -1))
         received = [self.allocate(x.shape, dtype=x.dtype, device=x.device) for x in sent[1:]]
         received.insert(group.rank(), sent[group.rank()])
         _exchange(sent, received, group)
-        first, *others = received
-        total = output_tensor.copy_(first) if not others else first
-        for other in others:
-            total = torch.add(total, other, out=output_tensor)
-        if op == dist.ReduceOp.AVG:
-            output_tensor /= group.size()
+        if output_tensor.dtype != dtype:  # FSDP2 allocates in the dtype of what is sent
+            size, device = output_tensor.shape, output_tensor.device
+            output_tensor.data = self.allocate(size, dtype=dtype, device=device)
+        blocks = (x.split(_SUM_BLOCK) for x in (output_tensor, *received))
+        for total, *parts in zip(*blocks, strict=True):
+            total.copy_(parts[0])
+            for part in parts[1:]:
+                total += part
+            if op == dist.ReduceOp.AVG:
+                total /= group.size()
         return None
 
 

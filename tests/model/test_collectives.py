@@ -40,6 +40,52 @@ def body(rank: int, world_size: int) -> None:
                 reduce(out, sent.clone(), group, op)
                 mean = total / len(members) if op == dist.ReduceOp.AVG else total
                 torch.testing.assert_close(out.double(), mean, rtol=1e-6, atol=1e-6)
+            # float32 sums of bfloat16, into the tensor that FSDP2 allocates in bfloat16
+            sent = [chunk(r, len(members) * size, torch.bfloat16) for r in members]
+            out = reduce.allocate((size,), dtype=torch.bfloat16, device=cpu)
+            reduce(out, sent[group.rank()].clone(), group, dist.ReduceOp.AVG)
+            parts = [x.view(len(members), -1)[group.rank()].float() for x in sent]
+            assert out.dtype == torch.float32
+            assert torch.equal(out, sum(parts[1:], parts[0]) / len(members))
+
+
+def gradients(rank: int, world_size: int) -> None:
+    from torch import nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from hybridengine.model.fsdp import shard_model, sharding_mesh
+    from hybridengine.run.config.common import ShardingConfig
+
+    for size in (world_size, 2):
+        mesh = sharding_mesh("cpu", world_size, size)
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 48, bias=False)))
+        ours, plain = models
+        state = {name: value.clone() for name, value in ours.state_dict().items()}
+        load = shard_model(
+            ours, [*ours], mesh, ShardingConfig(dtype="bfloat16"), shard_dim1=lambda name: True,
+            ignored=set(),
+        )  # fmt: skip
+        load(state)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for layer in (*plain, plain):
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        for micro_batch in range(2):  # the second one is added
+            x = chunk(10 * micro_batch + rank, 32 * 64).view(32, 64)
+            for model in models:
+                model(x).float().square().sum().backward()
+        for (name, a), b in zip(ours.named_parameters(), plain.parameters(), strict=True):
+            assert a.grad is not None and b.grad is not None
+            torch.testing.assert_close(
+                a.grad.full_tensor(), b.grad.full_tensor(), rtol=1e-6, atol=1e-6, msg=name
+            )
+            assert a.grad.dtype == torch.float32
+
+
+def test_gradients_sent_in_bfloat16_are_added_in_float32() -> None:
+    run_ranks(gradients, 4)
 
 
 def test_direct_collectives_in_the_world_and_in_pairs() -> None:
