@@ -87,9 +87,10 @@ def shard_model(
         divides = param.ndim > 1 and param.shape[1] % shard_size == 0
         return Shard(1) if divides and shard_dim1(names[id(param)]) else None
 
-    # `DirectReduceScatter` adds bfloat16 in float32; FSDP2 divides float16 before it is sent.
+    # `DirectReduceScatter` adds bfloat16 in float32. Without shards FSDP2 only all-reduces, in the
+    # dtype of what is sent. It divides float16 before that is sent.
     direct = mesh.device_type == "cpu"
-    sends = None if direct and dtype == torch.bfloat16 else torch.float32
+    sends = None if direct and shard_size > 1 and dtype == torch.bfloat16 else torch.float32
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": fsdp.MixedPrecisionPolicy(dtype, sends),

@@ -56,7 +56,7 @@ def gradients(rank: int, world_size: int) -> None:
     from hybridengine.model.fsdp import shard_model, sharding_mesh
     from hybridengine.run.config.common import ShardingConfig
 
-    for size in (world_size, 2):
+    for size in (world_size, 2, 1):
         mesh = sharding_mesh("cpu", world_size, size)
         models = []
         for _ in range(2):
