@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from .. import _check as check
 from .._library import CustomOp
@@ -77,7 +78,7 @@ def own_rows(
     own = options.temperatures is not None or options.vocab_mask is not None
     if hidden_index is None or (backend == "cpp" and not own and not options.group):
         return hidden, hidden_index
-    return hidden[hidden_index], None
+    return embedding(hidden_index, hidden), None  # hidden[-1] would be the last row
 
 
 def check_budget(op: str, hidden: Tensor, budget_bytes: int | None) -> int:

@@ -172,9 +172,13 @@ class RowTokens(NamedTuple):
     @staticmethod
     def of(hidden_index: Tensor, rows: int) -> RowTokens:
         """hidden_index: int64 [T], the row of each token."""
-        return RowTokens(
-            hidden_index.argsort(stable=True), _ends(hidden_index.bincount(None, rows))
-        )
+        counts = hidden_index.bincount(None, rows)
+        if len(counts) > rows:  # that of a compiled graph was not checked before
+            raise IndexError(
+                f"hidden_index has {len(counts) - 1}; expected row numbers of hidden, from 0 to "
+                f"{rows - 1}."
+            )
+        return RowTokens(hidden_index.argsort(stable=True), _ends(counts))
 
     def take(self, rows: slice | Tensor) -> tuple[RowTokens, Tensor]:
         """Select the tokens of some rows; return also where they are in `order`."""

@@ -116,6 +116,22 @@ def test_score_centering_has_rows_of_their_own():
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.parametrize("temperature", (1.0, torch.full((TOKENS,), 0.7)), ids=("shared", "own"))
+@pytest.mark.parametrize("row", (-1, ROWS))
+def test_a_compiled_graph_refuses_rows_outside(row, temperature):
+    (hidden, weight, _), token_ids, _, index = shared_problem()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(index):
+        given = hidden, weight, token_ids, temperature
+        return linear_token_log_probs(*given, hidden_index=index)
+
+    compiled(index)
+    index[5] = row
+    with pytest.raises((IndexError, RuntimeError), match=r"hidden_index|index out|non-negative"):
+        compiled(index)
+
+
 def test_stats_and_kept_logits():
     (hidden, weight, bias), token_ids, _, index = shared_problem()
     hidden.requires_grad_()
