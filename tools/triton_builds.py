@@ -229,7 +229,7 @@ def _logprob_inputs(logits: str, general: bool, parallel: bool) -> logprob_trito
         temperature="fp32",
         scale="fp32",
         softcap="fp32" if general else None,
-        negate=None,
+        negate="i32" if general else None,
     )
 
 
