@@ -129,7 +129,8 @@ def divide(name: str, source_class: SourceClass, itemsize: int, limit: int) -> C
         max_rounds = source_class.senders.topology.size
         ways = [(False, source_class.max_parts), (True, num_rows)]
         # Of two ways that give enough parts, the outer axis: runs of adjacent elements stay long.
-        ways.sort(key=lambda way: (-min(way[1], wanted), way[0] == (spec.row_dim > 0)))
+        rows_last = source_class.cuts_before_rows(wanted)
+        ways.sort(key=lambda way: (-min(way[1], wanted), way[0] == rows_last))
     for by_rows, max_parts in ways:
         num_parts = min(wanted, max_parts)
         while True:

@@ -235,9 +235,15 @@ class SourceClass:
     @property
     def max_parts(self) -> int:
         """Return into how many parts every slice can be cut along an axis that is not sharded."""
+        return min((1 if axis is None else axis.size for axis in self._axes_to_cut()), default=1)
+
+    def cuts_before_rows(self, num_parts: int) -> bool:
+        """Return whether parts that are not of rows are of axes outside of the rows."""
+        return all(a and a.dim < self.spec.row_dim for a in self._axes_to_cut(num_parts))
+
+    def _axes_to_cut(self, num_parts: int | None = None) -> list[Axis | None]:
         blocks = [region[0][1] for regions in self.regions for region in regions]
-        axes = [self._axis_to_cut(block, block.numel) for block in blocks]
-        return min((1 if axis is None else axis.size for axis in axes), default=1)
+        return [self._axis_to_cut(block, num_parts or block.numel) for block in blocks]
 
     def _axis_to_cut(self, block: Block, num_parts: int) -> Axis | None:
         """Return the outermost axis that is not sharded and is long enough, else the longest."""

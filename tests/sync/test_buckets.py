@@ -14,7 +14,7 @@ from hybridengine.sync.blocks import contiguous_strides
 from hybridengine.sync.buckets import divide
 from hybridengine.sync.layout import Copy, EngineLayout, TensorSpec
 from hybridengine.sync.planner import ReshardPlan, build_plan
-from hybridengine.sync.shards import ShardSpec, dim1_parameters, tp_groups
+from hybridengine.sync.shards import ShardSpec, Split, dim1_parameters, tp_groups
 from tests.sync.brute_force import (
     arrivals,
     assert_both_sides_agree,
@@ -174,6 +174,21 @@ def test_parts_of_a_matrix_are_rows_of_it(dim1: bool) -> None:
             assert copy.read.axes[-1][:3] == (width[name], 1, 1), f"{chunk} of {name} on {rank}"
     divided = {name for b in plan.buckets for name, chunk in b.chunks if chunk.num_parts > 1}
     assert divided == set(model)
+
+
+@pytest.mark.parametrize("dims", [(0, 1), (1,)])
+def test_parts_of_few_experts_are_rows_of_them(dims: tuple[int, ...]) -> None:
+    """Where no axis outside of the rows is long enough, or all of those are sharded."""
+    shape = (4, 512, 96)
+    splits = tuple(Split(dim, (4 // len(dims),)) for dim in dims)
+    holders = tuple((rank,) for rank in range(4))
+    sources = {"experts": ShardSpec(shape, torch.float32, splits, holders)}
+    layouts = [tensor_parallel({"experts": ("gate_up", shape)}, rank % 2, 2) for rank in range(4)]
+    plan = build_plan(sources, layouts, bucket_bytes=1 << 15)
+    for rank, layout in enumerate(layouts):
+        assert_delivers(plan, rank, layout, sources)
+        assert all(copy.read.axes[-1].size == 96 for _, _, copy in arrivals(plan, rank))
+    assert max(chunk.num_parts for bucket in plan.buckets for _, chunk in bucket.chunks) > 4
 
 
 @pytest.mark.slow
