@@ -39,11 +39,15 @@ def mark_changed(d: Draw) -> list:
 def slices(d: Draw, lengths: tuple[list[int], list[int]]) -> Tensor:
     """Return a table [P, 16] of slices of tensors of these numbers of elements.
 
-    Those of the destinations, the second ones, do not overlap.
+    Those of the destinations, the second ones, do not overlap. Some of the sources, the first ones,
+    lie side by side.
     """
     table = []
     for number in range(d.size(5)):
         sizes = [1, 1, d.pick((1, 2, 3)), d.pick((0, 1, 2, 5))]
+        before = table[-1] if table and d.chance(0.3) else None
+        if before:
+            sizes[2] = before[6]
         row: list[int] = []
         strides: list[int] = []
         starts: list[int] = []
@@ -53,9 +57,15 @@ def slices(d: Draw, lengths: tuple[list[int], list[int]]) -> Tensor:
             side = [0, 0, step * sizes[3] + d.pick((0, 1)), step]
             reach = (sizes[2] - 1) * side[2] + (sizes[3] - 1) * side[3]
             room = (of_side[index] if of_side else 0) - reach - 1
-            row.append(index)
             written = of_side is lengths[1]
-            starts.append(32 * number if written else d.random.randint(0, max(room, 0)))
+            start = 32 * number if written else d.random.randint(0, max(room, 0))
+            if before and not written:
+                beside = before[2] + before[7]
+                reach = (sizes[2] - 1) * before[10] + (sizes[3] - 1) * before[11]
+                if beside + reach < of_side[before[0]]:
+                    index, side, start = before[0], before[8:12], beside
+            row.append(index)
+            starts.append(start)
             strides += side
         table.append([*row, *starts, *sizes, *strides])
     return torch.tensor(table, dtype=torch.int64).reshape(-1, 16)
