@@ -15,7 +15,7 @@ struct StridedCopyParams {
   const char* const* sources;  // first element of each tensor; arrays on the device that copies
   char* const* destinations;
   int64_t num_rows;
-  int64_t num_chunks;  // CPU: of kChunkElements each; CUDA: of `chunks`
+  int64_t num_chunks;  // CPU: of about kChunkElements each; CUDA: of `chunks`
   DType src_dtype;
   DType dst_dtype;
   int num_threads;
