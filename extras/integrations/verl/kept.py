@@ -5,11 +5,13 @@
 With top-p or top-k vLLM's log-probs are over the entries that are kept; verl's are over the full
 vocabulary. With this module, in every process of a job whose rollout truncates, the servers return
 the entries of every response in its `extra_fields`, and the engine computes old and reference
-log-probs, entropy and the update over them. A response without the column is computed as before.
+log-probs, entropy and the update over them. A response without the column is computed as before,
+with a warning where others of its batch have it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -36,6 +38,7 @@ _CLIENTS = "workers.rollout.llm_server"
 _CLIENT = f"{_CLIENTS}.LLMServerClient.generate"
 _RESUMING = f"{_CLIENTS}.FullyAsyncLLMServerClient.generate"  # calls the former for each part
 _NOTED = "_hybridengine_noted"  # attribute of a server whose engine leaves outputs in `_LAST`
+_WARNED = "_hybridengine_kept_warned"  # attribute of an engine
 _LAST: ContextVar[list[Any] | None] = ContextVar("LAST", default=None)
 _PARTS: ContextVar[list[Any] | None] = ContextVar("PARTS", default=None)
 _NO_TRUNCATION = "set rollout.top_p=1 and rollout.top_k=-1"
@@ -43,6 +46,8 @@ _OFF = (
     "or remove hybridengine.integrations.verl.kept from VERL_USE_EXTERNAL_MODULES, and the "
     "log-probs are over the full vocabulary"
 )
+
+logger = logging.getLogger(__name__)
 
 
 def _forward_step(
@@ -53,6 +58,8 @@ def _forward_step(
 
     forward = PATCHES.original(_FORWARD)
     column = tensordict_utils.get(micro_batch, COLUMN)
+    if column is not None:
+        _warn_of_missing(self, column, _response_lengths(micro_batch))
     if column is None or all(entries is None for entries in column):
         result: tuple[Tensor, dict[str, Any]] = forward(
             self, micro_batch, loss_function, forward_only
@@ -75,6 +82,20 @@ def _forward_step(
         return forward(self, micro_batch, loss_function, forward_only)
     finally:
         KEPT.reset(token)
+
+
+def _warn_of_missing(engine: Any, column: Sequence[Any], response_lengths: Sequence[int]) -> None:
+    """Warn once of responses without entries in a batch in which others have them."""
+    pairs = zip(column, response_lengths, strict=True)
+    missing = sum(entries is None and length > 0 for entries, length in pairs)
+    if missing and not hasattr(engine, _WARNED):
+        setattr(engine, _WARNED, True)
+        logger.warning(
+            f"{missing} of {len(column)} responses of a micro-batch come without {COLUMN}, which "
+            "other responses of the batch have: their log-probs are over the full vocabulary. If "
+            "they were sampled with top_p or top_k, let the agent loop keep the extra_fields that "
+            "the server returned"
+        )
 
 
 def _prepare_model_outputs(

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -108,6 +109,7 @@ def check_engine(engines: Any, fused: bool) -> None:
         assert error < 1e-4, name
     if fused:
         return
+    check_a_warning_of_lost_columns(engines, engine, batch)
     column[0]["counts"] = column[0]["counts"][1:]
     message = message_of(lambda: engines.step(engine, batch))
     assert "a response of 3 tokens has the kept vocabulary entries of 2" in message
@@ -115,6 +117,21 @@ def check_engine(engines: Any, fused: bool) -> None:
     assert "ulysses_sequence_parallel_size" in message_of(lambda: engines.step(engine, batch))
     batch["use_remove_padding"] = False
     assert "use_remove_padding" in message_of(lambda: engines.step(engine, batch))
+
+
+def check_a_warning_of_lost_columns(engines: Any, engine: Any, batch: dict[str, Any]) -> None:
+    from hybridengine.integrations.verl import kept
+
+    with patch.object(kept.logger, "warning") as warning:
+        engines.step(engine, batch)
+        assert not warning.called, "each response has its own"
+        whole = batch["kept_ids"]
+        for column in ([None, *whole[1:]], [None] * len(RESPONSES), whole):
+            batch["kept_ids"] = column
+            engines.step(engine, batch)
+    ((message,), _) = warning.call_args
+    assert warning.call_count == 1
+    assert f"1 of {len(RESPONSES)} responses of a micro-batch come without kept_ids" in message
 
 
 def engine_body(rank: int, world_size: int, folder: str) -> None:
