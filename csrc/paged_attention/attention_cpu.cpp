@@ -167,10 +167,12 @@ class PagedRows {
             std::min({p_.block_size - offset, kRunKeys, end - j})};
   }
 
-  // Lets the next steps prefetch a run: all of a block from its first keys to its last values.
+  // Lets the next steps prefetch a run: a block from its first keys to its last values; of a block
+  // of several runs, between whose keys others lie, the values alone.
   void prefetch(const Run& run, PrefetchStream& ahead) const {
+    const Cached* begin = p_.block_size > kRunKeys ? run.values.data : run.keys.data;
     const Cached* end = run.values.data + run.count / kNumbers * p_.value_dim;
-    ahead.begin(run.keys.data, (end - run.keys.data) * sizeof(Cached));
+    ahead.begin(begin, (end - begin) * sizeof(Cached));
   }
 
   void add_run(const RowGroup& rows, int64_t row, const Run& run, Scratch<Step>& s,

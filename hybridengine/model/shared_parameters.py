@@ -139,7 +139,7 @@ class SharedParameters:
         shard, memory = self._shards[name], self._memory[name]
         spec = ShardSpec.of(name, shard, dist.get_world_size())
         own = memory[tuple(slice(*rows) for rows in spec.box(spec.shard_of(dist.get_rank())))]
-        expected = local_shard(shard).to(memory.dtype)
+        expected = local_shard(shard).to(memory.dtype).contiguous()
         # On a CPU 64 bits at a time take half as long as 16.
         odd = [(x.storage_offset() | x.shape[-1:].numel()) % 4 for x in (own, expected)]
         bits = _BITS[memory.itemsize] if any(odd) else torch.int64
