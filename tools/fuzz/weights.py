@@ -42,7 +42,7 @@ def slices(d: Draw, lengths: tuple[list[int], list[int]]) -> Tensor:
     Those of the destinations, the second ones, do not overlap. Some of the sources, the first ones,
     lie side by side.
     """
-    table = []
+    table: list[list[int]] = []
     for number in range(d.size(5)):
         sizes = [1, 1, d.pick((1, 2, 3)), d.pick((0, 1, 2, 5))]
         before = table[-1] if table and d.chance(0.3) else None
