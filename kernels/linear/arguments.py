@@ -68,15 +68,16 @@ def check_hidden_index(op: str, hidden_index: Tensor | None, hidden: Tensor) -> 
 
 
 def own_rows(
-    hidden: Tensor, hidden_index: Tensor | None, options: RowOptions, backend: str
+    hidden: Tensor, hidden_index: Tensor | None, options: RowOptions, sharable: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return hidden and hidden_index, or where rows are not shared a row for each token and None.
 
-    They are shared, so that their logits are computed once, on a CPU and by tokens without
-    temperatures or masks of their own: GPU kernels write the gradient of one token per row.
+    They are shared, so that their logits are computed once, where the caller can (`sharable`: on a
+    CPU, as GPU kernels write the gradient of one token per row) and tokens have no temperatures or
+    masks of their own.
     """
     own = options.temperatures is not None or options.vocab_mask is not None
-    if hidden_index is None or (backend == "cpp" and not own and not options.group):
+    if hidden_index is None or (sharable and not own and not options.group):
         return hidden, hidden_index
     return embedding(hidden_index, hidden), None  # hidden[-1] would be the last row
 

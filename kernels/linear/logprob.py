@@ -133,7 +133,7 @@ def linear_token_log_probs(
             "call without return_stats."
         )
     backend = choose_backend(op, hidden.device, backend, hidden.dtype)
-    hidden, hidden_index = own_rows(hidden, hidden_index, options, backend)
+    hidden, hidden_index = own_rows(hidden, hidden_index, options, backend == "cpp")
     flat = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
     keep_logits = keeps_logits((flat, weight, bias), options, budget_bytes, deterministic)
     results = _forward_op(

@@ -196,8 +196,8 @@ def linear_policy_loss(
     options = row_options(op, token_ids, weight.shape[0], **checked)
     if score_centering is not None:
         score_centering = check_support(op, score_centering, token_ids, options, weight.shape[0])
-    sharing = backend if score_centering is None else "reference"
-    hidden, hidden_index = own_rows(hidden, hidden_index, options, sharing)
+    sharable = backend == "cpp" and score_centering is None
+    hidden, hidden_index = own_rows(hidden, hidden_index, options, sharable)
     inputs = _Inputs(hidden, weight, token_ids, active_rows, score_centering, hidden_index)
     if two_steps:
         return _two_step_loss(inputs, head, row_arguments, loss_arguments, backend)

@@ -31,7 +31,8 @@ def rows_forward(
 ) -> tuple[Tensor, ...]:
     """Compute log_probs [T], entropy [T] and row_stats [T, 2]: row_max and log_sum.
 
-    With `want_squares` row_stats is [T, 3]: sum_p_squared, too. backend: of `backend_for`.
+    With `want_squares` row_stats is [T, 3]: sum_p_squared, too. With `options.negate` log_probs are
+    the negative ones. backend: of `backend_for`.
     cu_tokens: [D + 1], row d of the logits [D, V] is that of the tokens from cu_tokens[d] to
     cu_tokens[d + 1], for `cpp` without a group; None: a row for each token.
     """
