@@ -2,12 +2,12 @@
 
 Forward and backward of the policy loss on one rank. `transformers` is the model in bfloat16 as its
 library has it, with SDPA, padding (no row is padded here) and a loss from [T, V] logits. Ours is
-loaded as a job loads it, packed: plain, under FSDP2, which one rank does not need, with
-`model.compile`, and on a GPU with `model.cuda_graphs`. `host_ms` is the time until the calls
-return. `tflop_per_s` counts the operations of the model (6 per parameter and token, and
-attention's), `share_of_limit` is of the measured rate of a large product. Then clipping and AdamW.
-On a GPU a trace of one micro-batch of ours is written beside the JSON file, as <op>.trace.json.gz
-for chrome://tracing or Perfetto.
+loaded as a job loads it, packed: plain, on a GPU with `model.cuda_graphs`, with `model.compile`,
+and under FSDP2, which one rank does not need. `host_ms` is the time until the calls return.
+`tflop_per_s` counts the operations of the model (6 per parameter and token, and attention's),
+`share_of_limit` is of the measured rate of a large product. Then clipping and AdamW. On a GPU a
+trace of one micro-batch of ours is written beside the JSON file, as <op>.trace.json.gz for
+chrome://tracing or Perfetto.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from tests.loading import load_sharded
 ROWS, PROMPT, RESPONSE = 8, 256, 256
 FORMS: dict[str, dict[str, Any]] = {
     OURS: {},
-    f"{OURS}_fsdp2": {"fsdp2": True},
-    f"{OURS}_compile": {"compile": True},
     f"{OURS}_cuda_graphs": {"cuda_graphs": True},
+    f"{OURS}_compile": {"compile": True},
+    f"{OURS}_fsdp2": {"fsdp2": True},
 }
 LR = 1e-6
 Loaded = tuple[nn.Module, Callable[[], Tensor], Callable[[], None]]  # with loss, optimizer step

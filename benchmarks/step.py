@@ -2,9 +2,11 @@
 
 The engine is vLLM where it is installed, else Hugging Face `generate`. Prompts and responses vary
 in length: prompts by their text, responses because many tokens end one. Every phase that the
-trainer times is a row; `step` has tokens per second (`tokens_per_s`) and peak memory,
-`update_actor` the share of the device's peak (MFU, as the trainer reports it).
-`hybridengine_compile` is the same run with `model.compile`. `--quick` on a GPU: two steps without.
+trainer times is a row, as soon as a step ends; `step` has tokens per second (`tokens_per_s`), peak
+memory, and `steps`, how many there are beside the first one: 0 are the times of that one.
+`update_actor` has the share of the device's peak (MFU, as the trainer reports it). On a GPU
+`hybridengine_eager` comes first, whose engine starts fastest: without graphs and compiled layers.
+`hybridengine_compile` is the same run as `hybridengine` with `model.compile`.
 """
 
 from __future__ import annotations
@@ -15,8 +17,12 @@ import random
 import subprocess
 import sys
 import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
+from time import monotonic
 from typing import Any
 
 import torch
@@ -25,8 +31,12 @@ import torch.distributed as dist
 from benchmarks._bench import OURS, ROOT, Bench
 
 STEPS = 4  # after one warm-up step
-LIMIT_S = {"cuda": 190, "cpu": 900}  # of a run; on a GPU both fit the part of the report
-IMPLEMENTATIONS = {OURS: False, f"{OURS}_compile": True}  # model.compile
+LIMIT_S = {"cuda": 130, "cpu": 900}  # of a run; on a GPU all fit the part of the report
+IMPLEMENTATIONS = {
+    f"{OURS}_eager": {"rollout.enforce_eager": "true"},
+    OURS: {"model.compile": "false"},
+    f"{OURS}_compile": {"model.compile": "true"},
+}
 REWARD = """
 from zlib import crc32
 
@@ -39,6 +49,7 @@ def run(bench: Bench) -> None:
     on_gpu = bench.device.type == "cuda"
     prompts, n, prompt_tokens, tokens = (16, 8, 512, 256) if on_gpu else (4, 4, 32, 8)
     steps = 1 if bench.quick else STEPS
+    failed = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         millions = write_model(folder / "model", tiny=not on_gpu, mean_tokens=tokens)
@@ -59,22 +70,27 @@ def run(bench: Bench) -> None:
             "trainer.save_freq": -1,
         }
         shape = f"{millions}M {prompts}x{n} responses"
-        quick_gpu = bench.quick and on_gpu
-        for impl, compiled in list(IMPLEMENTATIONS.items())[: 1 if quick_gpu else None]:
-            if bench.results.keep({"pass": "step"}, op="step", impl=impl):
+        for impl, own in list(IMPLEMENTATIONS.items())[0 if on_gpu else 1 :]:
+            if bench.results.keep({"pass": "step", "steps": steps}, op="step", impl=impl):
                 continue
             run_dir = folder / impl
-            own = {"model.compile": str(compiled).lower(), "trainer.default_local_dir": run_dir}
-            rows = train(run_dir, settings | own, LIMIT_S[bench.device.type])
-            add_rows(bench, impl, shape, rows[1:])
-    updates = {row["impl"]: row["ms_p50"] for row in bench.rows if row["pass"] == "update_actor"}
-    if len(updates) == len(IMPLEMENTATIONS):
-        plain, compiled_ms = (updates[impl] for impl in IMPLEMENTATIONS)
-        print(f"# model.compile: update_actor {plain / compiled_ms:.2f}x", flush=True)
+            own = settings | own | {"trainer.default_local_dir": run_dir}
+            try:
+                for rows in train(run_dir, own, LIMIT_S[bench.device.type]):
+                    add_rows(bench, impl, shape, rows)
+            except Exception:  # the next one still runs
+                traceback.print_exc()
+                failed.append(impl)
+    assert not failed, f"runs that failed: {', '.join(failed)}; see above"
 
 
 def add_rows(bench: Bench, impl: str, shape: str, rows: list[dict[str, float]]) -> None:
-    """Add a row for every phase of the steps, the longest first and `step` last."""
+    """Put a row for every phase of the steps, the longest first and `step` last.
+
+    rows: metrics of the steps so far, whose first one is not counted once there are more.
+    """
+    bench.rows[:] = [row for row in bench.rows if row["impl"] != impl]
+    steps, rows = len(rows) - 1, rows[1:] or rows
     names = {key for row in rows for key in row if key.startswith("timing_s/")}
     longest_first = sorted(names, key=lambda key: -median(row.get(key, 0.0) for row in rows))
     for name in sorted(longest_first, key=lambda key: key == "timing_s/step"):
@@ -94,6 +110,7 @@ def add_rows(bench: Bench, impl: str, shape: str, rows: list[dict[str, float]]) 
             shape,
             f" {rate:.0f} tokens/s" if rate else "",
             dtype="bfloat16" if bench.device.type == "cuda" else "float32",
+            steps=steps,
             ms_p20=times[len(times) // 5],
             ms_p50=median(times),
             ms_p80=times[len(times) * 4 // 5],
@@ -150,8 +167,10 @@ def write_prompts(file: Path, count: int, max_tokens: int) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def train(run_dir: Path, settings: dict[str, Any], limit_s: float) -> list[dict[str, float]]:
-    """Run the trainer as the only rank; return the metrics of the steps that it finished."""
+def train(
+    run_dir: Path, settings: dict[str, Any], limit_s: float
+) -> Iterator[list[dict[str, float]]]:
+    """Run the trainer as the only rank; yield the metrics of all steps so far after each."""
     from hybridengine.run.config import config_to_yaml, load_config
 
     config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
@@ -162,14 +181,28 @@ def train(run_dir: Path, settings: dict[str, Any], limit_s: float) -> list[dict[
     one_rank: dict[str, Any] = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     one_rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     one_rank |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "step"}
-    command = ("-m", "hybridengine.train.start", "grpo", str(file))
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=os.environ | {key: str(value) for key, value in one_rank.items()},
-        timeout=limit_s,
-    )
-    if done.returncode:
-        raise RuntimeError(f"the trainer ended with exit code {done.returncode}; see above")
-    rows = [json.loads(row) for row in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    command = [sys.executable, "-m", "hybridengine.train.start", "grpo", str(file)]
+    environment = os.environ | {key: str(value) for key, value in one_rank.items()}
+    end, seen = monotonic() + limit_s, 0
+    process = subprocess.Popen(command, cwd=ROOT, env=environment)
+    try:
+        while process.poll() is None:
+            if monotonic() > end:
+                raise TimeoutError(f"the trainer was not finished after {limit_s} s")
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.5)
+            if len(rows := finished_steps(run_dir / "metrics.jsonl")) > seen:
+                seen = len(rows)
+                yield rows
+    finally:
+        process.kill()
+        process.wait()
+    if process.returncode:
+        raise RuntimeError(f"the trainer ended with exit code {process.returncode}; see above")
+
+
+def finished_steps(metrics: Path) -> list[dict[str, float]]:
+    """Return the metrics of the steps; the last line may not be whole."""
+    text = metrics.read_text() if metrics.is_file() else ""
+    rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return [row for row in rows if "timing_s/step" in row]

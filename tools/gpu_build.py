@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,7 +51,15 @@ def described(architecture: str) -> dict[str, str]:
 
 def hash_of_sources() -> str:
     """Hash what the extension is compiled from."""
-    files = [ROOT / "CMakeLists.txt", *sorted((ROOT / "csrc").rglob("*.*"))]
+    return hash_of([ROOT / "CMakeLists.txt", *sorted((ROOT / "csrc").rglob("*.*"))])
+
+
+def hash_of_kernels() -> str:
+    """Hash what launches Triton kernels and what they are compiled from."""
+    return hash_of(sorted((ROOT / "kernels").rglob("*.py")))
+
+
+def hash_of(files: Iterable[Path]) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

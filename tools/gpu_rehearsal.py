@@ -13,6 +13,7 @@
     collect      the GPU tests, in the bare environment
     report       all parts of the report on the CPU, from the pack; GPU tests up to the device
     calls        tools/gpu_calls/1.sh and 2.sh on the CPU; not by default
+    ready        whether the archives are of these sources, in seconds; not by default
 
 All others are the default, on a copy of the sources as git has them, in .cache/gpu-rehearsal. Needs
 Python 3.12 (PYTHON, or python3.12 on PATH) and nvcc (CUDACXX, or on PATH). TORCH: another version
@@ -23,6 +24,7 @@ after the pack all run.
 from __future__ import annotations
 
 import argparse
+import filecmp
 import hashlib
 import json
 import os
@@ -33,8 +35,11 @@ import sys
 import tarfile
 import time
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 
+import gpu_archive
+import gpu_build
 import gpu_peers
 import gpu_vllm
 from package_links import folders_beside
@@ -43,11 +48,13 @@ ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / ".cache" / "gpu-rehearsal"
 TREE, SITE = WORK / "tree", WORK / "site"
 PYTHON = WORK / "venv" / "bin" / "python"
-PACK = ROOT / "build" / "gpu-pack.tar.xz"
+PACK, VLLM = (ROOT / "build" / f"gpu-{name}.tar.xz" for name in ("pack", "vllm"))
 TRITON = WORK / "triton"
+KERNELS = WORK / "triton-kernels.sha256"  # of the sources that TRITON is of
 REQUIREMENTS = ROOT / "tools" / "gpu_environment.txt"
 ARCHITECTURE = "90a"
-LIMIT_MIB = 28  # of the pack: with vLLM's archive, 22, and the sources, 11, it stays below 64
+LIMIT_MIB = 28  # of the pack
+CARRIED_MIB = 64  # of the archives and the sources
 
 
 def environment() -> None:
@@ -95,24 +102,33 @@ def build() -> None:
 
 
 def copy_sources() -> None:
-    """Bring TREE up to date: what git tracks or would, no build, cache or virtual environment."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    files = {Path(n) for n in names.split("\0") if n and (ROOT / n).is_file()}
+    """Bring TREE up to date: what git tracks or would, no build, cache or virtual environment.
+
+    By content: git does not keep times. A copy that changed is new, so that what was built of the
+    one before is built again.
+    """
+    files = tracked()
     known = WORK / "files.json"
     for old in json.loads(known.read_text()) if known.is_file() else []:
         if Path(old) not in files:
             (TREE / old).unlink(missing_ok=True)
     for file in files:
         source, copy = ROOT / file, TREE / file
-        if not copy.is_file() or copy.stat().st_mtime_ns != source.stat().st_mtime_ns:
+        if not (copy.is_file() and filecmp.cmp(source, copy, shallow=False)):
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, copy)
+            shutil.copy(source, copy)
     known.write_text(json.dumps(sorted(map(str, files))))
     for folder in folders_beside():  # as gpu_report.py links them
         link = TREE / "hybridengine" / folder.name
         if not link.is_symlink():
             link.symlink_to(TREE / folder.relative_to(ROOT))
+
+
+def tracked() -> set[Path]:
+    """The files that git tracks or would."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return {Path(n) for n in names.split("\0") if n and (ROOT / n).is_file()}
 
 
 def triton() -> None:
@@ -122,6 +138,7 @@ def triton() -> None:
     command = (PYTHON, "tools/triton_cache.py", TRITON, "--limit-s", limit_s)
     install_missing()
     call(*command, "--capability", capability, PYTHONPATH=f"{TREE}{os.pathsep}{SITE}")
+    KERNELS.write_text(gpu_build.hash_of_kernels())
 
 
 def install_missing() -> list[str]:
@@ -144,35 +161,69 @@ def pack() -> None:
     exact = install_missing()
     (row,) = json.loads((WORK / "build.json").read_text())["rows"]
     described = WORK / "pack.json"
-    described.write_text(json.dumps({**row, "commit": commit()}, indent=1) + "\n")
-    PACK.parent.mkdir(exist_ok=True)
-    with gpu_vllm.written(PACK) as file:
-        file.add(described, "pack.json")
-        file.add(TREE / "hybridengine" / row["extension"], row["extension"])
-        file.add(SITE, "site", filter=_needed)
-        if TRITON.is_dir():
-            file.add(TRITON, "triton", filter=_needed)
+    kernels = KERNELS.read_text() if KERNELS.is_file() else ""
+    facts = {**row, "commit": commit(), "kernels": kernels}
+    described.write_text(json.dumps(facts, indent=1) + "\n")
+    groups: dict[str, gpu_archive.Members] = {
+        "description": [(described, "pack.json")],
+        "extension": [(TREE / "hybridengine" / row["extension"], row["extension"])],
+        "site": [(SITE, "site")],
+        **compiled_by_kernel(),
+    }
+    write_archive(PACK, groups, "with " + ", ".join(exact))
     mib = PACK.stat().st_size / 2**20
-    print(f"gpu-rehearsal: {PACK.relative_to(ROOT)}, {mib:.1f} MiB: {', '.join(exact)}")
     if mib > LIMIT_MIB:
         sys.exit(f"gpu-rehearsal: the pack has {mib:.0f} MiB, more than {LIMIT_MIB}: drop a wheel.")
 
 
-def _needed(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Leave out bytecode, and of compiled Triton kernels the source."""
-    return None if "__pycache__" in info.name or info.name.endswith(".source") else info
+def compiled_by_kernel() -> dict[str, gpu_archive.Members]:
+    """The entries of Triton's cache by the name of their kernel: one of them compresses best."""
+    groups = defaultdict[str, list[tuple[Path, str]]](list)
+    for entry in sorted(TRITON.iterdir()) if TRITON.is_dir() else []:
+        name = next((file.stem for file in entry.glob("*.cubin")), "launchers")
+        groups[f"triton {name}"].append((entry, f"triton/{entry.name}"))
+    return dict(groups)
+
+
+def write_archive(archive: Path, groups: dict[str, gpu_archive.Members], what: str) -> None:
+    archive.parent.mkdir(exist_ok=True)
+    new = gpu_archive.write_groups(archive, groups, WORK / "streams" / archive.name)
+    mib = archive.stat().st_size / 2**20
+    counts = f"{len(new)} of {len(groups)} groups compressed"
+    print(f"gpu-rehearsal: {archive.relative_to(ROOT)}, {mib:.1f} MiB, {counts}, {what}")
 
 
 def vllm() -> None:
     architecture = int(ARCHITECTURE.rstrip("af"))
-    archive = PACK.with_name("gpu-vllm.tar.xz")
-    gpu_vllm.write(PYTHON, WORK, [TREE, SITE], archive, architecture)
+    site = gpu_vllm.make(PYTHON, WORK, [TREE, SITE], architecture)
+    write_archive(VLLM, {"site": [(site, "site")]}, f"vLLM {gpu_vllm.VERSION}")
 
 
 def peers() -> None:
     architecture = int(ARCHITECTURE.rstrip("af"))
     archive = PACK.with_name("gpu-peers.tar.xz")
     gpu_peers.write(PYTHON, WORK, [TREE, SITE], archive, architecture)
+
+
+def ready() -> None:
+    """Say whether the archives are of these sources, and fit with them on a GPU machine."""
+    carried = [file for file in (PACK, VLLM) if file.is_file()]
+    faults = [f"{file.name} is not there" for file in {PACK, VLLM}.difference(carried)]
+    if PACK.is_file():
+        with tarfile.open(PACK) as file:
+            first = file.extractfile(next(iter(file)))  # its description
+            packed = json.loads(first.read() if first else b"{}")
+        now = {"sources": gpu_build.hash_of_sources(), "kernels": gpu_build.hash_of_kernels()}
+        what = {"sources": "extension", "kernels": "Triton kernels"}
+        old = [what[key] for key in now if packed.get(key) != now[key]]
+        if old:
+            faults.append(f"{' and '.join(old)} of the pack are of commit {packed['commit']}")
+    mib = sum(file.stat().st_size for file in [*carried, *(ROOT / n for n in tracked())]) / 2**20
+    if mib > CARRIED_MIB:
+        faults.append(f"archives and sources have {mib:.0f} MiB, more than {CARRIED_MIB}")
+    print(f"gpu-rehearsal: archives and sources: {mib:.1f} MiB")
+    if faults:
+        sys.exit(f"gpu-rehearsal: not ready: {'; '.join(faults)}. `make gpu-pack` makes the pack.")
 
 
 def commit() -> str:
@@ -227,7 +278,7 @@ STEPS = {
     step.__name__: step
     for step in (
         *(environment, build, triton, pack, vllm, peers),
-        *(kernels, imports, collect, report, calls),
+        *(kernels, imports, collect, report, calls, ready),
     )
 }
 
@@ -235,7 +286,7 @@ STEPS = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("step", nargs="*", choices=[[], *STEPS], help=", ".join(STEPS))
-    chosen = parser.parse_args().step or STEPS.keys() - {"vllm", "peers", "calls"}
+    chosen = parser.parse_args().step or STEPS.keys() - {"vllm", "peers", "calls", "ready"}
     WORK.mkdir(parents=True, exist_ok=True)
     copy_sources()
     failed = []

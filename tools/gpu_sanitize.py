@@ -40,7 +40,8 @@ MESSAGE_CHARACTERS = 2000
 def test_files() -> list[str]:
     """The files with GPU tests, from the repository's root; marks may come from other modules."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-qm", "gpu", "tests/kernels"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    command.append("--continue-on-collection-errors")  # a file that fails has a row of `tests`
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return sorted({line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line})
 
 

@@ -10,13 +10,11 @@ which vLLM has no wheel; nothing else of this version is promised there.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
 import struct
 import subprocess
-import tarfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -155,8 +153,8 @@ def zero(
             struct.pack_into("<I", data, code.header + ARCHITECTURE_AT, OTHER_GPU)
 
 
-def write(python: Path, work: Path, paths: list[Path], archive: Path, architecture: int) -> None:
-    """Write `archive`: a folder of packages for the Python of `python`.
+def make(python: Path, work: Path, paths: list[Path], architecture: int) -> Path:
+    """Make a folder of packages for the Python of `python`, and return it.
 
     work: folder for downloads.
     paths: of the built sources, whose engine is imported in the end, and of their packages.
@@ -183,18 +181,7 @@ def write(python: Path, work: Path, paths: list[Path], archive: Path, architectu
         else:
             zero_others(library, of_architecture(architecture))
     check(python, work, [*paths, site])
-    with written(archive) as file:
-        file.add(site, "site", filter=lambda info: None if "__pycache__" in info.name else info)
-    print(f"gpu-vllm: {archive}, {archive.stat().st_size / 2**20:.1f} MiB")
-
-
-@contextlib.contextmanager
-def written(archive: Path) -> Iterator[tarfile.TarFile]:
-    """Open an archive to write, which has its name only once it is whole."""
-    part = archive.with_name(f"{archive.name}.part")
-    with tarfile.open(part, "w:xz", preset=9) as file:
-        yield file
-    part.replace(archive)
+    return site
 
 
 def check(python: Path, work: Path, paths: list[Path]) -> None:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks import attention, decode_linear, linear, sampling
+from benchmarks import attention, decode_linear, linear, linear_recurrence, sampling
 from benchmarks._bench import OURS, Bench
 from benchmarks._results import Results
 
@@ -24,6 +24,9 @@ SMALL: tuple[tuple[Any, str, Any], ...] = (
     (linear, "HEADS", tuple((64, 64, vocab) for *_, vocab in linear.HEADS)),
     (linear, "shapes", lambda _: [(64, 64, 128_256, torch.bfloat16)]),
     (linear, "largest_errors", lambda *_: {}),
+    (linear_recurrence, "UNIFORM", (16,) * 8),
+    (linear_recurrence, "LONG_TAIL", (12, 10, 8, 7, 6, 5, 5, 4, 4, 3)),
+    (linear_recurrence, "GROUP", (16,) * 9),
 )
 
 
@@ -58,7 +61,7 @@ def calls(device: torch.device) -> Iterator[str]:
     with ExitStack() as small:
         for module, name, value in SMALL:
             small.enter_context(patch.object(module, name, value))
-        for module in (attention, linear, sampling, decode_linear):
+        for module in (attention, linear, sampling, decode_linear, linear_recurrence):
             try:
                 module.run(bench)
             except Exception:  # the others are compiled

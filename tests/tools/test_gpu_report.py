@@ -432,6 +432,30 @@ def test_parts_with_vllm_find_it_on_a_gpu_only(tmp_path, monkeypatch):
         assert found == [on_gpu, False]
 
 
+def test_a_call_goes_on_without_an_archive_that_is_broken(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_report, "WORK", tmp_path / "work")
+    broken = tmp_path / "broken.tar.xz"
+    broken.write_bytes(b"no archive")
+    environment = gpu_report.Environment(broken, broken, None)
+    for part in ("tests", "rows"):
+        assert "HYBRIDENGINE_PACK" not in environment.of(part)
+    errors = capsys.readouterr().err
+    assert "broken.tar.xz is left out: ReadError" in errors and "rows runs without vLLM" in errors
+
+
+def test_a_second_call_needs_no_archives(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_report, "WORK", tmp_path / "work")
+    pack = tmp_path / "pack.tar.xz"
+    (tmp_path / "pack.json").write_text('{"commit": "c0ffee"}')
+    with tarfile.open(pack, "w:xz") as file:
+        file.add(tmp_path / "pack.json", "pack.json")
+    for _ in range(2):
+        environment = gpu_report.Environment(pack, None, None)
+        assert environment.commit == "c0ffee"
+        assert environment.of("tests")["HYBRIDENGINE_PACK"] == str(tmp_path / "work" / "pack")
+        pack.unlink(missing_ok=True)
+
+
 def test_parts_find_what_an_installation_registers(tmp_path):
     (found,) = distributions(path=[str(write_entry_points(tmp_path))])
     values = {(entry.group, entry.name): entry.value for entry in found.entry_points}

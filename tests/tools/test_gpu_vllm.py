@@ -1,13 +1,9 @@
-"""Code for other GPUs is zeroed in a library of vLLM, and nothing else changes; the archive."""
+"""Code for other GPUs is zeroed in a library of vLLM, and nothing else changes."""
 
 from __future__ import annotations
 
 import random
 import struct
-import tarfile
-from pathlib import Path
-
-import pytest
 
 from tools.gpu_vllm import (
     ELF,
@@ -19,7 +15,6 @@ from tools.gpu_vllm import (
     is_flash,
     is_plain,
     of_architecture,
-    written,
     zero,
 )
 
@@ -77,16 +72,3 @@ def test_kernels_of_quantized_products_and_other_head_sizes_are_not_wanted() -> 
         "flash_fwd_hdim64_e4m3_sm90": False,
     }.items():
         assert is_flash(f"_INTERNAL_0123abcd_9_{name}_cu_0123abcd") == is_wanted
-
-
-def test_an_archive_that_is_not_whole_leaves_the_one_before(tmp_path: Path) -> None:
-    archive = tmp_path / "site.tar.xz"
-    for name in ("one", "two"):
-        (tmp_path / name).write_text(name)
-        with written(archive) as file:
-            file.add(tmp_path / name, name)
-        with pytest.raises(KeyboardInterrupt), written(archive) as file:
-            file.add(tmp_path / name, "broken")
-            raise KeyboardInterrupt
-        with tarfile.open(archive) as file:
-            assert file.getnames() == [name]
