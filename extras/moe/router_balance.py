@@ -103,6 +103,8 @@ class RouterBalance(ModelHook):
         ModelError: the logits of a router cannot be found, or it has no bias to update.
     """
 
+    divisible = False
+
     def __init__(
         self,
         model: nn.Module,

@@ -194,7 +194,7 @@ class RouterReplay(ModelHook):
 
     def __init__(self, model: nn.Module, *, records: bool = False) -> None:
         routers = find_routers(model)
-        self._records = records
+        self._records, self.divisible = records, not records
         self._recorded: list[Part] | None = None
         self.shape = _shape(model, routers)
         self._layers = {router.layer for router in routers}

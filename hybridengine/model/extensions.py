@@ -32,9 +32,10 @@ class ModelHook:
     """Something that takes part in the passes of one model, see `add_hook`.
 
     name: of the part of a batch that it records, where it records one.
+    divisible: whether tokens that the loss gives no gradient may have passes of their own without.
     """
 
-    name = ""
+    name, divisible = "", True
 
     def forward(self, batch: PackedBatch) -> AbstractContextManager[object]:
         """Return what is open while the model computes `batch`."""

@@ -118,6 +118,7 @@ class PackedBatch:
     A micro-batch is a part of a larger batch, whose rows it selects by `take`.
     is_dummy: the rank only takes part in the collectives of forward and backward.
     active_rows: int64, ascending, the rows that may have a gradient; None: all may.
+    has_gradient: False where no row has one, so that the forward pass is all there is to compute.
     """
 
     input_ids: Tensor  # int64 [T]
@@ -136,6 +137,7 @@ class PackedBatch:
     padding: int = 0  # the last tokens here that are of no sequence
     is_dummy: bool = False
     active_rows: Tensor | None = None
+    has_gradient: bool = True
     hidden_positions: Tensor | None = None  # int64 [D], logit_positions, each once; None: they are
     hidden_index: Tensor | None = None  # int64 [R], of each row in hidden_positions
 

@@ -27,6 +27,9 @@ from hybridengine.run.session import Session
 from hybridengine.train.exchange import RowExchange, RowLocations, split_micro_batches
 from hybridengine.train.rollouts import Outcomes, Rollouts
 
+# Of the tokens of a micro-batch: from here on a pass of their own costs less than their gradients.
+_PASSIVE_SHARE = 0.125
+
 
 @dataclass(frozen=True)
 class RolloutBatch:
@@ -37,6 +40,7 @@ class RolloutBatch:
     batch is used for one optimizer step only: they are then the log-probs of that step
     (`Actor.update`).
 
+    pack: makes a micro-batch of some of the responses here, numbered among all N; of none a dummy.
     mini_batches: the micro-batches of each optimizer step; their rows are these tokens.
     is_dummy: the replica trains on nothing. It holds one response of another replica, masked, for
       the collectives of forward and backward.
@@ -47,6 +51,7 @@ class RolloutBatch:
     cu_seqlens: Tensor  # int32 [n + 1]
     response_mask: Tensor  # bool [R], the tokens that are trained on
     rollout_log_probs: Tensor  # of the rollout engine
+    pack: Callable[[Sequence[int]], PackedBatch]
     mini_batches: Sequence[Sequence[PackedBatch]]
     mini_batch_of: Tensor  # int64 [N], the optimizer step that trains on a response
     placement: RowLocations  # of all N responses on the ranks that train on them
@@ -222,15 +227,15 @@ class DataParallel:
         mask = torch.full((ends[-1],), not is_dummy, device=device)
         if "sampled" in columns:
             mask &= columns["sampled"].bool()
+        pack = self._packer(rollouts, index, received)
         return RolloutBatch(
             outcomes=outcomes,
             index=index.to(device),
             cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=device),
             response_mask=mask,
             rollout_log_probs=received["log_probs"].to(device),
-            mini_batches=self._pack(
-                rollouts, index, received, [replicas[self.replica] for replicas in split]
-            ),
+            pack=pack,
+            mini_batches=[[pack(rows) for rows in replicas[self.replica]] for replicas in split],
             mini_batch_of=mini_batch_of.to(device),
             placement=placement,
             is_dummy=is_dummy,
@@ -254,17 +259,12 @@ class DataParallel:
             split.append([[[rows[i] for i in part] for part in parts] for parts in replicas])
         return split
 
-    def _pack(
-        self,
-        rollouts: Rollouts,
-        index: Tensor,
-        columns: Mapping[str, Tensor],
-        mini_batches: Sequence[Sequence[list[int]]],
-    ) -> list[list[PackedBatch]]:
-        """Pack the responses `index` of this replica on the host, and move each batch once.
+    def _packer(
+        self, rollouts: Rollouts, index: Tensor, columns: Mapping[str, Tensor]
+    ) -> Callable[[Sequence[int]], PackedBatch]:
+        """Return what packs some of the responses `index` of this replica, and moves them once.
 
-        columns: of these responses.
-        mini_batches: the rows of each micro-batch. A dummy runs this replica's shortest response.
+        columns: of these responses. A dummy runs the shortest one.
         """
         outcomes, device = rollouts.outcomes, self.session.device
         lengths = outcomes.response_lengths[index].tolist()
@@ -284,7 +284,7 @@ class DataParallel:
         position = {row: k for k, row in enumerate(index.tolist())}
         shortest = int(outcomes.lengths[index].argmin())
 
-        def pack(rows: list[int]) -> PackedBatch:
+        def pack(rows: Sequence[int]) -> PackedBatch:
             chosen = [position[row] for row in rows] or [shortest]
             groups = outcomes.groups[index[chosen]].tolist()
             prompts = {g: torch.tensor(rollouts.prompts[g].prompt_ids) for g in set(groups)}
@@ -304,7 +304,32 @@ class DataParallel:
             packed = replace(packed, row_index=tokens).to(device)
             return packed if rows else packed.as_dummy()
 
-        return [[pack(rows) for rows in micro_batches] for micro_batches in mini_batches]
+        return pack
+
+    def divide(self, batch: RolloutBatch, is_active: Tensor) -> RolloutBatch:
+        """Have the groups of a micro-batch without an active token computed without gradient.
+
+        A micro-batch stays whole where they are few on some replica: all wait for the slowest. A
+        dummy, one response in place of none, has none to leave out.
+
+        is_active: bool [R]. Collective.
+        """
+        index, groups = batch.index.cpu(), batch.outcomes.groups
+        found = groups[index[batch.sequence_sums(is_active.long()).cpu() > 0]]
+        has_active, responses = torch.isin(groups, found), index[batch.sequence_ids.cpu()]
+        parts, shares = list[list[PackedBatch]](), list[float]()
+        for whole in batch.micro_batches:
+            rows = responses[whole.row_index.cpu()].unique()
+            passive, active = (batch.pack(rows[has_active[rows] == x].tolist()) for x in (0, 1))
+            parts.append([replace(passive, has_gradient=False), active])
+            shares.append(1 - active.input_ids.numel() / whole.input_ids.numel())
+        share = torch.tensor(shares, device=self.session.device)
+        dist.all_reduce(share, dist.ReduceOp.MIN)
+        divides = (share >= _PASSIVE_SHARE).tolist()
+        given = zip(batch.micro_batches, parts, divides, strict=True)
+        kept = iter([both if apart else [whole] for whole, both, apart in given])
+        mini_batches = [[part for _ in x for part in next(kept)] for x in batch.mini_batches]
+        return replace(batch, mini_batches=mini_batches)
 
     def num_trained(self, batch: RolloutBatch, number: int) -> tuple[Tensor, Tensor]:
         """Count (tokens, responses with a token) that a mini-batch trains on, over all ranks; 0-d.
@@ -370,11 +395,13 @@ class DataParallel:
         """
         scale, hooks, metrics = self.grad_scale(optimizer), hooks_of(model), dict[str, Tensor]()
         for hook in hooks:
-            hook.begin_step(micro_batches, scale)
+            hook.begin_step([m for m in micro_batches if m.has_gradient], scale)
         for micro_batch in micro_batches:
-            loss, outputs = loss_of(micro_batch)
+            with torch.set_grad_enabled(micro_batch.has_gradient):
+                loss, outputs = loss_of(micro_batch)
             optimizer.observe_loss(loss, outputs)
-            (loss * scale).backward()
+            if micro_batch.has_gradient:
+                (loss * scale).backward()
         norm = optimizer.step(max_norm)
         for hook in hooks:
             metrics |= hook.end_step(updated=not optimizer.skipped_in_a_row)

@@ -26,7 +26,7 @@ from hybridengine.model import (
     packed_policy_loss,
     packed_values,
 )
-from hybridengine.model.extensions import pop_metrics, recorded_parts
+from hybridengine.model.extensions import hooks_of, pop_metrics, recorded_parts
 from hybridengine.model.packed import Part
 from hybridengine.run.config import ConfigError, RLConfig
 from hybridengine.train.advantages import LossOptions, correct, correct_batch
@@ -213,31 +213,35 @@ class Actor(Learner):
                 given = replace(given, selected=self.select(given))
             if given.old_log_probs is not None and self._recorded:
                 given = given.with_parts(self._recorded)
-            metrics, log_probs = self._epochs(self.with_active_rows(given))
+            given = self.with_active_rows(given)
+            metrics, log_probs = self._epochs(given)
             metrics |= pop_metrics(self.model)
             if self.kl is not None:
                 metrics["actor/kl_coef"] = self.kl.coef  # of this update
                 self.kl.update(metrics["actor/kl_loss"], len(batch.outcomes.last))
             if batch.old_log_probs is None:
-                batch = replace(batch, old_log_probs=batch.join(log_probs))
+                batch = replace(batch, old_log_probs=given.join(log_probs))
             return batch, metrics
 
     def with_active_rows(self, batch: RolloutBatch) -> RolloutBatch:
         """Find the tokens that may have a gradient: unmasked, with an advantage other than 0.
 
-        Their numbers set the sizes of the head's gradient products, so the host waits for them,
-        once per update: one copy for all micro-batches. A KL or entropy term has a gradient at
-        every token, and in two modes the gradient is no multiple of the token's own advantage.
+        Groups without such a token are computed without gradient. The numbers of tokens set the
+        sizes of the head's gradient products, so the host waits for them, once per update: one copy
+        for all micro-batches. A KL or entropy term has a gradient at every token, and in two modes
+        the gradient is no multiple of the token's own advantage. Collective.
         """
         actor = self._config.actor
         every_token = actor.entropy_coeff or self._kl_coef
         if every_token or actor.policy_loss.loss_mode in ("kl_cov", "geo_mean"):
             return batch
         assert batch.advantages is not None
-        has_gradient, micro_batches = batch.advantages != 0, batch.micro_batches
-        flags = [batch.mask_of(m) & m.take(has_gradient) for m in micro_batches]
+        is_active = batch.response_mask & (batch.advantages != 0)
+        if all(hook.divisible for hook in hooks_of(self.model)):
+            batch = self._dp.divide(batch, is_active)
+        flags = [m.take(is_active) & (not m.is_dummy) for m in batch.micro_batches]
         parts = torch.cat(flags).cpu().split([flag.numel() for flag in flags])
-        device = has_gradient.device
+        device = is_active.device
         return batch.with_each("active_rows", [x.nonzero().squeeze(1).to(device) for x in parts])
 
     def micro_batch_loss(

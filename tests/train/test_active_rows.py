@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
 from hybridengine.model import PackedBatch, pack_rollouts
 from hybridengine.run.config import RLConfig
@@ -27,7 +28,8 @@ def active_rows(config: RLConfig) -> list[list[list[int] | None]]:
     first = [micro_batch(5, 6, 7), micro_batch(3, 4)]
     second = [micro_batch(2, 0), micro_batch(0, 1, is_dummy=True)]
     kl_coef = config.actor.kl_loss_coef if config.actor.use_kl_loss else 0.0
-    actor: Any = SimpleNamespace(_config=config, _kl_coef=kl_coef)
+    dp = SimpleNamespace(divide=lambda batch, _: batch)
+    actor: Any = SimpleNamespace(_config=config, _kl_coef=kl_coef, _dp=dp, model=nn.Module())
     unused: Any = None
     batch = RolloutBatch(
         outcomes=unused,
@@ -35,6 +37,7 @@ def active_rows(config: RLConfig) -> list[list[list[int] | None]]:
         cu_seqlens=unused,
         response_mask=MASK,
         rollout_log_probs=unused,
+        pack=unused,
         mini_batches=[first, second],
         mini_batch_of=unused,
         placement=unused,

@@ -48,17 +48,14 @@ def override_steps(
         **others: Any,
     ) -> Any:
         usual = intermediate_tensors is None and inputs_embeds is None and not others
-        if usual and input_ids is not None and not any(map(_is_observed, modules)):
+        is_observed = any(x._forward_hooks or x._forward_pre_hooks for x in modules)
+        if usual and input_ids is not None and not is_observed:
             output = run(forward, input_ids, positions)
             if output is not None:
                 return output
         return forward(input_ids, positions, intermediate_tensors, inputs_embeds, **others)
 
     model.forward = MethodType(overridden, model)
-
-
-def _is_observed(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 log = logging.getLogger(__name__)

@@ -146,15 +146,12 @@ class _Writer(dcp.FileSystemWriter):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy all tensors to host memory, a DTensor's once; torch's stager copies it twice."""
         self.per_thread_copy_ahead = 0  # a buffer for tensors of a device
-        return {name: _copy_to_host(tensor) for name, tensor in state_dict.items()}
+        own = {name: local_shard(x).detach().to("cpu", copy=True) for name, x in state_dict.items()}
+        return {name: with_shard(x, own[name]) for name, x in state_dict.items()}
 
     def write_data(self, *args: Any) -> Any:
         with writing_to(Path(self.path)):
             return super().write_data(*args)
-
-
-def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    return with_shard(tensor, local_shard(tensor).detach().to("cpu", copy=True))
 
 
 class TensorFiles:

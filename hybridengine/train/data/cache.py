@@ -159,7 +159,7 @@ class _StoredSamples(Sequence[T]):
     def __init__(self, path: Path, sample_type: Any) -> None:
         self._file = path.open("rb")
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(
-            sample_type, dec_hook=_from_bytes, ext_hook=_from_extension
+            sample_type, dec_hook=lambda _, value: array("i", value), ext_hook=_from_extension
         )
         size = os.fstat(self._file.fileno()).st_size
         footer = os.pread(self._file.fileno(), _FOOTER.size, max(0, size - _FOOTER.size))
@@ -234,10 +234,6 @@ def _remove_unused(folder: Path) -> None:
         with suppress(OSError):
             if time.time() - entry.stat().st_mtime > MAX_UNUSED_S:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-
-
-def _from_bytes(expected: Any, value: bytes) -> Any:
-    return array("i", value)
 
 
 def _storable(value: Any) -> Any:
