@@ -1,9 +1,9 @@
 """Linear layers of a decoding step: few rows, weights that are not in the cache.
 
-The shapes are those of SmolLM2-135M, on a GPU of a model with 7B parameters, where 4096 rows show
-what the fixed order of sums costs a trainer. Every call takes the next of many copies of the
-weight, as a step takes the next layer. `share_of_limit` is of the machine's read bandwidth up to 4
-rows (32 on a GPU), of its rate of a large product beyond.
+The shapes are those of SmolLM2-135M, on a GPU of models with 0.5B and 7B parameters, where 4096
+rows show what the fixed order of sums costs a trainer. Every call takes the next of many copies of
+the weight, as a step takes the next layer. `share_of_limit` is of the machine's read bandwidth up
+to 4 rows (32 on a GPU), of its rate of a large product beyond.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SHAPES = {  # N, K
     "head": (49_152, 576),
 }
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-GPU_SHAPES = {"o_proj": (4096, 4096), "up_proj": (11_008, 4096)}
-GPU_ROWS = (1, 8, 32, 128, 4096)
+GPU_SHAPES = {"down_proj": (896, 4864), "o_proj": (4096, 4096), "up_proj": (11_008, 4096)}
+GPU_ROWS = (1, 8, 32, 64, 4096)
 COPIES_BYTES = 256 << 20  # of all copies of a weight: several times the cache
 
 

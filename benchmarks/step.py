@@ -37,6 +37,7 @@ IMPLEMENTATIONS = {
     OURS: {"model.compile": "false"},
     f"{OURS}_compile": {"model.compile": "true"},
 }
+COMMAND = ("-m", "hybridengine.train.start", "grpo")
 REWARD = """
 from zlib import crc32
 
@@ -74,9 +75,9 @@ def run(bench: Bench) -> None:
             if bench.results.keep({"pass": "step", "steps": steps}, op="step", impl=impl):
                 continue
             run_dir = folder / impl
-            own = settings | own | {"trainer.default_local_dir": run_dir}
+            of_run = settings | own | {"trainer.default_local_dir": run_dir}
             try:
-                for rows in train(run_dir, own, LIMIT_S[bench.device.type]):
+                for rows in train(run_dir, of_run, LIMIT_S[bench.device.type]):
                     add_rows(bench, impl, shape, rows)
             except Exception:  # the next one still runs
                 traceback.print_exc()
@@ -181,7 +182,7 @@ def train(
     one_rank: dict[str, Any] = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     one_rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     one_rank |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "step"}
-    command = [sys.executable, "-m", "hybridengine.train.start", "grpo", str(file)]
+    command = [sys.executable, *COMMAND, str(file)]
     environment = os.environ | {key: str(value) for key, value in one_rank.items()}
     end, seen = monotonic() + limit_s, 0
     process = subprocess.Popen(command, cwd=ROOT, env=environment)

@@ -69,7 +69,7 @@ KERNELS = (
 # The first three are short, and what has a prediction but no figure.
 ROWS = (
     *("strided_copy", "block_quantize", "decode_linear", "attention", "linear", "sampling"),
-    "linear_recurrence",
+    *("linear_recurrence", "orthogonalize"),
 )
 ROW_IMPLS = "hybridengine|varlen|fa3|gemm|torch|vllm"
 PARTS = {

@@ -1,16 +1,17 @@
 """Fill a cache of Triton with the kernels that tests and benchmarks launch; no GPU is needed.
 
-    python tools/triton_cache.py FOLDER [--capability 90] [--limit-s S] [TEST ...]
+    python tools/triton_cache.py FOLDER [--capability 90] [--limit-s S] [--workers N] [TEST ...]
 
 Triton compiles a kernel when it is first launched, which takes most of the time of GPU tests. Here
 the same GPU tests, the operators of tools/gpu_probe.py, and ours of the part `rows`
 (tools/triton_parts.py) run on CPU tensors that say that they are on a GPU. A launch compiles, with
 Triton's own `warmup`, and runs nothing: results are arbitrary, so asserts are off and tests may
-fail, but what they launch before has the types, alignments, constants and options of a GPU. FOLDER
-is then a TRITON_CACHE_DIR for the same version of Triton; a process that finds it elsewhere calls
-`relocate` first, since Triton writes absolute paths into it. FOLDER/cache.json has the versions,
-Triton's key, and how many launches found their form in the cache (`found`) and compiled it
-(`compiled`).
+fail, but what they launch before has the types, alignments, constants and options of a GPU. N
+processes (one per core) have a share of the tests each. FOLDER is then a TRITON_CACHE_DIR for the
+same version of Triton; a process that finds it elsewhere calls `relocate` first, since Triton
+writes absolute paths into it. FOLDER/cache.json has the versions, Triton's key, and how many
+launches found their form in the cache (`found`) and compiled it (`compiled`). What FOLDER has of
+an earlier call is not compiled again, and removed if nothing launches it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,14 +230,14 @@ def pretend_gpu(capability: int) -> Any:
 class Plugin:
     """A plugin of pytest: GPU tests compile what they launch, until the time is over."""
 
-    is_complete = True  # the time was not over before the last test
+    is_complete = True  # neither the time nor that of a test was over
 
-    def __init__(self, capability: int, end: float) -> None:
+    def __init__(self, capability: int, end: float, share: slice) -> None:
         # With torch._dynamo, before torch.cuda is replaced.
         from tools import gpu_probe, gpu_tests, triton_parts
 
         self._comes_later = gpu_tests.comes_later
-        self._end = end
+        self._end, self._share = end, share
         self._calls = (triton_parts.calls, gpu_probe.operators)
         self._mode = pretend_gpu(capability)
 
@@ -249,11 +251,18 @@ class Plugin:
                     break
 
     def _is_over(self) -> bool:
-        self.is_complete = time.monotonic() < self._end
-        return not self.is_complete
+        is_over = time.monotonic() > self._end
+        self.is_complete = self.is_complete and not is_over
+        return is_over
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed and "Timeout" in str(report.longrepr):
+            self.is_complete = False
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        items.sort(key=lambda item: self._comes_later(item.nodeid))  # as the GPU runs them
+        marked = [item for item in items if item.get_closest_marker("gpu")]
+        marked.sort(key=lambda item: self._comes_later(item.nodeid))  # as the GPU runs them
+        items[:] = marked[self._share]
 
     def pytest_runtest_setup(self, item: Any) -> None:
         import pytest
@@ -271,26 +280,13 @@ class Plugin:
             torch._C._pop_torch_function_stack()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("test", nargs="*", metavar="TEST")
-    parser.add_argument("--capability", type=int, default=90)
-    parser.add_argument("--limit-s", type=float, default=float("inf"), metavar="S")
-    arguments = parser.parse_intermixed_args()
-    folder = arguments.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ |= {"TRITON_CACHE_DIR": str(folder), "TRITON_STORE_BINARY_ONLY": "1"}
-    if __debug__:  # asserts compare results, which nothing computed
-        command = [sys.executable, "-O", __file__, *sys.argv[1:]]
-        return subprocess.run(command, cwd=ROOT).returncode
+def run_share(folder: Path, tests: list[str], capability: int, limit_s: float, share: slice) -> int:
+    """Compile a share of the tests, the first one also `rows` and the probe; write a summary."""
     import pytest
-    import torch
-    import triton
 
     forms, used = _Forms(), record_entries()
-    end = time.monotonic() + arguments.limit_s
-    compile_launches(forms, arguments.capability)
+    end = time.monotonic() + limit_s
+    compile_launches(forms, capability)
     options = [
         "-q",
         "-m",
@@ -302,18 +298,52 @@ def main() -> int:
         "no:cacheprovider",
     ]
     options += ["--continue-on-collection-errors", f"--timeout={LIMIT_S}"]
-    plugin = Plugin(arguments.capability, end)
-    if not arguments.test:
+    plugin = Plugin(capability, end, share)
+    if not tests and share.start == 0:
         plugin.probe()
-    code = pytest.main([*options, *(arguments.test or FOLDERS)], plugins=[plugin])
-    is_interrupted = code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-    if plugin.is_complete and not (is_interrupted or arguments.test):
-        remove_others(folder, used)
-    versions = {"triton": triton.__version__, "torch": torch.__version__, "key": key_of_triton()}
-    counts = {"found": forms.found, "compiled": forms.compiled, "errors": forms.errors}
-    (folder / SUMMARY).write_text(json.dumps({**versions, **counts}, indent=1) + "\n")
-    print(f"triton-cache: {folder}: {counts}")
+    code = pytest.main([*options, *(tests or FOLDERS)], plugins=[plugin])
+    ended = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+    summary = {"found": forms.found, "compiled": forms.compiled, "errors": forms.errors}
+    summary |= {"used": sorted(used), "is_complete": plugin.is_complete and code in ended}
+    (folder / f"{share.start}.json").write_text(json.dumps(summary))
     return int(bool(forms.errors))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("test", nargs="*", metavar="TEST")
+    parser.add_argument("--capability", type=int, default=90)
+    parser.add_argument("--limit-s", type=float, default=float("inf"), metavar="S")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), metavar="N")
+    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_intermixed_args()
+    folder, workers = arguments.folder.resolve(), arguments.workers
+    if arguments.share is not None:
+        share = slice(arguments.share, None, workers)
+        return run_share(folder, arguments.test, arguments.capability, arguments.limit_s, share)
+    folder.mkdir(parents=True, exist_ok=True)
+    variables = {"TRITON_CACHE_DIR": str(folder), "TRITON_STORE_BINARY_ONLY": "1"}
+    # Asserts, which -O leaves out, compare results, which nothing computed.
+    command = [sys.executable, "-O", __file__, *sys.argv[1:], f"--workers={workers}"]
+    running = [
+        subprocess.Popen([*command, f"--share={i}"], cwd=ROOT, env=os.environ | variables)
+        for i in range(workers)
+    ]
+    code = max(process.wait() for process in running)
+    files = [file for i in range(workers) if (file := folder / f"{i}.json").is_file()]
+    shares = [json.loads(file.read_text()) for file in files]
+    for file in files:
+        file.unlink()
+    is_complete = len(shares) == workers and all(share["is_complete"] for share in shares)
+    if is_complete and not arguments.test:
+        remove_others(folder, {entry for share in shares for entry in share["used"]})
+    counts: dict[str, Any] = {n: sum(s[n] for s in shares) for n in ("found", "compiled")}
+    counts["errors"] = {name: text for s in shares for name, text in s["errors"].items()}
+    versions = {"triton": version("triton"), "torch": version("torch"), "key": key_of_triton()}
+    (folder / SUMMARY).write_text(json.dumps(versions | counts, indent=1) + "\n")
+    print(f"triton-cache: {folder}: {counts}")
+    return code
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from benchmarks import _baselines, host, micro_batch, vllm_start
+from benchmarks import _baselines, host, micro_batch, step, vllm_start
 from benchmarks._bench import KEYS, OURS, Bench, OutOfTime
 from benchmarks.isa import LIMITS, is_limited
 from tools import gpu_probe
@@ -84,6 +84,33 @@ def test_the_part_of_the_gpu_report_with_vllm_runs_on_a_cpu():
     engine.run(bench)
     checked = [row["shape"] for row in bench.rows if row["pass"] == "check"]
     assert len(checked) == len(engine.TP_SIZES) * len(engine.ON_CPU)
+
+
+TRAINER = """
+import json, pathlib, sys, time, yaml
+folder = pathlib.Path(yaml.safe_load(open(sys.argv[1]))["trainer"]["default_local_dir"])
+folder.mkdir()
+with (folder / "metrics.jsonl").open("w", buffering=1) as file:
+    for seconds in (9, 2, 3):
+        times = {"timing_s/step": seconds, "timing_s/update_actor": 1}
+        row = json.dumps({**times, "perf/throughput": 10, "perf/mfu/actor": 0.5})
+        file.write(row[:20])
+        time.sleep(1.5)
+        file.write(row[20:] + chr(10))
+    sys.exit(3)
+"""
+
+
+def test_steps_are_rows_before_their_run_ends(bench, monkeypatch):
+    monkeypatch.setattr(step, "COMMAND", ("-c", TRAINER))
+    monkeypatch.setattr(step, "IMPLEMENTATIONS", {"on a GPU": {}, OURS: {}})
+    seen = []
+    monkeypatch.setattr(bench.results, "save", lambda: seen.append([*bench.rows]))
+    with pytest.raises(AssertionError, match=f"runs that failed: {OURS}"):
+        step.run(bench)
+    of_step = [row for rows in seen for row in rows if row["pass"] == "step"]
+    assert [(row["steps"], row["ms_p50"]) for row in of_step] == [(0, 9e3), (1, 2e3), (2, 2.5e3)]
+    assert {row["steps"] for row in bench.rows} == {2} and len(bench.rows) == 2
 
 
 def test_a_training_micro_batch_runs_in_every_form(bench, monkeypatch):
