@@ -138,7 +138,8 @@ def triton() -> None:
     command = (PYTHON, "tools/triton_cache.py", TRITON, "--limit-s", limit_s)
     install_missing()
     call(*command, "--capability", capability, PYTHONPATH=f"{TREE}{os.pathsep}{SITE}")
-    KERNELS.write_text(gpu_build.hash_of_kernels())
+    if json.loads((TRITON / "cache.json").read_text())["complete"]:
+        KERNELS.write_text(gpu_build.hash_of_kernels())
 
 
 def install_missing() -> list[str]:

@@ -9,9 +9,10 @@ Triton's own `warmup`, and runs nothing: results are arbitrary, so asserts are o
 fail, but what they launch before has the types, alignments, constants and options of a GPU. N
 processes (one per core) have a share of the tests each. FOLDER is then a TRITON_CACHE_DIR for the
 same version of Triton; a process that finds it elsewhere calls `relocate` first, since Triton
-writes absolute paths into it. FOLDER/cache.json has the versions, Triton's key, and how many
-launches found their form in the cache (`found`) and compiled it (`compiled`). What FOLDER has of
-an earlier call is not compiled again, and removed if nothing launches it.
+writes absolute paths into it. FOLDER/cache.json has the versions, Triton's key, how many launches
+found their form in the cache (`found`) and compiled it (`compiled`), and whether all tests ran in
+their time (`complete`). What FOLDER has of an earlier call is not compiled again; a complete run
+removes what it did not launch.
 """
 
 from __future__ import annotations
@@ -336,9 +337,11 @@ def main() -> int:
     for file in files:
         file.unlink()
     is_complete = len(shares) == workers and all(share["is_complete"] for share in shares)
-    if is_complete and not arguments.test:
+    is_complete = is_complete and not arguments.test
+    if is_complete:
         remove_others(folder, {entry for share in shares for entry in share["used"]})
-    counts: dict[str, Any] = {n: sum(s[n] for s in shares) for n in ("found", "compiled")}
+    counts: dict[str, Any] = {"complete": is_complete}
+    counts |= {name: sum(share[name] for share in shares) for name in ("found", "compiled")}
     counts["errors"] = {name: text for s in shares for name, text in s["errors"].items()}
     versions = {"triton": version("triton"), "torch": version("torch"), "key": key_of_triton()}
     (folder / SUMMARY).write_text(json.dumps(versions | counts, indent=1) + "\n")

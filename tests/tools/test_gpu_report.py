@@ -126,6 +126,9 @@ def test_kernels_of_both_passes_are_compiled_without_a_gpu(tmp_path):
     subprocess.run(command, cwd=gpu_report.ROOT, check=True, timeout=500)
     compiled = {file.stem for file in tmp_path.glob("*/*.cubin")}
     assert {"forward_kernel", "first_grads_kernel", "backward_kernel"} <= compiled
+    summary = json.loads((tmp_path / triton_cache.SUMMARY).read_text())
+    assert summary["compiled"] > 2 and not summary["complete"], "of one test"
+    assert summary["errors"] == {} and [*tmp_path.glob("*.json")] == [tmp_path / "cache.json"]
 
 
 def test_entries_of_a_cache_of_triton_that_nothing_used_are_removed(tmp_path, monkeypatch):
