@@ -60,13 +60,21 @@ void compare_range(const CompareParams& p, int64_t begin, int64_t end) {
     const int64_t count = end - at < kTile ? end - at : kTile;
     const auto* now = reinterpret_cast<const uint16_t*>(cast_tile(current + at, tile, count));
     uint16_t* then = sent + at;
-    for (int64_t i = 0; i < count; i += kMaskBits) {
-      const int64_t size = count - i < kMaskBits ? count - i : kMaskBits;
-      const uint32_t bits =
-          size == kMaskBits ? differing(now + i, then + i) : differing(now + i, then + i, size);
-      if (!bits) continue;
-      p.mask[(at + i) / kMaskBits] |= bits;
-      std::memcpy(then + i, now + i, size * sizeof(uint16_t));
+    uint32_t bits[kTile / kMaskBits];
+    int changed[kTile / kMaskBits], num_changed = 0;  // words, without a branch: it is mispredicted
+    const int num_words = static_cast<int>(num_mask_words(count));
+    for (int i = 0; i < num_words; ++i) {
+      const int64_t first = i * kMaskBits, size = count - first;
+      bits[i] = size >= kMaskBits ? differing(now + first, then + first)
+                                  : differing(now + first, then + first, size);
+      changed[num_changed] = i;
+      num_changed += bits[i] != 0;
+    }
+    for (int k = 0; k < num_changed; ++k) {
+      const int64_t first = changed[k] * kMaskBits, left = count - first;
+      p.mask[at / kMaskBits + changed[k]] |= bits[changed[k]];
+      std::memcpy(then + first, now + first,
+                  (left < kMaskBits ? left : kMaskBits) * sizeof(uint16_t));
     }
   }
 }

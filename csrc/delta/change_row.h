@@ -23,11 +23,13 @@ struct ChangeRow {
   int32_t dst;
 };
 
-// Adjacent source elements [begin, end) of a row; `begin` goes to `dst`.
+// Adjacent source elements [begin, end). `begin` goes to `dst`; -1: the row has none of them.
 struct ChangeRun {
   int64_t begin = 0;
   int64_t end = 0;
-  int64_t dst = 0;
+  int64_t dst = -1;
+
+  HE_HOST_DEVICE bool has(int64_t index) const { return begin <= index && index < end; }
 };
 
 HE_HOST_DEVICE int64_t divide(int64_t value, int64_t divisor) {
@@ -36,24 +38,28 @@ HE_HOST_DEVICE int64_t divide(int64_t value, int64_t divisor) {
   return value / divisor;
 }
 
-// The run that has source element `index`; an empty one if the row does not have it.
+// The run that has source element `index`.
 HE_HOST_DEVICE ChangeRun find_run(const ChangeRow& row, int64_t index) {
-  if (index < row.src_offset) return {};
+  constexpr int kLast = kChangeDims - 1;
+  const ChangeRun outside{index, index + 1};
+  if (index < row.src_offset) return outside;
   int64_t rest = index - row.src_offset;
   int64_t dst = row.dst_offset;
+  int64_t next = row.src_end;  // element that follows what the last dimension is repeated after
   HE_UNROLL
   for (int dim = 0; dim < kChangeDims; ++dim) {
     if (row.size[dim] == 1) continue;
-    if (dim == kChangeDims - 1 && row.src_stride[dim] == 1) break;
+    if (dim == kLast && row.src_stride[dim] == 1) break;
     const int64_t steps = divide(rest, row.src_stride[dim]);
-    if (steps >= row.size[dim]) return {};
+    if (steps >= row.size[dim]) return outside;
     rest -= steps * row.src_stride[dim];
     dst += steps * row.dst_stride[dim];
+    next = index - rest + row.src_stride[dim];
   }
-  if (row.size[kChangeDims - 1] == 1 || row.src_stride[kChangeDims - 1] != 1)
-    return rest == 0 ? ChangeRun{index, index + 1, dst} : ChangeRun{};
-  if (rest >= row.size[kChangeDims - 1]) return {};
-  return {index - rest, index - rest + row.size[kChangeDims - 1], dst};
+  if (row.size[kLast] == 1 || row.src_stride[kLast] != 1)
+    return rest == 0 ? ChangeRun{index, index + 1, dst} : outside;
+  const int64_t begin = index - rest, end = begin + row.size[kLast];
+  return index < end ? ChangeRun{begin, end, dst} : ChangeRun{end, next};
 }
 
 // The first of `count` ascending values that is at least `bound`.

@@ -30,8 +30,8 @@ void visit_range(const MapChangesParams& params, int64_t begin, int64_t end, con
       ChangeRun run;
       for (int64_t at = low; at < low + stop - begin; ++at) {
         const int64_t index = indices[at];
-        if (index < run.begin || index >= run.end) run = find_run(row, index);
-        if (run.end) visit(row, run.dst + (index - run.begin) * step, list.values[at]);
+        if (!run.has(index)) run = find_run(row, index);
+        if (run.dst >= 0) visit(row, run.dst + (index - run.begin) * step, list.values[at]);
       }
     });
     begin = stop;
@@ -45,8 +45,8 @@ uint64_t checksum_change(int64_t position, uint16_t from, uint16_t to) {
   return weighted(word, change) + (word ? 0 : kFirstWord * change);
 }
 
-// Changes of one destination. A write needs the old element, so that the cache lines of a batch are
-// asked for before the first of them is read.
+// Changes of one destination. Old elements are read in a loop of their own, where many reads wait
+// for memory at the same time: among writes few do.
 class Batch {
  public:
   explicit Batch(const MapChangesParams& params) : params_(params) {}
@@ -57,21 +57,21 @@ class Batch {
       close();
       dst_ = dst;
     }
-    __builtin_prefetch(params_.destinations[dst] + position, 1);
     positions_[count_] = position;
     values_[count_++] = value;
     if (count_ == kSize) write();
   }
 
  private:
-  static constexpr int kSize = 64;
+  static constexpr int kSize = 256;
 
   void write() {
     uint16_t* elements = params_.destinations[dst_];
+    uint16_t old[kSize];
+    for (int i = 0; i < count_; ++i) old[i] = elements[positions_[i]];
     for (int i = 0; i < count_; ++i) {
-      uint16_t& element = elements[positions_[i]];
-      sum_ += checksum_change(positions_[i], element, values_[i]);
-      element = values_[i];
+      sum_ += checksum_change(positions_[i], old[i], values_[i]);
+      elements[positions_[i]] = values_[i];
     }
     count_ = 0;
   }

@@ -46,7 +46,7 @@ __device__ void visit_pairs(const MapChangesParams& p, const Visit& visit) {
           with_indices(list, [&](const auto* indices) { return int64_t{indices[at]}; });
       const ChangeRun run = find_run(row, index);
       const int64_t step = row.dst_stride[kChangeDims - 1];
-      visit(pair, row, run.end ? run.dst + (index - run.begin) * step : -1, list.values[at]);
+      visit(pair, row, run.dst < 0 ? -1 : run.dst + (index - run.begin) * step, list.values[at]);
     }
   }
 }
