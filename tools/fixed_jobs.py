@@ -19,7 +19,7 @@ from tests.train.toy import toy_job
 
 HF: dict[str, object] = {"rollout.name": "hf"}
 VLLM: dict[str, object] = {"rollout.name": "vllm", "rollout.kv_cache_gib": 0.01}
-TIMES = ("timing_s/", "perf/", "reshard/")  # delta=auto decides by measured times
+TIMES = ("timing_s/", "perf/", "reshard/ms")
 JOBS: dict[str, dict[str, object]] = {
     "grpo": VLLM,
     "one_rank": VLLM | {"trainer.n_gpus_per_node": 1},

@@ -127,8 +127,8 @@ class Resharder:
       travel again only if their bits change, here or in the engine.
     delta: whether a sync moves only the elements whose bits changed since the last one, where its
       changes are few and the engine still holds what that sync wrote. They are found by comparison
-      with a copy of what was sent, 16 bits per element of the shards. auto: across machines; on one
-      machine if measured rates of moving and reading are such that it takes less time.
+      with a copy of what was sent, 16 bits per element of the shards. auto: where weights travel;
+      not where ranks of one machine read them from each other's memory.
     timeout_s: how long the other ranks may take in a collective of plan and syncs; a rank that
       stalls, or is stopped, is named then. None, and at most: the process groups' own timeouts.
       NCCL groups without a CPU backend keep theirs.
@@ -178,7 +178,7 @@ class Resharder:
             )
             return build_plan(trainers.specs, layouts, size, nodes)
 
-        self.plan, nodes = trainers.plan(plan, bucket_bytes, default_bucket_bytes(self._device))
+        self.plan = trainers.plan(plan, bucket_bytes, default_bucket_bytes(self._device))
         run_on_all_ranks(
             lambda: engine_weights(target, self._device, self.trained.factors), LayoutError
         )
@@ -187,8 +187,7 @@ class Resharder:
         wanted = trainers.delta == "on" or (trainers.delta == "auto" and plugins("deltas"))
         if wanted and not target.discards_weights:
             make = load_plugin("deltas", "changes", "reshard.delta")
-            pulls = isinstance(self.transport, Pull)
-            self.deltas = make(trainers, self.mover, is_far=len(set(nodes)) > 1, pulls=pulls)
+            self.deltas = make(trainers, self.mover, local=isinstance(self.transport, Pull))
         frozen = any(spec.frozen for spec in trainers.specs.values())
         self._skips_frozen = frozen and not target.discards_weights
 

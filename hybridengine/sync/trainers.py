@@ -238,8 +238,8 @@ class Trainers:
         make: Callable[[int, list[int]], ReshardPlan],
         bucket_bytes: int | None,
         default_bytes: int,
-    ) -> tuple[ReshardPlan, list[int]]:
-        """Return the plan, the same on every rank, and the node of each rank. Collective.
+    ) -> ReshardPlan:
+        """Return the plan, the same on every rank. Collective.
 
         make: plans for a bucket size and the nodes.
         bucket_bytes: None: the least of the ranks' `default_bytes`.
@@ -255,7 +255,7 @@ class Trainers:
                 f"ranks {odd} made another reshard plan than rank 0: their model, engine or "
                 "bucket size differs. Start every rank with the same configuration."
             )
-        return plan, list(nodes)
+        return plan
 
     def start(
         self,

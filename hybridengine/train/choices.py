@@ -453,7 +453,7 @@ def _delta(config: RLConfig) -> tuple[DeltaMode, str]:
     if dtype == "float32":
         return "off", "rollout.dtype is float32, and deltas are of 16-bit weights"
     if mode == "auto":
-        return "auto", "a sync sends only what changed where that is measured to be faster"
+        return "auto", "a sync over a link sends only what changed, one through shared memory all"
     return "on", "reshard.delta is on: a sync sends only what changed"
 
 

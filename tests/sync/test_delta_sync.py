@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hybridengine.engine.interface import SamplingSpec
-from hybridengine.remote.sync import changes
 from hybridengine.remote.sync import delta as group_module
+from hybridengine.remote.sync.changes import ChangeFinder
 from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.resharder import Resharder
@@ -257,8 +257,10 @@ def test_what_breaks_the_chain() -> None:
 def test_auto_pauses_where_too_much_changes() -> None:
     """After a comparison that found too much, 4 syncs compare nothing; after the next one, 8."""
     full = values(SHAPES)
-    with mock.patch.object(changes, "max_share", return_value=0.05):
-        engine, shards, resharder = build(SHAPES, 1, full=full, delta="auto")
+    engine, shards, resharder = build(SHAPES, 1, full=full, delta="on")
+    options = resharder.plan, 0, resharder.trained, resharder.guard
+    assert resharder.deltas is not None
+    resharder.deltas.finder = ChangeFinder(*options, max_changed=0.05, pauses=True)
 
     def sync(share: float) -> tuple[bool, bool]:
         """Train, sync, and tell whether it was a delta, and whether the change is known."""
@@ -278,6 +280,28 @@ def test_auto_pauses_where_too_much_changes() -> None:
     assert [sync(share) for share in shares] == expected_syncs
 
 
+def auto_body(rank: int, world_size: int, transport: str) -> list[tuple[bool, bool]]:
+    """Return of three syncs whether they were deltas, and whether the changes are known."""
+    full = values(SHAPES)
+    engine, shards, resharder = build(SHAPES, 1, full=full, transport=transport, delta="auto")
+    reports = []
+    for version in range(3):
+        full = train(full, 0.02, version)
+        for name, tensor in shards_of(SHAPES, full, mesh_of(world_size, 1)).items():
+            local_shard(shards[name]).copy_(local_shard(tensor))
+        reports.append(resharder.sync(version))
+        assert all(torch.equal(engine.tensors[n], t) for n, t in expected(engine, full).items())
+    return [(report.delta, report.changed is not None) for report in reports]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("transport", ["pull", "all-to-all"])
+def test_auto_sends_changes_where_weights_travel(transport: str) -> None:
+    deltas = [transport == "all-to-all"] * 2
+    for syncs in run_ranks(auto_body, 2, transport):
+        assert syncs == [(False, False), *((delta, delta) for delta in deltas)]
+
+
 @pytest.mark.usefixtures("world_of_one")
 def test_modes() -> None:
     full = values(SHAPES)
@@ -293,7 +317,7 @@ def test_modes() -> None:
         assert all((r.changed is None) == (not r.delta) for r in reports)
         return [report.delta for report in reports]
 
-    assert deltas() == deltas(delta="off") == [False] * 3, "auto: an engine of this size"
+    assert deltas() == deltas(delta="off") == [False] * 3, "auto: nothing travels"
     assert deltas(delta="on") == [False, True, True]
     engine.discards_weights = True
     assert deltas(delta="on") == [False] * 3

@@ -119,7 +119,7 @@ def chosen(tmp_path: Path, *overrides: str) -> Choices:
         (("reshard.delta=off",), "off", "reshard.delta is off"),
         (("reshard.delta=on",), "off", "rollout.dtype is float32"),
         (("reshard.delta=on", "rollout.dtype=bfloat16"), "on", "reshard.delta is on"),
-        (("rollout.dtype=bfloat16",), "auto", "where that is measured to be faster"),
+        (("rollout.dtype=bfloat16",), "auto", "over a link sends only what changed"),
     ],
 )
 def test_delta(tmp_path: Path, overrides: tuple[str, ...], mode: str, reason: str) -> None:

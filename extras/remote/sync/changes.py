@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import zip_longest
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from hybridengine.kernels import Changed, bit_checksum, change_mask, mark_changed_, take_changed
+from hybridengine.kernels import Changed, change_mask, mark_changed_, take_changed
 from hybridengine.run.failures import CollectiveGuard
-from hybridengine.run.messages import all_gather_values, host_device
+from hybridengine.run.messages import host_device
 from hybridengine.sync.buckets import Bucket
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.planner import ReshardPlan
 from hybridengine.sync.shards import Box
 from hybridengine.sync.trainers import TrainedTensors, Trainers
 
-# Share of changed elements up to which a sync is a delta. auto: over a network, where a delta takes
-# less time than a dense sync (docs/reshard.md). on: a message takes less memory than the elements
-# that it is made of.
+# Share of changed elements up to which a sync is a delta. auto: over a link, where it moves 15% of
+# the bytes then. on: a message takes less memory than the elements that it is made of.
 MAX_CHANGED = {"auto": 0.1, "on": 1 / 3}
 _MIN_BUDGET = 1 << 16  # changes: of a rank that holds little
 _PAUSES = 4, 64  # dense syncs without a comparison: after the first that found too much, at most
@@ -80,8 +76,7 @@ class ChangeFinder:
 
     max_changed: share of changed elements up to which a sync is a delta.
     pauses: after a comparison that found more, drop the copies and compare nothing for 4 syncs, the
-      next time for 8, and so on up to 64. On one machine a comparison takes about as long as a
-      dense sync.
+      next time for 8, and so on up to 64.
 
     Attributes:
         changed: the share of elements that changed before the last sync, over all ranks; None where
@@ -205,19 +200,12 @@ class ChangeFinder:
         return merged.reshape(-1), num_bytes
 
 
-# Of a change, from finding to writing it: the bytes that are read in that time (docs/reshard.md).
-_CHANGE_BYTES = 500
-_BYTES = 32 << 20  # of an engine, for a measurement: larger than its cache
-_REPEATS = 3
+def find_changes(trainers: Trainers, plan: ReshardPlan, *, local: bool) -> ChangeFinder | None:
+    """Return what finds changes between syncs, None where all syncs are dense.
 
-
-def find_changes(
-    trainers: Trainers, plan: ReshardPlan, *, is_far: bool, pulls: bool
-) -> ChangeFinder | None:
-    """Return what finds changes between syncs, None where all syncs are dense. Collective.
-
-    is_far: whether weights cross between machines.
-    pulls: see `measure`.
+    local: whether engines read all that they receive from memory of their machine. There a dense
+        sync is about as fast as the reads that find changes: of shards, copies and engines. `auto`
+        sends deltas elsewhere, where bytes cross a link.
     Raises LayoutError for mode `on` if engine tensors are quantized; `auto` sends all of these.
     """
     mode, model = trainers.delta, trainers.model
@@ -229,108 +217,7 @@ def find_changes(
         )
     if mode == "off" or quantized or model.unmerged or not any(map(covers, plan.buckets)):
         return None
-    limit = MAX_CHANGED[mode]
-    if mode == "auto" and not is_far:
-        read = sum(t.nbytes + 2 * t.numel() for t in model.shards.values())
-        sizes = plan.bytes_received, all_gather_values(read, int), plan.bytes_needed
-        limit = min(limit, max_share(*sizes, trainers.device, pulls))
-    if not limit:
+    if mode == "auto" and (local or not any(plan.bytes_received)):
         return None
+    limit = MAX_CHANGED[mode]
     return ChangeFinder(plan, trainers.rank, model, trainers.guard, limit, pauses=mode == "auto")
-
-
-class Rates(NamedTuple):
-    """Bytes per second of the slowest rank, while all of them do the same.
-
-    dense: received from others, what is sent cast first and what is received written to an engine.
-    kept: cast and written to the engine of the same rank.
-    memory: read.
-    """
-
-    dense: float
-    kept: float
-    memory: float
-
-
-def measure(device: torch.device, pulls: bool) -> Rates:
-    """Measure the rates of the default process group's ranks. Collective.
-
-    pulls: whether a rank reads what it receives from the memory of others, or by an all-to-all.
-    """
-    world_size = dist.get_world_size()
-    size = _BYTES // 2 // world_size * world_size
-    values = torch.ones(size, device=device)  # zeros: the system maps one page for all of them
-    staged, received, engine = torch.ones(3, size, dtype=torch.bfloat16, device=device).unbind()
-
-    def dense() -> None:
-        staged.copy_(values)
-        if not pulls:
-            dist.all_to_all_single(received, staged)
-        engine.copy_(staged if pulls else received)
-
-    calls = dense, lambda: engine.copy_(values), lambda: bit_checksum(values)
-    dense_s, kept_s, memory_s = (
-        max(all_gather_values(_seconds(call, device), float)) for call in calls
-    )
-    arrives = 1.0 if pulls or world_size == 1 else (world_size - 1) / world_size
-    written = engine.nbytes
-    return Rates(written * arrives / dense_s, written / kept_s, values.nbytes / memory_s)
-
-
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the mean time of calls that all ranks begin at once, after one that is not measured.
-
-    Not the shortest: ranks may share cores and memory.
-    """
-    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
-    call()
-    wait()
-    dist.barrier()
-    started = time.perf_counter()
-    for _ in range(_REPEATS):
-        call()
-    wait()
-    return (time.perf_counter() - started) / _REPEATS
-
-
-def max_share(
-    received: Sequence[int],
-    compared: Sequence[int],
-    engines: Sequence[int],
-    device: torch.device,
-    pulls: bool,
-) -> float:
-    """Return the share of changed elements up to which a delta takes less time; 0: none.
-
-    Between ranks of one machine, by measured rates. A dense sync casts what is sent or kept, and
-    each rank receives what its engine needs and it does not hold. A delta reads each shard and the
-    copy of what was sent, and the engine's tensors, which may have been written to; each change
-    then costs about as much time as a part of the memory that an engine's rank reads.
-
-    Collective, with the same result on all ranks. An engine that is smaller than the measured
-    transfer gives 0, because either kind of sync takes a few milliseconds.
-
-    received: bytes that each rank receives in a dense sync.
-    compared: bytes that a comparison reads on each rank.
-    engines: bytes of each rank's engine, with 16 bits per element.
-    """
-    if max(engines) < _BYTES or not max(received):
-        return 0.0
-    return share_of(received, compared, engines, measure(device, pulls), 1 + (device.type != "cpu"))
-
-
-def share_of(
-    received: Sequence[int],
-    compared: Sequence[int],
-    engines: Sequence[int],
-    rates: Rates,
-    engine_reads: int,
-) -> float:
-    """Return the share at given rates. engine_reads: of its tensors, by a delta."""
-    dense_s = max(
-        r / rates.dense + max(0, e - r) / rates.kept
-        for r, e in zip_longest(received, engines, fillvalue=0)
-    )
-    reads = (c + engine_reads * e for c, e in zip_longest(compared, engines, fillvalue=0))
-    change_s = _CHANGE_BYTES * max(max(engines) / 2, 1) / rates.memory  # if all elements change
-    return max(0.0, dense_s - max(reads) / rates.memory) / change_s

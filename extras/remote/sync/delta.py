@@ -343,9 +343,9 @@ class Deltas:
         self.finder, self._tables = finder, DeltaTables(mover)
 
     @classmethod
-    def of(cls, trainers: Trainers, mover: Mover, *, is_far: bool, pulls: bool) -> Deltas | None:
-        """As `find_changes`, whose arguments it takes and whose errors it raises. Collective."""
-        finder = find_changes(trainers, mover.plan, is_far=is_far, pulls=pulls)
+    def of(cls, trainers: Trainers, mover: Mover, *, local: bool) -> Deltas | None:
+        """As `find_changes`, whose arguments it takes and whose errors it raises."""
+        finder = find_changes(trainers, mover.plan, local=local)
         return None if finder is None else cls(finder, mover)
 
     @property

@@ -351,7 +351,7 @@ class WeightSender:
 
         default = min(default_bucket_bytes(self._device), info.bucket_bytes)
         with self._guard.collective("planning"):
-            self.plan, _ = self._trainers.plan(make, self._bucket_bytes, default)
+            self.plan = self._trainers.plan(make, self._bucket_bytes, default)
         self._layouts = layouts
         self._sent = self._sent._replace(frozen=self._sent.frozen + 1)  # it measures all scales
         self._mover = Mover(self.plan, self.rank, self._device, self._trained, None)
@@ -361,9 +361,8 @@ class WeightSender:
         self._transport.plan_for(self._mover.exchanges)
         machines = {machine_of(process) for process in (*self._processes, *info.processes)}
         is_near = feeders_of(self._processes, self._devices, [info]) is not None
-        with self._guard.collective("measuring rates"):
-            is_far = len(machines) > 1
-            self._finder = find_changes(self._trainers, self.plan, is_far=is_far, pulls=is_near)
+        local = is_near and len(machines) == 1
+        self._finder = find_changes(self._trainers, self.plan, local=local)
         self._plan_number = self._on_rank0(self._publish_plan, "publishing the plan", int)
 
     def _publish_plan(self, coordinator: Coordinator) -> int:

@@ -381,7 +381,7 @@ class RewardConfig:
 class ReshardConfig:
     lora: Literal["merged", "adapters"] = "merged"  # adapters: sync only them, as a LoRA of vLLM
     bucket_mib: PositiveInt | None = None  # staging buffer, two per rank; null: by free GPU memory
-    delta: Switch = "auto"  # sync only elements whose bits changed; auto: where it is faster
+    delta: Switch = "auto"  # sync only elements whose bits changed; auto: over a link
 
 
 @dataclass(frozen=True)

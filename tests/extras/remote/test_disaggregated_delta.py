@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from hybridengine.engine.interface import SamplingSpec
+from hybridengine.remote.sync import sender as sender_module
 from hybridengine.remote.sync.between_worlds import EnginesEnd
+from hybridengine.remote.sync.changes import find_changes
 from hybridengine.remote.sync.receiver import WeightReceiver
 from hybridengine.remote.sync.sender import WeightSender
 from hybridengine.sync.shards import local_shard
@@ -51,6 +53,7 @@ def trainer_body(rank: int, world_size: int, port: int) -> dict:
 
     shards = sharded(0)
     options = dict(num_engines=2, bucket_bytes=4096, timeout_s=TIMEOUT_S)
+    sender_module.find_changes = find = mock.Mock(wraps=find_changes)
     sender = WeightSender(lambda: shards, store, delta="on", **options)
     reports, warned = [], []
     for version in range(1, LAST + 1):
@@ -74,6 +77,7 @@ def trainer_body(rank: int, world_size: int, port: int) -> dict:
         "changed": [r.changed for r in reports],
         "vs_dense": [r.metrics["reshard/bytes_vs_dense"] for r in reports],
         "warned": warned,
+        "local": [call.kwargs["local"] for call in find.call_args_list],
     }
 
 
@@ -160,6 +164,7 @@ def test_each_engine_gets_a_delta_or_everything(over: str) -> None:
     assert "engine 1 was dropped from the sync to version 3" in dropped
     mixed = {FAILS + 1, DAMAGED, WRITTEN}
     for rank in of_trainers:
+        assert rank["local"] == [over != "groups"] * 2, "of both senders: auto sends all there"
         assert rank["delta"] == [v not in dense | mixed for v in range(1, LAST + 1)]
         assert rank["changed"] == of_trainers[0]["changed"], "the same on all ranks"
         for version, (got, share) in enumerate(zip(rank["changed"], SHARES, strict=True), 1):
