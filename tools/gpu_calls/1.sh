@@ -13,5 +13,5 @@ cd "$(dirname "$0")/../.." || exit
 mkdir -p "$OUT"
 "$PYTHON" tools/gpu_report.py --limit-s "$LIMIT_S" --results "$OUT/1.json" \
   --pack "$BUILD/gpu-pack.tar.xz" --vllm "$BUILD/gpu-vllm.tar.xz" "$@" \
-  build=120 tests=200+ probe=35 vllm_start=130 vllm=110 sanitize=60 \
+  build=120 tests=200+ probe=50 vllm_start=130 vllm=110 sanitize=60 \
   2>&1 | tee "$OUT/1.log"
