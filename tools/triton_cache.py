@@ -325,6 +325,7 @@ def main() -> int:
         return run_share(folder, arguments.test, arguments.capability, arguments.limit_s, share)
     folder.mkdir(parents=True, exist_ok=True)
     variables = {"TRITON_CACHE_DIR": str(folder), "TRITON_STORE_BINARY_ONLY": "1"}
+    variables["OMP_NUM_THREADS"] = "1"  # of a process, which has a core
     # Asserts, which -O leaves out, compare results, which nothing computed.
     command = [sys.executable, "-O", __file__, *sys.argv[1:], f"--workers={workers}"]
     running = [
