@@ -302,7 +302,7 @@ def score_checked(
     for name, numbers in numbers_of.items():
         _check(name, numbers, len(samples), _is_finite, "a finite number")
     for name, column in result.texts.items():
-        _check(name, column, len(samples), _is_text, "a text or None")
+        _check(name, column, len(samples), lambda x: isinstance(x, str | None), "a text or None")
     columns: dict[str, Any] = dict(result.texts)
     extras = dict(result.extras)
     if "pred" in extras:
@@ -326,10 +326,6 @@ def _check(
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _is_text(value: Any) -> bool:
-    return value is None or isinstance(value, str)
 
 
 def _unused(name: str, label: str, taken: Container[str]) -> str:
