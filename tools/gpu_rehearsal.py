@@ -218,7 +218,8 @@ def ready() -> None:
         what = {"sources": "extension", "kernels": "Triton kernels"}
         old = [what[key] for key in now if packed.get(key) != now[key]]
         if old:
-            faults.append(f"{' and '.join(old)} of the pack are of commit {packed['commit']}")
+            found = f"{' and '.join(old)} of the pack, made at {packed['commit']},"
+            faults.append(f"{found} are not all of these sources")
     mib = sum(file.stat().st_size for file in [*carried, *(ROOT / n for n in tracked())]) / 2**20
     if mib > CARRIED_MIB:
         faults.append(f"archives and sources have {mib:.0f} MiB, more than {CARRIED_MIB}")

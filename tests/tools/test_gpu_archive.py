@@ -89,7 +89,9 @@ def test_archives_of_other_sources_or_too_large_ones_are_not_ready(rehearsal, mo
         rehearsal.ready()
     rehearsal.VLLM.touch()
     write(sources="s", kernels="old")
-    with pytest.raises(SystemExit, match=r"Triton kernels of the pack are of commit c0ffee"):
+    with pytest.raises(
+        SystemExit, match=r"ready: Triton kernels of the pack, made at c0ffee, are not"
+    ):
         rehearsal.ready()
     write(sources="s", kernels="k")
     rehearsal.ready()
