@@ -9,10 +9,11 @@ an error that names it.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import is_grad_enabled
@@ -34,30 +35,39 @@ _PLAIN = frozenset((torch.Tensor, Parameter, list, str, int, float, bool, type(N
 _is_meta = operator.attrgetter("is_meta")
 
 
-class Record:
-    """A named tuple that calls pass in place of several consecutive arguments of the op.
+def _is_record(parameter: inspect.Parameter) -> bool:
+    return hasattr(parameter.annotation, "_fields")
 
-    Args:
-        kind: the class of the tuple; its tensors are constants, on the device of the others.
-        names: the names of the op's arguments; the tuple's fields are some of them.
+
+class Records:
+    """Named tuples that calls pass in place of several consecutive arguments of the op.
+
+    Their tensors are constants, on the device of the others.
     """
 
-    def __init__(self, kind: Any, names: list[str]) -> None:
-        self.kind = kind
-        self.at = names.index(kind._fields[0])
-        self._end = self.at + len(kind._fields)
+    def __init__(self, signature: inspect.Signature) -> None:
+        named = {i: one for i, one in enumerate(signature.parameters.values()) if _is_record(one)}
+        # The classes and the names of the tuples, by their position in a call.
+        self.kinds: dict[int, Any] = {i: one.annotation for i, one in named.items()}
+        self.names = {i: one.name for i, one in named.items()}
 
-    def join(self, flat: Sequence[Any]) -> tuple[Any, ...]:
+    def join(self, flat: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments of a call for those of the op."""
-        record = self.kind(*flat[self.at : self._end])
-        return (*flat[: self.at], record, *flat[self._end :])
+        for at, kind in self.kinds.items():
+            end = at + len(kind._fields)
+            flat = (*flat[:at], kind(*flat[at:end]), *flat[end:])
+        return flat
 
-    def split(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    def split(self, arguments: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments of the op for those of a call."""
-        return (*arguments[: self.at], *arguments[self.at], *arguments[self.at + 1 :])
+        for at in reversed(self.kinds):
+            arguments = (*arguments[:at], *arguments[at], *arguments[at + 1 :])
+        return arguments
 
     def joining(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function`, for the arguments of the op."""
+        if not self.kinds:
+            return function
         return functools.wraps(function)(lambda *flat: function(*self.join(flat)))
 
 
@@ -67,26 +77,27 @@ class CustomOp:
     A compiler, a dispatch mode, torch.func, meta tensors and subclasses get the op itself.
     """
 
-    def __init__(
-        self, definition: Any, function: Callable[..., Any], record: Record | None
-    ) -> None:
+    def __init__(self, definition: Any, function: Callable[..., Any], records: Records) -> None:
         self._definition = definition
         self.op = definition._opoverload
         self._function = function
         schema = self.op._schema
         self.name = schema.name.partition("::")[2]
         self._arguments = [argument.name for argument in schema.arguments]
-        self._record = record
-        self._types = _PLAIN if record is None else _PLAIN | {record.kind}
-        declared = schema.arguments if record is None else record.join(schema.arguments)
+        self.names = list(self._arguments)  # of the arguments of a call
+        for at, kind in records.kinds.items():
+            self.names[at : at + len(kind._fields)] = [records.names[at]]
+        self.records = records
+        self._types = _PLAIN.union(records.kinds.values())
+        declared = records.join(schema.arguments)
         self._count = len(declared)
-        tensors = {i: one for i, one in enumerate(declared) if record is None or i != record.at}
+        tensors = {i: one for i, one in enumerate(declared) if i not in records.kinds}
         # What is written, whose version is incremented as the dispatcher does.
         self._written = [
             i for i, one in tensors.items() if one.alias_info and one.alias_info.is_write
         ]
         self._lists = [i for i, one in tensors.items() if _is_list(one)]
-        self._nested = self._lists if record is None else [*self._lists, record.at]
+        self._nested = [*self._lists, *records.kinds]
         # The position of a tensor that every call has; None: there is none.
         self._required = next((i for i, one in tensors.items() if str(one.type) == "Tensor"), None)
         self._returns_list = any(map(_is_list, schema.returns))
@@ -99,7 +110,7 @@ class CustomOp:
 
     def __call__(self, *arguments: Any) -> Any:
         if is_compiling():
-            return self.op(*self.flat(arguments))
+            return self.op(*self.records.split(arguments))
         if (
             _len_torch_dispatch_stack()
             or not self._types.issuperset(map(type, arguments))
@@ -108,7 +119,7 @@ class CustomOp:
             or (self._required is not None and arguments[self._required].is_meta)
             or (self._nested and not self._are_nested_plain(arguments))
         ):  # more than the kernel and autograd have to see the call
-            flat = self.flat(arguments)
+            flat = self.records.split(arguments)
             self._refuse(self.name, **dict(zip(self._arguments, flat, strict=False)))
             return self.op(*flat)
         if is_grad_enabled() and (
@@ -123,10 +134,6 @@ class CustomOp:
         with _DisableAutocast():
             return self._function(*arguments)
 
-    def flat(self, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Return the arguments of `op` for those of a call."""
-        return arguments if self._record is None else self._record.split(arguments)
-
     def _are_nested_plain(self, arguments: tuple[Any, ...]) -> bool:
         if any([not _PLAIN.issuperset(map(type, arguments[i])) for i in self._nested]):
             return False
@@ -137,7 +144,7 @@ class CustomOp:
 
     def _differentiable(self, arguments: tuple[Any, ...]) -> Any:
         if self._apply is None:
-            return self.op(*self.flat(arguments))
+            return self.op(*self.records.split(arguments))
         if not self._has_lists:
             results = self._apply(*arguments)
         else:
@@ -154,7 +161,13 @@ class CustomOp:
         return (*results, *others)
 
     def register_fake(self, function: Callable) -> Callable:
-        run = function if self._record is None else self._record.joining(function)
+        """Register a fake kernel, which gets those arguments of a call that its parameters name."""
+        at = [self.names.index(name) for name in inspect.signature(function).parameters]
+
+        def run(*flat: Any) -> Any:
+            arguments = self.records.join(flat)
+            return function(*(arguments[i] for i in at))
+
         self._definition.register_fake(run)
         return function
 
@@ -172,7 +185,7 @@ class CustomOp:
             num_differentiable: how many of the results are, the first ones; `backward` takes their
                 gradients. None: all of them.
         """
-        function, record = self._function, self._record
+        function, records = self._function, self.records
         self._num_differentiable = number = num_differentiable
 
         def padded(count: int) -> Callable[..., tuple[Any, ...]]:
@@ -189,7 +202,7 @@ class CustomOp:
             return run
 
         def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            setup_context(ctx, inputs if record is None else record.join(inputs), output)
+            setup_context(ctx, records.join(inputs), output)
             if number is not None:
                 ctx.mark_non_differentiable(*output[number:])
 
@@ -267,18 +280,17 @@ def without_autocast(function: Callable) -> Callable:
 
 
 def custom_op(
-    name: str,
-    *,
-    mutates_args: str | Iterable[str],
-    schema: str | None = None,
-    record: type[tuple] | None = None,
+    name: str, *, mutates_args: str | Iterable[str], schema: str | None = None
 ) -> Callable[[Callable], CustomOp]:
     """Decorate the implementation of an op: `torch.library.custom_op`, with autocast off inside.
 
+    A parameter whose type is a named tuple, of numbers, strings and constant tensors, is a record:
+    the op has its fields as arguments, with their names; calls, the implementation and what is
+    registered have it as one argument.
+
     Args:
-        name, mutates_args, schema: see `torch.library.custom_op`.
-        record: a named tuple, of numbers, strings and constant tensors. `schema` has its fields;
-            calls, the implementation and what is registered have it as one argument.
+        name, mutates_args: see `torch.library.custom_op`.
+        schema: None: that of the annotations of the implementation.
     """
 
     def decorate(function: Callable) -> CustomOp:
@@ -288,14 +300,29 @@ def custom_op(
                 f"{name} is registered already, and now again by the module {function.__module__}: "
                 "the operators are imported as hybridengine.kernels alone, and once per process"
             )
-        run = without_autocast(function)
-        signature = schema or torch.library.infer_schema(function, mutates_args=mutates_args)
-        joined: Record | None = None
-        if record is not None:
-            declared = torch._C.parse_schema(name + signature).arguments
-            joined = Record(record, [one.name for one in declared])
-            run = joined.joining(run)
-        definition = torch.library.custom_op(name, run, mutates_args=mutates_args, schema=signature)
-        return CustomOp(definition, function, joined)
+        signature = inspect.signature(function, eval_str=True)
+        records = Records(signature)
+        declared = schema
+        if declared is None:
+            flat = _with_fields(signature, records)
+            declared = torch.library.infer_schema(flat, mutates_args=mutates_args)
+        run = records.joining(without_autocast(function))
+        definition = torch.library.custom_op(name, run, mutates_args=mutates_args, schema=declared)
+        return CustomOp(definition, function, records)
 
     return decorate
+
+
+def _with_fields(signature: inspect.Signature, records: Records) -> Callable[..., Any]:
+    """Return a function whose parameters are the op's arguments, for its signature alone."""
+
+    def flat() -> None: ...
+
+    parameters = []
+    for i, parameter in enumerate(signature.parameters.values()):
+        fields = {parameter.name: parameter.annotation}
+        if i in records.kinds:
+            fields = get_type_hints(records.kinds[i])
+        parameters += [parameter.replace(name=n, annotation=t) for n, t in fields.items()]
+    flat.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return flat

@@ -135,7 +135,7 @@ def _block_quantize(weight: Tensor, backend: str | None) -> tuple[Tensor, Tensor
 
 
 @_block_quantize.register_fake
-def _(weight: Tensor, backend: str | None) -> tuple[Tensor, Tensor]:
+def _(weight: Tensor) -> tuple[Tensor, Tensor]:
     quantized = weight.new_empty(weight.shape, dtype=QUANTIZED_DTYPE)
     return quantized, weight.new_empty(block_grid(weight.shape), dtype=torch.float32)
 

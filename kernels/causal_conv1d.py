@@ -126,7 +126,7 @@ def _forward_op(x: Tensor, *arguments: Any) -> Tensor:
 
 
 @_forward_op.register_fake
-def _(x: Tensor, *_: Any) -> Tensor:
+def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -144,8 +144,9 @@ def _backward_op(grad_out: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, 
 
 
 @_backward_op.register_fake
-def _(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    x, weight, bias, _, _, initial_state, _, wanted = arguments
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor, initial_state: Tensor, wanted: list[bool]
+) -> tuple[Tensor, ...]:
     given = zip((x, weight, bias, initial_state), wanted, strict=True)
     return tuple(y.new_empty(y.shape) if want else x.new_empty(0) for y, want in given)
 

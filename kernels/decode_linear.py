@@ -145,7 +145,7 @@ _inference_op = custom_op("hybridengine::inference_linear", mutates_args=())(eag
 
 
 @_inference_op.register_fake
-def _(x: Tensor, weight: Tensor, bias: Any, out_dtype: torch.dtype | None, *_: Any) -> Tensor:
+def _(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=out_dtype or x.dtype)
 
 
@@ -194,7 +194,7 @@ _op = custom_op(f"hybridengine::{OP}", mutates_args=())(_run)
 
 
 @_op.register_fake
-def _(x: Tensor, weight: Tensor, bias: Any, out_dtype: torch.dtype, *_: Any) -> Tensor:
+def _(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype)
 
 

@@ -51,7 +51,7 @@ def _gates(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor
 
 
 @_gates.register_fake
-def _(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def _(a: Tensor) -> tuple[Tensor, Tensor]:
     g, beta = (a.new_empty(a.shape, dtype=torch.float32) for _ in range(2))
     return g, beta
 

@@ -116,7 +116,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @product.register_fake
-def _(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+def _(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0])
 
 

@@ -88,7 +88,7 @@ def _forward_op(x: Tensor, weight: Tensor, cu_counts: Tensor, backend: str) -> T
 
 
 @_forward_op.register_fake
-def _(x: Tensor, weight: Tensor, cu_counts: Tensor, backend: str) -> Tensor:
+def _(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
@@ -106,9 +106,7 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(
-    grad: Tensor, x: Tensor, weight: Tensor, cu_counts: Tensor, wanted: list[bool], backend: str
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, wanted: list[bool]) -> tuple[Tensor, Tensor]:
     x_grad = x.new_empty(x.shape) if wanted[0] else x.new_empty(0)
     return x_grad, _empty_weight(weight) if wanted[1] else weight.new_empty(0)
 

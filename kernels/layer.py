@@ -263,9 +263,7 @@ def _rms_norm(
 
 
 @_rms_norm.register_fake
-def _(
-    x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
@@ -280,9 +278,7 @@ def _rms_norm_backward(
 
 
 @_rms_norm_backward.register_fake
-def _(
-    grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, offset: float
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(weight.shape, dtype=torch.float32)
 
 
@@ -316,7 +312,7 @@ def _layer_norm(
 
 
 @_layer_norm.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
@@ -331,7 +327,7 @@ def _layer_norm_backward(
 
 
 @_layer_norm_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     of_weight = x.new_empty(weight.shape, dtype=torch.float32)
     return x.new_empty(x.shape), of_weight, torch.empty_like(of_weight)
 
@@ -364,7 +360,7 @@ def _gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 @_gated_activation.register_fake
-def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def _(gate: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
@@ -378,7 +374,7 @@ def _gated_activation_backward(
 
 
 @_gated_activation_backward.register_fake
-def _(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def _(gate: Tensor) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
 
 

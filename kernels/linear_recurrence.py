@@ -171,8 +171,7 @@ def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tenso
 
 
 @_forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _, _, cu_seqlens, *_, wants_final = arguments
+def _(q: Tensor, v: Tensor, cu_seqlens: Tensor, wants_final: bool) -> tuple[Tensor, Tensor, Tensor]:
     segments = cu_seqlens.shape[0] - 1 if wants_final else 0
     state = (v.shape[1], q.shape[2], v.shape[2])
     kept = torch.library.get_ctx().new_dynamic_size()
@@ -202,8 +201,15 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(grad_out: Tensor, grad_final: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    q, k, v, g, beta, _, _, initial_state, *_, wanted = arguments
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    wanted: list[bool],
+) -> tuple[Tensor, ...]:
     given = zip((q, k, v, g, beta, initial_state), wanted, strict=True)
     return tuple(x.new_empty(x.shape) if want else q.new_empty(0) for x, want in given)
 

@@ -69,7 +69,7 @@ def _op(x: Tensor, backend: str) -> Tensor:
 
 
 @_op.register_fake
-def _(x: Tensor, backend: str) -> Tensor:
+def _(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

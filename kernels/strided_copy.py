@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,7 +96,7 @@ def _strided_copy(
 
 
 @_strided_copy.register_fake
-def _(sources: Any, destinations: Any, table: Tensor, backend: str | None) -> None:
+def _() -> None:
     return None
 
 

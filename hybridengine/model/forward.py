@@ -23,6 +23,7 @@ from hybridengine.kernels import (
     sparse_linear_token_log_probs,
     token_log_probs,
 )
+from hybridengine.kernels.linear import shares_rows, take_rows
 from hybridengine.kernels.sparse_linear import sparse_linear_policy_loss
 from hybridengine.model.attention import sequence_ends_given
 from hybridengine.model.exact import has_exact_operators
@@ -88,19 +89,26 @@ def packed_logits(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
 
 
 def packed_head(
-    model: nn.Module, batch: PackedBatch, head_function: HeadFunction, distinct: bool = False
+    model: nn.Module, batch: PackedBatch, head_function: HeadFunction, takes_index: bool = False
 ) -> tuple[Any, ...]:
     """Return what `head_function` computes of the hidden states [R, H] at `batch.logit_positions`.
 
     With `batch.shard` these are this rank's rows. The model must be one of which
     `accepts_head_function` is true.
-    distinct: give each hidden state once, [D, H]; `batch.hidden_index` are the rows in them.
+    takes_index: the function takes `hidden_index`: the row of [D, H], which has each hidden state
+      once where the losses share rows, for each of the R.
     """
-    once = batch.hidden_positions if distinct else None
-    keep, select = _at_positions(model, batch.logit_positions if once is None else once)
+    distinct = batch.distinct_positions if shares_rows(batch.logit_positions.device) else None
+    positions, index = distinct or (batch.logit_positions, None)
+    keep, select = _at_positions(model, positions)
 
     def at_positions(hidden: torch.Tensor, weight: torch.Tensor, **transform: Any) -> Any:
-        return head_function(select(hidden), weight, **transform)
+        rows = select(hidden)
+        if takes_index:
+            transform["hidden_index"] = index
+        elif index is not None:
+            rows = take_rows(rows, index)
+        return head_function(rows, weight, **transform)
 
     return _forward(model, batch, head_function=at_positions, **keep)
 
@@ -135,11 +143,11 @@ def packed_log_probs(
         given = rows, weight, batch.target_ids
         transform |= {"temperature": temperature, "deterministic": has_exact_operators(model)}
         if kept is None:
-            return linear_token_log_probs(*given, hidden_index=batch.hidden_index, **transform)
+            return linear_token_log_probs(*given, **transform)
         return sparse_linear_token_log_probs(*given, *kept.entries(weight.shape[0]), **transform)
 
     if accepts_head_function(model):
-        results = packed_head(model, batch, head, distinct=kept is None)
+        results = packed_head(model, batch, head, takes_index=kept is None)
     else:
         logits = packed_logits(model, batch)  # no other reader: the gradient may overwrite them
         mask = None if kept is None else kept.vocab_mask(logits.shape[1])
@@ -171,10 +179,10 @@ def packed_policy_loss(
     def head(rows: torch.Tensor, weight: torch.Tensor, **transform: Any) -> tuple[Any, ...]:
         given, options = (rows, weight, batch.target_ids), transform | arguments
         if kept is None:
-            return linear_policy_loss(*given, hidden_index=batch.hidden_index, **options)
+            return linear_policy_loss(*given, **options)
         return sparse_linear_policy_loss(*given, *kept.entries(weight.shape[0]), **options)
 
-    loss, log_probs, entropy, metrics = packed_head(model, batch, head, distinct=kept is None)
+    loss, log_probs, entropy, metrics = packed_head(model, batch, head, takes_index=kept is None)
     return loss, log_probs, entropy, metrics
 
 

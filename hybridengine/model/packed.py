@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, overload
 
@@ -109,8 +110,7 @@ class PackedBatch:
     Plain packing concatenates the sequences. With `shared_prefix` each ends at its last row. With
     `subtree_ends` a common prefix is there once (`hybridengine.kernels.pack_forest`): the sequences
     of cu_seqlens are then trees, and logit_positions are neither sorted nor unique, as the last
-    token of a prompt predicts the first token of each of its responses. Its hidden state is then
-    needed once: at hidden_positions.
+    token of a prompt predicts the first token of each of its responses.
 
     With `shard` set, input_ids, position_ids, logit_positions and target_ids are this rank's shard
     of the batch; R is then the number of rows of all ranks.
@@ -138,8 +138,15 @@ class PackedBatch:
     is_dummy: bool = False
     active_rows: Tensor | None = None
     has_gradient: bool = True
-    hidden_positions: Tensor | None = None  # int64 [D], logit_positions, each once; None: they are
-    hidden_index: Tensor | None = None  # int64 [R], of each row in hidden_positions
+
+    @cached_property
+    def distinct_positions(self) -> tuple[Tensor, Tensor] | None:
+        """Return logit_positions, each once [D], and the index of each row in them [R], int64.
+
+        None if no position repeats. On a GPU this waits for the device.
+        """
+        once, index = self.logit_positions.unique(return_inverse=True)
+        return (once, index) if len(once) < len(index) else None
 
     @overload
     def take(self, per_row: Tensor) -> Tensor: ...
@@ -259,10 +266,7 @@ def _pack(
             batch = _pad(batch, *filler)
     finished = {n: p.finish(batch.cu_seqlens, batch.subtree_ends) for n, p in batch.parts.items()}
     batch = replace(batch, parts=finished)
-    batch = batch if sequence_parallel is None else _split_sequence(batch, sequence_parallel)
-    once, index = batch.logit_positions.unique(return_inverse=True)
-    repeats = len(once) < len(index)
-    return replace(batch, hidden_positions=once, hidden_index=index) if repeats else batch
+    return batch if sequence_parallel is None else _split_sequence(batch, sequence_parallel)
 
 
 def _share_prefixes(batch: PackedBatch) -> PackedBatch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,5 +134,5 @@ def _gae(
 
 
 @_gae.register_fake
-def _(rewards: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _(rewards: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(rewards), torch.empty_like(rewards)

@@ -6,8 +6,6 @@ are float64 inside every backend.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -252,7 +250,6 @@ def _group_advantage(
 
 
 @_group_advantage.register_fake
-def _(rewards: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    response_mask = args[6]
+def _(rewards: Tensor, response_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     num_tokens = 0 if response_mask is None else response_mask.numel()
     return torch.empty_like(rewards), rewards.new_empty(num_tokens)

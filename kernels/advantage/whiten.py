@@ -115,7 +115,7 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
 
 
 @_moments.register_fake
-def _(values: Tensor, mask: Tensor | None, backend: str) -> Tensor:
+def _(values: Tensor) -> Tensor:
     return values.new_empty(3, dtype=torch.float64)
 
 
@@ -147,5 +147,5 @@ def _apply(
 
 
 @_apply.register_fake
-def _(values: Tensor, *args: object) -> Tensor:
+def _(values: Tensor) -> Tensor:
     return torch.empty_like(values)

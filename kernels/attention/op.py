@@ -278,7 +278,7 @@ def _module(backend: str) -> ModuleType:
 
 
 @_forward_op.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     *tokens, heads, _ = (query if query.dim() == 3 else query.transpose(1, 2)).shape
     out = query.new_empty(*tokens, heads, value.shape[-1])
     return out, query.new_empty(heads, math.prod(tokens), dtype=compute_dtype(query))
@@ -321,9 +321,7 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *_: Any
-) -> tuple[Tensor, ...]:
+def _(query: Tensor, key: Tensor, value: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
     if query.dim() == 3:
         return tuple(x.new_empty(x.shape) for x in (query, key, value, lse))
     in_order = (x.transpose(1, 2) for x in (query, key, value))

@@ -7,18 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from .. import _check as check
 from .._library import CustomOp
 from .._per_token import compute_dtype
-from ..logprob.options import ROW_SCHEMA, RowOptions
-
-# The first arguments of the operators over hidden states.
-LINEAR_SCHEMA = (
-    f"Tensor hidden, Tensor weight, Tensor? bias, Tensor token_ids, {ROW_SCHEMA}, "
-    "int budget_bytes, bool deterministic"
-)
+from ..logprob.options import RowOptions
 
 
 def check_linear(
@@ -52,34 +45,6 @@ def check_linear(
     if hidden_index is not None:
         check.shape(op, "hidden_index", hidden_index, "...", sizes)
     return check.ids(op, name, token_ids)
-
-
-def check_hidden_index(op: str, hidden_index: Tensor | None, hidden: Tensor) -> Tensor | None:
-    """Return the row of hidden of each token as int64."""
-    if hidden_index is None:
-        return None
-    index, rows = check.ids(op, "hidden_index", hidden_index), hidden.shape[0]
-    if check.readable(index) and (outside := index[(index < 0) | (index >= rows)]).numel():
-        raise IndexError(
-            f"{op}: hidden_index has {int(outside[0])}; expected row numbers of hidden, from 0 to "
-            f"{rows - 1}."
-        )
-    return index
-
-
-def own_rows(
-    hidden: Tensor, hidden_index: Tensor | None, options: RowOptions, sharable: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return hidden and hidden_index, or where rows are not shared a row for each token and None.
-
-    They are shared, so that their logits are computed once, where the caller can (`sharable`: on a
-    CPU, as GPU kernels write the gradient of one token per row) and tokens have no temperatures or
-    masks of their own.
-    """
-    own = options.temperatures is not None or options.vocab_mask is not None
-    if hidden_index is None or (sharable and not own and not options.group):
-        return hidden, hidden_index
-    return embedding(hidden_index, hidden), None  # hidden[-1] would be the last row
 
 
 def check_budget(op: str, hidden: Tensor, budget_bytes: int | None) -> int:
@@ -125,22 +90,28 @@ def empty_gradients(tensors: Sequence[Tensor | None], wanted: Sequence[bool]) ->
 def register_linear_autograd(
     op: str,
     ops: tuple[CustomOp, CustomOp],
-    main_grad_at: int,
     from_results: Callable[[Sequence[Tensor]], Sequence],
     more_grads: int = 0,
 ) -> None:
     """Register the second of `ops` as the gradient of the first, and its fake kernel.
 
-    It takes the arguments of the first (hidden, weight, bias, token_ids, RowOptions, others with
-    main_grad at `main_grad_at`), what `from_results` makes of its results, the gradients of
-    log_probs, entropy and its last `more_grads` results, and which of the three gradients are
-    wanted; those are then empty.
+    It takes the arguments of the first (hidden, weight, bias, token_ids, RowOptions, others of
+    which one is main_grad), what `from_results` makes of its results, the gradients of log_probs,
+    entropy and its last `more_grads` results, and which of the three gradients are wanted; the
+    others are empty.
     """
+    forward_op, backward_op = ops
+    main_grad_at = forward_op.names.index("main_grad") - 5
 
-    def fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> tuple:
-        _, _, *rest = arguments
-        stored = None if rest[main_grad_at] is not None else weight
-        return tuple(empty_gradients((hidden, stored, bias), rest[-1]))
+    def fake(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        main_grad: Tensor | None,
+        wanted: list[bool],
+    ) -> tuple[Tensor, ...]:
+        stored = weight if main_grad is None else None
+        return tuple(empty_gradients((hidden, stored, bias), wanted))
 
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         options, *rest = inputs[4:]
@@ -173,7 +144,6 @@ def register_linear_autograd(
         wanted[1] = wanted[1] and rest[main_grad_at] is None
         return tuple(g if want else None for g, want in zip(grads, wanted, strict=True))
 
-    forward_op, backward_op = ops
     backward_op.register_fake(fake)
     forward_op.register_autograd(
         backward, setup_context=setup_context, num_differentiable=None if more_grads else 2

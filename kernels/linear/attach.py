@@ -31,18 +31,17 @@ def wanted_gradients(op: str, tensors: Differentiated, prefix: str = "") -> list
 
 
 def fake_gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
-) -> tuple[Tensor, ...]:
-    """The fake kernel of a gradient op: two results [T], and the gradients.
-
-    Its last arguments are `bool wide_weight_grad, bool[] wanted, str backend`.
-    """
-    *_, wide_weight_grad, wanted, _ = arguments
-    vectors = [hidden.new_empty(hidden.shape[0], dtype=compute_dtype(hidden)) for _ in range(2)]
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    wide_weight_grad: bool,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    """Return fake gradients, as `LinearGradients` returns them."""
     grads = empty_gradients((hidden, weight, bias), wanted)
     if wide_weight_grad:
         grads[1] = grads[1].to(compute_dtype(weight))
-    return *vectors, *grads
+    return grads
 
 
 def attach_gradients(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .._backend import has_triton, native
 from .._per_token import compute_dtype
@@ -158,44 +156,6 @@ class Chunks:
         padded = rows.new_zeros(self.rows, rows.shape[1])
         padded[: rows.shape[0]] = rows
         return padded
-
-
-class RowTokens(NamedTuple):
-    """The tokens that are predicted from each of D rows of hidden states.
-
-    Those of row d are order[ends[d] : ends[d + 1]].
-    """
-
-    order: Tensor  # int64 [T], of tokens
-    ends: Tensor  # int64 [D + 1]
-
-    @staticmethod
-    def of(hidden_index: Tensor, rows: int) -> RowTokens:
-        """hidden_index: int64 [T], the row of each token."""
-        counts = hidden_index.bincount(None, rows)
-        if len(counts) > rows:  # that of a compiled graph was not checked before
-            raise IndexError(
-                f"hidden_index has {len(counts) - 1}; expected row numbers of hidden, from 0 to "
-                f"{rows - 1}."
-            )
-        return RowTokens(hidden_index.argsort(stable=True), _ends(counts))
-
-    def take(self, rows: slice | Tensor) -> tuple[RowTokens, Tensor]:
-        """Select the tokens of some rows; return also where they are in `order`."""
-        counts = self.ends.diff()[rows]
-        ends = _ends(counts)
-        place = (self.ends[:-1][rows] - ends[:-1]).repeat_interleave(counts)
-        place += torch.arange(place.numel())
-        return RowTokens(self.order[place], ends), place
-
-    def any(self, flags: Tensor) -> Tensor:
-        """Return whether a row has a token with a flag: bool [D]. flags: bool, as `order`."""
-        return _ends(flags)[self.ends].diff() > 0
-
-
-def _ends(counts: Tensor) -> Tensor:
-    """[N] -> [N + 1], from 0."""
-    return pad(counts.cumsum(0), (1, 0))
 
 
 def is_invariant(hidden: Tensor, weight: Tensor) -> bool:

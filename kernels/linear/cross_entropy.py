@@ -33,7 +33,6 @@ from ..logprob.rows import (
     rows_unscaled_gradient,
 )
 from .arguments import (
-    LINEAR_SCHEMA,
     check_active_rows,
     check_budget,
     check_linear,
@@ -212,14 +211,7 @@ def _reference(
     return torch.stack([loss + z_loss, z_loss])
 
 
-@custom_op(
-    "hybridengine::linear_cross_entropy",
-    mutates_args=(),
-    schema=f"({LINEAR_SCHEMA}, Tensor incoming, float smoothing, float lse_square_scale, "
-    "Tensor? active_rows, bool wide_weight_grad, bool[] wanted, str backend) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    record=RowOptions,
-)
+@custom_op("hybridengine::linear_cross_entropy", mutates_args=())
 def _cross_entropy_op(
     hidden: Tensor,
     weight: Tensor,
@@ -235,7 +227,7 @@ def _cross_entropy_op(
     wide_weight_grad: bool,
     wanted: list[bool],
     backend: str,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute losses and z-losses [2, T], and the gradients of hidden, weight and bias.
 
     incoming: [T], the gradients of the losses. Gradients that are not `wanted` are empty.
@@ -298,9 +290,15 @@ def _cross_entropy_op(
 
 
 @_cross_entropy_op.register_fake
-def _(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    vector, _, *grads = fake_gradients(hidden, *arguments)
-    return vector.new_empty(2, *vector.shape), *grads
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    wide_weight_grad: bool,
+    wanted: list[bool],
+) -> tuple[Tensor, ...]:
+    results = hidden.new_empty(2, hidden.shape[0], dtype=compute_dtype(hidden))
+    return results, *fake_gradients(hidden, weight, bias, wide_weight_grad, wanted)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:

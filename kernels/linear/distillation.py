@@ -15,7 +15,7 @@ them in the forward: 6 T H V operations for the student and 2 T H V for the teac
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -150,7 +150,7 @@ def linear_distillation_loss(
         return (losses.sum() / divisor).to(losses.dtype), in_shape(losses.detach(), shape)
     wanted = wanted_gradients(op, tensors, "student_")
     detached = (None if t is None else t.detach() for t in tensors)
-    losses, _, *grads = _distillation_op(
+    losses, *grads = _distillation_op(
         *detached,
         *frozen,
         mask,
@@ -265,14 +265,7 @@ def _weighted(log_a: Tensor, values: Tensor) -> Tensor:
     return a * values.masked_fill(a == 0, 0)
 
 
-@custom_op(
-    "hybridengine::linear_distillation",
-    mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor teacher_hidden, "
-    "Tensor teacher_weight, Tensor? teacher_bias, Tensor mask, Tensor incoming, float[] numbers, "
-    "int budget_bytes, bool deterministic, Tensor? active_rows, bool wide_weight_grad, "
-    "bool[] wanted, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+@custom_op("hybridengine::linear_distillation", mutates_args=())
 def _distillation_op(
     hidden: Tensor,
     weight: Tensor,
@@ -289,8 +282,8 @@ def _distillation_op(
     wide_weight_grad: bool,
     wanted: list[bool],
     backend: str,
-) -> tuple[Tensor, ...]:
-    """Compute divergences [T], an unused result, and the student's gradients.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute divergences [T] and the student's gradients.
 
     incoming: [T], the gradients of the divergences.
     numbers: both transforms, then beta.
@@ -317,7 +310,7 @@ def _distillation_op(
         losses[rows] = part.masked_fill(~mask[rows], 0)
         if out is not None:
             grads.add(out, rows)
-    return losses, losses.new_empty(0), *grads.finish()
+    return losses, *grads.finish()
 
 
 def _epilogue(
@@ -353,6 +346,12 @@ def _epilogue(
 
 
 @_distillation_op.register_fake
-def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    losses, _, *grads = fake_gradients(hidden, weight, bias, *arguments)
-    return losses, losses.new_empty(0), *grads
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    wide_weight_grad: bool,
+    wanted: list[bool],
+) -> tuple[Tensor, ...]:
+    losses = hidden.new_empty(hidden.shape[0], dtype=compute_dtype(hidden))
+    return losses, *fake_gradients(hidden, weight, bias, wide_weight_grad, wanted)

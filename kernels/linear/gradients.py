@@ -16,7 +16,8 @@ from ..gemm import mixed_gemm
 from ..logprob.options import RowOptions
 from ..logprob.rows import rows_backward
 from ..logprob.vocab_parallel import process_group
-from .chunks import Chunks, RowTokens, empty_like_from_pool, scale_rows
+from .chunks import Chunks, empty_like_from_pool, scale_rows
+from .shared_rows import RowTokens
 
 
 class LogitEntries(NamedTuple):

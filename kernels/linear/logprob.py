@@ -26,19 +26,17 @@ from ..logprob.options import RowOptions, in_shape, row_options
 from ..logprob.rows import rows_forward
 from ..memory_pool import empty_from_pool
 from .arguments import (
-    LINEAR_SCHEMA,
     check_budget,
-    check_hidden_index,
     check_linear,
-    own_rows,
     register_linear_autograd,
 )
-from .chunks import Chunks, RowTokens, logits_fit
+from .chunks import Chunks, logits_fit
 from .gradients import LogProbGradients, any_nonzero
+from .shared_rows import RowTokens, own_rows
 
-register_backends(
-    "linear_token_log_probs", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference")
-)
+_OP = "linear_token_log_probs"
+
+register_backends(_OP, cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference"))
 
 
 class LinearStats(NamedTuple):
@@ -109,11 +107,10 @@ def linear_token_log_probs(
         >>> [round(value, 4) for value in log_probs.tolist()]
         [-1.3863, -1.3863]
     """
-    op = "linear_token_log_probs"
+    op = _OP
     token_ids = check_linear(
         op, hidden, weight, token_ids, bias, main_grad, hidden_index=hidden_index
     )
-    hidden_index = check_hidden_index(op, hidden_index, hidden)
     options = row_options(
         op,
         token_ids,
@@ -133,7 +130,7 @@ def linear_token_log_probs(
             "call without return_stats."
         )
     backend = choose_backend(op, hidden.device, backend, hidden.dtype)
-    hidden, hidden_index = own_rows(hidden, hidden_index, options, backend == "cpp")
+    hidden, hidden_index = own_rows(op, hidden, hidden_index, options, backend == "cpp")
     flat = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
     keep_logits = keeps_logits((flat, weight, bias), options, budget_bytes, deterministic)
     results = _forward_op(
@@ -170,13 +167,7 @@ def keeps_logits(
     return logits_fit(hidden, weight, budget_bytes)
 
 
-@custom_op(
-    "hybridengine::linear_token_log_probs",
-    mutates_args=(),
-    schema=f"({LINEAR_SCHEMA}, Tensor? main_grad, str backend, bool keep_logits, bool want_stats, "
-    f"Tensor? hidden_index) -> ({', '.join(['Tensor'] * 5)})",
-    record=RowOptions,
-)
+@custom_op("hybridengine::linear_token_log_probs", mutates_args=())
 def _forward_op(
     hidden: Tensor,
     weight: Tensor,
@@ -190,12 +181,12 @@ def _forward_op(
     keep_logits: bool,
     want_stats: bool,
     hidden_index: Tensor | None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The results of `rows_forward`, the logits, and the argmax.
 
     The logits are empty if not kept, the argmax if no stats are wanted.
     """
-    shared = None if hidden_index is None else RowTokens.of(hidden_index, hidden.shape[0])
+    shared = RowTokens.of(_OP, hidden_index, hidden.shape[0])
     results = _empty_results(hidden, weight, token_ids, False, want_stats)
     if keep_logits:
         shape = hidden.shape[0], weight.shape[0]
@@ -224,21 +215,16 @@ def _forward_op(
 
 
 @_forward_op.register_fake
-def _(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *arguments: Any
-) -> tuple[Tensor, ...]:
-    return _empty_results(hidden, weight, token_ids, *arguments[-3:-1])
-
-
 def _empty_results(
     hidden: Tensor, weight: Tensor, token_ids: Tensor, keep_logits: bool, want_stats: bool
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tokens, dtype = token_ids.shape[0], compute_dtype(hidden)
     sizes = (tokens,), (tokens,), (tokens, 3 if want_stats else 2)
-    of_tokens = (hidden.new_empty(size, dtype=dtype) for size in sizes)
+    log_probs, entropy, row_stats = (hidden.new_empty(size, dtype=dtype) for size in sizes)
     shape = (hidden.shape[0], weight.shape[0]) if keep_logits else (0, 0)
     logits = hidden.new_empty(shape, dtype=dtype)
-    return *of_tokens, logits, hidden.new_empty(tokens if want_stats else 0, dtype=torch.int64)
+    argmax = hidden.new_empty(tokens if want_stats else 0, dtype=torch.int64)
+    return log_probs, entropy, row_stats, logits, argmax
 
 
 def _argmax(logits: Tensor, options: RowOptions) -> Tensor:
@@ -248,33 +234,39 @@ def _argmax(logits: Tensor, options: RowOptions) -> Tensor:
     return logits.argmax(-1)
 
 
-@custom_op(
-    "hybridengine::linear_token_log_probs_backward",
-    mutates_args=("main_grad",),
-    schema=f"({LINEAR_SCHEMA}, Tensor(a!)? main_grad, str backend, bool keep_logits, "
-    "bool want_stats, Tensor? hidden_index, Tensor[] row_results, Tensor logits, "
-    "Tensor? grad_log_probs, Tensor? grad_entropy, bool[] wanted) -> (Tensor, Tensor, Tensor)",
-    record=RowOptions,
-)
+@custom_op("hybridengine::linear_token_log_probs_backward", mutates_args=("main_grad",))
 def _backward_op(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     token_ids: Tensor,
     options: RowOptions,
-    *arguments: Any,
+    budget_bytes: int,
+    deterministic: bool,
+    main_grad: Tensor | None,
+    backend: str,
+    keep_logits: bool,
+    want_stats: bool,
+    hidden_index: Tensor | None,
+    row_results: list[Tensor],
+    logits: Tensor,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of hidden, weight and bias; those not `wanted` are empty.
 
     On a CPU the logits of rows with zero gradient are not computed again, nor their products.
     """
-    budget_bytes, deterministic, main_grad, backend, kept, _, hidden_index, *rest = arguments
-    row_results, logits, *gradients, wanted = rest
-    shared = None if hidden_index is None else RowTokens.of(hidden_index, hidden.shape[0])
+    rows = hidden.shape[0]
+    shared = RowTokens.of(_OP, hidden_index, rows)
     ignored = token_ids == options.ignore_index
-    gradients = [None if grad is None else grad.masked_fill(ignored, 0) for grad in gradients]
+    gradients = [
+        None if grad is None else grad.masked_fill(ignored, 0)
+        for grad in (grad_log_probs, grad_entropy)
+    ]
     chunks = Chunks(
-        hidden, weight, bias, budget_bytes, deterministic, hidden.shape[0], options.group, kept
+        hidden, weight, bias, budget_bytes, deterministic, rows, options.group, keep_logits
     )
     active = any_nonzero(*gradients)
     active = active if shared is None else shared.any(active[shared.order])
@@ -284,18 +276,18 @@ def _backward_op(
         options,
         backend,
         wanted,
-        skip_inactive=kept,
+        skip_inactive=keep_logits,
         main_grad=main_grad,
         inactive=~active,
     )
-    selects = check.readable(hidden) and not kept and not active.all()
-    for rows in chunks.parts(active.nonzero().squeeze(1) if selects else None):
-        tokens = None if shared is None else shared.take(rows)[0]
-        index = rows if tokens is None else tokens.order
+    selects = check.readable(hidden) and not keep_logits and not active.all()
+    for part in chunks.parts(active.nonzero().squeeze(1) if selects else None):
+        tokens = None if shared is None else shared.take(part)[0]
+        index = part if tokens is None else tokens.order
         of_log_probs, of_entropy = (None if x is None else x[index] for x in gradients)
         grads.add_chunk(
-            logits if kept else grads.logits(rows),
-            rows,
+            logits if keep_logits else grads.logits(part),
+            part,
             [result[index] for result in row_results],
             of_log_probs,
             of_entropy,
@@ -305,8 +297,7 @@ def _backward_op(
 
 
 register_linear_autograd(
-    "linear_token_log_probs",
+    _OP,
     (_forward_op, _backward_op),
-    main_grad_at=2,
     from_results=lambda results: [results[:3], results[3]],
 )

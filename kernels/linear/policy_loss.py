@@ -1,73 +1,38 @@
-"""linear_policy_loss: the policy loss from hidden states, with gradients computed in the forward.
+"""linear_policy_loss: the policy loss from hidden states.
 
-Old log-probs (or that they are the row's own), advantages, mask and the global denominators are
-known before the forward. So the gradient of a chunk of logits can be computed right after its rows
-are reduced, while it is still in the buffer: three matrix products (6 T H V operations) for forward
-and backward together, where the two-step form needs four. Inactive rows, whose gradient is zero
-(masked, zero advantage, clipped), are left out of the two gradient products where the host knows
-them. docs/operators.md has the derivation.
+Its gradients are computed in the forward, in one pass (policy_gradient.py): three matrix products
+(6 T H V operations) for forward and backward together, where log-probs followed by the loss need
+four. The latter is the specification.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import _check as check
-from .._aggregation import LOSS_AGG_MODES, Counts, scaled_weights
 from .._backend import choose_backend, register_backends
-from .._library import custom_op
 from .._per_token import row_index, token_arguments
 from ..logprob.op import token_log_probs
-from ..logprob.options import RowOptions, in_shape, row_options
-from ..logprob.rows import has_unscaled_gradient, rows_forward, rows_unscaled_gradient
-from ..policy_loss.arguments import LossInputs, check_centered_mode, check_inputs
+from ..logprob.options import row_options
+from ..policy_loss.arguments import check_centered_mode
 from ..policy_loss.centering import RolloutSupport
 from ..policy_loss.centering import score_centering as token_scores
-from ..policy_loss.importance import ImportanceBounds
-from ..policy_loss.op import (
-    DEFAULTS,
-    LossCoefficients,
-    LossModes,
-    evaluate,
-    kernel_tensors,
-    policy_loss,
-    policy_loss_op,
-)
-from ..policy_loss.terms import KL_TYPES, LOSS_MODES, MODE_ALIASES, SEQUENCE_MODES
-from .arguments import (
-    LINEAR_SCHEMA,
-    check_active_rows,
-    check_budget,
-    check_hidden_index,
-    check_linear,
-    own_rows,
-)
-from .attach import attach_gradients, fake_gradients, wanted_gradients
-from .centering import Centering, check_support, importance_options
-from .chunks import Chunks, RowTokens, gradients_fit
-from .gradients import LogProbGradients
+from ..policy_loss.op import DEFAULTS, policy_loss
+from ..policy_loss.terms import MODE_ALIASES, SEQUENCE_MODES
+from .arguments import check_active_rows, check_budget, check_linear
+from .centering import check_support, importance_options
 from .logprob import linear_token_log_probs
+from .policy_gradient import PolicyInputs, Results, one_pass_loss, waits_for_all_rows
 from .reference import reference_logits
+from .shared_rows import own_rows
 
 register_backends(
     "linear_policy_loss", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference")
 )
-
-Results = tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]
-
-
-class _Inputs(NamedTuple):
-    hidden: Tensor
-    weight: Tensor
-    token_ids: Tensor
-    active_rows: Tensor | None
-    support: RolloutSupport | None
-    hidden_index: Tensor | None
 
 
 def linear_policy_loss(
@@ -156,7 +121,6 @@ def linear_policy_loss(
     token_ids = check_linear(
         op, hidden, weight, token_ids, bias, main_grad, hidden_index=hidden_index
     )
-    hidden_index = check_hidden_index(op, hidden_index, hidden)
     backend = choose_backend(op, hidden.device, backend, hidden.dtype)
     if active_rows is not None:
         active_rows = check_active_rows(op, active_rows, token_ids)
@@ -191,34 +155,17 @@ def linear_policy_loss(
         importance_options(op, loss_arguments)
     if mode in SEQUENCE_MODES and not two_steps:
         rows = (token_ids if active_rows is None else active_rows).numel()
-        two_steps = not _waits_for_all_rows(hidden, weight, head, group, entropy_coeff, rows)
+        two_steps = not waits_for_all_rows(hidden, weight, head, group, entropy_coeff, rows)
     checked = row_arguments | {"group": None} if two_steps else row_arguments
     options = row_options(op, token_ids, weight.shape[0], **checked)
     if score_centering is not None:
         score_centering = check_support(op, score_centering, token_ids, options, weight.shape[0])
     sharable = backend == "cpp" and score_centering is None
-    hidden, hidden_index = own_rows(hidden, hidden_index, options, sharable)
-    inputs = _Inputs(hidden, weight, token_ids, active_rows, score_centering, hidden_index)
+    hidden, hidden_index = own_rows(op, hidden, hidden_index, options, sharable)
+    inputs = PolicyInputs(hidden, weight, token_ids, active_rows, score_centering, hidden_index)
     if two_steps:
         return _two_step_loss(inputs, head, row_arguments, loss_arguments, backend)
-    return _one_pass_loss(inputs, head, options, loss_arguments, grad_scale, backend)
-
-
-def _waits_for_all_rows(
-    hidden: Tensor,
-    weight: Tensor,
-    head: dict[str, Any],
-    group: dist.ProcessGroup | None,
-    entropy_coeff: float,
-    rows: int,
-) -> bool:
-    """Return whether gradients up to a factor per row can wait for the log-probs of all rows."""
-    if group is not None or entropy_coeff != 0 or head["deterministic"]:
-        return False
-    hidden = hidden.flatten(0, -2)
-    if not has_unscaled_gradient(hidden, ""):
-        return False
-    return gradients_fit(hidden, weight, head["budget_bytes"], rows)
+    return one_pass_loss(inputs, head, options, loss_arguments, grad_scale, backend)
 
 
 def _packed_arguments(
@@ -245,7 +192,11 @@ def _packed_arguments(
 
 
 def _two_step_loss(
-    inputs: _Inputs, head: dict[str, Any], row_arguments: dict, loss_arguments: dict, backend: str
+    inputs: PolicyInputs,
+    head: dict[str, Any],
+    row_arguments: dict,
+    loss_arguments: dict,
+    backend: str,
 ) -> Results:
     """Compute log-probs, then the loss: the specification, and a form of sequence-level modes."""
     hidden, weight, token_ids, active_rows, support, hidden_index = inputs
@@ -286,7 +237,11 @@ def _two_step_loss(
 
 
 def _reference_centering(
-    inputs: _Inputs, head: dict[str, Any], row_arguments: dict, loss_arguments: dict, backend: str
+    inputs: PolicyInputs,
+    head: dict[str, Any],
+    row_arguments: dict,
+    loss_arguments: dict,
+    backend: str,
 ) -> Tensor:
     """Compute C, [T], from a row of logits for every recorded entry: the specification."""
     assert inputs.support is not None
@@ -305,238 +260,3 @@ def _reference_centering(
     )
     weights = importance_options("linear_policy_loss", loss_arguments)
     return token_scores(log_probs, rollout_log_probs, ends, response_mask=mask, **weights)
-
-
-def _one_pass_loss(
-    inputs: _Inputs,
-    head: dict[str, Any],
-    options: RowOptions,
-    loss_arguments: dict,
-    grad_scale: float,
-    backend: str,
-) -> Results:
-    """Compute log-probs and gradients chunk by chunk, then loss and metrics by `policy_loss`."""
-    hidden, weight, token_ids, active_rows, support, hidden_index = inputs
-    op, main_grad = "linear_policy_loss", head["main_grad"]
-    hidden = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
-    unknown = hidden.new_empty(token_ids.numel(), dtype=torch.float32)
-    given = DEFAULTS | loss_arguments | {"entropy": unknown}
-    counts = given.pop("global_num_tokens"), given.pop("global_num_seqs")
-    loss_inputs = check_inputs("policy_loss", unknown, **given)
-    tensors = (hidden, weight, head["bias"])
-    wanted = wanted_gradients(op, tensors)
-    log_probs, entropy, centering, *grads = _gradient_op(
-        *(None if t is None else t.detach() for t in tensors),
-        token_ids.flatten(),
-        options,
-        head["budget_bytes"],
-        head["deterministic"],
-        *_op_arguments(loss_inputs, counts, grad_scale),
-        *(support or (None, None, None)),
-        None if hidden_index is None else hidden_index.flatten(),
-        active_rows,
-        main_grad is not None,
-        wanted,
-        backend,
-    )
-    with torch.no_grad():
-        found = {"log_probs": log_probs, "entropy": entropy}
-        known = loss_inputs.complete(**found | ({"score_centering": centering} if support else {}))
-        loss, metrics = evaluate("policy_loss", known, counts)
-    if any(wanted):
-        loss = attach_gradients(loss, tensors, grads, main_grad, grad_scale)
-    shape = token_ids.shape
-    return loss, in_shape(log_probs, shape), in_shape(entropy, shape), metrics
-
-
-def _op_arguments(inputs: LossInputs, counts: Counts, grad_scale: float) -> tuple[Any, ...]:
-    """Return the loss as linear_policy_gradient takes it: tensors per token, then numbers."""
-    tokens, cu_seqlens, seq_num_tokens, settings, options, _, is_bounds = inputs
-    names = ("advantages", "old_log_probs", "response_mask", "selected", "ref_log_probs")
-    per_token = kernel_tensors(tokens, *names, "rollout_is_weights", "rollout_log_probs")
-    per_token.append(
-        scaled_weights(
-            "linear_policy_loss",
-            settings.loss_agg_mode,
-            tokens["response_mask"],
-            cu_seqlens,
-            counts,
-            settings.loss_scale_factor,
-            seq_num_tokens,
-            grad_scale,
-        )
-    )
-    modes = LossModes(
-        LOSS_MODES.index(settings.loss_mode),
-        LOSS_AGG_MODES.index("token-sum"),
-        KL_TYPES.index(settings.kl_type),
-        settings.kl_straight_through,
-        settings.kl_times_ratio,
-        wants_tokens=False,
-        wants_gradient=True,
-        wants_entropy_gradient=settings.entropy_coeff != 0,
-    )
-    numbers = [*options, *LossCoefficients(settings.kl_coef, settings.entropy_coeff)]
-    upper, lower = is_bounds
-    bounds = [upper] if lower is None else [upper, lower]
-    sequences = cu_seqlens if settings.loss_mode in SEQUENCE_MODES else None
-    return *per_token, sequences, [*modes], numbers, bounds
-
-
-@custom_op(
-    "hybridengine::linear_policy_gradient",
-    mutates_args=(),
-    schema=f"({LINEAR_SCHEMA}, Tensor advantages, Tensor? old_log_probs, Tensor mask, "
-    "Tensor? selected, Tensor? ref_log_probs, Tensor? is_weights, Tensor? rollout_log_probs, "
-    "Tensor weights, Tensor? cu_seqlens, int[] modes, float[] numbers, float[] is_bounds, "
-    "Tensor? kept_ids, Tensor? cu_kept, Tensor? kept_log_probs, Tensor? hidden_index, "
-    "Tensor? active_rows, bool wide_weight_grad, bool[] wanted, str backend) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    record=RowOptions,
-)
-def _gradient_op(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    token_ids: Tensor,
-    options: RowOptions,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    """Compute log_probs, entropy, C of score centering and the gradients of hidden, weight, bias.
-
-    Without recorded entries C is empty. Gradients that are not `wanted` are empty.
-    old_log_probs: None for the row's own. weights: the weight of each token in the loss.
-    cu_seqlens: of modes by sequence, whose gradients have to fit the buffer together. modes,
-    numbers: those of the op policy_loss. is_bounds: the fields of `ImportanceBounds`. kept_ids,
-    cu_kept, kept_log_probs: those of `RolloutSupport`.
-    """
-    budget_bytes, deterministic, *per_token, cu_seqlens, modes, numbers, is_bounds = rest[:-8]
-    support = None if rest[-8] is None else RolloutSupport(*rest[-8:-5])
-    hidden_index, active_rows, wide_weight_grad, wanted, backend = rest[-5:]
-    bounds, mask, shared = ImportanceBounds(*is_bounds), per_token[2], None
-    inactive = ~mask
-    if hidden_index is not None:
-        shared = RowTokens.of(hidden_index, hidden.shape[0])
-        if active_rows is not None:  # from here on rows of hidden
-            mask = per_token[2] = torch.zeros_like(mask).index_fill_(0, active_rows, True) & mask
-        active = shared.any(mask[shared.order])
-        inactive = ~active
-        active_rows = None if active_rows is None else active.nonzero().squeeze(1)
-    grad_rows = 0
-    if any(wanted):
-        grad_rows = hidden.shape[0] if active_rows is None else active_rows.numel()
-    chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, grad_rows, options.group)
-    log_probs, entropy, row_scale, scores = (torch.empty_like(per_token[-1]) for _ in range(4))
-    centering = None
-    if support is not None:
-        scale = torch.where(mask, per_token[0] * per_token[-1], 0)
-        centering = Centering(support, scale, mask, None if per_token[6] is None else bounds)
-
-    def gradients(rows: slice | Tensor) -> tuple[Tensor, Tensor | None]:
-        part = rows if cu_seqlens is None else slice(None)
-        tokens = [None if t is None else t[part] for t in (log_probs, entropy, *per_token)]
-        grads = _token_gradients(tokens, cu_seqlens, modes, numbers, bounds, backend)
-        if cu_seqlens is None:
-            return grads
-        return grads[0][rows], None if grads[1] is None else grads[1][rows]
-
-    def factors(rows: slice | Tensor) -> Tensor:
-        return gradients(rows)[0] * row_scale[rows]
-
-    # The gradient of the entropy needs a second read of the logits.
-    has_bonus = LossModes(*modes).wants_entropy_gradient
-    unscaled = not has_bonus and centering is None
-    unscaled = unscaled and has_unscaled_gradient(hidden, options.group)
-    grads = LogProbGradients(
-        chunks,
-        token_ids,
-        options,
-        backend,
-        wanted,
-        skip_inactive=True,
-        inactive=inactive,
-        wide_weight=wide_weight_grad,
-        factors=factors if unscaled else None,
-    )
-    for rows, have_gradients in _parts(chunks, active_rows):
-        tokens = None if shared is None else shared.take(rows)[0]
-        index, cu_tokens = (rows, None) if tokens is None else tokens
-        logits, ids, part = grads.logits(rows), token_ids[index], options.select(index)
-        if unscaled and have_gradients and any(wanted):
-            out = grads.buffer(logits, logits.shape[0])
-            results = rows_unscaled_gradient(logits, out, ids, part)
-            log_probs[rows], entropy[rows], row_scale[rows] = results
-            grads.add(out, rows)
-            continue
-        row_results = rows_forward(logits, ids, part, False, backend, cu_tokens)
-        log_probs[index], entropy[index] = row_results[:2]
-        entries = None
-        if centering is not None:
-            scores[rows], added, entries = centering.of_rows(logits, rows, ids, part, row_results)
-        if have_gradients and any(wanted):
-            grad_log_probs, grad_entropy = gradients(index)
-            if centering is not None:
-                grad_log_probs = grad_log_probs + added
-            of_tokens = grad_log_probs, grad_entropy, entries, tokens
-            grads.add_chunk(logits, rows, row_results, *of_tokens)
-    return log_probs, entropy, scores if centering else scores.new_empty(0), *grads.finish()
-
-
-def _parts(chunks: Chunks, active_rows: Tensor | None) -> Iterator[tuple[slice | Tensor, bool]]:
-    """Yield the rows of every chunk, and whether they have gradients: the active ones first."""
-    if active_rows is None:
-        yield from ((rows, True) for rows in chunks.parts())
-        return
-    inactive = torch.ones(chunks.hidden.shape[0], dtype=torch.uint8, device=active_rows.device)
-    order = inactive.index_fill_(0, active_rows, 0).argsort(stable=True)
-    count = active_rows.numel()
-    for index, have_gradients in ((order[:count], True), (order[count:], False)):
-        yield from ((rows, have_gradients) for rows in chunks.parts(index))
-
-
-@_gradient_op.register_fake
-def _(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    one, _, *grads = fake_gradients(hidden, weight, bias, *rest)
-    log_probs, entropy = (one.new_empty(token_ids.shape) for _ in range(2))
-    scores = torch.empty_like(entropy if rest[-8] is not None else entropy[:0])
-    return log_probs, entropy, scores, *grads
-
-
-def _token_gradients(
-    per_token: list[Any],
-    cu_seqlens: Tensor | None,
-    modes: list[int],
-    numbers: list[float],
-    is_bounds: ImportanceBounds,
-    backend: str,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute d loss / d log_probs and d loss / d entropy of tokens by the op policy_loss.
-
-    The latter is None without a coefficient.
-    """
-    log_probs, entropy, advantages, old, mask, selected, ref, is_weights, *rest = per_token
-    rollout, weights = rest
-    if old is None:
-        old = log_probs
-    if rollout is not None:
-        is_weights = is_bounds.token_weights(old, rollout, mask)
-    *_, grad_log_probs, grad_entropy = policy_loss_op(
-        log_probs,
-        entropy,
-        old,
-        advantages,
-        mask,
-        selected,
-        ref,
-        is_weights,
-        cu_seqlens,
-        None,
-        None,
-        modes,
-        numbers,
-        backend,
-    )
-    has_entropy = LossModes(*modes).wants_entropy_gradient
-    return grad_log_probs * weights, grad_entropy * weights if has_entropy else None

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import is_fake
 from .. import _check as check
 from .._library import custom_op
 from .._per_token import compute_dtype
-from .options import ROW_SCHEMA, RowOptions, in_shape, row_options
+from .options import RowOptions, in_shape, row_options
 from .rows import backend_for, rows_backward, rows_forward
 from .selected import selected_entries, selected_results
 
@@ -224,13 +224,7 @@ def check_logits(
     return check.ids(op, name, token_ids)
 
 
-@custom_op(
-    "hybridengine::token_log_probs",
-    mutates_args=(),
-    schema=f"(Tensor logits, Tensor token_ids, {ROW_SCHEMA}, bool want_squares, "
-    "bool inplace_backward, str backend) -> (Tensor, Tensor, Tensor)",
-    record=RowOptions,
-)
+@custom_op("hybridengine::token_log_probs", mutates_args=())
 def _forward_op(
     logits: Tensor,
     token_ids: Tensor,
@@ -238,35 +232,37 @@ def _forward_op(
     want_squares: bool,
     inplace_backward: bool,
     backend: str,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The results of `rows_forward`."""
     return rows_forward(logits, token_ids, options, want_squares, backend)
 
 
 @_forward_op.register_fake
-def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    rows, (*_, want_squares, _, _) = logits.shape[0], arguments
-    dtype = compute_dtype(logits)
+def _(logits: Tensor, want_squares: bool) -> tuple[Tensor, ...]:
+    rows, dtype = logits.shape[0], compute_dtype(logits)
     vectors = [logits.new_empty(rows, dtype=dtype) for _ in range(2)]
     return *vectors, logits.new_empty(rows, 3 if want_squares else 2, dtype=dtype)
 
 
-@custom_op(
-    "hybridengine::token_log_probs_backward",
-    mutates_args=(),
-    schema=f"(Tensor logits, Tensor token_ids, {ROW_SCHEMA}, Tensor[] row_results, "
-    "Tensor? grad_log_probs, Tensor? grad_entropy, str backend) -> Tensor",
-    record=RowOptions,
-)
-def _backward_op(logits: Tensor, token_ids: Tensor, options: RowOptions, *arguments: Any) -> Tensor:
+@custom_op("hybridengine::token_log_probs_backward", mutates_args=())
+def _backward_op(
+    logits: Tensor,
+    token_ids: Tensor,
+    options: RowOptions,
+    row_results: list[Tensor],
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+    backend: str,
+) -> Tensor:
     """The gradient of the logits."""
-    grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    rows_backward(logits, grad_logits, token_ids, options, *arguments)
-    return grad_logits
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    gradients = grad_log_probs, grad_entropy
+    rows_backward(logits, out, token_ids, options, row_results, *gradients, backend)
+    return out
 
 
 @_backward_op.register_fake
-def _(logits: Tensor, *_: Any) -> Tensor:
+def _(logits: Tensor) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,13 +65,6 @@ class RowOptions(NamedTuple):
     def native(self) -> Any:
         """Return the same options as a `hybridengine._C.LogProbOptions`."""
         return native().LogProbOptions(*self[:-1])  # it needs no group
-
-
-_SCHEMA_TYPES = {float: "float", int: "int", bool: "bool", str: "str", Tensor | None: "Tensor?"}
-# The fields of RowOptions in the schema of a torch.library op.
-ROW_SCHEMA = ", ".join(
-    f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(RowOptions).items()
-)
 
 
 def row_options(

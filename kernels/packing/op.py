@@ -220,7 +220,7 @@ def _pack_layout(
 
 
 @_pack_layout.register_fake
-def _(mask: Tensor, capacity: int | None, backend: str | None) -> tuple[Tensor, ...]:
+def _(mask: Tensor, capacity: int | None) -> tuple[Tensor, ...]:
     rows = torch.library.get_ctx().new_dynamic_size() if capacity is None else capacity
 
     def longs(*shape: Any) -> Tensor:
@@ -258,8 +258,7 @@ def _move_rows(
 
 
 @_move_rows.register_fake
-def _(sources: list[Tensor], *args: Any) -> list[Tensor]:
-    leading, out_shape = args[3:5]
+def _(sources: list[Tensor], leading: int, out_shape: Sequence[int]) -> list[Tensor]:
     return [source.new_empty([*out_shape, *source.shape[leading:]]) for source in sources]
 
 

@@ -467,14 +467,14 @@ def policy_loss_op(
 
 
 @policy_loss_op.register_fake
-def _(log_probs: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    modes = LossModes(*LossArguments(log_probs, *args).modes)
+def _(log_probs: Tensor, modes: list[int]) -> tuple[Tensor, ...]:
+    wants = LossModes(*modes)
     num_tokens = log_probs.size(0)
     return (
         log_probs.new_empty(()),
         log_probs.new_empty(len(_METRICS)),
-        log_probs.new_empty(3 if modes.wants_tokens else 0, num_tokens),
-        log_probs.new_empty(2 if modes.wants_tokens else 0, num_tokens, dtype=torch.bool),
-        log_probs.new_empty(num_tokens if modes.wants_gradient else 0),
-        log_probs.new_empty(num_tokens if modes.wants_entropy_gradient else 0),
+        log_probs.new_empty(3 if wants.wants_tokens else 0, num_tokens),
+        log_probs.new_empty(2 if wants.wants_tokens else 0, num_tokens, dtype=torch.bool),
+        log_probs.new_empty(num_tokens if wants.wants_gradient else 0),
+        log_probs.new_empty(num_tokens if wants.wants_entropy_gradient else 0),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -163,11 +163,11 @@ def _rollout_correction(
 
 
 @_rollout_correction.register_fake
-def _(old_log_probs: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(old_log_probs: Tensor, rollout_is: str | None) -> tuple[Tensor, Tensor, Tensor]:
     dtype = compute_dtype(old_log_probs)
     tokens = old_log_probs.numel()
     return (
-        old_log_probs.new_empty(tokens if arguments[5] is not None else 0, dtype=dtype),
+        old_log_probs.new_empty(tokens if rollout_is is not None else 0, dtype=dtype),
         old_log_probs.new_empty(tokens, dtype=torch.bool),
         old_log_probs.new_empty(len(_METRICS), dtype=torch.float64),
     )

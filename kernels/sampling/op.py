@@ -162,9 +162,7 @@ def _op(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 @_op.register_fake
-def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *_, return_kept_ids, _ = arguments
-
+def _(logits: Tensor, return_kept_ids: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def per_row(dtype: torch.dtype) -> Tensor:
         return logits.new_empty(logits.shape[0], dtype=dtype)
 

@@ -9,8 +9,6 @@ V above 100,000. Backward is 4 K H, and writes the weight gradient once.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,14 +21,9 @@ from ..linear import linear_token_log_probs
 from ..linear.arguments import check_linear, register_linear_autograd
 from ..linear.gradients import sum_over_ranks
 from ..logprob import token_log_probs
-from ..logprob.options import ROW_SCHEMA, RowOptions, in_shape, row_options
+from ..logprob.options import RowOptions, in_shape, row_options
 from ..sampling import SampledTokens
 from .products import OP, Products
-
-SCHEMA = (
-    f"Tensor hidden, Tensor weight, Tensor? bias, Tensor token_ids, {ROW_SCHEMA}, "
-    "Tensor ids, Tensor ends, str? backend"
-)
 
 # With more kept entries than this part of T * V the dense product is faster: in bfloat16 an entry
 # costs 46 to 63 times as much here as there (benchmarks/results/sparse_linear_cpu.json).
@@ -276,12 +269,7 @@ def _is_token(products: Products, token_ids: Tensor) -> Tensor:
     return (products.ids == token_ids[products.row_index]).double()
 
 
-@custom_op(
-    f"hybridengine::{OP}",
-    mutates_args=(),
-    schema=f"({SCHEMA}, Tensor? main_grad) -> (Tensor, Tensor, Tensor, Tensor)",
-    record=RowOptions,
-)
+@custom_op(f"hybridengine::{OP}", mutates_args=())
 def _forward_op(
     hidden: Tensor,
     weight: Tensor,
@@ -292,7 +280,7 @@ def _forward_op(
     ends: Tensor,
     backend: str | None,
     main_grad: Tensor | None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """log_probs [T], entropy [T], logits [K] (summed over the ranks of a group), log-probs [K]."""
     products = Products.choose(hidden, weight, ids, ends, options.vocab_range, backend)
     logits = sum_over_ranks(products.logits(bias), options.group)
@@ -330,40 +318,41 @@ def forward_rows(
 
 
 @_forward_op.register_fake
-def _(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    ids = arguments[4]
+def _(hidden: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
     rows, dtype = hidden.shape[0], compute_dtype(hidden)
     return tuple(hidden.new_empty(n, dtype=dtype) for n in (rows, rows, *ids.shape, *ids.shape))
 
 
-@custom_op(
-    f"hybridengine::{OP}_backward",
-    mutates_args=("main_grad",),
-    schema=f"({SCHEMA}, Tensor(a!)? main_grad, Tensor logits, Tensor entropy, "
-    "Tensor? grad_log_probs, Tensor? grad_entropy, Tensor? grad_kept, bool[] wanted) "
-    "-> (Tensor, Tensor, Tensor)",
-    record=RowOptions,
-)
+@custom_op(f"hybridengine::{OP}_backward", mutates_args=("main_grad",))
 def _backward_op(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     token_ids: Tensor,
     options: RowOptions,
-    *arguments: Any,
-) -> tuple[Tensor, ...]:
+    ids: Tensor,
+    ends: Tensor,
+    backend: str | None,
+    main_grad: Tensor | None,
+    logits: Tensor,
+    entropy: Tensor,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_kept: Tensor | None,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of hidden, weight and bias; those not `wanted` are empty."""
-    ids, ends, backend, main_grad, logits, *given, wanted = arguments
     products = Products.choose(hidden, weight, ids, ends, options.vocab_range, backend)
-    grad = backward_rows(logits, products, options, token_ids, *given)
-    grads = [hidden.new_empty(0) for _ in range(3)]
+    incoming = grad_log_probs, grad_entropy, grad_kept
+    grad = backward_rows(logits, products, options, token_ids, entropy, *incoming)
+    of_hidden, of_weight, of_bias = (hidden.new_empty(0) for _ in range(3))
     if wanted[0]:
-        grads[0] = sum_over_ranks(products.hidden_grad(grad), options.group)
+        of_hidden = sum_over_ranks(products.hidden_grad(grad), options.group)
     if wanted[1]:
-        grads[1] = products.weight_grad(grad, main_grad)
+        of_weight = products.weight_grad(grad, main_grad)
     if bias is not None and wanted[2]:
-        grads[2] = products.bias_grad(grad).to(bias.dtype)
-    return tuple(grads)
+        of_bias = products.bias_grad(grad).to(bias.dtype)
+    return of_hidden, of_weight, of_bias
 
 
 def backward_rows(
@@ -404,7 +393,6 @@ def backward_rows(
 register_linear_autograd(
     OP,
     (_forward_op, _backward_op),
-    main_grad_at=3,
     from_results=lambda results: (results[2], results[1]),
     more_grads=1,
 )

@@ -168,7 +168,7 @@ def recorded_ops(name: str, backend: str | None) -> list[tuple[Any, tuple]]:
     run = CustomOp.__call__
 
     def record(op: CustomOp, *arguments: Any) -> Any:
-        ops.setdefault(op.name, (op.op, tree_map(_cloned, tuple(op.flat(arguments)))))
+        ops.setdefault(op.name, (op.op, tree_map(_cloned, tuple(op.records.split(arguments)))))
         return run(op, *arguments)
 
     with patch.object(CustomOp, "__call__", record):

@@ -75,12 +75,7 @@ class Line(NamedTuple):
     start: torch.Tensor | None
 
 
-@custom_op(
-    "hybridengine_test::along",
-    mutates_args=(),
-    schema="(Tensor x, float slope, Tensor? start, Tensor added) -> Tensor",
-    record=Line,
-)
+@custom_op("hybridengine_test::along", mutates_args=())
 def along(x: torch.Tensor, line: Line, added: torch.Tensor) -> torch.Tensor:
     out = line.slope * x + added
     return out if line.start is None else out + line.start
@@ -230,12 +225,44 @@ def test_a_record_is_one_argument_of_calls_and_its_fields_are_those_of_the_op(di
     with pytest.raises(AssertionError, match="fake"):  # seen by torch, which refuses the mixture
         along(x.detach(), Line(3.0, fake), added)
     assert [len(arguments) for arguments in dispatched] == [4, 4]
-    op, flat = torch.ops.hybridengine_test.along.default, along.flat((x, Line(3.0, start), added))
-    torch.library.opcheck(op, flat)
+    flat = along.records.split((x, Line(3.0, start), added))
+    torch.library.opcheck(torch.ops.hybridengine_test.along.default, flat)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(start, start)
         with pytest.raises(NotImplementedError, match=r"^along: start has a forward-mode tangent"):
             along(torch.ones(2), Line(3.0, dual), added)
+
+
+class Shift(NamedTuple):
+    steps: list[int]
+    name: str
+
+
+@custom_op("hybridengine_test::between", mutates_args=())
+def between(
+    line: Line, x: torch.Tensor, shift: Shift, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x * line.slope + sum(shift.steps), x.new_zeros(count)
+
+
+@between.register_fake
+def _(count, x):
+    return x.new_empty(x.shape), x.new_empty(count)
+
+
+def test_two_records_and_a_fake_kernel_by_name():
+    assert str(between.op._schema) == (
+        "hybridengine_test::between(float slope, Tensor? start, Tensor x, SymInt[] steps, str name,"
+        " SymInt count) -> (Tensor, Tensor)"
+    )
+    call = (Line(2.0, None), torch.ones(3), Shift([1, 2], "up"), 4)
+    assert [len(result) for result in between(*call)] == [3, 4]
+    with Seen() as seen:
+        assert between(*call)[0].tolist() == [5.0, 5.0, 5.0]
+    assert "between" in seen.names
+    torch.library.opcheck(between.op, between.records.split(call))
+    with pytest.raises(ValueError, match="other"):
+        between.register_fake(lambda other: other)
 
 
 def test_an_op_without_a_gradient_raises_in_the_backward():

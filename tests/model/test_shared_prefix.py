@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hybridengine.kernels.linear.chunks import Chunks
 from hybridengine.model import (
+    forward,
     pack_batch,
     pack_rollouts,
     packed_log_probs,
@@ -111,7 +112,6 @@ def test_the_head_computes_a_hidden_state_once(dtype, monkeypatch):
     use_exact_operators(model, {})
     batch, computed = pack_rollouts(group_pairs(), shared_prefix=True), []
     rows, logits = len(batch.target_ids), Chunks.logits
-    of_rows = replace(batch, hidden_positions=None, hidden_index=None)
 
     def counted(chunks, rows, offset=0):
         out = logits(chunks, rows, offset)
@@ -123,8 +123,9 @@ def test_the_head_computes_a_hidden_state_once(dtype, monkeypatch):
     active = advantages.nonzero().squeeze(1)
     outcomes = []
     options = {"old_log_probs": None, "advantages": advantages, "cu_seqlens": batch.cu_rows}
-    for one in (of_rows, batch):
-        of_head, of_active = results(model, one), replace(one, active_rows=active)
+    for shares in (False, True):
+        monkeypatch.setattr(forward, "shares_rows", lambda device, shares=shares: shares)
+        of_head, of_active = results(model, batch), replace(batch, active_rows=active)
         loss, *others, metrics = packed_policy_loss(model, of_active, 0.7, **options)
         values = [*of_head[:2], loss.detach(), *others, *metrics.values()]
         outcomes.append((values, of_head[2], gradients(model, loss), sum(computed)))
@@ -134,7 +135,7 @@ def test_the_head_computes_a_hidden_state_once(dtype, monkeypatch):
     tolerance = GRADIENTS if dtype == torch.float32 else {"rtol": 2**-5, "atol": 2**-5}
     for ours, theirs in zip(our_gradients, their_gradients, strict=True):
         assert_equal_gradients(ours, theirs, **tolerance)
-    assert len(batch.hidden_positions) < 0.8 * rows
+    assert len(batch.distinct_positions[0]) < 0.8 * rows
     assert of_distinct < 0.8 * of_all
 
 
@@ -146,8 +147,10 @@ def test_layout_of_a_group():
     assert batch.subtree_ends.tolist() == [5, 5, 4, 4, 5, 6]
     assert batch.cu_seqlens.tolist() == [0, 5, 6] and batch.max_seqlen == 5
     assert batch.logit_positions.tolist() == [1, 2, 5, 1, 2, 3, 1, 4], "in the order of the pairs"
-    assert batch.hidden_positions.tolist() == [1, 2, 3, 4, 5]
-    assert batch.hidden_index.tolist() == [0, 1, 4, 0, 1, 2, 0, 3]
+    once, index = batch.distinct_positions
+    assert once.tolist() == [1, 2, 3, 4, 5] and index.tolist() == [0, 1, 4, 0, 1, 2, 0, 3]
+    last = replace(batch, logit_positions=batch.cu_seqlens[1:].long() - 1)
+    assert last.distinct_positions is None, "of the batch's own positions"
     assert batch.target_ids.tolist() == [7, 8, 5, 7, 9, 4, 3, 1]
     assert torch.equal(batch.tree_position_ids, batch.position_ids)
     # Saved: 8 and 5; 5 6 7 and 4 of the third sequence, 5 6 of the fourth, 5 6 and 1 of the fifth,

@@ -12,7 +12,7 @@ ROUNDED = {"rtol": 2**-7, "atol": 2**-8}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-# What follows the tensors in kernels.linear.arguments.LINEAR_SCHEMA.
+# RowOptions, budget_bytes and deterministic, as the ops of the linear operators take them.
 OP_OPTIONS = (1.0, None, 1.0, 0.0, -100, None, None, False, "", 2**20, False)
 
 

@@ -23,7 +23,8 @@ from tests.kernels.linear.cases import (
 )
 
 MODULES = [
-    sys.modules[f"hybridengine.kernels.linear.{name}"] for name in ("policy_loss", "cross_entropy")
+    sys.modules[f"hybridengine.kernels.linear.{name}"]
+    for name in ("policy_gradient", "cross_entropy")
 ]
 BUDGETS = (2 * 101 * 6, 17 * (101 * 6 + 128), 2**20)
 

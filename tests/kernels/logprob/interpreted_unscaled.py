@@ -184,7 +184,7 @@ def test_certain_tokens_give_gradients_with_all_digits(monkeypatch):
     token_ids = (tensors[0].float() @ tensors[1].float().T).argmax(1)
     arguments, options = {"advantages": torch.ones(10)}, {"old_log_probs": None}
     exact, _ = loss_and_gradients(tensors, token_ids, arguments, torch.float64, **options)
-    module = sys.modules["hybridengine.kernels.linear.policy_loss"]
+    module = sys.modules["hybridengine.kernels.linear.policy_gradient"]
     monkeypatch.setattr(chunks, "keeps_16_bits", lambda like: True)
     monkeypatch.setattr(module, "has_unscaled_gradient", lambda hidden, group: True)
     got, _ = loss_and_gradients(tensors, token_ids, arguments, torch.bfloat16, **options)
