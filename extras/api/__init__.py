@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -34,7 +35,7 @@ from hybridengine.api.settings import (
 from hybridengine.model import on_device
 from hybridengine.rewards.local import given_functions
 from hybridengine.run.config import ConfigError, SFTConfig
-from hybridengine.run.errors import UsageError
+from hybridengine.run.errors import CallbackError, UsageError
 from hybridengine.run.launch import run_lock
 from hybridengine.run.messages import broadcast_value
 from hybridengine.run.rank import rank_session
@@ -42,7 +43,6 @@ from hybridengine.sync.resharder import SyncReport
 from hybridengine.train.checkpoint.pretrained import save_pretrained
 from hybridengine.train.data import SFTSample
 from hybridengine.train.preflight import check_job
-from hybridengine.train.report import Callbacks, MetricsCallback, SaveCallback
 from hybridengine.train.rollouts import Rollouts
 from hybridengine.train.start import trainer_of
 
@@ -50,7 +50,27 @@ __all__ = ["Step", "Trainer"]
 
 StepData = Rollouts | Sequence[SFTSample]
 
+MetricsCallback = Callable[[int, Mapping[str, float]], object]
+SaveCallback = Callable[[int, Path], object]
+Callback = Callable[[int, Any], object]
+
 _opened: weakref.ref[Trainer] | None = None  # a process has one process group, and one engine
+
+
+def _checked(event: str, function: Callback) -> Callback:
+    """Return the function of `event`, whose errors are a CallbackError with its line."""
+
+    def call(step: int, argument: Any) -> None:
+        try:
+            function(step, argument)
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise CallbackError(
+                f"the callback {event} raised {type(error).__name__} after step {step}: {error} "
+                f"(at {frame.filename}:{frame.lineno})"
+            ) from error
+
+    return call
 
 
 class Step:
@@ -105,7 +125,10 @@ class Trainer:
       runs in a thread of this process; reward.timeout_s and reward.weights apply.
     overrides: `{"actor.optim.lr": 1e-6}`, or a list of `key=value`.
     task: "grpo" (default), "ppo" or "sft"; a RLConfig or SFTConfig names it already.
-    on_step_end, on_validation, on_save: see `Callbacks`.
+    on_step_end, on_validation: called on every rank with the step, and all of its metrics or those
+      of the validation.
+    on_save: called on every rank with the step, and the folder of its complete checkpoint, for
+      which the run waits.
 
     Attributes:
         config: the resolved settings.
@@ -137,7 +160,8 @@ class Trainer:
         self._stack = ExitStack()
         self._step: Step | None = None
         self._is_begun = self._is_finished = self._is_closed = False
-        callbacks = Callbacks(on_step_end, on_validation, on_save)
+        given = {"on_step_end": on_step_end, "on_validation": on_validation, "on_save": on_save}
+        callbacks = {name: _checked(name, f) for name, f in given.items() if f is not None}
         try:
             given = self._stack.enter_context(given_functions(reward_functions(reward)))
             self.config = load_settings(config, overrides, task, path_of(model), given)
@@ -149,7 +173,7 @@ class Trainer:
         global _opened
         _opened = weakref.ref(self)
 
-    def _open(self, model: Any, tokenizer: Any, callbacks: Callbacks) -> None:
+    def _open(self, model: Any, tokenizer: Any, callbacks: Mapping[str, Callback]) -> None:
         config, folder = self.config, self.config.trainer.default_local_dir
         is_ours = "RANK" in os.environ and not dist.is_initialized()
         check_ranks(config)

@@ -43,6 +43,7 @@ from hybridengine.kernels.sampling import ragged_likely
 from hybridengine.model.attachments import Attachment
 from hybridengine.model.rotary import fix_rotary_length
 from hybridengine.model.validation import auto_class, config_of, long_rope_limit
+from hybridengine.run.config import RLConfig
 from hybridengine.sync.checks import config_differences, in_words, plain_values
 from hybridengine.sync.layout import CheckpointLayout, LayoutError, identity_layout
 from hybridengine.sync.weight_target import WeightTarget
@@ -86,6 +87,29 @@ class HfWeights(WeightTarget):
 
 class HfEngine(RolloutEngine):
     """Generate left-padded batches with transformers, of up to `rollout.max_num_seqs` sequences."""
+
+    @staticmethod
+    def find_faults(config: RLConfig) -> Iterator[str]:
+        """Yield what only vLLM can do."""
+        rollout, advice = config.rollout, "but the engine is plain generate; set rollout.name=vllm"
+        if rollout.tensor_model_parallel_size > 1:
+            size = rollout.tensor_model_parallel_size
+            yield (
+                f"rollout.tensor_model_parallel_size is {size}, {advice} (`make setup` installs "
+                "it), or 1"
+            )
+        if config.reshard.lora == "adapters":
+            yield f"reshard.lora is adapters, {advice} (`make setup` installs it), or merged"
+        if config.actor.router_replay == "rollout":
+            yield (
+                f"actor.router_replay is rollout, {advice} (`make setup` installs it), which "
+                "records routes, or actor.router_replay to old or off"
+            )
+        if rollout.engine_kwargs.vllm:
+            options = dict(rollout.engine_kwargs.vllm)
+            yield f"rollout.engine_kwargs.vllm is {options}, {advice}, or remove it"
+        if rollout.quantization:
+            yield f"rollout.quantization is {rollout.quantization}, {advice}, or remove it"
 
     def __init__(self, options: EngineOptions) -> None:
         model, trust = options.model, options.model.trust_remote_code

@@ -25,9 +25,9 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 from hybridengine.kernels import gated_activation, grouped_linear
 from hybridengine.kernels.decode_linear import join_parts
 from hybridengine.model.extensions import SharedFactors
+from hybridengine.moe.adapters import expert_factors
 from hybridengine.moe.expert_parallel import EXPERT_GROUP, Rows, TokenExchange, local_experts
 from hybridengine.run.errors import ModelError
-from hybridengine.sync.adapter import expert_factors
 
 EXPERTS = "hybridengine_grouped"
 ADAPTERS = "hybridengine_adapters"  # attribute of experts: name of a weight → `GroupedAdapter`

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from hybridengine.model.extensions import MixtureExtension, PartReader
 from hybridengine.model.validation import config_of, meta_model
+from hybridengine.moe.adapters import adapter_of
 from hybridengine.moe.exact import exact_forwards
 from hybridengine.moe.expert_parallel import EXPERT_DIM, distribute_experts
 from hybridengine.moe.experts import EXPERTS, check_targets, use_grouped_adapters
@@ -33,6 +34,7 @@ class Mixtures(MixtureExtension):
     distribute = staticmethod(distribute_experts)
     check_targets = staticmethod(check_targets)
     use_grouped_adapters = staticmethod(use_grouped_adapters)
+    adapter_of = staticmethod(adapter_of)
 
     def check(self, config: JobConfig, model: PretrainedConfig, engine: str, exact: bool) -> None:
         """Check that the model's routers are ones that the settings of routers are for."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hybridengine.rewards.calls import source_of
 from hybridengine.run import import_file
 from hybridengine.run.errors import RewardError
 from hybridengine.train.rewards.function import ARGUMENTS, FunctionSource
@@ -222,7 +223,7 @@ def import_reward_function(
             f"reward file {file} has no function {name!r}; functions there: "
             f"{', '.join(functions) or 'none'} (reward.custom_reward_function.name)"
         )
-    source = FunctionSource.of(call, name, file)
+    source = source_of(call, name, file)
     if arguments and source.columns is None:
         _check_signature(call, name, file, arguments)
     if rule:

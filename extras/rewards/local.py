@@ -25,13 +25,12 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from hybridengine.rewards.calls import Calls, Failure, late, source_of
 from hybridengine.run.errors import RewardError
 from hybridengine.train.rewards.function import (
     ARGUMENTS,
     BATCH_ARGUMENTS,
     CallError,
-    Calls,
-    Failure,
     FunctionSource,
     Results,
     RewardFunction,
@@ -94,7 +93,7 @@ class LocalFunctions:
         arguments: () does not check what it takes.
         """
         function = given_function(str(path))
-        source = FunctionSource.of(function, str(path).removeprefix(_PREFIX))
+        source = source_of(function, str(path).removeprefix(_PREFIX))
         if source.columns is None and arguments:
             arguments = _accepted(function, source.name, tuple(arguments))
         self._functions.append(function)
@@ -123,9 +122,9 @@ class LocalFunctions:
                     index, seconds, outcome = thread.replies.get(timeout=wait_s)
                 except Empty:
                     missing = next(i for i in range(size) if i not in results)
-                    raise function.late(limit, thread.running_line(source), missing) from None
+                    raise late(function, limit, thread.running_line(source), missing) from None
                 if seconds > limit:
-                    raise function.late(limit, f"{source.file}:{source.line}", index)
+                    raise late(function, limit, f"{source.file}:{source.line}", index)
                 if isinstance(outcome, Failure):
                     raise CallError(outcome.message, index)
                 results[index] = outcome

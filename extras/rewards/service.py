@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hybridengine.rewards.calls import to_results, to_rows
 from hybridengine.rewards.workers import cores_of_rank
 from hybridengine.run.config import RewardConfig
 from hybridengine.run.errors import RewardError, shorten
@@ -29,8 +30,6 @@ from hybridengine.train.rewards.function import (
     FunctionSource,
     Results,
     RewardFunction,
-    to_results,
-    to_rows,
 )
 
 _Columns = Mapping[str, Sequence[Any]]

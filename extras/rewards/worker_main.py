@@ -31,13 +31,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from hybridengine.rewards.calls import Calls, Failure
 from hybridengine.rewards.functions import import_reward_function
 from hybridengine.run.errors import RewardError
 from hybridengine.run.storage import memory_limit
 from hybridengine.train.rewards.function import (
     TIMED_OUT,
-    Calls,
-    Failure,
     FunctionSource,
     Results,
 )

@@ -27,6 +27,7 @@ from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from hybridengine.rewards.calls import Failure, late
 from hybridengine.rewards.functions import BUILT_IN, CHECK, reward_file
 from hybridengine.rewards.local import LocalFunctions, is_given
 from hybridengine.rewards.worker_main import CPU_LIMIT_S, GIVEN_UP
@@ -37,7 +38,6 @@ from hybridengine.train.rewards.function import (
     ARGUMENTS,
     TIMED_OUT,
     CallError,
-    Failure,
     FunctionSource,
     Results,
     RewardFunction,
@@ -210,7 +210,7 @@ class RewardWorkers:
                             number, seconds, outcome = reply
                             index = None if number is None else sent[worker][number]
                             if seconds > limit and not source.rule:
-                                raise function.late(limit, line, index)
+                                raise late(function, limit, line, index)
                             if isinstance(outcome, Failure):
                                 raise CallError(outcome.message, index)
                             assert index is not None  # only a failure has no number
@@ -235,7 +235,7 @@ class RewardWorkers:
             assert worker is not None
             where, index = error.where or line, pending[worker][0]
             if error.timed_out:
-                raise function.late(limit, where, index) from None
+                raise late(function, limit, where, index) from None
             what = f"reward function {source.name} {error.reason} at {where}"
             raise CallError(what, None if function.takes_lists else index) from None
         finally:

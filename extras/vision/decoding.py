@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hybridengine.model.attachments import Attachment
 from hybridengine.run.errors import DataError
+from hybridengine.vision.encoded import read_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,7 +30,7 @@ def decode_image(image: Attachment) -> Image:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(BytesIO(image.read()), formats=_FORMATS) as decoded:
+        with Image.open(BytesIO(read_image(image)), formats=_FORMATS) as decoded:
             width, height = decoded.size
             if width * height > MAX_PIXELS:
                 raise DataError(

@@ -22,6 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 from hybridengine.model.attachments import Attachment
 from hybridengine.run.errors import DataError, shorten, unexpected
+from hybridengine.vision.encoded import EncodedImage
 
 __all__ = ["find_images", "place_images"]
 
@@ -135,7 +136,7 @@ def _plain(message: _Message) -> _Message:
 def _encoded(where: str, source: Any, folder: Path) -> Attachment:
     """Return an image in any of the forms of data files."""
     if isinstance(source, bytes):
-        return Attachment.of_bytes(where, source)
+        return EncodedImage.of_bytes(where, source)
     if isinstance(source, str):
         return _of_text(where, source, folder)
     if isinstance(source, Mapping):
@@ -149,7 +150,7 @@ def _encoded(where: str, source: Any, folder: Path) -> Attachment:
                 "data.mm_processor_kwargs for all"
             )
         if name == "base64":
-            return Attachment.of_bytes(where, _from_base64(where, given[name]))
+            return EncodedImage.of_bytes(where, _from_base64(where, given[name]))
         if name is not None:
             return _encoded(where, given[name], folder)
     raise DataError(f"{where} is {shorten(repr(source), 80)}, expected {_FORMS}")
@@ -161,14 +162,14 @@ def _of_text(where: str, text: str, folder: Path) -> Attachment:
         head, _, content = text.partition(",")
         if not head.endswith(";base64"):
             raise DataError(f"{where}: a data: URL begins with {head[:40]!r}, expected …;base64")
-        return Attachment.of_bytes(where, _from_base64(where, content))
+        return EncodedImage.of_bytes(where, _from_base64(where, content))
     if scheme in ("http", "https", "ftp", "s3", "gs", "hf"):
         raise DataError(
             f"{where} is {shorten(repr(text), 80)}, and nothing is downloaded; download the images "
             "first, and give their paths, relative to the folder of the data file"
         )
     path = Path(unquote(urlsplit(text).path) if scheme == "file" else text).expanduser()
-    return Attachment.of_file(where, folder / path)
+    return EncodedImage.of_file(where, folder / path)
 
 
 def _from_base64(where: str, text: Any) -> bytes:

@@ -16,7 +16,7 @@ import torch
 
 from hybridengine.engine.response import Response
 from hybridengine.model.attachments import Attachment, AttachmentPreparer
-from hybridengine.run.config.rl import ModelConfig, RolloutConfig, truncates
+from hybridengine.run.config.rl import ModelConfig, RLConfig, RolloutConfig, truncates
 from hybridengine.run.errors import RolloutError, UserError
 from hybridengine.sync.layout import CheckpointLayout
 from hybridengine.sync.weight_target import StaleWeightsError, WeightTarget
@@ -248,6 +248,11 @@ class RolloutEngine(ABC):
     takes_images: bool = False
     drafts: Any = None
     _asleep: tuple[str, ...] = ()  # which of "weights" and "kv_cache" are freed
+
+    @staticmethod
+    def find_faults(config: RLConfig) -> Iterator[str]:
+        """Yield what such an engine cannot do, or be given, of a job's configuration."""
+        yield from ()
 
     @abstractmethod
     def _generate(

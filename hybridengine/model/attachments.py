@@ -6,23 +6,15 @@ attachments (`hybridengine.model.extensions`).
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import os
-import stat
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from hybridengine.model.packed import PartSource
-from hybridengine.run.errors import DataError
-
-MAX_BYTES = 1 << 28  # of a file: 256 MiB
 
 
 @dataclass(frozen=True)
@@ -39,31 +31,10 @@ class Attachment:
     path: str = ""
     data: bytes = b""
 
-    @staticmethod
-    def of_bytes(where: str, data: bytes) -> Attachment:
-        return Attachment(where, hashlib.sha256(data).hexdigest(), data=data)
-
-    @staticmethod
-    def of_file(where: str, path: Path) -> Attachment:
-        """Raises DataError for a file that cannot be read."""
-        return Attachment(where, hashlib.sha256(_read(where, path)).hexdigest(), str(path))
-
     @property
     def name(self) -> str:
         """Its file, or the hash of an image in memory: its name in rollout files."""
         return self.path or f"sha256:{self.sha256}"
-
-    def read(self) -> bytes:
-        """Return the encoded bytes; DataError where the file has changed."""
-        if not self.path:
-            return self.data
-        data = _read(self.where, Path(self.path))
-        if hashlib.sha256(data).hexdigest() != self.sha256:
-            raise DataError(
-                f"{self.where}: the image {self.path} has changed since the data was tokenised; "
-                "restore it, or set HYBRIDENGINE_CACHE to a new folder and start the run again"
-            )
-        return data
 
 
 @dataclass(frozen=True)
@@ -148,30 +119,3 @@ def plain_prompt(ids: Sequence[int], attachments: Sequence[Attachment]) -> Any:
     """Return vLLM's form of a prompt without attachments, for models that take none."""
     assert not attachments, "RolloutEngine.takes_images"
     return {"prompt_token_ids": list(ids)}
-
-
-def _read(where: str, path: Path) -> bytes:
-    """Return the content of a file that a row names: a regular one of at most MAX_BYTES."""
-    try:
-        with open(path, "rb", opener=_open_regular) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size <= MAX_BYTES:
-                return file.read(MAX_BYTES) or b""
-    except OSError as error:
-        raise DataError(
-            f"{where}: the image {path} cannot be read ({error.strerror}); paths are relative to "
-            "the folder of the data file"
-        ) from None
-    raise DataError(
-        f"{where}: the image {path} has {size:,} bytes, more than {MAX_BYTES:,}; shrink it"
-    )
-
-
-def _open_regular(path: str, flags: int) -> int:
-    """Open a file that neither waits for a writer, as a FIFO, nor has no end, as some devices."""
-    if stat.S_ISREG(os.stat(path).st_mode):  # first: to open a device may have an effect
-        file = os.open(path, flags | os.O_NONBLOCK)
-        if stat.S_ISREG(os.fstat(file).st_mode):  # it may be another one by now
-            return file
-        os.close(file)
-    raise OSError(errno.EINVAL, "not a regular file")

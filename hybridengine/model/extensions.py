@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hybridengine.model.attachments import Attachment, AttachmentPreparer, Conflict
     from hybridengine.model.packed import PackedBatch, Part, PartSource
     from hybridengine.run.config import JobConfig
+    from hybridengine.sync.adapter import Adapter
 
 SharedFactors = Literal["none", "outer", "all"]  # of adapters of experts, see `apply_lora`
 PartReader = Callable[..., "PartSource | None"]
@@ -182,6 +183,7 @@ class MixtureExtension(ModelExtension):
     distribute: divides the experts of a model on the meta device over that mesh; returns them.
     check_targets: raises ModelError for target_parameters that are no weights of experts.
     use_grouped_adapters: makes PEFT's adapters of experts grouped products, in place.
+    adapter_of: returns the adapter of one of PEFT's layers of experts, as a sync merges it.
     """
 
     implementation: str
@@ -189,6 +191,7 @@ class MixtureExtension(ModelExtension):
     distribute: Callable[[nn.Module, DeviceMesh], list[nn.Module]]
     check_targets: Callable[[nn.Module, Sequence[str]], None]
     use_grouped_adapters: Callable[[Any, SharedFactors], None]
+    adapter_of: Callable[[Any], Adapter]
 
 
 @cache

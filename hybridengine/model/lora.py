@@ -24,7 +24,7 @@ from hybridengine.model.parameters import free_gathered, is_finite, unwrapped_na
 from hybridengine.model.stored import names_in_whole
 from hybridengine.model.validation import meta_model, takes_images
 from hybridengine.run.errors import ModelError
-from hybridengine.sync.adapter import Adapter, ExpertAdapter
+from hybridengine.sync.adapter import Adapter
 
 
 def apply_lora(
@@ -248,18 +248,11 @@ def adapter_shards(model: nn.Module) -> dict[str, Adapter]:
                 f"the adapter of {name!r} is merged into its weight already, so a sync or an "
                 "export would add it twice; call unmerge_adapter() first"
             )
-        left, right = layer.lora_B[key].weight.detach(), layer.lora_A[key].weight.detach()
         if of_experts:
-            experts = layer.get_base_layer()
-            adapters[unwrapped_name(f"{name}.{layer.parameter_name}")] = ExpertAdapter(
-                left,
-                right,
-                layer.scaling[key],
-                rank=layer.r[key],
-                num_experts=layer.num_experts,
-                transposed=experts.is_transposed,
-            )
+            adapter = mixture_extension("model.target_parameters").adapter_of(layer)
+            adapters[unwrapped_name(f"{name}.{layer.parameter_name}")] = adapter
             continue
+        left, right = layer.lora_B[key].weight.detach(), layer.lora_A[key].weight.detach()
         if layer.fan_in_fan_out:  # the weight is stored transposed
             left, right = right.t(), left.t()
         dtype = getattr(layer, "merged_in", None)  # of `use_exact_operators`

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -24,8 +25,10 @@ class Adapter:
     scale: alpha / r.
     computed_in: the dtype in which a model with exact operators merges it as it computes; None:
       the model adds the update to its outputs.
+    of_experts: it is of a weight [E, ...] of fused experts.
     """
 
+    of_experts: ClassVar[bool] = False
     left: torch.Tensor
     right: torch.Tensor
     scale: float
@@ -44,12 +47,12 @@ class Adapter:
             part = part.narrow(dim, low - origin[dim], high - low)
         merged = torch.empty_like(part, memory_format=torch.contiguous_format)
         matrices = zip(merged, part, strict=True) if part.ndim == 3 else [(merged, part)]
-        factors = self._factors_of_box(base, origin, box)
+        factors = self.factors_of_box(base, origin, box)
         for (out, weight), (left, right) in zip(matrices, factors, strict=True):
             merge_into(out, weight, left, right, self.scale, self.computed_in)
         return merged
 
-    def _factors_of_box(
+    def factors_of_box(
         self, base: torch.Tensor, origin: Sequence[int], box: Box
     ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """Return the factors of every matrix of a box, see `merge`; collective."""
@@ -80,48 +83,6 @@ class Adapter:
             for axis, factor in enumerate((self.left, self.right))
             if not _sharded_alike(factor, base, axis)
         )
-
-
-@dataclass(frozen=True)
-class ExpertAdapter(Adapter):
-    """The updates `scale * B_e @ A_e` of the weights of all experts e of a layer, [E, out, in].
-
-    left: [out, r * E], whose column i * E + e is column i of B_e; or [out, r], one B of all
-      experts. It is stored as PEFT does for `target_parameters`, and so is
-    right: [E * r, in], whose rows from e * r are A_e; or [r, in], one A of all experts.
-    rank: r.
-    num_experts: E.
-    transposed: the weight is [E, in, out].
-    """
-
-    rank: int
-    num_experts: int
-    transposed: bool
-
-    def _factors_of_box(
-        self, base: torch.Tensor, origin: Sequence[int], box: Box
-    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        left, right = expert_factors(full_tensor(self.left), full_tensor(self.right), self.rank)
-        if self.transposed:
-            left, right = right.transpose(1, 2), left.transpose(1, 2)
-        experts, rows, columns = (slice(*positions) for positions in box)
-        left, right = (f.expand(self.num_experts, -1, -1)[experts] for f in (left, right))
-        return zip(left[:, rows], right[:, :, columns], strict=True)
-
-    def bytes_gathered(self, base: torch.Tensor) -> int:
-        factors = (self.left, self.right)
-        return sum((f.numel() - local_shard(f).numel()) * f.element_size() for f in factors)
-
-
-def expert_factors(
-    left: torch.Tensor, right: torch.Tensor, rank: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return B [E, out, r] and A [E, r, in] of the factors of an `ExpertAdapter`, as views.
-
-    A factor of all experts has 1 in place of E.
-    """
-    of_left = left.view(left.shape[0], rank, -1).permute(2, 0, 1)
-    return of_left, right.view(-1, rank, right.shape[1])
 
 
 def adapter_factors(adapters: Mapping[str, Adapter]) -> dict[str, torch.Tensor]:

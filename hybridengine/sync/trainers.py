@@ -18,7 +18,7 @@ from hybridengine.run.messages import (
     raise_on_all_ranks,
     run_on_all_ranks,
 )
-from hybridengine.sync.adapter import Adapter, ExpertAdapter, adapter_factors
+from hybridengine.sync.adapter import Adapter, adapter_factors
 from hybridengine.sync.blocks import Block, reach
 from hybridengine.sync.layout import LayoutError
 from hybridengine.sync.planner import ReshardPlan
@@ -114,7 +114,7 @@ class TrainedTensors:
         """Read, and return the sharding of every parameter for the plan. Raises LayoutError."""
         self.read()
         for name, adapter in self.unmerged.items():
-            if isinstance(adapter, ExpertAdapter):
+            if adapter.of_experts:
                 raise LayoutError(
                     f"the adapter of {name!r} is of experts, which an engine gets with their "
                     "weights only; merge the adapters (reshard.lora=merged)"

@@ -9,9 +9,10 @@ from __future__ import annotations
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -37,7 +38,6 @@ from hybridengine.train.data import PromptLoader
 from hybridengine.train.metrics import performance_metrics
 from hybridengine.train.modes import Mode, mode_of
 from hybridengine.train.report import (
-    Callbacks,
     Reporter,
     UpdateLog,
     export_final,
@@ -51,7 +51,8 @@ ConfigT = TypeVar("ConfigT", bound=JobConfig)
 class BaseTrainer(ABC, Generic[ConfigT]):
     """One rank of a run. A subclass sets these attributes and implements the abstract methods.
 
-    callbacks: called at the events of the run.
+    callbacks: called at `on_step_end` and `on_validation` with the step and its metrics, and at
+      `on_save` with the folder of a complete checkpoint, for which the run waits; on every rank.
     val: the validation data, or None.
     epochs_per_step: how often a step trains on each token.
     optimizers: by the prefix of their metrics.
@@ -65,7 +66,7 @@ class BaseTrainer(ABC, Generic[ConfigT]):
     model: Any
     checkpoints: Checkpointer
     optimizers: Mapping[str, Optimizer]
-    callbacks = Callbacks()
+    callbacks: Mapping[str, Callable[[int, Any], object]] = MappingProxyType({})
     epochs_per_step = 1
     saved = SavedWork()
 
@@ -237,7 +238,7 @@ class BaseTrainer(ABC, Generic[ConfigT]):
             self.end_rollouts()
         if stopping or (trainer.save_freq > 0 and self._is_due(step, trainer.save_freq)):
             self.save(step, score)
-        self.report.draw_if_due()
+        self.report.draw(if_due=True)
         self.checkpoints.check()
         if stopping:
             self._stop(stopping, step)
@@ -267,7 +268,7 @@ class BaseTrainer(ABC, Generic[ConfigT]):
         }
         self.report.log(step, metrics)
         self.updates.report(step, self.optimizers, self.report.print)
-        self.callbacks.call("on_step_end", step, metrics)
+        self._call_back("on_step_end", step, metrics)
         return metrics
 
     def run_validation(self, step: int) -> tuple[float | None, dict[str, float]]:
@@ -277,15 +278,19 @@ class BaseTrainer(ABC, Generic[ConfigT]):
         with self.clock.inside("testing"), self.session.phase("testing", absorbs=True):
             score, metrics = self.validate(step)
         metrics = self._log_with_time(step, "testing", metrics)
-        self.callbacks.call("on_validation", step, metrics)
+        self._call_back("on_validation", step, metrics)
         return score, metrics
 
     def save(self, step: int, score: float | None) -> None:
         """Start to save a checkpoint; wait for it only where a callback is told of it."""
         self.start_save(step, score)
         self._log_with_time(step, "save_checkpoint", {})
-        if self.callbacks.on_save is not None:
-            self.callbacks.call("on_save", step, self.wait_for_save(step))
+        if "on_save" in self.callbacks:
+            self._call_back("on_save", step, self.wait_for_save(step))
+
+    def _call_back(self, event: str, step: int, argument: Any) -> None:
+        if event in self.callbacks:
+            self.callbacks[event](step, argument)
 
     def start_save(self, step: int, score: float | None) -> None:
         """Start to save a checkpoint. Collective."""

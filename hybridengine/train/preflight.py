@@ -8,14 +8,14 @@ provide the checks of their own files (`check_model`, `check_weights`, `check_re
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from hybridengine.engine.vllm.environment import CPU_HEAD_SIZES, prepare_environment
-from hybridengine.engine.vllm.options import check_engine_options, check_plugins
+from hybridengine.engine.interface import RolloutEngine
+from hybridengine.engine.vllm.environment import CPU_HEAD_SIZES
 from hybridengine.model import check_lora, check_sequence_parallel, is_sequence_classifier
 from hybridengine.model.extensions import model_extensions
 from hybridengine.model.packing_check import check_packing
@@ -25,8 +25,8 @@ from hybridengine.model.validation import check_weights, config_of, head_size, l
 from hybridengine.run import load_plugin
 from hybridengine.run.config import ConfigError, JobConfig, RLConfig, SFTConfig
 from hybridengine.run.config.common import TrainedModelConfig
-from hybridengine.run.errors import Faults, UserError, print_note
-from hybridengine.run.storage import check_disk_space, total_memory
+from hybridengine.run.errors import Faults, print_note
+from hybridengine.run.storage import check_disk_space
 from hybridengine.run.tracking import logger_module
 from hybridengine.train.algorithms import NEEDS, check_estimator, uses_critic
 from hybridengine.train.build import (
@@ -301,55 +301,9 @@ def check_engine(config: RLConfig, name: str) -> None:
     """
     if config.rollout.servers:
         return
-    faults = [*(_plain_generate(config) if name == "hf" else _vllm(config))]
-    if faults:
+    engine: type[RolloutEngine] = load_plugin("engines", name, "rollout.name")
+    if faults := [*engine.find_faults(config)]:
         raise ConfigError(*faults)
-
-
-def _plain_generate(config: RLConfig) -> Iterator[str]:
-    """Yield what only vLLM can do."""
-    rollout, advice = config.rollout, "but the engine is plain generate; set rollout.name=vllm"
-    if rollout.tensor_model_parallel_size > 1:
-        yield (
-            f"rollout.tensor_model_parallel_size is {rollout.tensor_model_parallel_size}, {advice} "
-            "(`make setup` installs it), or 1"
-        )
-    if config.reshard.lora == "adapters":
-        yield f"reshard.lora is adapters, {advice} (`make setup` installs it), or merged"
-    if rollout.engine_kwargs.vllm:
-        options = dict(rollout.engine_kwargs.vllm)
-        yield f"rollout.engine_kwargs.vllm is {options}, {advice}, or remove it"
-    if rollout.quantization:
-        yield f"rollout.quantization is {rollout.quantization}, {advice}, or remove it"
-
-
-def _vllm(config: RLConfig) -> Iterator[str]:
-    """Yield what vLLM cannot be given."""
-    rollout = config.rollout
-    if rollout.quantization and rollout.dtype == "float32":
-        yield (
-            f"rollout.quantization is {rollout.quantization} and rollout.dtype is float32, but "
-            "vLLM quantizes 16-bit weights; set rollout.dtype=bfloat16"
-        )
-    ranks = rollout.n_gpus_per_node if config.overlaps else config.trainer.n_gpus_per_node
-    total, memory = rollout.kv_cache_gib * ranks, total_memory() / GIB
-    if not torch.cuda.is_available() and total > memory:
-        yield (
-            f"rollout.kv_cache_gib is {rollout.kv_cache_gib:g} on each of {ranks} ranks, "
-            f"{total:.1f} GiB in all, but this machine has {memory:.1f} GiB of memory; lower it"
-        )
-    for check in (prepare_environment, check_plugins):
-        try:
-            check()
-        except UserError as error:
-            yield str(error)
-    if rollout.engine_kwargs.vllm:
-        try:
-            check_engine_options(rollout.engine_kwargs.vllm)
-        except UserError:  # of the environment, as above
-            pass
-        except ValueError as error:
-            yield f"rollout.engine_kwargs.vllm: {error}"
 
 
 def _check_heads(config: RLConfig, model: PretrainedConfig) -> None:

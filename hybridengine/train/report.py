@@ -1,4 +1,4 @@
-"""What a run tells and leaves: console, metrics, curves, callbacks, skipped updates, final/."""
+"""What a run tells and leaves: console, metrics, curves, skipped updates, final/."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import math
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from rich.table import Table
 from hybridengine.model import Optimizer, SkippedUpdate, on_device
 from hybridengine.run import plugins
 from hybridengine.run.config import JobConfig, config_to_yaml
-from hybridengine.run.errors import CallbackError, ModelError
+from hybridengine.run.errors import ModelError
 from hybridengine.run.messages import broadcast_value
 from hybridengine.run.session import Session
 from hybridengine.run.storage import atomic_file
@@ -42,9 +41,6 @@ _DRAWING_SHARE = 0.01
 MAX_FAILED_UPDATES = 10  # in a row; then the run fails
 
 _REMEDY = "lower the learning rate, or check rewards and data"
-
-MetricsCallback = Callable[[int, Mapping[str, float]], object]
-SaveCallback = Callable[[int, Path], object]
 
 
 class Reporter(ExitStack):
@@ -84,19 +80,17 @@ class Reporter(ExitStack):
         if "timing_s/step" in metrics:
             self._progress.finish_step()
 
-    def draw(self) -> None:
-        """Let extras draw the metrics logged so far: the group `hybridengine.reports`."""
-        if self.is_main:
+    def draw(self, *, if_due: bool = False) -> None:
+        """Let extras draw the metrics logged so far: the group `hybridengine.reports`.
+
+        if_due: only if the last time is long enough ago.
+        """
+        if self.is_main and (not if_due or time.monotonic() >= self._next_drawing):
             started = time.monotonic()
             for entry in plugins("reports").values():
                 entry.load()(self.logger.history, self.dir, self._title)
             ended = time.monotonic()
             self._next_drawing = ended + (ended - started) / _DRAWING_SHARE
-
-    def draw_if_due(self) -> None:
-        """Draw the curves if the last time is long enough ago."""
-        if time.monotonic() >= self._next_drawing:
-            self.draw()
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json and print where the results are."""
@@ -109,34 +103,6 @@ class Reporter(ExitStack):
             f"{summary['steps']} steps in {summary['seconds']} s{resumed}; "
             f"see {self.dir}{os.sep}{{{files}}}"
         )
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """Called on every rank, with the step and what the event is about.
-
-    on_step_end: with all metrics of the step.
-    on_validation: with those of the validation.
-    on_save: with the folder of the checkpoint, which is complete; a run waits for it.
-    """
-
-    on_step_end: MetricsCallback | None = None
-    on_validation: MetricsCallback | None = None
-    on_save: SaveCallback | None = None
-
-    def call(self, event: str, step: int, argument: Any) -> None:
-        """Call the function of `event`, if any. Raises CallbackError, from the function's error."""
-        function = getattr(self, event)
-        if function is None:
-            return
-        try:
-            function(step, argument)
-        except Exception as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            raise CallbackError(
-                f"the callback {event} raised {type(error).__name__} after step {step}: {error} "
-                f"(at {frame.filename}:{frame.lineno})"
-            ) from error
 
 
 def export_final(

@@ -192,7 +192,7 @@ def test_ranks_and_experts_without_slots_are_refused() -> None:
 
 
 def test_adapters_of_experts_are_not_sent_alone() -> None:
-    from hybridengine.sync.adapter import ExpertAdapter
+    from hybridengine.moe.adapters import ExpertAdapter
     from hybridengine.sync.layout import LayoutError
     from hybridengine.sync.trainers import TrainedTensors
 

@@ -89,7 +89,6 @@ def train(base: list[str], run: Path, case: Case, fill: Fill | None) -> str:
     from hybridengine.run.errors import UserError
     from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.train.checkpoint import checkpointer, tensors
-    from hybridengine.train.report import Callbacks
     from hybridengine.train.rl import RLTrainer
 
     overrides = (
@@ -118,7 +117,10 @@ def train(base: list[str], run: Path, case: Case, fill: Fill | None) -> str:
 
         patches.enter_context(mock.patch.object(module, case.after, then_fill))
 
-    trainer.callbacks = Callbacks(on_step_end, on_save=lambda step, folder: None)  # waits for it
+    trainer.callbacks = {
+        "on_step_end": on_step_end,
+        "on_save": lambda step, folder: None,
+    }  # waits for it
     with patches:
         try:
             trainer.train()

@@ -175,7 +175,6 @@ def train_beside_a_writer(rank: int, world_size: int, folder: Path, job: list[st
     from hybridengine.run.config import load_config
     from hybridengine.run.session import PhaseStatus, Session
     from hybridengine.sync.weight_target import target_of
-    from hybridengine.train.report import Callbacks
     from hybridengine.train.rl import RLTrainer
 
     trainer = RLTrainer(load_config(None, job), Session(PhaseStatus(folder / "run", rank)))
@@ -184,7 +183,7 @@ def train_beside_a_writer(rank: int, world_size: int, folder: Path, job: list[st
         weights = target_of(trainer.source.engine).weights()
         next(iter(weights.values())).data.view(torch.int32).view(-1)[7] ^= 1
 
-    trainer.callbacks = Callbacks(on_step_end=write)
+    trainer.callbacks = {"on_step_end": write}
     with pytest.raises(RolloutError, match=r"changed since the sync to version \d") as error:
         trainer.train()
     return str(error.value)

@@ -35,7 +35,7 @@ from hybridengine.kernels import (
 from hybridengine.kernels import (
     whiten as _whiten,
 )
-from hybridengine.sync.adapter import expert_factors
+from hybridengine.moe.adapters import expert_factors
 
 _MODES = {"ppo": "ppo_clip"}
 

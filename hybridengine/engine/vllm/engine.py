@@ -39,7 +39,7 @@ from hybridengine.engine.vllm.environment import (
     unchanged_local_world_size,
     unique_shared_memory,
 )
-from hybridengine.engine.vllm.options import check_plugins, llm_options
+from hybridengine.engine.vllm.options import check_plugins, find_faults, llm_options
 from hybridengine.engine.vllm.post_load import writable_weights
 from hybridengine.engine.vllm.sampling import (
     fuse_sampler,
@@ -73,6 +73,8 @@ class VllmEngine(RolloutEngine):
     Its tensor-parallel size is a divisor of the world size and of the attention heads. `sleep()`
     frees weights and cache on a GPU, the cache alone on a CPU.
     """
+
+    find_faults = staticmethod(find_faults)
 
     def __init__(self, options: EngineOptions) -> None:
         prepare_environment()

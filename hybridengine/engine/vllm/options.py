@@ -7,7 +7,7 @@ another version, is refused: what it does to weights and log-probs is not known.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -22,7 +22,9 @@ from hybridengine.engine.vllm.environment import CPU_BLOCK_SIZE, prepare_environ
 from hybridengine.model.stored import WRAPPERS, trained_config
 from hybridengine.run import load_plugin
 from hybridengine.run.config.common import TrainedModelConfig
-from hybridengine.run.errors import ConfigError
+from hybridengine.run.config.rl import RLConfig
+from hybridengine.run.errors import ConfigError, UserError
+from hybridengine.run.storage import total_memory
 
 _TABLES = yaml.safe_load(Path(__file__).with_name("arguments.yaml").read_text())
 ALLOWED = frozenset(_TABLES["allowed"].split())
@@ -83,6 +85,35 @@ class _AsTrained:
         config.update({"head_dtype": "float32"})
         config.get_text_config().update(self.model.config_overrides)
         return config
+
+
+def find_faults(config: RLConfig) -> Iterator[str]:
+    """Yield what vLLM cannot be given of a job's configuration."""
+    rollout = config.rollout
+    if rollout.quantization and rollout.dtype == "float32":
+        yield (
+            f"rollout.quantization is {rollout.quantization} and rollout.dtype is float32, but "
+            "vLLM quantizes 16-bit weights; set rollout.dtype=bfloat16"
+        )
+    ranks = rollout.n_gpus_per_node if config.overlaps else config.trainer.n_gpus_per_node
+    total, memory = rollout.kv_cache_gib * ranks, total_memory() / 2**30
+    if not torch.cuda.is_available() and total > memory:
+        yield (
+            f"rollout.kv_cache_gib is {rollout.kv_cache_gib:g} on each of {ranks} ranks, "
+            f"{total:.1f} GiB in all, but this machine has {memory:.1f} GiB of memory; lower it"
+        )
+    for check in (prepare_environment, check_plugins):
+        try:
+            check()
+        except UserError as error:
+            yield str(error)
+    if rollout.engine_kwargs.vllm:
+        try:
+            check_engine_options(rollout.engine_kwargs.vllm)
+        except UserError:  # of the environment, as above
+            pass
+        except ValueError as error:
+            yield f"rollout.engine_kwargs.vllm: {error}"
 
 
 def check_engine_options(options: Mapping[str, Any]) -> None:

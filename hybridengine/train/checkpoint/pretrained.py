@@ -47,7 +47,6 @@ from hybridengine.model.stored import (
 from hybridengine.run.errors import ModelError
 from hybridengine.run.messages import run_on_rank0
 from hybridengine.run.storage import atomic_folder, check_disk_space, note_progress, writing_to
-from hybridengine.sync.adapter import ExpertAdapter
 from hybridengine.sync.shards import full_tensor
 
 _PROCESSOR_FILES = (
@@ -281,7 +280,7 @@ def save_adapter(
 
     config: Any = copy.copy(*model.peft_config.values())
     adapted = adapter_shards(model)
-    of_experts = {name for name, adapter in adapted.items() if isinstance(adapter, ExpertAdapter)}
+    of_experts = {name for name, adapter in adapted.items() if adapter.of_experts}
     # PEFT would take a linear layer of these names for experts, but reads a full parameter's name.
     renamed = {n for n in adapted if n.endswith(_RENAMED_BY_PEFT)} if has_experts(model) else set()
     by_parameter = of_experts | renamed

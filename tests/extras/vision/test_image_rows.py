@@ -14,10 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from hybridengine.model import attachments
 from hybridengine.run.errors import DataError
 from hybridengine.train.data.files import read_files
-from hybridengine.vision import EncodedImage, decoding
+from hybridengine.vision import EncodedImage, decoding, encoded
 from hybridengine.vision.decoding import decode_image
 from hybridengine.vision.rows import place_images
 
@@ -153,7 +152,7 @@ def test_only_regular_files_of_a_bounded_size_are_read(
         file.truncate(1 << 40)  # without a block on the disk
     with pytest.raises(DataError, match="has 1,099,511,627,776 bytes, more than 268,435,456"):
         place(folder, user("a"), images=["huge.png"])
-    monkeypatch.setattr(attachments, "MAX_BYTES", 10)
+    monkeypatch.setattr(encoded, "MAX_BYTES", 10)
     with pytest.raises(DataError, match="bytes, more than 10; shrink it"):
         place(folder, user("a"), images=["red.png"])
 

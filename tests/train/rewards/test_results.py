@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridengine.train.rewards.function import to_results, to_rows
+from hybridengine.rewards.calls import to_results, to_rows
 
 NUMBERS = [
     (True, 1.0),
