@@ -25,13 +25,13 @@ HE_SIMD VecF score_of(VecF product, float factor, float cap) {
   return kCapped ? cap * tanh(x) : x;
 }
 
-// p 2^e for integral e <= 0; 0 below the normal range.
+// p 2^e for 1 <= p <= 2 and integral e <= 0; 0 below the normal range.
 HE_SIMD VecF scale_down(VecF p, VecF e) {
 #if defined(__AVX512F__)
   return (VecF)_mm512_scalef_ps((__m512)p, (__m512)e);
 #else
-  const VecI exponent = (VecI)(e + 12582912.0f) - 0x4B400000;
-  return select(e < -126.0f, VecF{}, p * (VecF)((exponent + 127) << 23));
+  const VecI exponent = (VecI)(e + 12582912.0f) << 23;  // its low bits are those of e
+  return select(e < -126.0f, VecF{}, (VecF)((VecI)p + exponent));
 #endif
 }
 

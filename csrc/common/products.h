@@ -28,31 +28,63 @@ template <typename Step>
 constexpr int64_t kStep =
     sizeof(Step) / (std::is_same_v<Step, Pair> ? sizeof(bf16) : sizeof(float));
 
-HE_SIMD VecF multiply_add(float left, VecF right, VecF sum) { return sum + splat(left) * right; }
-
-// Rounds after each of the two products (the odd one first); subnormal numbers count as zero.
-#if defined(__AVX512BF16__)
-HE_SIMD VecF multiply_add(Pair left, VecU right, VecF sum) {
-  const __m512i both = _mm512_set1_epi32(static_cast<int32_t>(left.bits));
-  return (VecF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)both, (__m512bh)right);
-}
-#endif
-
 // Two numbers, which multiply those of a Pair one after the other where it is no step.
 struct WidePair {
   float even, odd;
 };
 
-HE_SIMD VecF multiply_add(WidePair left, VecU right, VecF sum) {
-  sum = multiply_add(left.even, (VecF)(right << 16), sum);
-  return multiply_add(left.odd, (VecF)(right & 0xFFFF0000u), sum);
+// Factors of a step, which are multiplied one after the other.
+template <typename Left>
+constexpr int kFactors = std::is_same_v<Left, WidePair> ? 2 : 1;
+
+// A factor of a step of the left side in every lane.
+template <int factor>
+HE_SIMD VecF left_factor(float x) {
+  return splat(x);
 }
 
-HE_SIMD VecF load_steps(const float* p) { return load(p); }
+template <int factor>
+HE_SIMD VecF left_factor(WidePair x) {
+  return splat(factor == 0 ? x.even : x.odd);
+}
 
-HE_SIMD VecU load_steps(const Pair* p) {
-  VecU v;
-  std::memcpy(&v, p, sizeof v);
+template <int factor>
+HE_SIMD VecU left_factor(Pair x) {
+  return VecU{} + x.bits;
+}
+
+// What it multiplies, of kWidth steps of the right side.
+template <typename Left, int factor>
+HE_SIMD VecF right_factor(const float* p) {
+  return load(p);
+}
+
+template <typename Left, int factor>
+HE_SIMD auto right_factor(const Pair* p) {
+  VecU pairs;
+  std::memcpy(&pairs, p, sizeof pairs);
+  if constexpr (std::is_same_v<Left, Pair>) {
+    return pairs;
+  } else {
+    return (VecF)(factor == 0 ? pairs << 16 : pairs & 0xFFFF0000u);
+  }
+}
+
+HE_SIMD VecF multiply_add(VecF left, VecF right, VecF sum) { return sum + left * right; }
+
+// Rounds after each of the two products (the odd one first); subnormal numbers count as zero.
+#if defined(__AVX512BF16__)
+HE_SIMD VecF multiply_add(VecU left, VecU right, VecF sum) {
+  return (VecF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)left, (__m512bh)right);
+}
+#endif
+
+// Hides where a vector comes from, so that it is not read again for each use.
+template <typename Vector>
+HE_SIMD Vector in_register(Vector v) {
+#if defined(__x86_64__)
+  asm("" : "+v"(v));
+#endif
   return v;
 }
 
@@ -65,6 +97,10 @@ constexpr int kPanel = 4;  // 24 of 32 registers are sums
 template <int kRows>
 constexpr int kPanel = kRows <= 3 ? 4 : 2;  // 12 of 16
 #endif
+// Whether steps of all rows, not of all vectors, are in registers while the others go by. The sums,
+// the fewer of both and one more fill 16 registers.
+template <int kRows, int kVectors>
+constexpr bool kHoldsLeft = kWidth < 16 && kRows < kVectors;
 
 enum class Layout { rows, columns };  // element (m, k) is a[m * lda + k] or a[k * lda + m]
 
@@ -103,18 +139,42 @@ void multiply_tile(int64_t steps, const Left* a, int64_t lda, const Right* b, in
 #pragma GCC unroll 8
     for (int n = 0; n < kVectors; ++n)
       sums[m][n] = accumulate ? load(c + m * ldc + n * kWidth) : VecF{};
-  for (int64_t k = 0; k < steps; ++k, b += ldb) {
-    decltype(load_steps(b)) right[kVectors];
+  Ahead stream = ahead;  // in registers
+  const auto add = [&](auto factor, int64_t k) __attribute__((always_inline)) {
+    const auto left = [&](int m) __attribute__((always_inline)) {
+      return left_factor<factor>(layout == Layout::rows ? a[m * lda + k] : a[k * lda + m]);
+    };
+    const auto right = [&](int n) __attribute__((always_inline)) {
+      return right_factor<Left, factor>(b + n * kWidth);
+    };
+    if constexpr (kHoldsLeft<kRows, kVectors>) {
+      decltype(left(0)) x[kRows];
 #pragma GCC unroll 8
-    for (int n = 0; n < kVectors; ++n) right[n] = load_steps(b + n * kWidth);
-    ahead();
+      for (int m = 0; m < kRows; ++m) x[m] = left(m);
 #pragma GCC unroll 8
-    for (int m = 0; m < kRows; ++m) {
-      const Left left = layout == Layout::rows ? a[m * lda + k] : a[k * lda + m];
+      for (int n = 0; n < kVectors; ++n) {
+        const auto y = right(n);
 #pragma GCC unroll 8
-      for (int n = 0; n < kVectors; ++n) sums[m][n] = multiply_add(left, right[n], sums[m][n]);
+        for (int m = 0; m < kRows; ++m) sums[m][n] = multiply_add(x[m], y, sums[m][n]);
+      }
+    } else {
+      decltype(right(0)) y[kVectors];
+#pragma GCC unroll 8
+      for (int n = 0; n < kVectors; ++n) y[n] = in_register(right(n));
+#pragma GCC unroll 8
+      for (int m = 0; m < kRows; ++m) {
+        const auto x = left(m);
+#pragma GCC unroll 8
+        for (int n = 0; n < kVectors; ++n) sums[m][n] = multiply_add(x, y[n], sums[m][n]);
+      }
     }
+  };
+  for (int64_t k = 0; k < steps; ++k, b += ldb) {
+    stream();
+    add(std::integral_constant<int, 0>{}, k);
+    if constexpr (kFactors<Left> == 2) add(std::integral_constant<int, 1>{}, k);
   }
+  ahead = stream;
 #pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 8
@@ -124,7 +184,8 @@ void multiply_tile(int64_t steps, const Left* a, int64_t lda, const Right* b, in
 template <int kRows, Layout layout, typename Left, typename Right, typename Ahead>
 void multiply_panels(int64_t vectors, int64_t steps, const Left* a, int64_t lda, const Right* b,
                      int64_t ldb, float* c, int64_t ldc, bool accumulate, Ahead& ahead) {
-  constexpr int most = kPanel<kRows>;
+  // Two factors leave fewer registers for sums.
+  constexpr int most = kFactors<Left> == 2 && kRows > 2 && kWidth < 16 ? 2 : kPanel<kRows>;
   int64_t n = 0;
   for (; n + most <= vectors; n += most)
     multiply_tile<kRows, most, layout>(steps, a, lda, b + n * kWidth, ldb, c + n * kWidth, ldc,
@@ -143,7 +204,7 @@ void multiply_panels(int64_t vectors, int64_t steps, const Left* a, int64_t lda,
 
 // c[m, n] (+)= sum_k a(m, k) b[k, n] for rows <= kGroup and n < vectors * kWidth, each sum in
 // ascending order of its steps k.
-template <Layout layout, typename Left, typename Right, typename Ahead = const NoPrefetch>
+template <Layout layout, typename Left, typename Right, typename Ahead = NoPrefetch>
 void multiply(int64_t rows, int64_t vectors, int64_t steps, const Left* a, int64_t lda,
               const Right* b, int64_t ldb, float* c, int64_t ldc, bool accumulate,
               Ahead&& ahead = {}) {

@@ -2,14 +2,13 @@
 // are read as they are. A thread packs a block of `b`, multiplies it with 96 rows of `a` at a time,
 // and meanwhile prefetches the blocks that come next.
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
 #include "common/aligned_buffer.h"
-#include "common/parallel.h"
 #include "common/products.h"
 #include "common/simd.h"
 #include "common/streaming.h"
+#include "common/tasks.h"
 #include "common/transpose.h"
 #include "grouped_linear/params.h"
 
@@ -391,16 +390,9 @@ std::vector<Task> make_tasks(const GroupedGemm& p) {
 template <typename T>
 void run(const GroupedGemm& p) {
   const std::vector<Task> tasks = make_tasks(p);
-  const int64_t count = tasks.size(), threads = std::min<int64_t>(p.num_threads, count);
-  std::atomic<int64_t> next{0};
-  parallel_for(threads, 1, p.num_threads, [&](int64_t, int64_t) {
-    Worker<T> worker(p);
-    int64_t i = next++;
-    while (i < count) {
-      const int64_t following = next++;
-      worker.run(tasks[i], following < count ? &tasks[following] : nullptr);
-      i = following;
-    }
+  const int64_t count = tasks.size();
+  for_each_task_ahead<Worker<T>>(p, count, [&](int64_t i, int64_t following, Worker<T>& worker) {
+    worker.run(tasks[i], following < count ? &tasks[following] : nullptr);
   });
 }
 

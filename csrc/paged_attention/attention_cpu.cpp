@@ -8,6 +8,7 @@
 #include "attention/softmax.h"
 #include "common/parallel.h"
 #include "common/products.h"
+#include "common/tasks.h"
 #include "paged_attention/params.h"
 
 namespace hybridengine::HYBRIDENGINE_ISA {
@@ -99,13 +100,13 @@ class PagedRows {
     int64_t stride;
   };
 
-  // Keys [j, j + count) of a head, of one block.
+ public:
+  // Keys [j, j + count) of a head, of one block; none by default.
   struct Run {
-    Matrix keys, values;
-    int64_t j, count;
+    Matrix keys{}, values{};
+    int64_t j = 0, count = 0;
   };
 
- public:
   explicit PagedRows(const PagedAttention& p)
       : p_(p), factor_(score_factor(p.softmax_scale, p.softcap)), cap_(p.softcap * kLog2E) {}
 
@@ -116,23 +117,29 @@ class PagedRows {
                                    p_.dim, s.query.along_dim(row + r));
   }
 
+  Run first_run(const RowGroup& rows, int64_t chain, int64_t head) const {
+    // Vectors of keys begin at multiples of their size.
+    const int64_t seen = rows.first_key(0) / kCacheUnit * kCacheUnit;
+    return run_at(rows, head, std::max(chain * kChain, seen), end_of(rows, chain));
+  }
+
   // Sums over the keys of one chain, for the heads [head, end_head), whose queries are loaded. A
-  // block has the heads one after the other: it is read as it lies in memory.
+  // block has the heads one after the other: it is read as it lies in memory. `following` is what
+  // is read next, and prefetched.
   template <typename SumsOf>
   void attend(const RowGroup& rows, int64_t chain, int64_t head, int64_t end_head, Scratch<Step>& s,
-              const SumsOf& sums_of) const {
+              const Run& following, const SumsOf& sums_of) const {
     for (int64_t h = head; h < end_head; ++h) sums_of(h).clear(rows.count, p_.value_dim);
-    // Vectors of keys begin at multiples of their size.
-    const int64_t first = std::max(chain * kChain, rows.first_key(0) / kCacheUnit * kCacheUnit);
-    const int64_t end = std::min((chain + 1) * kChain, rows.end_key(rows.count - 1));
-    Run run = run_at(rows, head, first, end);
-    for (int64_t j = first, h = head; j < end;) {
+    const int64_t end = end_of(rows, chain);
+    Run run = first_run(rows, chain, head);
+    for (int64_t h = head; run.j < end;) {
       const int64_t next_head = h + 1 < end_head ? h + 1 : head;
-      const int64_t next = next_head > h ? j : j + run.count;
-      const Run next_run = next < end ? run_at(rows, next_head, next, end) : run;
+      const int64_t next = next_head > h ? run.j : run.j + run.count;
+      const Run next_run = next < end ? run_at(rows, next_head, next, end) : following;
       prefetch(next_run, s.ahead);
       add_run(rows, (h - head) * rows.count, run, s, sums_of(h));
-      run = next_run, j = next, h = next_head;
+      if (next >= end) return;
+      run = next_run, h = next_head;
     }
   }
 
@@ -155,6 +162,10 @@ class PagedRows {
   }
 
  private:
+  static int64_t end_of(const RowGroup& rows, int64_t chain) {
+    return std::min((chain + 1) * kChain, rows.end_key(rows.count - 1));
+  }
+
   Run run_at(const RowGroup& rows, int64_t head, int64_t j, int64_t end) const {
     const int64_t offset = j % p_.block_size;
     const int32_t block = p_.block_table[rows.sequence * p_.table_stride + j / p_.block_size];
@@ -348,18 +359,24 @@ void attention(const PagedAttention& p) {
   const PagedRows<T> paged(p);
   const Tasks tasks(p);
   const Floats results(tasks.results_size);
-  for_each_task<Scratch<Step>>(p, tasks.all.size(), [&](int64_t i, auto& s) {
+  const int64_t count = tasks.all.size();
+  for_each_task_ahead<Scratch<Step>>(p, count, [&](int64_t i, int64_t next, Scratch<Step>& s) {
     const auto [index, head, end_head, chain] = tasks.all[i];
     const RowGroup& rows = tasks.groups[index];
     for (int64_t h = head; h < end_head; ++h)
       paged.load_queries(rows, h, (h - head) * rows.count, s);
     if (chain >= 0) {
-      paged.attend(rows, chain, head, end_head, s,
+      typename PagedRows<T>::Run following;
+      if (next < count) {
+        const Tasks::Task& task = tasks.all[next];
+        following = paged.first_run(tasks.groups[task.rows], task.chain, task.head);
+      }
+      paged.attend(rows, chain, head, end_head, s, following,
                    [&](int64_t h) { return tasks.result(results, index, chain, h); });
       return;
     }
     paged.finish(rows, head, s, [&](int64_t c) {
-      paged.attend(rows, c, head, end_head, s, [&](int64_t) { return s.chain; });
+      paged.attend(rows, c, head, end_head, s, {}, [&](int64_t) { return s.chain; });
       return s.chain;
     });
   });
