@@ -106,7 +106,7 @@ class TokenLoss(NamedTuple):
         numbers = [*options, *LossCoefficients(settings.kl_coef, settings.entropy_coeff)]
         bounds = [bound for bound in is_bounds if bound is not None]
         sequences = cu_seqlens if settings.loss_mode in SEQUENCE_MODES else None
-        per_token = advantages, old, mask, *others, weights
+        per_token: tuple[Any, ...] = advantages, old, mask, *others, weights
         return TokenLoss(*per_token, sequences, [*modes], numbers, bounds)
 
     @property

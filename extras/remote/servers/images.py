@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from hybridengine.engine.interface import Prompt, check_prompt
+from hybridengine.model.attachments import Attachment
 from hybridengine.run.errors import RolloutError
-from hybridengine.vision import EncodedImage, ImagePreparer
+from hybridengine.vision import ImagePreparer
 from hybridengine.vision.decoding import decode_image
 
 __all__ = ["ServerPrompt", "check_image_settings"]
@@ -104,7 +105,7 @@ def check_image_settings(
         )
 
 
-def _as_url(image: EncodedImage) -> str:
+def _as_url(image: Attachment) -> str:
     """Return the pixels that the trainer has decoded: other decoders may differ in a few."""
     content = BytesIO()
     decode_image(image).save(content, "PNG", compress_level=1)
